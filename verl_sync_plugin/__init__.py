@@ -1,0 +1,3 @@
+"""verl-sync-plugin: takes over verl's resharding phase (trainer to rollout weight sync)."""
+
+__version__ = "0.1.0"

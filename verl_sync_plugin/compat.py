@@ -1,0 +1,93 @@
+"""What differs between versions of verl and SGLang: detected by feature, in one place.
+
+Supported: verl 0.9.1; SGLang 0.5.12 to 0.5.14 as verl supports them, and 0.5.21 to 0.5.23, where stock verl 0.9.1 is
+broken. There alone, names in two verl modules are replaced (``launch_shims``); nothing else is ever patched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import types
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+from verl_sync_plugin.errors import IncompatibleHostError
+
+STOCK_ROLLOUT = "verl.workers.rollout.sglang_rollout.sglang_rollout.ServerAdapter"
+
+
+def offered(module: Any, name: str) -> Any:
+    """``module.name``, a hook of verl that the plugin cannot do without.
+
+    Raises:
+        IncompatibleHostError: this verl does not have it.
+    """
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        raise IncompatibleHostError(
+            f"verl {_version('verl')} does not offer {module.__name__}.{name}. verl-sync-plugin supports verl 0.9.1: "
+            "install that, or set VERL_USE_EXTERNAL_PLUGINS=none to run without plugins."
+        ) from None
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "(unknown version)"
+
+
+@contextmanager
+def launch_shims() -> Iterator[None]:
+    """Lets verl 0.9.1 launch SGLang >= 0.5.21, whose ``ServerArgs`` is no dataclass any more.
+
+    verl asks ``dataclasses.fields(ServerArgs)`` for the names of its fields. Inside this context its server module
+    sees a ``dataclasses`` whose ``fields`` also knows msgspec structs.
+    """
+    from verl.workers.rollout.sglang_rollout import async_sglang_server as module
+
+    if dataclasses.is_dataclass(module.ServerArgs):
+        yield
+        return
+    real = module.dataclasses
+    module.dataclasses = types.SimpleNamespace(**{**vars(dataclasses), "fields": _fields})
+    try:
+        yield
+    finally:
+        module.dataclasses = real
+
+
+def _fields(struct: Any) -> list[Any]:
+    if dataclasses.is_dataclass(struct):
+        return list(dataclasses.fields(struct))
+    return [types.SimpleNamespace(name=name) for name in struct.__struct_fields__]
+
+
+@asynccontextmanager
+async def weight_update_session(tokenizer_manager: Any) -> AsyncIterator[None]:
+    """SGLang >= 0.5.21 accepts weights only inside a session; earlier ones know none.
+
+    Raises:
+        RuntimeError: SGLang refused to begin or end the session.
+    """
+    begin = getattr(tokenizer_manager, "begin_weight_update", None)
+    if begin is None:
+        yield
+        return
+    from sglang.srt.managers import io_struct
+
+    await _ask(begin(io_struct.BeginWeightUpdateReqInput(selector="all")), "begin")
+    try:
+        yield
+    finally:
+        await _ask(tokenizer_manager.end_weight_update(io_struct.EndWeightUpdateReqInput()), "end")
+
+
+async def _ask(call: Any, what: str) -> None:
+    answer = await call
+    success, message = answer if isinstance(answer, tuple) else (answer.success, answer.message)
+    if not success:
+        raise RuntimeError(f"SGLang refused to {what} a weight update: {message}")

@@ -1,0 +1,164 @@
+"""Everything under ``actor_rollout_ref.rollout.custom.sync``: one frozen dataclass. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+KEY_PREFIX = "actor_rollout_ref.rollout.custom.sync"
+SHORT_BUCKET_KEY = "actor_rollout_ref.rollout.update_weights_bucket_megabytes"
+LONG_BUCKET_KEY = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
+TURN_OFF = f"set {KEY_PREFIX}.enabled=False to run stock verl"
+
+CPU_BACKUP_CHOICES = ("auto", "on", "off")
+WIRE_DTYPE_CHOICES = ("auto", "bfloat16", "float16", "float32")
+
+
+def _fail(key: str, value: Any, problem: str, remedy: str) -> ValueError:
+    return ValueError(f"{KEY_PREFIX}.{key}={value!r}: {problem}. {remedy}")
+
+
+@dataclass(frozen=True)
+class SyncConfig:
+    """Settings of the sync, all with defaults that suit a colocated run.
+
+    Attributes:
+        enabled: False gives stock verl, unchanged.
+        weights_cpu_backup: whether SGLang keeps a host copy of its weights while asleep. ``auto``: off for model
+            families whose every parameter and persistent buffer a sync is known to overwrite (checked again at the
+            first sync), on for all others.
+        wire_dtype: dtype in which floating-point parameters travel; ``auto`` is ``rollout.dtype``. Buffers always
+            travel in their own dtype.
+        keep_dtype: regular expressions (``re.search`` on the HF name); matching parameters keep the trainer's dtype.
+        timeout_seconds: bound on every wait of a sync; when it passes, all ranks raise the same ``SyncError``.
+        release_cuda_graph: also release SGLang's CUDA graph memory during training and resume it in stage 2.
+    """
+
+    enabled: bool = True
+    weights_cpu_backup: str = "auto"
+    wire_dtype: str = "auto"
+    keep_dtype: tuple[str, ...] = (r"\.gate\.weight$", r"e_score_correction_bias$")
+    timeout_seconds: float = 300.0
+    release_cuda_graph: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("enabled", "release_cuda_graph"):
+            if not isinstance(getattr(self, name), bool):
+                raise _fail(name, getattr(self, name), "not a boolean", f"Use {KEY_PREFIX}.{name}=True or False.")
+        self._check_choice("weights_cpu_backup", CPU_BACKUP_CHOICES)
+        self._check_choice("wire_dtype", WIRE_DTYPE_CHOICES)
+        timeout = self.timeout_seconds
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
+            raise _fail("timeout_seconds", timeout, "not a positive number of seconds", "Use for example 300.")
+        self._check_patterns()
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            raise _fail(name, value, "not a known choice", f"Use one of {', '.join(choices)}.")
+
+    def _check_patterns(self) -> None:
+        if not isinstance(self.keep_dtype, tuple) or not all(isinstance(p, str) for p in self.keep_dtype):
+            raise _fail("keep_dtype", self.keep_dtype, "not a list of strings", r"Use for example ['\.router\.'].")
+        for pattern in self.keep_dtype:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise _fail(
+                    "keep_dtype", pattern, f"not a regular expression ({error})", "Correct the pattern."
+                ) from None
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any] | None) -> SyncConfig:
+        """Builds the config from the plain mapping that travels in ``rollout.custom``.
+
+        Args:
+            values: the content of ``custom.sync``; ``None`` or empty means all defaults.
+
+        Raises:
+            ValueError: unknown key, wrong type or value; the text names key, value and remedy.
+        """
+        given = dict(values or {})
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key, value in given.items():
+            if key not in known:
+                close = difflib.get_close_matches(str(key), known, n=1)
+                hint = f"Did you mean {KEY_PREFIX}.{close[0]}?" if close else f"Known keys: {', '.join(known)}."
+                raise _fail(str(key), value, "unknown key", hint)
+        # YAML 1.1 reads a bare on/off as a boolean
+        backup = given.get("weights_cpu_backup")
+        if isinstance(backup, bool):
+            given["weights_cpu_backup"] = "on" if backup else "off"
+        if isinstance(given.get("keep_dtype"), list):
+            given["keep_dtype"] = tuple(given["keep_dtype"])
+        return cls(**given)
+
+
+def sync_config_of(rollout: Any) -> SyncConfig:
+    """The ``SyncConfig`` of a rollout config (dataclass, DictConfig or dict).
+
+    Raises:
+        ValueError: ``rollout.custom`` or ``rollout.custom.sync`` is not a mapping, or ``SyncConfig`` refuses it.
+    """
+    custom = rollout.get("custom", None)
+    if custom is None:
+        return SyncConfig()
+    if not isinstance(custom, Mapping) and not hasattr(custom, "get"):
+        raise ValueError(f"actor_rollout_ref.rollout.custom={custom!r}: not a mapping. Use custom.sync.<key>=<value>.")
+    sync = custom.get("sync", None)
+    if sync is None:
+        return SyncConfig()
+    if hasattr(sync, "items"):
+        return SyncConfig.from_mapping({key: _plain(value) for key, value in sync.items()})
+    raise ValueError(f"{KEY_PREFIX}={sync!r}: not a mapping. Use {KEY_PREFIX}.<key>=<value>.")
+
+
+def _plain(value: Any) -> Any:
+    """OmegaConf's ListConfig as a list; anything else as it is."""
+    return list(value) if type(value).__name__ == "ListConfig" else value
+
+
+def check_bucket_megabytes(short: Any, long: Any) -> int:
+    """The bucket size in MiB from the short and the long key.
+
+    Args:
+        short: ``rollout.update_weights_bucket_megabytes``, ``None`` when not given.
+        long: ``rollout.checkpoint_engine.update_weights_bucket_megabytes``.
+
+    Raises:
+        ValueError: not a positive integer, or both given and different.
+    """
+    for key, value in ((SHORT_BUCKET_KEY, short), (LONG_BUCKET_KEY, long)):
+        if key == SHORT_BUCKET_KEY and value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"{key}={value!r}: not a whole number of MiB. Use for example {SHORT_BUCKET_KEY}=512.")
+        if value <= 0:
+            raise ValueError(f"{key}={value}: a bucket must hold at least 1 MiB. Use {SHORT_BUCKET_KEY}=512.")
+    if short is not None and short != long:
+        raise ValueError(
+            f"{SHORT_BUCKET_KEY}={short} and {LONG_BUCKET_KEY}={long} are both given and differ. "
+            "Remove one of them, or give both the same value."
+        )
+    return int(long)
+
+
+def refuse_unsupported(rollout: Any) -> None:
+    """Names what this version cannot sync, before any worker starts.
+
+    Raises:
+        ValueError: names key, value and remedy.
+    """
+    prefix = "actor_rollout_ref.rollout"
+    disaggregation = rollout.get("disaggregation", None)
+    if disaggregation is not None and disaggregation.get("enabled", False):
+        raise ValueError(f"{prefix}.disaggregation.enabled=True: weight sync serves one engine per rank; {TURN_OFF}.")
+    if rollout.get("quantization", None) is not None:
+        raise ValueError(f"{prefix}.quantization={rollout.quantization!r}: weight sync sends plain weights; {TURN_OFF}.")
+    mtp = rollout.get("mtp", None)
+    if mtp is not None and mtp.get("enable", False) and mtp.get("enable_rollout", False):
+        raise ValueError(f"{prefix}.mtp.enable_rollout=True: weight sync has no draft model; {TURN_OFF}.")

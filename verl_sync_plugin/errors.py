@@ -1,0 +1,17 @@
+"""The errors this package raises on purpose."""
+
+
+class IncompatibleHostError(RuntimeError):
+    """verl or SGLang in this environment does not offer what the plugin hooks into."""
+
+
+class RegistryConflictError(RuntimeError):
+    """Another plugin occupies a verl registry key that this plugin needs."""
+
+
+class SyncError(RuntimeError):
+    """A weight sync failed; every rank of the trainer raises it with the same text.
+
+    The trainer's weights are untouched and the next ``update_weights`` starts afresh. Until it succeeds the rollout
+    engine refuses to generate, because its weights may be half written.
+    """

@@ -1,0 +1,60 @@
+"""Which memory of the engine is released: the state machine behind sleep and wake.
+
+SGLang 0.5.12 raises ``KeyError`` on a resume without release, and its memory saver exits the process on a repeated
+pause; asked through here, both are harmless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+WEIGHTS = "weights"
+KV_CACHE = "kv_cache"
+CUDA_GRAPH = "cuda_graph"
+
+
+class AwakeState:
+    """Tags that are released now."""
+
+    def __init__(self) -> None:
+        self._released: set[str] = set()
+
+    @property
+    def released(self) -> frozenset[str]:
+        return frozenset(self._released)
+
+    def to_release(self, tags: Iterable[str]) -> list[str]:
+        """The tags that are still resident, in the given order."""
+        return [tag for tag in tags if tag not in self._released]
+
+    def to_resume(self, tags: Iterable[str]) -> list[str]:
+        """The tags that are released, in the given order."""
+        return [tag for tag in tags if tag in self._released]
+
+    def note_released(self, tags: Iterable[str]) -> None:
+        self._released.update(tags)
+
+    def note_resumed(self, tags: Iterable[str]) -> None:
+        self._released.difference_update(tags)
+
+
+def sleep_tags(cuda_graph: bool, keep_weights: bool = False) -> list[str]:
+    """What an engine releases when it goes to sleep.
+
+    Args:
+        cuda_graph: CUDA graphs are in saver memory too.
+        keep_weights: adapter mode; the base weights stay.
+    """
+    tags = [KV_CACHE] if keep_weights else [KV_CACHE, WEIGHTS]
+    return [*tags, CUDA_GRAPH] if cuda_graph else tags
+
+
+def wake_stages(staged: bool, cuda_graph: bool) -> tuple[list[str], list[str]]:
+    """(stage 1, stage 2): what is resumed before the weights are loaded, and after the trainer has made room.
+
+    Args:
+        staged: ``rollout.multi_stage_wake_up``; False resumes everything in stage 1.
+        cuda_graph: CUDA graphs are in saver memory too.
+    """
+    late = [KV_CACHE, CUDA_GRAPH] if cuda_graph else [KV_CACHE]
+    return ([WEIGHTS], late) if staged else ([WEIGHTS, *late], [])

@@ -1,0 +1,31 @@
+"""Whether SGLang keeps a host copy of its weights while it sleeps.
+
+The copy costs seconds per step (its allocation, not the transfer) and is overwritten by the next sync, so it is needed
+only for weights that no sync writes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl_sync_plugin.config import SyncConfig
+
+# Families for which tests of this project show that a sync writes every parameter and persistent buffer. The ledger
+# checks it again in every run; an architecture outside this list keeps the copy.
+COVERED_ARCHITECTURES = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+
+
+def keep_cpu_backup(sync: SyncConfig, rollout: Any, model: Any) -> bool:
+    """The decision for one rollout engine; the same in every process.
+
+    Args:
+        sync: the sync's settings.
+        rollout: verl's ``RolloutConfig``.
+        model: verl's ``HFModelConfig``.
+    """
+    if sync.weights_cpu_backup != "auto":
+        return sync.weights_cpu_backup == "on"
+    if rollout.get("quantization", None) is not None:
+        return True
+    architectures = getattr(model.hf_config, "architectures", None) or []
+    return not COVERED_ARCHITECTURES.issuperset(architectures) or not architectures

@@ -1,0 +1,56 @@
+"""Training engines: verl's own, with a weight export that the sharding manager reads shard by shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from verl_sync_plugin.hooks import activation
+
+WeightStream = Iterable[tuple[str, torch.Tensor]]
+
+# verl registers its engines for a device only; a (device, vendor) entry is looked up before it
+VENDORS = ["nvidia", "amd"]
+
+
+class ShardStream:
+    """What the engine returns as its weight stream.
+
+    The sharding manager takes the engine from it. Anyone else may iterate it and gets verl's own stream, for example a
+    checkpoint engine of a disaggregated run.
+    """
+
+    def __init__(self, engine: Any, stock: Callable[[], WeightStream]) -> None:
+        self.engine = engine
+        self._stock = stock
+
+    @property
+    def trainer(self) -> str:
+        """verl's strategy name of the engine."""
+        return str(self.engine.engine_config.strategy)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._stock())
+
+
+@EngineRegistry.register("language_model", ["fsdp", "fsdp2"], device="cuda", vendor=VENDORS)
+class SyncFSDPEngineWithLMHead(FSDPEngineWithLMHead):
+    """verl's FSDP engine; only the weight export differs."""
+
+    def get_per_tensor_param(
+        self, layered_summon: bool = False, base_sync_done: bool = False, **kwargs: Any
+    ) -> tuple[Any, dict[str, Any] | None]:
+        """verl's contract: ``(weight stream, adapter config or None)``. Moves nothing when the plugin is on."""
+        stock = super().get_per_tensor_param
+        if not activation.taken_over():
+            return stock(layered_summon=layered_summon, base_sync_done=base_sync_done, **kwargs)
+
+        def stock_stream() -> WeightStream:
+            stream, _ = stock(layered_summon=layered_summon, base_sync_done=base_sync_done, **kwargs)
+            return stream
+
+        return ShardStream(self, stock_stream), None

@@ -1,0 +1,29 @@
+"""The rollout replica in the task runner: verl's own, with our server actor class."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import ray
+from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangReplica
+
+from verl_sync_plugin.config import sync_config_of
+from verl_sync_plugin.hooks.server import SyncSGLangHttpServer
+
+
+class SyncSGLangReplica(SGLangReplica):
+    """Uses ``SyncSGLangHttpServer`` for the actor's rollout; reward and teacher models keep verl's server."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        serves_actor = not (self.is_reward_model or self.is_teacher_model)
+        self.syncs_weights = serves_actor and sync_config_of(self.config).enabled
+        if self.syncs_weights:
+            self.server_class = ray.remote(SyncSGLangHttpServer)
+            print(f"[verl-sync-plugin] pid {os.getpid()} task runner: replica {self.replica_rank} is ours", flush=True)
+
+    async def init_standalone(self, *args: Any, **kwargs: Any) -> Any:
+        """Standalone replicas are loaded by verl's checkpoint engines, not by this plugin."""
+        self.syncs_weights = False
+        return await super().init_standalone(*args, **kwargs)

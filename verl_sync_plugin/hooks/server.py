@@ -1,0 +1,174 @@
+"""The rollout server actor: verl's own, plus our loader, idempotent sleep and wake, and one door for weight loads."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+from sglang.srt.managers.io_struct import (
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+from verl.workers.rollout.replica import RolloutMode
+from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
+
+from verl_sync_plugin import compat
+from verl_sync_plugin.config import sync_config_of
+from verl_sync_plugin.hooks.awake import KV_CACHE, WEIGHTS, AwakeState, sleep_tags
+from verl_sync_plugin.hooks.backup import keep_cpu_backup
+from verl_sync_plugin.transport.protocol import LOADER
+from verl_sync_plugin.transport.request import pack_request
+
+CUDA_GRAPH_VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+
+
+class SyncSGLangHttpServer(SGLangHttpServer):
+    """verl's SGLang server in hybrid mode, with the plugin's side of the resharding phase."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sync = sync_config_of(self.config)
+        self._awake = AwakeState()
+        self._memory_lock = asyncio.Lock()
+        self._sleep_seconds = 0.0
+        self._half_written = ""
+        self._report: dict[str, Any] | None = None
+
+    async def launch_server(self, master_address: str | None = None, master_port: int | None = None) -> None:
+        """Launches SGLang with our loader and with or without its host copy of the weights."""
+        sglang_kwargs = self.config.engine_kwargs.setdefault("sglang", {})
+        loaders = list(sglang_kwargs.get("custom_weight_loader", None) or [])
+        sglang_kwargs["custom_weight_loader"] = [*loaders, *([] if LOADER in loaders else [LOADER])]
+        if self._sync.release_cuda_graph:
+            os.environ[CUDA_GRAPH_VARIABLE] = "1"
+        backup = keep_cpu_backup(self._sync, self.config, self.model_config)
+        with compat.launch_shims(), _as_mode(self, RolloutMode.HYBRID if backup else RolloutMode.STANDALONE):
+            await super().launch_server(master_address=master_address, master_port=master_port)
+        if self.node_rank == 0:
+            launched = bool(self.tokenizer_manager.server_args.enable_weights_cpu_backup)
+            if launched != backup and not backup:
+                raise RuntimeError(
+                    f"SGLang keeps a CPU backup of its weights ({launched}) although the sync decided on {backup}; "
+                    "this verl does not launch SGLang the way verl-sync-plugin expects"
+                )
+        word = "on" if backup else "off"
+        print(f"[verl-sync-plugin] pid {os.getpid()} rollout server: {LOADER}, CPU backup {word}", flush=True)
+
+    async def sleep(self) -> None:
+        """verl's sleep, once per wake; a repeated call is harmless."""
+        if self.node_rank == 0 and self.config.free_cache_engine:
+            started = time.perf_counter()
+            await self.release_tags(sleep_tags(self._sync.release_cuda_graph, keep_weights=self.lora_as_adapter))
+            self._sleep_seconds = time.perf_counter() - started
+
+    async def release_tags(self, tags: list[str]) -> None:
+        """Releases what is still resident of ``tags``."""
+        async with self._memory_lock:
+            todo = self._awake.to_release(tags)
+            if todo:
+                await self.tokenizer_manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=todo), None)
+                self._awake.note_released(todo)
+
+    async def resume_tags(self, tags: list[str]) -> None:
+        """Resumes what is released of ``tags``."""
+        async with self._memory_lock:
+            todo = self._awake.to_resume(tags)
+            if todo:
+                await self.tokenizer_manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=todo), None)
+                self._awake.note_resumed(todo)
+
+    async def release_kv_cache(self) -> None:
+        """verl's call before a checkpoint-engine sync."""
+        if self.node_rank == 0 and self.config.free_cache_engine:
+            await self.release_tags([KV_CACHE])
+
+    async def resume_kv_cache(self) -> None:
+        """verl's counterpart of ``release_kv_cache``."""
+        if self.node_rank == 0 and self.config.free_cache_engine:
+            await self.resume_tags([KV_CACHE])
+            await self._flush()
+
+    async def load_weights(self, request: tuple[Any, ...], weight_version: str | None) -> float:
+        """Has every scheduler rank call our loader, and returns when all have left it.
+
+        Args:
+            request: ``LoadRequest.to_wire()``.
+            weight_version: what SGLang reports from now on, if the trainer commits.
+
+        Returns:
+            Seconds the last sleep took.
+
+        Raises:
+            RuntimeError: SGLang refused the update.
+        """
+        self._half_written = f"weight sync {request[2]} has not completed"
+        obj = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[pack_request(request)] * int(self.tokenizer_manager.server_args.tp_size),
+            load_format=LOADER,
+            flush_cache=False,
+            weight_version=weight_version,
+        )
+        async with compat.weight_update_session(self.tokenizer_manager):
+            success, message = await self.tokenizer_manager.update_weights_from_tensor(obj, None)
+        if not success:
+            raise RuntimeError(f"SGLang refused the weight update: {message}")
+        if weight_version is not None:
+            self.global_steps = int(weight_version)
+        return self._sleep_seconds
+
+    async def finish_sync(self, tags: list[str]) -> None:
+        """Ends a committed sync: resumes ``tags``, flushes the prefix cache once, allows generation again.
+
+        Raises:
+            RuntimeError: the cache cannot be flushed because requests are running.
+        """
+        await self.resume_tags(tags)
+        await self._flush()
+        self._half_written = ""
+
+    async def _flush(self) -> None:
+        # Flushing while the KV cache is paused crashes SGLang (sglang #19029)
+        if {KV_CACHE, WEIGHTS} & self._awake.released:
+            return
+        flushed = await self.tokenizer_manager.flush_cache()
+        if not getattr(flushed, "success", True):
+            raise RuntimeError("SGLang could not flush its cache after the weight sync: requests are running")
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """verl's generate, refused while the weights may be half written.
+
+        Raises:
+            RuntimeError: the last weight sync failed and no later one succeeded.
+        """
+        if self._half_written:
+            raise RuntimeError(f"the rollout engine's weights are half written: {self._half_written}")
+        return await super().generate(*args, **kwargs)
+
+    async def put_sync_report(self, report: dict[str, Any]) -> None:
+        """The leader's report of the last sync."""
+        self._report = report
+
+    async def take_sync_report(self) -> dict[str, Any] | None:
+        """The report of the last sync, once."""
+        report, self._report = self._report, None
+        return report
+
+
+class _as_mode:
+    """verl decides on the CPU backup by rollout mode and takes no argument for it; this shows it another mode.
+
+    Only around the launch, which reads the mode for nothing else.
+    """
+
+    def __init__(self, server: SGLangHttpServer, mode: RolloutMode) -> None:
+        self._server, self._shown, self._real = server, mode, server.rollout_mode
+
+    def __enter__(self) -> None:
+        if self._real == RolloutMode.HYBRID:
+            self._server.rollout_mode = self._shown
+
+    def __exit__(self, *exc: Any) -> None:
+        self._server.rollout_mode = self._real

@@ -1,0 +1,107 @@
+"""What a sync cost: one ``SyncReport`` per sync, into verl's own metrics."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+# In the order of a training step; "phase" is their sum: what a step pays for resharding in all
+PHASE_STAGES = ("sleep", "resume_weights", "update_weights", "resume_kv")
+# Parts of update_weights, on the reporting rank; they overlap with the engine's loading
+DETAIL_STAGES = ("plan", "pack", "gather", "wait_engine", "engine_load")
+
+
+@dataclass
+class SyncReport:
+    """One sync as one trainer rank saw it.
+
+    Attributes:
+        global_steps: verl's weight version, -1 when verl gave none.
+        manager: class name of the sharding manager that ran.
+        stages: seconds by stage name (``PHASE_STAGES`` and ``DETAIL_STAGES``).
+        nbytes: payload bytes handed to each engine rank.
+        buckets: number of transfers.
+        tensors: number of HF tensors.
+        peak_device_bytes: most device memory that this rank allocated during the sync beyond what it held before.
+        device_used_bytes: device memory in use by all processes, by moment (asleep, weights, synced, awake).
+        peak_host_bytes: growth of this rank's peak resident set during the sync.
+        coverage_expected: parameters and persistent buffers of the engine's model, all proven written.
+    """
+
+    global_steps: int = -1
+    manager: str = ""
+    stages: dict[str, float] = field(default_factory=dict)
+    nbytes: int = 0
+    buckets: int = 0
+    tensors: int = 0
+    peak_device_bytes: int = 0
+    device_used_bytes: dict[str, int] = field(default_factory=dict)
+    peak_host_bytes: int = 0
+    coverage_expected: int = 0
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Adds the seconds spent inside to a stage."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stages[name] = self.stages.get(name, 0.0) + time.perf_counter() - started
+
+    @property
+    def phase_seconds(self) -> float:
+        return sum(self.stages.get(name, 0.0) for name in PHASE_STAGES)
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        seconds = self.stages.get("update_weights", 0.0)
+        return self.nbytes / seconds / 1e9 if seconds else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def line(self) -> str:
+        """The report in one log line."""
+        stages = " ".join(f"{name}={seconds:.4f}s" for name, seconds in self.stages.items())
+        return (
+            f"sync of step {self.global_steps}: phase={self.phase_seconds:.4f}s {stages} "
+            f"{self.nbytes / 1e9:.3f}GB {self.gigabytes_per_second:.2f}GB/s buckets={self.buckets} "
+            f"tensors={self.tensors} peak_device={self.peak_device_bytes / 2**20:.0f}MiB "
+            f"peak_host={self.peak_host_bytes / 2**20:.0f}MiB"
+        )
+
+
+def timing_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds by ``sync/<stage>`` for verl's ``timing_raw``: the slowest replica counts.
+
+    Args:
+        reports: ``SyncReport.as_dict`` of each replica's leader.
+    """
+    names = {name for report in reports for name in report["stages"]}
+    timing = {f"sync/{name}": max(report["stages"].get(name, 0.0) for report in reports) for name in sorted(names)}
+    timing["sync/phase"] = max(SyncReport(**report).phase_seconds for report in reports)
+    return timing
+
+
+def metrics_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """``sync/...`` metrics: sums of bytes over replicas, maxima of the rest."""
+    built = [SyncReport(**report) for report in reports]
+    return {
+        "sync/bytes": float(sum(report.nbytes for report in built)),
+        "sync/gigabytes_per_second": min(report.gigabytes_per_second for report in built),
+        "sync/buckets": float(max(report.buckets for report in built)),
+        "sync/tensors": float(max(report.tensors for report in built)),
+        "sync/peak_device_bytes": float(max(report.peak_device_bytes for report in built)),
+        "sync/peak_host_bytes": float(max(report.peak_host_bytes for report in built)),
+        "sync/coverage_expected": float(max(report.coverage_expected for report in built)),
+        "sync/weight_version": float(max(report.global_steps for report in built)),
+    }
+
+
+def peak_resident_bytes() -> int:
+    """This process's peak resident set so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,118 @@
+"""Registers everything with verl; the only module that touches verl's registries.
+
+Loaded through the entry point group ``verl.plugins`` by every process that imports verl, so it must be quick: it
+imports nothing heavy, and what is heavy is registered by name or when verl imports it anyway.
+
+Hazard: verl swallows an exception of a plugin at DEBUG level and goes on with its own code. A run that asked for this
+plugin must not end up there, so a failure ends the process instead.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import wrapt
+
+from verl_sync_plugin import compat, hydra_source
+from verl_sync_plugin.errors import RegistryConflictError
+
+ROLLOUT_KEY = ("sglang", "async")
+OUR_ROLLOUT = "verl_sync_plugin.hooks.rollout.SyncServerAdapter"
+WITHOUT = "set VERL_USE_EXTERNAL_PLUGINS=none to run verl without plugins"
+
+
+def load_replica() -> type:
+    """The loader behind verl's replica registry key ``sglang``."""
+    from verl.workers.rollout.replica import _load_sglang
+
+    _load_sglang()  # verl's preparation of SGLang's imports comes first
+    from verl_sync_plugin.hooks.replica import SyncSGLangReplica
+
+    return SyncSGLangReplica
+
+
+def register() -> None:
+    """Arranges for configuration source, rollout adapter, replica, engines and trainers to be registered.
+
+    Each is registered when verl imports the module that holds the registry: importing these here would cost seconds in
+    every process. A registry that verl has imported already is served at once.
+
+    Raises:
+        IncompatibleHostError: verl lacks a hook (then or when verl imports the module).
+        RegistryConflictError: another plugin was there first (likewise).
+    """
+    hooks = {
+        "hydra": lambda _: hydra_source.register(),
+        "verl.workers.rollout.base": _register_rollout,
+        "verl.workers.rollout.replica": _register_replica,
+        "verl.workers.engine": _register_engines,
+        "verl.trainer.ppo.v1": _register_trainers,
+    }
+    for module, hook in hooks.items():
+        wrapt.register_post_import_hook(hook, module)
+
+
+def _register_rollout(base: Any) -> None:
+    registry = compat.offered(base, "_ROLLOUT_REGISTRY")
+    _refuse_stranger("rollout adapter", registry.get(ROLLOUT_KEY), (compat.STOCK_ROLLOUT, OUR_ROLLOUT))
+    registry[ROLLOUT_KEY] = OUR_ROLLOUT
+
+
+def _register_replica(replica: Any) -> None:
+    registry = compat.offered(replica, "RolloutReplicaRegistry")
+    stock = compat.offered(replica, "_load_sglang")
+    _refuse_stranger("rollout replica", registry._registry.get("sglang"), (stock, load_replica))
+    registry.register("sglang", load_replica)
+
+
+def _register_engines(_: Any) -> None:
+    import verl_sync_plugin.hooks.engine  # noqa: F401  (registers on import)
+
+
+def _register_trainers(_: Any) -> None:
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+    from verl_sync_plugin.hooks.trainer import reporting
+
+    for name, trainer in list(TRAINER_REGISTRY.items()):
+        if trainer.__module__.startswith("verl.trainer."):
+            TRAINER_REGISTRY[name] = reporting(trainer)
+
+
+def _refuse_stranger(what: str, found: Any, known: tuple[Any, ...]) -> None:
+    if found not in known:
+        raise RegistryConflictError(
+            f"verl's {what} for sglang is already taken by {found!r}; verl-sync-plugin needs it. "
+            f"Uninstall one of the two plugins, or {WITHOUT}."
+        )
+
+
+def verify_registered(rollout: Any) -> None:
+    """Checks in a process that is about to use verl's registries that our entries are still there.
+
+    Raises:
+        RegistryConflictError: a plugin that was loaded later took one of our keys.
+    """
+    if rollout.get("name") != "sglang":
+        return
+    from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    _refuse_stranger("rollout adapter", _ROLLOUT_REGISTRY[ROLLOUT_KEY], (OUR_ROLLOUT,))
+    _refuse_stranger("rollout replica", RolloutReplicaRegistry._registry["sglang"], (load_replica,))
+
+
+def _register_or_stop() -> None:
+    try:
+        register()
+    except Exception as error:
+        message = f"verl-sync-plugin cannot be loaded: {type(error).__name__}: {error}\n({WITHOUT})"
+        print(message, file=sys.stderr, flush=True)
+        if os.environ.get("VERL_SYNC_DEBUG"):
+            raise
+        raise SystemExit(message) from error
+
+
+_register_or_stop()

@@ -1,0 +1,1 @@
+"""What runs inside SGLang's scheduler process. Never imports verl."""

@@ -1,0 +1,71 @@
+"""The loader SGLang calls for a weight update whose ``load_format`` is this function's name.
+
+Hazard: SGLang 0.5.12 treats an exception of a custom loader as fatal and kills the scheduler together with its parent,
+and it ignores the return value. So everything is caught here, and what went wrong travels to the trainer through the
+control channel.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from typing import Any
+
+import torch
+
+from verl_sync_plugin.receiver.session import ReceiverSession
+from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, connect
+from verl_sync_plugin.transport.protocol import Failed, LoadRequest
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_SECONDS = 10.0
+
+_sessions: dict[int, ReceiverSession] = {}
+
+
+def load(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]]) -> None:
+    """Receives one whole sync into ``model``.
+
+    Args:
+        model: this tensor-parallel rank's SGLang model.
+        named_tensors: one pair; its name is a ``LoadRequest`` in wire form, its tensor is empty.
+    """
+    try:
+        request = LoadRequest.from_wire(named_tensors[0][0])
+        channel = connect(request.addresses[tensor_parallel_rank()], CONNECT_TIMEOUT_SECONDS)
+    except Exception:
+        logger.exception("verl-sync-plugin: the weight sync could not reach its trainer rank")
+        return
+    try:
+        _receive(model, channel, request)
+    finally:
+        channel.close()
+
+
+def _receive(model: torch.nn.Module, channel: Channel, request: LoadRequest) -> None:
+    session = _sessions.get(id(model))
+    if session is None:
+        session = _sessions[id(model)] = ReceiverSession(model)
+        logger.warning("verl-sync-plugin: loader active, rank %d of %s", tensor_parallel_rank(), type(model).__name__)
+    try:
+        session.run(channel, request)
+    except ChannelClosedError:
+        logger.error("verl-sync-plugin: sync %s ended by the trainer before its commit", request.sync_id)
+    except Exception as error:
+        logger.exception("verl-sync-plugin: sync %s failed in the engine", request.sync_id)
+        _tell(channel, f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-6)}")
+
+
+def _tell(channel: Channel, text: str) -> None:
+    try:
+        channel.send(Failed(text))
+    except ChannelClosedError:
+        logger.error("verl-sync-plugin: the trainer is gone too")
+
+
+def tensor_parallel_rank() -> int:
+    """This scheduler's rank among those of its engine."""
+    from sglang.srt.distributed import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())

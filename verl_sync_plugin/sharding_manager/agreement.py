@@ -1,0 +1,88 @@
+"""How all trainer ranks come to the same end: everyone goes on, or everyone raises the same error."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from verl_sync_plugin.errors import SyncError
+
+
+class Agreement:
+    """Status exchange over a gloo group of its own, so that it neither waits for nor blocks the payload's group.
+
+    Every rank calls ``settle`` at the same points. Work between two points runs inside ``attempt``, which keeps an
+    error until the next point instead of letting this rank leave the others alone in a collective.
+    """
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout_seconds = timeout_seconds
+        timeout = timedelta(seconds=timeout_seconds)
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if dist.get_world_size() > 1 else None
+        self._rank = dist.get_rank()
+        self._error: BaseException | None = None
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Keeps an exception raised inside for the next ``settle``; skips nothing by itself."""
+        try:
+            yield
+        except Exception as error:
+            if self._error is None:
+                self._error = error
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank has an error that the others do not know of yet."""
+        return self._error is not None
+
+    def settle(self, what: str, waiting: bool = False) -> bool:
+        """Exchanges the status with all ranks.
+
+        Args:
+            what: the stage, for the message.
+            waiting: this rank is not done with the stage and asks for another round.
+
+        Returns:
+            True when any rank asks for another round.
+
+        Raises:
+            SyncError: any rank failed, or did not answer in time; the same text on every rank that answers.
+        """
+        mine, self._error = self._error, None
+        status = torch.tensor([int(mine is not None), int(waiting)], dtype=torch.int32)
+        if self._group is not None:
+            try:
+                dist.all_reduce(status, op=dist.ReduceOp.MAX, group=self._group)
+            except RuntimeError as error:
+                raise SyncError(
+                    f"weight sync: a trainer rank died or did not reach {what!r} within {self._timeout_seconds:g} s "
+                    f"(rank {self._rank} waited): {error}"
+                ) from (mine or error)
+        if status[0].item():
+            raise SyncError(self._tell_all(what, mine)) from mine
+        return bool(status[1].item())
+
+    def _tell_all(self, what: str, mine: BaseException | None) -> str:
+        text = None if mine is None else "".join(traceback.format_exception_only(mine)).strip()
+        texts: list[str | None] = [text]
+        if self._group is not None:
+            texts = [None] * dist.get_world_size()
+            dist.all_gather_object(texts, text, group=self._group)
+        failures = "\n".join(f"rank {rank}: {said}" for rank, said in enumerate(texts) if said)
+        return f"weight sync failed at {what!r}; trainer weights are unchanged.\n{failures}"
+
+    def same_on_all(self, what: str, value: str) -> None:
+        """Raises SyncError on every rank when ``value`` differs between ranks, naming who holds what."""
+        if self._group is None:
+            return
+        values: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self._group)
+        if len(set(values)) > 1:
+            held = "; ".join(f"rank {rank}: {held}" for rank, held in enumerate(values))
+            raise SyncError(f"weight sync: the ranks disagree on {what}: {held}")

@@ -1,0 +1,289 @@
+"""The resharding phase of one trainer rank, whatever the trainer and the rollout engine are.
+
+Lifecycle of a sync (every rank; ``-- settle`` marks where all ranks agree to go on or raise the same error):
+
+    enter         collect this rank's shards, plan the buckets                     -- settle, plans compared
+    awake         leader resumes the engine's weights                              -- settle
+    connect       leader starts the load; every rank meets its engine rank         -- settle
+    per bucket    wait until the slot is free, pack, -- settle, gather, hand over
+    commit        engine ranks finish, the ledger proves coverage                  -- settle
+    exit          hang up, forget the shards
+
+The next bucket is packed and gathered while the engine loads the last one. verl then offloads the trainer, all ranks
+meet in a barrier, and ``awake stage 2`` (the KV cache) follows in the rollout adapter.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from verl.utils.ulysses import BaseShardingManager
+
+from verl_sync_plugin.bucket import Plan, plan_buckets
+from verl_sync_plugin.config import KEY_PREFIX, SyncConfig
+from verl_sync_plugin.metrics import SyncReport, peak_resident_bytes
+from verl_sync_plugin.sharding_manager.agreement import Agreement
+from verl_sync_plugin.sharding_manager.endpoint import PendingLoad, RolloutEndpoint
+from verl_sync_plugin.source.base import ParameterSource, Shard
+from verl_sync_plugin.transport.channel import Channel, Listener
+from verl_sync_plugin.transport.protocol import Coverage, LoadRequest
+from verl_sync_plugin.transport.sender import SLOTS, BucketSender
+
+ACCEPT_SECONDS = 1.0
+
+
+class ShardingManager(BaseShardingManager):
+    """Moves the weights of one trainer engine into one rollout engine; one instance per trainer rank and run.
+
+    Args:
+        engine: verl's training engine.
+        endpoint: the rollout engine beside this rank.
+        config: the sync's settings.
+        bucket_bytes: bound on one gathered bucket.
+        device: where the trainer computes.
+        rollout_dtype: ``rollout.dtype``, what ``wire_dtype=auto`` means.
+    """
+
+    trainer: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        engine: Any,
+        endpoint: RolloutEndpoint,
+        config: SyncConfig,
+        bucket_bytes: int,
+        device: torch.device,
+        rollout_dtype: str = "bfloat16",
+    ) -> None:
+        super().__init__()
+        self.engine = engine
+        self.endpoint = endpoint
+        self.config = config
+        self.rollout_dtype = rollout_dtype
+        self._bucket_bytes = bucket_bytes
+        self._device = device
+        self._agreement = Agreement(config.timeout_seconds)
+        self._sender = BucketSender(device, config.timeout_seconds)
+        self._listener = Listener()
+        self._addresses: tuple[str, ...] | None = None
+        self._source: ParameterSource | None = None
+        self._shards: list[Shard] = []
+        self._plan: Plan | None = None
+        self._syncs = 0
+        self.report = SyncReport()
+
+    @abstractmethod
+    def open_source(self) -> ParameterSource:
+        """The parameter source of ``self.engine``; called once, at the first sync.
+
+        Raises:
+            ValueError: the engine is configured in a way this manager cannot sync; names key, value and remedy.
+        """
+
+    def __enter__(self) -> ShardingManager:
+        self.report = SyncReport(manager=type(self).__name__)
+        self._agree_on_plan()
+        return self
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
+        self._sender.hang_up()
+        self._shards = []
+
+    async def update_weights(self, wake_tags: list[str], global_steps: int | None) -> SyncReport:
+        """Runs one sync. Collective over all trainer ranks.
+
+        Args:
+            wake_tags: memory tags the engine needs for loading; empty when it is awake.
+            global_steps: verl's weight version.
+
+        Raises:
+            SyncError: any rank or engine failed; the same text on every rank. Trainer weights are as before, the
+                engine's may be half written, and the next call starts afresh.
+        """
+        self._syncs += 1
+        memory = _PeakMemory(self._device)
+        with self:
+            self.report.global_steps = -1 if global_steps is None else int(global_steps)
+            self._note_device_memory("asleep")
+            with self.report.stage("resume_weights"):
+                await self._awake(wake_tags)
+            self._note_device_memory("weights")
+            pending: PendingLoad | None = None
+            with self.report.stage("update_weights"):
+                try:
+                    pending = self._start(global_steps)
+                    await self._connect(pending)
+                    self._stream()
+                    await self._commit(pending)
+                except BaseException:
+                    self._sender.hang_up()
+                    await self._drain(pending)
+                    raise
+            memory.into(self.report)
+            self._note_device_memory("synced")
+        return self.report
+
+    async def finish(self, tags: list[str]) -> SyncReport:
+        """Awake, stage 2, after the trainer has made room on all ranks: resume ``tags``, flush once, report.
+
+        Raises:
+            SyncError: any engine failed; the same text on every rank.
+        """
+        with self.report.stage("resume_kv"):
+            with self._agreement.attempt():
+                if self.endpoint.leader:
+                    await self.endpoint.finish(tags)
+            self._agreement.settle("resuming the engine's KV cache")
+        self._note_device_memory("awake")
+        if self.endpoint.leader:
+            await self.endpoint.publish(self.report.as_dict())
+        return self.report
+
+    def _note_device_memory(self, moment: str) -> None:
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info()
+            self.report.device_used_bytes[moment] = total - free
+
+    def _agree_on_plan(self) -> None:
+        agreement, changed = self._agreement, False
+        with self.report.stage("plan"):
+            with agreement.attempt():
+                if self._source is None:
+                    self._source = self.open_source()
+                self._shards = self._source.shards()
+                bases = tuple(shard.base for shard in self._shards)
+                if self._plan is None or self._plan.bases != bases:
+                    self._plan, changed = plan_buckets(bases, self._bucket_bytes), True
+                self._sender.reserve(self._plan)
+            changed = agreement.settle("planning the sync", waiting=changed)
+            if changed:
+                agreement.same_on_all("the tensors to sync (plan digest)", self._ready_plan().digest)
+        plan = self._ready_plan()
+        self.report.nbytes, self.report.buckets, self.report.tensors = plan.nbytes, len(plan.buckets), plan.tensor_count
+
+    async def _awake(self, tags: list[str]) -> None:
+        with self._agreement.attempt():
+            if tags and self.endpoint.leader:
+                await self.endpoint.resume(tags)
+        self._agreement.settle("resuming the engine's weights")
+
+    def _start(self, global_steps: int | None) -> PendingLoad | None:
+        """Collective over the engine's ranks; on the leader the engine has the request when this returns."""
+        self._listener.drop_pending()
+        with self._agreement.attempt():
+            if self._addresses is None:
+                self._addresses = self.endpoint.gather_addresses(self._listener.address)
+            if self.endpoint.leader:
+                version = None if global_steps is None else str(global_steps)
+                sync_id = f"{self._syncs} (step {version})"
+                request = LoadRequest(sync_id, self._addresses, self.config.timeout_seconds)
+                return self.endpoint.start_load(request, version)
+        return None
+
+    async def _connect(self, pending: PendingLoad | None) -> None:
+        """Waits for the engine rank in rounds, so that one rank's failure ends the wait of all."""
+        deadline = time.monotonic() + self.config.timeout_seconds
+        channel: Channel | None = None
+        waiting = True
+        while waiting:
+            with self._agreement.attempt():
+                if channel is None:
+                    channel = self._listener.accept(ACCEPT_SECONDS)
+                if channel is None and pending is not None and pending.finished():
+                    await pending.outcome(ACCEPT_SECONDS)
+                    raise RuntimeError("SGLang accepted the update but its loader did not connect; see its log")
+                if channel is None and time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"the engine did not connect within {KEY_PREFIX}.timeout_seconds="
+                        f"{self.config.timeout_seconds:g}; see SGLang's log"
+                    )
+            waiting = self._agreement.settle("connecting to the engine", waiting=channel is None)
+        assert channel is not None
+        with self._agreement.attempt():
+            self._sender.greet(channel, str(self._syncs), self._ready_plan())
+
+    def _stream(self) -> None:
+        """Feeds all buckets; a slot is refilled only after the engine has finished with it."""
+        plan, sender, report = self._ready_plan(), self._sender, self.report
+        group = None if self._source is None else self._source.group
+        rank = 0 if group is None else dist.get_rank(group)
+        for index, bucket in enumerate(plan.buckets):
+            slot = index % SLOTS
+            with self._agreement.attempt():
+                if index >= SLOTS:
+                    self._wait(index - SLOTS)
+                with report.stage("pack"):
+                    sender.pack(bucket, slot, self._shards, rank if bucket.world > 1 else 0)
+            self._agreement.settle(f"packing bucket {index + 1} of {len(plan.buckets)}")
+            with self._agreement.attempt():
+                with report.stage("gather"):
+                    sender.gather(bucket, slot, rank, group)
+                sender.load(index, slot)
+        with self._agreement.attempt():
+            for index in range(max(len(plan.buckets) - SLOTS, 0), len(plan.buckets)):
+                self._wait(index)
+
+    def _wait(self, index: int) -> None:
+        if self._agreement.failed:
+            return
+        with self.report.stage("wait_engine"):
+            seconds = self._sender.wait_loaded(index)
+        self.report.stages["engine_load"] = self.report.stages.get("engine_load", 0.0) + seconds
+
+    async def _commit(self, pending: PendingLoad | None) -> None:
+        self._agreement.settle("loading the last buckets")
+        with self._agreement.attempt():
+            self._check(self._sender.commit())
+            if pending is not None:
+                outcome = await pending.outcome(self.config.timeout_seconds)
+                self.report.stages = {"sleep": outcome.sleep_seconds, **self.report.stages}
+        self._agreement.settle("committing")
+
+    def _check(self, coverage: Coverage) -> None:
+        self.report.coverage_expected = coverage.expected
+        if coverage.missing and not self.endpoint.weights_cpu_backup:
+            shown = ", ".join(f"{name} ({wrote} of {total} elements)" for name, wrote, total in coverage.missing[:5])
+            raise RuntimeError(
+                f"{KEY_PREFIX}.weights_cpu_backup={self.config.weights_cpu_backup!r}: the sync leaves "
+                f"{len(coverage.missing)} of {coverage.expected} engine parameters unwritten, and without a host copy "
+                f"they were lost while the engine slept: {shown}. Set {KEY_PREFIX}.weights_cpu_backup=on."
+            )
+
+    async def _drain(self, pending: PendingLoad | None) -> None:
+        """Lets the engine leave a broken load, so that the next sync finds it idle."""
+        if pending is not None:
+            try:
+                await pending.outcome(self.config.timeout_seconds)
+            except Exception as error:
+                self.report.stages.clear()
+                _log(f"the engine ended the failed sync with {error!r}")
+
+    def _ready_plan(self) -> Plan:
+        assert self._plan is not None, "no plan before the ranks have settled"
+        return self._plan
+
+
+def _log(text: str) -> None:
+    print(f"[verl-sync-plugin] {text}", flush=True)
+
+
+class _PeakMemory:
+    """Device and host memory that a sync needs beyond what was held before it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._host = peak_resident_bytes()
+        self._before = 0
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+
+    def into(self, report: SyncReport) -> None:
+        report.peak_host_bytes = peak_resident_bytes() - self._host
+        if self._cuda:
+            report.peak_device_bytes = torch.cuda.max_memory_allocated() - self._before
+

@@ -1,0 +1,71 @@
+"""What a sharding manager needs from the rollout side. verl's server actor is one, a bare SGLang engine another."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from verl_sync_plugin.transport.protocol import LoadRequest
+
+
+@dataclass(frozen=True)
+class LoadOutcome:
+    """What the engine said at the end of a load.
+
+    Attributes:
+        sleep_seconds: how long the engine took to fall asleep before this sync; 0.0 when unknown.
+    """
+
+    sleep_seconds: float = 0.0
+
+
+class PendingLoad(ABC):
+    """A load that runs in the engine while the trainer feeds it."""
+
+    @abstractmethod
+    def finished(self) -> bool:
+        """Whether the engine has answered; before the commit that means it failed."""
+
+    @abstractmethod
+    async def outcome(self, timeout: float) -> LoadOutcome:
+        """The engine's answer.
+
+        Raises:
+            RuntimeError: the engine refused or failed the update.
+            TimeoutError: no answer within ``timeout`` seconds.
+        """
+
+
+class RolloutEndpoint(ABC):
+    """One trainer rank's view of its rollout engine. Only the leader of an engine's ranks talks to the engine."""
+
+    @property
+    @abstractmethod
+    def leader(self) -> bool:
+        """Whether this rank speaks for its engine."""
+
+    @property
+    @abstractmethod
+    def weights_cpu_backup(self) -> bool:
+        """Whether the engine restores from a host copy what no sync covers."""
+
+    @abstractmethod
+    def gather_addresses(self, address: str) -> tuple[str, ...]:
+        """Collective over the engine's ranks: the channel addresses in tensor-parallel order (on the leader)."""
+
+    @abstractmethod
+    async def resume(self, tags: list[str]) -> None:
+        """Leader only: resumes what is released of ``tags``; harmless when nothing is."""
+
+    @abstractmethod
+    async def finish(self, tags: list[str]) -> None:
+        """Leader only: resumes what is released of ``tags``, then flushes the prefix cache once."""
+
+    @abstractmethod
+    async def publish(self, report: dict[str, Any]) -> None:
+        """Leader only: leaves ``SyncReport.as_dict()`` where the trainer fetches it."""
+
+    @abstractmethod
+    def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
+        """Leader only: makes the engine call our loader on all its ranks; returns at once."""

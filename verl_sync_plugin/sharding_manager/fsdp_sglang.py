@@ -1,0 +1,85 @@
+"""FSDP and FSDP2 trainers beside SGLang engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from verl.utils.model import convert_weight_keys
+
+from verl_sync_plugin.config import KEY_PREFIX, TURN_OFF
+from verl_sync_plugin.sharding_manager.base import ShardingManager
+from verl_sync_plugin.sharding_manager.registry import register_sharding_manager
+from verl_sync_plugin.source.base import ParameterSource, WirePolicy
+from verl_sync_plugin.source.fsdp1 import FSDP1Source, clean_name
+from verl_sync_plugin.source.fsdp2 import FSDP2Source
+from verl_sync_plugin.source.naming import Rewrite, verl_rewrite
+
+
+class _FSDPManager(ShardingManager):
+    """What both FSDP generations share."""
+
+    def _refuse_unsupported(self) -> None:
+        module = unwrap(self.engine.module)
+        if hasattr(module, "peft_config"):
+            raise ValueError(
+                f"actor_rollout_ref.model.lora_rank={self.engine.model_config.lora_rank}: weight sync does not merge "
+                f"or ship LoRA adapters yet; {TURN_OFF}."
+            )
+        if getattr(self.engine, "_qat_enabled", False):
+            raise ValueError(f"actor.fsdp_config.qat.enable=True: weight sync does not quantize; {TURN_OFF}.")
+
+    def _policy(self) -> WirePolicy:
+        name = self.config.wire_dtype
+        if name == "auto":
+            name = self.rollout_dtype
+        dtype = getattr(torch, {"half": "float16", "float": "float32"}.get(name, name), None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(
+                f"actor_rollout_ref.rollout.dtype={name!r}: not a torch dtype. Set {KEY_PREFIX}.wire_dtype=bfloat16."
+            )
+        return WirePolicy(dtype, self.config.keep_dtype)
+
+    def _rewrite(self) -> Rewrite:
+        return verl_rewrite(self.engine.model_config.hf_config.model_type)
+
+    def _rename(self, state: dict[str, Any]) -> dict[str, Any]:
+        return convert_weight_keys(state, unwrap(self.engine.module))
+
+
+@register_sharding_manager(trainer="fsdp2", rollout="sglang")
+class FSDP2SGLangShardingManager(_FSDPManager):
+    """Reads DTensor shards."""
+
+    trainer = "fsdp2"
+
+    def open_source(self) -> ParameterSource:
+        self._refuse_unsupported()
+        module = self.engine.module
+        named = {name: parameter for name, parameter in module.named_parameters(remove_duplicate=False)}
+        parameters = set(self._rename(named))
+
+        def state_dict() -> Mapping[str, torch.Tensor]:
+            return self._rename(module.state_dict())
+
+        return FSDP2Source(state_dict, parameters, self._policy(), self._rewrite())
+
+
+@register_sharding_manager(trainer="fsdp", rollout="sglang")
+class FSDPSGLangShardingManager(_FSDPManager):
+    """Reads flat-parameter shards."""
+
+    trainer = "fsdp"
+
+    def open_source(self) -> ParameterSource:
+        self._refuse_unsupported()
+        return FSDP1Source(self.engine.module, self._policy(), self._rewrite(), self._rename)
+
+
+def unwrap(module: torch.nn.Module) -> torch.nn.Module:
+    """The HF model inside an FSDP1 wrapper; an FSDP2 module is its own."""
+    return getattr(module, "_fsdp_wrapped_module", module)
+
+
+__all__ = ["FSDP2SGLangShardingManager", "FSDPSGLangShardingManager", "clean_name", "unwrap"]

@@ -1,0 +1,73 @@
+"""The contract of a parameter source."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from verl_sync_plugin.bucket import Base
+
+
+@dataclass(frozen=True)
+class WirePolicy:
+    """Which dtype a parameter travels in.
+
+    Attributes:
+        dtype: for floating-point parameters.
+        keep: patterns of HF names whose parameters keep the trainer's dtype (routers and the like).
+    """
+
+    dtype: torch.dtype
+    keep: tuple[str, ...] = ()
+
+    def of_parameter(self, names: list[str], dtype: torch.dtype) -> torch.dtype:
+        if not dtype.is_floating_point or any(re.search(p, name) for p in self.keep for name in names):
+            return dtype
+        return self.dtype
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One base with access to this rank's run of it.
+
+    Attributes:
+        base: what the planner needs, equal on all ranks of the group.
+        local: returns this rank's run, 1-D, in the trainer's dtype and on the trainer's device (host memory when
+            parameters are offloaded). It aliases the live parameter: read it, never write it.
+    """
+
+    base: Base
+    local: Callable[[], torch.Tensor]
+
+
+class ParameterSource(ABC):
+    """Everything one trainer rank contributes to a sync.
+
+    Lives as long as the trainer's model and keeps what it learned of the layout, so that a later sync only looks up
+    where the shards are now (offloading moves them).
+    """
+
+    def __init__(self) -> None:
+        self._group: dist.ProcessGroup | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks among which bases with several owners are sharded; ``None`` when there are none."""
+        return self._group
+
+    @abstractmethod
+    def shards(self) -> list[Shard]:
+        """All bases in model order, the same on every rank.
+
+        Raises:
+            ValueError: a parameter is laid out in a way this source does not know; the text names it.
+        """
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,118 @@
+"""FSDP1 (``FullyShardedDataParallel``): parameters live in flat parameters, each cut into equal runs.
+
+FSDP1's own sharded state dict gathers every unit and cuts it again; reading the flat parameters' local shards moves
+nothing. The attributes used (``_handle``, ``flat_param``, ``_param_infos``, ...) are private to PyTorch but frozen
+with FSDP1 itself, and the contract tests compare the result with ``state_dict()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from verl_sync_plugin.bucket import Base, View
+from verl_sync_plugin.source.base import ParameterSource, Shard, WirePolicy, dtype_name
+from verl_sync_plugin.source.naming import Rewrite, hf_views
+
+_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+Rename = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def clean_name(name: str) -> str:
+    """A module or parameter name without the segments that wrappers insert."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+class FSDP1Source(ParameterSource):
+    """Walks the flat parameters of ``root`` and its persistent buffers.
+
+    Args:
+        root: the root FSDP1 module.
+        policy: wire dtypes. A flat parameter that contains a kept name travels as a whole in the trainer's dtype.
+        rewrite: verl's stream rewriting.
+        rename: verl's key renaming, applied to a dict keyed by name.
+    """
+
+    def __init__(self, root: FullyShardedDataParallel, policy: WirePolicy, rewrite: Rewrite, rename: Rename) -> None:
+        super().__init__()
+        self._root = root
+        self._policy = policy
+        self._rewrite = rewrite
+        self._rename = rename
+        self._bases: dict[tuple[object, ...], Base] = {}
+
+    def shards(self) -> list[Shard]:
+        shards = []
+        for name, module in self._root.named_modules():
+            if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+                shards.append(self._flat_parameter(clean_name(name), module._handle))
+        return shards + self._buffers()
+
+    def _flat_parameter(self, unit: str, handle: Any) -> Shard:
+        flat = handle.flat_param
+        full = int(flat._unpadded_unsharded_size.numel())
+        if not handle.uses_sharded_strategy or handle.world_size == 1:
+            lengths, local = (full,), partial(_head, flat, full)
+        else:
+            self._group = handle.process_group
+            run = int(flat._local_shard.numel())
+            lengths = tuple(max(min(run, full - rank * run), 0) for rank in range(handle.world_size))
+            local = partial(_head, flat._local_shard, lengths[handle.rank])
+        key = (unit, flat.dtype, lengths)
+        if key not in self._bases:
+            self._bases[key] = self._describe(unit, flat, lengths)
+        return Shard(self._bases[key], local)
+
+    def _describe(self, unit: str, flat: Any, lengths: tuple[int, ...]) -> Base:
+        members = self._members(unit, flat)
+        wire = self._policy.of_parameter([name for name, _, _ in members], flat.dtype)
+        views: list[View] = []
+        for name, shape, start in members:
+            views.extend(hf_views(name, shape, flat.dtype, start, self._rewrite))
+        key = f"flat parameter of {unit or 'the root'}"
+        return Base(key, dtype_name(wire), wire.itemsize, lengths, tuple(views))
+
+    def _members(self, unit: str, flat: Any) -> list[tuple[str, tuple[int, ...], int]]:
+        """(name, shape, first element) of every parameter in a flat parameter, shared ones under all their names."""
+        starts, offset = [], 0
+        for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+            if not is_padding:
+                starts.append(offset)
+            offset += numel
+        prefix = f"{unit}." if unit else ""
+        members = {}
+        for fqn, shape, start in zip(flat._fqns, flat._shapes, starts, strict=True):
+            members[prefix + clean_name(fqn)] = (tuple(shape), start)
+        for shared in flat._shared_param_infos:
+            owner = prefix + clean_name(_join(shared.prim_module_name, shared.prim_param_name))
+            members[prefix + clean_name(_join(shared.module_name, shared.param_name))] = members[owner]
+        return [(name, shape, start) for name, (shape, start) in self._rename(members).items()]
+
+    def _buffers(self) -> list[Shard]:
+        found = {}
+        for module_name, module in self._root.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    found[clean_name(_join(module_name, name))] = buffer
+        return [self._buffer(name, buffer) for name, buffer in self._rename(found).items()]
+
+    def _buffer(self, name: str, buffer: torch.Tensor) -> Shard:
+        key = (name, tuple(buffer.shape), buffer.dtype)
+        if key not in self._bases:
+            views = hf_views(name, tuple(buffer.shape), buffer.dtype, 0, self._rewrite)
+            dtype = dtype_name(buffer.dtype)
+            self._bases[key] = Base(name, dtype, buffer.dtype.itemsize, (buffer.numel(),), tuple(views))
+        return Shard(self._bases[key], partial(_head, buffer, buffer.numel()))
+
+
+def _join(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name
+
+
+def _head(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    return tensor.detach().reshape(-1)[:count]

@@ -1,0 +1,48 @@
+"""Staging on CPUs: one file in shared memory, mapped by both processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import uuid
+import weakref
+
+import torch
+
+from verl_sync_plugin.transport.protocol import StagingExport
+
+
+class SharedMemoryStaging:
+    """Sender's end. The file is unlinked as soon as the receiver has mapped it, so that a crash leaves nothing."""
+
+    def __init__(self, slots: int, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self._key = uuid.uuid4().hex
+        folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        descriptor, self._path = tempfile.mkstemp(prefix="verl-sync-", dir=folder)
+        os.close(descriptor)
+        self._unlink = weakref.finalize(self, _unlink, self._path)
+        nbytes = slots * slot_bytes
+        self.memory = torch.from_file(self._path, shared=True, size=nbytes, dtype=torch.uint8)
+
+    def export(self) -> StagingExport:
+        return StagingExport("shared_memory", self._key, self.memory.numel(), self.slot_bytes, (self._path,))
+
+    def opened(self) -> None:
+        self._unlink()
+
+    def close(self) -> None:
+        self._unlink()
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def open_shared_memory(export: StagingExport) -> torch.Tensor:
+    """Maps the sender's file; uint8 of shape ``(nbytes,)``."""
+    (path,) = export.handle
+    return torch.from_file(path, shared=True, size=export.nbytes, dtype=torch.uint8)
