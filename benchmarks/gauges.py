@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the probe reads of the machine: device memory, host memory and their peaks while a call runs."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import threading
+from typing import Any
+
+DEFAULT_SAMPLE_MS = 10.0
+
+
+def _cuda() -> Any | None:
+    """torch.cuda where this process already uses it.
+
+    Asking any other process would create a CUDA context there: memory and time that no run without a probe has.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return None
+    return torch.cuda
+
+
+def synchronize() -> None:
+    """Waits for the device, so that a stage's work is counted in that stage."""
+    cuda = _cuda()
+    if cuda is not None:
+        cuda.synchronize()
+
+
+def current_device() -> int | None:
+    """The index of the device this thread works on; None without one."""
+    cuda = _cuda()
+    return None if cuda is None else int(cuda.current_device())
+
+
+def device_used_bytes(device: int | None) -> int | None:
+    """Bytes in use on the whole device, by every process on it; None where no device is in use."""
+    cuda = _cuda()
+    if cuda is None or device is None:
+        return None
+    free, total = cuda.mem_get_info(device)
+    return int(total - free)
+
+
+def host_used_bytes() -> int:
+    """Host memory in use on the whole machine; pinned and shared memory count, the page cache does not."""
+    values: dict[str, int] = {}
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            name, _, rest = line.partition(":")
+            if name in ("MemTotal", "MemAvailable"):
+                values[name] = int(rest.split()[0]) * 1024
+    return values["MemTotal"] - values["MemAvailable"]
+
+
+def reset_rss_peak() -> None:
+    """Starts this process's resident-set peak afresh; where Linux refuses, the peak stays that of its whole life."""
+    try:
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+            file.write("5")
+    except OSError:
+        pass
+
+
+def rss_peak_bytes() -> int:
+    """The resident-set peak of this process since the last reset."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class PeakSampler:
+    """Samples device and host memory in a thread between ``start`` and ``stop``.
+
+    The whole device is sampled because the sync lives in two processes, trainer and rollout, whose allocators each
+    know their own half only.
+    """
+
+    def __init__(self, threaded: bool) -> None:
+        interval = float(os.environ.get("SYNC_PROBE_SAMPLE_MS", DEFAULT_SAMPLE_MS)) / 1000.0
+        self._interval = interval if threaded else 0.0
+        self._device = current_device()  # read here: a new thread would report device 0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.device_peak: int | None = None
+        self.host_peak = 0
+
+    def _sample(self) -> None:
+        used = device_used_bytes(self._device)
+        if used is not None:
+            self.device_peak = max(used, self.device_peak or 0)
+        self.host_peak = max(self.host_peak, host_used_bytes())
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval):
+            self._sample()
+
+    def start(self) -> None:
+        """Takes a first sample and goes on in a thread; without a thread the two end points are all."""
+        self._sample()
+        if self._interval > 0:
+            self._thread = threading.Thread(target=self._run, name="sync-probe-sampler", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread and takes a last sample."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._sample()

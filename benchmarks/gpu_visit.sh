@@ -1,0 +1,67 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+# Measures cases on an offline GPU machine, in one visit.
+#   COMMIT=... bash benchmarks/gpu_visit.sh PHASE_ARGUMENTS [-- PHASE_ARGUMENTS ...]
+# Each case takes the arguments of `python -m benchmarks.phase` but --work and --out. Run it in the repository's root,
+# next to the payload in .gpu; results (CASE.json) and logs (logs.tgz) go to $OUT. VISIT_SECONDS bounds the whole visit.
+# Variables of NCCL and NVLink stay as the machine sets them.
+
+SECONDS=0
+LIMIT=${VISIT_SECONDS:-570}
+OUT=${OUT:?a folder for the results}
+REPO=$PWD
+SITE=/tmp/site
+BENCH=/tmp/bench
+
+install_package() {
+  local source=/tmp/plugin-src
+  rm -rf "$source" && mkdir -p "$source"
+  tar c --exclude=./.gpu --exclude=./.git . | tar x -C "$source"
+  python3 -m pip install -q --no-index --no-deps --no-build-isolation --no-compile --upgrade --target "$SITE" "$source" ||
+    python3 "$BENCH/benchmarks/plain_install.py" "$source" "$SITE"
+}
+
+check_package() {
+  python3 - <<'PY'
+from importlib.metadata import entry_points, version
+
+print("verl-sync-plugin", version("verl-sync-plugin"), [p.value for p in entry_points(group="verl.plugins")])
+PY
+}
+
+run_case() {
+  local name="" previous="" word
+  for word in "$@"; do
+    [ "$previous" = --case ] && name=$word
+    previous=$word
+  done
+  case " $* " in *" megatron "*) python3 /tmp/s/patch_mbridge.py ;; esac
+  python3 -m benchmarks.phase "$@" --budget $((LIMIT - SECONDS)) --work "$BENCH/work" --out "$OUT/${name:?--case is missing}.json"
+}
+
+save_logs() {
+  (cd "$BENCH/work" 2>/dev/null && tar czf "$OUT/logs.tgz" ./*.log ./*.jsonl)
+}
+
+bash .gpu/scripts/install.sh .gpu || exit 1
+. /tmp/s/env.sh
+# the probe must be importable in every process, and nothing else of the checkout: its folders would shadow packages
+rm -rf "$BENCH/benchmarks" && mkdir -p "$BENCH" && cp -r benchmarks "$BENCH/"
+export PYTHONPATH=$BENCH:$PYTHONPATH
+cd /tmp || exit 1
+(cd "$REPO" && install_package) || exit 1
+check_package || exit 1
+trap save_logs EXIT
+
+status=0
+arguments=()
+for word in "$@" --; do
+  if [ "$word" != -- ]; then
+    arguments+=("$word")
+    continue
+  fi
+  [ ${#arguments[@]} -eq 0 ] && continue
+  run_case "${arguments[@]}" || status=1
+  arguments=()
+done
+exit $status

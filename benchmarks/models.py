@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random-weight models of real shapes, a byte-level tokenizer and prompts: a benchmark run needs no download."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+DONE = ".complete"
+SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# 7b: the shapes of Qwen2.5-7B (7.6 B parameters); 1p8b: of Qwen2.5-1.5B with an untied head
+SHAPES: dict[str, dict[str, int]] = {
+    "7b": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+    },
+    "1p8b": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 320,
+    },
+}
+
+
+def write_tokenizer(out: Path, tokenizer_dir: Path | None = None) -> None:
+    """Copies the tokenizer of ``tokenizer_dir``, or makes one with a token per byte."""
+    if tokenizer_dir is not None:
+        shutil.copytree(tokenizer_dir, out, dirs_exist_ok=True)
+        return
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *alphabet))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call,unused-ignore]
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        bos_token="<bos>",
+        additional_special_tokens=list(SPECIAL_TOKENS[3:]),
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(out)
+
+
+def config_values(size: str) -> dict[str, Any]:
+    """The values of the Qwen2 configuration of ``size``."""
+    fixed: dict[str, Any] = {
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": 2,
+    }
+    return {**SHAPES[size], **fixed}
+
+
+def write_model(size: str, out: Path, device: str, tokenizer_dir: Path | None = None) -> None:
+    """Saves a random bfloat16 model of ``size`` to ``out``; a complete one already there is kept."""
+    if (out / DONE).exists():
+        return
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    out.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(out, tokenizer_dir)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        model = Qwen2ForCausalLM(Qwen2Config(**config_values(size)))  # type: ignore[no-untyped-call,unused-ignore]
+    model.save_pretrained(out, max_shard_size="20GB")
+    (out / DONE).touch()
+
+
+def write_prompts(path: Path, rows: int) -> None:
+    """Writes ``rows`` short prompts in verl's form."""
+    import pandas
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pandas.DataFrame(
+        {
+            "data_source": "benchmark",
+            "prompt": [{"role": "user", "content": f"{index}+1="}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(index + 1)},
+            "extra_info": {"index": index},
+        }
+        for index in range(rows)
+    ).to_parquet(path)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Makes a model and its prompts; a process of its own, so that the device memory goes back."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", choices=sorted(SHAPES), required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the model")
+    parser.add_argument("--prompts", type=Path, help="parquet file to write prompts to")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--tokenizer-dir", type=Path)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    args = parser.parse_args(argv)
+    start = time.time()
+    write_model(args.size, args.out, args.device, args.tokenizer_dir)
+    if args.prompts is not None:
+        write_prompts(args.prompts, args.rows)
+    print(f"model {args.size} in {args.out}: {time.time() - start:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

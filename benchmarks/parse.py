@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the lines of a probe file to seconds per stage and sync."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+STAGES = ("sleep", "resume_weights", "update_weights", "resume_kv", "phase")
+STOCK_ADAPTER = "ServerAdapter"
+# what the plugin may move between its calls, so that only its own report can split it
+REPORTED = ("resume_weights", "update_weights", "resume_kv")
+Record = dict[str, Any]
+
+
+class ProbeError(ValueError):
+    """A probe file that no phase can be computed from."""
+
+
+@dataclass
+class Sync:
+    """One sync over all ranks.
+
+    Attributes:
+        stages: seconds per stage; split by the plugin's report where there is one.
+        outer: seconds by the probe's own clock around the calls, ``call`` being the trainer's whole ``update_weights``.
+        bytes: weight bytes delivered; None where nothing counted them.
+        peak_device_bytes: most bytes in use on a device while the sync ran, as the probe sampled it; or None.
+        peak_host_bytes: largest resident set of any trainer process while the sync ran.
+        host_used_peak_bytes: most host memory in use on the machine while the sync ran.
+        report: the numbers of the plugin's own report, the largest of all replicas; empty for stock verl.
+    """
+
+    stages: dict[str, float]
+    outer: dict[str, float]
+    bytes: int | None
+    peak_device_bytes: int | None
+    peak_host_bytes: int
+    host_used_peak_bytes: int | None
+    report: dict[str, float] = field(default_factory=dict)
+
+
+def read(path: Path) -> list[Record]:
+    """The records of a probe file."""
+    with open(path, encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines if line.strip()]
+
+
+def _stage(record: Record) -> str | None:
+    """The stage a record belongs to; ``phase`` for the trainer's whole call."""
+    event = record["event"]
+    if event == "resume":
+        return {"weights": "resume_weights", "kv_cache": "resume_kv"}.get(",".join(record.get("tags") or ()))
+    return {"sync": "call", "sleep": "sleep", "update_weights": "update_weights"}.get(event)
+
+
+def _in_order(records: Iterable[Record]) -> dict[str, dict[int, list[Record]]]:
+    """Records by stage and rank, each list in the order of time: the n-th of a rank belongs to the n-th sync."""
+    found: dict[str, dict[int, list[Record]]] = defaultdict(lambda: defaultdict(list))
+    for record in sorted(records, key=lambda item: float(item.get("t", 0.0))):
+        stage = _stage(record)
+        if stage is not None and record.get("ok", True):
+            found[stage][int(record["rank"])].append(record)
+    return found
+
+
+def _reports(records: Iterable[Record]) -> list[list[Record]]:
+    """The plugin's reports sync by sync; every replica's leader writes one, with the weight version it delivered."""
+    by_version: dict[Any, list[Record]] = defaultdict(list)
+    for position, record in enumerate(records):
+        if record["event"] == "sync_report":
+            version = record.get("global_steps", -1)
+            by_version[("unversioned", position) if version == -1 else version].append(record)
+    return list(by_version.values())
+
+
+def _nth(by_rank: dict[int, list[Record]], index: int) -> list[Record]:
+    return [records[index] for records in by_rank.values() if index < len(records)]
+
+
+def _largest(records: Iterable[Record], key: str) -> Any:
+    values = [record[key] for record in records if record.get(key) is not None]
+    return max(values) if values else None
+
+
+def _reported_stages(reports: list[Record]) -> dict[str, float]:
+    stages: dict[str, float] = {}
+    for report in reports:
+        for name, seconds in (report.get("stages") or {}).items():
+            if name in REPORTED and seconds is not None:
+                stages[name] = max(stages.get(name, 0.0), round(float(seconds), 6))
+    return stages
+
+
+def _report_numbers(reports: list[Record]) -> dict[str, float]:
+    flat = [
+        {**report, **{f"stage/{name}": s for name, s in (report.get("stages") or {}).items()}} for report in reports
+    ]
+    names = {name for report in flat for name, value in report.items() if isinstance(value, int | float)}
+    return {name: _largest(flat, name) for name in sorted(names)}
+
+
+def _sync(found: dict[str, dict[int, list[Record]]], index: int, sleeps_first: bool, reports: list[Record]) -> Sync:
+    calls = _nth(found["call"], index)
+    parts = {name: _nth(found[name], index) for name in ("resume_weights", "update_weights", "resume_kv")}
+    sleep_index = index if sleeps_first else index - 1
+    parts["sleep"] = _nth(found["sleep"], sleep_index) if sleep_index >= 0 else []
+    outer = {name: round(float(_largest(records, "seconds") or 0.0), 6) for name, records in parts.items()}
+    outer["call"] = round(float(_largest(calls, "seconds")), 6)
+    phase = round(outer["sleep"] + outer["call"], 6)
+    delivered = _largest([*reports, *parts["update_weights"]], "nbytes")
+    return Sync(
+        stages={**{name: outer[name] for name in parts}, **_reported_stages(reports), "phase": phase},
+        outer=outer,
+        bytes=delivered,
+        peak_device_bytes=_largest(calls, "peak_device_bytes"),
+        peak_host_bytes=int(_largest(calls, "rss_peak_bytes") or 0),
+        host_used_peak_bytes=_largest(calls, "host_used_peak_bytes"),
+        report=_report_numbers(reports),
+    )
+
+
+def syncs(records: Iterable[Record]) -> list[Sync]:
+    """All syncs of a run in order; the first is the one at start, a warm-up.
+
+    A sync needs the whole call of every rank; a run cut short in the middle of one does not count it.
+
+    Raises:
+        ProbeError: no sync is complete, or ranks disagree by more than the one cut short.
+    """
+    records = list(records)
+    found, reports = _in_order(records), _reports(records)
+    counts = {rank: len(calls) for rank, calls in found["call"].items()}
+    if not counts:
+        raise ProbeError("no complete sync in the probe file: was benchmarks.probe loaded, and did training start?")
+    if max(counts.values()) - min(counts.values()) > 1:
+        raise ProbeError(f"ranks recorded different numbers of syncs: {counts}")
+    first_call = min(calls[0]["start"] for calls in found["call"].values())
+    first_sleep = min((sleeps[0]["start"] for sleeps in found["sleep"].values()), default=None)
+    sleeps_first = first_sleep is not None and first_sleep < first_call
+    reports += [[]] * max(counts.values())  # stock verl writes none
+    return [_sync(found, index, sleeps_first, reports[index]) for index in range(min(counts.values()))]
+
+
+def adapter_classes(records: Iterable[Record]) -> set[str]:
+    """The classes that delivered the weights: they tell which variant really ran."""
+    return {str(record.get("class")) for record in records if record["event"] == "update_weights"}
+
+
+def medians(measured: list[Sync]) -> dict[str, float]:
+    """Median seconds per stage.
+
+    Raises:
+        ProbeError: there is nothing to take a median of.
+    """
+    if not measured:
+        raise ProbeError("no sync after the warm-up: the run needs at least one training step")
+    return {name: round(statistics.median(sync.stages[name] for sync in measured), 6) for name in STAGES}

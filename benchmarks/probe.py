@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times the weight sync from inside every verl process, for stock verl and the plugin alike, editing no file.
+
+``VERL_USE_EXTERNAL_MODULES=benchmarks.probe SYNC_PROBE_FILE=/some/file`` loads it. Post-import hooks wrap the methods
+of ``TARGETS``; each call appends one JSON line. A subclass's override, such as the plugin's, is wrapped as well as what
+it overrides, and of nested calls only the outermost of a group writes a line, so nothing is counted twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+from benchmarks import gauges
+
+AsyncMethod = Callable[..., Awaitable[Any]]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A class of verl whose methods are timed, in it and in its subclasses.
+
+    Attributes:
+        module: where the class is defined.
+        cls: the class.
+        events: the event's name in the probe file, by method; the methods are coroutine functions.
+        process: what kind of process it lives in.
+        group: of nested calls in one group the outermost alone is measured.
+    """
+
+    module: str
+    cls: str
+    events: Mapping[str, str]
+    process: str
+    group: str
+
+
+_SGLANG = "verl.workers.rollout.sglang_rollout"
+_ADAPTER_EVENTS = {"resume": "resume", "update_weights": "update_weights"}
+TARGETS = (
+    Target("verl.workers.engine_workers", "ActorRolloutRefWorker", {"update_weights": "sync"}, "trainer", "sync"),
+    Target(f"{_SGLANG}.sglang_rollout", "ServerAdapter", _ADAPTER_EVENTS, "trainer", "stage"),
+    Target(f"{_SGLANG}.async_sglang_server", "SGLangHttpServer", {"sleep": "sleep"}, "server", "stage"),
+)
+
+_open_groups: ContextVar[frozenset[str]] = ContextVar("sync_probe_open_groups", default=frozenset())
+_counted = False
+
+
+def write(record: dict[str, Any]) -> None:
+    """Appends one line to ``$SYNC_PROBE_FILE``, in a single write: many processes share the file."""
+    path = os.environ.get("SYNC_PROBE_FILE")
+    if not path:
+        return
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(handle, (json.dumps(record) + "\n").encode())
+    finally:
+        os.close(handle)
+
+
+def _rank(owner: Any, process: str) -> int:
+    if process == "server":
+        return int(getattr(owner, "replica_rank", 0))
+    return int(os.environ.get("RANK", "0"))
+
+
+class _Counter:
+    """Counts the bytes of the tensors that a weight generator yields."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.tensors = 0
+
+    def wrap(self, weights: Iterable[Any]) -> Iterator[Any]:
+        for name, tensor in weights:
+            self.bytes += int(tensor.nbytes)
+            self.tensors += 1
+            yield name, tensor
+
+
+def _count_first_stock_sync(owner: Any, event: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], _Counter]:
+    """Counts what stock verl sends, in the first sync only: the warm-up, so that no measured sync pays for it."""
+    global _counted
+    counter = _Counter()
+    stock = event == "update_weights" and type(owner).__name__ == "ServerAdapter"
+    if not stock or _counted or not args or not inspect.isgenerator(args[0]):
+        return args, counter
+    _counted = True
+    return (counter.wrap(args[0]), *args[1:]), counter
+
+
+def _record(owner: Any, process: str, event: str, tags: Any, counter: _Counter) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "process": process,
+        "pid": os.getpid(),
+        "rank": _rank(owner, process),
+        "event": event,
+        "class": type(owner).__name__,
+        "tags": list(tags) if tags else [],
+    }
+    if counter.tensors:
+        record |= {"nbytes": counter.bytes, "tensors": counter.tensors}
+    return record
+
+
+async def _measure(
+    process: str, event: str, method: AsyncMethod, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    tags = kwargs.get("tags", args[0] if event == "resume" and args else None)
+    args, counter = _count_first_stock_sync(owner, event, args)
+    # one thread for the whole call: a second one for the stage within would only cost time
+    sampler = gauges.PeakSampler(threaded=event == "sync")
+    if event == "sync":
+        gauges.reset_rss_peak()
+    gauges.synchronize()
+    sampler.start()
+    start, clock, ok = time.time(), time.perf_counter(), False
+    try:
+        result = await method(owner, *args, **kwargs)
+        gauges.synchronize()
+        ok = True
+        return result
+    finally:
+        seconds = time.perf_counter() - clock
+        sampler.stop()
+        record = _record(owner, process, event, tags, counter)
+        record |= {"ok": ok, "start": start, "seconds": seconds, "t": time.time()}
+        record |= {"device_used_bytes": gauges.device_used_bytes(gauges.current_device())}
+        record |= {"peak_device_bytes": sampler.device_peak, "rss_peak_bytes": gauges.rss_peak_bytes()}
+        record |= {"host_used_peak_bytes": sampler.host_peak}
+        write(record)
+
+
+def timed(target: Target, event: str, method: AsyncMethod) -> AsyncMethod:
+    """Wraps ``method``; its attributes, where verl keeps its dispatch mode, go with it."""
+
+    @functools.wraps(method)
+    async def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        open_groups = _open_groups.get()
+        if target.group in open_groups:
+            return await method(self, *args, **kwargs)
+        token = _open_groups.set(open_groups | {target.group})
+        try:
+            return await _measure(target.process, event, method, self, args, kwargs)
+        finally:
+            _open_groups.reset(token)
+
+    return wrapper
+
+
+def _wrap_own(cls: type, target: Target) -> None:
+    """Wraps the methods that ``cls`` defines itself; what it inherits is wrapped where it is defined."""
+    for name, event in target.events.items():
+        method = cls.__dict__.get(name)
+        if method is None:
+            continue
+        if not inspect.iscoroutinefunction(method):
+            raise TypeError(f"{cls.__name__}.{name} is not a coroutine function; the probe cannot time it")
+        setattr(cls, name, timed(target, event, method))
+
+
+def watch(cls: type, target: Target) -> None:
+    """Wraps the methods of ``cls`` and of every subclass, as soon as that is defined.
+
+    Subclasses are not found by the import of their module: where that module is what imports verl, it is half
+    imported when the probe loads, and no hook would run at its end.
+    """
+    _wrap_own(cls, target)
+
+    def init_subclass(subclass: type, **kwargs: Any) -> None:
+        super(cls, subclass).__init_subclass__(**kwargs)  # type: ignore[arg-type]
+        _wrap_own(subclass, target)
+
+    cls.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment, arg-type]
+
+
+def _install(target: Target) -> None:
+    def patch(module: ModuleType) -> None:
+        watch(getattr(module, target.cls), target)
+
+    wrapt.register_post_import_hook(patch, target.module)
+
+
+def install() -> None:
+    """Registers the hooks of all targets; without ``$SYNC_PROBE_FILE`` nothing is wrapped."""
+    if os.environ.get("SYNC_PROBE_FILE"):
+        for target in TARGETS:
+            _install(target)
+
+
+install()

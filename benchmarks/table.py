@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Renders ``benchmarks/results/*.json`` as a Markdown table, between the marks of the README.
+
+``python -m benchmarks.table`` rewrites the README, ``--check`` fails when it is stale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks import schema
+from benchmarks.command import VARIANTS
+from benchmarks.parse import STAGES
+
+BEGIN = "<!-- benchmarks:begin -->"
+END = "<!-- benchmarks:end -->"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results"
+HEAD = (
+    "case",
+    "variant",
+    "sleep",
+    "resume weights",
+    "update weights",
+    "resume kv",
+    "**phase**",
+    "speed-up",
+    "peak device",
+    "peak host",
+)
+EMPTY = "No results yet."
+
+
+def load(folder: Path) -> list[dict[str, Any]]:
+    """The results in ``folder``, by file name.
+
+    Raises:
+        ValueError: a file does not have the form.
+    """
+    results = []
+    for path in sorted(folder.glob("*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        problems = schema.problems(result)
+        if problems:
+            raise ValueError(f"{path.name}: " + "; ".join(problems))
+        results.append(result)
+    return results
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 10 else f"{value:.3f} s"
+
+
+def _bytes(value: int | None) -> str:
+    return "–" if value is None else f"{value / 2**30:.1f} GiB"
+
+
+def _merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """One row of repeated runs: median seconds, largest peaks."""
+    devices = [run["peak_device_bytes"] for run in runs if run["peak_device_bytes"] is not None]
+    return {
+        "stages": {name: statistics.median(run["stages"][name] for run in runs) for name in STAGES},
+        "peak_device_bytes": max(devices) if devices else None,
+        "peak_host_bytes": max(run["peak_host_bytes"] for run in runs),
+    }
+
+
+def _rows(result: dict[str, Any]) -> list[list[str]]:
+    found = {name: [run for run in result["runs"] if run["variant"] == name] for name in VARIANTS}
+    merged = {name: _merged(runs) for name, runs in found.items() if runs}
+    stock = merged["stock"]["stages"]["phase"] if "stock" in merged else None
+    rows = []
+    for variant, row in merged.items():
+        phase = row["stages"]["phase"]
+        faster = f"{stock / phase:.1f}×" if stock is not None and variant != "stock" else ""
+        seconds = [_seconds(row["stages"][name]) for name in STAGES]
+        seconds[-1] = f"**{seconds[-1]}**"
+        rows.append(
+            [
+                result["case"],
+                variant,
+                *seconds,
+                faster,
+                _bytes(row["peak_device_bytes"]),
+                _bytes(row["peak_host_bytes"]),
+            ]
+        )
+    return rows
+
+
+def _where(result: dict[str, Any]) -> str:
+    machine, versions = result["machine"], result["versions"]
+    device = f"{machine.get('gpus')} × {machine['gpu']}" if machine["gpu"] else f"CPU ({machine.get('cpu')})"
+    stack = ", ".join(f"{name} {versions[name]}" for name in ("verl", "sglang", "torch") if name in versions)
+    return f"- `{result['case']}`: {device}; {stack}; commit {result['commit'][:12]}; {result['date']}."
+
+
+def render(results: list[dict[str, Any]]) -> str:
+    """The Markdown of all results."""
+    if not results:
+        return EMPTY
+    lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
+    lines += ["| " + " | ".join(row) + " |" for result in results for row in _rows(result)]
+    return "\n".join([*lines, "", *(_where(result) for result in results)])
+
+
+def replace(text: str, table: str) -> str:
+    """``text`` with what stands between the marks replaced.
+
+    Raises:
+        ValueError: the marks are missing or out of order.
+    """
+    head, begin, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the README has no part between {BEGIN} and {END}")
+    return f"{head}{BEGIN}\n{table}\n{END}{tail}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Rewrites or checks the README; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail when the README is stale")
+    args = parser.parse_args(argv)
+    text = args.readme.read_text(encoding="utf-8")
+    fresh = replace(text, render(load(args.results)))
+    if fresh == text:
+        return 0
+    if args.check:
+        print(f"{args.readme} is stale: run python -m benchmarks.table", file=sys.stderr)
+        return 1
+    args.readme.write_text(fresh, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

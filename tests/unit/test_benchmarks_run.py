@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the benchmark harness runs a training: its commands, the probe inside, and what it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks import command, parse, phase, plain_install, probe
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def case(**values: Any) -> command.Case:
+    arguments = ["--case", "dense", "--model-size", "7b", "--gpus", "2", "--rollout-tp", "2", "--out", "r.json"]
+    for name, value in values.items():
+        arguments += [f"--{name.replace('_', '-')}", str(value)]
+    return phase.case_of(phase.arguments(arguments))
+
+
+def test_variants_differ_in_bucket_key_and_plugin_switch_alone() -> None:
+    paths = command.Paths(model=Path("m"), prompts=Path("p"))
+    stock, plugin = (command.training(case(), variant, paths) for variant in command.VARIANTS)
+    prefix = "actor_rollout_ref.rollout."
+    assert set(stock) - set(plugin) == {f"{prefix}checkpoint_engine.update_weights_bucket_megabytes=512"}
+    assert set(plugin) - set(stock) == {f"{prefix}update_weights_bucket_megabytes=512"}
+    env = {"VERL_USE_EXTERNAL_MODULES": "other", "VERL_USE_EXTERNAL_PLUGINS": "none", "NCCL_NVLS_ENABLE": "0"}
+    without, taken = (command.environment(case(), variant, Path("f"), env) for variant in command.VARIANTS)
+    assert without["VERL_USE_EXTERNAL_PLUGINS"] == without["SGLANG_PLUGINS"] == "none"
+    assert set(without.items()) - set(taken.items()) == {
+        ("VERL_USE_EXTERNAL_PLUGINS", "none"),
+        ("SGLANG_PLUGINS", "none"),
+    }
+    assert taken["VERL_USE_EXTERNAL_MODULES"] == "other,benchmarks.probe"
+    assert taken["NCCL_NVLS_ENABLE"] == "0"
+
+
+def test_overrides_follow_the_case() -> None:
+    paths = command.Paths(model=Path("m"), prompts=Path("p"))
+    lora = command.training(case(lora_rank=32), "plugin", paths)
+    assert "actor_rollout_ref.model.lora.merge=True" in lora
+    megatron = command.training(case(strategy="megatron", train_tp=2), "stock", paths)
+    assert "model_engine=megatron" in megatron
+    assert "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2" in megatron
+    cpu = command.environment(case(device="cpu"), "stock", Path("f"), {})
+    assert cpu["VERL_PLATFORM"] == "cpu" and cpu["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
+    assert "trainer.device=cpu" in command.training(case(device="cpu"), "stock", paths)
+
+
+def test_command_of_a_result_names_no_path() -> None:
+    arguments = phase.arguments(
+        ["--case", "c", "--model-size", "tiny", "--work", "somewhere", "--out", "there.json", "--override", "a=1"]
+    )
+    text = phase.command_line(arguments)
+    assert "somewhere" not in text and "there.json" not in text
+    again = phase.arguments([*text.split()[3:], "--out", "x"])
+    assert phase.case_of(again) == phase.case_of(arguments)
+
+
+def test_probe_writes_the_outermost_call_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "probe.jsonl"
+    monkeypatch.setenv("SYNC_PROBE_FILE", str(file))
+    monkeypatch.setenv("RANK", "0")
+    stage = probe.Target("m", "Adapter", {"update_weights": "update_weights"}, "trainer", "stage")
+    whole = probe.Target("m", "Worker", {"update_weights": "sync"}, "trainer", "sync")
+
+    class Adapter:
+        async def update_weights(self, weights: Any) -> str:
+            return "done"
+
+    probe.watch(Adapter, stage)
+
+    class Unchanged(Adapter):
+        pass
+
+    class SubAdapter(Adapter):
+        async def update_weights(self, weights: Any) -> str:
+            return await super().update_weights(weights)
+
+    class Worker:
+        async def update_weights(self) -> str:
+            return await SubAdapter().update_weights([])
+
+    Worker.update_weights.mark = "dispatch mode"
+    probe.watch(Worker, whole)
+    assert Worker.update_weights.mark == "dispatch mode"
+    assert Unchanged.update_weights is Adapter.update_weights
+    assert asyncio.run(Worker().update_weights()) == "done"
+    records = parse.read(file)
+    assert [(record["event"], record["class"]) for record in records] == [
+        ("update_weights", "SubAdapter"),
+        ("sync", "Worker"),
+    ]
+    assert records[1]["seconds"] >= records[0]["seconds"]
+    assert records[1]["rss_peak_bytes"] > 0
+
+
+def test_probe_records_a_failure_and_lets_it_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "probe.jsonl"
+    monkeypatch.setenv("SYNC_PROBE_FILE", str(file))
+    target = probe.Target("m", "ServerAdapter", {"resume": "resume"}, "trainer", "stage")
+
+    async def resume(self: object, tags: list[str]) -> None:
+        raise RuntimeError("no engine")
+
+    with pytest.raises(RuntimeError, match="no engine"):
+        asyncio.run(probe.timed(target, "resume", resume)(object(), tags=["weights"]))
+    (record,) = parse.read(file)
+    assert record["ok"] is False and record["tags"] == ["weights"]
+
+
+def test_run_past_its_limit_leaves_no_process_behind(tmp_path: Path) -> None:
+    # in a process of its own: what ends "all descendants" must not see those of the test runner
+    detached = (
+        "import subprocess, sys; print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid, flush=True)"
+    )
+    command_line = [sys.executable, "-c", detached + "; import time; time.sleep(60)"]
+    script = (
+        "import os; from pathlib import Path; from benchmarks import launch;"
+        f"print(launch.run({command_line!r}, os.environ, Path('log'), 2.0, Path('.'))[0])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.strip() == "124"
+    assert not psutil.pid_exists(int((tmp_path / "log").read_text()))
+
+
+def test_plain_install_writes_what_entry_points_are_read_from(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    (source / "some_plugin").mkdir(parents=True)
+    (source / "some_plugin" / "__init__.py").touch()
+    (source / "setup.py").write_text(
+        "from setuptools import find_packages, setup\n"
+        "setup(name='some-plugin', version='1.2', packages=find_packages(),\n"
+        "      entry_points={'verl.plugins': ['some = some_plugin:start']})\n"
+    )
+    script = str(Path(plain_install.__file__))
+    subprocess.run([sys.executable, script, str(source), str(target)], check=True, timeout=60)
+    assert (target / "some_plugin" / "__init__.py").exists()
+    query = (
+        "from importlib.metadata import entry_points, version;"
+        "print(version('some-plugin'), *entry_points(group='verl.plugins'))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", query], env={"PYTHONPATH": str(target)}, capture_output=True, text=True, check=True
+    ).stdout
+    assert found.startswith("1.2 ") and "some_plugin:start" in found
