@@ -66,6 +66,6 @@ def _tell(channel: Channel, text: str) -> None:
 
 def tensor_parallel_rank() -> int:
     """This scheduler's rank among those of its engine."""
-    from sglang.srt.distributed import get_tensor_model_parallel_rank
+    from sglang.srt.distributed.parallel_state import get_tp_group
 
-    return int(get_tensor_model_parallel_rank())
+    return int(get_tp_group().rank_in_group)

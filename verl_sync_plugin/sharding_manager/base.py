@@ -150,7 +150,7 @@ class ShardingManager(BaseShardingManager):
 
     def _agree_on_plan(self) -> None:
         agreement, changed = self._agreement, False
-        with self.report.stage("plan"):
+        with self.report.stage("update_weights"), self.report.stage("plan"):
             with agreement.attempt():
                 if self._source is None:
                     self._source = self.open_source()

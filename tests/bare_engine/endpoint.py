@@ -1,0 +1,174 @@
+"""A real SGLang engine without verl's server actor, as a rollout endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl_sync_plugin import compat
+from verl_sync_plugin.hooks.awake import AwakeState
+from verl_sync_plugin.sharding_manager.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
+from verl_sync_plugin.transport.protocol import LOADER, LoadRequest
+from verl_sync_plugin.transport.request import pack_request
+
+DUMP = "bare_engine.inspect_loader.dump"
+
+
+class BareEngine:
+    """``sgl.Engine`` on CPU; SGLang's calls run in its own event loop, on one thread at a time."""
+
+    def __init__(self, model_path: str, tp: int, load_format: str = "dummy") -> None:
+        import sglang
+
+        self.tp = tp
+        self._lock = threading.Lock()
+        self.engine = sglang.Engine(
+            model_path=model_path,
+            tp_size=tp,
+            load_format=load_format,
+            custom_weight_loader=[LOADER, DUMP],
+            device="cpu",
+            dtype="bfloat16",
+            attention_backend="torch_native",
+            sampling_backend="pytorch",
+            grammar_backend="none",
+            skip_tokenizer_init=True,
+            disable_cuda_graph=True,
+            disable_overlap_schedule=True,
+            max_total_tokens=2048,
+            max_running_requests=4,
+            mem_fraction_static=0.1,
+            context_length=256,
+            skip_server_warmup=True,
+            log_level="error",
+        )
+
+    def call(self, coroutine: Any) -> Any:
+        """Runs one tokenizer-manager call in the engine's loop."""
+        with self._lock:
+            asyncio.set_event_loop(self.engine.loop)
+            return self.engine.loop.run_until_complete(coroutine)
+
+    async def _update(self, header: Any, loader: str, version: str | None) -> None:
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        manager = self.engine.tokenizer_manager
+        obj = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[pack_request(header)] * self.tp,
+            load_format=loader,
+            flush_cache=False,
+            weight_version=version,
+        )
+        async with compat.weight_update_session(manager):
+            success, message = await manager.update_weights_from_tensor(obj, None)
+        if not success:
+            raise RuntimeError(message)
+
+    def load(self, request: LoadRequest, version: str | None) -> None:
+        """Has all ranks call our loader."""
+        self.call(self._update(request.to_wire(), LOADER, version))
+
+    def state(self, path: Path) -> list[dict[str, torch.Tensor]]:
+        """What every rank really holds."""
+        self.call(self._update(str(path), DUMP, None))
+        return [torch.load(f"{path}.{rank}") for rank in range(self.tp)]
+
+    def load_from_disk(self, path: str) -> None:
+        """SGLang's own way from a checkpoint into the running engine."""
+        success, message, *_ = self.engine.update_weights_from_disk(path, load_format="auto")
+        assert success, message
+
+    def generate(self, prompt: list[int], tokens: int) -> tuple[list[int], list[float]]:
+        """Greedy token ids and their log-probabilities."""
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        answer = self.engine.generate(input_ids=[prompt], sampling_params=sampling, return_logprob=True)[0]
+        return answer["output_ids"], [item[0] for item in answer["meta_info"]["output_token_logprobs"]]
+
+    def shutdown(self) -> None:
+        self.engine.shutdown()
+
+
+class BareEngineEndpoint(RolloutEndpoint):
+    """Rank 0 of the default group leads; all ranks belong to the one engine."""
+
+    def __init__(self, engine: BareEngine | None, weights_cpu_backup: bool = False) -> None:
+        self._engine = engine
+        self._backup = weights_cpu_backup
+        self._awake = AwakeState()
+        self.reports: list[dict[str, Any]] = []
+        self.flushes = 0
+
+    @property
+    def leader(self) -> bool:
+        return self._engine is not None
+
+    @property
+    def weights_cpu_backup(self) -> bool:
+        return self._backup
+
+    def _bare(self) -> BareEngine:
+        assert self._engine is not None, "leader only"
+        return self._engine
+
+    def gather_addresses(self, address: str) -> tuple[str, ...]:
+        addresses = [""] * dist.get_world_size()
+        dist.all_gather_object(addresses, address)
+        return tuple(addresses)
+
+    def sleep(self, tags: list[str]) -> None:
+        """Releases what is resident of ``tags``."""
+        todo = self._awake.to_release(tags)
+        if todo:
+            self._bare().engine.release_memory_occupation(tags=todo)
+            self._awake.note_released(todo)
+
+    async def resume(self, tags: list[str]) -> None:
+        todo = self._awake.to_resume(tags)
+        if todo:
+            # the engine's loop cannot run inside ours
+            await asyncio.to_thread(self._resume, todo)
+
+    def _resume(self, tags: list[str]) -> None:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        self._bare().call(
+            self._bare().engine.tokenizer_manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
+        )
+        self._awake.note_resumed(tags)
+
+    async def finish(self, tags: list[str]) -> None:
+        await self.resume(tags)
+        await asyncio.to_thread(self._bare().call, self._bare().engine.tokenizer_manager.flush_cache())
+        self.flushes += 1
+
+    async def publish(self, report: dict[str, Any]) -> None:
+        self.reports.append(report)
+
+    def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
+        return _ThreadLoad(self._bare(), request, weight_version)
+
+
+class _ThreadLoad(PendingLoad):
+    def __init__(self, engine: BareEngine, request: LoadRequest, version: str | None) -> None:
+        self._future: Future[None] = Future()
+        threading.Thread(target=self._run, args=(engine, request, version), daemon=True).start()
+
+    def _run(self, engine: BareEngine, request: LoadRequest, version: str | None) -> None:
+        try:
+            engine.load(request, version)
+            self._future.set_result(None)
+        except Exception as error:
+            self._future.set_exception(error)
+
+    def finished(self) -> bool:
+        return self._future.done()
+
+    async def outcome(self, timeout: float) -> LoadOutcome:
+        await asyncio.wait_for(asyncio.wrap_future(self._future), timeout)
+        return LoadOutcome()

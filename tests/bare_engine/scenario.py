@@ -1,0 +1,123 @@
+"""What one trainer rank does in the bare-engine tests; runs in a spawned process beside its peers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bare_engine import trainer
+from bare_engine.endpoint import BareEngine, BareEngineEndpoint
+from verl_sync_plugin.config import SyncConfig
+from verl_sync_plugin.hooks import activation
+from verl_sync_plugin.sharding_manager import get_sharding_manager
+from verl_sync_plugin.sharding_manager.base import ShardingManager
+
+PROMPT = [5, 6, 7, 8, 9, 10]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One scenario.
+
+    Attributes:
+        model_path: tiny HF checkpoint with tokenizer.
+        strategy: verl's actor strategy.
+        world: trainer ranks, which is also the engine's tensor-parallel size.
+        bucket_bytes: small ones make tensors split.
+        settings: for ``FSDPEngineConfig``.
+    """
+
+    model_path: str
+    strategy: str
+    world: int
+    bucket_bytes: int
+    settings: tuple[tuple[str, object], ...] = ()
+
+
+class Rank:
+    """Trainer, manager and (on rank 0) engine of one rank."""
+
+    def __init__(self, setup: Setup, rank: int, folder: Path) -> None:
+        self.rank, self.folder, self.setup = rank, folder, setup
+        self.trainer = trainer.build(setup.model_path, setup.strategy, **dict(setup.settings))
+        self.engine = BareEngine(setup.model_path, setup.world) if rank == 0 else None
+        self.endpoint = BareEngineEndpoint(self.engine)
+        activation.take_over(True)
+        self.stream, adapter = self.trainer.get_per_tensor_param()  # type: ignore[attr-defined]
+        assert adapter is None
+        manager_class = get_sharding_manager(self.stream.trainer, "sglang")
+        self.manager: ShardingManager = manager_class(
+            self.stream.engine, self.endpoint, SyncConfig(timeout_seconds=60), setup.bucket_bytes, torch.device("cpu")
+        )
+
+    def sync(self, version: int) -> None:
+        """The whole phase: asleep, stage 1, weights, stage 2."""
+        if self.engine is not None:
+            self.endpoint.sleep(["kv_cache", "weights"])
+        asyncio.run(self._sync(version))
+
+    async def _sync(self, version: int) -> None:
+        await self.manager.update_weights(["weights"], version)
+        await self.manager.finish(["kv_cache"])
+
+    def check_exact(self, tag: str) -> None:
+        """Engine parameters after our sync equal those after SGLang's own load of the same weights from disk."""
+        from safetensors.torch import save_file
+
+        full = trainer.full_state(self.trainer)
+        if self.engine is None:
+            return
+        synced = self.engine.state(self.folder / f"{tag}-synced")
+        checkpoint = _checkpoint(self.setup.model_path, self.folder / f"{tag}-checkpoint")
+        tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in full.items()}
+        save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+        self._check_tokens(checkpoint)
+        self.engine.load_from_disk(str(checkpoint))
+        loaded = self.engine.state(self.folder / f"{tag}-loaded")
+        for rank, (ours, theirs) in enumerate(zip(synced, loaded, strict=True)):
+            different = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+            assert ours.keys() == theirs.keys() and not different, f"rank {rank} differs in {different}"
+
+    def _check_tokens(self, checkpoint: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        assert self.engine is not None
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+        tokens, logprobs = self.engine.generate(PROMPT, 4)
+        logits = model(torch.tensor([PROMPT + tokens])).logits[0].float()
+        expected = torch.log_softmax(logits, -1)[len(PROMPT) - 1 : -1]
+        for position, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+            assert abs(expected[position, token].item() - logprob) < 0.06, (position, token, logprob)
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.shutdown()
+
+
+def _checkpoint(source: str, target: Path) -> Path:
+    """A copy of a checkpoint folder without its weights."""
+    target.mkdir()
+    for file in Path(source).iterdir():
+        if not file.name.endswith(".safetensors"):
+            (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+def run_rank(rank: int, setup: Setup, folder: str, port: int, story: Callable[[Rank], None]) -> None:
+    """Entry of a spawned process."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(setup.world), MASTER_ADDR="127.0.0.1")
+    os.environ.update(MASTER_PORT=str(port), SGLANG_CPU_OMP_THREADS_BIND="|".join(map(str, range(setup.world))))
+    dist.init_process_group("cpu:gloo", rank=rank, world_size=setup.world)
+    member = Rank(setup, rank, Path(folder))
+    try:
+        story(member)
+        dist.barrier()
+    finally:
+        member.close()
+        dist.destroy_process_group()

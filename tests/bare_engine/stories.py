@@ -1,0 +1,123 @@
+"""The scenarios' bodies; module-level functions, so that spawned processes can import them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from bare_engine import trainer
+from bare_engine.scenario import Rank
+from verl_sync_plugin.bucket import Entry
+from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.source.base import Shard
+
+
+def three_syncs(member: Rank) -> None:
+    """Three syncs with changing weights, each compared bit for bit; then failures, each followed by recovery."""
+    for version in (1, 2, 3):
+        trainer.perturb(member.trainer, seed=version)
+        before = {name: tensor.clone() for name, tensor in member.trainer.module.state_dict().items()}  # type: ignore[attr-defined]
+        member.sync(version)
+        after = member.trainer.module.state_dict()  # type: ignore[attr-defined]
+        assert all(bool((before[name] == after[name]).all()) for name in before), "the sync changed the trainer"
+        member.check_exact(f"v{version}")
+    _check_report(member)
+
+
+def _check_report(member: Rank) -> None:
+    report = member.manager.report
+    assert report.global_steps == 3 and report.coverage_expected > 10 and report.nbytes > 100_000
+    assert {"plan", "resume_weights", "update_weights", "resume_kv", "pack"} <= report.stages.keys()
+    if member.endpoint.leader:
+        assert [published["global_steps"] for published in member.endpoint.reports] == [1, 2, 3]
+        assert member.endpoint.flushes == 3
+
+
+def fail_and_recover(member: Rank) -> None:
+    """Every kind of failure ends as the same error on all ranks, and the next sync is exact again."""
+    trainer.perturb(member.trainer, seed=1)
+    member.sync(1)
+    for number, fail in enumerate((trainer_fails, engine_refuses, coverage_fails), start=2):
+        text = fail(member, number)
+        texts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(texts, text)
+        assert len(set(texts)) == 1, texts
+        trainer.perturb(member.trainer, seed=number)
+        member.sync(number * 10)
+        member.check_exact(f"recovered{number}")
+
+
+def _failing(member: Rank, version: int) -> str:
+    with pytest.raises(SyncError) as caught:
+        member.sync(version)
+    return str(caught.value)
+
+
+def trainer_fails(member: Rank, version: int) -> str:
+    """The last rank cannot read a shard in the middle of the stream."""
+    manager, last = member.manager, dist.get_world_size() - 1
+    source = manager._source
+    assert source is not None
+    honest = source.shards
+
+    def no_memory() -> Any:
+        raise MemoryError("injected: out of memory")
+
+    def broken() -> list[Shard]:
+        shards = honest()
+        shards[len(shards) // 2] = replace(shards[len(shards) // 2], local=no_memory)
+        return shards
+
+    if member.rank == last:
+        source.shards = broken  # type: ignore[method-assign]
+    text = _failing(member, version)
+    source.shards = honest  # type: ignore[method-assign]
+    assert f"rank {last}: MemoryError: injected" in text
+    return text
+
+
+def engine_refuses(member: Rank, version: int) -> str:
+    """The engine's own loader rejects a tensor: the scheduler survives and says why."""
+    manager = member.manager
+    plan = manager._plan
+    assert plan is not None
+    victim = "model.layers.1.mlp.down_proj.weight"
+    buckets = tuple(replace(b, entries=tuple(_transposed(e, victim) for e in b.entries)) for b in plan.buckets)
+    broken = replace(plan, digest="broken", buckets=buckets)
+    manager._plan = broken
+    text = _failing(member, version)
+    manager._plan = plan
+    assert "SGLang could not load the weights" in text
+    return text
+
+
+def _transposed(entry: Entry, name: str) -> Entry:
+    return replace(entry, shape=entry.shape[::-1]) if entry.name == name else entry
+
+
+def coverage_fails(member: Rank, version: int) -> str:
+    """A parameter that the sync does not write is found, unless the engine has a host copy of it."""
+    source = member.manager._source
+    assert source is not None
+    honest = source.shards
+
+    def without_one() -> list[Shard]:
+        shards = honest()
+        view = next(v for s in shards for v in s.base.views if v.name.endswith("layers.1.mlp.down_proj.weight"))
+        kept = []
+        for shard in shards:
+            views = tuple(v for v in shard.base.views if v is not view)
+            kept.append(replace(shard, base=replace(shard.base, views=views)))
+        return kept
+
+    source.shards = without_one  # type: ignore[method-assign]
+    text = _failing(member, version)
+    member.endpoint._backup = True
+    member.sync(version)
+    member.endpoint._backup = False
+    source.shards = honest  # type: ignore[method-assign]
+    assert "layers.1.mlp.down_proj.weight" in text and "weights_cpu_backup=on" in text
+    return text

@@ -1,0 +1,49 @@
+"""A real SGLang engine fed by verl's real FSDP engines: exact after every sync, also after failures."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.multiprocessing as mp
+
+from bare_engine import stories
+from bare_engine.scenario import Rank, Setup, run_rank
+
+pytestmark = pytest.mark.slow
+
+
+def _play(setup: Setup, story: Callable[[Rank], None], folder: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(run_rank, args=(setup, str(folder), port, story), nprocs=setup.world)
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "world", "bucket_bytes", "settings"),
+    [
+        pytest.param("qwen2", "fsdp2", 1, 1 << 20, (), id="qwen2-fsdp2-tp1"),
+        pytest.param("qwen3", "fsdp2", 2, 20_000, (), id="qwen3-fsdp2-tp2-split-tensors"),
+        pytest.param("llama", "fsdp", 2, 60_000, (("use_orig_params", True),), id="llama-fsdp1-tp2"),
+        pytest.param("qwen2-tied", "fsdp", 1, 1 << 20, (("param_offload", True),), id="tied-fsdp1-tp1-offload"),
+    ],
+)
+def test_engine_equals_disk_load_over_three_syncs(
+    kind: str,
+    strategy: str,
+    world: int,
+    bucket_bytes: int,
+    settings: tuple[tuple[str, object], ...],
+    tiny_model: Callable[[str], str],
+    tmp_path: Path,
+) -> None:
+    _play(Setup(tiny_model(kind), strategy, world, bucket_bytes, settings), stories.three_syncs, tmp_path)
+
+
+def test_failures_are_the_same_everywhere_and_the_next_sync_works(
+    tiny_model: Callable[[str], str], tmp_path: Path
+) -> None:
+    _play(Setup(tiny_model("qwen2"), "fsdp2", 2, 40_000), stories.fail_and_recover, tmp_path)

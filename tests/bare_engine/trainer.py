@@ -1,0 +1,42 @@
+"""verl's own FSDP engines, built in a test process."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+def build(model_path: str, strategy: str, **settings: object) -> object:
+    """verl's registered actor engine for ``strategy``, initialized."""
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine import EngineRegistry
+
+    model_config = HFModelConfig(
+        path=model_path,
+        use_remove_padding=False,
+        enable_gradient_checkpointing=False,
+        override_config={"attn_implementation": "sdpa"},
+    )
+    engine_config = FSDPEngineConfig(strategy=strategy, use_torch_compile=False, **settings)
+    optimizer = FSDPOptimizerConfig(lr=1e-2, total_training_steps=10)
+    engine = EngineRegistry.new("language_model", strategy, model_config, engine_config, optimizer, CheckpointConfig())
+    engine.initialize()
+    return engine
+
+
+@torch.no_grad()
+def perturb(engine: object, seed: int) -> None:
+    """Changes every parameter the way an optimizer would: in place, on the local shard."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in engine.module.parameters():  # type: ignore[attr-defined]
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
+        local.add_(torch.randn(local.shape, generator=generator, dtype=local.dtype) * 0.05)
+
+
+def full_state(engine: object) -> dict[str, torch.Tensor]:
+    """The trainer's weights as verl itself would stream them, gathered; collective."""
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+    stream, _ = FSDPEngine.get_per_tensor_param(engine)
+    return {name: tensor.detach().clone() for name, tensor in stream}

@@ -1,0 +1,39 @@
+"""Shared by all tests: the CPU stack, tiny models."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+MAKE_MODEL = Path("/tmp/ex/make_model.py")  # TEMP
+
+# before verl or SGLang is imported anywhere, also in spawned processes
+os.environ.setdefault("VERL_PLATFORM", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# What spawned ranks and SGLang's schedulers import by name lives in packages beside the tests
+TESTS = str(Path(__file__).resolve().parent)
+sys.path.insert(0, TESTS)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (TESTS, os.environ.get("PYTHONPATH"))))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Makes (once) and names a tiny random checkpoint with tokenizer of a given kind."""
+    made: dict[str, str] = {}
+
+    def make(kind: str) -> str:
+        if kind not in made:
+            folder = tmp_path_factory.mktemp("models") / kind
+            command = [sys.executable, str(MAKE_MODEL), kind, str(folder)]
+            subprocess.run(command, check=True, capture_output=True)
+            made[kind] = str(folder)
+        return made[kind]
+
+    return make
