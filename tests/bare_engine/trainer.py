@@ -35,8 +35,9 @@ def perturb(engine: object, seed: int) -> None:
 
 
 def full_state(engine: object) -> dict[str, torch.Tensor]:
-    """The trainer's weights as verl itself would stream them, gathered; collective."""
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+    """The trainer's weights gathered from its own state dict; collective.
 
-    stream, _ = FSDPEngine.get_per_tensor_param(engine)
-    return {name: tensor.detach().clone() for name, tensor in stream}
+    Not from verl's weight stream: for FSDP1 that moves the model to a numbered device first, which a CPU is not.
+    """
+    state = engine.module.state_dict()  # type: ignore[attr-defined]
+    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in state.items()}

@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Creates .venv with the whole stack for a machine without a GPU, and installs this project into it.
+# Environment: PYTHON (default python3.11) and VENV (default .venv). Needs only Python 3.11 with pip and a compiler.
+# Run it again at any time: dependencies are installed only if their requirements changed, the project always.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+VENV=${VENV:-.venv}
+STAMP=$VENV/.requirements-stamp
+
+die() { echo "setup_venv.sh: $*" >&2; exit 1; }
+
+pip_install() {
+    local attempt
+    for attempt in 1 2 3 4; do
+        "$VENV/bin/python" -m pip install --disable-pip-version-check "$@" && return 0
+        echo "setup_venv.sh: pip failed (attempt $attempt of 4)" >&2
+        sleep $((attempt * 5))
+    done
+    die "pip install $* failed"
+}
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3.11 python3 python}; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+            echo "$candidate"
+            return 0
+        fi
+    done
+    return 1
+}
+
+requirements_hash() {
+    { cat requirements/cpu.txt requirements/cpu-no-deps.txt; "$VENV/bin/python" --version; } | sha256sum | cut -d' ' -f1
+}
+
+if [[ ! -x $VENV/bin/python ]]; then
+    python=$(find_python) || die "no Python 3.11 found; name one with PYTHON="
+    "$python" -m venv "$VENV"
+fi
+
+hash=$(requirements_hash)
+if [[ $(cat "$STAMP" 2>/dev/null || true) != "$hash" ]]; then
+    rm -f "$STAMP"
+    # torch alone and first: whatever is resolved later takes the CPU build that is there instead of a CUDA one.
+    pip_install "$(grep '^torch==' requirements/cpu.txt)"
+    pip_install -r requirements/cpu.txt
+    pip_install --no-deps -r requirements/cpu-no-deps.txt
+    echo "$hash" > "$STAMP"
+fi
+
+# A build folder of an earlier version would smuggle deleted modules into the wheel.
+rm -rf build ./*.egg-info
+pip_install --quiet --no-deps --no-build-isolation --force-reinstall .
+rm -rf build ./*.egg-info
+echo "setup_venv.sh: ready, $VENV/bin/python"

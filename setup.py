@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Package metadata. Everything that other tools need is in pyproject.toml."""
+
+import re
+import shutil
+from pathlib import Path
+
+from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+PTH_FILE = "verl_sync_plugin_cpu.pth"
+
+
+def read_version() -> str:
+    """Read ``__version__`` without importing the package."""
+    text = (ROOT / "verl_sync_plugin" / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    if found is None:
+        raise ValueError("verl_sync_plugin/__init__.py defines no __version__")
+    return found.group(1)
+
+
+def read_requirements(name: str) -> list[str]:
+    """Read the pins of ``requirements/<name>.txt``."""
+    lines = (ROOT / "requirements" / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+class BuildWithPth(build_py):
+    """Adds the ``.pth`` file to the root of the wheel, which is what lands in site-packages."""
+
+    def run(self) -> None:
+        """Build as usual, then copy the file."""
+        super().run()
+        # An editable install has no build folder that would be installed.
+        if not self.editable_mode:
+            shutil.copyfile(ROOT / PTH_FILE, Path(self.build_lib) / PTH_FILE)
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        """Name the file among the build's results, so that an uninstall removes it."""
+        return [*super().get_outputs(include_bytecode), str(Path(self.build_lib) / PTH_FILE)]
+
+
+setup(
+    name="verl-sync-plugin",
+    version=read_version(),
+    description="Takes over the weight sync of verl: a fast, verified update from the trainer to SGLang",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=[*find_packages(include=["verl_sync_plugin", "verl_sync_plugin.*"]), "verl_sync_plugin.configs"],
+    package_dir={"verl_sync_plugin.configs": "configs"},
+    package_data={"verl_sync_plugin.configs": ["*.yaml", "*/*.yaml"]},
+    # verl, torch and SGLang are expected in the environment: pinning them here would replace working builds.
+    install_requires=["wrapt>=1.14", "hydra-core>=1.3", "omegaconf>=2.3"],
+    extras_require={
+        "verl": ["verl>=0.9.1,<0.10"],
+        "sglang": ["sglang>=0.5.12"],
+        "megatron": ["megatron-core>=0.16", "mbridge>=0.15"],
+        # Without SGLang and torchvision: scripts/setup_venv.sh installs these without their CUDA dependencies.
+        "cpu-test": read_requirements("cpu"),
+    },
+    entry_points={
+        "verl.plugins": ["verl_sync_plugin = verl_sync_plugin.plugin"],
+        "console_scripts": ["verl-sync = verl_sync_plugin.cli:main"],
+    },
+    cmdclass={"build_py": BuildWithPth},
+)

@@ -1,0 +1,104 @@
+"""``verl-sync``: looks at an environment and at a model without starting a run."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import sys
+
+from verl_sync_plugin import __version__
+
+PACKAGES = ("verl", "sglang", "torch", "transformers", "ray", "hydra-core", "torch-memory-saver", "peft")
+
+
+def doctor() -> int:
+    """Says whether a run in this environment would use the plugin; 0 when it would."""
+    print(f"verl-sync-plugin {__version__}")
+    for package in PACKAGES:
+        try:
+            print(f"  {package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            print(f"  {package} is not installed")
+    problems = _problems()
+    for problem in problems:
+        print(f"PROBLEM: {problem}")
+    print("ready" if not problems else f"{len(problems)} problem(s)")
+    return 1 if problems else 0
+
+
+def _problems() -> list[str]:
+    found = []
+    points = [p.value for p in importlib.metadata.entry_points(group="verl.plugins")]
+    if "verl_sync_plugin.plugin" not in points:
+        found.append("no entry point in the group verl.plugins: install the package with pip instead of PYTHONPATH")
+    for module in ("verl", "sglang"):
+        if importlib.util.find_spec(module) is None:
+            found.append(f"{module} is not installed: pip install it first")
+    if found:
+        return found
+    try:
+        import verl  # noqa: F401  (loads the plugin)
+        from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+
+        from verl_sync_plugin.plugin import OUR_ROLLOUT, ROLLOUT_KEY
+    except (ImportError, SystemExit) as error:
+        return [str(error)]
+    if _ROLLOUT_REGISTRY[ROLLOUT_KEY] != OUR_ROLLOUT:
+        found.append(
+            f"verl's rollout adapter for sglang is {_ROLLOUT_REGISTRY[ROLLOUT_KEY]}: "
+            "unset VERL_USE_EXTERNAL_PLUGINS, or uninstall the other plugin"
+        )
+    return found
+
+
+def plan(model: str, world: int, bucket_megabytes: int) -> int:
+    """Prints the buckets an FSDP2 sync of a HF model would have; reads its config only.
+
+    Args:
+        model: path or name of a HF model.
+        world: number of FSDP ranks.
+        bucket_megabytes: size of a bucket in MiB.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from verl_sync_plugin.bucket import Base, plan_buckets
+    from verl_sync_plugin.source.fsdp2 import even_chunks
+    from verl_sync_plugin.source.naming import hf_views, verl_rewrite
+
+    config = AutoConfig.from_pretrained(model)
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    rewrite = verl_rewrite(config.model_type)
+    bases = []
+    for name, tensor in module.named_parameters():
+        rows = tensor.shape[0]
+        lengths = even_chunks(rows, world, tensor.numel() // rows) if world > 1 else (tensor.numel(),)
+        views = hf_views(name, tuple(tensor.shape), tensor.dtype, 0, rewrite)
+        bases.append(Base(name, "bfloat16", 2, lengths, tuple(views)))
+    made = plan_buckets(tuple(bases), bucket_megabytes << 20)
+    print(f"{made.tensor_count} tensors, {made.nbytes / 1e9:.3f} GB in {len(made.buckets)} buckets")
+    print(f"staging memory per GPU: {min(2, len(made.buckets)) * made.slot_bytes / 2**20:.0f} MiB")
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry of the console script."""
+    parser = argparse.ArgumentParser(prog="verl-sync", description="weight sync for verl: checks and plans")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("doctor", help="would a run in this environment use the plugin?")
+    planning = commands.add_parser("plan", help="the buckets a model would travel in")
+    planning.add_argument("model")
+    planning.add_argument("--world", type=int, default=8, help="FSDP ranks")
+    planning.add_argument("--bucket-mb", type=int, default=512)
+    arguments = parser.parse_args(argv)
+    if arguments.command == "doctor":
+        return doctor()
+    if arguments.world < 1 or arguments.bucket_mb < 1:
+        parser.error("--world and --bucket-mb must be at least 1")
+    return plan(arguments.model, arguments.world, arguments.bucket_mb)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small corrections that let verl and SGLang run without an accelerator.
+
+``verl_sync_plugin_cpu.pth`` calls :func:`activate` while Python starts, in every process: drivers, Ray workers,
+SGLang's spawned schedulers. Nothing heavy may be imported here, so each correction is a post-import hook that runs
+once, right after the module it corrects has been loaded, and never if that module is not used.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from wrapt import register_post_import_hook
+
+from verl_sync_plugin.cpu import megatron
+from verl_sync_plugin.cpu.sgl_kernel_standin import StandInFinder
+
+_ENV_DEFAULTS = {
+    # verl looks engines up by (device, vendor), and knows none for a CPU: use what is registered for NVIDIA.
+    "VERL_ENGINE_DEVICE": "cuda",
+    "VERL_ENGINE_VENDOR": "nvidia",
+    "SGLANG_USE_CPU_ENGINE": "1",
+}
+_CPU_ENGINE_FLAG = "SGLANG_USE_CPU_ENGINE"
+
+_activated = False
+
+
+def requested() -> bool:
+    """Whether the environment asks for the CPU stack."""
+    return os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
+
+
+def activate() -> None:
+    """Set the environment's defaults and register all hooks. Does nothing a second time, or if not requested."""
+    global _activated
+    if _activated or not requested():
+        return
+    _activated = True
+    for name, value in _ENV_DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    # Last in the path: a real sgl_kernel, if installed, is always found first.
+    sys.meta_path.append(StandInFinder())
+    for module_name, hook in _HOOKS.items():
+        register_post_import_hook(hook, module_name)
+    if os.environ.get("VERL_CPU_MCORE") == "1":
+        megatron.register_hooks()
+
+
+def _share_tensors_by_file(torch_multiprocessing: ModuleType) -> None:
+    """Make tensors picklable between any two processes.
+
+    The default strategy, file descriptors, needs an authentication key that only a common parent process hands
+    down; trainer and SGLang have none.
+    """
+    torch_multiprocessing.set_sharing_strategy("file_system")
+
+
+def _declare_missing_ops(torchvision_extension: ModuleType) -> None:
+    """Declare the operators that torchvision insists on even where its compiled part could not be loaded.
+
+    The published wheel of torchvision needs CUDA libraries for its compiled part. It tolerates their absence,
+    except that it registers shape functions for two operators without asking whether they exist.
+    """
+    if torchvision_extension._has_ops():
+        return
+    import torch
+
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    # A library takes its definitions along when it is collected: tie it to the module's lifetime.
+    torchvision_extension._verl_sync_plugin_ops = library  # type: ignore[attr-defined]
+
+
+def _leave_cpu_tensors_alone(patch_torch: ModuleType) -> None:
+    """Keep SGLang's patched pickling away from CPU tensors.
+
+    It replaces the device number in slot 6 of whatever torch returns, but a pickled CPU tensor has 3 slots.
+    """
+    modify = patch_torch._modify_tuple
+
+    @functools.wraps(modify)
+    def modify_if_present(items: tuple[Any, ...], index: int, modifier: Callable[[Any], Any]) -> tuple[Any, ...]:
+        return modify(items, index, modifier) if index < len(items) else items
+
+    patch_torch._modify_tuple = modify_if_present  # type: ignore[attr-defined]
+
+
+def _register_platform(platform_manager: ModuleType) -> None:
+    """Add the CPU platform to verl's registry, before verl asks for a platform the first time."""
+    from verl_sync_plugin.cpu.platform import CpuPlatform
+
+    platform_manager.PlatformRegistry.register(platform="cpu")(CpuPlatform)
+
+
+def _name_gloo_once(distributed: ModuleType) -> None:
+    """Replace the process group backend "cpu:gloo,cpu:gloo", which torch rejects as a duplicate device type."""
+    init_in_ray = distributed.initialize_global_process_group_ray
+
+    @functools.wraps(init_in_ray)
+    def initialize_global_process_group_ray(timeout_second: int | None = None, backend: str | None = None) -> None:
+        init_in_ray(timeout_second, backend or "cpu:gloo")
+
+    def initialize_global_process_group(timeout_second: int = 36000) -> tuple[int, int, int]:
+        init_in_ray(timeout_second, "cpu:gloo")
+        return int(os.environ["LOCAL_RANK"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    distributed.initialize_global_process_group_ray = initialize_global_process_group_ray  # type: ignore[attr-defined]
+    distributed.initialize_global_process_group = initialize_global_process_group  # type: ignore[attr-defined]
+
+
+def _keep_cpu_engine_flag(replica: ModuleType) -> None:
+    """Survive verl's SGLang loader, which sets the flag for its own imports and then deletes it from the environment.
+
+    Without the flag, SGLang modules imported later in this process, and processes it spawns, would look for CUDA.
+    """
+    load = replica._load_sglang
+
+    @functools.wraps(load)
+    def load_sglang() -> type:
+        flag = os.environ.get(_CPU_ENGINE_FLAG, "1")
+        try:
+            return load()
+        finally:
+            os.environ[_CPU_ENGINE_FLAG] = flag
+
+    replica._load_sglang = load_sglang  # type: ignore[attr-defined]
+    registry = replica.RolloutReplicaRegistry
+    if registry._registry.get("sglang") is load:
+        registry.register("sglang", load_sglang)
+
+
+def _let_fsdp1_broadcast_on_cpu(init_utils: ModuleType) -> None:
+    """Let FSDP1 send rank 0's parameters to the others from host memory, which gloo can and the check forbids."""
+    init_utils._check_module_states_for_sync_module_states = lambda module_states: None  # type: ignore[attr-defined]
+
+
+_HOOKS: dict[str, Callable[[ModuleType], None]] = {
+    "torch.multiprocessing": _share_tensors_by_file,
+    "torch.distributed.fsdp._init_utils": _let_fsdp1_broadcast_on_cpu,
+    "torchvision.extension": _declare_missing_ops,
+    "sglang.srt.utils.patch_torch": _leave_cpu_tensors_alone,
+    "verl.plugin.platform.platform_manager": _register_platform,
+    "verl.utils.distributed": _name_gloo_once,
+    "verl.workers.rollout.replica": _keep_cpu_engine_flag,
+}
