@@ -143,7 +143,7 @@ def plan_buckets(bases: tuple[Base, ...], bucket_bytes: int) -> Plan:
     worlds = {len(base.lengths) for base in bases} - {1}
     assert len(worlds) <= 1, f"bases are sharded over groups of different sizes: {sorted(worlds)}"
     buckets: list[Bucket] = []
-    for world in sorted(worlds) + [1]:
+    for world in [*sorted(worlds), 1]:
         capacity = bucket_bytes // world // ALIGNMENT * ALIGNMENT
         if capacity < ALIGNMENT:
             raise ValueError(

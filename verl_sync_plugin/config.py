@@ -158,7 +158,9 @@ def refuse_unsupported(rollout: Any) -> None:
     if disaggregation is not None and disaggregation.get("enabled", False):
         raise ValueError(f"{prefix}.disaggregation.enabled=True: weight sync serves one engine per rank; {TURN_OFF}.")
     if rollout.get("quantization", None) is not None:
-        raise ValueError(f"{prefix}.quantization={rollout.quantization!r}: weight sync sends plain weights; {TURN_OFF}.")
+        raise ValueError(
+            f"{prefix}.quantization={rollout.quantization!r}: weight sync sends plain weights; {TURN_OFF}."
+        )
     mtp = rollout.get("mtp", None)
     if mtp is not None and mtp.get("enable", False) and mtp.get("enable_rollout", False):
         raise ValueError(f"{prefix}.mtp.enable_rollout=True: weight sync has no draft model; {TURN_OFF}.")

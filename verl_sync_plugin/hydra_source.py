@@ -38,7 +38,7 @@ def rollout_config() -> Any:
 
     spec = find_spec("verl")
     assert spec is not None and spec.origin is not None, "verl loads this plugin, so it can be found"
-    config = OmegaConf.load(Path(spec.origin).parent / "trainer" / "config" / "rollout" / "rollout.yaml")
+    config: Any = OmegaConf.load(Path(spec.origin).parent / "trainer" / "config" / "rollout" / "rollout.yaml")
     stock = config.checkpoint_engine.update_weights_bucket_megabytes
     config.update_weights_bucket_megabytes = None
     config.checkpoint_engine.update_weights_bucket_megabytes = (

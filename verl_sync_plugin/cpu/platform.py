@@ -78,7 +78,7 @@ class CpuPlatform(PlatformBase):
         """Return True: there is always a CPU."""
         return True
 
-    def current_device(self) -> torch.device:  # type: ignore[override]
+    def current_device(self) -> torch.device:
         """Return the device itself, not a number: verl passes the answer to ``Tensor.to``."""
         return torch.device("cpu")
 

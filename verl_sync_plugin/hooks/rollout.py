@@ -113,8 +113,10 @@ class SyncServerAdapter(ServerAdapter):
         )
         backup = keep_cpu_backup(self._sync, self.config, self.model_config)
         endpoint = ServerActorEndpoint(self.server_actor, self.device_mesh["infer_tp"], backup)
-        _say(f"actor rank {torch.distributed.get_rank()}: sharding manager {manager_class.__name__}, "
-            f"buckets of {megabytes} MiB, engine's CPU backup {'on' if backup else 'off'}")
+        _say(
+            f"actor rank {torch.distributed.get_rank()}: sharding manager {manager_class.__name__}, "
+            f"buckets of {megabytes} MiB, engine's CPU backup {'on' if backup else 'off'}"
+        )
         return manager_class(
             stream.engine, endpoint, self._sync, megabytes << 20, _trainer_device(), str(self.config.dtype)
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,8 +35,8 @@ class ReceiverSession:
     Holds no reference to the trainer's tensors; the staging memory it maps belongs to the trainer.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: Any) -> None:
+        self._model = model  # an SGLang model: a torch module with load_weights
         self._digest = ""
         self._manifest: tuple[tuple[Entry, ...], ...] = ()
         self._staging_key = ""

@@ -286,4 +286,3 @@ class _PeakMemory:
         report.peak_host_bytes = peak_resident_bytes() - self._host
         if self._cuda:
             report.peak_device_bytes = torch.cuda.max_memory_allocated() - self._before
-

@@ -57,8 +57,7 @@ class FSDP2SGLangShardingManager(_FSDPManager):
     def open_source(self) -> ParameterSource:
         self._refuse_unsupported()
         module = self.engine.module
-        named = {name: parameter for name, parameter in module.named_parameters(remove_duplicate=False)}
-        parameters = set(self._rename(named))
+        parameters = set(self._rename(dict(module.named_parameters(remove_duplicate=False))))
 
         def state_dict() -> Mapping[str, torch.Tensor]:
             return self._rename(module.state_dict())

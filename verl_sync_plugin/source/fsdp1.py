@@ -56,6 +56,7 @@ class FSDP1Source(ParameterSource):
     def _flat_parameter(self, unit: str, handle: Any) -> Shard:
         flat = handle.flat_param
         full = int(flat._unpadded_unsharded_size.numel())
+        lengths: tuple[int, ...]
         if not handle.uses_sharded_strategy or handle.world_size == 1:
             lengths, local = (full,), partial(_head, flat, full)
         else:

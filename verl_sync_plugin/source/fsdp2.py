@@ -13,7 +13,6 @@ from verl_sync_plugin.bucket import Base, View
 from verl_sync_plugin.source.base import ParameterSource, Shard, WirePolicy, dtype_name
 from verl_sync_plugin.source.naming import Rewrite, hf_views
 
-
 StateDict = Callable[[], Mapping[str, torch.Tensor]]
 
 
