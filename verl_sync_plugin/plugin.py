@@ -9,18 +9,29 @@ plugin must not end up there, so a failure ends the process instead.
 
 from __future__ import annotations
 
-import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
-import wrapt
+WITHOUT = "set VERL_USE_EXTERNAL_PLUGINS=none to run verl without plugins"
 
-from verl_sync_plugin import compat, hydra_source
-from verl_sync_plugin.errors import RegistryConflictError
+
+def _stop(error: Exception) -> NoReturn:
+    """Ends the process with one message; verl would swallow the exception itself."""
+    text = f"verl-sync-plugin cannot be loaded: {type(error).__name__}: {error}"
+    print(text if WITHOUT in text else f"{text} ({WITHOUT})", file=sys.stderr, flush=True)
+    raise SystemExit(1) from error
+
+
+try:
+    import wrapt
+
+    from verl_sync_plugin import compat, hydra_source
+    from verl_sync_plugin.errors import RegistryConflictError
+except Exception as import_error:
+    _stop(import_error)
 
 ROLLOUT_KEY = ("sglang", "async")
 OUR_ROLLOUT = "verl_sync_plugin.hooks.rollout.SyncServerAdapter"
-WITHOUT = "set VERL_USE_EXTERNAL_PLUGINS=none to run verl without plugins"
 
 
 def load_replica() -> type:
@@ -104,15 +115,7 @@ def verify_registered(rollout: Any) -> None:
     _refuse_stranger("rollout replica", RolloutReplicaRegistry._registry["sglang"], (load_replica,))
 
 
-def _register_or_stop() -> None:
-    try:
-        register()
-    except Exception as error:
-        message = f"verl-sync-plugin cannot be loaded: {type(error).__name__}: {error}\n({WITHOUT})"
-        print(message, file=sys.stderr, flush=True)
-        if os.environ.get("VERL_SYNC_DEBUG"):
-            raise
-        raise SystemExit(message) from error
-
-
-_register_or_stop()
+try:
+    register()
+except Exception as registration_error:
+    _stop(registration_error)

@@ -37,8 +37,7 @@ def check_rollout(rollout: object) -> None:
         ValueError: names key, value and remedy.
     """
     get = rollout.get  # type: ignore[attr-defined]
-    sync = sync_config_of(rollout)
-    if get("name") != "sglang" or not sync.enabled:
+    if get("name", None) != "sglang" or not sync_config_of(rollout).enabled:
         return
     check_bucket_megabytes(
         get("update_weights_bucket_megabytes", None), get("checkpoint_engine").update_weights_bucket_megabytes

@@ -5,8 +5,7 @@ SGLang skips names it does not know without a word, so what was *sent* proves no
 count as written together.
 
 Limits: writes in other threads (DeepSeek's loader with CPU tensors) and ``param.data = tensor`` rebinding make no
-visible operation and count as missing. Regions are told apart by address, shape and strides, and their sizes added
-up; models do not write partly overlapping regions.
+visible operation and count as missing.
 """
 
 from __future__ import annotations
@@ -19,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_sync_plugin.transport.protocol import Coverage
 
+Region = tuple[int, tuple[int, ...], tuple[int, ...], int]  # address, shape, strides, bytes per element
+
 
 class Ledger(TorchDispatchMode):
     """Records writes while it is entered."""
@@ -29,7 +30,7 @@ class Ledger(TorchDispatchMode):
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         self._expected = {name: tensor for name, tensor in named if name in persistent and tensor.numel() > 0}
         self._storages = {tensor.untyped_storage()._cdata for tensor in self._expected.values()}
-        self._written: dict[int, dict[tuple[Any, ...], int]] = defaultdict(dict)
+        self._written: dict[int, set[Region]] = defaultdict(set)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -42,20 +43,48 @@ class Ledger(TorchDispatchMode):
     def _note(self, value: Any) -> None:
         for tensor in value if isinstance(value, list | tuple) else (value,):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata in self._storages:
-                region = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
-                self._written[tensor.untyped_storage()._cdata][region] = tensor.numel()
+                region = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size())
+                self._written[tensor.untyped_storage()._cdata].add(region)
 
     def coverage(self) -> Coverage:
         """What was written so far, against what the model holds."""
+        written = {storage: _intervals(regions) for storage, regions in self._written.items()}
         missing = []
         for name, tensor in self._expected.items():
-            first = tensor.data_ptr()
-            beyond = first + tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
-            regions = self._written[tensor.untyped_storage()._cdata]
-            # Several parameters may be views of one storage: count only regions that begin inside this one
-            span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-            beyond = min(beyond, first + span * tensor.element_size())
-            written = sum(count for region, count in regions.items() if first <= region[0] < beyond)
-            if written < tensor.numel():
-                missing.append((name, written, tensor.numel()))
+            covered = 0
+            if (found := written.get(tensor.untyped_storage()._cdata)) is not None:
+                span = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+                first = tensor.data_ptr()
+                covered = _union(found.clamp(first, first + span * tensor.element_size())) // tensor.element_size()
+            if covered < tensor.numel():
+                missing.append((name, covered, tensor.numel()))
         return Coverage(expected=len(self._expected), missing=tuple(missing))
+
+
+def _intervals(regions: set[Region]) -> torch.Tensor:
+    """The bytes of strided regions as intervals: int64 of shape ``(n, 2)``, first and one past the last address."""
+    parts = []
+    for address, shape, strides, itemsize in regions:
+        run = 1
+        outer: list[tuple[int, int]] = []
+        for stride, size in sorted((st, sz) for st, sz in zip(strides, shape, strict=True) if sz > 1 and st > 0):
+            if stride == run and not outer:
+                run *= size
+            else:
+                outer.append((stride, size))
+        starts = torch.zeros(0 if 0 in shape else 1, dtype=torch.int64)
+        for stride, size in outer:
+            starts = (starts[:, None] + torch.arange(size) * stride).flatten()
+        starts = address + starts * itemsize
+        parts.append(torch.stack((starts, starts + run * itemsize), dim=1))
+    return torch.cat(parts)
+
+
+def _union(intervals: torch.Tensor) -> int:
+    """Length of the union of ``(n, 2)`` intervals."""
+    if not len(intervals):
+        return 0
+    first, end = intervals[intervals[:, 0].argsort()].unbind(1)
+    reached = torch.cummax(end, dim=0).values
+    before = torch.cat((first[:1], reached[:-1]))
+    return int((reached - torch.maximum(first, before)).clamp(min=0).sum())

@@ -57,23 +57,30 @@ class Agreement:
         mine, self._error = self._error, None
         status = torch.tensor([int(mine is not None), int(waiting)], dtype=torch.int32)
         if self._group is not None:
-            try:
+            with self._peers(what, mine):
                 dist.all_reduce(status, op=dist.ReduceOp.MAX, group=self._group)
-            except RuntimeError as error:
-                raise SyncError(
-                    f"weight sync: a trainer rank died or did not reach {what!r} within {self._timeout_seconds:g} s "
-                    f"(rank {self._rank} waited): {error}"
-                ) from (mine or error)
         if status[0].item():
             raise SyncError(self._tell_all(what, mine)) from mine
         return bool(status[1].item())
+
+    @contextmanager
+    def _peers(self, what: str, mine: BaseException | None) -> Iterator[None]:
+        """Turns the collective's complaint about a dead or silent peer into a SyncError."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise SyncError(
+                f"weight sync: a trainer rank died or did not reach {what!r} within {self._timeout_seconds:g} s "
+                f"(rank {self._rank} waited): {error}"
+            ) from (mine or error)
 
     def _tell_all(self, what: str, mine: BaseException | None) -> str:
         text = None if mine is None else "".join(traceback.format_exception_only(mine)).strip()
         texts: list[str | None] = [text]
         if self._group is not None:
             texts = [None] * dist.get_world_size()
-            dist.all_gather_object(texts, text, group=self._group)
+            with self._peers(what, mine):
+                dist.all_gather_object(texts, text, group=self._group)
         failures = "\n".join(f"rank {rank}: {said}" for rank, said in enumerate(texts) if said)
         return f"weight sync failed at {what!r}; trainer weights are unchanged.\n{failures}"
 
@@ -82,7 +89,8 @@ class Agreement:
         if self._group is None:
             return
         values: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(values, value, group=self._group)
+        with self._peers(what, None):
+            dist.all_gather_object(values, value, group=self._group)
         if len(set(values)) > 1:
             held = "; ".join(f"rank {rank}: {held}" for rank, held in enumerate(values))
             raise SyncError(f"weight sync: the ranks disagree on {what}: {held}")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._runtime_utils import _lazy_init
 
 from verl_sync_plugin.bucket import Base, View
 from verl_sync_plugin.source.base import ParameterSource, Shard, WirePolicy, dtype_name
@@ -47,6 +48,8 @@ class FSDP1Source(ParameterSource):
         self._bases: dict[tuple[object, ...], Base] = {}
 
     def shards(self) -> list[Shard]:
+        # Before the first forward FSDP1 has not laid out its local shards yet
+        _lazy_init(self._root, self._root)
         shards = []
         for name, module in self._root.named_modules():
             if isinstance(module, FullyShardedDataParallel) and module._handle is not None:

@@ -106,8 +106,11 @@ def connect(address: str, timeout: float) -> Channel:
     deadline = time.monotonic() + timeout
     while True:
         client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        # A full queue of the listener would block without bound
+        client.settimeout(max(deadline - time.monotonic(), 0.01))
         try:
             client.connect(address)
+            client.setblocking(True)
             return Channel(Connection(client.detach()))
         except OSError as error:
             client.close()

@@ -1,0 +1,147 @@
+"""All ranks come to the same end, in real process groups."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch.distributed as dist
+from worlds import DIED, run_world
+
+from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.sharding_manager.agreement import Agreement
+
+RANKS = 3
+
+
+def settled(agreement: Agreement, what: str) -> str:
+    """The error of ``settle``, empty when there is none."""
+    try:
+        agreement.settle(what)
+    except SyncError as error:
+        return str(error)
+    return ""
+
+
+def fail_then_succeed(failing: tuple[int, ...]) -> tuple[str, bool, str]:
+    agreement = Agreement(20)
+    with agreement.attempt():
+        if dist.get_rank() in failing:
+            raise ValueError(f"broken on {dist.get_rank()}")
+    failed = agreement.failed
+    return settled(agreement, "packing"), failed, settled(agreement, "the next stage")
+
+
+@pytest.mark.parametrize("failing", [(1,), (0, 2), (0, 1, 2)])
+def test_failure_is_everybodys_and_forgotten(failing: tuple[int, ...]) -> None:
+    results = run_world(RANKS, fail_then_succeed, failing, timeout=60)
+    texts = {text for text, _, _ in results}
+    assert len(texts) == 1, "every rank must raise the same text"
+    (text,) = texts
+    assert "failed at 'packing'; trainer weights are unchanged" in text
+    for rank in range(RANKS):
+        assert (f"rank {rank}: ValueError: broken on {rank}" in text) == (rank in failing)
+    assert [failed for _, failed, _ in results] == [rank in failing for rank in range(RANKS)]
+    assert [later for _, _, later in results] == [""] * RANKS, "the next settle works again"
+
+
+def first_error_wins() -> str:
+    agreement = Agreement(20)
+    for text in ("first", "second"):
+        with agreement.attempt():
+            raise RuntimeError(text)
+    return settled(agreement, "loading")
+
+
+def test_first_error_is_told() -> None:
+    for text in run_world(2, first_error_wins, timeout=60):
+        assert "RuntimeError: first" in text
+        assert "second" not in text
+
+
+def waiting_rounds() -> list[bool]:
+    agreement = Agreement(20)
+    return [agreement.settle("connecting", waiting=dist.get_rank() == slow) for slow in (0, RANKS - 1, RANKS)]
+
+
+def test_one_waiting_rank_asks_for_another_round() -> None:
+    assert run_world(RANKS, waiting_rounds, timeout=60) == [[True, True, False]] * RANKS
+
+
+def one_stays_away(seconds: float) -> tuple[str, float]:
+    agreement = Agreement(seconds)
+    started = time.monotonic()
+    if dist.get_rank() == 1:
+        time.sleep(seconds * 3)  # alive, but not in settle
+        return "", 0.0
+    text = settled(agreement, "packing bucket 3")
+    return text, time.monotonic() - started
+
+
+def test_missing_rank_ends_in_a_sync_error_in_time() -> None:
+    results = run_world(RANKS, one_stays_away, 2.0, timeout=60)
+    for rank in (0, 2):
+        text, seconds = results[rank]
+        assert "did not reach 'packing bucket 3' within 2 s" in text
+        assert f"(rank {rank} waited)" in text
+        assert seconds < 5
+
+
+def one_dies(where: str) -> tuple[str, float]:
+    agreement = Agreement(10)
+    if dist.get_rank() == 2:
+        os._exit(1)
+    started = time.monotonic()
+    try:
+        if where == "settle":
+            agreement.settle("committing")
+        else:
+            agreement.same_on_all("the plan", "x")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - started
+    return "", time.monotonic() - started
+
+
+@pytest.mark.parametrize("where", ["settle", "same_on_all"])
+def test_dead_rank_is_an_error_and_no_hang(where: str) -> None:
+    results = run_world(RANKS, one_dies, where, timeout=60, dying=(2,))
+    assert results[2] == DIED
+    for rank in (0, 1):
+        text, seconds = results[rank]
+        assert text.startswith("SyncError: weight sync: "), text
+        assert seconds < 15
+
+
+def compare(values: tuple[str, ...]) -> str:
+    agreement = Agreement(20)
+    try:
+        agreement.same_on_all("the plan digest", values[dist.get_rank()])
+    except SyncError as error:
+        return str(error)
+    return ""
+
+
+def test_same_value_passes() -> None:
+    assert run_world(RANKS, compare, ("a", "a", "a"), timeout=60) == [""] * RANKS
+
+
+def test_disagreement_names_the_ranks() -> None:
+    texts = run_world(RANKS, compare, ("a", "b", "a"), timeout=60)
+    assert set(texts) == {
+        "weight sync: the ranks disagree on the plan digest: rank 0: a; rank 1: b; rank 2: a",
+    }
+
+
+def alone() -> tuple[str, str]:
+    agreement = Agreement(20)
+    agreement.same_on_all("anything", "x")
+    with agreement.attempt():
+        raise ValueError("lonely")
+    return settled(agreement, "packing"), settled(agreement, "packing")
+
+
+def test_a_single_rank_needs_no_group() -> None:
+    ((failed, later),) = run_world(1, alone, timeout=60)
+    assert "rank 0: ValueError: lonely" in failed
+    assert later == ""

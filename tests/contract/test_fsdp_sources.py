@@ -1,0 +1,270 @@
+"""FSDP and FSDP2 sources: what arrives at the engine is, bit for bit, what the model's own state dict holds.
+
+Real models, real sharding, real gloo: source -> plan -> pack -> gather -> a second mapping of the slots -> assembler.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import CONFIGS, build, train_step
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from worlds import run_world
+
+from verl_sync_plugin.bucket import Plan, plan_buckets
+from verl_sync_plugin.receiver.assembly import Assembler
+from verl_sync_plugin.source.base import ParameterSource, Shard, WirePolicy
+from verl_sync_plugin.source.fsdp1 import FSDP1Source
+from verl_sync_plugin.source.fsdp2 import FSDP2Source
+from verl_sync_plugin.source.naming import verl_rewrite
+from verl_sync_plugin.transport.sender import SLOTS, BucketSender
+from verl_sync_plugin.transport.staging import open_staging, slot_of
+
+KEEP = (r"\.gate\.weight$", r"layers\.0\.input_layernorm")
+SYNCS = 3
+TINY, LARGE = 6_001, 64 << 20  # bytes; TINY is no multiple of anything
+
+State = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the trainer shards: ``strategy`` is empty for FSDP2."""
+
+    mesh: tuple[int, ...]
+    strategy: str = ""
+    use_orig_params: bool = False
+
+    @property
+    def size(self) -> int:
+        return int(torch.tensor(self.mesh).prod())
+
+    def __str__(self) -> str:
+        name = f"fsdp1-{self.strategy}-{'orig' if self.use_orig_params else 'flat'}" if self.strategy else "fsdp2"
+        return f"{name}-{'x'.join(map(str, self.mesh))}"
+
+
+LAYOUTS = [Layout(mesh) for mesh in ((1,), (2,), (3,), (2, 2))] + [
+    Layout(mesh, strategy, use_orig_params)
+    for use_orig_params in (True, False)
+    for mesh, strategy in (
+        ((1,), "FULL_SHARD"),
+        ((2,), "FULL_SHARD"),
+        ((3,), "FULL_SHARD"),
+        ((3,), "SHARD_GRAD_OP"),
+        ((2, 2), "HYBRID_SHARD"),
+        ((2,), "NO_SHARD"),
+    )
+]
+
+
+def shard(model: PreTrainedModel, layout: Layout) -> torch.nn.Module:
+    """Wraps like verl: one unit per decoder layer and the root."""
+    names = ("replicas", "shards")[-len(layout.mesh) :]
+    mesh = init_device_mesh("cpu", layout.mesh, mesh_dim_names=names)
+    layers = list(model.model.layers)
+    if not layout.strategy:
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    wrap = partial(transformer_auto_wrap_policy, transformer_layer_cls={type(layers[0])})
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=wrap,
+        sharding_strategy=ShardingStrategy[layout.strategy],
+        device_mesh=mesh,
+        device_id=torch.device("cpu"),
+        use_orig_params=layout.use_orig_params,
+    )
+
+
+def open_source(module: torch.nn.Module, layout: Layout, model_type: str) -> ParameterSource:
+    policy, rewrite = WirePolicy(torch.bfloat16, KEEP), verl_rewrite(model_type)
+    if isinstance(module, FullyShardedDataParallel):
+        return FSDP1Source(module, policy, rewrite, lambda state: state)
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return FSDP2Source(module.state_dict, parameters, policy, rewrite)
+
+
+def torchs_own_state(module: torch.nn.Module) -> State:
+    """The whole model as PyTorch gathers it."""
+    if isinstance(module, FullyShardedDataParallel):
+        config = FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
+        with FullyShardedDataParallel.state_dict_type(module, StateDictType.FULL_STATE_DICT, config):
+            state = module.state_dict()
+    else:
+        state = module.state_dict()
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+        for name, tensor in state.items()
+    }
+
+
+def unit_of(name: str) -> str:
+    """The FSDP unit that a parameter belongs to."""
+    match = re.search(r"layers\.\d+", name)
+    return match.group() if match else "root"
+
+
+def expected_on_the_wire(state: State, parameters: set[str], layout: Layout, model_type: str) -> State:
+    """The HF tensors that must arrive: bf16, except buffers and kept names (FSDP1: the whole unit of a kept name)."""
+    kept = {name for name in parameters if any(re.search(pattern, name) for pattern in KEEP)}
+    if layout.strategy:
+        units = {unit_of(name) for name in kept}
+        kept = {name for name in parameters if unit_of(name) in units}
+    assert kept and parameters - kept, "the case must have both kinds"
+    wire = {name: t.bfloat16() if name in parameters - kept else t for name, t in state.items()}
+    return dict(verl_rewrite(model_type)(wire.items()))
+
+
+def deliver(plan: Plan, shards: list[Shard], source: ParameterSource, sender: BucketSender) -> Iterator[State]:
+    """Runs all buckets; yields what each load call would get."""
+    sender.reserve(plan)
+    export = sender._staging.export()  # type: ignore[union-attr]  # what Hello carries
+    memory = open_staging(export)  # a mapping of its own, as in the engine
+    rank = 0 if source.group is None else dist.get_rank(source.group)
+    assembler = Assembler()
+    for index, bucket in enumerate(plan.buckets):
+        slot = index % SLOTS
+        slot_of(memory, slot, export.slot_bytes).fill_(0xEE)
+        sender.pack(bucket, slot, shards, rank if bucket.world > 1 else 0)
+        sender.gather(bucket, slot, rank, source.group)
+        loaded: State = {}
+        for name, tensor in assembler.tensors(slot_of(memory, slot, export.slot_bytes), bucket.entries):
+            assert name not in loaded, f"{name} came twice"
+            loaded[name] = tensor.clone()
+        yield loaded
+    assembler.finish()
+    del memory
+    sender.close()
+
+
+def check_arrival(got: State, expected: State) -> None:
+    assert sorted(got) == sorted(expected)
+    for name, tensor in expected.items():
+        assert got[name].dtype == tensor.dtype, name
+        assert got[name].shape == tensor.shape, name
+        assert torch.equal(got[name], tensor), name
+
+
+def locals_of(shards: list[Shard]) -> list[torch.Tensor]:
+    return [shard.local().clone() for shard in shards]
+
+
+def one_sync(module: torch.nn.Module, source: ParameterSource, bucket_bytes: int) -> tuple[State, Plan]:
+    """A sync and its checks on the sender: live parameters untouched, each name once."""
+    shards = source.shards()
+    before = locals_of(shards)
+    versions = [parameter._version for parameter in module.parameters()]
+    plan = plan_buckets(tuple(shard.base for shard in shards), bucket_bytes)
+    assert all(bucket.nbytes <= bucket_bytes for bucket in plan.buckets)
+    got: State = {}
+    for loaded in deliver(plan, shards, source, BucketSender(torch.device("cpu"), 30.0)):
+        assert not got.keys() & loaded.keys(), "a name came twice"
+        got.update(loaded)
+    assert all(map(torch.equal, before, locals_of(source.shards()))), "the sync changed the trainer's parameters"
+    assert versions == [parameter._version for parameter in module.parameters()], "the sync wrote to a parameter"
+    return got, plan
+
+
+def syncs(layout: Layout, model_name: str) -> list[str]:
+    """Three syncs with two bucket sizes each and training in between; returns the plans' digests."""
+    model_type = CONFIGS[model_name].model_type
+    model = build(model_name)
+    original: State = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    module = shard(model, layout)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05, weight_decay=0.5)
+    source = open_source(module, layout, model_type)
+    digests, last = [], original
+    for step in range(SYNCS):
+        state = torchs_own_state(module)
+        if step == 0:
+            check_arrival(state, original)
+        expected = expected_on_the_wire(state, parameters, layout, model_type)
+        for bucket_bytes in (TINY, LARGE):
+            got, plan = one_sync(module, source, bucket_bytes)
+            check_arrival(got, expected)
+            digests.append(plan.digest)
+            check_cuts(plan, bucket_bytes)
+        if step:
+            unchanged = [name for name, tensor in state.items() if torch.equal(tensor, last[name])]
+            assert unchanged == [], "training must have changed everything"
+        last = state
+        train_step(module, optimizer, step)
+    assert "scratch" not in expected
+    return digests
+
+
+def check_cuts(plan: Plan, bucket_bytes: int) -> None:
+    """The tiny buckets must tear tensors apart, the large one must not."""
+    times: dict[str, int] = {}
+    for bucket in plan.buckets:
+        for entry in bucket.entries:
+            times[entry.name] = times.get(entry.name, 0) + 1
+    if bucket_bytes == TINY:
+        assert max(times.values()) > 1
+    else:
+        assert max(times.values()) == 1
+        assert len(plan.buckets) <= 2
+
+
+@pytest.mark.parametrize("model_name", sorted(CONFIGS))
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_tensor_arrives_bit_for_bit(layout: Layout, model_name: str) -> None:
+    digests = run_world(layout.size, syncs, layout, model_name, timeout=180)
+    assert all(of_rank == digests[0] for of_rank in digests), "the ranks planned differently"
+    tiny, large = digests[0][:2]
+    assert digests[0] == [tiny, large] * SYNCS, "the plan must not change while the layout does not"
+    assert tiny != large
+
+
+def sync_untrained(layout: Layout) -> None:
+    model = build("qwen2")
+    original: State = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    module = shard(model, layout)
+    got, _ = one_sync(module, open_source(module, layout, "qwen2"), LARGE)
+    check_arrival(got, expected_on_the_wire(original, parameters, layout, "qwen2"))
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout((2,)), Layout((2,), "FULL_SHARD"), Layout((2,), "FULL_SHARD", True)], ids=str
+)
+def test_sync_before_the_first_forward(layout: Layout) -> None:
+    """verl syncs before the first step, when FSDP1 has not yet initialised itself lazily."""
+    run_world(layout.size, sync_untrained, layout)
+
+
+def odd_placement() -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    module = torch.nn.Linear(6, 6, bias=False)
+    fully_shard(module, mesh=mesh, shard_placement_fn=lambda _: torch.distributed.tensor.Shard(1))
+    source = FSDP2Source(module.state_dict, {"weight"}, WirePolicy(torch.bfloat16), verl_rewrite("qwen2"))
+    try:
+        source.shards()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_unknown_placement_is_refused_by_name() -> None:
+    for text in run_world(2, odd_placement):
+        assert "parameter 'weight' has placements (Shard(dim=1),)" in text
+        assert "custom.sync.enabled=False to run stock verl" in text

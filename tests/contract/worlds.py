@@ -1,0 +1,116 @@
+"""Worlds of real processes with a gloo group, kept between tests so that imports are paid for once.
+
+    results = run_world(3, function, argument)  # function(argument) on ranks 0, 1, 2; results in rank order
+
+``function`` must be importable from a test module. Every run has a time limit, after which its processes are killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+DIED = "died"  # result of a rank whose process ended on purpose
+
+_pool: list[tuple[Any, Connection]] = []
+
+
+class WorldError(AssertionError):
+    """A rank raised, died or did not answer in time; the text has its traceback."""
+
+
+def _member(pipe: Connection) -> None:
+    """A pool process: one process group per run, until the pipe closes."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    while True:
+        try:
+            function, arguments, rank, size, store, seconds = pipe.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=size,
+                timeout=datetime.timedelta(seconds=seconds),
+            )
+            pipe.send((True, function(*arguments)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def _grow(size: int) -> None:
+    context = mp.get_context("spawn")
+    while len(_pool) < size:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_member, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        _pool.append((process, ours))
+
+
+@atexit.register
+def stop() -> None:
+    """Ends all pool processes."""
+    for process, pipe in _pool:
+        pipe.close()
+        process.kill()
+        process.join()
+    _pool.clear()
+
+
+def run_world(
+    size: int, function: Callable[..., Any], *arguments: object, timeout: float = 120.0, dying: tuple[int, ...] = ()
+) -> list[Any]:
+    """Runs ``function(*arguments)`` on ``size`` ranks and returns their results.
+
+    Args:
+        size: number of ranks.
+        function: module-level function; the default process group is set up when it is called.
+        arguments: picklable.
+        timeout: seconds for all ranks together.
+        dying: ranks whose processes are meant to end without a result; they yield ``DIED``.
+
+    Raises:
+        WorldError: any other rank failed, died or took too long.
+    """
+    _grow(size)
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    with tempfile.TemporaryDirectory(prefix="world-") as folder:
+        members = {pipe: rank for rank, (_, pipe) in enumerate(_pool[:size])}
+        for pipe, rank in members.items():
+            pipe.send((function, arguments, rank, size, os.path.join(folder, "store"), timeout))
+        deadline = time.monotonic() + timeout
+        while members and (ready := wait(list(members), deadline - time.monotonic())):
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = members.pop(pipe)
+                try:
+                    succeeded, value = pipe.recv()
+                except (EOFError, ConnectionError):
+                    _pool[rank][0].join()
+                    succeeded, value = rank in dying, DIED
+                (results if succeeded else failures)[rank] = value
+        failures.update(dict.fromkeys(members.values(), f"no answer within {timeout:g} s"))
+    if members or dying or not all(process.is_alive() for process, _ in _pool):
+        stop()
+    if failures:
+        raise WorldError("\n".join(f"--- rank {rank}:\n{text}" for rank, text in sorted(failures.items())))
+    return [results[rank] for rank in range(size)]

@@ -1,0 +1,128 @@
+"""The assembler: whole tensors out of buckets whose slot is overwritten as soon as a bucket has been loaded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from verl_sync_plugin.bucket import Base, Entry, Piece, View, plan_buckets
+from verl_sync_plugin.receiver.assembly import FUSED_PAIRS, Assembler
+
+Loads = list[list[tuple[str, torch.Tensor]]]
+
+
+def base_of(name: str, tensor: torch.Tensor, views: tuple[View, ...] = (), world: int = 2) -> Base:
+    """A tensor cut over ranks, the first one holding the larger part."""
+    shares = [tensor.numel() // world] * world
+    shares[0] += tensor.numel() - sum(shares)
+    views = views or (View(name, tuple(tensor.shape), 0, tensor.numel()),)
+    return Base(name, str(tensor.dtype).removeprefix("torch."), tensor.element_size(), tuple(shares), views)
+
+
+def ship(tensors: list[torch.Tensor], bases: list[Base], bucket_bytes: int, assembler: Assembler) -> Loads:
+    """Sends all buckets through one slot; returns what each load call got, cloned while it was valid."""
+    plan = plan_buckets(tuple(bases), bucket_bytes)
+    memory = torch.zeros(plan.slot_bytes, dtype=torch.uint8)
+    loads: Loads = []
+    for bucket in plan.buckets:
+        for rank in range(bucket.world):
+            for part in bucket.slices:
+                base, flat = bases[part.base], tensors[part.base].reshape(-1)
+                first = sum(base.lengths[:rank])
+                run = flat[first + part.begin : first + min(part.end, base.lengths[rank])].view(torch.uint8)
+                memory.narrow(0, rank * bucket.stride + part.offset, run.numel()).copy_(run)
+        loads.append([(name, tensor.clone()) for name, tensor in assembler.tensors(memory, bucket.entries)])
+        memory.fill_(0xEE)
+    return loads
+
+
+def arrived(loads: Loads) -> dict[str, torch.Tensor]:
+    """All tensors of all loads; none may come twice."""
+    names = [name for load in loads for name, _ in load]
+    assert len(names) == len(set(names))
+    return {name: tensor for load in loads for name, tensor in load}
+
+
+@pytest.mark.parametrize("bucket_bytes", [32, 64, 176, 1 << 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.uint8, torch.bool])
+def test_split_tensors_are_whole_again(bucket_bytes: int, dtype: torch.dtype) -> None:
+    tensors = [torch.randint(0, 2 if dtype == torch.bool else 100, shape).to(dtype) for shape in ((13, 7), (3,), ())]
+    bases = [base_of(f"w{index}", tensor) for index, tensor in enumerate(tensors)]
+    assembler = Assembler()
+    got = arrived(ship(tensors, bases, bucket_bytes, assembler))
+    assembler.finish()
+    assert sorted(got) == ["w0", "w1", "w2"]
+    for index, tensor in enumerate(tensors):
+        assert got[f"w{index}"].dtype == dtype
+        assert torch.equal(got[f"w{index}"], tensor)
+        assert got[f"w{index}"].shape == tensor.shape
+
+
+@pytest.mark.parametrize("bucket_bytes", [32, 1 << 16])
+def test_strided_views_keep_their_layout(bucket_bytes: int) -> None:
+    whole = torch.arange(60, dtype=torch.float32).reshape(6, 10)
+    views = (View("left", (6, 4), 0, 54, (10, 1)), View("turned", (10, 6), 0, 60, (1, 10)))
+    assembler = Assembler()
+    got = arrived(ship([whole], [base_of("both", whole, views)], bucket_bytes, assembler))
+    assembler.finish()
+    assert torch.equal(got["left"], whole[:, :4])
+    assert torch.equal(got["turned"], whole.t())
+
+
+def test_whole_tensor_in_one_piece_is_not_copied() -> None:
+    memory = torch.arange(32, dtype=torch.uint8)
+    entry = Entry("w", "float32", (4,), None, 16, (Piece(16, 16, 0),))
+    ((name, tensor),) = Assembler().tensors(memory, (entry,))
+    assert name == "w"
+    assert tensor.data_ptr() == memory.data_ptr() + 16
+
+
+@pytest.mark.parametrize("pair", FUSED_PAIRS)
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("world", [1, 2])  # with one rank the first half aliases the slot, with two it is joined
+def test_torn_pair_arrives_in_one_load(pair: tuple[str, str], swapped: bool, world: int) -> None:
+    names = [f"model.layers.3.self_attn.{suffix}" for suffix in (reversed(pair) if swapped else pair)]
+    ordered = [names[0], "model.between", names[1], "model.after"]
+    tensors = [torch.randn(8, 4) for _ in ordered]
+    assembler = Assembler()
+    bases = [base_of(n, t, world=world) for n, t in zip(ordered, tensors, strict=True)]
+    loads = ship(tensors, bases, 128, assembler)
+    assembler.finish()
+    assert [[name for name, _ in load] for load in loads] == [[], ["model.between"], names, ["model.after"]]
+    got = arrived(loads)
+    assert all(torch.equal(got[name], tensor) for name, tensor in zip(ordered, tensors, strict=True))
+
+
+def test_split_halves_of_a_pair_arrive_in_one_load() -> None:
+    names = [f"layers.0.{suffix}" for suffix in FUSED_PAIRS[0]]
+    tensors = [torch.randn(8, 8), torch.randn(8, 8)]
+    assembler = Assembler()
+    loads = ship(tensors, [base_of(n, t) for n, t in zip(names, tensors, strict=True)], 96, assembler)
+    assembler.finish()
+    assert [[name for name, _ in load] for load in loads if load] == [names]
+    assert all(torch.equal(arrived(loads)[name], tensor) for name, tensor in zip(names, tensors, strict=True))
+
+
+def test_pairs_of_different_layers_do_not_mix() -> None:
+    first, second = FUSED_PAIRS[0]
+    ordered = [f"layers.0.{first}", f"layers.1.{first}", f"layers.1.{second}", f"layers.0.{second}"]
+    tensors = [torch.randn(8, 4) for _ in ordered]
+    loads = ship(tensors, [base_of(n, t) for n, t in zip(ordered, tensors, strict=True)], 128, Assembler())
+    assert [[name for name, _ in load] for load in loads] == [[], [], ordered[1:3], [ordered[0], ordered[3]]]
+
+
+def test_finish_names_an_incomplete_tensor() -> None:
+    assembler = Assembler()
+    memory = torch.zeros(16, dtype=torch.uint8)
+    assert list(assembler.tensors(memory, (Entry("half", "uint8", (32,), None, 32, (Piece(0, 16, 0),)),))) == []
+    with pytest.raises(ValueError, match="incomplete tensors: half"):
+        assembler.finish()
+
+
+def test_finish_names_half_a_pair() -> None:
+    assembler = Assembler()
+    name = f"layers.0.{FUSED_PAIRS[0][1]}"
+    entry = Entry(name, "uint8", (16,), None, 16, (Piece(0, 16, 0),))
+    assert list(assembler.tensors(torch.zeros(16, dtype=torch.uint8), (entry,))) == []
+    with pytest.raises(ValueError, match=f"incomplete tensors: {name}"):
+        assembler.finish()

@@ -1,0 +1,49 @@
+"""Whether SGLang keeps a host copy of its weights."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
+
+from verl_sync_plugin.config import SyncConfig
+from verl_sync_plugin.hooks.backup import COVERED_ARCHITECTURES, keep_cpu_backup
+
+PLAIN = OmegaConf.create({"quantization": None})
+
+
+def model(config: PretrainedConfig) -> SimpleNamespace:
+    """As much of verl's ``HFModelConfig`` as the decision looks at."""
+    return SimpleNamespace(hf_config=config)
+
+
+@pytest.mark.parametrize("architecture", sorted(COVERED_ARCHITECTURES))
+def test_auto_is_off_for_covered_families(architecture: str) -> None:
+    assert not keep_cpu_backup(SyncConfig(), PLAIN, model(LlamaConfig(architectures=[architecture])))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen2Config(architectures=["SomethingNewForCausalLM"]),
+        Qwen2Config(architectures=["Qwen2ForCausalLM", "SomethingNewForCausalLM"]),
+        Qwen2Config(architectures=[]),
+        Qwen2Config(),
+    ],
+)
+def test_auto_is_on_for_what_is_not_known(config: PretrainedConfig) -> None:
+    assert keep_cpu_backup(SyncConfig(), PLAIN, model(config))
+
+
+def test_auto_is_on_with_quantization() -> None:
+    covered = model(Qwen2Config(architectures=["Qwen2ForCausalLM"]))
+    assert keep_cpu_backup(SyncConfig(), OmegaConf.create({"quantization": "fp8"}), covered)
+
+
+@pytest.mark.parametrize(("choice", "kept"), [("on", True), ("off", False)])
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "SomethingNewForCausalLM"])
+def test_the_user_decides(choice: str, kept: bool, architecture: str) -> None:
+    chosen = SyncConfig(weights_cpu_backup=choice)
+    assert keep_cpu_backup(chosen, PLAIN, model(Qwen2Config(architectures=[architecture]))) is kept

@@ -1,0 +1,171 @@
+"""``SyncConfig`` and the checks of rollout keys: defaults, refusals that name key, value and remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl_sync_plugin.config import (
+    KEY_PREFIX,
+    LONG_BUCKET_KEY,
+    SHORT_BUCKET_KEY,
+    TURN_OFF,
+    SyncConfig,
+    check_bucket_megabytes,
+    refuse_unsupported,
+    sync_config_of,
+)
+
+
+def test_defaults() -> None:
+    config = SyncConfig.from_mapping(None)
+    assert config == SyncConfig() == SyncConfig.from_mapping({})
+    assert (config.enabled, config.weights_cpu_backup, config.wire_dtype) == (True, "auto", "auto")
+    assert (config.timeout_seconds, config.release_cuda_graph) == (300.0, False)
+    assert config.keep_dtype == (r"\.gate\.weight$", r"e_score_correction_bias$")
+
+
+def test_every_key_is_taken_over() -> None:
+    values = {
+        "enabled": False,
+        "weights_cpu_backup": "off",
+        "wire_dtype": "float32",
+        "keep_dtype": ["a", "b$"],
+        "timeout_seconds": 7,
+        "release_cuda_graph": True,
+    }
+    assert SyncConfig.from_mapping(values) == SyncConfig(False, "off", "float32", ("a", "b$"), 7, True)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "shown", "remedy"),
+    [
+        ("enabled", "yes", "'yes'", f"Use {KEY_PREFIX}.enabled=True or False."),
+        ("enabled", 1, "1", "True or False"),
+        ("enabled", None, "None", "True or False"),
+        ("release_cuda_graph", "on", "'on'", f"Use {KEY_PREFIX}.release_cuda_graph=True or False."),
+        ("weights_cpu_backup", "maybe", "'maybe'", "Use one of auto, on, off."),
+        ("weights_cpu_backup", 3, "3", "Use one of auto, on, off."),
+        ("weights_cpu_backup", None, "None", "Use one of auto, on, off."),
+        ("wire_dtype", "bf16", "'bf16'", "Use one of auto, bfloat16, float16, float32."),
+        ("wire_dtype", None, "None", "Use one of auto, bfloat16, float16, float32."),
+        ("timeout_seconds", 0, "0", "Use for example 300."),
+        ("timeout_seconds", -1.5, "-1.5", "Use for example 300."),
+        ("timeout_seconds", True, "True", "Use for example 300."),
+        ("timeout_seconds", "300", "'300'", "Use for example 300."),
+        ("timeout_seconds", float("inf"), "inf", "Use for example 300."),
+        ("timeout_seconds", float("nan"), "nan", "Use for example 300."),
+        ("timeout_seconds", None, "None", "Use for example 300."),
+        ("keep_dtype", "router", "'router'", "not a list of strings"),
+        ("keep_dtype", None, "None", "Use for example ["),
+        ("keep_dtype", [1], "(1,)", "Use for example ["),
+        ("keep_dtype", ["fine", "("], "'('", "Correct the pattern."),
+    ],
+)
+def test_bad_value_names_key_value_and_remedy(key: str, value: Any, shown: str, remedy: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        SyncConfig.from_mapping({key: value})
+    text = str(caught.value)
+    assert text.startswith(f"{KEY_PREFIX}.{key}={shown}: ")
+    assert remedy in text
+
+
+@pytest.mark.parametrize(("word", "kept"), [(True, "on"), (False, "off"), ("on", "on"), ("off", "off")])
+def test_yaml_reads_on_and_off_as_booleans(word: bool | str, kept: str) -> None:
+    assert SyncConfig.from_mapping({"weights_cpu_backup": word}).weights_cpu_backup == kept
+
+
+def test_unknown_key_suggests_the_nearest() -> None:
+    with pytest.raises(ValueError) as caught:
+        SyncConfig.from_mapping({"timeout_second": 5})
+    assert f"{KEY_PREFIX}.timeout_second=5: unknown key" in str(caught.value)
+    assert f"Did you mean {KEY_PREFIX}.timeout_seconds?" in str(caught.value)
+
+
+def test_unknown_key_far_from_all_lists_the_known() -> None:
+    with pytest.raises(ValueError, match="Known keys: enabled, weights_cpu_backup, wire_dtype, keep_dtype"):
+        SyncConfig.from_mapping({"zzz": 5})
+
+
+@pytest.mark.parametrize("wrap", [dict, OmegaConf.create])
+def test_config_is_found_in_the_rollout(wrap: Any) -> None:
+    rollout = wrap({"custom": {"sync": {"timeout_seconds": 5, "keep_dtype": ["x"]}}})
+    assert sync_config_of(rollout) == SyncConfig(timeout_seconds=5, keep_dtype=("x",))
+
+
+@pytest.mark.parametrize("custom", [None, {}, {"sync": None}, {"sync": {}}, {"other": 1}])
+def test_missing_sections_mean_defaults(custom: dict[str, Any] | None) -> None:
+    assert sync_config_of({"custom": custom}) == SyncConfig()
+    assert sync_config_of({}) == SyncConfig()
+
+
+@pytest.mark.parametrize(
+    ("custom", "text"),
+    [
+        (5, "actor_rollout_ref.rollout.custom=5: not a mapping. Use custom.sync.<key>=<value>."),
+        ({"sync": 5}, f"{KEY_PREFIX}=5: not a mapping. Use {KEY_PREFIX}.<key>=<value>."),
+        ({"sync": ["enabled"]}, f"{KEY_PREFIX}=['enabled']: not a mapping."),
+    ],
+)
+def test_section_that_is_no_mapping(custom: Any, text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        sync_config_of({"custom": custom})
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(("short", "long", "megabytes"), [(None, 2048, 2048), (512, 512, 512), (1, 1, 1)])
+def test_bucket_size(short: int | None, long: int, megabytes: int) -> None:
+    assert check_bucket_megabytes(short, long) == megabytes
+
+
+def test_different_bucket_sizes_are_refused() -> None:
+    with pytest.raises(ValueError) as caught:
+        check_bucket_megabytes(512, 1024)
+    text = str(caught.value)
+    assert f"{SHORT_BUCKET_KEY}=512" in text and f"{LONG_BUCKET_KEY}=1024" in text
+    assert "Remove one of them" in text
+
+
+@pytest.mark.parametrize("bad", [0, -1, True, "512", 0.5])
+def test_bad_bucket_size_names_its_key(bad: Any) -> None:
+    for short, long, key in ((bad, bad, SHORT_BUCKET_KEY), (None, bad, LONG_BUCKET_KEY)):
+        with pytest.raises(ValueError) as caught:
+            check_bucket_megabytes(short, long)
+        assert str(caught.value).startswith(f"{key}={bad!r}: ")
+        assert f"{SHORT_BUCKET_KEY}=512" in str(caught.value)
+
+
+def test_missing_long_bucket_key_is_refused() -> None:
+    with pytest.raises(ValueError, match="not a whole number of MiB"):
+        check_bucket_megabytes(None, None)
+
+
+@pytest.mark.parametrize(
+    ("section", "shown"),
+    [
+        ({"disaggregation": {"enabled": True}}, "rollout.disaggregation.enabled=True"),
+        ({"quantization": "fp8"}, "rollout.quantization='fp8'"),
+        ({"mtp": {"enable": True, "enable_rollout": True}}, "rollout.mtp.enable_rollout=True"),
+    ],
+)
+def test_unsupported_is_refused_with_the_way_out(section: dict[str, Any], shown: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        refuse_unsupported(OmegaConf.create(section))
+    assert shown in str(caught.value)
+    assert TURN_OFF in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {},
+        {"disaggregation": None, "quantization": None, "mtp": None},
+        {"disaggregation": {"enabled": False}},
+        {"mtp": {"enable": True, "enable_rollout": False}},
+        {"mtp": {"enable": False, "enable_rollout": True}},
+    ],
+)
+def test_supported_passes(section: dict[str, Any]) -> None:
+    refuse_unsupported(OmegaConf.create(section))

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU stack is off unless asked for, corrects what it should when on, and ships inside the wheel."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PTH_NAME = "verl_sync_plugin_cpu.pth"
+OURS = ("VERL_PLATFORM", "VERL_ENGINE_DEVICE", "VERL_ENGINE_VENDOR", "SGLANG_USE_CPU_ENGINE", "VERL_CPU_MCORE")
+
+
+def run_python(code: str, **env: str) -> str:
+    """Run code in a new interpreter, away from the source tree, without the test session's own settings."""
+    clean = {name: value for name, value in os.environ.items() if name not in OURS}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=clean | env,
+        cwd=sysconfig.get_path("purelib"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    # Python reports a failing .pth line on stderr, and goes on.
+    assert "Error processing line" not in done.stderr
+    return done.stdout.strip()
+
+
+# One process for all that needs torch, verl or SGLang: importing these takes most of the time.
+STACK = """
+import json, torch, torchvision, torch.distributed, verl.utils.distributed
+from verl.utils import device
+from sglang.srt.utils import MultiprocessingSerializer as Serializer
+from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+module = device.get_torch_device()
+try:
+    unknown = repr(module.no_such_call)
+except AttributeError as error:
+    unknown = str(error)
+monkey_patch_torch_reductions()
+print(json.dumps({
+    "sharing": torch.multiprocessing.get_sharing_strategy(),
+    "torchvision": torchvision.__version__,
+    "platform": [device.get_device_name(), str(device.get_device_id()), device.get_nccl_backend(),
+                 device.get_resource_name()],
+    "calls": [module.is_available(), module.memory_allocated(), module.empty_cache(), module.mem_get_info()[1] > 0,
+              module.synchronize()],
+    "unknown": unknown,
+    "group": [verl.utils.distributed.initialize_global_process_group(),
+              str(torch.distributed.get_backend_config())],
+    "pickled": Serializer.deserialize(Serializer.serialize(torch.arange(3), output_str=True)).tolist(),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def stack() -> dict[str, Any]:
+    """What a process with VERL_PLATFORM=cpu finds in the real torch, torchvision, verl and SGLang."""
+    one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    facts: dict[str, Any] = json.loads(run_python(STACK, VERL_PLATFORM="cpu", **one_rank).splitlines()[-1])
+    return facts
+
+
+class TestOff:
+    """Without VERL_PLATFORM=cpu."""
+
+    @pytest.mark.parametrize("platform", [None, "", "nvidia", "cpux"])
+    def test_a_new_interpreter_loads_nothing_of_ours(self, platform: str | None) -> None:
+        code = "import sys; print([m for m in sys.modules if m.split('.')[0] in ('verl_sync_plugin', 'wrapt')])"
+        assert run_python(code, **({} if platform is None else {"VERL_PLATFORM": platform})) == "[]"
+
+    def test_activate_does_nothing(self) -> None:
+        code = (
+            "import os, sys; before = dict(os.environ), list(sys.meta_path);"
+            "from verl_sync_plugin.cpu.shims import activate; activate();"
+            "print(before == (dict(os.environ), list(sys.meta_path)))"
+        )
+        assert run_python(code) == "True"
+
+    def test_sgl_kernel_has_no_stand_in(self) -> None:
+        code = "from importlib.util import find_spec as f; s = f('sgl_kernel'); print(s and s.origin)"
+        assert run_python(code) != "stand-in"
+
+    def test_the_pth_line_costs_microseconds(self) -> None:
+        line = (ROOT / PTH_NAME).read_text(encoding="utf-8")
+        code = f"import timeit; print(min(timeit.repeat({line!r}, number=1000, repeat=5)) / 1000)"
+        assert float(run_python(code)) < 100e-6
+
+
+class TestOn:
+    """With VERL_PLATFORM=cpu, and nothing else."""
+
+    def test_environment_defaults_respect_what_is_set(self) -> None:
+        code = f"import json, os; print(json.dumps({{n: os.environ.get(n) for n in {OURS!r}}}))"
+        seen = json.loads(run_python(code, VERL_PLATFORM=" CPU "))
+        assert seen["VERL_ENGINE_DEVICE"] == "cuda"
+        assert seen["VERL_ENGINE_VENDOR"] == "nvidia"
+        assert seen["SGLANG_USE_CPU_ENGINE"] == "1"
+        seen = json.loads(run_python(code, VERL_PLATFORM="cpu", VERL_ENGINE_VENDOR="amd"))
+        assert seen["VERL_ENGINE_VENDOR"] == "amd"
+
+    def test_starting_imports_neither_torch_nor_verl(self) -> None:
+        code = "import sys; print([m for m in ('torch', 'verl', 'sglang', 'ray') if m in sys.modules])"
+        assert run_python(code, VERL_PLATFORM="cpu") == "[]"
+
+    def test_activating_again_adds_nothing(self) -> None:
+        code = (
+            "import sys; before = list(sys.meta_path);"
+            "from verl_sync_plugin.cpu.shims import activate; activate(); print(before == sys.meta_path)"
+        )
+        assert run_python(code, VERL_PLATFORM="cpu") == "True"
+
+    def test_a_spawned_process_is_activated_too(self) -> None:
+        code = (
+            "import os, subprocess, sys; del os.environ['SGLANG_USE_CPU_ENGINE'];"
+            "print(subprocess.run([sys.executable, '-c', \"import os; print(os.environ['SGLANG_USE_CPU_ENGINE'])\"],"
+            " capture_output=True, text=True).stdout)"
+        )
+        assert run_python(code, VERL_PLATFORM="cpu") == "1"
+
+    def test_tensors_are_shared_by_file(self, stack: dict[str, Any]) -> None:
+        assert stack["sharing"] == "file_system"
+
+    def test_torchvision_can_be_imported(self, stack: dict[str, Any]) -> None:
+        assert stack["torchvision"]
+
+    def test_verl_chooses_the_cpu_platform(self, stack: dict[str, Any]) -> None:
+        assert stack["platform"] == ["cpu", "cpu", "gloo", "GPU"]
+
+    def test_device_calls_of_cuda_are_answered(self, stack: dict[str, Any]) -> None:
+        assert stack["calls"] == [False, 0, None, True, None]
+
+    def test_an_unknown_device_call_fails_by_name(self, stack: dict[str, Any]) -> None:
+        assert "no_such_call" in stack["unknown"]
+
+    def test_process_group_is_plain_gloo(self, stack: dict[str, Any]) -> None:
+        assert stack["group"] == [[0, 0, 1], "cpu:gloo"]
+
+    def test_sglang_pickles_cpu_tensors(self, stack: dict[str, Any]) -> None:
+        assert stack["pickled"] == [0, 1, 2]
+
+    @pytest.mark.slow
+    def test_engine_flag_survives_the_sglang_loader(self) -> None:
+        code = (
+            "import os; from verl.workers.rollout import replica;"
+            "replica.RolloutReplicaRegistry.get('sglang'); replica._load_sglang();"
+            "print(os.environ['SGLANG_USE_CPU_ENGINE'])"
+        )
+        assert run_python(code, VERL_PLATFORM="cpu").splitlines()[-1] == "1"
+
+    def test_megatron_has_its_own_switch(self) -> None:
+        code = "import torch; import megatron.core; print(torch.cuda.device_count(), torch.zeros(1).cuda().device)"
+        assert run_python(code, VERL_PLATFORM="cpu", VERL_CPU_MCORE="1") == "1 cpu"
+        patched = "import torch, megatron.core; print(torch.zeros.__module__)"
+        assert run_python(patched, VERL_PLATFORM="cpu") == run_python("import torch; print(torch.zeros.__module__)")
+
+
+class TestSglKernelStandIn:
+    """The stand-in offers what SGLang imports on a CPU, and no more."""
+
+    def test_offers_only_what_is_imported_on_a_cpu(self) -> None:
+        code = (
+            "import sgl_kernel, sgl_kernel.kvcacheio as k;"
+            "print(callable(k.transfer_kv_per_layer), hasattr(sgl_kernel, 'weight_packed_linear_cpu'),"
+            " hasattr(sgl_kernel, 'gptq_gemm'), hasattr(k, '__wrapped__'))"
+        )
+        assert run_python(code, VERL_PLATFORM="cpu") == "True True False False"
+
+    @pytest.mark.parametrize("name", ["sgl_kernel.scalar_type", "sgl_kernel_npu"])
+    def test_other_modules_stay_missing(self, name: str) -> None:
+        code = f"try:\n import {name}\nexcept ModuleNotFoundError:\n print('missing')"
+        assert run_python(code, VERL_PLATFORM="cpu") == "missing"
+
+    def test_calling_says_what_is_missing(self) -> None:
+        code = "from sgl_kernel.kvcacheio import transfer_kv_per_layer as t\ntry: t(1)\nexcept Exception as e: print(e)"
+        out = run_python(code, VERL_PLATFORM="cpu")
+        assert "kvcacheio.transfer_kv_per_layer needs the real sgl_kernel" in out
+
+    def test_a_real_package_wins(self, tmp_path: Path) -> None:
+        (tmp_path / "sgl_kernel").mkdir()
+        (tmp_path / "sgl_kernel" / "__init__.py").write_text("REAL = True\n")
+        code = (
+            f"import sys; sys.path.append({str(tmp_path)!r}); import sgl_kernel; print(sgl_kernel.REAL)\n"
+            "try: import sgl_kernel.kvcacheio\nexcept ModuleNotFoundError: print('missing')"
+        )
+        assert run_python(code, VERL_PLATFORM="cpu").splitlines() == ["True", "missing"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """A wheel of a copy of the sources: building leaves folders behind that a later build would pick up."""
+    source = tmp_path_factory.mktemp("source") / "project"
+    source.mkdir()
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", PTH_NAME):
+        shutil.copy(ROOT / name, source)
+    for name in ("verl_sync_plugin", "configs", "requirements"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    target = source.parent / "wheels"
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(target),
+        str(source),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = target.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+class TestWheel:
+    """What a plain ``pip install`` puts into site-packages."""
+
+    def test_pth_file_lies_in_site_packages(self, wheel: zipfile.ZipFile) -> None:
+        text = wheel.read(PTH_NAME).decode()
+        assert text == (ROOT / PTH_NAME).read_text(encoding="utf-8")
+        # Python executes only lines that begin with "import".
+        assert text.startswith("import ") and text.count("\n") == 1
+
+    def test_holds_every_module_and_config(self, wheel: zipfile.ZipFile) -> None:
+        names = set(wheel.namelist())
+        modules = {str(path.relative_to(ROOT)) for path in (ROOT / "verl_sync_plugin").rglob("*.py")}
+        configs = {f"verl_sync_plugin/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.yaml")}
+        assert configs
+        assert modules | configs <= names
+
+    def test_installs_nothing_beside_the_package(self, wheel: zipfile.ZipFile) -> None:
+        roots = {name.split("/")[0] for name in wheel.namelist() if ".dist-info" not in name}
+        assert roots == {"verl_sync_plugin", PTH_NAME}
+
+    def test_entry_points(self, wheel: zipfile.ZipFile) -> None:
+        (name,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
+        entries = configparser.ConfigParser()
+        entries.read_string(wheel.read(name).decode())
+        assert dict(entries["verl.plugins"]) == {"verl_sync_plugin": "verl_sync_plugin.plugin"}
+        assert dict(entries["console_scripts"]) == {"verl-sync": "verl_sync_plugin.cli:main"}
+
+    def test_version_is_the_package_s(self, wheel: zipfile.ZipFile) -> None:
+        import verl_sync_plugin
+
+        assert f"verl_sync_plugin-{verl_sync_plugin.__version__}" in Path(wheel.filename or "").name

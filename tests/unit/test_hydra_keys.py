@@ -1,0 +1,200 @@
+"""Our keys in verl's own configuration, composed by Hydra."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import verl
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
+from omegaconf import DictConfig, OmegaConf
+from verl.utils.config import omega_conf_to_dataclass
+
+from verl_sync_plugin.config import KEY_PREFIX, LONG_BUCKET_KEY, SHORT_BUCKET_KEY, SyncConfig, sync_config_of
+from verl_sync_plugin.rollout_config import SyncRolloutConfig, check_rollout
+
+CONFIG_DIR = Path(verl.__file__).parent / "trainer" / "config"
+ROLLOUT = "actor_rollout_ref.rollout"
+SGLANG = f"{ROLLOUT}.name=sglang"
+
+# (config name, overrides) of verl's ways to choose a trainer
+TRAINERS = [
+    pytest.param("ppo_trainer", (), id="ppo_trainer"),
+    pytest.param("ppo_trainer", ("model_engine=megatron",), id="model_engine=megatron"),
+    pytest.param("ppo_megatron_trainer", (), id="ppo_megatron_trainer"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hydra_in_verls_folder() -> Iterator[None]:
+    with initialize_config_dir(str(CONFIG_DIR), version_base=None):
+        yield
+
+
+def rollout_of(*overrides: str, name: str = "ppo_trainer") -> DictConfig:
+    config = compose(name, overrides=[SGLANG, *overrides])
+    rollout: DictConfig = config.actor_rollout_ref.rollout
+    return rollout
+
+
+def built(rollout: DictConfig) -> SyncRolloutConfig:
+    """The dataclass as verl's processes make it."""
+    config = omega_conf_to_dataclass(rollout)
+    assert type(config) is SyncRolloutConfig
+    return config
+
+
+@pytest.mark.parametrize(("name", "engine"), TRAINERS)
+def test_defaults(name: str, engine: tuple[str, ...]) -> None:
+    rollout = rollout_of(*engine, name=name)
+    stock = OmegaConf.load(CONFIG_DIR / "rollout" / "rollout.yaml")
+    config = built(rollout)
+    assert config.update_weights_bucket_megabytes is None
+    assert (
+        config.checkpoint_engine.update_weights_bucket_megabytes
+        == stock.checkpoint_engine.update_weights_bucket_megabytes
+    )
+    assert sync_config_of(config) == SyncConfig()
+    check_rollout(rollout)
+
+
+@pytest.mark.parametrize(("name", "engine"), TRAINERS)
+def test_short_key_reaches_the_long_one(name: str, engine: tuple[str, ...]) -> None:
+    config = built(rollout_of(*engine, f"{SHORT_BUCKET_KEY}=512", name=name))
+    assert config.update_weights_bucket_megabytes == 512
+    assert config.checkpoint_engine.update_weights_bucket_megabytes == 512
+
+
+@pytest.mark.parametrize(("name", "engine"), TRAINERS)
+def test_long_key_alone(name: str, engine: tuple[str, ...]) -> None:
+    config = built(rollout_of(*engine, f"{LONG_BUCKET_KEY}=256", name=name))
+    assert config.update_weights_bucket_megabytes is None
+    assert config.checkpoint_engine.update_weights_bucket_megabytes == 256
+
+
+def test_both_keys_alike() -> None:
+    config = built(rollout_of(f"{SHORT_BUCKET_KEY}=128", f"{LONG_BUCKET_KEY}=128"))
+    assert config.checkpoint_engine.update_weights_bucket_megabytes == 128
+
+
+def test_both_keys_unlike() -> None:
+    with pytest.raises(ValueError, match="both given and differ"):
+        check_rollout(rollout_of(f"{SHORT_BUCKET_KEY}=128", f"{LONG_BUCKET_KEY}=256"))
+
+
+@pytest.mark.parametrize(("name", "engine"), TRAINERS)
+def test_sync_keys(name: str, engine: tuple[str, ...]) -> None:
+    overrides = [
+        f"{KEY_PREFIX}.enabled=False",
+        f"{KEY_PREFIX}.weights_cpu_backup=off",
+        f"{KEY_PREFIX}.wire_dtype=float32",
+        f"{KEY_PREFIX}.keep_dtype=[router]",
+        f"{KEY_PREFIX}.timeout_seconds=12.5",
+        f"{KEY_PREFIX}.release_cuda_graph=True",
+    ]
+    config = built(rollout_of(*engine, *overrides, name=name))
+    assert sync_config_of(config) == SyncConfig(False, "off", "float32", ("router",), 12.5, True)
+
+
+def test_settings_survive_the_trip_through_yaml() -> None:
+    rollout = rollout_of(f"{KEY_PREFIX}.weights_cpu_backup=on", f"{SHORT_BUCKET_KEY}=64")
+    again = OmegaConf.create(OmegaConf.to_yaml(rollout, resolve=True))
+    assert built(again).checkpoint_engine.update_weights_bucket_megabytes == 64
+    assert sync_config_of(built(again)).weights_cpu_backup == "on"
+
+
+def test_everything_else_is_verls() -> None:
+    ours, stock = rollout_of(), OmegaConf.load(CONFIG_DIR / "rollout" / "rollout.yaml")
+    changed = {"name", "_target_", "custom", "checkpoint_engine", "update_weights_bucket_megabytes", "defaults"}
+    assert {"multi_stage_wake_up"} <= set(ours)
+    for key in set(stock) - changed - {"multi_stage_wake_up"}:
+        assert OmegaConf.to_container(ours)[key] == OmegaConf.to_container(stock)[key], key
+    assert set(ours) - set(stock) <= {"custom", "update_weights_bucket_megabytes", "multi_stage_wake_up"}
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        (f"{KEY_PREFIX}.timeout_second=5", f"Did you mean {KEY_PREFIX}.timeout_seconds?"),
+        (f"{KEY_PREFIX}.zzz=5", f"{KEY_PREFIX}.zzz=5: unknown key. Known keys: enabled"),
+        (f"{KEY_PREFIX}.enabled=perhaps", f"{KEY_PREFIX}.enabled='perhaps'"),
+        (f"{SHORT_BUCKET_KEY}=0", f"{SHORT_BUCKET_KEY}=0"),
+        (f"{LONG_BUCKET_KEY}=-1", f"{LONG_BUCKET_KEY}=-1"),
+        (f"{SHORT_BUCKET_KEY}=0.5", f"{SHORT_BUCKET_KEY}=0.5"),
+        (f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.quantization='fp8'"),
+    ],
+)
+def test_our_check_explains_bad_keys(override: str, text: str) -> None:
+    rollout = rollout_of(override)
+    for check in (check_rollout, omega_conf_to_dataclass):
+        with pytest.raises(Exception) as caught:
+            check(rollout)
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"{ROLLOUT}.update_weights_bucket_megabyte=512",
+        f"{ROLLOUT}.checkpoint_engine.bogus=1",
+        f"{ROLLOUT}.custom.bogus=1",
+        f"{ROLLOUT}.bogus=1",
+        "actor_rollout_ref.actor.bogus=1",
+        "bogus=1",
+    ],
+)
+def test_other_bogus_keys_still_fail_in_hydra(override: str) -> None:
+    with pytest.raises(ConfigCompositionException):
+        rollout_of(override)
+
+
+def test_free_custom_keys_remain_possible() -> None:
+    rollout = rollout_of(f"+{ROLLOUT}.custom.mine=1")
+    assert rollout.custom.mine == 1
+    assert sync_config_of(built(rollout)) == SyncConfig()
+
+
+@pytest.mark.parametrize(
+    "override", [f"{SHORT_BUCKET_KEY}=0", f"{ROLLOUT}.quantization=fp8", f"{KEY_PREFIX}.enabled=False"]
+)
+def test_vllm_is_left_alone(override: str) -> None:
+    rollout = compose("ppo_trainer", overrides=[f"{ROLLOUT}.name=vllm", override]).actor_rollout_ref.rollout
+    check_rollout(rollout)
+
+
+def test_vllm_rollout_can_be_built() -> None:
+    rollout = compose("ppo_trainer", overrides=[f"{ROLLOUT}.name=vllm"]).actor_rollout_ref.rollout
+    assert omega_conf_to_dataclass(rollout).name == "vllm"
+
+
+def test_disabled_plugin_leaves_the_rollout_alone() -> None:
+    check_rollout(rollout_of(f"{KEY_PREFIX}.enabled=False", f"{ROLLOUT}.quantization=fp8"))
+
+
+def run_main_ppo(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    environment: dict[str, Any] = {**os.environ, "HYDRA_FULL_ERROR": "0"}
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", SGLANG, f"hydra.run.dir={folder}", *overrides]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ((f"{KEY_PREFIX}.weights_cpu_backups=off",), f"Did you mean {KEY_PREFIX}.weights_cpu_backup?"),
+        ((f"{SHORT_BUCKET_KEY}=512", f"{LONG_BUCKET_KEY}=1024"), "both given and differ"),
+    ],
+)
+def test_main_ppo_stops_before_ray(tmp_path: Path, overrides: tuple[str, ...], text: str) -> None:
+    ended = run_main_ppo(tmp_path, *overrides)
+    output = ended.stdout + ended.stderr
+    assert ended.returncode != 0
+    assert text in output
+    assert "verl-sync-plugin: " in output
+    assert "Traceback" not in output
+    assert "Started a local Ray instance" not in output

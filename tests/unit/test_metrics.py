@@ -1,0 +1,90 @@
+"""Reports of a sync and what they become in verl's metrics."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from verl_sync_plugin.metrics import PHASE_STAGES, SyncReport, metrics_of, peak_resident_bytes, timing_of
+
+
+def report(**changes: Any) -> SyncReport:
+    stages = {"sleep": 0.5, "resume_weights": 0.25, "update_weights": 2.0, "resume_kv": 0.125, "pack": 9.0}
+    values: dict[str, Any] = {"global_steps": 3, "stages": stages, "nbytes": 4_000_000_000, "buckets": 2, "tensors": 7}
+    return SyncReport(**(values | changes))
+
+
+def test_stage_adds_up_even_when_it_fails() -> None:
+    measured = SyncReport()
+    for _ in range(2):
+        with measured.stage("pack"):
+            time.sleep(0.01)
+    with pytest.raises(RuntimeError), measured.stage("gather"):
+        time.sleep(0.01)
+        raise RuntimeError
+    assert 0.02 <= measured.stages["pack"] < 0.5
+    assert 0.01 <= measured.stages["gather"] < 0.5
+
+
+def test_phase_counts_its_stages_and_no_details() -> None:
+    assert report().phase_seconds == 2.875
+    assert set(report().stages) - set(PHASE_STAGES) == {"pack"}
+    assert SyncReport().phase_seconds == 0.0
+
+
+def test_rate() -> None:
+    assert report().gigabytes_per_second == 2.0
+    assert SyncReport(nbytes=5).gigabytes_per_second == 0.0
+
+
+def test_line_has_what_an_operator_looks_for() -> None:
+    line = report(peak_device_bytes=3 << 20, peak_host_bytes=5 << 20).line()
+    for part in (
+        "sync of step 3:",
+        "phase=2.8750s",
+        "update_weights=2.0000s",
+        "4.000GB",
+        "2.00GB/s",
+        "buckets=2",
+        "tensors=7",
+        "peak_device=3MiB",
+        "peak_host=5MiB",
+    ):
+        assert part in line
+
+
+def test_report_survives_the_wire() -> None:
+    assert SyncReport(**report(device_used_bytes={"asleep": 1}).as_dict()) == report(device_used_bytes={"asleep": 1})
+
+
+def test_timing_takes_the_slowest_replica() -> None:
+    slow = report(stages={"update_weights": 3.0, "resume_kv": 0.5})
+    timing = timing_of([report().as_dict(), slow.as_dict()])
+    assert timing == {
+        "sync/pack": 9.0,
+        "sync/resume_kv": 0.5,
+        "sync/resume_weights": 0.25,
+        "sync/sleep": 0.5,
+        "sync/update_weights": 3.0,
+        "sync/phase": 3.5,
+    }
+
+
+def test_metrics_sum_bytes_and_take_the_worst_of_the_rest() -> None:
+    other = report(nbytes=1_000_000_000, buckets=5, peak_device_bytes=8, peak_host_bytes=9, coverage_expected=11)
+    assert metrics_of([report().as_dict(), other.as_dict()]) == {
+        "sync/bytes": 5e9,
+        "sync/gigabytes_per_second": 0.5,
+        "sync/buckets": 5.0,
+        "sync/tensors": 7.0,
+        "sync/peak_device_bytes": 8.0,
+        "sync/peak_host_bytes": 9.0,
+        "sync/coverage_expected": 11.0,
+        "sync/weight_version": 3.0,
+    }
+
+
+def test_peak_resident_is_in_bytes() -> None:
+    assert 10 << 20 < peak_resident_bytes() < 1 << 40

@@ -1,0 +1,183 @@
+"""Loading through verl's entry point, in fresh processes: quick, and never silently absent."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import types
+from pathlib import Path
+
+import pytest
+
+import verl_sync_plugin
+from verl_sync_plugin import compat
+from verl_sync_plugin.errors import IncompatibleHostError
+
+PACKAGE = Path(verl_sync_plugin.__file__).resolve().parent
+LIMIT = 0.1  # seconds that importing the plugin may add to importing verl
+
+
+def python(folder: Path, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``code`` in a fresh interpreter, away from the source tree."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_import_is_quick_and_light(tmp_path: Path) -> None:
+    """Measured in forks of one process that has imported verl without plugins; the best of three counts."""
+    ended = python(
+        tmp_path,
+        """
+        import os, sys, time
+        import verl
+        assert "verl_sync_plugin.plugin" not in sys.modules
+        before = set(sys.modules)
+        for _ in range(3):
+            if os.fork() == 0:
+                start = time.perf_counter()
+                import verl_sync_plugin.plugin
+                print("seconds", time.perf_counter() - start, flush=True)
+                print("modules", *sorted(set(sys.modules) - before), flush=True)
+                os._exit(0)
+            assert os.wait()[1] == 0
+        """,
+        VERL_USE_EXTERNAL_PLUGINS="none",
+        VERL_PLATFORM="cpu",
+    )
+    assert ended.returncode == 0, ended.stderr
+    lines = [line.split() for line in ended.stdout.splitlines()]
+    seconds = [float(words[1]) for words in lines if words[:1] == ["seconds"]]
+    assert len(seconds) == 3
+    assert min(seconds) <= LIMIT, seconds
+    imported = {word for words in lines if words[:1] == ["modules"] for word in words[1:]}
+    assert "verl_sync_plugin.plugin" in imported
+    heavy = ("verl.workers", "verl.trainer", "torch", "ray", "sglang", "transformers", "hydra", "verl_sync_plugin.hook")
+    assert [name for name in imported if name.startswith(heavy)] == []
+
+
+def test_verl_loads_the_plugin_and_not_its_engines(tmp_path: Path) -> None:
+    ended = python(
+        tmp_path,
+        """
+        import sys
+        import verl
+        assert "verl_sync_plugin.plugin" in sys.modules
+        assert "verl.workers.engine" not in sys.modules
+        from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+        assert _ROLLOUT_REGISTRY["sglang", "async"] == "verl_sync_plugin.hooks.rollout.SyncServerAdapter"
+        assert _ROLLOUT_REGISTRY["vllm", "async"].startswith("verl.")
+        from verl.workers.rollout.replica import RolloutReplicaRegistry
+        assert RolloutReplicaRegistry._registry["sglang"].__module__ == "verl_sync_plugin.plugin"
+        assert RolloutReplicaRegistry._registry["vllm"].__module__ == "verl.workers.rollout.replica"
+        print("all there")
+        """,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "all there" in ended.stdout
+
+
+@pytest.mark.parametrize("module", ["hydra_source.py", "compat.py", "errors.py"])
+def test_broken_plugin_stops_the_process(tmp_path: Path, module: str) -> None:
+    """verl swallows a plugin's exception and would go on with its own weight sync."""
+    shutil.copytree(
+        PACKAGE, tmp_path / "verl_sync_plugin", ignore=shutil.ignore_patterns("__pycache__", "outputs", "cpu")
+    )
+    broken = tmp_path / "verl_sync_plugin" / module
+    broken.write_text("raise ImportError('broken on purpose')\n")
+    code = "import verl; print('went on without the plugin')"
+    ended = python(tmp_path, code, PYTHONPATH=str(tmp_path), VERL_PLATFORM="")
+    assert "went on" not in ended.stdout
+    assert ended.returncode != 0
+    assert ended.stderr.count("verl-sync-plugin cannot be loaded: ImportError: broken on purpose") == 1
+    assert "VERL_USE_EXTERNAL_PLUGINS=none" in ended.stderr
+
+
+def other_plugin(folder: Path, code: str) -> Path:
+    """Installs another plugin of verl beside ours; it is found, and loaded, before ours."""
+    site = folder / "site"
+    metadata = site / "other_plugin-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: other-plugin\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[verl.plugins]\nother = other_plugin\n")
+    (site / "other_plugin.py").write_text(textwrap.dedent(code))
+    return site
+
+
+@pytest.mark.parametrize(
+    ("code", "what"),
+    [
+        (
+            """
+            from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+            _ROLLOUT_REGISTRY["sglang", "async"] = "other.Adapter"
+            """,
+            "verl's rollout adapter for sglang is already taken by 'other.Adapter'",
+        ),
+        (
+            """
+            from verl.workers.rollout.replica import RolloutReplicaRegistry
+            RolloutReplicaRegistry.register("sglang", print)
+            """,
+            "verl's rollout replica for sglang is already taken by <built-in function print>",
+        ),
+    ],
+    ids=["rollout", "replica"],
+)
+def test_occupied_registry_key_stops_the_process(tmp_path: Path, code: str, what: str) -> None:
+    site = other_plugin(tmp_path, code)
+    ended = python(tmp_path, "import verl; print('went on')", PYTHONPATH=str(site))
+    assert "went on" not in ended.stdout
+    assert ended.returncode != 0
+    assert f"verl-sync-plugin cannot be loaded: RegistryConflictError: {what}" in ended.stderr
+    assert ended.stderr.count("Uninstall one of the two plugins") == 1, "one message, not two"
+
+
+@pytest.mark.parametrize(
+    ("code", "what"),
+    [
+        ('base._ROLLOUT_REGISTRY["sglang", "async"] = "other.Adapter"', "rollout adapter"),
+        ('replica.RolloutReplicaRegistry.register("sglang", print)', "rollout replica"),
+    ],
+    ids=["rollout", "replica"],
+)
+def test_key_taken_later_is_noticed_by_the_rollout_config(tmp_path: Path, code: str, what: str) -> None:
+    ended = python(
+        tmp_path,
+        f"""
+        import verl
+        from verl.workers.rollout import base, replica
+        from verl_sync_plugin.rollout_config import SyncRolloutConfig
+        from verl_sync_plugin.errors import RegistryConflictError
+        arguments = dict(name="sglang", mode="async")
+        SyncRolloutConfig(**arguments)
+        {code}
+        SyncRolloutConfig(**arguments | dict(name="vllm"))
+        try:
+            SyncRolloutConfig(**arguments)
+        except RegistryConflictError as error:
+            print("refused:", error)
+        """,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert f"refused: verl's {what} for sglang is already taken by" in ended.stdout
+
+
+def test_old_verl_is_named() -> None:
+    old = types.ModuleType("verl.workers.rollout.base")
+    with pytest.raises(IncompatibleHostError) as caught:
+        compat.offered(old, "_ROLLOUT_REGISTRY")
+    text = str(caught.value)
+    assert "does not offer verl.workers.rollout.base._ROLLOUT_REGISTRY" in text
+    assert "supports verl 0.9.1" in text
+    assert "VERL_USE_EXTERNAL_PLUGINS=none" in text
+    assert compat.offered(compat, "offered") is compat.offered
