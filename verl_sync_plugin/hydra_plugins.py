@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
@@ -12,6 +13,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
 from verl_sync_plugin import hydra_source
+from verl_sync_plugin.config import sync_config_of
 
 
 class SyncConfigSource(ConfigSource):
@@ -87,3 +89,6 @@ class CheckKeys(Callback):
             check_rollout(rollout)
         except ValueError as error:
             raise SystemExit(f"verl-sync-plugin: {error}") from error
+        if rollout.get("name") == "sglang":
+            state = "on" if sync_config_of(rollout).enabled else "off, stock verl moves the weights"
+            print(f"[verl-sync-plugin] pid {os.getpid()} driver: weight sync {state}", flush=True)
