@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-MAKE_MODEL = Path("/tmp/ex/make_model.py")  # TEMP
+MAKE_MODEL = Path(__file__).resolve().parent.parent / "examples" / "cpu_quickstart" / "make_model.py"
 
 # before verl or SGLang is imported anywhere, also in spawned processes
 os.environ.setdefault("VERL_PLATFORM", "cpu")

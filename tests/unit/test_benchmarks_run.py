@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks import command, parse, phase, plain_install, probe
+from benchmarks import command, parse, phase, probe
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -136,25 +136,3 @@ def test_run_past_its_limit_leaves_no_process_behind(tmp_path: Path) -> None:
     )
     assert done.stdout.strip() == "124"
     assert not psutil.pid_exists(int((tmp_path / "log").read_text()))
-
-
-def test_plain_install_writes_what_entry_points_are_read_from(tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    (source / "some_plugin").mkdir(parents=True)
-    (source / "some_plugin" / "__init__.py").touch()
-    (source / "setup.py").write_text(
-        "from setuptools import find_packages, setup\n"
-        "setup(name='some-plugin', version='1.2', packages=find_packages(),\n"
-        "      entry_points={'verl.plugins': ['some = some_plugin:start']})\n"
-    )
-    script = str(Path(plain_install.__file__))
-    subprocess.run([sys.executable, script, str(source), str(target)], check=True, timeout=60)
-    assert (target / "some_plugin" / "__init__.py").exists()
-    query = (
-        "from importlib.metadata import entry_points, version;"
-        "print(version('some-plugin'), *entry_points(group='verl.plugins'))"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", query], env={"PYTHONPATH": str(target)}, capture_output=True, text=True, check=True
-    ).stdout
-    assert found.startswith("1.2 ") and "some_plugin:start" in found
