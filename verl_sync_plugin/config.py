@@ -14,6 +14,8 @@ SHORT_BUCKET_KEY = "actor_rollout_ref.rollout.update_weights_bucket_megabytes"
 LONG_BUCKET_KEY = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 TURN_OFF = f"set {KEY_PREFIX}.enabled=False to run stock verl"
 
+# verl's strategies for which a sharding manager to SGLang is built in
+TRAINERS = ("fsdp", "fsdp2")
 CPU_BACKUP_CHOICES = ("auto", "on", "off")
 WIRE_DTYPE_CHOICES = ("auto", "bfloat16", "float16", "float32")
 
@@ -164,3 +166,19 @@ def refuse_unsupported(rollout: Any) -> None:
     mtp = rollout.get("mtp", None)
     if mtp is not None and mtp.get("enable", False) and mtp.get("enable_rollout", False):
         raise ValueError(f"{prefix}.mtp.enable_rollout=True: weight sync has no draft model; {TURN_OFF}.")
+
+
+def lora_rank_of(model: Any) -> int:
+    """The LoRA rank of a model config, from the flat key or the ``lora`` block; 0 without LoRA."""
+    block = model.get("lora", None) or {}
+    return max(int(model.get("lora_rank", 0) or 0), int(block.get("rank", 0) or 0))
+
+
+def refuse_adapter_mode(model: Any) -> None:
+    """Raises ValueError when LoRA is to be served as an adapter instead of merged; names key, value and remedy."""
+    block = model.get("lora", None) or {}
+    if lora_rank_of(model) > 0 and not block.get("merge", False):
+        raise ValueError(
+            f"actor_rollout_ref.model.lora_rank={lora_rank_of(model)} with model.lora.merge=False: weight sync ships "
+            f"merged weights only. Set actor_rollout_ref.model.lora.merge=True, or {TURN_OFF}."
+        )

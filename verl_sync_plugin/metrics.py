@@ -12,7 +12,7 @@ from typing import Any
 # In the order of a training step; "phase" is their sum: what a step pays for resharding in all
 PHASE_STAGES = ("sleep", "resume_weights", "update_weights", "resume_kv")
 # Parts of update_weights, on the reporting rank; "engine_load" is the engine's time and overlaps with the others
-DETAIL_STAGES = ("plan", "pack", "gather", "wait_engine", "engine_load")
+DETAIL_STAGES = ("plan", "prepare", "pack", "gather", "wait_engine", "engine_load")
 
 
 @dataclass

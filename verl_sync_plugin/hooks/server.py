@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from sglang.srt.managers.io_struct import (
@@ -45,11 +47,11 @@ class SyncSGLangHttpServer(SGLangHttpServer):
         if self._sync.release_cuda_graph:
             os.environ[CUDA_GRAPH_VARIABLE] = "1"
         backup = keep_cpu_backup(self._sync, self.config, self.model_config)
-        with compat.launch_shims(), _as_mode(self, RolloutMode.HYBRID if backup else RolloutMode.STANDALONE):
+        with compat.launch_shims(), _decided(self, backup):
             await super().launch_server(master_address=master_address, master_port=master_port)
         if self.node_rank == 0:
             launched = bool(self.tokenizer_manager.server_args.enable_weights_cpu_backup)
-            if launched != backup and not backup:
+            if launched and not backup and self.rollout_mode == RolloutMode.HYBRID:
                 raise RuntimeError(
                     f"SGLang keeps a CPU backup of its weights ({launched}) although the sync decided on {backup}; "
                     "this verl does not launch SGLang the way verl-sync-plugin expects"
@@ -157,18 +159,23 @@ class SyncSGLangHttpServer(SGLangHttpServer):
         return report
 
 
-class _as_mode:
-    """verl decides on the CPU backup by rollout mode and takes no argument for it; this shows it another mode.
+@contextmanager
+def _decided(server: SGLangHttpServer, backup: bool) -> Iterator[None]:
+    """Makes verl's launch decide on the CPU backup as the sync did.
 
-    Only around the launch, which reads the mode for nothing else.
+    verl takes no argument for it: it turns the copy on in hybrid mode and with LoRA. So a server that needs none is
+    shown as standalone and, where LoRA is merged before the sync, without LoRA; the launch reads both for nothing else.
     """
-
-    def __init__(self, server: SGLangHttpServer, mode: RolloutMode) -> None:
-        self._server, self._shown, self._real = server, mode, server.rollout_mode
-
-    def __enter__(self) -> None:
-        if self._real == RolloutMode.HYBRID:
-            self._server.rollout_mode = self._shown
-
-    def __exit__(self, *exc: Any) -> None:
-        self._server.rollout_mode = self._real
+    mode, model = server.rollout_mode, server.model_config
+    if backup or mode != RolloutMode.HYBRID:
+        yield
+        return
+    rank = model.lora_rank
+    server.rollout_mode = RolloutMode.STANDALONE
+    if not server.lora_as_adapter:
+        object.__setattr__(model, "lora_rank", 0)  # the config is frozen
+    try:
+        yield
+    finally:
+        server.rollout_mode = mode
+        object.__setattr__(model, "lora_rank", rank)

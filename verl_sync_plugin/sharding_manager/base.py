@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from verl.utils.ulysses import BaseShardingManager
 
-from verl_sync_plugin.bucket import Plan, plan_buckets
+from verl_sync_plugin.bucket import Bucket, Plan, plan_buckets
 from verl_sync_plugin.config import KEY_PREFIX, SyncConfig
 from verl_sync_plugin.metrics import SyncReport, peak_resident_bytes
 from verl_sync_plugin.sharding_manager.agreement import Agreement
@@ -216,8 +216,10 @@ class ShardingManager(BaseShardingManager):
             with self._agreement.attempt():
                 if index >= SLOTS:
                     self._wait(index - SLOTS)
-                with report.stage("pack"):
-                    sender.pack(bucket, slot, self._shards, rank if bucket.world > 1 else 0)
+            with self._agreement.attempt(), report.stage("prepare"):
+                self._prepare(bucket)
+            with self._agreement.attempt(), report.stage("pack"):
+                sender.pack(bucket, slot, self._shards, rank if bucket.world > 1 else 0)
             self._agreement.settle(f"packing bucket {index + 1} of {len(plan.buckets)}")
             with self._agreement.attempt():
                 with report.stage("gather"):
@@ -226,6 +228,10 @@ class ShardingManager(BaseShardingManager):
         with self._agreement.attempt():
             for index in range(max(len(plan.buckets) - SLOTS, 0), len(plan.buckets)):
                 self._wait(index)
+
+    def _prepare(self, bucket: Bucket) -> None:
+        assert self._source is not None
+        self._source.prepare(tuple(dict.fromkeys(part.base for part in bucket.slices)))
 
     def _wait(self, index: int) -> None:
         if self._agreement.failed:

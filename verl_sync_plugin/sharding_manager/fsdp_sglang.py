@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from verl.utils.model import convert_weight_keys
 
-from verl_sync_plugin.config import KEY_PREFIX, TURN_OFF
+from verl_sync_plugin.config import KEY_PREFIX, TURN_OFF, refuse_adapter_mode
+from verl_sync_plugin.lora import lora_weights
 from verl_sync_plugin.sharding_manager.base import ShardingManager
 from verl_sync_plugin.sharding_manager.registry import register_sharding_manager
 from verl_sync_plugin.source.base import ParameterSource, WirePolicy
-from verl_sync_plugin.source.fsdp1 import FSDP1Source, clean_name
+from verl_sync_plugin.source.fsdp1 import FSDP1Source
 from verl_sync_plugin.source.fsdp2 import FSDP2Source
+from verl_sync_plugin.source.lora import ADAPTER_PATTERN, MergingSource, merged_name
 from verl_sync_plugin.source.naming import Rewrite, verl_rewrite
 
 
 class _FSDPManager(ShardingManager):
     """What both FSDP generations share."""
 
-    def _refuse_unsupported(self) -> None:
-        module = unwrap(self.engine.module)
-        if hasattr(module, "peft_config"):
-            raise ValueError(
-                f"actor_rollout_ref.model.lora_rank={self.engine.model_config.lora_rank}: weight sync does not merge "
-                f"or ship LoRA adapters yet; {TURN_OFF}."
-            )
+    def open_source(self) -> ParameterSource:
         if getattr(self.engine, "_qat_enabled", False):
             raise ValueError(f"actor.fsdp_config.qat.enable=True: weight sync does not quantize; {TURN_OFF}.")
+        if not self._peft:
+            return self._plain_source()
+        refuse_adapter_mode(self.engine.model_config)
+        weights = [replace(w, name=merged_name(w.name) or w.name) for w in lora_weights(unwrap(self.engine.module))]
+        return MergingSource(self._plain_source(), weights, self._device)
+
+    @abstractmethod
+    def _plain_source(self) -> ParameterSource:
+        """All bases, adapters included."""
+
+    @property
+    def _peft(self) -> bool:
+        return hasattr(unwrap(self.engine.module), "peft_config")
 
     def _policy(self) -> WirePolicy:
         name = self.config.wire_dtype
@@ -39,12 +50,15 @@ class _FSDPManager(ShardingManager):
             raise ValueError(
                 f"actor_rollout_ref.rollout.dtype={name!r}: not a torch dtype. Set {KEY_PREFIX}.wire_dtype=bfloat16."
             )
-        return WirePolicy(dtype, self.config.keep_dtype)
+        return WirePolicy(dtype, (*self.config.keep_dtype, ADAPTER_PATTERN))
 
     def _rewrite(self) -> Rewrite:
         return verl_rewrite(self.engine.model_config.hf_config.model_type)
 
     def _rename(self, state: dict[str, Any]) -> dict[str, Any]:
+        if self._peft:
+            named = ((merged_name(name), value) for name, value in state.items())
+            state = {name: value for name, value in named if name is not None}
         return convert_weight_keys(state, unwrap(self.engine.module))
 
 
@@ -54,8 +68,7 @@ class FSDP2SGLangShardingManager(_FSDPManager):
 
     trainer = "fsdp2"
 
-    def open_source(self) -> ParameterSource:
-        self._refuse_unsupported()
+    def _plain_source(self) -> ParameterSource:
         module = self.engine.module
         parameters = set(self._rename(dict(module.named_parameters(remove_duplicate=False))))
 
@@ -71,14 +84,10 @@ class FSDPSGLangShardingManager(_FSDPManager):
 
     trainer = "fsdp"
 
-    def open_source(self) -> ParameterSource:
-        self._refuse_unsupported()
+    def _plain_source(self) -> ParameterSource:
         return FSDP1Source(self.engine.module, self._policy(), self._rewrite(), self._rename)
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     """The HF model inside an FSDP1 wrapper; an FSDP2 module is its own."""
     return getattr(module, "_fsdp_wrapped_module", module)
-
-
-__all__ = ["FSDP2SGLangShardingManager", "FSDPSGLangShardingManager", "clean_name", "unwrap"]

@@ -39,10 +39,13 @@ class Shard:
         base: what the planner needs, equal on all ranks of the group.
         local: returns this rank's run, 1-D, in the trainer's dtype and on the trainer's device (host memory when
             parameters are offloaded). It aliases the live parameter: read it, never write it.
+        merge: turns a part of the run, on the device, into what travels: ``merge(part, begin)`` with ``part`` the
+            elements from ``begin`` on. Returns a new tensor. ``None`` when the run travels as it is.
     """
 
     base: Base
     local: Callable[[], torch.Tensor]
+    merge: Callable[[torch.Tensor, int], torch.Tensor] | None = None
 
 
 class ParameterSource(ABC):
@@ -67,6 +70,9 @@ class ParameterSource(ABC):
         Raises:
             ValueError: a parameter is laid out in a way this source does not know; the text names it.
         """
+
+    def prepare(self, bases: tuple[int, ...]) -> None:  # noqa: B027  (most sources need nothing)
+        """Collective over ``group``: whatever the shards with these indices need from other ranks before packing."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -17,16 +17,9 @@ from torch.distributed.fsdp._runtime_utils import _lazy_init
 
 from verl_sync_plugin.bucket import Base, View
 from verl_sync_plugin.source.base import ParameterSource, Shard, WirePolicy, dtype_name
-from verl_sync_plugin.source.naming import Rewrite, hf_views
-
-_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+from verl_sync_plugin.source.naming import Rewrite, clean_name, hf_views
 
 Rename = Callable[[dict[str, Any]], dict[str, Any]]
-
-
-def clean_name(name: str) -> str:
-    """A module or parameter name without the segments that wrappers insert."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 class FSDP1Source(ParameterSource):

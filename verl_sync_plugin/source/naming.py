@@ -13,7 +13,14 @@ import torch
 
 from verl_sync_plugin.bucket import View
 
+_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
 Rewrite = Callable[[Iterable[tuple[str, torch.Tensor]]], Iterator[tuple[str, torch.Tensor]]]
+
+
+def clean_name(name: str) -> str:
+    """A module or parameter name without the segments that FSDP1 and activation checkpointing insert."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def hf_views(name: str, shape: tuple[int, ...], dtype: torch.dtype, start: int, rewrite: Rewrite) -> list[View]:

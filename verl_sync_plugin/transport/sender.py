@@ -74,17 +74,7 @@ class BucketSender:
 
     def pack(self, bucket: Bucket, slot: int, shards: list[Shard], rank: int) -> None:
         """Copies this rank's runs into its segment of the slot, cast to the wire dtype on the way."""
-        segment = self._slot(slot).narrow(0, rank * bucket.stride, bucket.stride)
-        for part in bucket.slices:
-            shard = shards[part.base]
-            run = shard.local()[part.begin : part.end]
-            if run.numel() == 0:
-                continue
-            target = segment.narrow(0, part.offset, run.numel() * shard.base.itemsize)
-            if run.device != target.device:
-                # Move, then cast: a casting copy across devices would cast on the host
-                run = run.to(target.device, non_blocking=True)
-            target.view(getattr(torch, shard.base.dtype)).copy_(run)
+        pack_segment(self._slot(slot), bucket, shards, rank)
 
     def gather(self, bucket: Bucket, slot: int, rank: int, group: dist.ProcessGroup | None) -> None:
         """Completes the slot from all ranks' segments, in place, and waits until the bytes are there.
@@ -156,3 +146,27 @@ class BucketSender:
         if not isinstance(message, kind):
             raise EngineFailedError(f"weight-sync protocol: expected {kind.__name__}, got {describe(message)}")
         return message
+
+
+def pack_segment(memory: torch.Tensor, bucket: Bucket, shards: list[Shard], rank: int) -> None:
+    """Fills segment ``rank`` of a bucket.
+
+    Args:
+        memory: uint8, at least ``bucket.nbytes`` long.
+        bucket: what goes where.
+        shards: all shards of this rank, by base index.
+        rank: this rank's place in the group.
+    """
+    segment = memory.narrow(0, rank * bucket.stride, bucket.stride)
+    for part in bucket.slices:
+        shard = shards[part.base]
+        run = shard.local()[part.begin : part.end]
+        if run.numel() == 0:
+            continue
+        target = segment.narrow(0, part.offset, run.numel() * shard.base.itemsize)
+        if run.device != target.device:
+            # Move, then cast: a casting copy across devices would cast on the host
+            run = run.to(target.device, non_blocking=True)
+        if shard.merge is not None:
+            run = shard.merge(run, part.begin)
+        target.view(getattr(torch, shard.base.dtype)).copy_(run)
