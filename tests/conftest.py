@@ -20,6 +20,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # What spawned ranks and SGLang's schedulers import by name lives in packages beside the tests
 TESTS = str(Path(__file__).resolve().parent)
 sys.path.insert(0, TESTS)
+# The root comes last: it holds "benchmarks", and before site-packages it would shadow the installed package
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (TESTS, os.environ.get("PYTHONPATH"))))
 
 

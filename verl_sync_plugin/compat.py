@@ -1,7 +1,7 @@
 """What differs between versions of verl and SGLang: detected by feature, in one place.
 
 Supported: verl 0.9.1; SGLang 0.5.12 to 0.5.14 as verl supports them, and 0.5.21 to 0.5.23, where stock verl 0.9.1 is
-broken. There alone, names in two verl modules are replaced (``launch_shims``); nothing else is ever patched.
+broken. There alone, one name in one verl module is replaced (``launch_shims``); nothing else is ever patched.
 """
 
 from __future__ import annotations
@@ -91,3 +91,12 @@ async def _ask(call: Any, what: str) -> None:
     success, message = answer if isinstance(answer, tuple) else (answer.success, answer.message)
     if not success:
         raise RuntimeError(f"SGLang refused to {what} a weight update: {message}")
+
+
+def set_weight_version(tokenizer_manager: Any, version: str) -> None:
+    """Makes SGLang report ``version`` for its weights, as its own weight updates do."""
+    update = getattr(tokenizer_manager, "_update_weight_version_if_provided", None)
+    if update is not None:
+        update(version)
+    else:
+        tokenizer_manager.server_args.weight_version = version

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib.util
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,7 +38,8 @@ class SyncConfig:
             travel in their own dtype.
         keep_dtype: regular expressions (``re.search`` on the HF name); matching parameters keep the trainer's dtype.
         timeout_seconds: bound on every wait of a sync; when it passes, all ranks raise the same ``SyncError``.
-        release_cuda_graph: also release SGLang's CUDA graph memory during training and resume it in stage 2.
+        release_cuda_graph: also release SGLang's CUDA graph memory during training and resume it in stage 2. Not where
+            megatron-core is installed: imported by SGLang, it puts the memory saver into a mode that cannot.
     """
 
     enabled: bool = True
@@ -149,6 +151,19 @@ def check_bucket_megabytes(short: Any, long: Any) -> int:
     return int(long)
 
 
+def refuse_cuda_graph(sync: SyncConfig) -> None:
+    """Raises ValueError when CUDA graphs cannot be released in this environment; names key, value and remedy.
+
+    SGLang imports megatron-core where it finds it, and megatron-core 0.16 (core/inference/contexts/dynamic_context.py)
+    sets torch_memory_saver's hook mode to "torch", in which a graph capture under the saver fails an assertion.
+    """
+    if sync.release_cuda_graph and importlib.util.find_spec("megatron") is not None:
+        raise ValueError(
+            f"{KEY_PREFIX}.release_cuda_graph=True: megatron-core is installed, and SGLang cannot capture releasable "
+            f"CUDA graphs beside it. Set {KEY_PREFIX}.release_cuda_graph=False, or uninstall megatron-core."
+        )
+
+
 def refuse_unsupported(rollout: Any) -> None:
     """Names what this version cannot sync, before any worker starts.
 
@@ -163,6 +178,11 @@ def refuse_unsupported(rollout: Any) -> None:
         raise ValueError(
             f"{prefix}.quantization={rollout.quantization!r}: weight sync sends plain weights; {TURN_OFF}."
         )
+    kwargs = (rollout.get("engine_kwargs", None) or {}).get("sglang", None) or {}
+    for key in ("quantization", "speculative_algorithm"):
+        value = kwargs.get(key, None)
+        if value is not None:
+            raise ValueError(f"{prefix}.engine_kwargs.sglang.{key}={value!r}: weight sync cannot serve it; {TURN_OFF}.")
     mtp = rollout.get("mtp", None)
     if mtp is not None and mtp.get("enable", False) and mtp.get("enable_rollout", False):
         raise ValueError(f"{prefix}.mtp.enable_rollout=True: weight sync has no draft model; {TURN_OFF}.")

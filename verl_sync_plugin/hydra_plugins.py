@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
@@ -58,11 +59,18 @@ class SyncConfigSource(ConfigSource):
         return found
 
 
+def _own_rollout(path: str | None) -> bool:
+    """Whether a folder of the user's own holds a rollout config; that one is used as it is."""
+    folder = Path((path or "").removeprefix("file://"))
+    return (folder / f"{hydra_source.CONFIG}.yaml").is_file() and folder.resolve() != hydra_source.verl_configs()
+
+
 class SyncSearchPath(SearchPathPlugin):
     """Puts our source before verl's folder, and the ready compositions after it."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        search_path.prepend("verl-sync-plugin", f"{hydra_source.SCHEME}://rollout")
+        if not any(_own_rollout(element.path) for element in search_path.get_path()):
+            search_path.prepend("verl-sync-plugin", f"{hydra_source.SCHEME}://rollout")
         search_path.append("verl-sync-plugin", f"file://{hydra_source.configs_folder()}")
 
 

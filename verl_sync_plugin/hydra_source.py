@@ -27,18 +27,35 @@ def configs_folder() -> Path:
     return inside if inside.is_dir() else package.parent / "configs"
 
 
-def bucket_default(short: int | None, stock: int) -> int:
-    """Resolver of the long key: the short key where it is given, else verl's default."""
-    return stock if short is None else short
+# The plugin keeps two buckets of device memory, stock verl none between syncs: its default of 2 GiB is too much here,
+# and larger buckets are no faster
+DEFAULT_BUCKET_MEGABYTES = 512
+
+
+def bucket_default(short: int | None, stock: int, *, _parent_: Any) -> int:
+    """Resolver of the long key: the short key where it is given, else ours where the plugin syncs, else verl's."""
+    if short is not None:
+        return short
+    from omegaconf import OmegaConf
+
+    rollout = _parent_._get_parent()
+    syncs = OmegaConf.select(rollout, "custom.sync.enabled", default=False)
+    name = OmegaConf.select(rollout, "name", default=None, throw_on_missing=False)
+    return min(stock, DEFAULT_BUCKET_MEGABYTES) if syncs is True and name == "sglang" else stock
+
+
+def verl_configs() -> Path:
+    """The folder of verl's own configs."""
+    spec = find_spec("verl")
+    assert spec is not None and spec.origin is not None, "verl loads this plugin, so it can be found"
+    return Path(spec.origin).resolve().parent / "trainer" / "config"
 
 
 def rollout_config() -> Any:
     """verl's rollout config with our keys, as a DictConfig."""
     from omegaconf import OmegaConf
 
-    spec = find_spec("verl")
-    assert spec is not None and spec.origin is not None, "verl loads this plugin, so it can be found"
-    config: Any = OmegaConf.load(Path(spec.origin).parent / "trainer" / "config" / "rollout" / "rollout.yaml")
+    config: Any = OmegaConf.load(verl_configs() / f"{CONFIG}.yaml")
     stock = config.checkpoint_engine.update_weights_bucket_megabytes
     config.update_weights_bucket_megabytes = None
     config.checkpoint_engine.update_weights_bucket_megabytes = (

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-# In the order of a training step; "phase" is their sum: what a step pays for resharding in all
+# In the order of a training step; "phase" is their sum: the plugin's part of it. verl's own part (emptying caches,
+# offloading, its barrier) is in verl's timing_s/update_weights and in what benchmarks/ measures.
 PHASE_STAGES = ("sleep", "resume_weights", "update_weights", "resume_kv")
 # Parts of update_weights, on the reporting rank; "engine_load" is the engine's time and overlaps with the others
 DETAIL_STAGES = ("plan", "prepare", "pack", "gather", "wait_engine", "engine_load")
@@ -29,7 +30,8 @@ class SyncReport:
         peak_device_bytes: most device memory that this rank allocated during the sync beyond what it held before.
         device_used_bytes: device memory in use by all processes, by moment (asleep, weights, synced, awake).
         peak_host_bytes: growth of this rank's peak resident set during the sync.
-        coverage_expected: parameters and persistent buffers of the engine's model, all proven written.
+        coverage_expected: parameters and persistent buffers of the engine's model.
+        coverage_missing: how many of them a sync does not write completely.
     """
 
     global_steps: int = -1
@@ -42,6 +44,7 @@ class SyncReport:
     device_used_bytes: dict[str, int] = field(default_factory=dict)
     peak_host_bytes: int = 0
     coverage_expected: int = 0
+    coverage_missing: int = 0
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -98,6 +101,7 @@ def metrics_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "sync/peak_device_bytes": float(max(report.peak_device_bytes for report in built)),
         "sync/peak_host_bytes": float(max(report.peak_host_bytes for report in built)),
         "sync/coverage_expected": float(max(report.coverage_expected for report in built)),
+        "sync/coverage_missing": float(max(report.coverage_missing for report in built)),
         "sync/weight_version": float(max(report.global_steps for report in built)),
     }
 

@@ -79,7 +79,13 @@ def _register_replica(replica: Any) -> None:
 
 
 def _register_engines(_: Any) -> None:
-    import verl_sync_plugin.hooks.engine  # noqa: F401  (registers on import)
+    try:
+        import verl_sync_plugin.hooks.engine  # noqa: F401  (registers on import)
+    except AssertionError as error:  # verl's way to refuse a taken key
+        raise RegistryConflictError(
+            f"verl's training engine for fsdp, fsdp2 on (cuda, nvidia or amd) is already taken: {error} "
+            f"Uninstall one of the two plugins, or {WITHOUT}."
+        ) from error
 
 
 def _register_trainers(_: Any) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from verl.workers.config import RolloutConfig
 
 from verl_sync_plugin import plugin
-from verl_sync_plugin.config import check_bucket_megabytes, refuse_unsupported, sync_config_of
+from verl_sync_plugin.config import check_bucket_megabytes, refuse_cuda_graph, refuse_unsupported, sync_config_of
 
 
 @dataclass
@@ -42,4 +42,6 @@ def check_rollout(rollout: object) -> None:
     check_bucket_megabytes(
         get("update_weights_bucket_megabytes", None), get("checkpoint_engine").update_weights_bucket_megabytes
     )
-    refuse_unsupported(rollout)
+    refuse_cuda_graph(sync_config_of(rollout))
+    if get("checkpoint_engine").get("backend", "naive") == "naive":  # the others keep verl's own transfer
+        refuse_unsupported(rollout)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # GRPO with Qwen3-32B where GPU memory is tight: parameters and optimizer on the host while the engine generates, small
-# staging buffers, CUDA graphs released during training. See configs/sync/colocated_tight_memory.yaml.
+# staging buffers. See configs/sync/colocated_tight_memory.yaml.
 #   NGPUS=8 NNODES=2 ROLLOUT_TP=8 bash run_qwen3_32b_fsdp2_offload.sh [hydra overrides]
 set -euxo pipefail
 

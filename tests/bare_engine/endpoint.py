@@ -97,9 +97,10 @@ class BareEngine:
 class BareEngineEndpoint(RolloutEndpoint):
     """Rank 0 of the default group leads; all ranks belong to the one engine."""
 
-    def __init__(self, engine: BareEngine | None, weights_cpu_backup: bool = False) -> None:
+    def __init__(self, engine: BareEngine | None, restores_uncovered: bool = False) -> None:
         self._engine = engine
-        self._backup = weights_cpu_backup
+        self._backup = restores_uncovered
+        self.abandoned: list[str] = []
         self._awake = AwakeState()
         self.reports: list[dict[str, Any]] = []
         self.flushes = 0
@@ -109,17 +110,16 @@ class BareEngineEndpoint(RolloutEndpoint):
         return self._engine is not None
 
     @property
-    def weights_cpu_backup(self) -> bool:
+    def restores_uncovered(self) -> bool:
         return self._backup
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(range(dist.get_world_size()))
 
     def _bare(self) -> BareEngine:
         assert self._engine is not None, "leader only"
         return self._engine
-
-    def gather_addresses(self, address: str) -> tuple[str, ...]:
-        addresses = [""] * dist.get_world_size()
-        dist.all_gather_object(addresses, address)
-        return tuple(addresses)
 
     def sleep(self, tags: list[str]) -> None:
         """Releases what is resident of ``tags``."""
@@ -146,6 +146,9 @@ class BareEngineEndpoint(RolloutEndpoint):
         await self.resume(tags)
         await asyncio.to_thread(self._bare().call, self._bare().engine.tokenizer_manager.flush_cache())
         self.flushes += 1
+
+    async def abandon(self, why: str) -> None:
+        self.abandoned.append(why)
 
     async def publish(self, report: dict[str, Any]) -> None:
         self.reports.append(report)

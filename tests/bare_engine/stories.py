@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -40,7 +41,7 @@ def fail_and_recover(member: Rank) -> None:
     """Every kind of failure ends as the same error on all ranks, and the next sync is exact again."""
     trainer.perturb(member.trainer, seed=1)
     member.sync(1)
-    for number, fail in enumerate((trainer_fails, engine_refuses, coverage_fails), start=2):
+    for number, fail in enumerate((trainer_fails, engine_refuses, engine_stalls, coverage_fails), start=2):
         text = fail(member, number)
         texts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(texts, text)
@@ -90,12 +91,33 @@ def engine_refuses(member: Rank, version: int) -> str:
     manager._plan = broken
     text = _failing(member, version)
     manager._plan = plan
-    assert "SGLang could not load the weights" in text
+    assert "SGLang could not load the weights" in text, text
     return text
 
 
 def _transposed(entry: Entry, name: str) -> Entry:
     return replace(entry, shape=entry.shape[::-1]) if entry.name == name else entry
+
+
+def engine_stalls(member: Rank, version: int) -> str:
+    """An engine rank falls silent: everyone hears it within the bound, and its late answer does not disturb later."""
+    config = member.manager.config
+    last = dist.get_world_size() - 1
+    stopped: list[psutil.Process] = []
+    if member.endpoint.leader:
+        stopped = [p for p in psutil.Process().children(recursive=True) if f"scheduler_TP{last}" in p.name()]
+        assert len(stopped) == 1, [p.name() for p in psutil.Process().children(recursive=True)]
+        stopped[0].suspend()
+    dist.barrier()
+    object.__setattr__(config, "timeout_seconds", 4.0)  # frozen; the bound of this failure only
+    try:
+        text = _failing(member, version)
+    finally:
+        object.__setattr__(config, "timeout_seconds", 60.0)
+        for process in stopped:
+            process.resume()
+    assert f"rank {last}: TimeoutError: the engine did not connect" in text
+    return text
 
 
 def coverage_fails(member: Rank, version: int) -> str:

@@ -16,6 +16,7 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
+from verl_sync_plugin import hydra_source
 from verl_sync_plugin.config import KEY_PREFIX, LONG_BUCKET_KEY, SHORT_BUCKET_KEY, SyncConfig, sync_config_of
 from verl_sync_plugin.rollout_config import SyncRolloutConfig, check_rollout
 
@@ -56,12 +57,15 @@ def test_defaults(name: str, engine: tuple[str, ...]) -> None:
     stock = OmegaConf.load(CONFIG_DIR / "rollout" / "rollout.yaml")
     config = built(rollout)
     assert config.update_weights_bucket_megabytes is None
-    assert (
-        config.checkpoint_engine.update_weights_bucket_megabytes
-        == stock.checkpoint_engine.update_weights_bucket_megabytes
-    )
+    assert config.checkpoint_engine.update_weights_bucket_megabytes == hydra_source.DEFAULT_BUCKET_MEGABYTES
     assert sync_config_of(config) == SyncConfig()
     check_rollout(rollout)
+    for stock_run in ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.custom.sync.enabled=False"):
+        untouched = rollout_of(*engine, stock_run, name=name)
+        assert (
+            untouched.checkpoint_engine.update_weights_bucket_megabytes
+            == stock.checkpoint_engine.update_weights_bucket_megabytes
+        )
 
 
 @pytest.mark.parametrize(("name", "engine"), TRAINERS)

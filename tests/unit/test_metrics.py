@@ -82,6 +82,7 @@ def test_metrics_sum_bytes_and_take_the_worst_of_the_rest() -> None:
         "sync/peak_device_bytes": 8.0,
         "sync/peak_host_bytes": 9.0,
         "sync/coverage_expected": 11.0,
+        "sync/coverage_missing": 0.0,
         "sync/weight_version": 3.0,
     }
 

@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 import ray
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_sync_plugin.sharding_manager.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
@@ -19,37 +18,44 @@ class ServerActorEndpoint(RolloutEndpoint):
     Args:
         server: handle of the server actor; only the leader's is used.
         mesh: the ``infer_tp`` dimension of the rollout mesh.
-        weights_cpu_backup: what the server was launched with.
+        restores_uncovered: see ``RolloutEndpoint``.
+        timeout_seconds: bound on every call of the server.
     """
 
-    def __init__(self, server: Any, mesh: DeviceMesh, weights_cpu_backup: bool) -> None:
+    def __init__(self, server: Any, mesh: DeviceMesh, restores_uncovered: bool, timeout_seconds: float) -> None:
         self._server = server
         self._mesh = mesh
-        self._backup = weights_cpu_backup
+        self._restores = restores_uncovered
+        self._timeout = timeout_seconds
 
     @property
     def leader(self) -> bool:
         return self._mesh.get_local_rank() == 0
 
     @property
-    def weights_cpu_backup(self) -> bool:
-        return self._backup
+    def restores_uncovered(self) -> bool:
+        return self._restores
 
-    def gather_addresses(self, address: str) -> tuple[str, ...]:
-        addresses = [""] * self._mesh.size()
-        dist.all_gather_object(addresses, address, group=self._mesh.get_group())
-        return tuple(addresses)
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(self._mesh.mesh.tolist())
+
+    async def _bounded(self, reference: ray.ObjectRef) -> Any:
+        return await asyncio.wait_for(asyncio.wrap_future(reference.future()), self._timeout)
 
     async def resume(self, tags: list[str]) -> None:
-        await self._server.resume_tags.remote(tags)
+        await self._bounded(self._server.resume_tags.remote(tags))
 
     async def finish(self, tags: list[str]) -> None:
         """Stage 2: resumes ``tags`` and flushes the prefix cache once."""
-        await self._server.finish_sync.remote(tags)
+        await self._bounded(self._server.finish_sync.remote(tags))
+
+    async def abandon(self, why: str) -> None:
+        await self._bounded(self._server.abandon_sync.remote(why))
 
     async def publish(self, report: dict[str, Any]) -> None:
         """Leaves a report where the trainer fetches it."""
-        await self._server.put_sync_report.remote(report)
+        await self._bounded(self._server.put_sync_report.remote(report))
 
     def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
         return _ActorLoad(self._server.load_weights.remote(request.to_wire(), weight_version))

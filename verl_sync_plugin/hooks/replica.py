@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import ray
-from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangReplica
+from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
 from verl_sync_plugin.config import sync_config_of
 from verl_sync_plugin.hooks.server import SyncSGLangHttpServer
@@ -24,6 +24,15 @@ class SyncSGLangReplica(SGLangReplica):
             print(f"[verl-sync-plugin] pid {os.getpid()} task runner: replica {self.replica_rank} is ours", flush=True)
 
     async def init_standalone(self, *args: Any, **kwargs: Any) -> Any:
-        """Standalone replicas are loaded by verl's checkpoint engines, not by this plugin."""
-        self.syncs_weights = False
+        """Standalone replicas are loaded by verl's checkpoint engines and keep verl's server."""
+        self._be_stock()
         return await super().init_standalone(*args, **kwargs)
+
+    async def init_colocated(self, *args: Any, **kwargs: Any) -> Any:
+        """Colocated replicas share GPUs with a trainer but not its weights, and keep verl's server."""
+        self._be_stock()
+        return await super().init_colocated(*args, **kwargs)
+
+    def _be_stock(self) -> None:
+        self.syncs_weights = False
+        self.server_class = ray.remote(SGLangHttpServer)

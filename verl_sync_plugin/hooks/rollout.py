@@ -45,7 +45,10 @@ class SyncServerAdapter(ServerAdapter):
         return ServerAdapter(config, *args, **kwargs)
 
     def __init__(self, config: Any, model_config: Any, device_mesh: DeviceMesh | None, replica_rank: int = -1) -> None:
-        refuse_unsupported(config)
+        # verl's base class fills in device_mesh later, also for a disaggregated rollout: fix the role now
+        self._colocated = device_mesh is not None
+        if self._colocated:
+            refuse_unsupported(config)
         super().__init__(config, model_config, device_mesh, replica_rank)
         self._sync = sync_config_of(config)
         self._manager: ShardingManager | None = None
@@ -55,7 +58,7 @@ class SyncServerAdapter(ServerAdapter):
 
     async def _init_server_adapter(self) -> None:
         """Finds the server actor. Replaces verl's, which builds an HTTP client that this path does not use."""
-        if self.device_mesh is None:
+        if not self._colocated:
             await super()._init_server_adapter()
         elif not hasattr(self, "server_actor"):
             self.server_actor = ray.get_actor(f"sglang_server_{self.replica_rank}_{self.node_rank}")
@@ -66,13 +69,18 @@ class SyncServerAdapter(ServerAdapter):
         Raises:
             SyncError: stage 2 failed on any rank; the same text on all.
         """
-        if WEIGHTS in tags:
+        if not self._colocated:
+            await super().resume(tags)
+        elif WEIGHTS in tags:
             self._wake_tags = list(self._stage_one)
         elif self._manager is not None:
             await self._finish(self._stage_two)
 
     async def release(self) -> None:
         """Puts the engine to sleep; harmless when it sleeps already."""
+        if not self._colocated:
+            await super().release()
+            return
         await self._init_server_adapter()
         if self.config.free_cache_engine and self._is_server_tp_leader():
             await self.server_actor.release_tags.remote(sleep_tags(self._sync.release_cuda_graph))
@@ -88,7 +96,7 @@ class SyncServerAdapter(ServerAdapter):
             SyncError: any rank failed; the same text on every rank.
             ValueError: the stream comes from an engine without sharding manager.
         """
-        if self.device_mesh is None:
+        if not self._colocated:
             _say("disaggregated rollout: verl's checkpoint engine and stock loading move the weights")
             await super().update_weights(weights, global_steps=global_steps, **kwargs)
             return
@@ -112,7 +120,9 @@ class SyncServerAdapter(ServerAdapter):
             self.config.checkpoint_engine.update_weights_bucket_megabytes,
         )
         backup = keep_cpu_backup(self._sync, self.config, self.model_config)
-        endpoint = ServerActorEndpoint(self.server_actor, self.device_mesh["infer_tp"], backup)
+        restores = backup and not str(self.config.load_format).startswith("dummy")
+        mesh = self.device_mesh["infer_tp"]
+        endpoint = ServerActorEndpoint(self.server_actor, mesh, restores, self._sync.timeout_seconds)
         _say(
             f"actor rank {torch.distributed.get_rank()}: sharding manager {manager_class.__name__}, "
             f"buckets of {megabytes} MiB, engine's CPU backup {'on' if backup else 'off'}"

@@ -21,6 +21,7 @@ from verl_sync_plugin import compat
 from verl_sync_plugin.config import sync_config_of
 from verl_sync_plugin.hooks.awake import KV_CACHE, WEIGHTS, AwakeState, sleep_tags
 from verl_sync_plugin.hooks.backup import keep_cpu_backup
+from verl_sync_plugin.hooks.gate import WeightsGate
 from verl_sync_plugin.transport.protocol import LOADER
 from verl_sync_plugin.transport.request import pack_request
 
@@ -36,12 +37,14 @@ class SyncSGLangHttpServer(SGLangHttpServer):
         self._awake = AwakeState()
         self._memory_lock = asyncio.Lock()
         self._sleep_seconds = 0.0
-        self._half_written = ""
+        self._version: str | None = None
+        self._gate = WeightsGate()
         self._report: dict[str, Any] | None = None
 
     async def launch_server(self, master_address: str | None = None, master_port: int | None = None) -> None:
         """Launches SGLang with our loader and with or without its host copy of the weights."""
-        sglang_kwargs = self.config.engine_kwargs.setdefault("sglang", {})
+        sglang_kwargs = self.config.engine_kwargs.get("sglang", None) or {}
+        self.config.engine_kwargs["sglang"] = sglang_kwargs
         loaders = list(sglang_kwargs.get("custom_weight_loader", None) or [])
         sglang_kwargs["custom_weight_loader"] = [*loaders, *([] if LOADER in loaders else [LOADER])]
         if self._sync.release_cuda_graph:
@@ -98,28 +101,27 @@ class SyncSGLangHttpServer(SGLangHttpServer):
 
         Args:
             request: ``LoadRequest.to_wire()``.
-            weight_version: what SGLang reports from now on, if the trainer commits.
+            weight_version: what SGLang and verl report once ``finish_sync`` ends this sync.
 
         Returns:
-            Seconds the last sleep took.
+            Seconds the sleep before this sync took; 0.0 without one.
 
         Raises:
             RuntimeError: SGLang refused the update.
         """
-        self._half_written = f"weight sync {request[2]} has not completed"
+        self._gate.begin()
+        self._version = weight_version
         obj = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[pack_request(request)] * int(self.tokenizer_manager.server_args.tp_size),
             load_format=LOADER,
             flush_cache=False,
-            weight_version=weight_version,
         )
         async with compat.weight_update_session(self.tokenizer_manager):
             success, message = await self.tokenizer_manager.update_weights_from_tensor(obj, None)
         if not success:
             raise RuntimeError(f"SGLang refused the weight update: {message}")
-        if weight_version is not None:
-            self.global_steps = int(weight_version)
-        return self._sleep_seconds
+        slept, self._sleep_seconds = self._sleep_seconds, 0.0
+        return slept
 
     async def finish_sync(self, tags: list[str]) -> None:
         """Ends a committed sync: resumes ``tags``, flushes the prefix cache once, allows generation again.
@@ -129,7 +131,14 @@ class SyncSGLangHttpServer(SGLangHttpServer):
         """
         await self.resume_tags(tags)
         await self._flush()
-        self._half_written = ""
+        if self._version is not None:
+            compat.set_weight_version(self.tokenizer_manager, self._version)
+            self.global_steps = int(self._version)
+        self._gate.succeed()
+
+    async def abandon_sync(self, why: str) -> None:
+        """The trainer gave a sync up: nothing is generated until a later one succeeds."""
+        self._gate.fail(why)
 
     async def _flush(self) -> None:
         # Flushing while the KV cache is paused crashes SGLang (sglang #19029)
@@ -140,13 +149,8 @@ class SyncSGLangHttpServer(SGLangHttpServer):
             raise RuntimeError("SGLang could not flush its cache after the weight sync: requests are running")
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """verl's generate, refused while the weights may be half written.
-
-        Raises:
-            RuntimeError: the last weight sync failed and no later one succeeded.
-        """
-        if self._half_written:
-            raise RuntimeError(f"the rollout engine's weights are half written: {self._half_written}")
+        """verl's generate, through the gate: see ``WeightsGate.enter``."""
+        await self._gate.enter()
         return await super().generate(*args, **kwargs)
 
     async def put_sync_report(self, report: dict[str, Any]) -> None:

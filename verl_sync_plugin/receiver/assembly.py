@@ -23,7 +23,9 @@ class Assembler:
     over buckets and not yet complete, plus one half of a fused pair.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: frozenset[str] | None = None) -> None:
+        """``names``: all tensors of the sync; half of a fused pair waits only for a partner among them."""
+        self._names = names
         self._partial: dict[str, torch.Tensor] = {}
         self._arrived: dict[str, int] = {}
         self._waiting: dict[str, tuple[str, torch.Tensor]] = {}
@@ -68,6 +70,8 @@ class Assembler:
             for mine, other in ((first, second), (second, first)):
                 if name.endswith("." + mine):
                     partner = name[: -len(mine)] + other
+                    if self._names is not None and partner not in self._names:
+                        break  # without q_lora_rank there is nothing to fuse with
                     if partner in self._waiting:
                         yield self._waiting.pop(partner)
                         yield name, tensor

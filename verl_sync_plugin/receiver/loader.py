@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from verl_sync_plugin.receiver.session import ReceiverSession
-from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, connect
-from verl_sync_plugin.transport.protocol import Failed, LoadRequest
+from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, ChannelTimeoutError, connect
+from verl_sync_plugin.transport.protocol import Failed, Join, LoadRequest
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ def load(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]]) 
     try:
         request = LoadRequest.from_wire(named_tensors[0][0])
         channel = connect(request.addresses[tensor_parallel_rank()], CONNECT_TIMEOUT_SECONDS)
+        channel.send(Join(request.sync_id))
     except Exception:
         logger.exception("verl-sync-plugin: the weight sync could not reach its trainer rank")
         return
@@ -54,14 +55,18 @@ def _receive(model: torch.nn.Module, channel: Channel, request: LoadRequest) -> 
         logger.error("verl-sync-plugin: sync %s ended by the trainer before its commit", request.sync_id)
     except Exception as error:
         logger.exception("verl-sync-plugin: sync %s failed in the engine", request.sync_id)
-        _tell(channel, f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-6)}")
+        _tell(channel, f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-6)}", request.timeout_seconds)
 
 
-def _tell(channel: Channel, text: str) -> None:
+def _tell(channel: Channel, text: str, timeout: float) -> None:
+    """Reports a failure and waits for the trainer to hang up: closed at once, its next word would break the pipe
+    before it has read ours."""
     try:
         channel.send(Failed(text))
-    except ChannelClosedError:
-        logger.error("verl-sync-plugin: the trainer is gone too")
+        while True:
+            channel.receive(timeout)
+    except (ChannelClosedError, ChannelTimeoutError):
+        logger.info("verl-sync-plugin: the trainer has left the failed sync")
 
 
 def tensor_parallel_rank() -> int:

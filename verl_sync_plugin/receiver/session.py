@@ -54,7 +54,7 @@ class ReceiverSession:
         wait = request.timeout_seconds
         hello = _expect(Hello, channel.receive(wait))
         self._open(hello, channel, wait)
-        assembler = Assembler()
+        assembler = Assembler(frozenset(entry.name for bucket in self._manifest for entry in bucket))
         # One sync per plan is recorded; what a plan covers cannot change while names, shapes and dtypes stay
         ledger = None if hello.digest in self._coverage else Ledger(self._model)
         with ledger or nullcontext():

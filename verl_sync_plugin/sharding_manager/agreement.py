@@ -21,8 +21,16 @@ class Agreement:
     """
 
     def __init__(self, timeout_seconds: float) -> None:
-        self._timeout_seconds = timeout_seconds
-        timeout = timedelta(seconds=timeout_seconds)
+        """Collective: makes the group.
+
+        Args:
+            timeout_seconds: bound on one local wait between two points. A rank may spend up to three of them (the
+                last buckets, the commit, the engine's answer) before it comes to report why; the group waits longer
+                than that, so that the others hear the cause instead of timing out themselves.
+        """
+        self._timeout_seconds = 3 * timeout_seconds + 60
+        self._lost = ""
+        timeout = timedelta(seconds=self._timeout_seconds)
         self._group = dist.new_group(backend="gloo", timeout=timeout) if dist.get_world_size() > 1 else None
         self._rank = dist.get_rank()
         self._error: BaseException | None = None
@@ -55,6 +63,8 @@ class Agreement:
             SyncError: any rank failed, or did not answer in time; the same text on every rank that answers.
         """
         mine, self._error = self._error, None
+        if self._lost:
+            raise SyncError(self._lost)
         status = torch.tensor([int(mine is not None), int(waiting)], dtype=torch.int32)
         if self._group is not None:
             with self._peers(what, mine):
@@ -69,10 +79,12 @@ class Agreement:
         try:
             yield
         except RuntimeError as error:
-            raise SyncError(
+            # A gloo group does not survive a timeout or a dead member
+            self._lost = (
                 f"weight sync: a trainer rank died or did not reach {what!r} within {self._timeout_seconds:g} s "
-                f"(rank {self._rank} waited): {error}"
-            ) from (mine or error)
+                f"(rank {self._rank} waited); the run cannot sync any more, restart it. {error}"
+            )
+            raise SyncError(self._lost) from (mine or error)
 
     def _tell_all(self, what: str, mine: BaseException | None) -> str:
         text = None if mine is None else "".join(traceback.format_exception_only(mine)).strip()
@@ -84,13 +96,18 @@ class Agreement:
         failures = "\n".join(f"rank {rank}: {said}" for rank, said in enumerate(texts) if said)
         return f"weight sync failed at {what!r}; trainer weights are unchanged.\n{failures}"
 
-    def same_on_all(self, what: str, value: str) -> None:
-        """Raises SyncError on every rank when ``value`` differs between ranks, naming who holds what."""
+    def gather(self, what: str, value: str) -> list[str]:
+        """Every rank's value, in rank order."""
         if self._group is None:
-            return
+            return [value]
         values: list[str] = [""] * dist.get_world_size()
         with self._peers(what, None):
             dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def same_on_all(self, what: str, value: str) -> None:
+        """Raises SyncError on every rank when ``value`` differs between ranks, naming who holds what."""
+        values = self.gather(what, value)
         if len(set(values)) > 1:
             held = "; ".join(f"rank {rank}: {held}" for rank, held in enumerate(values))
             raise SyncError(f"weight sync: the ranks disagree on {what}: {held}")

@@ -29,8 +29,8 @@ from verl_sync_plugin.metrics import SyncReport, peak_resident_bytes
 from verl_sync_plugin.sharding_manager.agreement import Agreement
 from verl_sync_plugin.sharding_manager.endpoint import PendingLoad, RolloutEndpoint
 from verl_sync_plugin.source.base import ParameterSource, Shard
-from verl_sync_plugin.transport.channel import Channel, Listener
-from verl_sync_plugin.transport.protocol import Coverage, LoadRequest
+from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, ChannelTimeoutError, Listener
+from verl_sync_plugin.transport.protocol import Coverage, Join, LoadRequest
 from verl_sync_plugin.transport.sender import SLOTS, BucketSender
 
 ACCEPT_SECONDS = 1.0
@@ -38,6 +38,8 @@ ACCEPT_SECONDS = 1.0
 
 class ShardingManager(BaseShardingManager):
     """Moves the weights of one trainer engine into one rollout engine; one instance per trainer rank and run.
+
+    Construction is collective over all trainer ranks (it makes a process group).
 
     Args:
         engine: verl's training engine.
@@ -73,7 +75,9 @@ class ShardingManager(BaseShardingManager):
         self._source: ParameterSource | None = None
         self._shards: list[Shard] = []
         self._plan: Plan | None = None
+        self._agreed_digest = ""
         self._syncs = 0
+        self._sync_id = ""
         self.report = SyncReport()
 
     @abstractmethod
@@ -86,7 +90,11 @@ class ShardingManager(BaseShardingManager):
 
     def __enter__(self) -> ShardingManager:
         self.report = SyncReport(manager=type(self).__name__)
-        self._agree_on_plan()
+        try:
+            self._agree_on_plan()
+        except BaseException:
+            self._shards = []
+            raise
         return self
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
@@ -105,6 +113,7 @@ class ShardingManager(BaseShardingManager):
                 engine's may be half written, and the next call starts afresh.
         """
         self._syncs += 1
+        self._sync_id = f"{self._syncs} (step {global_steps})"
         memory = _PeakMemory(self._device)
         with self:
             self.report.global_steps = -1 if global_steps is None else int(global_steps)
@@ -119,9 +128,9 @@ class ShardingManager(BaseShardingManager):
                     await self._connect(pending)
                     self._stream()
                     await self._commit(pending)
-                except BaseException:
+                except BaseException as error:
                     self._sender.hang_up()
-                    await self._drain(pending)
+                    await self._abandon(pending, error)
                     raise
             memory.into(self.report)
             self._note_device_memory("synced")
@@ -140,7 +149,10 @@ class ShardingManager(BaseShardingManager):
             self._agreement.settle("resuming the engine's KV cache")
         self._note_device_memory("awake")
         if self.endpoint.leader:
-            await self.endpoint.publish(self.report.as_dict())
+            try:
+                await self.endpoint.publish(self.report.as_dict())
+            except Exception as error:  # the weights are in place; a lost report must not end the run
+                _log(f"the report of this sync is lost: {error!r}")
         return self.report
 
     def _note_device_memory(self, moment: str) -> None:
@@ -149,7 +161,7 @@ class ShardingManager(BaseShardingManager):
             self.report.device_used_bytes[moment] = total - free
 
     def _agree_on_plan(self) -> None:
-        agreement, changed = self._agreement, False
+        agreement, changed = self._agreement, True
         with self.report.stage("update_weights"), self.report.stage("plan"):
             with agreement.attempt():
                 if self._source is None:
@@ -157,11 +169,13 @@ class ShardingManager(BaseShardingManager):
                 self._shards = self._source.shards()
                 bases = tuple(shard.base for shard in self._shards)
                 if self._plan is None or self._plan.bases != bases:
-                    self._plan, changed = plan_buckets(bases, self._bucket_bytes), True
+                    self._plan = plan_buckets(bases, self._bucket_bytes)
+                changed = self._plan.digest != self._agreed_digest
                 self._sender.reserve(self._plan)
-            changed = agreement.settle("planning the sync", waiting=changed)
-            if changed:
-                agreement.same_on_all("the tensors to sync (plan digest)", self._ready_plan().digest)
+            if agreement.settle("planning the sync", waiting=changed):
+                digest = self._ready_plan().digest
+                agreement.same_on_all("the tensors to sync (plan digest)", digest)
+                self._agreed_digest = digest
         plan = self._ready_plan()
         self.report.nbytes, self.report.buckets, self.report.tensors = plan.nbytes, len(plan.buckets), plan.tensor_count
 
@@ -173,26 +187,26 @@ class ShardingManager(BaseShardingManager):
 
     def _start(self, global_steps: int | None) -> PendingLoad | None:
         """Collective over the engine's ranks; on the leader the engine has the request when this returns."""
-        self._listener.drop_pending()
+        if self._addresses is None:
+            everywhere = self._agreement.gather("exchanging addresses", self._listener.address)
+            self._addresses = tuple(everywhere[rank] for rank in self.endpoint.ranks)
         with self._agreement.attempt():
-            if self._addresses is None:
-                self._addresses = self.endpoint.gather_addresses(self._listener.address)
+            self._listener.drop_pending()
             if self.endpoint.leader:
                 version = None if global_steps is None else str(global_steps)
-                sync_id = f"{self._syncs} (step {version})"
-                request = LoadRequest(sync_id, self._addresses, self.config.timeout_seconds)
+                request = LoadRequest(self._sync_id, self._addresses, self.config.timeout_seconds)
                 return self.endpoint.start_load(request, version)
         return None
 
     async def _connect(self, pending: PendingLoad | None) -> None:
         """Waits for the engine rank in rounds, so that one rank's failure ends the wait of all."""
         deadline = time.monotonic() + self.config.timeout_seconds
-        channel: Channel | None = None
+        channel: Channel | None = None  # also held by the sender once there
         waiting = True
         while waiting:
             with self._agreement.attempt():
-                if channel is None:
-                    channel = self._listener.accept(ACCEPT_SECONDS)
+                if channel is None and (channel := self._accept()) is not None:
+                    self._sender.adopt(channel)
                 if channel is None and pending is not None and pending.finished():
                     await pending.outcome(ACCEPT_SECONDS)
                     raise RuntimeError("SGLang accepted the update but its loader did not connect; see its log")
@@ -202,9 +216,21 @@ class ShardingManager(BaseShardingManager):
                         f"{self.config.timeout_seconds:g}; see SGLang's log"
                     )
             waiting = self._agreement.settle("connecting to the engine", waiting=channel is None)
-        assert channel is not None
         with self._agreement.attempt():
-            self._sender.greet(channel, str(self._syncs), self._ready_plan())
+            self._sender.greet(self._sync_id, self._ready_plan())
+
+    def _accept(self) -> Channel | None:
+        """The engine rank's channel of this sync, if it comes within the time of a round; latecomers are closed."""
+        channel = self._listener.accept(ACCEPT_SECONDS)
+        if channel is None:
+            return None
+        try:
+            if channel.receive(ACCEPT_SECONDS) == Join(self._sync_id):
+                return channel
+        except (ChannelClosedError, ChannelTimeoutError) as error:
+            _log(f"a connection without a sync was dropped: {error}")
+        channel.close()
+        return None
 
     def _stream(self) -> None:
         """Feeds all buckets; a slot is refilled only after the engine has finished with it."""
@@ -250,23 +276,30 @@ class ShardingManager(BaseShardingManager):
         self._agreement.settle("committing")
 
     def _check(self, coverage: Coverage) -> None:
-        self.report.coverage_expected = coverage.expected
-        if coverage.missing and not self.endpoint.weights_cpu_backup:
-            shown = ", ".join(f"{name} ({wrote} of {total} elements)" for name, wrote, total in coverage.missing[:5])
+        report = self.report
+        report.coverage_expected, report.coverage_missing = coverage.expected, len(coverage.missing)
+        if not coverage.missing:
+            return
+        shown = ", ".join(f"{name} ({wrote} of {total} elements)" for name, wrote, total in coverage.missing[:5])
+        text = f"the sync leaves {len(coverage.missing)} of {coverage.expected} engine parameters unwritten: {shown}"
+        if not self.endpoint.restores_uncovered:
             raise RuntimeError(
-                f"{KEY_PREFIX}.weights_cpu_backup={self.config.weights_cpu_backup!r}: the sync leaves "
-                f"{len(coverage.missing)} of {coverage.expected} engine parameters unwritten, and without a host copy "
-                f"they were lost while the engine slept: {shown}. Set {KEY_PREFIX}.weights_cpu_backup=on."
+                f"{KEY_PREFIX}.weights_cpu_backup={self.config.weights_cpu_backup!r}: {text}. Without a host copy of "
+                f"real weights they were lost while the engine slept. Set {KEY_PREFIX}.weights_cpu_backup=on and "
+                "actor_rollout_ref.rollout.load_format=auto."
             )
+        if self._syncs == 1:
+            _log(f"{text}; the engine keeps what it loaded at its start")
 
-    async def _drain(self, pending: PendingLoad | None) -> None:
-        """Lets the engine leave a broken load, so that the next sync finds it idle."""
-        if pending is not None:
-            try:
-                await pending.outcome(self.config.timeout_seconds)
-            except Exception as error:
-                self.report.stages.clear()
-                _log(f"the engine ended the failed sync with {error!r}")
+    async def _abandon(self, pending: PendingLoad | None, why: BaseException) -> None:
+        """Lets the engine leave a broken load, so that the next sync finds it idle, and keeps it from generating."""
+        if pending is None:
+            return
+        try:
+            await self.endpoint.abandon(str(why))
+            await pending.outcome(self.config.timeout_seconds)
+        except Exception as error:
+            _log(f"the engine ended the failed sync with {error!r}")
 
     def _ready_plan(self) -> Plan:
         assert self._plan is not None, "no plan before the ranks have settled"

@@ -47,12 +47,13 @@ class RolloutEndpoint(ABC):
 
     @property
     @abstractmethod
-    def weights_cpu_backup(self) -> bool:
-        """Whether the engine restores from a host copy what no sync covers."""
+    def restores_uncovered(self) -> bool:
+        """Whether what no sync writes comes back from a host copy of real (not dummy) weights."""
 
+    @property
     @abstractmethod
-    def gather_addresses(self, address: str) -> tuple[str, ...]:
-        """Collective over the engine's ranks: the channel addresses in tensor-parallel order (on the leader)."""
+    def ranks(self) -> tuple[int, ...]:
+        """Global trainer ranks beside the engine's ranks, in tensor-parallel order."""
 
     @abstractmethod
     async def resume(self, tags: list[str]) -> None:
@@ -61,6 +62,10 @@ class RolloutEndpoint(ABC):
     @abstractmethod
     async def finish(self, tags: list[str]) -> None:
         """Leader only: resumes what is released of ``tags``, then flushes the prefix cache once."""
+
+    @abstractmethod
+    async def abandon(self, why: str) -> None:
+        """Leader only: the sync failed; the engine must not generate until one succeeds."""
 
     @abstractmethod
     async def publish(self, report: dict[str, Any]) -> None:

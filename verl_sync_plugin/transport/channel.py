@@ -65,7 +65,7 @@ class Listener:
     """The sender's end before anybody has connected; one per trainer rank, kept over all syncs."""
 
     def __init__(self) -> None:
-        self._directory = tempfile.mkdtemp(prefix="verl-sync-")
+        self._directory = tempfile.mkdtemp(prefix="verl-sync-", dir=_short_folder())
         self.address = os.path.join(self._directory, "channel")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(self.address)
@@ -89,6 +89,12 @@ class Listener:
 
     def close(self) -> None:
         self._finalizer()
+
+
+def _short_folder() -> str | None:
+    """A folder for sockets: their address holds some 107 bytes, and TMPDIR of a cluster may be longer than that."""
+    usual = tempfile.gettempdir()
+    return usual if len(os.fsencode(usual)) <= 70 else "/tmp"
 
 
 def _dispose(listening: socket.socket, directory: str) -> None:

@@ -3,7 +3,7 @@
     trainer rank                          SGLang scheduler rank (inside the loader)
     ------------                          -----------------------------------------
     LoadRequest (through SGLang's update_weights_from_tensor)
-                                    <---  connects to its trainer rank's address
+                                    <---  connects to its trainer rank's address, Join(sync_id)
     Hello(sync_id, digest, staging) --->
                                     <---  Ready(needs_plan)
     Manifest (only if needed)       --->
@@ -12,8 +12,9 @@
     Commit                          --->
                                     <---  Committed(coverage) or Failed(text)
 
-Either side may close at any time; the other then drops the sync. A slot may be written again only after ``Loaded``
-of the bucket that was in it.
+Either side may close at any time; the other then drops the sync. A Join of another sync is a latecomer: an engine rank
+that was held up until its sync had been given up; the trainer rank closes it. A slot may be written again only after
+``Loaded`` of the bucket that was in it.
 """
 
 from __future__ import annotations
@@ -76,6 +77,11 @@ class StagingExport:
     nbytes: int
     slot_bytes: int
     handle: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Join:
+    sync_id: str
 
 
 @dataclass(frozen=True)

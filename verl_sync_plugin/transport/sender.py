@@ -58,15 +58,20 @@ class BucketSender:
             self._staging = None
         self._staging = create_staging(self._device, slots, plan.slot_bytes)
 
-    def greet(self, channel: Channel, sync_id: str, plan: Plan) -> None:
-        """Opens a sync on a fresh channel.
+    def adopt(self, channel: Channel) -> None:
+        """Takes over a fresh channel, so that ``hang_up`` ends it whatever happens next."""
+        self.hang_up()
+        self._channel = channel
+
+    def greet(self, sync_id: str, plan: Plan) -> None:
+        """Opens a sync on the adopted channel.
 
         Raises:
             ChannelClosedError, ChannelTimeoutError: the engine rank is gone or silent.
             EngineFailedError: it refused.
         """
         assert self._staging is not None, "reserve() comes first"
-        self._channel = channel
+        channel = self._open_channel()
         channel.send(Hello(sync_id, plan.digest, self._staging.export()))
         if self._expect(Ready).needs_plan:
             channel.send(Manifest(tuple(bucket.entries for bucket in plan.buckets)))
@@ -136,7 +141,7 @@ class BucketSender:
         return slot_of(self._staging.memory, slot, self._staging.slot_bytes)
 
     def _open_channel(self) -> Channel:
-        assert self._channel is not None, "greet() comes first"
+        assert self._channel is not None, "adopt() comes first"
         return self._channel
 
     def _expect(self, kind: type[T]) -> T:

@@ -1,0 +1,50 @@
+"""Generation waits for a sync and is refused after a failed one."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from verl_sync_plugin.hooks.gate import WeightsGate
+
+
+def test_open_at_first() -> None:
+    asyncio.run(asyncio.wait_for(WeightsGate().enter(), 1))
+
+
+def test_waits_for_the_end_of_a_sync() -> None:
+    async def story() -> list[str]:
+        gate, order = WeightsGate(), []
+
+        async def generate() -> None:
+            await gate.enter()
+            order.append("generated")
+
+        gate.begin()
+        task = asyncio.create_task(generate())
+        await asyncio.sleep(0.01)
+        order.append("synced")
+        gate.succeed()
+        await task
+        return order
+
+    assert asyncio.run(story()) == ["synced", "generated"]
+
+
+def test_locked_after_a_failure_until_a_sync_succeeds() -> None:
+    async def story() -> None:
+        gate = WeightsGate()
+        gate.begin()
+        waiting = asyncio.create_task(gate.enter())
+        await asyncio.sleep(0)
+        gate.fail("rank 1: out of memory")
+        with pytest.raises(RuntimeError, match=r"half written: rank 1: out of memory"):
+            await waiting
+        with pytest.raises(RuntimeError, match="half written"):
+            await gate.enter()
+        gate.begin()
+        gate.succeed()
+        await gate.enter()
+
+    asyncio.run(story())

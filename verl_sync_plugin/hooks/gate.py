@@ -1,0 +1,38 @@
+"""Whether the engine's weights may be generated from."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class WeightsGate:
+    """Open, closed while a sync is under way, or locked after a failed one."""
+
+    def __init__(self) -> None:
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._failure = ""
+
+    def begin(self) -> None:
+        """A sync starts; who enters now waits for its end."""
+        self._idle.clear()
+
+    def succeed(self) -> None:
+        """The weights are whole."""
+        self._failure = ""
+        self._idle.set()
+
+    def fail(self, why: str) -> None:
+        """The sync was given up; the weights may be half written until a later one succeeds."""
+        self._failure = why
+        self._idle.set()
+
+    async def enter(self) -> None:
+        """Waits while a sync is under way, as SGLang's own queue would.
+
+        Raises:
+            RuntimeError: the last sync failed.
+        """
+        await self._idle.wait()
+        if self._failure:
+            raise RuntimeError(f"the rollout engine's weights are half written: {self._failure}")
