@@ -125,7 +125,10 @@ class BareEngineEndpoint(RolloutEndpoint):
         """Releases what is resident of ``tags``."""
         todo = self._awake.to_release(tags)
         if todo:
-            self._bare().engine.release_memory_occupation(tags=todo)
+            from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+            manager = self._bare().engine.tokenizer_manager
+            self._bare().call(manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=todo)))
             self._awake.note_released(todo)
 
     async def resume(self, tags: list[str]) -> None:
