@@ -15,6 +15,8 @@ STAGES = ("sleep", "resume_weights", "update_weights", "resume_kv", "phase")
 STOCK_ADAPTER = "ServerAdapter"
 # what the plugin may move between its calls, so that only its own report can split it
 REPORTED = ("resume_weights", "update_weights", "resume_kv")
+# the plugin's names for the ends of the stages inside the trainer's call
+MOMENTS = {"weights": "resume_weights", "synced": "update_weights", "awake": "resume_kv"}
 Record = dict[str, Any]
 
 
@@ -34,6 +36,7 @@ class Sync:
         peak_host_bytes: largest resident set of any trainer process while the sync ran.
         host_used_peak_bytes: most host memory in use on the machine while the sync ran.
         report: the numbers of the plugin's own report, the largest of all replicas; empty for stock verl.
+        device_used_bytes: device memory in use by all processes after each stage.
     """
 
     stages: dict[str, float]
@@ -43,6 +46,7 @@ class Sync:
     peak_host_bytes: int
     host_used_peak_bytes: int | None
     report: dict[str, float] = field(default_factory=dict)
+    device_used_bytes: dict[str, int] = field(default_factory=dict)
 
 
 def read(path: Path) -> list[Record]:
@@ -105,6 +109,20 @@ def _report_numbers(reports: list[Record]) -> dict[str, float]:
     return {name: _largest(flat, name) for name in sorted(names)}
 
 
+def _device_used(parts: dict[str, list[Record]], reports: list[Record]) -> dict[str, int]:
+    """Device memory in use by all processes after each stage, on the device that used most.
+
+    The probe sees it at the end of each stage call; the plugin resumes inside ``update_weights``, so its report, where
+    there is one, says more exactly when.
+    """
+    used = {name: _largest(records, "device_used_bytes") for name, records in parts.items()}
+    for moment, name in MOMENTS.items():
+        said = [(report.get("device_used_bytes") or {}).get(moment) for report in reports]
+        if known := [value for value in said if value is not None]:
+            used[name] = max(known)
+    return {name: int(value) for name, value in used.items() if value is not None}
+
+
 def _sync(found: dict[str, dict[int, list[Record]]], index: int, sleeps_first: bool, reports: list[Record]) -> Sync:
     calls = _nth(found["call"], index)
     parts = {name: _nth(found[name], index) for name in ("resume_weights", "update_weights", "resume_kv")}
@@ -122,6 +140,7 @@ def _sync(found: dict[str, dict[int, list[Record]]], index: int, sleeps_first: b
         peak_host_bytes=int(_largest(calls, "rss_peak_bytes") or 0),
         host_used_peak_bytes=_largest(calls, "host_used_peak_bytes"),
         report=_report_numbers(reports),
+        device_used_bytes=_device_used(parts, reports),
     )
 
 
