@@ -1,0 +1,64 @@
+"""What a run in which the plugin moved the weights leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from e2e.runs import Run
+
+PHASE = {f"timing_s/sync/{name}" for name in ("sleep", "resume_weights", "update_weights", "resume_kv", "phase")}
+COUNTS = {
+    f"sync/{name}"
+    for name in ("bytes", "gigabytes_per_second", "buckets", "tensors", "coverage_expected", "weight_version")
+}
+
+# Measured: bfloat16 noise below 0.001 and above 0.9995; stale weights 0.034 and 0.35, random ones 0.017 and 0.12
+MOST_DIFFERENCE = 5e-3
+LEAST_CORRELATION = 0.99
+
+
+def reached(run: Run, steps: int) -> None:
+    """The run ended well after exactly these steps, in both loggers."""
+    assert run.returncode == 0 and not run.timed_out, run.tail
+    wanted = list(range(1, steps + 1))
+    assert sorted(run.printed) == wanted and sorted(run.logged) == wanted, run.tail
+    assert not run.leftovers, run.leftovers
+
+
+def same_weights(run: Run) -> None:
+    """The engine samples with the probabilities that the trainer computes, at every step, while the trainer learns."""
+    for step, metrics in run.logged.items():
+        assert metrics["training/rollout_probs_diff_valid"] == 1, (step, metrics)
+        assert metrics["training/rollout_probs_diff_max"] < MOST_DIFFERENCE, (step, metrics)
+        assert metrics["training/rollout_actor_probs_pearson_corr"] > LEAST_CORRELATION, (step, metrics)
+        assert metrics["actor/grad_norm"] > 0 and metrics["actor/lr"] == 1e-2, (step, metrics)
+
+
+def plugin_ran(run: Run, ranks: int) -> None:
+    """Every process role says that it is ours."""
+    say = r"\[verl-sync-plugin\] pid \d+ "
+    assert run.matching(say + "driver: weight sync on"), run.tail
+    assert run.matching(r"\(TaskRunner\w* pid=\d+\) " + say + "task runner: replica 0 is ours"), run.tail
+    server = say + r"rollout server: verl_sync_plugin\.receiver\.loader\.load, CPU backup off"
+    assert run.matching(r"\(SyncSGLangHttpServer pid=\d+\) " + server), run.tail
+    for rank in range(ranks):
+        actor = rf"actor rank {rank}: sharding manager FSDP2SGLangShardingManager, buckets of 1 MiB"
+        assert run.matching(r"\(WorkerDict pid=\d+\) " + say + actor), run.tail
+        assert run.matching(rf"verl-sync-plugin: loader active, rank {rank} of Qwen2ForCausalLM"), run.tail
+    assert not run.matching("stock verl moves the weights"), run.tail
+
+
+def metrics_complete(metrics: Mapping[str, Any], step: int) -> None:
+    """One step's metrics, as one logger got them."""
+    assert metrics.keys() >= PHASE | COUNTS, sorted((PHASE | COUNTS) - metrics.keys())
+    assert all(metrics[name] > 0 for name in PHASE | COUNTS), {name: metrics[name] for name in PHASE | COUNTS}
+    assert metrics["sync/weight_version"] == step
+    parts = sum(metrics[name] for name in PHASE if not name.endswith("/phase"))
+    assert abs(metrics["timing_s/sync/phase"] - parts) < 1e-6
+
+
+def reported(run: Run, steps: int) -> None:
+    """The report file has one line for the sync before the first step and one for each step."""
+    assert [report["global_steps"] for report in run.reports] == list(range(steps + 1)), run.reports
+    assert {report["manager"] for report in run.reports} == {"FSDP2SGLangShardingManager"}

@@ -1,0 +1,195 @@
+"""Runs verl's real ``main_ppo`` in processes of its own and reads what it left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+RUN_SH = Path(__file__).resolve().parents[2] / "examples" / "cpu_quickstart" / "run.sh"
+MARK = "SYNC_TEST_RUN"  # in the environment of every process of a run, and of no other
+TIMEOUT_SECONDS = 900.0  # a run takes 100 to 180 s on two idle cores
+GRACE_SECONDS = 20.0  # for Ray's processes to follow their driver
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_STEP = re.compile(r"(?:^|\s)step:(\d+) - (.*)$")
+_NUMPY = re.compile(r"^np\.\w+\((.*)\)$")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What differs from the quickstart.
+
+    Attributes:
+        overrides: Hydra overrides after the quickstart's own.
+        ranks: trainer ranks; the rollout's tensor-parallel size is the same.
+        steps: training steps.
+        model: checkpoint; ``None`` for the quickstart's.
+        modules: test-only modules that verl imports in each of its processes before it loads plugins.
+        path: folders that come first in ``PYTHONPATH``.
+    """
+
+    overrides: tuple[str, ...] = ()
+    ranks: int = 1
+    steps: int = 1
+    model: Path | None = None
+    modules: tuple[str, ...] = ()
+    path: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of output without colours, and when it came, in seconds since the start."""
+
+    seconds: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended.
+
+    Attributes:
+        returncode: of ``run.sh``, so of ``main_ppo``, unless a step is missing.
+        seconds: from start to end.
+        timed_out: it had to be killed.
+        lines: stdout and stderr of the driver; Ray forwards those of all workers.
+        logged: metrics by step, from verl's file logger.
+        reports: the lines of ``VERL_SYNC_REPORT_FILE``.
+        leftovers: command lines of processes that outlived the run and had to be killed.
+    """
+
+    returncode: int
+    seconds: float
+    timed_out: bool
+    lines: tuple[Line, ...]
+    logged: dict[int, dict[str, Any]]
+    reports: tuple[dict[str, Any], ...]
+    leftovers: tuple[str, ...]
+
+    @cached_property
+    def text(self) -> str:
+        return "\n".join(line.text for line in self.lines)
+
+    @property
+    def tail(self) -> str:
+        """The end of the output, for the message of a failed assertion."""
+        return self.text[-6000:]
+
+    @cached_property
+    def printed(self) -> dict[int, dict[str, float]]:
+        """Metrics by step, from verl's console logger."""
+        found = (_STEP.search(line.text) for line in self.lines)
+        return {int(match[1]): _numbers(match[2]) for match in found if match}
+
+    def matching(self, pattern: str) -> list[Line]:
+        """The lines in which a regular expression is found."""
+        return [line for line in self.lines if re.search(pattern, line.text)]
+
+
+def _numbers(pairs: str) -> dict[str, float]:
+    """``a/b:1 - c:np.float64(2.0)`` as a dict."""
+    found = {}
+    for pair in pairs.split(" - "):
+        key, _, value = pair.rpartition(":")
+        found[key] = float(_NUMPY.sub(r"\1", value.strip()))
+    return found
+
+
+def main_ppo(setup: Setup, folder: Path) -> Run:
+    """Runs ``main_ppo`` through the quickstart's script to its end, at the latest to ``TIMEOUT_SECONDS``.
+
+    Args:
+        setup: what to run.
+        folder: an existing, empty folder for everything the run writes.
+    """
+    command = ["bash", str(RUN_SH), 'trainer.logger=["console","file"]', *setup.overrides]
+    started = time.monotonic()
+    process = subprocess.Popen(
+        command, env=_environment(setup, folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    late = threading.Event()
+
+    def stop() -> None:
+        late.set()
+        _end(_members(folder))
+
+    timer = threading.Timer(TIMEOUT_SECONDS, stop)
+    timer.start()
+    try:
+        assert process.stdout is not None
+        lines = tuple(Line(time.monotonic() - started, _ANSI.sub("", text.rstrip())) for text in process.stdout)
+        returncode = process.wait()
+        seconds = time.monotonic() - started
+    finally:
+        timer.cancel()
+        leftovers = _end(_outliving(folder))
+    logged = {entry["step"]: entry["data"] for entry in _json_lines(folder / "metrics.jsonl")}
+    reports = tuple(_json_lines(folder / "reports.jsonl"))
+    return Run(returncode, seconds, late.is_set(), lines, logged, reports, leftovers)
+
+
+def _environment(setup: Setup, folder: Path) -> dict[str, str]:
+    environment = {
+        **os.environ,
+        MARK: str(folder),
+        "PYTHON": sys.executable,
+        "WORK": str(folder / "work"),
+        "N_GPUS": str(setup.ranks),
+        "ROLLOUT_TP": str(setup.ranks),
+        "STEPS": str(setup.steps),
+        "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
+        "VERL_SYNC_REPORT_FILE": str(folder / "reports.jsonl"),
+        "VERL_USE_EXTERNAL_MODULES": ",".join(setup.modules),
+        "PYTHONPATH": os.pathsep.join(filter(None, (*setup.path, os.environ.get("PYTHONPATH")))),
+    }
+    if setup.model is not None:
+        environment["MODEL"] = str(setup.model)
+    return environment
+
+
+def _json_lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def _members(folder: Path) -> list[psutil.Process]:
+    """The processes of one run; Ray's daemons are nobody's children, so the environment tells."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == str(folder):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def _outliving(folder: Path) -> list[psutil.Process]:
+    """The processes of a run that are still there some time after its end."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    while (members := _members(folder)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return members
+
+
+def _end(processes: Sequence[psutil.Process]) -> tuple[str, ...]:
+    """Kills processes; returns their command lines."""
+    ended = []
+    for process in processes:
+        try:
+            ended.append(" ".join(process.cmdline())[:200])
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    return tuple(ended)

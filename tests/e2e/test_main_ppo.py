@@ -1,0 +1,135 @@
+"""verl's own ``main_ppo`` with the plugin: real Ray, FSDP2 and SGLang on a CPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from e2e import checks
+from e2e.runs import Run, Setup, main_ppo
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
+
+ROLLOUT = "actor_rollout_ref.rollout"
+BUCKET_BYTES = 1 << 20
+# verl's default: the engine starts with random weights, so only a sync can make it sample like the trainer
+DUMMY = f"{ROLLOUT}.load_format=dummy"
+SMALL_BUCKETS = f"{ROLLOUT}.update_weights_bucket_megabytes=1"
+
+
+@pytest.fixture(scope="session", params=[1, 2], ids=["1-rank", "2-ranks-tp2"])
+def ranks(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture(scope="session")
+def trained(ranks: int, larger_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two steps, so three syncs."""
+    setup = Setup((DUMMY, SMALL_BUCKETS), ranks=ranks, steps=2, model=larger_model)
+    return main_ppo(setup, tmp_path_factory.mktemp("trained"))
+
+
+def test_reaches_its_steps(trained: Run) -> None:
+    checks.reached(trained, steps=2)
+
+
+def test_every_process_uses_the_plugin(trained: Run, ranks: int) -> None:
+    checks.plugin_ran(trained, ranks)
+
+
+def test_engine_has_the_weights_of_the_trainer_at_every_step(trained: Run) -> None:
+    assert len(trained.logged) == 2, trained.tail
+    checks.same_weights(trained)
+
+
+def test_metrics_reach_every_logger_at_every_step(trained: Run) -> None:
+    assert sorted(trained.logged) == sorted(trained.printed) == [1, 2], trained.tail
+    for step in (1, 2):
+        checks.metrics_complete(trained.logged[step], step)
+        checks.metrics_complete(trained.printed[step], step)
+
+
+def test_reports_name_every_sync(trained: Run) -> None:
+    checks.reported(trained, steps=2)
+
+
+def test_whole_model_travels_in_buckets_smaller_than_its_tensors(trained: Run, larger_model: Path) -> None:
+    with safe_open(larger_model / "model.safetensors", "pt") as checkpoint:
+        sizes = {name: checkpoint.get_tensor(name).nbytes for name in checkpoint.keys()}  # noqa: SIM118
+    assert max(sizes.values()) > BUCKET_BYTES
+    assert len(trained.reports) == 3, trained.tail
+    for report in trained.reports:
+        assert report["tensors"] == len(sizes)
+        assert sum(sizes.values()) <= report["nbytes"] <= 1.01 * sum(sizes.values())
+        assert report["nbytes"] <= report["buckets"] * BUCKET_BYTES
+        assert report["coverage_expected"] == 17
+
+
+@pytest.fixture(scope="session")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One step with the plugin installed and switched off."""
+    setup = Setup((DUMMY, SMALL_BUCKETS, f"{ROLLOUT}.custom.sync.enabled=False"))
+    return main_ppo(setup, tmp_path_factory.mktemp("stock"))
+
+
+def test_switched_off_it_is_stock_verl(stock: Run) -> None:
+    checks.reached(stock, steps=1)
+    checks.same_weights(stock)
+    assert stock.matching(r"driver: weight sync off, stock verl moves the weights")
+    assert stock.matching(r"\(WorkerDict pid=\d+\) .*custom\.sync\.enabled=False: stock verl moves the weights")
+    assert stock.matching(r"\(SGLangHttpServer pid=\d+\)")
+
+
+def test_switched_off_it_leaves_no_trace(stock: Run) -> None:
+    assert stock.logged, stock.tail
+    assert "SyncSGLangHttpServer" not in stock.text
+    assert "loader active" not in stock.text and "is ours" not in stock.text
+    assert not stock.reports
+    for metrics in (*stock.logged.values(), *stock.printed.values()):
+        assert not [name for name in metrics if name.startswith(("sync/", "timing_s/sync/"))]
+
+
+def test_a_load_that_the_engine_refuses_ends_the_run(tmp_path: Path) -> None:
+    """One engine rank fails in the second sync: loud, soon, the same for both trainer ranks, and nobody is left."""
+    run = main_ppo(Setup((DUMMY, SMALL_BUCKETS), ranks=2, steps=2, modules=("e2e.wrong_shape",)), tmp_path)
+    assert run.returncode != 0 and not run.timed_out, run.tail
+    failures = run.matching(r"verl-sync-plugin: sync 2 \(step 1\) failed in the engine")
+    assert failures, run.tail
+    assert run.seconds - failures[0].seconds < 60, run.tail
+    assert [report["global_steps"] for report in run.reports] == [0], "only the first sync has succeeded"
+    assert not run.printed and not run.logged, "the run went on after the failed sync"
+    assert not run.leftovers, run.leftovers
+    _one_error(run)
+
+
+def _one_error(run: Run) -> None:
+    """Every mention of the error is the same text; it names the rank and the cause."""
+    errors = {line.text.partition("SyncError: ")[2] for line in run.matching("SyncError: ")}
+    assert len(errors) == 1, run.tail
+    assert re.fullmatch(r"weight sync failed at '[^']+'; trainer weights are unchanged\.", errors.pop()), run.tail
+    assert run.matching(r"^rank 0: .*SGLang could not load the weights: AssertionError"), run.tail
+
+
+def _refused(run: Run) -> None:
+    """Over before Ray has started."""
+    assert run.returncode != 0 and not run.timed_out, run.tail
+    assert "Started a local Ray instance" not in run.text and "WorkerDict" not in run.text, run.tail
+
+
+def test_another_plugin_in_our_place_ends_the_run_at_once(tmp_path: Path) -> None:
+    run = main_ppo(Setup(modules=("e2e.stranger",)), tmp_path)
+    _refused(run)
+    assert run.matching(
+        "^verl-sync-plugin cannot be loaded: RegistryConflictError: verl's rollout adapter for sglang is already taken "
+        "by 'stranger.adapter.StrangeServerAdapter'; .* Uninstall one of the two plugins"
+    ), run.tail
+
+
+def test_a_wrong_key_ends_the_run_at_once(tmp_path: Path) -> None:
+    run = main_ppo(Setup((f"{ROLLOUT}.custom.sync.timeout=5",)), tmp_path)
+    _refused(run)
+    key = rf"{ROLLOUT}.custom.sync.timeout".replace(".", r"\.")
+    assert run.matching(rf"^verl-sync-plugin: {key}=5: unknown key\. Did you mean {key}_seconds\?"), run.tail

@@ -1,0 +1,70 @@
+"""``main_ppo`` with other SGLang releases than the installed one. Stock verl 0.9.1 does not run with the newest."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from e2e import checks
+from e2e.runs import Run, Setup, main_ppo
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
+
+# A release, and what it needs beside the installed packages to start on a CPU
+RELEASES = {
+    "0.5.14": (),
+    "0.5.23": ("apache-tvm-ffi==0.1.11", "xgrammar==0.2.8"),
+}
+ROLLOUT = "actor_rollout_ref.rollout"
+OVERRIDES = (
+    f"{ROLLOUT}.load_format=dummy",
+    f"{ROLLOUT}.update_weights_bucket_megabytes=1",
+    f"+{ROLLOUT}.engine_kwargs.sglang.grammar_backend=none",
+)
+
+
+@pytest.fixture(scope="session", params=list(RELEASES))
+def release(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def folder_of_release(release: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SGLang in a folder; ``SYNC_TEST_SGLANG_DIR`` names a place that keeps these folders between sessions."""
+    kept = os.environ.get("SYNC_TEST_SGLANG_DIR")
+    folder = (Path(kept) if kept else tmp_path_factory.mktemp("sglang")) / release
+    if not (folder / "sglang").is_dir():
+        packages = [f"sglang=={release}", *RELEASES[release]]
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), *packages]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="session")
+def trained(folder_of_release: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One step, so two syncs."""
+    setup = Setup(OVERRIDES, modules=("e2e.sglang_version",), path=(str(folder_of_release),))
+    return main_ppo(setup, tmp_path_factory.mktemp("trained"))
+
+
+def test_release_trains(trained: Run, release: str, folder_of_release: Path) -> None:
+    checks.reached(trained, steps=1)
+    server = re.search(r"\(SyncSGLangHttpServer pid=(\d+)\)", trained.text)
+    assert server is not None, trained.tail
+    # Ray prints "(pid=…)" alone until it knows the actor's name
+    said = rf"\((\w+ )?pid={server[1]}\) \[e2e\] SGLang {re.escape(release)} from {folder_of_release}/"
+    assert trained.matching(said), trained.tail
+
+
+def test_release_gets_the_weights_from_the_plugin(trained: Run) -> None:
+    assert trained.logged, trained.tail
+    checks.plugin_ran(trained, ranks=1)
+    checks.same_weights(trained)
+    checks.metrics_complete(trained.logged[1], step=1)
+    checks.reported(trained, steps=1)
