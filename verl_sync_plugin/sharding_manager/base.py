@@ -25,12 +25,14 @@ from verl.utils.ulysses import BaseShardingManager
 
 from verl_sync_plugin.bucket import Bucket, Plan, plan_buckets
 from verl_sync_plugin.config import KEY_PREFIX, SyncConfig
-from verl_sync_plugin.metrics import SyncReport, peak_resident_bytes
+from verl_sync_plugin.metrics import SyncReport
 from verl_sync_plugin.sharding_manager.agreement import Agreement
+from verl_sync_plugin.sharding_manager.coverage import check_coverage, say
 from verl_sync_plugin.sharding_manager.endpoint import PendingLoad, RolloutEndpoint
+from verl_sync_plugin.sharding_manager.gauges import PeakMemory, note_device_memory
 from verl_sync_plugin.source.base import ParameterSource, Shard
 from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, ChannelTimeoutError, Listener
-from verl_sync_plugin.transport.protocol import Coverage, Join, LoadRequest
+from verl_sync_plugin.transport.protocol import Join, LoadRequest
 from verl_sync_plugin.transport.sender import SLOTS, BucketSender
 
 ACCEPT_SECONDS = 1.0
@@ -114,13 +116,13 @@ class ShardingManager(BaseShardingManager):
         """
         self._syncs += 1
         self._sync_id = f"{self._syncs} (step {global_steps})"
-        memory = _PeakMemory(self._device)
+        memory = PeakMemory(self._device)
         with self:
             self.report.global_steps = -1 if global_steps is None else int(global_steps)
-            self._note_device_memory("asleep")
+            note_device_memory(self.report, self._device, "asleep")
             with self.report.stage("resume_weights"):
                 await self._awake(wake_tags)
-            self._note_device_memory("weights")
+            note_device_memory(self.report, self._device, "weights")
             pending: PendingLoad | None = None
             with self.report.stage("update_weights"):
                 try:
@@ -133,7 +135,7 @@ class ShardingManager(BaseShardingManager):
                     await self._abandon(pending, error)
                     raise
             memory.into(self.report)
-            self._note_device_memory("synced")
+            note_device_memory(self.report, self._device, "synced")
         return self.report
 
     async def finish(self, tags: list[str]) -> SyncReport:
@@ -147,18 +149,13 @@ class ShardingManager(BaseShardingManager):
                 if self.endpoint.leader:
                     await self.endpoint.finish(tags)
             self._agreement.settle("resuming the engine's KV cache")
-        self._note_device_memory("awake")
+        note_device_memory(self.report, self._device, "awake")
         if self.endpoint.leader:
             try:
                 await self.endpoint.publish(self.report.as_dict())
             except Exception as error:  # the weights are in place; a lost report must not end the run
-                _log(f"the report of this sync is lost: {error!r}")
+                say(f"the report of this sync is lost: {error!r}")
         return self.report
-
-    def _note_device_memory(self, moment: str) -> None:
-        if self._device.type == "cuda":
-            free, total = torch.cuda.mem_get_info()
-            self.report.device_used_bytes[moment] = total - free
 
     def _agree_on_plan(self) -> None:
         agreement, changed = self._agreement, True
@@ -228,7 +225,7 @@ class ShardingManager(BaseShardingManager):
             if channel.receive(ACCEPT_SECONDS) == Join(self._sync_id):
                 return channel
         except (ChannelClosedError, ChannelTimeoutError) as error:
-            _log(f"a connection without a sync was dropped: {error}")
+            say(f"a connection without a sync was dropped: {error}")
         channel.close()
         return None
 
@@ -269,27 +266,13 @@ class ShardingManager(BaseShardingManager):
     async def _commit(self, pending: PendingLoad | None) -> None:
         self._agreement.settle("loading the last buckets")
         with self._agreement.attempt():
-            self._check(self._sender.commit())
+            coverage = self._sender.commit()
+            self.report.coverage_expected, self.report.coverage_missing = coverage.expected, len(coverage.missing)
+            check_coverage(coverage, self.config, self.endpoint.restores_uncovered, first=self._syncs == 1)
             if pending is not None:
                 outcome = await pending.outcome(self.config.timeout_seconds)
                 self.report.stages = {"sleep": outcome.sleep_seconds, **self.report.stages}
         self._agreement.settle("committing")
-
-    def _check(self, coverage: Coverage) -> None:
-        report = self.report
-        report.coverage_expected, report.coverage_missing = coverage.expected, len(coverage.missing)
-        if not coverage.missing:
-            return
-        shown = ", ".join(f"{name} ({wrote} of {total} elements)" for name, wrote, total in coverage.missing[:5])
-        text = f"the sync leaves {len(coverage.missing)} of {coverage.expected} engine parameters unwritten: {shown}"
-        if not self.endpoint.restores_uncovered:
-            raise RuntimeError(
-                f"{KEY_PREFIX}.weights_cpu_backup={self.config.weights_cpu_backup!r}: {text}. Without a host copy of "
-                f"real weights they were lost while the engine slept. Set {KEY_PREFIX}.weights_cpu_backup=on and "
-                "actor_rollout_ref.rollout.load_format=auto."
-            )
-        if self._syncs == 1:
-            _log(f"{text}; the engine keeps what it loaded at its start")
 
     async def _abandon(self, pending: PendingLoad | None, why: BaseException) -> None:
         """Lets the engine leave a broken load, so that the next sync finds it idle, and keeps it from generating."""
@@ -299,29 +282,8 @@ class ShardingManager(BaseShardingManager):
             await self.endpoint.abandon(str(why))
             await pending.outcome(self.config.timeout_seconds)
         except Exception as error:
-            _log(f"the engine ended the failed sync with {error!r}")
+            say(f"the engine ended the failed sync with {error!r}")
 
     def _ready_plan(self) -> Plan:
         assert self._plan is not None, "no plan before the ranks have settled"
         return self._plan
-
-
-def _log(text: str) -> None:
-    print(f"[verl-sync-plugin] {text}", flush=True)
-
-
-class _PeakMemory:
-    """Device and host memory that a sync needs beyond what was held before it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._host = peak_resident_bytes()
-        self._before = 0
-        if self._cuda:
-            torch.cuda.reset_peak_memory_stats()
-            self._before = torch.cuda.memory_allocated()
-
-    def into(self, report: SyncReport) -> None:
-        report.peak_host_bytes = peak_resident_bytes() - self._host
-        if self._cuda:
-            report.peak_device_bytes = torch.cuda.max_memory_allocated() - self._before

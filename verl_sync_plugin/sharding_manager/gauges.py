@@ -1,0 +1,32 @@
+"""Memory readings of one trainer rank for its ``SyncReport``."""
+
+from __future__ import annotations
+
+import torch
+
+from verl_sync_plugin.metrics import SyncReport, peak_resident_bytes
+
+
+def note_device_memory(report: SyncReport, device: torch.device, moment: str) -> None:
+    """Device memory that all processes use now, in bytes, into ``report.device_used_bytes[moment]``."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        report.device_used_bytes[moment] = total - free
+
+
+class PeakMemory:
+    """Device and host memory that a sync needs beyond what was held before it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._host = peak_resident_bytes()
+        self._before = 0
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+
+    def into(self, report: SyncReport) -> None:
+        """Writes both peaks, in bytes."""
+        report.peak_host_bytes = peak_resident_bytes() - self._host
+        if self._cuda:
+            report.peak_device_bytes = torch.cuda.max_memory_allocated() - self._before
