@@ -18,6 +18,7 @@ BUCKET_BYTES = 1 << 20
 # verl's default: the engine starts with random weights, so only a sync can make it sample like the trainer
 DUMMY = f"{ROLLOUT}.load_format=dummy"
 SMALL_BUCKETS = f"{ROLLOUT}.update_weights_bucket_megabytes=1"
+SHORT_WAIT = f"{ROLLOUT}.custom.sync.timeout_seconds=90"
 
 
 @pytest.fixture(scope="session", params=[1, 2], ids=["1-rank", "2-ranks-tp2"])
@@ -28,7 +29,7 @@ def ranks(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="session")
 def trained(ranks: int, larger_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two steps, so three syncs."""
-    setup = Setup((DUMMY, SMALL_BUCKETS), ranks=ranks, steps=2, model=larger_model)
+    setup = Setup((DUMMY, SMALL_BUCKETS, SHORT_WAIT), ranks=ranks, steps=2, model=larger_model)
     return main_ppo(setup, tmp_path_factory.mktemp("trained"))
 
 
