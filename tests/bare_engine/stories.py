@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,9 @@ from verl_sync_plugin.source.base import Shard
 
 
 def three_syncs(member: Rank) -> None:
-    """Three syncs with changing weights, each compared bit for bit; then failures, each followed by recovery."""
+    """Three syncs with changing weights, each compared bit for bit; the last rank comes late to its listener."""
+    if member.rank == dist.get_world_size() - 1:
+        _delay(member.manager, "_start", seconds=2.0)
     for version in (1, 2, 3):
         trainer.perturb(member.trainer, seed=version)
         before = {name: tensor.clone() for name, tensor in member.trainer.module.state_dict().items()}  # type: ignore[attr-defined]
@@ -27,6 +30,17 @@ def three_syncs(member: Rank) -> None:
         assert all(bool((before[name] == after[name]).all()) for name in before), "the sync changed the trainer"
         member.check_exact(f"v{version}")
     _check_report(member)
+
+
+def _delay(owner: Any, method: str, seconds: float) -> None:
+    """Makes this rank slow before a step, as a loaded machine would: its engine rank has connected by then."""
+    prompt = getattr(owner, method)
+
+    def slow(*args: Any) -> Any:
+        time.sleep(seconds)
+        return prompt(*args)
+
+    setattr(owner, method, slow)
 
 
 def _check_report(member: Rank) -> None:

@@ -178,6 +178,8 @@ class ShardingManager(BaseShardingManager):
 
     async def _awake(self, tags: list[str]) -> None:
         with self._agreement.attempt():
+            # Before the ranks settle: after that the leader may start the load, and what connects then is no leftover
+            self._listener.drop_pending()
             if tags and self.endpoint.leader:
                 await self.endpoint.resume(tags)
         self._agreement.settle("resuming the engine's weights")
@@ -188,7 +190,6 @@ class ShardingManager(BaseShardingManager):
             everywhere = self._agreement.gather("exchanging addresses", self._listener.address)
             self._addresses = tuple(everywhere[rank] for rank in self.endpoint.ranks)
         with self._agreement.attempt():
-            self._listener.drop_pending()
             if self.endpoint.leader:
                 version = None if global_steps is None else str(global_steps)
                 request = LoadRequest(self._sync_id, self._addresses, self.config.timeout_seconds)
