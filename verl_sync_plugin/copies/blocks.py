@@ -17,6 +17,7 @@ class Block:
         target: byte where it is written, relative to one target address for all blocks.
         position: byte offset in the bucket of what is read or written; what the hash depends on.
         group: number of the sum that the block's hash goes into.
+        grow: bytes read per byte written: 2 casts fp32 to bf16, and then ``lines`` is 1.
     """
 
     source: int
@@ -29,6 +30,7 @@ class Block:
     position_stride: int = 0
     base: int = 0
     group: int = 0
+    grow: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ LANES = (8, 2, 1)
 def _lane(block: Block) -> int:
     """The widest lane that every address and length of a block allows; lanes of 8 come in aligned pairs."""
     marks = block.source | block.target | block.position | block.width
+    if block.grow == 2:
+        return 8 if marks % 16 == 0 else 2
     if block.lines > 1:
         marks |= block.source_stride | block.target_stride | block.position_stride
     if marks % 16 == 0:
@@ -36,7 +38,7 @@ def _rows(block: Block) -> np.ndarray:
         column = np.arange(0, block.width, ROW_BYTES, dtype=np.int64)
     first, offset = (grid.reshape(-1) for grid in np.meshgrid(line, column, indexing="ij"))
     rows = np.empty((first.size, 10), dtype=np.int64)
-    rows[:, 0] = block.source + first * block.source_stride + offset
+    rows[:, 0] = block.source + first * block.source_stride + offset * block.grow
     rows[:, 1] = block.target + first * block.target_stride + offset
     rows[:, 2] = block.position + first * block.position_stride + offset
     rows[:, 3], rows[:, 4], rows[:, 9] = block.source_stride, block.target_stride, block.position_stride
@@ -53,15 +55,16 @@ class KernelTable:
     """
 
     def __init__(self, blocks: Iterable[Block], device: torch.device) -> None:
-        kinds: dict[tuple[int, bool], list[np.ndarray]] = {}
+        kinds: dict[tuple[int, bool, bool], list[np.ndarray]] = {}
         for block in blocks:
             if block.lines and block.width:
-                tall = block.lines > 1 and block.width <= ROW_BYTES
-                kinds.setdefault((_lane(block), tall), []).append(_rows(block))
+                tall, cast = block.lines > 1 and block.width <= ROW_BYTES, block.grow == 2
+                kinds.setdefault((_lane(block), tall, cast), []).append(_rows(block))
         self._device = device
-        self._parts = [(lane, tall, *self._upload(np.concatenate(rows), lane)) for (lane, tall), rows in kinds.items()]
+        self._parts = [(kind, *self._upload(np.concatenate(rows), kind)) for kind, rows in kinds.items()]
 
-    def _upload(self, rows: np.ndarray, lane: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def _upload(self, rows: np.ndarray, kind: tuple[int, bool, bool]) -> tuple[torch.Tensor, torch.Tensor, int]:
+        lane = 2 if kind[2] else kind[0]
         wide, narrow = rows[:, :5].copy(), rows[:, 5:].astype(np.int32)
         wide[:, 3:] //= lane
         narrow[:, 2:] //= lane
@@ -80,11 +83,15 @@ class KernelTable:
         """
         from verl_sync_plugin.copies import kernel
 
-        for lane, tall, wide, narrow, count in self._parts:
-            kernel.copy_rows[(count,)](
-                wide, narrow, count, bases, sums, lane, tall, copy, hashed, kernel.BLOCK,
-                num_warps=kernel.WARPS,
-            )  # fmt: skip
+        for (lane, tall, cast), wide, narrow, count in self._parts:
+            if cast:
+                kernel.cast_rows[(count,)](
+                    wide, narrow, count, bases, sums, lane == 8, hashed, kernel.BLOCK, num_warps=kernel.WARPS
+                )
+            else:
+                kernel.copy_rows[(count,)](
+                    wide, narrow, count, bases, sums, lane, tall, copy, hashed, kernel.BLOCK, num_warps=kernel.WARPS
+                )
 
 
 def addresses(target: int, sources: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -154,16 +154,14 @@ def lines_of(source: torch.Tensor, target: torch.Tensor) -> list[Lines] | None:
         starts = [(a + i * outer, b + i * target_outer) for a, b in starts for i in range(length)]
     if (count > 1 and stride < size) or len(starts) > MOST_LINES:
         return None
-    first, address = source.storage_offset() * many, target.data_ptr()
+    first, address = int(source.storage_offset()) * many, target.data_ptr()
     return [
         Lines(first + a * many, size * many, count, stride * many, address + b * grown, target_stride * grown)
         for a, b in starts
     ]
 
 
-def _merged(
-    shape: Sequence[int], strides: Sequence[int], target_strides: Sequence[int]
-) -> list[tuple[int, int, int]]:
+def _merged(shape: Sequence[int], strides: Sequence[int], target_strides: Sequence[int]) -> list[tuple[int, int, int]]:
     """Dimensions as (size, stride, stride of the target), neighbours that are one run on both sides joined."""
     dims: list[tuple[int, int, int]] = []
     for size, stride, other in zip(shape, strides, target_strides, strict=True):

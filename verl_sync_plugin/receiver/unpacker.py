@@ -139,7 +139,7 @@ class Unpacker:
             plan.refused[name] = "its replay differs from the model's own load"
             del plan.planned[name]
         if not all(bool((target == value).all()) for target, value in plan.fills):
-            plan.planned, plan.refused = {}, {name: "is loaded beside a constant that changes" for name in self._names}
+            plan.planned, plan.refused = {}, dict.fromkeys(self._names, "is loaded beside a constant that changes")
         if differing or not plan.planned:
             self._replay = Replay(plan, self._manifest, self._wire, self._copier)
         if ledger is not None and ledger.coverage().missing:

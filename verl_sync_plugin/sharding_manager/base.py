@@ -189,12 +189,15 @@ class ShardingManager(BaseShardingManager):
         if self._addresses is None:
             everywhere = self._agreement.gather("exchanging addresses", self._listener.address)
             self._addresses = tuple(everywhere[rank] for rank in self.endpoint.ranks)
+        pending: PendingLoad | None = None
         with self._agreement.attempt():
             if self.endpoint.leader:
                 version = None if global_steps is None else str(global_steps)
                 request = LoadRequest(self._sync_id, self._addresses, self.config.timeout_seconds)
-                return self.endpoint.start_load(request, version)
-        return None
+                pending = self.endpoint.start_load(request, version)
+        with self._agreement.attempt():  # while the engine is on its way
+            self._sender.begin(self._ready_plan(), self._shards, self.config.verify_hashes)
+        return pending
 
     async def _connect(self, pending: PendingLoad | None) -> None:
         """Waits for the engine rank in rounds, so that one rank's failure ends the wait of all."""
@@ -215,7 +218,7 @@ class ShardingManager(BaseShardingManager):
                     )
             waiting = self._agreement.settle("connecting to the engine", waiting=channel is None)
         with self._agreement.attempt():
-            self._sender.greet(self._sync_id, self._ready_plan())
+            self._sender.greet(self._sync_id, self._ready_plan(), self.config.copy_plan)
 
     def _accept(self) -> Channel | None:
         """The engine rank's channel of this sync, if it comes within the time of a round; latecomers are closed."""
@@ -265,15 +268,36 @@ class ShardingManager(BaseShardingManager):
         self.report.stages["engine_load"] = self.report.stages.get("engine_load", 0.0) + seconds
 
     async def _commit(self, pending: PendingLoad | None) -> None:
-        self._agreement.settle("loading the last buckets")
+        mine: list[int] = []
         with self._agreement.attempt():
-            coverage = self._sender.commit()
+            mine = self._sender.sums()
+        self._agreement.settle("loading the last buckets")
+        sums = self._all_sums(mine)
+        with self._agreement.attempt():
+            committed = self._sender.commit(sums)
+            coverage = committed.coverage
+            self.report.replayed_tensors = committed.replayed_tensors
+            self.report.replayed_bytes = committed.replayed_bytes
             self.report.coverage_expected, self.report.coverage_missing = coverage.expected, len(coverage.missing)
             check_coverage(coverage, self.config, self.endpoint.restores_uncovered, first=self._syncs == 1)
             if pending is not None:
                 outcome = await pending.outcome(self.config.timeout_seconds)
                 self.report.stages = {"sleep": outcome.sleep_seconds, **self.report.stages}
         self._agreement.settle("committing")
+
+    def _all_sums(self, mine: list[int]) -> tuple[tuple[int, ...], ...]:
+        """Collective: what every rank of the group packed, by bucket and segment; empty without hashing."""
+        if not self.config.verify_hashes:
+            return ()
+        group = None if self._source is None else self._source.group
+        if group is None:
+            return tuple((value,) for value in mine)
+        texts = self._agreement.gather("exchanging hashes", ",".join(map(str, mine)))
+        lists = [[int(value) for value in texts[rank].split(",")] for rank in dist.get_process_group_ranks(group)]
+        return tuple(
+            tuple(sums[number] for sums in lists) if bucket.world > 1 else (mine[number],)
+            for number, bucket in enumerate(self._ready_plan().buckets)
+        )
 
     async def _abandon(self, pending: PendingLoad | None, why: BaseException) -> None:
         """Lets the engine leave a broken load, so that the next sync finds it idle, and keeps it from generating."""

@@ -41,11 +41,14 @@ class Shard:
             parameters are offloaded). It aliases the live parameter: read it, never write it.
         merge: turns a part of the run, on the device, into what travels: ``merge(part, begin)`` with ``part`` the
             elements from ``begin`` on. Returns a new tensor. ``None`` when the run travels as it is.
+        run: what ``local`` would return, perhaps in another shape, for callers that only need to know where it is:
+            with thousands of shards a flattened view of each costs more than moving them. ``None``: ask ``local``.
     """
 
     base: Base
     local: Callable[[], torch.Tensor]
     merge: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+    run: torch.Tensor | None = None
 
 
 class ParameterSource(ABC):

@@ -60,7 +60,8 @@ class FSDP2Source(ParameterSource):
         key = (*names, tuple(tensor.shape), tensor.dtype, lengths)
         if key not in self._bases:
             self._bases[key] = self._describe(names, tensor, lengths)
-        return Shard(self._bases[key], local)
+        held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        return Shard(self._bases[key], local, run=held.detach() if held.is_contiguous() else None)
 
     def _describe(self, names: list[str], tensor: torch.Tensor, lengths: tuple[int, ...]) -> Base:
         wire = tensor.dtype

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from verl_sync_plugin.bucket import Bucket, Plan
 from verl_sync_plugin.source.base import Shard
 from verl_sync_plugin.transport.channel import Channel
+from verl_sync_plugin.transport.packing import Packer, pack_segment
 from verl_sync_plugin.transport.protocol import (
     Commit,
     Committed,
-    Coverage,
     Failed,
     Hello,
     Load,
@@ -29,6 +29,7 @@ from verl_sync_plugin.transport.staging import Staging, create_staging, slot_of
 T = TypeVar("T")
 
 SLOTS = 2  # one being loaded, one being filled
+SPIN_SECONDS = 0.005
 
 
 class EngineFailedError(RuntimeError):
@@ -46,6 +47,7 @@ class BucketSender:
         self._timeout = timeout_seconds
         self._staging: Staging | None = None
         self._channel: Channel | None = None
+        self._packer: Packer | None = None
 
     def reserve(self, plan: Plan) -> None:
         """Makes the staging memory fit ``plan``; keeps it when it does already."""
@@ -63,8 +65,26 @@ class BucketSender:
         self.hang_up()
         self._channel = channel
 
-    def greet(self, sync_id: str, plan: Plan) -> None:
+    def begin(self, plan: Plan, shards: list[Shard], hashed: bool) -> None:
+        """Makes ready to pack all buckets of ``plan`` from ``shards``, which stay where they are until the last one.
+
+        Args:
+            plan: what will be packed.
+            shards: all shards of this rank, by base index.
+            hashed: hash every byte that is packed.
+        """
+        packer = self._packer
+        if packer is None or packer.plan is not plan or packer.hashed != hashed:
+            packer = self._packer = Packer(self._device, plan, hashed)
+        packer.begin(shards)
+
+    def greet(self, sync_id: str, plan: Plan, copy_plan: bool = True) -> None:
         """Opens a sync on the adopted channel.
+
+        Args:
+            sync_id: names the sync.
+            plan: its buckets.
+            copy_plan: whether the engine may replay copies.
 
         Raises:
             ChannelClosedError, ChannelTimeoutError: the engine rank is gone or silent.
@@ -72,14 +92,25 @@ class BucketSender:
         """
         assert self._staging is not None, "reserve() comes first"
         channel = self._open_channel()
-        channel.send(Hello(sync_id, plan.digest, self._staging.export()))
+        hashed = self._packer is not None and self._packer.hashed
+        channel.send(Hello(sync_id, plan.digest, self._staging.export(), copy_plan, hashed))
         if self._expect(Ready).needs_plan:
-            channel.send(Manifest(tuple(bucket.entries for bucket in plan.buckets)))
+            channel.send(Manifest.of(plan.buckets))
         self._staging.opened()
 
     def pack(self, bucket: Bucket, slot: int, shards: list[Shard], rank: int) -> None:
-        """Copies this rank's runs into its segment of the slot, cast to the wire dtype on the way."""
-        pack_segment(self._slot(slot), bucket, shards, rank)
+        """Copies this rank's runs into its segment of the slot, cast to the wire dtype on the way.
+
+        After ``begin`` by tables and hashed, without it one slice after another.
+        """
+        if self._packer is None:
+            pack_segment(self._slot(slot), bucket, shards, rank)
+        else:
+            self._packer.pack(bucket, self._slot(slot), shards, rank)
+
+    def sums(self) -> list[int]:
+        """The hash of what this rank packed into each bucket; empty without hashing."""
+        return self._packer.sums() if self._packer is not None and self._packer.hashed else []
 
     def gather(self, bucket: Bucket, slot: int, rank: int, group: dist.ProcessGroup | None) -> None:
         """Completes the slot from all ranks' segments, in place, and waits until the bytes are there.
@@ -102,11 +133,13 @@ class BucketSender:
         """Waits for the current stream like ``synchronize``, but with a bound: a dead peer leaves NCCL hanging."""
         event = torch.cuda.Event()
         event.record()
-        deadline = time.monotonic() + self._timeout
+        started = time.monotonic()
         while not event.query():
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - started
+            if waited > self._timeout:
                 raise TimeoutError(f"a bucket's all-gather did not complete within {self._timeout:g} s")
-            time.sleep(2e-5)
+            if waited > SPIN_SECONDS:  # a sleep lasts some 70 us, a good part of a bucket's time
+                time.sleep(2e-5)
 
     def load(self, bucket_index: int, slot: int) -> None:
         """Tells the engine rank that a slot is ready."""
@@ -118,10 +151,17 @@ class BucketSender:
         assert loaded.bucket == bucket_index, f"{describe(loaded)} while waiting for bucket {bucket_index}"
         return loaded.seconds
 
-    def commit(self) -> Coverage:
-        """Ends the sync on this rank; returns what the engine rank's ledger found."""
-        self._open_channel().send(Commit())
-        return self._expect(Committed).coverage
+    def commit(self, sums: tuple[tuple[int, ...], ...] = ()) -> Committed:
+        """Ends the sync on this rank.
+
+        Args:
+            sums: the hash of every segment, by bucket and rank of the group.
+
+        Returns:
+            What the engine rank's ledger found and how it loaded.
+        """
+        self._open_channel().send(Commit(sums))
+        return self._expect(Committed)
 
     def hang_up(self) -> None:
         """Ends the sync whatever its state; the engine rank drops what is unfinished."""
@@ -132,6 +172,7 @@ class BucketSender:
     def close(self) -> None:
         """Gives the staging memory back."""
         self.hang_up()
+        self._packer = None
         if self._staging is not None:
             self._staging.close()
             self._staging = None
@@ -151,27 +192,3 @@ class BucketSender:
         if not isinstance(message, kind):
             raise EngineFailedError(f"weight-sync protocol: expected {kind.__name__}, got {describe(message)}")
         return message
-
-
-def pack_segment(memory: torch.Tensor, bucket: Bucket, shards: list[Shard], rank: int) -> None:
-    """Fills segment ``rank`` of a bucket.
-
-    Args:
-        memory: uint8, at least ``bucket.nbytes`` long.
-        bucket: what goes where.
-        shards: all shards of this rank, by base index.
-        rank: this rank's place in the group.
-    """
-    segment = memory.narrow(0, rank * bucket.stride, bucket.stride)
-    for part in bucket.slices:
-        shard = shards[part.base]
-        run = shard.local()[part.begin : part.end]
-        if run.numel() == 0:
-            continue
-        target = segment.narrow(0, part.offset, run.numel() * shard.base.itemsize)
-        if run.device != target.device:
-            # Move, then cast: a casting copy across devices would cast on the host
-            run = run.to(target.device, non_blocking=True)
-        if shard.merge is not None:
-            run = shard.merge(run, part.begin)
-        target.view(getattr(torch, shard.base.dtype)).copy_(run)
