@@ -13,7 +13,7 @@ from typing import Any
 # offloading, its barrier) is in verl's timing_s/update_weights and in what benchmarks/ measures.
 PHASE_STAGES = ("sleep", "resume_weights", "update_weights", "resume_kv")
 # Parts of update_weights, on the reporting rank; "engine_load" is the engine's time and overlaps with the others
-DETAIL_STAGES = ("plan", "prepare", "pack", "gather", "wait_engine", "engine_load")
+DETAIL_STAGES = ("plan", "connect", "prepare", "pack", "gather", "wait_engine", "engine_load", "commit")
 
 
 @dataclass

@@ -4,7 +4,8 @@ Lifecycle of a sync (every rank; ``-- settle`` marks where all ranks agree to go
 
     enter         collect this rank's shards, plan the buckets                     -- settle, plans compared
     awake         leader resumes the engine's weights                              -- settle
-    connect       leader starts the load; every rank meets its engine rank         -- settle
+    connect       leader starts the load, the first slots are filled, every rank
+                  meets its engine rank                                            -- settle
     per bucket    wait until the slot is free, pack, -- settle, gather, hand over
     commit        engine ranks finish, the ledger proves coverage                  -- settle
     exit          hang up, forget the shards
@@ -127,9 +128,12 @@ class ShardingManager(BaseShardingManager):
             with self.report.stage("update_weights"):
                 try:
                     pending = self._start(global_steps)
-                    await self._connect(pending)
+                    self._fill_ahead()
+                    with self.report.stage("connect"):
+                        await self._connect(pending)
                     self._stream()
-                    await self._commit(pending)
+                    with self.report.stage("commit"):
+                        await self._commit(pending)
                 except BaseException as error:
                     self._sender.hang_up()
                     await self._abandon(pending, error)
@@ -233,28 +237,38 @@ class ShardingManager(BaseShardingManager):
         channel.close()
         return None
 
+    def _fill_ahead(self) -> None:
+        """Fills all slots while the engine is on its way."""
+        for index in range(min(SLOTS, len(self._ready_plan().buckets))):
+            self._fill(index)
+
     def _stream(self) -> None:
         """Feeds all buckets; a slot is refilled only after the engine has finished with it."""
+        count = len(self._ready_plan().buckets)
+        for index in range(count):
+            if index >= SLOTS:
+                with self._agreement.attempt():
+                    self._wait(index - SLOTS)
+                self._fill(index)
+            with self._agreement.attempt():
+                self._sender.load(index, index % SLOTS)
+        with self._agreement.attempt():
+            for index in range(max(count - SLOTS, 0), count):
+                self._wait(index)
+
+    def _fill(self, index: int) -> None:
+        """Packs and gathers one bucket into its slot; collective."""
         plan, sender, report = self._ready_plan(), self._sender, self.report
+        bucket, slot = plan.buckets[index], index % SLOTS
         group = None if self._source is None else self._source.group
         rank = 0 if group is None else dist.get_rank(group)
-        for index, bucket in enumerate(plan.buckets):
-            slot = index % SLOTS
-            with self._agreement.attempt():
-                if index >= SLOTS:
-                    self._wait(index - SLOTS)
-            with self._agreement.attempt(), report.stage("prepare"):
-                self._prepare(bucket)
-            with self._agreement.attempt(), report.stage("pack"):
-                sender.pack(bucket, slot, self._shards, rank if bucket.world > 1 else 0)
-            self._agreement.settle(f"packing bucket {index + 1} of {len(plan.buckets)}")
-            with self._agreement.attempt():
-                with report.stage("gather"):
-                    sender.gather(bucket, slot, rank, group)
-                sender.load(index, slot)
-        with self._agreement.attempt():
-            for index in range(max(len(plan.buckets) - SLOTS, 0), len(plan.buckets)):
-                self._wait(index)
+        with self._agreement.attempt(), report.stage("prepare"):
+            self._prepare(bucket)
+        with self._agreement.attempt(), report.stage("pack"):
+            sender.pack(bucket, slot, self._shards, rank if bucket.world > 1 else 0)
+        self._agreement.settle(f"packing bucket {index + 1} of {len(plan.buckets)}")
+        with self._agreement.attempt(), report.stage("gather"):
+            sender.gather(bucket, slot, rank, group)
 
     def _prepare(self, bucket: Bucket) -> None:
         assert self._source is not None

@@ -77,14 +77,14 @@ class Listener:
         self._socket.settimeout(timeout)
         try:
             accepted, _ = self._socket.accept()
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):  # the latter where the timeout is zero
             return None
         accepted.setblocking(True)
         return Channel(Connection(accepted.detach()))
 
     def drop_pending(self) -> None:
         """Closes connections that a failed earlier sync left in the queue."""
-        while (stale := self.accept(timeout=0.001)) is not None:
+        while (stale := self.accept(timeout=0.0)) is not None:
             stale.close()
 
     def close(self) -> None:
