@@ -8,6 +8,7 @@ import base64
 import http.client
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -36,9 +37,7 @@ class Server:
     """``sglang.launch_server`` with random weights; ended by ``stop``."""
 
     def __init__(self, model: Path, device: str, log: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = _free_port()
         common = "--load-format dummy --skip-tokenizer-init --sampling-backend pytorch --grammar-backend none"
         words = f"{common} --skip-server-warmup --log-level warning {_CPU if device == 'cpu' else _CUDA}".split()
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(self.port)]
@@ -95,6 +94,18 @@ class Server:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def _free_port() -> int:
+    """A port that is free now, low enough for SGLang, which also takes the one 10000 above."""
+    while True:
+        with socket.socket() as probe:
+            port = random.randrange(20000, 30000)
+            try:
+                probe.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                continue
 
 
 class ServerEndpoint(RolloutEndpoint):

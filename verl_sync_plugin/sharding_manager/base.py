@@ -200,7 +200,7 @@ class ShardingManager(BaseShardingManager):
                 request = LoadRequest(self._sync_id, self._addresses, self.config.timeout_seconds)
                 pending = self.endpoint.start_load(request, version)
         with self._agreement.attempt():  # while the engine is on its way
-            self._sender.begin(self._ready_plan(), self._shards, self.config.verify_hashes)
+            self._sender.begin(self._ready_plan(), self.config.verify_hashes)
         return pending
 
     async def _connect(self, pending: PendingLoad | None) -> None:
@@ -238,23 +238,30 @@ class ShardingManager(BaseShardingManager):
         return None
 
     def _fill_ahead(self) -> None:
-        """Fills all slots while the engine is on its way."""
-        for index in range(min(SLOTS, len(self._ready_plan().buckets))):
+        """Fills slots while the engine is on its way."""
+        for index in range(min(SLOTS - 1, len(self._ready_plan().buckets))):
             self._fill(index)
 
     def _stream(self) -> None:
-        """Feeds all buckets; a slot is refilled only after the engine has finished with it."""
+        """Feeds all buckets; a slot is refilled only after the engine has finished with it.
+
+        Neither side waits for its own copies before it starts the next ones: while bucket i is handed over, the
+        bucket after it is being packed and gathered and the one before it loaded.
+        """
         count = len(self._ready_plan().buckets)
         for index in range(count):
-            if index >= SLOTS:
-                with self._agreement.attempt():
-                    self._wait(index - SLOTS)
-                self._fill(index)
             with self._agreement.attempt():
+                with self.report.stage("gather"):
+                    self._sender.drain(index % SLOTS)
                 self._sender.load(index, index % SLOTS)
-        with self._agreement.attempt():
-            for index in range(max(count - SLOTS, 0), count):
-                self._wait(index)
+            with self._agreement.attempt():
+                if index > 0:
+                    self._wait(index - 1)
+            if index + SLOTS - 1 < count:
+                self._fill(index + SLOTS - 1)
+        if count:
+            with self._agreement.attempt():
+                self._wait(count - 1)
 
     def _fill(self, index: int) -> None:
         """Packs and gathers one bucket into its slot; collective."""
@@ -272,6 +279,8 @@ class ShardingManager(BaseShardingManager):
 
     def _prepare(self, bucket: Bucket) -> None:
         assert self._source is not None
+        if type(self._source).prepare is ParameterSource.prepare:
+            return
         self._source.prepare(tuple(dict.fromkeys(part.base for part in bucket.slices)))
 
     def _wait(self, index: int) -> None:

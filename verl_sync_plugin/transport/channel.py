@@ -41,6 +41,13 @@ class Channel:
         except OSError as error:
             raise ChannelClosedError(f"the other side of the weight-sync channel is gone ({error})") from error
 
+    def has_word(self) -> bool:
+        """Whether ``receive`` would return (or raise) at once."""
+        try:
+            return self._connection.poll(0)
+        except OSError:
+            return True
+
     def receive(self, timeout: float) -> Any:
         """Waits at most ``timeout`` seconds for one message.
 

@@ -38,28 +38,67 @@ class Packer:
         self._numbers = {id(bucket): number for number, bucket in enumerate(plan.buckets)}
         self._kernel = kernel_works(device)
         self._sums = torch.zeros(len(plan.buckets), dtype=torch.int64, device=device)
-        self._found: list[tuple[int, torch.dtype]] = []
-        self._kinds: list[int] = []
-        self._bases: dict[int, torch.Tensor] = {}
-        self._tables: dict[int, KernelTable] = {}
+        self._tables: dict[int, _Table] = {}
 
-    def begin(self, shards: list[Shard]) -> None:
-        """Looks up where the shards are now; once per sync, before the first bucket.
+    def begin(self) -> None:
+        """Once per sync, before the first bucket."""
+        self._sums.zero_()
+
+    def pack(self, bucket: Bucket, memory: torch.Tensor, shards: list[Shard], rank: int) -> None:
+        """Copies this rank's runs into its segment, cast to the wire dtype; copies may still run when it returns.
 
         Args:
-            shards: all shards of this rank, by base index; they stay where they are until the last bucket.
+            bucket: one of the plan's.
+            memory: its slot, uint8.
+            shards: all shards of this rank, by base index.
+            rank: this rank's segment.
         """
-        self._sums.zero_()
+        number = self._numbers[id(bucket)]
         if not self._kernel:
+            pack_segment(memory, bucket, shards, rank)
+            if self.hashed:
+                for low, high in covered(bucket, rank):
+                    self._sums[number] += hash_bytes(memory[low:high], low)
             return
-        runs = [shard.local() if shard.run is None else shard.run for shard in shards]
+        table = self._tables.get(number)
+        if table is None:
+            table = self._tables[number] = _Table(self.plan, bucket, rank, number, self._device)
+        table.find(shards, hash_alone=self.hashed)
+        segment = memory.narrow(0, rank * bucket.stride, bucket.stride)
+        for part in table.alone:
+            pack_slice(segment, part, shards[part.base])
+        table.run(memory, self._sums, self.hashed)
+
+    def sums(self) -> list[int]:
+        """The hash of this rank's segment of every bucket. Waits for the device."""
+        return [int(value) for value in self._sums.tolist()]
+
+
+class _Table:
+    """One bucket on a device with the kernel. ``alone``: slices to be packed one by one before ``run``."""
+
+    def __init__(self, plan: Plan, bucket: Bucket, rank: int, number: int, device: torch.device) -> None:
+        self._plan, self._bucket, self._rank, self._number, self._device = plan, bucket, rank, number, device
+        self._bases = list(dict.fromkeys(part.base for part in bucket.slices))
+        self._found: list[tuple[int, torch.dtype]] = []
+        self._kinds: dict[int, int] = {}
+        self._addresses: dict[int, torch.Tensor] = {}
+        self._table: KernelTable | None = None
+        self.alone: list[Slice] = []
+
+    def find(self, shards: list[Shard], hash_alone: bool) -> None:
+        """Looks up where the bucket's shards are now."""
+        chosen = [shards[base] for base in self._bases]
+        runs = [shard.local() if shard.run is None else shard.run for shard in chosen]
         found = [(run.data_ptr(), run.dtype) for run in runs]
         if found == self._found:
             return
-        self._found, self._bases = found, {}
-        kinds = [self._kind(shard, run) for shard, run in zip(shards, runs, strict=True)]
+        self._found, self._addresses = found, {}
+        kinds = {base: self._kind(shard, run) for base, shard, run in zip(self._bases, chosen, runs, strict=True)}
         if kinds != self._kinds:
-            self._kinds, self._tables = kinds, {}
+            self._kinds = kinds
+            self.alone = [part for part in self._bucket.slices if kinds[part.base] == ALONE]
+            self._table = KernelTable(self._blocks(hash_alone), self._device)
 
     def _kind(self, shard: Shard, run: torch.Tensor) -> int:
         plain = shard.merge is None and run.device == self._device and run.is_contiguous()
@@ -70,62 +109,35 @@ class Packer:
             return AS_IS
         return CAST if (run.dtype, wire) == (torch.float32, torch.bfloat16) else ALONE
 
-    def pack(self, bucket: Bucket, memory: torch.Tensor, shards: list[Shard], rank: int) -> None:
-        """Copies this rank's runs into its segment, cast to the wire dtype; copies may still run when it returns.
-
-        Args:
-            bucket: one of the plan's.
-            memory: its slot, uint8.
-            shards: as given to ``begin``.
-            rank: this rank's segment.
-        """
-        number = self._numbers[id(bucket)]
-        if not self._kernel:
-            pack_segment(memory, bucket, shards, rank)
-            if self.hashed:
-                for low, high in covered(bucket, rank):
-                    self._sums[number] += hash_bytes(memory[low:high], low)
-            return
-        segment = memory.narrow(0, rank * bucket.stride, bucket.stride)
-        for part in bucket.slices:
-            if self._kinds[part.base] == ALONE:
-                pack_slice(segment, part, shards[part.base])
-        self._table(number, bucket, rank).run(self._addresses(memory), self._sums, hashed=self.hashed)
-
-    def sums(self) -> list[int]:
-        """The hash of this rank's segment of every bucket. Waits for the device."""
-        return [int(value) for value in self._sums.tolist()]
-
-    def _addresses(self, memory: torch.Tensor) -> torch.Tensor:
+    def run(self, memory: torch.Tensor, sums: torch.Tensor, hashed: bool) -> None:
+        """Starts the copies into the slot."""
         slot = memory.data_ptr()
-        if slot not in self._bases:
-            self._bases[slot] = addresses(slot, [*(address for address, _ in self._found), slot], self._device)
-        return self._bases[slot]
+        if slot not in self._addresses:
+            self._addresses[slot] = addresses(slot, [*(address for address, _ in self._found), slot], self._device)
+        assert self._table is not None, "find() comes first"
+        self._table.run(self._addresses[slot], sums, hashed=hashed)
 
-    def _table(self, number: int, bucket: Bucket, rank: int) -> KernelTable:
-        if number not in self._tables:
-            self._tables[number] = KernelTable(self._blocks(number, bucket, rank), self._device)
-        return self._tables[number]
-
-    def _blocks(self, number: int, bucket: Bucket, rank: int) -> Iterator[Block]:
+    def _blocks(self, hash_alone: bool) -> Iterator[Block]:
         """Only bytes that belong to a tensor are packed. What was packed alone is copied onto itself, to be hashed."""
-        intervals = covered(bucket, rank)
+        intervals = covered(self._bucket, self._rank)
+        places = {base: place for place, base in enumerate(self._bases)}
         low = 0
-        for part in bucket.slices:
-            base, kind = self.plan.bases[part.base], self._kinds[part.base]
-            count = min(part.end, base.lengths[rank if len(base.lengths) > 1 else 0]) - part.begin
-            if count <= 0 or (kind == ALONE and not self.hashed):
+        for part in self._bucket.slices:
+            base, kind = self._plan.bases[part.base], self._kinds[part.base]
+            count = min(part.end, base.lengths[self._rank if len(base.lengths) > 1 else 0]) - part.begin
+            if count <= 0 or (kind == ALONE and not hash_alone):
                 continue
-            start = rank * bucket.stride + part.offset
+            start = self._rank * self._bucket.stride + part.offset
             while low < len(intervals) and intervals[low][1] <= start:
                 low += 1
             grow = 2 if kind == CAST else 1
             for first, end in within_from(intervals, low, start, start + count * base.itemsize):
-                source = (part.begin * base.itemsize + first - start) * grow
                 if kind == ALONE:
-                    yield Block(first, first, first, end - first, base=len(self._found), group=number)
+                    yield Block(first, first, first, end - first, base=len(self._bases), group=self._number)
                 else:
-                    yield Block(source, first, first, end - first, base=part.base, group=number, grow=grow)
+                    source = (part.begin * base.itemsize + first - start) * grow
+                    place = places[part.base]
+                    yield Block(source, first, first, end - first, base=place, group=self._number, grow=grow)
 
 
 def within_from(intervals: list[Interval], index: int, low: int, high: int) -> Iterator[Interval]:

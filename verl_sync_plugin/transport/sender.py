@@ -28,7 +28,7 @@ from verl_sync_plugin.transport.staging import Staging, create_staging, slot_of
 
 T = TypeVar("T")
 
-SLOTS = 2  # one being loaded, one being filled
+SLOTS = 2
 SPIN_SECONDS = 0.005
 
 
@@ -48,6 +48,7 @@ class BucketSender:
         self._staging: Staging | None = None
         self._channel: Channel | None = None
         self._packer: Packer | None = None
+        self._events: dict[int, torch.cuda.Event] = {}
 
     def reserve(self, plan: Plan) -> None:
         """Makes the staging memory fit ``plan``; keeps it when it does already."""
@@ -65,18 +66,17 @@ class BucketSender:
         self.hang_up()
         self._channel = channel
 
-    def begin(self, plan: Plan, shards: list[Shard], hashed: bool) -> None:
-        """Makes ready to pack all buckets of ``plan`` from ``shards``, which stay where they are until the last one.
+    def begin(self, plan: Plan, hashed: bool) -> None:
+        """Makes ready to pack all buckets of a plan.
 
         Args:
             plan: what will be packed.
-            shards: all shards of this rank, by base index.
             hashed: hash every byte that is packed.
         """
         packer = self._packer
         if packer is None or packer.plan is not plan or packer.hashed != hashed:
             packer = self._packer = Packer(self._device, plan, hashed)
-        packer.begin(shards)
+        packer.begin()
 
     def greet(self, sync_id: str, plan: Plan, copy_plan: bool = True) -> None:
         """Opens a sync on the adopted channel.
@@ -113,7 +113,7 @@ class BucketSender:
         return self._packer.sums() if self._packer is not None and self._packer.hashed else []
 
     def gather(self, bucket: Bucket, slot: int, rank: int, group: dist.ProcessGroup | None) -> None:
-        """Completes the slot from all ranks' segments, in place, and waits until the bytes are there.
+        """Completes the slot from all ranks' segments, in place; on a GPU the bytes are there after ``drain``.
 
         Raises:
             TimeoutError: a peer did not take part in time.
@@ -127,12 +127,19 @@ class BucketSender:
             else:
                 work.wait(timedelta(seconds=self._timeout))
         if memory.is_cuda:
-            self._drain()
+            event = self._events[slot] = torch.cuda.Event()
+            event.record()
 
-    def _drain(self) -> None:
-        """Waits for the current stream like ``synchronize``, but with a bound: a dead peer leaves NCCL hanging."""
-        event = torch.cuda.Event()
-        event.record()
+    def drain(self, slot: int) -> None:
+        """Waits until a slot's pack and gather are done, like ``synchronize`` but with a bound: a dead peer leaves NCCL
+        hanging.
+
+        Raises:
+            TimeoutError: the bound has passed.
+        """
+        event = self._events.pop(slot, None)
+        if event is None:
+            return
         started = time.monotonic()
         while not event.query():
             waited = time.monotonic() - started
