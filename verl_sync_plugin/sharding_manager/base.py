@@ -239,7 +239,7 @@ class ShardingManager(BaseShardingManager):
 
     def _fill_ahead(self) -> None:
         """Fills slots while the engine is on its way."""
-        for index in range(min(SLOTS - 1, len(self._ready_plan().buckets))):
+        for index in range(min(SLOTS, len(self._ready_plan().buckets))):
             self._fill(index)
 
     def _stream(self) -> None:
@@ -257,7 +257,7 @@ class ShardingManager(BaseShardingManager):
             with self._agreement.attempt():
                 if index > 0:
                     self._wait(index - 1)
-            if index + SLOTS - 1 < count:
+            if 0 < index <= count - SLOTS:
                 self._fill(index + SLOTS - 1)
         if count:
             with self._agreement.attempt():

@@ -28,7 +28,7 @@ from verl_sync_plugin.transport.staging import Staging, create_staging, slot_of
 
 T = TypeVar("T")
 
-SLOTS = 2
+SLOTS = 3  # one being loaded, one being filled, one on its way between the two
 SPIN_SECONDS = 0.005
 
 
