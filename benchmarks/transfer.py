@@ -38,6 +38,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", choices=sorted(transfer_models.CONFIGS), required=True)
     parser.add_argument("--buckets", default="512", help="bucket sizes in MiB, for both variants")
     parser.add_argument("--variants", default="stock,plugin,plugin-unhashed")
+    parser.add_argument("--trainer-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--repeat", type=int, default=5, help="measured syncs per variant and bucket size")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--work", type=Path, help="folder for config and log; default: temporary")
@@ -53,7 +54,7 @@ def _manager(server: Any, named: list[tuple[str, Any]], bucket_mb: int, hashed: 
     from verl_sync_plugin.bucket import Base, View
     from verl_sync_plugin.config import SyncConfig
     from verl_sync_plugin.sharding_manager.base import ShardingManager
-    from verl_sync_plugin.source.base import ParameterSource, Shard, dtype_name
+    from verl_sync_plugin.source.base import ParameterSource, Shard
 
     class PlainSource(ParameterSource):
         def __init__(self) -> None:
@@ -62,7 +63,7 @@ def _manager(server: Any, named: list[tuple[str, Any]], bucket_mb: int, hashed: 
 
         def _shard(self, name: str, tensor: torch.Tensor) -> Shard:
             views = (View(name, tuple(tensor.shape), 0, tensor.numel()),)
-            base = Base(name, dtype_name(tensor.dtype), tensor.element_size(), (tensor.numel(),), views)
+            base = Base(name, "bfloat16", 2, (tensor.numel(),), views)
             return Shard(base, partial(tensor.view, -1), run=tensor)
 
         def shards(self) -> list[Shard]:
@@ -145,7 +146,8 @@ def run_of(
     seconds = statistics.median(sample["seconds"] for sample in samples["syncs"])
     none = {"sleep": 0.0, "resume_weights": 0.0, "resume_kv": 0.0}
     settings = {
-        "harness": HARNESS, "model": args.model, "bucket_mb": bucket_mb, "device": args.device, "tensors": tensors,
+        "harness": HARNESS, "model": args.model, "bucket_mb": bucket_mb, "device": args.device,
+        "tensors": tensors, "trainer_dtype": args.trainer_dtype,
         "hashed": variant == "plugin", "floor_seconds": 2 * nbytes / DEVICE_BYTES_PER_SECOND,
     }  # fmt: skip
     return {
@@ -162,6 +164,7 @@ def run_of(
 def result_of(args: argparse.Namespace, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The whole result, in the form of ``schema``."""
     words = f"--case {args.case} --model {args.model} --buckets {args.buckets} --variants {args.variants}"
+    words += f" --trainer-dtype {args.trainer_dtype}"
     return {
         "case": args.case,
         "machine": machine.describe(),
@@ -182,8 +185,8 @@ def compare(args: argparse.Namespace, work: Path) -> None:
     from benchmarks.transfer_server import Server
 
     config = transfer_models.write_config(args.model, work / args.model)
-    named = transfer_models.weights(args.model, args.device)
-    nbytes = sum(tensor.nbytes for _, tensor in named)
+    named = transfer_models.weights(args.model, args.device, args.trainer_dtype)
+    nbytes = sum(2 * tensor.numel() for _, tensor in named)  # of bf16, whatever the trainer holds
     server = Server(config, args.device, work / f"{args.case}-server.log")
     runs: list[dict[str, Any]] = []
     tokens: list[int] = []

@@ -102,14 +102,14 @@ def _mlp(c: dict[str, Any], prefix: str) -> list[tuple[str, tuple[int, ...]]]:
     return found
 
 
-def weights(kind: str, device: str) -> list[tuple[str, Any]]:
-    """Random bf16 tensors, each an allocation of its own as a trainer's parameters are."""
+def weights(kind: str, device: str, dtype: str) -> list[tuple[str, Any]]:
+    """Random tensors, each an allocation of its own as a trainer's parameters are."""
     import torch
 
     generator = torch.Generator(device=device).manual_seed(1)
     made = []
     for name, shape in shapes(kind):
-        tensor = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
         else:
