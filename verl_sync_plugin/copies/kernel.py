@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-BLOCK = 2048  # lanes per step of a program
-WARPS = 8
+BLOCK = 4096  # lanes per step of a program
+WARPS = 16
 
 
 @triton.jit
