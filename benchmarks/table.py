@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import schema
+from benchmarks import schema, transfer_table
 from benchmarks.command import VARIANTS
 from benchmarks.parse import STAGES
 
@@ -104,9 +104,13 @@ def render(results: list[dict[str, Any]]) -> str:
     """The Markdown of all results."""
     if not results:
         return EMPTY
+    phases = [result for result in results if not transfer_table.is_transfer(result)]
     lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
-    lines += ["| " + " | ".join(row) + " |" for result in results for row in _rows(result)]
-    return "\n".join([*lines, "", *(_where(result) for result in results)])
+    lines += ["| " + " | ".join(row) + " |" for result in phases for row in _rows(result)]
+    transfers = transfer_table.render([result for result in results if transfer_table.is_transfer(result)])
+    if not phases:
+        lines = []
+    return "\n".join([*lines, *transfers, "", *(_where(result) for result in results)])
 
 
 def replace(text: str, table: str) -> str:

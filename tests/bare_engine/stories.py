@@ -58,7 +58,9 @@ def fail_and_recover(member: Rank) -> None:
     """Every kind of failure ends as the same error on all ranks, and the next sync is exact again."""
     trainer.perturb(member.trainer, seed=1)
     member.sync(1)
-    for number, fail in enumerate((trainer_fails, engine_refuses, engine_stalls, coverage_fails), start=2):
+    for number, fail in enumerate(
+        (trainer_fails, engine_refuses, engine_stalls, coverage_fails, bytes_change), start=2
+    ):
         text = fail(member, number)
         texts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(texts, text)
@@ -161,4 +163,21 @@ def coverage_fails(member: Rank, version: int) -> str:
     member.endpoint._backup = False
     source.shards = honest  # type: ignore[method-assign]
     assert "layers.1.mlp.down_proj.weight" in text and "weights_cpu_backup=on" in text
+    return text
+
+
+def bytes_change(member: Rank, version: int) -> str:
+    """One bit flips in one rank's slot after it was hashed; the engine that reads it says so, whoever packed it."""
+    sender, last = member.manager._sender, dist.get_world_size() - 1
+    honest = sender.load
+
+    def flipping(bucket: int, slot: int) -> None:
+        if bucket == 1 and member.rank == last:
+            sender._slot(slot)[64] ^= 1
+        honest(bucket, slot)
+
+    sender.load = flipping  # type: ignore[method-assign]
+    text = _failing(member, version)
+    sender.load = honest  # type: ignore[method-assign]
+    assert f"rank {last}: EngineFailedError" in text and "bucket 1: the bytes of trainer rank 0" in text, text
     return text

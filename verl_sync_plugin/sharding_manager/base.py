@@ -10,8 +10,8 @@ Lifecycle of a sync (every rank; ``-- settle`` marks where all ranks agree to go
     commit        engine ranks finish, the ledger proves coverage                  -- settle
     exit          hang up, forget the shards
 
-The next bucket is packed and gathered while the engine loads the last one. verl then offloads the trainer, all ranks
-meet in a barrier, and ``awake stage 2`` (the KV cache) follows in the rollout adapter.
+The next buckets are packed and gathered while the engine loads the last one (``stream.py``). verl then offloads the
+trainer, all ranks meet in a barrier, and ``awake stage 2`` (the KV cache) follows in the rollout adapter.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from abc import abstractmethod
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from verl.utils.ulysses import BaseShardingManager
 
-from verl_sync_plugin.bucket import Bucket, Plan, plan_buckets
+from verl_sync_plugin.bucket import Plan, plan_buckets
 from verl_sync_plugin.config import KEY_PREFIX, SyncConfig
 from verl_sync_plugin.metrics import SyncReport
 from verl_sync_plugin.sharding_manager.agreement import Agreement
 from verl_sync_plugin.sharding_manager.coverage import check_coverage, say
 from verl_sync_plugin.sharding_manager.endpoint import PendingLoad, RolloutEndpoint
 from verl_sync_plugin.sharding_manager.gauges import PeakMemory, note_device_memory
+from verl_sync_plugin.sharding_manager.stream import BucketStream
 from verl_sync_plugin.source.base import ParameterSource, Shard
 from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, ChannelTimeoutError, Listener
 from verl_sync_plugin.transport.protocol import Join, LoadRequest
-from verl_sync_plugin.transport.sender import SLOTS, BucketSender
+from verl_sync_plugin.transport.sender import BucketSender
 
 ACCEPT_SECONDS = 1.0
 
@@ -128,12 +128,13 @@ class ShardingManager(BaseShardingManager):
             with self.report.stage("update_weights"):
                 try:
                     pending = self._start(global_steps)
-                    self._fill_ahead()
+                    stream = self._open_stream()
+                    stream.fill_ahead()
                     with self.report.stage("connect"):
                         await self._connect(pending)
-                    self._stream()
+                    stream.run()
                     with self.report.stage("commit"):
-                        await self._commit(pending)
+                        await self._commit(pending, stream)
                 except BaseException as error:
                     self._sender.hang_up()
                     await self._abandon(pending, error)
@@ -237,65 +238,12 @@ class ShardingManager(BaseShardingManager):
         channel.close()
         return None
 
-    def _fill_ahead(self) -> None:
-        """Fills slots while the engine is on its way."""
-        for index in range(min(SLOTS, len(self._ready_plan().buckets))):
-            self._fill(index)
+    def _open_stream(self) -> BucketStream:
+        assert self._source is not None, "entered before"
+        return BucketStream(self._agreement, self._sender, self._ready_plan(), self._shards, self._source, self.report)
 
-    def _stream(self) -> None:
-        """Feeds all buckets; a slot is refilled only after the engine has finished with it.
-
-        Neither side waits for its own copies before it starts the next ones: while bucket i is handed over, the
-        bucket after it is being packed and gathered and the one before it loaded.
-        """
-        count = len(self._ready_plan().buckets)
-        for index in range(count):
-            with self._agreement.attempt():
-                with self.report.stage("gather"):
-                    self._sender.drain(index % SLOTS)
-                self._sender.load(index, index % SLOTS)
-            with self._agreement.attempt():
-                if index > 0:
-                    self._wait(index - 1)
-            if 0 < index <= count - SLOTS:
-                self._fill(index + SLOTS - 1)
-        if count:
-            with self._agreement.attempt():
-                self._wait(count - 1)
-
-    def _fill(self, index: int) -> None:
-        """Packs and gathers one bucket into its slot; collective."""
-        plan, sender, report = self._ready_plan(), self._sender, self.report
-        bucket, slot = plan.buckets[index], index % SLOTS
-        group = None if self._source is None else self._source.group
-        rank = 0 if group is None else dist.get_rank(group)
-        with self._agreement.attempt(), report.stage("prepare"):
-            self._prepare(bucket)
-        with self._agreement.attempt(), report.stage("pack"):
-            sender.pack(bucket, slot, self._shards, rank if bucket.world > 1 else 0)
-        self._agreement.settle(f"packing bucket {index + 1} of {len(plan.buckets)}")
-        with self._agreement.attempt(), report.stage("gather"):
-            sender.gather(bucket, slot, rank, group)
-
-    def _prepare(self, bucket: Bucket) -> None:
-        assert self._source is not None
-        if type(self._source).prepare is ParameterSource.prepare:
-            return
-        self._source.prepare(tuple(dict.fromkeys(part.base for part in bucket.slices)))
-
-    def _wait(self, index: int) -> None:
-        if self._agreement.failed:
-            return
-        with self.report.stage("wait_engine"):
-            seconds = self._sender.wait_loaded(index)
-        self.report.stages["engine_load"] = self.report.stages.get("engine_load", 0.0) + seconds
-
-    async def _commit(self, pending: PendingLoad | None) -> None:
-        mine: list[int] = []
-        with self._agreement.attempt():
-            mine = self._sender.sums()
-        self._agreement.settle("loading the last buckets")
-        sums = self._all_sums(mine)
+    async def _commit(self, pending: PendingLoad | None, stream: BucketStream) -> None:
+        sums = stream.sums() if self.config.verify_hashes else ()
         with self._agreement.attempt():
             committed = self._sender.commit(sums)
             coverage = committed.coverage
@@ -307,20 +255,6 @@ class ShardingManager(BaseShardingManager):
                 outcome = await pending.outcome(self.config.timeout_seconds)
                 self.report.stages = {"sleep": outcome.sleep_seconds, **self.report.stages}
         self._agreement.settle("committing")
-
-    def _all_sums(self, mine: list[int]) -> tuple[tuple[int, ...], ...]:
-        """Collective: what every rank of the group packed, by bucket and segment; empty without hashing."""
-        if not self.config.verify_hashes:
-            return ()
-        group = None if self._source is None else self._source.group
-        if group is None:
-            return tuple((value,) for value in mine)
-        texts = self._agreement.gather("exchanging hashes", ",".join(map(str, mine)))
-        lists = [[int(value) for value in texts[rank].split(",")] for rank in dist.get_process_group_ranks(group)]
-        return tuple(
-            tuple(sums[number] for sums in lists) if bucket.world > 1 else (mine[number],)
-            for number, bucket in enumerate(self._ready_plan().buckets)
-        )
 
     async def _abandon(self, pending: PendingLoad | None, why: BaseException) -> None:
         """Lets the engine leave a broken load, so that the next sync finds it idle, and keeps it from generating."""

@@ -1,0 +1,116 @@
+"""One sync's buckets on their way to the engine.
+
+Neither side waits for its own copies before it starts the next ones: while one bucket is handed over, those after it
+are being packed and gathered and the one before it is being loaded. A slot is refilled only after the engine has said
+that its copies out of it have completed.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from verl_sync_plugin.bucket import Plan
+from verl_sync_plugin.metrics import SyncReport
+from verl_sync_plugin.sharding_manager.agreement import Agreement
+from verl_sync_plugin.source.base import ParameterSource, Shard
+from verl_sync_plugin.transport.sender import SLOTS, BucketSender
+
+
+class BucketStream:
+    """All methods are collective over the trainer ranks.
+
+    Args:
+        agreement: where ranks settle.
+        sender: reserved for the plan and begun.
+        plan: the buckets.
+        shards: all shards of this rank, by base index.
+        source: what prepares them.
+        report: gets the stages.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        sender: BucketSender,
+        plan: Plan,
+        shards: list[Shard],
+        source: ParameterSource,
+        report: SyncReport,
+    ) -> None:
+        self._agreement = agreement
+        self._sender = sender
+        self._plan = plan
+        self._shards = shards
+        self._source = source
+        self._report = report
+        self._rank = 0 if source.group is None else dist.get_rank(source.group)
+
+    def fill_ahead(self) -> None:
+        """Fills all slots; may run before the engine is there.
+
+        Raises:
+            SyncError: any rank failed.
+        """
+        for index in range(min(SLOTS, len(self._plan.buckets))):
+            self._fill(index)
+
+    def run(self) -> None:
+        """Hands all buckets over, after ``fill_ahead``, and waits until the engine has loaded them.
+
+        Raises:
+            SyncError: any rank failed.
+        """
+        count = len(self._plan.buckets)
+        for index in range(count):
+            with self._agreement.attempt():
+                with self._report.stage("gather"):
+                    self._sender.drain(index % SLOTS)
+                self._sender.load(index, index % SLOTS)
+            with self._agreement.attempt():
+                if index > 0:
+                    self._wait(index - 1)
+            if 0 < index <= count - SLOTS:
+                self._fill(index + SLOTS - 1)
+        with self._agreement.attempt():
+            if count:
+                self._wait(count - 1)
+        self._agreement.settle("loading the last buckets")
+
+    def sums(self) -> tuple[tuple[int, ...], ...]:
+        """What every rank of the group packed, hashed, by bucket and segment.
+
+        Raises:
+            SyncError: any rank failed.
+        """
+        mine: list[int] = []
+        with self._agreement.attempt():
+            mine = self._sender.sums()
+        self._agreement.settle("hashing what was packed")
+        if self._source.group is None:
+            return tuple((value,) for value in mine)
+        texts = self._agreement.gather("exchanging hashes", ",".join(map(str, mine)))
+        ranks = dist.get_process_group_ranks(self._source.group)
+        lists = [[int(value) for value in texts[rank].split(",")] for rank in ranks]
+        return tuple(
+            tuple(sums[number] for sums in lists) if bucket.world > 1 else (mine[number],)
+            for number, bucket in enumerate(self._plan.buckets)
+        )
+
+    def _fill(self, index: int) -> None:
+        """Starts to pack and gather one bucket into its slot."""
+        bucket, slot = self._plan.buckets[index], index % SLOTS
+        with self._agreement.attempt(), self._report.stage("prepare"):
+            if type(self._source).prepare is not ParameterSource.prepare:
+                self._source.prepare(tuple(dict.fromkeys(part.base for part in bucket.slices)))
+        with self._agreement.attempt(), self._report.stage("pack"):
+            self._sender.pack(bucket, slot, self._shards, self._rank if bucket.world > 1 else 0)
+        self._agreement.settle(f"packing bucket {index + 1} of {len(self._plan.buckets)}")
+        with self._agreement.attempt(), self._report.stage("gather"):
+            self._sender.gather(bucket, slot, self._rank, self._source.group)
+
+    def _wait(self, index: int) -> None:
+        if self._agreement.failed:
+            return
+        with self._report.stage("wait_engine"):
+            seconds = self._sender.wait_loaded(index)
+        self._report.stages["engine_load"] = self._report.stages.get("engine_load", 0.0) + seconds
