@@ -25,6 +25,7 @@ def test_defaults() -> None:
     assert (config.enabled, config.weights_cpu_backup, config.wire_dtype) == (True, "auto", "auto")
     assert (config.timeout_seconds, config.release_cuda_graph) == (300.0, False)
     assert config.keep_dtype == (r"\.gate\.weight$", r"e_score_correction_bias$")
+    assert (config.copy_plan, config.verify_hashes) == (True, True)
 
 
 def test_every_key_is_taken_over() -> None:
@@ -35,8 +36,10 @@ def test_every_key_is_taken_over() -> None:
         "keep_dtype": ["a", "b$"],
         "timeout_seconds": 7,
         "release_cuda_graph": True,
+        "copy_plan": False,
+        "verify_hashes": False,
     }
-    assert SyncConfig.from_mapping(values) == SyncConfig(False, "off", "float32", ("a", "b$"), 7, True)
+    assert SyncConfig.from_mapping(values) == SyncConfig(False, "off", "float32", ("a", "b$"), 7, True, False, False)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +49,8 @@ def test_every_key_is_taken_over() -> None:
         ("enabled", 1, "1", "True or False"),
         ("enabled", None, "None", "True or False"),
         ("release_cuda_graph", "on", "'on'", f"Use {KEY_PREFIX}.release_cuda_graph=True or False."),
+        ("copy_plan", "auto", "'auto'", f"Use {KEY_PREFIX}.copy_plan=True or False."),
+        ("verify_hashes", 1, "1", f"Use {KEY_PREFIX}.verify_hashes=True or False."),
         ("weights_cpu_backup", "maybe", "'maybe'", "Use one of auto, on, off."),
         ("weights_cpu_backup", 3, "3", "Use one of auto, on, off."),
         ("weights_cpu_backup", None, "None", "Use one of auto, on, off."),

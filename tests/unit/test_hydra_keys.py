@@ -101,9 +101,11 @@ def test_sync_keys(name: str, engine: tuple[str, ...]) -> None:
         f"{KEY_PREFIX}.keep_dtype=[router]",
         f"{KEY_PREFIX}.timeout_seconds=12.5",
         f"{KEY_PREFIX}.release_cuda_graph=True",
+        f"{KEY_PREFIX}.copy_plan=False",
+        f"{KEY_PREFIX}.verify_hashes=False",
     ]
     config = built(rollout_of(*engine, *overrides, name=name))
-    assert sync_config_of(config) == SyncConfig(False, "off", "float32", ("router",), 12.5, True)
+    assert sync_config_of(config) == SyncConfig(False, "off", "float32", ("router",), 12.5, True, False, False)
 
 
 def test_settings_survive_the_trip_through_yaml() -> None:
