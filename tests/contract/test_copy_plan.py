@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -119,6 +120,18 @@ def moved_parameters_start_over(kind: str, config: Any) -> None:
     assert counts == [False, True, False, True, True]
 
 
+def moved_experts_start_over(kind: str, config: Any) -> None:
+    """Expert load balancing changes what a place holds, not where it is."""
+    from sglang.srt.eplb import expert_location
+
+    model = models.build(config)
+    wire = Wire(model, models.weights_of(kind, 0), 1, 1 << 20)
+    placed = SimpleNamespace(physical_to_logical_map_cpu=torch.tensor([[1, 0]]))
+    assert wire.sync(models.weights_of(kind, 1)) == (0, 0) != wire.sync(models.weights_of(kind, 2))
+    with mock.patch.object(expert_location, "get_global_expert_location_metadata", lambda: placed):
+        assert wire.sync(models.weights_of(kind, 3)) == (0, 0) != wire.sync(models.weights_of(kind, 4))
+
+
 def _plus_one(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
     parameter.data.copy_(loaded + 1)
 
@@ -200,6 +213,7 @@ def run_rank(rank: int, world: int, folder: str, port: int) -> None:
         config = models.start(Path(folder), "qwen2", rank, world, port)
         for story in (
             moved_parameters_start_over,
+            moved_experts_start_over,
             others_take_the_models_own_way,
             a_model_that_keeps_tensors_is_not_planned,
             a_wrong_plan_is_found,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from verl_sync_plugin.receiver.recorder import Copy, Recording, Source, model_te
 SHORTEST_RUN = 32
 MOST_LINES = 1 << 16
 
-Layout = tuple[tuple[int, torch.Size, tuple[int, ...], torch.dtype], ...]
+Layout = tuple[tuple[object, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,21 @@ class LayoutKey:
         self._modules = list(model.modules())
 
     def now(self) -> Layout:
-        return tuple(
+        tensors = tuple(
             (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
             for module in self._modules
             for owned in (module._parameters, module._buffers)
             for tensor in owned.values()
             if tensor is not None
         )
+        return (_expert_placement(), *tensors)
+
+
+def _expert_placement() -> tuple[int, ...]:
+    """SGLang's load balancing moves experts between the places of a parameter that stays where it is."""
+    module = sys.modules.get("sglang.srt.eplb.expert_location")
+    metadata = None if module is None else module.get_global_expert_location_metadata()
+    return () if metadata is None else tuple(metadata.physical_to_logical_map_cpu.flatten().tolist())
 
 
 def make_plan(model: Any, sources: Sequence[Source]) -> CopyPlan:
