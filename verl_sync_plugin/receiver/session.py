@@ -68,6 +68,8 @@ class ReceiverSession:
         unpacker.finish(_expect(Commit, message).sums, ledger)
         if ledger is not None:
             self._coverage[hello.digest] = ledger.coverage()
+        if self._staging.is_cuda:
+            torch.cuda.current_stream().synchronize()  # what the model derived; its forward may use another stream
         channel.send(Committed(self._coverage[hello.digest], *unpacker.replayed))
 
     def _open(self, hello: Hello, channel: Channel, wait: float) -> Unpacker:

@@ -251,10 +251,13 @@ class ShardingManager(BaseShardingManager):
             self.report.replayed_bytes = committed.replayed_bytes
             self.report.coverage_expected, self.report.coverage_missing = coverage.expected, len(coverage.missing)
             check_coverage(coverage, self.config, self.endpoint.restores_uncovered, first=self._syncs == 1)
+        # Before waiting for the engine's answer: it gives none while one of its ranks waits for us to hang up
+        self._agreement.settle("committing")
+        with self._agreement.attempt():
             if pending is not None:
                 outcome = await pending.outcome(self.config.timeout_seconds)
                 self.report.stages = {"sleep": outcome.sleep_seconds, **self.report.stages}
-        self._agreement.settle("committing")
+        self._agreement.settle("ending the engine's update")
 
     async def _abandon(self, pending: PendingLoad | None, why: BaseException) -> None:
         """Lets the engine leave a broken load, so that the next sync finds it idle, and keeps it from generating."""
