@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from verl.utils.model import convert_weight_keys
 
 from verl_sync_plugin.config import KEY_PREFIX, TURN_OFF, refuse_adapter_mode
-from verl_sync_plugin.lora import lora_weights
+from verl_sync_plugin.lora.names import merged_name
+from verl_sync_plugin.lora.weights import lora_weights, renamed_weights
 from verl_sync_plugin.sharding_manager.base import ShardingManager
 from verl_sync_plugin.sharding_manager.registry import register_sharding_manager
 from verl_sync_plugin.source.base import ParameterSource, WirePolicy
 from verl_sync_plugin.source.fsdp1 import FSDP1Source
 from verl_sync_plugin.source.fsdp2 import FSDP2Source
-from verl_sync_plugin.source.lora import ADAPTER_PATTERN, MergingSource, merged_name
+from verl_sync_plugin.source.lora import MergingSource
 from verl_sync_plugin.source.naming import Rewrite, verl_rewrite
 
 
@@ -30,7 +30,7 @@ class _FSDPManager(ShardingManager):
         if not self._peft:
             return self._plain_source()
         refuse_adapter_mode(self.engine.model_config)
-        weights = [replace(w, name=merged_name(w.name) or w.name) for w in lora_weights(unwrap(self.engine.module))]
+        weights = renamed_weights(lora_weights(unwrap(self.engine.module)), self._rename)
         return MergingSource(self._plain_source(), weights, self._device)
 
     @abstractmethod
@@ -50,7 +50,7 @@ class _FSDPManager(ShardingManager):
             raise ValueError(
                 f"actor_rollout_ref.rollout.dtype={name!r}: not a torch dtype. Set {KEY_PREFIX}.wire_dtype=bfloat16."
             )
-        return WirePolicy(dtype, (*self.config.keep_dtype, ADAPTER_PATTERN))
+        return WirePolicy(dtype, self.config.keep_dtype)
 
     def _rewrite(self) -> Rewrite:
         return verl_rewrite(self.engine.model_config.hf_config.model_type)

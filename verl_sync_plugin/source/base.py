@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.bucket import Base
+from verl_sync_plugin.lora.names import is_adapter
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,20 @@ class WirePolicy:
     keep: tuple[str, ...] = ()
 
     def of_parameter(self, names: list[str], dtype: torch.dtype) -> torch.dtype:
-        if not dtype.is_floating_point or any(re.search(p, name) for p in self.keep for name in names):
+        """Of one storage with all its names. Adapters are exchanged among trainers only and keep their dtype."""
+        served = [name for name in names if not is_adapter(name)]
+        if not served or not dtype.is_floating_point:
             return dtype
-        return self.dtype
+        return dtype if any(re.search(p, name) for p in self.keep for name in served) else self.dtype
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter inside a base, as the trainer knows it: before verl's rewriting into HF tensors."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
 
 
 @dataclass(frozen=True)
@@ -41,11 +53,13 @@ class Shard:
             parameters are offloaded). It aliases the live parameter: read it, never write it.
         merge: turns a part of the run, on the device, into what travels: ``merge(part, begin)`` with ``part`` the
             elements from ``begin`` on. Returns a new tensor. ``None`` when the run travels as it is.
+        members: the parameters in the base; tied ones under all their names. Buffers have none.
     """
 
     base: Base
     local: Callable[[], torch.Tensor]
     merge: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+    members: tuple[Member, ...] = ()
 
 
 class ParameterSource(ABC):

@@ -29,6 +29,7 @@ from verl_sync_plugin.transport.staging import Staging, create_staging, slot_of
 T = TypeVar("T")
 
 SLOTS = 2  # one being loaded, one being filled
+MERGE_CHUNK = 1 << 24  # elements; merging computes in fp32, which for a whole bucket would take twice its size
 
 
 class EngineFailedError(RuntimeError):
@@ -172,6 +173,10 @@ def pack_segment(memory: torch.Tensor, bucket: Bucket, shards: list[Shard], rank
         if run.device != target.device:
             # Move, then cast: a casting copy across devices would cast on the host
             run = run.to(target.device, non_blocking=True)
-        if shard.merge is not None:
-            run = shard.merge(run, part.begin)
-        target.view(getattr(torch, shard.base.dtype)).copy_(run)
+        typed = target.view(getattr(torch, shard.base.dtype))
+        if shard.merge is None:
+            typed.copy_(run)
+            continue
+        for done in range(0, run.numel(), MERGE_CHUNK):
+            chunk = run[done : done + MERGE_CHUNK]
+            typed[done : done + MERGE_CHUNK].copy_(shard.merge(chunk, part.begin + done))
