@@ -31,7 +31,9 @@ from verl_sync_plugin.sharding_manager.coverage import check_coverage, say
 from verl_sync_plugin.sharding_manager.endpoint import PendingLoad, RolloutEndpoint
 from verl_sync_plugin.sharding_manager.gauges import PeakMemory, note_device_memory
 from verl_sync_plugin.source.base import ParameterSource, Shard
+from verl_sync_plugin.source.culprit import name_culprit
 from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, ChannelTimeoutError, Listener
+from verl_sync_plugin.transport.finite import FiniteCheck
 from verl_sync_plugin.transport.protocol import Join, LoadRequest
 from verl_sync_plugin.transport.sender import SLOTS, BucketSender
 
@@ -72,6 +74,7 @@ class ShardingManager(BaseShardingManager):
         self._device = device
         self._agreement = Agreement(config.timeout_seconds)
         self._sender = BucketSender(device, config.timeout_seconds)
+        self._finite = FiniteCheck()
         self._listener = Listener()
         self._addresses: tuple[str, ...] | None = None
         self._source: ParameterSource | None = None
@@ -233,6 +236,7 @@ class ShardingManager(BaseShardingManager):
     def _stream(self) -> None:
         """Feeds all buckets; a slot is refilled only after the engine has finished with it."""
         plan, sender, report = self._ready_plan(), self._sender, self.report
+        self._finite.clear()
         group = None if self._source is None else self._source.group
         rank = 0 if group is None else dist.get_rank(group)
         for index, bucket in enumerate(plan.buckets):
@@ -243,7 +247,9 @@ class ShardingManager(BaseShardingManager):
             with self._agreement.attempt(), report.stage("prepare"):
                 self._prepare(bucket)
             with self._agreement.attempt(), report.stage("pack"):
-                sender.pack(bucket, slot, self._shards, rank if bucket.world > 1 else 0)
+                segment = sender.pack(bucket, slot, self._shards, rank if bucket.world > 1 else 0)
+                if self.config.check_finite:
+                    self._finite.add(plan, index, segment, rank)
             self._agreement.settle(f"packing bucket {index + 1} of {len(plan.buckets)}")
             with self._agreement.attempt():
                 with report.stage("gather"):
@@ -252,6 +258,17 @@ class ShardingManager(BaseShardingManager):
         with self._agreement.attempt():
             for index in range(max(len(plan.buckets) - SLOTS, 0), len(plan.buckets)):
                 self._wait(index)
+            self._check_finite(rank)
+
+    def _check_finite(self, rank: int) -> None:
+        """Before the commit, so the engine does not generate from what it was given."""
+        for index in self._finite.broken():
+            assert self._source is not None
+            culprit = name_culprit(self._ready_plan().buckets[index], self._shards, self._source, rank)
+            raise ValueError(
+                f"parameter {culprit}; the engine was not released to generate from it. Look at the last optimizer "
+                f"step (loss, gradient norm, learning rate), or set {KEY_PREFIX}.check_finite=False to sync it anyway"
+            )
 
     def _prepare(self, bucket: Bucket) -> None:
         assert self._source is not None

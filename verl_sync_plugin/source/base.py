@@ -88,6 +88,10 @@ class ParameterSource(ABC):
     def prepare(self, bases: tuple[int, ...]) -> None:  # noqa: B027  (most sources need nothing)
         """Collective over ``group``: whatever the shards with these indices need from other ranks before packing."""
 
+    def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:
+        """Names and this rank's part of what is merged into these bases; for messages."""
+        return []
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -43,6 +44,10 @@ class FactorStore:
         for member in shard.members:
             if is_adapter(member.name):
                 self._shards[member.name] = _adapter_shard(shard, member, rank)
+
+    def local(self, key: str) -> Callable[[], torch.Tensor]:
+        """This rank's run of a factor."""
+        return self._shards[key].local
 
     def gather(self, keys: tuple[str, ...], group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
         """Whole factors in the trainer's dtype. Collective over ``group``, with the same keys on all its ranks."""

@@ -6,6 +6,7 @@ written. So there is nothing to back up or restore, and a failure leaves the tra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -94,6 +95,10 @@ class MergingSource(ParameterSource):
         keys = [key for _, targets in parts for target in targets for key in target.weight.keys]
         self._gathered = self.factors.gather(tuple(dict.fromkeys(keys)), self.group)
         self._scales = self._dora_scales(parts)
+
+    def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:
+        targets = [target for base in bases for target in self._exported[base][1]]
+        return [(key, self.factors.local(key)) for target in targets for key in target.weight.keys]
 
     def _dora_scales(self, parts: list[tuple[Shard, tuple[Target, ...]]]) -> dict[str, torch.Tensor]:
         """Magnitude over norm; a row may be spread over ranks, so the squares are summed over all of them."""

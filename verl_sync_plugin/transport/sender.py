@@ -78,9 +78,15 @@ class BucketSender:
             channel.send(Manifest(tuple(bucket.entries for bucket in plan.buckets)))
         self._staging.opened()
 
-    def pack(self, bucket: Bucket, slot: int, shards: list[Shard], rank: int) -> None:
-        """Copies this rank's runs into its segment of the slot, cast to the wire dtype on the way."""
-        pack_segment(self._slot(slot), bucket, shards, rank)
+    def pack(self, bucket: Bucket, slot: int, shards: list[Shard], rank: int) -> torch.Tensor:
+        """Copies this rank's runs into its segment of the slot, cast to the wire dtype on the way.
+
+        Returns:
+            The segment: uint8, ``bucket.stride`` bytes.
+        """
+        memory = self._slot(slot)
+        pack_segment(memory, bucket, shards, rank)
+        return memory.narrow(0, rank * bucket.stride, bucket.stride)
 
     def gather(self, bucket: Bucket, slot: int, rank: int, group: dist.ProcessGroup | None) -> None:
         """Completes the slot from all ranks' segments, in place, and waits until the bytes are there.
