@@ -37,19 +37,19 @@ class SyncConfig:
         wire_dtype: dtype in which floating-point parameters travel; ``auto`` is ``rollout.dtype``. Buffers always
             travel in their own dtype.
         keep_dtype: regular expressions (``re.search`` on the HF name); matching parameters keep the trainer's dtype.
-        check_finite: a NaN or Inf among the packed weights fails the sync and names the parameter.
         timeout_seconds: bound on every wait of a sync; when it passes, all ranks raise the same ``SyncError``.
         release_cuda_graph: also release SGLang's CUDA graph memory during training and resume it in stage 2. Not where
             megatron-core is installed: imported by SGLang, it puts the memory saver into a mode that cannot.
+        check_finite: a NaN or Inf among the packed weights fails the sync and names the parameter.
     """
 
     enabled: bool = True
     weights_cpu_backup: str = "auto"
     wire_dtype: str = "auto"
     keep_dtype: tuple[str, ...] = (r"\.gate\.weight$", r"e_score_correction_bias$")
-    check_finite: bool = True
     timeout_seconds: float = 300.0
     release_cuda_graph: bool = False
+    check_finite: bool = True
 
     def __post_init__(self) -> None:
         for name in ("enabled", "check_finite", "release_cuda_graph"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from verl_sync_plugin.config import sync_config_of
 from verl_sync_plugin.hooks.awake import KV_CACHE, WEIGHTS, AwakeState, sleep_tags
 from verl_sync_plugin.hooks.backup import keep_cpu_backup
 from verl_sync_plugin.hooks.gate import WeightsGate
+from verl_sync_plugin.lora.build import unties_embeddings
 from verl_sync_plugin.transport.protocol import LOADER
 from verl_sync_plugin.transport.request import pack_request
 
@@ -49,6 +51,7 @@ class SyncSGLangHttpServer(SGLangHttpServer):
         sglang_kwargs["custom_weight_loader"] = [*loaders, *([] if LOADER in loaders else [LOADER])]
         if self._sync.release_cuda_graph:
             os.environ[CUDA_GRAPH_VARIABLE] = "1"
+        self._untie(sglang_kwargs)
         backup = keep_cpu_backup(self._sync, self.config, self.model_config)
         with compat.launch_shims(), _decided(self, backup):
             await super().launch_server(master_address=master_address, master_port=master_port)
@@ -61,6 +64,13 @@ class SyncSGLangHttpServer(SGLangHttpServer):
                 )
         word = "on" if backup else "off"
         print(f"[verl-sync-plugin] pid {os.getpid()} rollout server: {LOADER}, CPU backup {word}", flush=True)
+
+    def _untie(self, sglang_kwargs: dict[str, Any]) -> None:
+        """An engine that ties embedding and head cannot hold what a merged adapter makes of one of them."""
+        if not self.lora_as_adapter and unties_embeddings(self.model_config):
+            given = json.loads(sglang_kwargs.get("json_model_override_args") or "{}")
+            sglang_kwargs["json_model_override_args"] = json.dumps({**given, "tie_word_embeddings": False})
+            print(f"[verl-sync-plugin] pid {os.getpid()} rollout server: embedding and head untied", flush=True)
 
     async def sleep(self) -> None:
         """verl's sleep, once per wake; a repeated call is harmless."""

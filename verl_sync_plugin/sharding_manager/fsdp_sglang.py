@@ -10,6 +10,7 @@ import torch
 from verl.utils.model import convert_weight_keys
 
 from verl_sync_plugin.config import KEY_PREFIX, TURN_OFF, refuse_adapter_mode
+from verl_sync_plugin.lora.build import unties_embeddings
 from verl_sync_plugin.lora.names import merged_name
 from verl_sync_plugin.lora.weights import lora_weights, renamed_weights
 from verl_sync_plugin.sharding_manager.base import ShardingManager
@@ -30,8 +31,24 @@ class _FSDPManager(ShardingManager):
         if not self._peft:
             return self._plain_source()
         refuse_adapter_mode(self.engine.model_config)
+        self._refuse_tied()
         weights = renamed_weights(lora_weights(unwrap(self.engine.module)), self._rename)
         return MergingSource(self._plain_source(), weights, self._device)
+
+    def _refuse_tied(self) -> None:
+        """The engine was told at its launch to untie what the adapter changes on one side; see that it was."""
+        model: Any = unwrap(self.engine.module)
+        config = self.engine.model_config
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        adapted = [type(end).__name__ for end in ends if hasattr(end, "base_layer") or hasattr(end, "modules_to_save")]
+        tied = getattr(config.hf_config, "tie_word_embeddings", False)
+        same = getattr(model.peft_config["default"], "ensure_weight_tying", False)
+        if adapted and tied and not same and not unties_embeddings(config):
+            raise ValueError(
+                f"the adapter changes the embedding or the head ({', '.join(adapted)}), which this model ties, and the "
+                "engine ties them too. Set actor_rollout_ref.model.exclude_modules so that neither is adapted, or "
+                "+actor_rollout_ref.model.lora.peft.ensure_weight_tying=True."
+            )
 
     @abstractmethod
     def _plain_source(self) -> ParameterSource:
