@@ -32,7 +32,8 @@ def settle_trainer(actor_rollout_ref: Any) -> None:
         )
     if strategy in FLAT_LORA_TRAINERS:
         unify_lora_keys(actor_rollout_ref.model)
-    refuse_adapter_mode(actor_rollout_ref.model)
+    else:
+        refuse_adapter_mode(actor_rollout_ref.model)
 
 
 def unify_lora_keys(model: DictConfig) -> None:

@@ -17,6 +17,7 @@ from sglang.srt.managers.io_struct import (
 )
 from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
+from verl.workers.rollout.sglang_rollout.utils import SGLANG_LORA_NAME
 
 from verl_sync_plugin import compat
 from verl_sync_plugin.config import sync_config_of
@@ -130,6 +131,18 @@ class SyncSGLangHttpServer(SGLangHttpServer):
             success, message = await self.tokenizer_manager.update_weights_from_tensor(obj, None)
         if not success:
             raise RuntimeError(f"SGLang refused the weight update: {message}")
+        slept, self._sleep_seconds = self._sleep_seconds, 0.0
+        return slept
+
+    async def load_adapter(self, settings: dict[str, Any], packed: bytes, weight_version: str | None) -> float:
+        """Replaces the adapter under verl's name for it; arguments and result as ``load_weights``'s.
+
+        Raises:
+            RuntimeError: SGLang refused the adapter.
+        """
+        self._gate.begin()
+        self._version = weight_version
+        await compat.replace_adapter(self.tokenizer_manager, SGLANG_LORA_NAME, settings, packed)
         slept, self._sleep_seconds = self._sleep_seconds, 0.0
         return slept
 
