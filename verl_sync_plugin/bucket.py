@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 ALIGNMENT = 16  # bytes; lets any dtype be viewed in place and 16-byte loads be used
@@ -120,7 +121,7 @@ class Plan:
         """Size of the largest bucket, so of one staging slot."""
         return max((bucket.nbytes for bucket in self.buckets), default=0)
 
-    @property
+    @cached_property
     def tensor_count(self) -> int:
         return sum(len(base.views) for base in self.bases)
 

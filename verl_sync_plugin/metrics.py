@@ -13,7 +13,7 @@ from typing import Any
 # offloading, its barrier) is in verl's timing_s/update_weights and in what benchmarks/ measures.
 PHASE_STAGES = ("sleep", "resume_weights", "update_weights", "resume_kv")
 # Parts of update_weights, on the reporting rank; "engine_load" is the engine's time and overlaps with the others
-DETAIL_STAGES = ("plan", "prepare", "pack", "gather", "wait_engine", "engine_load")
+DETAIL_STAGES = ("plan", "connect", "prepare", "pack", "gather", "wait_engine", "engine_load", "commit")
 
 
 @dataclass
@@ -32,6 +32,8 @@ class SyncReport:
         peak_host_bytes: growth of this rank's peak resident set during the sync.
         coverage_expected: parameters and persistent buffers of the engine's model.
         coverage_missing: how many of them a sync does not write completely.
+        replayed_tensors: HF tensors that went by the copy plan instead of the engine's ``load_weights``.
+        replayed_bytes: their bytes.
     """
 
     global_steps: int = -1
@@ -45,6 +47,8 @@ class SyncReport:
     peak_host_bytes: int = 0
     coverage_expected: int = 0
     coverage_missing: int = 0
+    replayed_tensors: int = 0
+    replayed_bytes: int = 0
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -102,6 +106,7 @@ def metrics_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "sync/peak_host_bytes": float(max(report.peak_host_bytes for report in built)),
         "sync/coverage_expected": float(max(report.coverage_expected for report in built)),
         "sync/coverage_missing": float(max(report.coverage_missing for report in built)),
+        "sync/replayed_tensors": float(min(report.replayed_tensors for report in built)),
         "sync/weight_version": float(max(report.global_steps for report in built)),
     }
 

@@ -46,6 +46,8 @@ def _delay(owner: Any, method: str, seconds: float) -> None:
 def _check_report(member: Rank) -> None:
     report = member.manager.report
     assert report.global_steps == 3 and report.coverage_expected > 10 and report.nbytes > 100_000
+    assert report.replayed_tensors == report.tensors, "the first sync is the model's own, later ones are replayed"
+    assert 100_000 < report.replayed_bytes <= 2 * report.nbytes
     assert {"plan", "resume_weights", "update_weights", "resume_kv", "pack"} <= report.stages.keys()
     if member.endpoint.leader:
         assert [published["global_steps"] for published in member.endpoint.reports] == [1, 2, 3]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -261,3 +263,27 @@ def test_two_active_adapters_are_refused_by_name() -> None:
     adapted.base_model.set_adapter(["default", "second"])
     with pytest.raises(ValueError, match="several active adapters"):
         lora_weights(adapted)
+
+
+def test_a_loaded_adapter_brings_its_own_settings(tmp_path: Path) -> None:
+    """verl's ``lora_adapter_path``, through the engine's own step: rsLoRA, DoRA, patterns and a saved module."""
+    from verl_sync_plugin.hooks.engine import SyncFSDPEngineWithLMHead
+
+    settings = {"use_dora": True, "use_rslora": True, "rank_pattern": {"q_proj": 2}, "modules_to_save": ["lm_head"]}
+    saved = peft_model(Variant("saved", config={"target_modules": ["q_proj", "down_proj"], **settings}))
+    saved.save_pretrained(str(tmp_path))
+    engine: Any = object.__new__(SyncFSDPEngineWithLMHead)
+    engine.model_config = SimpleNamespace(lora_adapter_path=str(tmp_path), use_shm=False, lora={}, lora_rank=3)
+    loaded = engine._build_lora_module(build("qwen2"))
+    adapter = {name: tensor for name, tensor in saved.state_dict().items() if "lora_" in name or "modules_to" in name}
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in adapter.items())
+    assert len(adapter) == 2 * 2 * 3 + 1
+    run_world(1, merge_loaded, loaded)
+
+
+def merge_loaded(model: PeftModel) -> None:
+    expected = peft_merge(model, model.state_dict())
+    got = deliver(merging_source(shard(copy.deepcopy(model), Layout((1,))), "qwen2"), 9_001)
+    assert sorted(got) == sorted(expected)
+    for name, tensor in expected.items():
+        assert_within_one_ulp(name, got[name], tensor)

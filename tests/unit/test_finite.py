@@ -12,7 +12,7 @@ from verl_sync_plugin.bucket import Base, Plan, View, plan_buckets
 from verl_sync_plugin.source.base import ParameterSource, Shard
 from verl_sync_plugin.source.culprit import name_culprit
 from verl_sync_plugin.transport.finite import FiniteCheck
-from verl_sync_plugin.transport.sender import pack_segment
+from verl_sync_plugin.transport.packing import pack_segment
 
 LENGTHS = (7, 5)
 
@@ -43,7 +43,7 @@ def broken(plan: Plan, shards: list[Shard], rank: int) -> list[int]:
     for index, bucket in enumerate(plan.buckets):
         memory = torch.full((bucket.nbytes,), 255, dtype=torch.uint8)
         pack_segment(memory, bucket, shards, rank)
-        check.add(plan, index, memory.narrow(0, rank * bucket.stride, bucket.stride), rank)
+        check.add(plan, index, memory, rank)
     return check.broken()
 
 
@@ -87,6 +87,6 @@ def test_integers_and_a_cleared_check_have_no_say() -> None:
     check = FiniteCheck()
     memory = torch.zeros(plan.buckets[0].nbytes, dtype=torch.uint8)
     pack_segment(memory, plan.buckets[0], bad, 0)
-    check.add(plan, 0, memory.narrow(0, 0, plan.buckets[0].stride), 0)
+    check.add(plan, 0, memory, 0)
     check.clear()
     assert check.broken() == []

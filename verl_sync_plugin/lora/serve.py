@@ -24,6 +24,7 @@ def refuse_unservable(config: Any) -> None:
     """
     unservable = {
         "use_dora": config.use_dora,
+        "use_rslora": config.use_rslora,  # it scales by alpha / r whatever this says
         "modules_to_save": config.modules_to_save,
         "bias": config.bias if config.bias != "none" else None,
         "lora_bias": getattr(config, "lora_bias", None),

@@ -5,12 +5,14 @@ SGLang skips names it does not know without a word, so what was *sent* proves no
 count as written together.
 
 Limits: writes in other threads (DeepSeek's loader with CPU tensors) and ``param.data = tensor`` rebinding make no
-visible operation and count as missing.
+visible operation and count as missing, unless the copy plan's comparison has seen the bytes in place.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -45,6 +47,19 @@ class Ledger(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata in self._storages:
                 region = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size())
                 self._written[tensor.untyped_storage()._cdata].add(region)
+
+    def note_bytes(self, found: Iterable[tuple[int, int, int, int]]) -> None:
+        """Notes bytes that were seen to be right though no operation was seen to write them (other threads).
+
+        Args:
+            found: runs of bytes as address, width, number of lines and bytes from line to line.
+        """
+        held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self._expected.values()}
+        starts = sorted(held)
+        for address, width, lines, stride in found:
+            index = bisect_right(starts, address) - 1
+            if index >= 0 and address < starts[index] + held[starts[index]].nbytes():
+                self._written[held[starts[index]]._cdata].add((address, (lines, width), (stride, 1), 1))
 
     def coverage(self) -> Coverage:
         """What was written so far, against what the model holds."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 
-from verl_sync_plugin.bucket import Entry
-from verl_sync_plugin.receiver.assembly import Assembler
 from verl_sync_plugin.receiver.ledger import Ledger
-from verl_sync_plugin.transport.channel import Channel
+from verl_sync_plugin.receiver.unpacker import Unpacker
+from verl_sync_plugin.transport.channel import Channel, ChannelTimeoutError
 from verl_sync_plugin.transport.protocol import (
     Commit,
     Committed,
@@ -30,7 +31,8 @@ T = TypeVar("T")
 
 
 class ReceiverSession:
-    """Lives as long as its model; keeps the plan, the opened staging memory and the proof of coverage between syncs.
+    """Lives as long as its model; keeps the manifest and what was learned from it, the opened staging memory and the
+    proof of coverage between syncs.
 
     Holds no reference to the trainer's tensors; the staging memory it maps belongs to the trainer.
     """
@@ -38,7 +40,7 @@ class ReceiverSession:
     def __init__(self, model: Any) -> None:
         self._model = model  # an SGLang model: a torch module with load_weights
         self._digest = ""
-        self._manifest: tuple[tuple[Entry, ...], ...] = ()
+        self._unpacker: Unpacker | None = None
         self._staging_key = ""
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._coverage: dict[str, Coverage] = {}
@@ -48,43 +50,78 @@ class ReceiverSession:
 
         Raises:
             ChannelClosedError: the trainer ended the sync.
-            ValueError: protocol or manifest violated.
+            ValueError: protocol or manifest violated, or bytes changed on the way.
             Exception: whatever the model's ``load_weights`` raises.
         """
         wait = request.timeout_seconds
         hello = _expect(Hello, channel.receive(wait))
-        self._open(hello, channel, wait)
-        assembler = Assembler(frozenset(entry.name for bucket in self._manifest for entry in bucket))
+        unpacker = self._open(hello, channel, wait)
+        unpacker.begin(hello.copy_plan, hello.hashed)
         # One sync per plan is recorded; what a plan covers cannot change while names, shapes and dtypes stay
-        ledger = None if hello.digest in self._coverage else Ledger(self._model)
+        ledger = None if hello.digest in self._coverage and unpacker.settled else Ledger(self._model)
         with ledger or nullcontext():
-            while isinstance(message := channel.receive(wait), Load):
-                started = time.perf_counter()
-                self._load(message, hello.staging.slot_bytes, assembler)
-                channel.send(Loaded(message.bucket, time.perf_counter() - started))
-        _expect(Commit, message)
-        assembler.finish()
+            running = _Running(channel)
+            while isinstance(message := running.receive(wait), Load):
+                memory = slot_of(self._staging, message.slot, hello.staging.slot_bytes)
+                with running.loading(message.bucket, memory.is_cuda):
+                    unpacker.load(message.bucket, memory)
+        unpacker.finish(_expect(Commit, message).sums, ledger)
         if ledger is not None:
             self._coverage[hello.digest] = ledger.coverage()
-        channel.send(Committed(self._coverage[hello.digest]))
+        channel.send(Committed(self._coverage[hello.digest], *unpacker.replayed))
 
-    def _open(self, hello: Hello, channel: Channel, wait: float) -> None:
+    def _open(self, hello: Hello, channel: Channel, wait: float) -> Unpacker:
         if hello.staging.key != self._staging_key:
             self._staging = torch.empty(0, dtype=torch.uint8)  # unmap the old before mapping the new
             self._staging = open_staging(hello.staging)
             self._staging_key = hello.staging.key
-        known = hello.digest == self._digest
+        known = self._unpacker is not None and hello.digest == self._digest
         channel.send(Ready(needs_plan=not known))
-        if not known:
-            self._manifest = _expect(Manifest, channel.receive(wait)).buckets
-            self._digest = hello.digest
+        if self._unpacker is None or not known:
+            manifest = _expect(Manifest, channel.receive(wait))
+            self._unpacker, self._digest = Unpacker(self._model, manifest, self._staging.device), hello.digest
+        return self._unpacker
 
-    def _load(self, message: Load, slot_bytes: int, assembler: Assembler) -> None:
-        memory = slot_of(self._staging, message.slot, slot_bytes)
-        self._model.load_weights(assembler.tensors(memory, self._manifest[message.bucket]))
-        if memory.is_cuda:
-            # The sender may overwrite the slot as soon as it hears Loaded: the copies must have completed
-            torch.cuda.current_stream().synchronize()
+
+class _Running:
+    """Loads whose copies still run. The sender may overwrite a slot as soon as it hears ``Loaded``, so that is said
+    only after the copies have completed; meanwhile the next load is started, so that the device never waits for us."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._started: deque[tuple[int, float, torch.cuda.Event]] = deque()
+        self._idle_since = time.perf_counter()
+
+    @contextmanager
+    def loading(self, bucket: int, is_cuda: bool) -> Iterator[None]:
+        """Around the start of one bucket's copies, on the current stream."""
+        started = time.perf_counter()
+        yield
+        if is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+            self._started.append((bucket, started, event))
+        else:
+            self._say(bucket, started)
+
+    def receive(self, timeout: float) -> object:
+        """The next word of the sender; completed loads are reported while there is none.
+
+        Raises:
+            ChannelTimeoutError: the copies of a load do not end, or the sender is silent.
+        """
+        deadline = time.monotonic() + timeout
+        while self._started and not self._channel.has_word():
+            if self._started[0][2].query():
+                self._say(*self._started.popleft()[:2])
+            elif time.monotonic() > deadline:
+                raise ChannelTimeoutError(f"the copies of a bucket did not complete within {timeout:g} s")
+        return self._channel.receive(timeout)
+
+    def _say(self, bucket: int, started: float) -> None:
+        now = time.perf_counter()
+        seconds, self._idle_since = now - max(started, self._idle_since), now
+        self._channel.send(Loaded(bucket, seconds))
 
 
 def _expect(kind: type[T], message: object) -> T:

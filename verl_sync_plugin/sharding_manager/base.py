@@ -4,7 +4,8 @@ Lifecycle of a sync (every rank; ``-- settle`` marks where all ranks agree to go
 
     enter         collect this rank's shards, plan the buckets                     -- settle, plans compared
     awake         leader resumes the engine's weights                              -- settle
-    connect       leader starts the load; every rank meets its engine rank         -- settle
+    connect       leader starts the load, the first slots are filled, every rank
+                  meets its engine rank                                            -- settle
     per bucket    wait until the slot is free, pack, -- settle, gather, hand over
     commit        engine ranks finish, the ledger proves coverage                  -- settle
     exit          hang up, forget the shards
@@ -35,7 +36,7 @@ from verl_sync_plugin.source.culprit import name_culprit
 from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, ChannelTimeoutError, Listener
 from verl_sync_plugin.transport.finite import FiniteCheck
 from verl_sync_plugin.transport.protocol import Join, LoadRequest
-from verl_sync_plugin.transport.sender import SLOTS, BucketSender
+from verl_sync_plugin.transport.sender import SLOTS, BucketSender, slot_limit
 
 ACCEPT_SECONDS = 1.0
 
@@ -130,9 +131,12 @@ class ShardingManager(BaseShardingManager):
             with self.report.stage("update_weights"):
                 try:
                     pending = self._start(global_steps)
-                    await self._connect(pending)
+                    self._fill_ahead()
+                    with self.report.stage("connect"):
+                        await self._connect(pending)
                     self._stream()
-                    await self._commit(pending)
+                    with self.report.stage("commit"):
+                        await self._commit(pending)
                 except BaseException as error:
                     self._sender.hang_up()
                     await self._abandon(pending, error)
@@ -169,7 +173,7 @@ class ShardingManager(BaseShardingManager):
                 self._shards = self._source.shards()
                 bases = tuple(shard.base for shard in self._shards)
                 if self._plan is None or self._plan.bases != bases:
-                    self._plan = plan_buckets(bases, self._bucket_bytes)
+                    self._plan = plan_buckets(bases, slot_limit(self._bucket_bytes))
                 changed = self._plan.digest != self._agreed_digest
                 self._sender.reserve(self._plan)
             if agreement.settle("planning the sync", waiting=changed):
@@ -192,12 +196,15 @@ class ShardingManager(BaseShardingManager):
         if self._addresses is None:
             everywhere = self._agreement.gather("exchanging addresses", self._listener.address)
             self._addresses = tuple(everywhere[rank] for rank in self.endpoint.ranks)
+        pending: PendingLoad | None = None
         with self._agreement.attempt():
             if self.endpoint.leader:
                 version = None if global_steps is None else str(global_steps)
                 request = LoadRequest(self._sync_id, self._addresses, self.config.timeout_seconds)
-                return self.endpoint.start_load(request, version)
-        return None
+                pending = self.endpoint.start_load(request, version)
+        with self._agreement.attempt():  # while the engine is on its way
+            self._sender.begin(self._ready_plan(), self.config.verify_hashes)
+        return pending
 
     async def _connect(self, pending: PendingLoad | None) -> None:
         """Waits for the engine rank in rounds, so that one rank's failure ends the wait of all."""
@@ -218,7 +225,7 @@ class ShardingManager(BaseShardingManager):
                     )
             waiting = self._agreement.settle("connecting to the engine", waiting=channel is None)
         with self._agreement.attempt():
-            self._sender.greet(self._sync_id, self._ready_plan())
+            self._sender.greet(self._sync_id, self._ready_plan(), self.config.copy_plan)
 
     def _accept(self) -> Channel | None:
         """The engine rank's channel of this sync, if it comes within the time of a round; latecomers are closed."""
@@ -233,38 +240,58 @@ class ShardingManager(BaseShardingManager):
         channel.close()
         return None
 
-    def _stream(self) -> None:
-        """Feeds all buckets; a slot is refilled only after the engine has finished with it."""
-        plan, sender, report = self._ready_plan(), self._sender, self.report
+    def _fill_ahead(self) -> None:
+        """Fills slots while the engine is on its way."""
         self._finite.clear()
-        group = None if self._source is None else self._source.group
-        rank = 0 if group is None else dist.get_rank(group)
-        for index, bucket in enumerate(plan.buckets):
-            slot = index % SLOTS
-            with self._agreement.attempt():
-                if index >= SLOTS:
-                    self._wait(index - SLOTS)
-            with self._agreement.attempt(), report.stage("prepare"):
-                self._prepare(bucket)
-            with self._agreement.attempt(), report.stage("pack"):
-                segment = sender.pack(bucket, slot, self._shards, rank if bucket.world > 1 else 0)
-                if self.config.check_finite:
-                    self._finite.add(plan, index, segment, rank)
-            self._agreement.settle(f"packing bucket {index + 1} of {len(plan.buckets)}")
-            with self._agreement.attempt():
-                with report.stage("gather"):
-                    sender.gather(bucket, slot, rank, group)
-                sender.load(index, slot)
-        with self._agreement.attempt():
-            for index in range(max(len(plan.buckets) - SLOTS, 0), len(plan.buckets)):
-                self._wait(index)
-            self._check_finite(rank)
+        for index in range(min(SLOTS, len(self._ready_plan().buckets))):
+            self._fill(index)
 
-    def _check_finite(self, rank: int) -> None:
+    def _stream(self) -> None:
+        """Feeds all buckets; a slot is refilled only after the engine has finished with it.
+
+        Neither side waits for its own copies before it starts the next ones: while bucket i is handed over, the
+        bucket after it is being packed and gathered and the one before it loaded.
+        """
+        count = len(self._ready_plan().buckets)
+        for index in range(count):
+            with self._agreement.attempt():
+                with self.report.stage("gather"):
+                    self._sender.drain(index % SLOTS)
+                self._sender.load(index, index % SLOTS)
+            with self._agreement.attempt():
+                if index > 0:
+                    self._wait(index - 1)
+            if 0 < index <= count - SLOTS:
+                self._fill(index + SLOTS - 1)
+        if count:
+            with self._agreement.attempt():
+                self._wait(count - 1)
+
+    def _fill(self, index: int) -> None:
+        """Packs and gathers one bucket into its slot; collective."""
+        plan, sender, report = self._ready_plan(), self._sender, self.report
+        bucket, slot = plan.buckets[index], index % SLOTS
+        group, rank = self._place()
+        with self._agreement.attempt(), report.stage("prepare"):
+            self._prepare(bucket)
+        with self._agreement.attempt(), report.stage("pack"):
+            memory = sender.pack(bucket, slot, self._shards, rank if bucket.world > 1 else 0)
+            if self.config.check_finite:
+                self._finite.add(plan, index, memory, rank if bucket.world > 1 else 0)
+        self._agreement.settle(f"packing bucket {index + 1} of {len(plan.buckets)}")
+        with self._agreement.attempt(), report.stage("gather"):
+            sender.gather(bucket, slot, rank, group)
+
+    def _place(self) -> tuple[dist.ProcessGroup | None, int]:
+        """The group over which bases are sharded, and this rank's place in it."""
+        group = None if self._source is None else self._source.group
+        return group, 0 if group is None else dist.get_rank(group)
+
+    def _check_finite(self) -> None:
         """Before the commit, so the engine does not generate from what it was given."""
         for index in self._finite.broken():
             assert self._source is not None
-            culprit = name_culprit(self._ready_plan().buckets[index], self._shards, self._source, rank)
+            culprit = name_culprit(self._ready_plan().buckets[index], self._shards, self._source, self._place()[1])
             raise ValueError(
                 f"parameter {culprit}; the engine was not released to generate from it. Look at the last optimizer "
                 f"step (loss, gradient norm, learning rate), or set {KEY_PREFIX}.check_finite=False to sync it anyway"
@@ -272,6 +299,8 @@ class ShardingManager(BaseShardingManager):
 
     def _prepare(self, bucket: Bucket) -> None:
         assert self._source is not None
+        if type(self._source).prepare is ParameterSource.prepare:
+            return
         self._source.prepare(tuple(dict.fromkeys(part.base for part in bucket.slices)))
 
     def _wait(self, index: int) -> None:
@@ -282,15 +311,37 @@ class ShardingManager(BaseShardingManager):
         self.report.stages["engine_load"] = self.report.stages.get("engine_load", 0.0) + seconds
 
     async def _commit(self, pending: PendingLoad | None) -> None:
-        self._agreement.settle("loading the last buckets")
+        mine: list[int] = []
         with self._agreement.attempt():
-            coverage = self._sender.commit()
+            self._check_finite()
+            mine = self._sender.sums()
+        self._agreement.settle("loading the last buckets")
+        sums = self._all_sums(mine)
+        with self._agreement.attempt():
+            committed = self._sender.commit(sums)
+            coverage = committed.coverage
+            self.report.replayed_tensors = committed.replayed_tensors
+            self.report.replayed_bytes = committed.replayed_bytes
             self.report.coverage_expected, self.report.coverage_missing = coverage.expected, len(coverage.missing)
             check_coverage(coverage, self.config, self.endpoint.restores_uncovered, first=self._syncs == 1)
             if pending is not None:
                 outcome = await pending.outcome(self.config.timeout_seconds)
                 self.report.stages = {"sleep": outcome.sleep_seconds, **self.report.stages}
         self._agreement.settle("committing")
+
+    def _all_sums(self, mine: list[int]) -> tuple[tuple[int, ...], ...]:
+        """Collective: what every rank of the group packed, by bucket and segment; empty without hashing."""
+        if not self.config.verify_hashes:
+            return ()
+        group, _ = self._place()
+        if group is None:
+            return tuple((value,) for value in mine)
+        texts = self._agreement.gather("exchanging hashes", ",".join(map(str, mine)))
+        lists = [[int(value) for value in texts[rank].split(",")] for rank in dist.get_process_group_ranks(group)]
+        return tuple(
+            tuple(sums[number] for sums in lists) if bucket.world > 1 else (mine[number],)
+            for number, bucket in enumerate(self._ready_plan().buckets)
+        )
 
     async def _abandon(self, pending: PendingLoad | None, why: BaseException) -> None:
         """Lets the engine leave a broken load, so that the next sync finds it idle, and keeps it from generating."""

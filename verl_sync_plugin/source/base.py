@@ -54,12 +54,15 @@ class Shard:
         merge: turns a part of the run, on the device, into what travels: ``merge(part, begin)`` with ``part`` the
             elements from ``begin`` on. Returns a new tensor. ``None`` when the run travels as it is.
         members: the parameters in the base; tied ones under all their names. Buffers have none.
+        run: what ``local`` would return, perhaps in another shape, for callers that only need to know where it is:
+            with thousands of shards a flattened view of each costs more than moving them. ``None``: ask ``local``.
     """
 
     base: Base
     local: Callable[[], torch.Tensor]
     merge: Callable[[torch.Tensor, int], torch.Tensor] | None = None
     members: tuple[Member, ...] = ()
+    run: torch.Tensor | None = None
 
 
 class ParameterSource(ABC):

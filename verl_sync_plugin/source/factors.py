@@ -14,7 +14,7 @@ from verl_sync_plugin.lora.names import is_adapter
 from verl_sync_plugin.receiver.assembly import Assembler
 from verl_sync_plugin.source.base import Member, Shard, dtype_name
 from verl_sync_plugin.source.slicing import part_of
-from verl_sync_plugin.transport.sender import pack_segment
+from verl_sync_plugin.transport.packing import pack_segment
 
 _NO_LIMIT = 1 << 62
 

@@ -61,7 +61,9 @@ class FSDP2Source(ParameterSource):
         if key not in self._bases:
             self._bases[key] = self._describe(names, tensor, lengths)
         members = tuple(Member(each, tuple(tensor.shape), 0) for each in names if each in self._parameters)
-        return Shard(self._bases[key], local, members=members)
+        held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        run = held.detach() if held.is_contiguous() else None
+        return Shard(self._bases[key], local, members=members, run=run)
 
     def _describe(self, names: list[str], tensor: torch.Tensor, lengths: tuple[int, ...]) -> Base:
         wire = tensor.dtype

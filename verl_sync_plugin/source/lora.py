@@ -20,7 +20,7 @@ from verl_sync_plugin.lora.weights import LoRAWeight
 from verl_sync_plugin.source.base import Member, ParameterSource, Shard
 from verl_sync_plugin.source.factors import FactorStore
 from verl_sync_plugin.source.slicing import part_of
-from verl_sync_plugin.transport.sender import MERGE_CHUNK
+from verl_sync_plugin.transport.packing import MERGE_CHUNK
 
 
 class MergingSource(ParameterSource):

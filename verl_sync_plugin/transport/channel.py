@@ -41,6 +41,13 @@ class Channel:
         except OSError as error:
             raise ChannelClosedError(f"the other side of the weight-sync channel is gone ({error})") from error
 
+    def has_word(self) -> bool:
+        """Whether ``receive`` would return (or raise) at once."""
+        try:
+            return self._connection.poll(0)
+        except OSError:
+            return True
+
     def receive(self, timeout: float) -> Any:
         """Waits at most ``timeout`` seconds for one message.
 
@@ -77,14 +84,14 @@ class Listener:
         self._socket.settimeout(timeout)
         try:
             accepted, _ = self._socket.accept()
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):  # the latter where the timeout is zero
             return None
         accepted.setblocking(True)
         return Channel(Connection(accepted.detach()))
 
     def drop_pending(self) -> None:
         """Closes connections that a failed earlier sync left in the queue."""
-        while (stale := self.accept(timeout=0.001)) is not None:
+        while (stale := self.accept(timeout=0.0)) is not None:
             stale.close()
 
     def close(self) -> None:

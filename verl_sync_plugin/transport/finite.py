@@ -6,7 +6,7 @@ import torch
 
 from verl_sync_plugin.bucket import Bucket, Plan
 
-Region = tuple[int, int, torch.dtype]  # byte offset, bytes, dtype
+Region = tuple[int, int, torch.dtype]  # first byte, one past the last, dtype
 
 
 class FiniteCheck:
@@ -21,20 +21,20 @@ class FiniteCheck:
         """Before a sync: forgets what a broken one left."""
         self._maxima, self._buckets = [], []
 
-    def add(self, plan: Plan, index: int, segment: torch.Tensor, rank: int) -> None:
+    def add(self, plan: Plan, index: int, memory: torch.Tensor, segment: int) -> None:
         """Takes note of one packed segment, without waiting for the device.
 
         Args:
             plan: the sync's plan.
             index: of the bucket.
-            segment: uint8 of ``bucket.stride`` bytes, this rank's part of the bucket.
-            rank: this rank's place among the owners.
+            memory: the bucket's slot, uint8.
+            segment: which of its segments this rank has packed.
         """
-        key = (plan.digest, index, rank)
+        key = (plan.digest, index, segment)
         if key not in self._regions:
             self._regions = {held: regions for held, regions in self._regions.items() if held[0] == plan.digest}
-            self._regions[key] = _regions(plan, plan.buckets[index], rank)
-        parts = [segment.narrow(0, offset, size).view(dtype) for offset, size, dtype in self._regions[key]]
+            self._regions[key] = _regions(plan.buckets[index], segment)
+        parts = [memory[low:high].view(dtype) for low, high, dtype in self._regions[key]]
         if parts:
             self._maxima.append(torch.stack([norm.float() for norm in torch._foreach_norm(parts, float("inf"))]))
             self._buckets.append(index)
@@ -49,18 +49,19 @@ class FiniteCheck:
         return found
 
 
-def _regions(plan: Plan, bucket: Bucket, rank: int) -> list[Region]:
-    """What the rank's runs fill, neighbours joined. Never the gaps between them, where anything may lie."""
+def _regions(bucket: Bucket, segment: int) -> list[Region]:
+    """What the segment holds of any tensor, neighbours joined. Never what lies between, where anything may be."""
+    low, high = segment * bucket.stride, (segment + 1) * bucket.stride
+    found: set[Region] = set()
+    for entry in bucket.entries:
+        dtype = getattr(torch, entry.dtype)
+        if dtype.is_floating_point and dtype.itemsize > 1:  # there is no norm of 8-bit floats
+            pieces = [piece for piece in entry.pieces if low <= piece.offset < high]
+            found.update((piece.offset, piece.offset + piece.nbytes, dtype) for piece in pieces)
     regions: list[Region] = []
-    for part in bucket.slices:
-        base = plan.bases[part.base]
-        numel = min(part.end, base.lengths[rank if len(base.lengths) > 1 else 0]) - part.begin
-        dtype = getattr(torch, base.dtype)
-        if numel <= 0 or not dtype.is_floating_point or base.itemsize == 1:  # no norm of 8-bit floats
-            continue
-        size = numel * base.itemsize
-        if regions and regions[-1][2] == dtype and sum(regions[-1][:2]) == part.offset:
-            regions[-1] = (regions[-1][0], regions[-1][1] + size, dtype)
+    for begin, end, dtype in sorted(found, key=lambda region: region[:2]):
+        if regions and regions[-1][2] == dtype and begin <= regions[-1][1]:
+            regions[-1] = (regions[-1][0], max(end, regions[-1][1]), dtype)
         else:
-            regions.append((part.offset, size, dtype))
+            regions.append((begin, end, dtype))
     return regions

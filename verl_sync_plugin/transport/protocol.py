@@ -9,7 +9,7 @@
     Manifest (only if needed)       --->
     per bucket: Load(bucket, slot)  --->  loads, waits until its copies are done
                                     <---  Loaded(bucket) or Failed(text)
-    Commit                          --->
+    Commit(sums)                    --->  compares what it read with what was sent
                                     <---  Committed(coverage) or Failed(text)
 
 Either side may close at any time; the other then drops the sync. A Join of another sync is a latecomer: an engine rank
@@ -19,13 +19,14 @@ that was held up until its sync had been given up; the trainer rank closes it. A
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from verl_sync_plugin.bucket import Entry
+from verl_sync_plugin.bucket import Bucket, Entry
 
 MAGIC = "verl-sync-plugin"
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 LOADER = "verl_sync_plugin.receiver.loader.load"
 
 
@@ -86,9 +87,21 @@ class Join:
 
 @dataclass(frozen=True)
 class Hello:
+    """Opens a sync.
+
+    Attributes:
+        sync_id: as in the request.
+        digest: of the plan; the manifest is sent once per digest.
+        staging: where the slots are.
+        copy_plan: whether the receiver may replay copies instead of calling ``load_weights``.
+        hashed: whether the senders hash what they pack.
+    """
+
     sync_id: str
     digest: str
     staging: StagingExport
+    copy_plan: bool = True
+    hashed: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,9 +111,25 @@ class Ready:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The tensors of each bucket, in bucket order."""
+    """What each bucket holds, in bucket order.
+
+    Attributes:
+        buckets: the tensors.
+        worlds: number of segments.
+        segments: bytes per segment.
+    """
 
     buckets: tuple[tuple[Entry, ...], ...]
+    worlds: tuple[int, ...]
+    segments: tuple[int, ...]
+
+    @classmethod
+    def of(cls, buckets: Sequence[Bucket]) -> Manifest:
+        return cls(
+            tuple(bucket.entries for bucket in buckets),
+            tuple(bucket.world for bucket in buckets),
+            tuple(bucket.stride for bucket in buckets),
+        )
 
 
 @dataclass(frozen=True)
@@ -117,7 +146,9 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Commit:
-    pass
+    """``sums``: the hash of every segment as its rank sent it, by bucket and segment; empty without hashing."""
+
+    sums: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -135,7 +166,11 @@ class Coverage:
 
 @dataclass(frozen=True)
 class Committed:
+    """``replayed_*``: what went by the copy plan instead of the model's ``load_weights``."""
+
     coverage: Coverage
+    replayed_tensors: int = 0
+    replayed_bytes: int = 0
 
 
 @dataclass(frozen=True)

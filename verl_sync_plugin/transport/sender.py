@@ -12,10 +12,10 @@ import torch.distributed as dist
 from verl_sync_plugin.bucket import Bucket, Plan
 from verl_sync_plugin.source.base import Shard
 from verl_sync_plugin.transport.channel import Channel
+from verl_sync_plugin.transport.packing import Packer, pack_segment
 from verl_sync_plugin.transport.protocol import (
     Commit,
     Committed,
-    Coverage,
     Failed,
     Hello,
     Load,
@@ -28,8 +28,14 @@ from verl_sync_plugin.transport.staging import Staging, create_staging, slot_of
 
 T = TypeVar("T")
 
-SLOTS = 2  # one being loaded, one being filled
-MERGE_CHUNK = 1 << 24  # elements; merging computes in fp32, which for a whole bucket would take twice its size
+SLOTS = 3  # one being loaded, one being filled, one on its way between the two
+STAGING_BUCKETS = 2  # what the slots may take together, in buckets of the size that the user sets
+SPIN_SECONDS = 0.005
+
+
+def slot_limit(bucket_bytes: int) -> int:
+    """The most bytes of one slot, so that all slots fit into ``STAGING_BUCKETS`` buckets of the user's size."""
+    return bucket_bytes * STAGING_BUCKETS // SLOTS
 
 
 class EngineFailedError(RuntimeError):
@@ -39,6 +45,8 @@ class EngineFailedError(RuntimeError):
 class BucketSender:
     """Keeps its staging memory between syncs: ``min(SLOTS, buckets)`` slots of the largest bucket's size.
 
+    Give ``plan_buckets`` the size ``slot_limit`` of what the user sets, and all slots stay within two of those.
+
     Peak device memory: the staging memory; with host-resident parameters also one shard on its way to the device.
     """
 
@@ -47,6 +55,8 @@ class BucketSender:
         self._timeout = timeout_seconds
         self._staging: Staging | None = None
         self._channel: Channel | None = None
+        self._packer: Packer | None = None
+        self._events: dict[int, torch.cuda.Event] = {}
 
     def reserve(self, plan: Plan) -> None:
         """Makes the staging memory fit ``plan``; keeps it when it does already."""
@@ -64,8 +74,25 @@ class BucketSender:
         self.hang_up()
         self._channel = channel
 
-    def greet(self, sync_id: str, plan: Plan) -> None:
+    def begin(self, plan: Plan, hashed: bool) -> None:
+        """Makes ready to pack all buckets of a plan.
+
+        Args:
+            plan: what will be packed.
+            hashed: hash every byte that is packed.
+        """
+        packer = self._packer
+        if packer is None or packer.plan is not plan or packer.hashed != hashed:
+            packer = self._packer = Packer(self._device, plan, hashed)
+        packer.begin()
+
+    def greet(self, sync_id: str, plan: Plan, copy_plan: bool = True) -> None:
         """Opens a sync on the adopted channel.
+
+        Args:
+            sync_id: names the sync.
+            plan: its buckets.
+            copy_plan: whether the engine may replay copies.
 
         Raises:
             ChannelClosedError, ChannelTimeoutError: the engine rank is gone or silent.
@@ -73,23 +100,33 @@ class BucketSender:
         """
         assert self._staging is not None, "reserve() comes first"
         channel = self._open_channel()
-        channel.send(Hello(sync_id, plan.digest, self._staging.export()))
+        hashed = self._packer is not None and self._packer.hashed
+        channel.send(Hello(sync_id, plan.digest, self._staging.export(), copy_plan, hashed))
         if self._expect(Ready).needs_plan:
-            channel.send(Manifest(tuple(bucket.entries for bucket in plan.buckets)))
+            channel.send(Manifest.of(plan.buckets))
         self._staging.opened()
 
     def pack(self, bucket: Bucket, slot: int, shards: list[Shard], rank: int) -> torch.Tensor:
         """Copies this rank's runs into its segment of the slot, cast to the wire dtype on the way.
 
+        After ``begin`` by tables and hashed, without it one slice after another.
+
         Returns:
-            The segment: uint8, ``bucket.stride`` bytes.
+            The slot: uint8, at least ``bucket.nbytes`` long; copies into it may still run.
         """
         memory = self._slot(slot)
-        pack_segment(memory, bucket, shards, rank)
-        return memory.narrow(0, rank * bucket.stride, bucket.stride)
+        if self._packer is None:
+            pack_segment(memory, bucket, shards, rank)
+        else:
+            self._packer.pack(bucket, memory, shards, rank)
+        return memory
+
+    def sums(self) -> list[int]:
+        """The hash of what this rank packed into each bucket; empty without hashing."""
+        return self._packer.sums() if self._packer is not None and self._packer.hashed else []
 
     def gather(self, bucket: Bucket, slot: int, rank: int, group: dist.ProcessGroup | None) -> None:
-        """Completes the slot from all ranks' segments, in place, and waits until the bytes are there.
+        """Completes the slot from all ranks' segments, in place; on a GPU the bytes are there after ``drain``.
 
         Raises:
             TimeoutError: a peer did not take part in time.
@@ -103,17 +140,26 @@ class BucketSender:
             else:
                 work.wait(timedelta(seconds=self._timeout))
         if memory.is_cuda:
-            self._drain()
+            event = self._events[slot] = torch.cuda.Event()
+            event.record()
 
-    def _drain(self) -> None:
-        """Waits for the current stream like ``synchronize``, but with a bound: a dead peer leaves NCCL hanging."""
-        event = torch.cuda.Event()
-        event.record()
-        deadline = time.monotonic() + self._timeout
+    def drain(self, slot: int) -> None:
+        """Waits until a slot's pack and gather are done, like ``synchronize`` but with a bound: a dead peer leaves NCCL
+        hanging.
+
+        Raises:
+            TimeoutError: the bound has passed.
+        """
+        event = self._events.pop(slot, None)
+        if event is None:
+            return
+        started = time.monotonic()
         while not event.query():
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - started
+            if waited > self._timeout:
                 raise TimeoutError(f"a bucket's all-gather did not complete within {self._timeout:g} s")
-            time.sleep(2e-5)
+            if waited > SPIN_SECONDS:  # a sleep lasts some 70 us, a good part of a bucket's time
+                time.sleep(2e-5)
 
     def load(self, bucket_index: int, slot: int) -> None:
         """Tells the engine rank that a slot is ready."""
@@ -125,10 +171,17 @@ class BucketSender:
         assert loaded.bucket == bucket_index, f"{describe(loaded)} while waiting for bucket {bucket_index}"
         return loaded.seconds
 
-    def commit(self) -> Coverage:
-        """Ends the sync on this rank; returns what the engine rank's ledger found."""
-        self._open_channel().send(Commit())
-        return self._expect(Committed).coverage
+    def commit(self, sums: tuple[tuple[int, ...], ...] = ()) -> Committed:
+        """Ends the sync on this rank.
+
+        Args:
+            sums: the hash of every segment, by bucket and rank of the group.
+
+        Returns:
+            What the engine rank's ledger found and how it loaded.
+        """
+        self._open_channel().send(Commit(sums))
+        return self._expect(Committed)
 
     def hang_up(self) -> None:
         """Ends the sync whatever its state; the engine rank drops what is unfinished."""
@@ -139,6 +192,7 @@ class BucketSender:
     def close(self) -> None:
         """Gives the staging memory back."""
         self.hang_up()
+        self._packer = None
         if self._staging is not None:
             self._staging.close()
             self._staging = None
@@ -158,31 +212,3 @@ class BucketSender:
         if not isinstance(message, kind):
             raise EngineFailedError(f"weight-sync protocol: expected {kind.__name__}, got {describe(message)}")
         return message
-
-
-def pack_segment(memory: torch.Tensor, bucket: Bucket, shards: list[Shard], rank: int) -> None:
-    """Fills segment ``rank`` of a bucket.
-
-    Args:
-        memory: uint8, at least ``bucket.nbytes`` long.
-        bucket: what goes where.
-        shards: all shards of this rank, by base index.
-        rank: this rank's place in the group.
-    """
-    segment = memory.narrow(0, rank * bucket.stride, bucket.stride)
-    for part in bucket.slices:
-        shard = shards[part.base]
-        run = shard.local()[part.begin : part.end]
-        if run.numel() == 0:
-            continue
-        target = segment.narrow(0, part.offset, run.numel() * shard.base.itemsize)
-        if run.device != target.device:
-            # Move, then cast: a casting copy across devices would cast on the host
-            run = run.to(target.device, non_blocking=True)
-        typed = target.view(getattr(torch, shard.base.dtype))
-        if shard.merge is None:
-            typed.copy_(run)
-            continue
-        for done in range(0, run.numel(), MERGE_CHUNK):
-            chunk = run[done : done + MERGE_CHUNK]
-            typed[done : done + MERGE_CHUNK].copy_(shard.merge(chunk, part.begin + done))

@@ -1,0 +1,177 @@
+"""Blocks, the hash, and the kernel: compiled on a GPU, in Triton's interpreter without one."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl_sync_plugin.copies import plain, table
+from verl_sync_plugin.copies.blocks import Block, Lines, clip, union, within
+from verl_sync_plugin.copies.copier import Copier
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where the kernel runs: on a GPU, or in this process if Triton's interpreter was asked for when it started."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", 0)
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("runs again in a process of its own, see below")
+    return CPU
+
+
+def test_kernel_in_the_interpreter() -> None:
+    """Triton decides at its first import whether it interprets, so what needs the kernel runs in a new process."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("this is that process")
+    pytest.importorskip("triton")
+    here = Path(__file__).parent
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", "--rootdir", str(here)]
+    files = [str(here / "test_copies.py"), str(here / "test_packing.py")]
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([*command, *files], env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "1 skipped" in done.stdout, "everything but this test must have run"
+
+
+def touched(lines: Lines) -> dict[int, int]:
+    """Bytes read and where they go, one by one."""
+    return {
+        lines.start + line * lines.stride + byte: lines.target + line * lines.target_stride + byte
+        for line in range(lines.count)
+        for byte in range(lines.width)
+    }
+
+
+def test_clip_keeps_exactly_the_bytes_inside() -> None:
+    chance = random.Random(5)
+    for _ in range(400):
+        width, count = chance.randint(1, 9), chance.randint(1, 6)
+        stride = width + chance.randint(0, 5)
+        lines = Lines(chance.randint(0, 7), width, count, stride, 1000, width + chance.randint(0, 3))
+        low = chance.randint(0, 40)
+        high = low + chance.randint(1, 40)
+        found: dict[int, int] = {}
+        for part in clip(lines, low, high):
+            assert found.keys().isdisjoint(touched(part))
+            found |= touched(part)
+        assert found == {byte: to for byte, to in touched(lines).items() if low <= byte < high}, (lines, low, high)
+
+
+def test_clip_of_a_cast_moves_the_target_by_its_own_bytes() -> None:
+    (part,) = clip(Lines(0, 16, 1, 0, 100, 0), 4, 12, grow=(2, 4))  # fp32 to bf16
+    assert (part.start, part.width, part.target) == (4, 8, 102)
+
+
+def test_intervals() -> None:
+    assert union([(5, 9), (0, 3), (3, 4), (8, 12), (7, 7)]) == [(0, 3), (3, 4), (5, 12)]
+    assert within([(0, 3), (3, 4), (5, 12)], 2, 6) == [(2, 3), (3, 4), (5, 6)]
+
+
+def test_hash_does_not_depend_on_the_cuts() -> None:
+    data = torch.randint(0, 256, (5000,), dtype=torch.uint8)
+    whole = plain.hash_bytes(data, 48).item()
+    for cuts in ((0, 5000), (0, 1, 5000), (0, 13, 14, 2048, 4999, 5000)):
+        parts = pairwise(cuts)
+        total = torch.stack([plain.hash_bytes(data[a:b].clone(), 48 + a) for a, b in parts]).sum()
+        assert total.item() == whole
+
+
+def test_hash_sees_every_change_of_one_word_and_of_places() -> None:
+    data = torch.randint(1, 256, (4096,), dtype=torch.uint8)
+    whole = plain.hash_bytes(data, 0).item()
+    for byte in range(0, 4096, 61):
+        changed = data.clone()
+        changed[byte] ^= 1 << (byte % 8)
+        assert plain.hash_bytes(changed, 0).item() != whole
+    assert plain.hash_bytes(data, 8).item() != whole
+    assert plain.hash_bytes(data.view(-1, 8).flip(0).reshape(-1).contiguous(), 0).item() != whole
+
+
+def test_hash_is_the_same_in_one_step_and_in_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = torch.randint(0, 256, (3000,), dtype=torch.uint8)
+    block = Block(0, 0, 16, 40, 60, 48, 40, 48)
+    whole, lined = plain.hash_bytes(data, 16).item(), plain.hash_block(data, 0, block).item()
+    monkeypatch.setattr(plain, "STEP", 128)
+    assert plain.hash_bytes(data, 16).item() == whole
+    assert plain.hash_block(data, 0, block).item() == lined
+
+
+BLOCKS = [
+    pytest.param(Block(0, 0, 0, 1 << 16), id="wide"),
+    pytest.param(Block(64, 32, 64, 96, 50, 160, 96, 160), id="wide-lines"),
+    pytest.param(Block(0, 16, 0, 140_000 // 16 * 16, 2, 150_000 // 16 * 16, 140_000 // 16 * 16, 160), id="long-lines"),
+    pytest.param(Block(6, 10, 6, 34, 7, 100, 50, 100), id="pairs"),
+    pytest.param(Block(1, 3, 1, 35, 7, 101, 51, 101), id="bytes"),
+    pytest.param(Block(2, 0, 2, 20_002), id="unaligned"),
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_kernel_copies_and_hashes_like_plain_torch(block: Block, device: torch.device) -> None:
+    source = torch.randint(1, 256, (1 << 19,), dtype=torch.uint8).to(device)
+    target = torch.zeros_like(source)
+    sums = torch.zeros(2, dtype=torch.int64, device=device)
+    bases = table.addresses(target.data_ptr(), [source.data_ptr()], device)
+    table.KernelTable([block], device).run(bases, sums)
+    expected = torch.zeros_like(source)
+    wanted = plain.runs(source, block.source, block.width, block.lines, block.source_stride)
+    plain.runs(expected, block.target, block.width, block.lines, block.target_stride).copy_(wanted)
+    assert torch.equal(target, expected)
+    assert sums.tolist() == [plain.hash_block(source, block.source, block).item(), 0]
+
+
+def test_kernel_hashes_without_copying_and_copies_without_hashing(device: torch.device) -> None:
+    source = torch.randint(1, 256, (4096,), dtype=torch.uint8).to(device)
+    target, sums = torch.zeros_like(source), torch.zeros(1, dtype=torch.int64, device=device)
+    bases = table.addresses(target.data_ptr(), [source.data_ptr()], device)
+    ready = table.KernelTable([Block(0, 0, 0, 4096)], device)
+    ready.run(bases, sums, copy=False)
+    assert not target.any() and sums.item() == plain.hash_bytes(source, 0).item()
+    ready.run(bases, sums.zero_(), hashed=False)
+    assert torch.equal(source, target) and sums.item() == 0
+
+
+@pytest.mark.parametrize(("first", "count", "target_at"), [(0, 40_000, 0), (8, 4096, 32), (4, 1001, 6)])
+def test_kernel_casts_like_torch(first: int, count: int, target_at: int, device: torch.device) -> None:
+    source = torch.randn(1 << 16).to(device)
+    if device == CPU:
+        source = source.bfloat16().float()  # Triton's interpreter cuts where a GPU and torch round
+    target = torch.zeros(1 << 17, dtype=torch.uint8, device=device)
+    sums = torch.zeros(1, dtype=torch.int64, device=device)
+    bases = table.addresses(target.data_ptr(), [source.data_ptr()], device)
+    block = Block(4 * first, target_at, target_at, 2 * count, grow=2)
+    table.KernelTable([block], device).run(bases, sums)
+    expected = torch.zeros_like(target)
+    cast = source[first : first + count].to(torch.bfloat16)
+    expected[target_at : target_at + 2 * count].copy_(cast.view(torch.uint8))
+    assert torch.equal(target, expected)
+    assert sums.item() == plain.hash_bytes(cast.view(torch.uint8).clone(), target_at).item()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_kernel_is_used_where_there_is_a_gpu() -> None:
+    assert Copier(torch.device("cuda", 0), []).kernel
+
+
+def test_plain_copies_where_there_is_none() -> None:
+    target = torch.zeros(64, dtype=torch.uint8)
+    memory = torch.arange(64, dtype=torch.uint8)
+    copier = Copier(CPU, [target])
+    assert not copier.kernel
+    block = Block(8, target.data_ptr() + 4, 8, 6, 3, 10, 7, 10)
+    sums, again = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    copier.prepare([block]).run(memory, sums)
+    assert target[4:25].tolist() == [*range(8, 14), 0, *range(18, 24), 0, *range(28, 34), 0]
+    copier.hash_targets([block], again)
+    assert sums.item() == again.item() == plain.hash_block(memory, 8, block).item()

@@ -1,0 +1,120 @@
+"""Packing by tables (in Triton's interpreter) gives the bytes that packing one slice after another gives."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from verl_sync_plugin.bucket import Base, Plan, View, plan_buckets
+from verl_sync_plugin.copies import plain
+from verl_sync_plugin.source.base import Shard
+from verl_sync_plugin.transport import packing
+from verl_sync_plugin.transport.packing import Packer, covered, pack_segment
+
+CPU = torch.device("cpu")
+WORLD = 2
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's tables, on the CPU; see ``test_copies.test_kernel_in_the_interpreter``."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("runs again in a process of its own")
+    monkeypatch.setattr(packing, "kernel_works", lambda device: True)
+
+
+def shard(
+    name: str, mine: torch.Tensor, dtype: str, lengths: tuple[int, ...], unseen: int = 0, **more: object
+) -> Shard:
+    """A base whose last ``unseen`` elements belong to no tensor, as an FSDP1 flat parameter's padding does."""
+    numel = sum(lengths) - unseen
+    views = (View(f"{name}.a", (numel // 2,), 0, numel // 2), View(f"{name}.b", (numel // 2,), numel // 2, numel // 2))
+    base = Base(name, dtype, getattr(torch, dtype).itemsize, lengths, views)
+    return Shard(base, lambda: mine, **more)
+
+
+def double(part: torch.Tensor, begin: int) -> torch.Tensor:
+    return part * 2 + begin
+
+
+def shards(rank: int, seed: int = 0) -> list[Shard]:
+    generator = torch.Generator().manual_seed(10 * seed + rank)
+
+    def make(numel: int) -> torch.Tensor:
+        # exact in bf16: Triton's interpreter cuts where a GPU and torch round
+        return torch.randn(numel, generator=generator).bfloat16().float()
+
+    even, odd = (640, 640), (257, 255)
+    plain_run = make(640).to(torch.bfloat16)
+    return [
+        shard("as-is", plain_run, "bfloat16", even, run=plain_run),
+        shard("cast", make(640), "bfloat16", even, unseen=40),
+        shard("merged", make(odd[rank]), "bfloat16", odd, merge=double),
+        shard("kept", make(odd[rank]), "float32", odd),
+        shard("other", make(640).to(torch.float16), "bfloat16", even),
+        shard("whole", torch.arange(96), "int64", (96,)),
+        shard("unaligned", make(2 * 640)[1:641], "bfloat16", even),
+    ]
+
+
+def planned(bucket_bytes: int) -> Plan:
+    return plan_buckets(tuple(shard.base for shard in shards(0)), bucket_bytes)
+
+
+def check(packer: Packer, seed: int, rank: int) -> None:
+    mine = shards(rank, seed)
+    packer.begin()
+    sums = []
+    for bucket in packer.plan.buckets:
+        place = rank if bucket.world > 1 else 0
+        memory, expected = (torch.zeros(bucket.nbytes + 16, dtype=torch.uint8) for _ in range(2))
+        memory, expected = (m[-m.data_ptr() % 16 :][: bucket.nbytes] for m in (memory, expected))
+        packer.pack(bucket, memory, mine, place)
+        pack_segment(expected, bucket, mine, place)
+        intervals = covered(bucket, place)
+        for low, high in intervals:
+            assert torch.equal(memory[low:high], expected[low:high]), (bucket.entries, low, high)
+        parts = [plain.hash_bytes(expected[low:high].clone(), low) for low, high in intervals]
+        sums.append(int(torch.stack([torch.tensor(0), *parts]).sum()))  # a short run may not reach the last bucket
+    assert packer.sums() == sums
+
+
+@pytest.mark.parametrize("rank", range(WORLD))
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, 3000, 800])
+def test_tables_pack_what_slices_pack(rank: int, bucket_bytes: int, interpreted: None) -> None:
+    packer = Packer(CPU, planned(bucket_bytes), hashed=True)
+    for seed in range(3):  # other addresses each time
+        check(packer, seed, rank)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, 800])
+def test_without_the_kernel(bucket_bytes: int) -> None:
+    packer = Packer(CPU, planned(bucket_bytes), hashed=True)
+    for seed in range(2):
+        check(packer, seed, rank=1)
+
+
+def test_sums_stay_zero_without_hashing(interpreted: None) -> None:
+    packer = Packer(CPU, planned(1 << 20), hashed=False)
+    packer.begin()
+    for bucket in packer.plan.buckets:
+        packer.pack(bucket, torch.zeros(bucket.nbytes, dtype=torch.uint8), shards(0), 0)
+    assert set(packer.sums()) == {0}
+
+
+def test_tables_are_kept_while_the_shards_stay(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the addresses of a moved shard are looked up anew; a shard of another kind makes a new table."""
+    made: list[object] = []
+    honest = packing.KernelTable
+
+    def counted(*args: object) -> object:
+        made.append(args)
+        return honest(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(packing, "KernelTable", counted)
+    packer = Packer(CPU, planned(1 << 20), hashed=True)
+    for seed in range(3):
+        check(packer, seed, rank=0)
+    assert len(made) == len(packer.plan.buckets)

@@ -1,0 +1,92 @@
+"""Two ways to run the same blocks from a flat source to absolute addresses: the kernel, or one ``copy_`` per block."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from verl_sync_plugin.copies.blocks import Block
+from verl_sync_plugin.copies.plain import flat_storage, hash_block, runs
+from verl_sync_plugin.copies.table import KernelTable, addresses, kernel_works
+
+
+class Prepared(Protocol):
+    """Blocks made ready once and run every sync."""
+
+    def run(self, memory: torch.Tensor, sums: torch.Tensor, copy: bool = True, hashed: bool = True) -> None:
+        """Copies from ``memory`` (uint8, flat), adds hashes to ``sums`` (int64, one per group); may return early."""
+
+
+class Targets:
+    """Finds the memory behind an absolute address among known tensors."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
+        self._flats = sorted((flat_storage(tensor) for tensor in storages.values()), key=torch.Tensor.data_ptr)
+        self._starts = [flat.data_ptr() for flat in self._flats]
+
+    def find(self, address: int) -> tuple[torch.Tensor, int]:
+        """The flat storage (uint8) that holds an address, and the offset in it."""
+        index = bisect_right(self._starts, address) - 1
+        return self._flats[index], address - self._starts[index]
+
+
+class Copier:
+    """Makes blocks ready for one device.
+
+    Args:
+        device: where sources and targets are.
+        targets: the tensors that blocks write to.
+    """
+
+    def __init__(self, device: torch.device, targets: Sequence[torch.Tensor]) -> None:
+        self._device = device
+        self.targets = Targets(targets)
+        self.kernel = kernel_works(device)
+
+    def prepare(self, blocks: list[Block]) -> Prepared:
+        """Tables for the kernel, or views."""
+        if self.kernel:
+            return _KernelPrepared(blocks, self._device)
+        return _PlainPrepared(blocks, self.targets)
+
+    def hash_targets(self, blocks: list[Block], sums: torch.Tensor) -> None:
+        """Adds to ``sums`` what running ``blocks`` would, but reads their targets."""
+        if self.kernel:
+            turned = [replace(block, source=block.target, source_stride=block.target_stride) for block in blocks]
+            KernelTable(turned, self._device).run(addresses(0, [0], self._device), sums, copy=False)
+            return
+        for block in blocks:
+            flat, start = self.targets.find(block.target)
+            sums[block.group] += hash_block(flat, start, replace(block, source_stride=block.target_stride))
+
+
+class _KernelPrepared:
+    def __init__(self, blocks: list[Block], device: torch.device) -> None:
+        self._table = KernelTable(blocks, device)
+        self._bases: dict[int, torch.Tensor] = {}
+
+    def run(self, memory: torch.Tensor, sums: torch.Tensor, copy: bool = True, hashed: bool = True) -> None:
+        address = memory.data_ptr()
+        if address not in self._bases:
+            self._bases[address] = addresses(0, [address], memory.device)
+        self._table.run(self._bases[address], sums, copy, hashed)
+
+
+class _PlainPrepared:
+    def __init__(self, blocks: list[Block], targets: Targets) -> None:
+        self._blocks = blocks
+        self._targets = targets
+
+    def run(self, memory: torch.Tensor, sums: torch.Tensor, copy: bool = True, hashed: bool = True) -> None:
+        for block in self._blocks:
+            if copy:
+                flat, start = self._targets.find(block.target)
+                target = runs(flat, start, block.width, block.lines, block.target_stride)
+                target.copy_(runs(memory, block.source, block.width, block.lines, block.source_stride))
+            if hashed:
+                sums[block.group] += hash_block(memory, block.source, block)

@@ -1,0 +1,87 @@
+"""Copies and the hash in plain torch operations: where there is no Triton, and the reference for the kernel.
+
+The hash of some bytes is the sum, modulo 2^64, of every 8-byte word times an odd pseudo-random factor of its place in
+the bucket. A word may be cut: its parts add up to it. So the sum of a bucket does not depend on how it was cut into
+copies or in which order they ran, one changed word always changes it, and swapped words do but for one chance in 2^60.
+It finds mistakes and broken memory; it is no defence against an adversary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from verl_sync_plugin.copies.blocks import Block
+
+STEP = 1 << 21  # bytes hashed at a time; bounds the memory that the hash takes
+FIRST_FACTOR = 0x9E3779B97F4A7C15
+SECOND_FACTOR = 0xD6E8FEB86659FD93
+OFFSET = 0x2545F4914F6CDD1D
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def factors(words: torch.Tensor) -> torch.Tensor:
+    """The odd factor of each word number; int64 of the same shape."""
+    mixed = words * _signed(FIRST_FACTOR) + OFFSET
+    mixed = mixed ^ ((mixed >> 32) & 0xFFFFFFFF)  # torch shifts int64 arithmetically
+    mixed = mixed * _signed(SECOND_FACTOR)
+    mixed = mixed ^ ((mixed >> 32) & 0xFFFFFFFF)
+    return mixed | 1
+
+
+def hash_bytes(data: torch.Tensor, position: int) -> torch.Tensor:
+    """The hash of consecutive bytes.
+
+    Args:
+        data: uint8 of shape ``(n,)``, contiguous.
+        position: byte offset of the first one in the bucket.
+
+    Returns:
+        int64 of shape ``()`` on the device of ``data``.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for begin in range(0, data.numel(), STEP):
+        part, place = data[begin : begin + STEP], position + begin
+        if place % 8 or part.numel() % 8 or part.storage_offset() % 8 or part.data_ptr() % 8:
+            bytes_at = torch.arange(place, place + part.numel(), device=data.device)
+            total += ((part.long() << (bytes_at % 8 * 8)) * factors(bytes_at // 8)).sum()
+        else:
+            words = torch.arange(place // 8, (place + part.numel()) // 8, device=data.device)
+            total += (part.view(torch.int64) * factors(words)).sum()
+    return total
+
+
+def hash_block(flat: torch.Tensor, start: int, block: Block) -> torch.Tensor:
+    """The hash of a block's bytes wherever they lie; int64 of shape ``()``.
+
+    Args:
+        flat: uint8 of shape ``(n,)``.
+        start: first byte of the block in ``flat``; runs follow each other by ``block.source_stride``.
+        block: its width, lines and position count.
+    """
+    if block.lines == 1:
+        return hash_bytes(flat[start : start + block.width], block.position)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    step = max(1, STEP // block.width)
+    column = torch.arange(block.width, device=flat.device)
+    for first in range(0, block.lines, step):
+        lines = min(step, block.lines - first)
+        data = runs(flat, start + first * block.source_stride, block.width, lines, block.source_stride)
+        line = torch.arange(first, first + lines, device=flat.device)[:, None]
+        place = block.position + line * block.position_stride + column
+        total += ((data.long() << (place % 8 * 8)) * factors(place // 8)).sum()
+    return total
+
+
+def runs(flat: torch.Tensor, start: int, width: int, lines: int, stride: int) -> torch.Tensor:
+    """Runs of bytes inside flat memory: uint8 of shape ``(lines, width)``, a view."""
+    return flat.as_strided((lines, width), (stride if lines > 1 else width, 1), flat.storage_offset() + start)
+
+
+def flat_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of the storage behind a tensor: uint8 of shape ``(n,)``, a view."""
+    storage = tensor.untyped_storage()
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(storage, 0, (storage.nbytes(),), (1,))

@@ -1,0 +1,206 @@
+"""Which bytes of which tensor go where in the model: made from a recording, by name, before anything has moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from verl_sync_plugin.copies.blocks import Lines
+from verl_sync_plugin.receiver.recorder import Copy, Recording, Source, model_tensors, record
+
+# Runs shorter than this are no business of a byte copier (a transposed copy has runs of one element)
+SHORTEST_RUN = 32
+MOST_LINES = 1 << 16
+
+Layout = tuple[tuple[int, torch.Size, tuple[int, ...], torch.dtype], ...]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The copies of one tensor.
+
+    Attributes:
+        dtype: what travels.
+        target_dtype: what the model holds; the copy casts when they differ.
+        lines: the runs, with absolute target addresses.
+    """
+
+    dtype: torch.dtype
+    target_dtype: torch.dtype
+    lines: tuple[Lines, ...]
+
+    @property
+    def casts(self) -> bool:
+        return self.dtype != self.target_dtype
+
+    def target_runs(self) -> Iterator[tuple[int, int, int, int]]:
+        """The bytes written: address, width, number of lines and bytes from line to line."""
+        for part in self.lines:
+            width = part.width * self.target_dtype.itemsize // self.dtype.itemsize
+            joined = part.count > 1 and part.target_stride == width
+            yield part.target, width * part.count if joined else width, 1 if joined else part.count, part.target_stride
+
+
+@dataclass
+class CopyPlan:
+    """What a sync can replay. Valid while ``layout_of`` the model stays what it was.
+
+    Attributes:
+        planned: by name; a tensor that the model skips has no lines.
+        refused: names that take the model's own path, and why.
+        fills: constants to write again (padding), with the value.
+        derives: ``model.post_load_weights`` must run after the copies.
+    """
+
+    planned: dict[str, Planned] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    fills: list[tuple[torch.Tensor, float]] = field(default_factory=list)
+    derives: bool = False
+
+    def target_runs(self) -> Iterator[tuple[int, int, int, int]]:
+        """The bytes that a replay writes: address, width, number of lines and bytes from line to line."""
+        for planned in self.planned.values():
+            yield from planned.target_runs()
+        for target, _ in self.fills:
+            if target.is_contiguous():
+                yield target.data_ptr(), target.nbytes, 1, 0
+
+
+class LayoutKey:
+    """Where all parameters and buffers of a model lie. ``param.data = tensor`` makes no operation, so this is compared
+    at every sync; the walk over modules is done once."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._modules = list(model.modules())
+
+    def now(self) -> Layout:
+        return tuple(
+            (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            for module in self._modules
+            for owned in (module._parameters, module._buffers)
+            for tensor in owned.values()
+            if tensor is not None
+        )
+
+
+def make_plan(model: Any, sources: Sequence[Source]) -> CopyPlan:
+    """Records the model's load and keeps of it what is plain copies.
+
+    Never raises for a model that cannot be recorded: then every name takes the model's own path.
+    """
+    before = LayoutKey(model).now()
+    try:
+        recording = record(model, sources)
+    except Exception as error:  # whatever a model's loader makes of meta tensors
+        recording = Recording(spoiled=f"its load cannot be recorded: {type(error).__name__}: {error}")
+    if not recording.spoiled and LayoutKey(model).now() != before:
+        recording.spoiled = "its load re-lays parameters"
+    if not recording.spoiled and recording.derives and not hasattr(model, "post_load_weights"):
+        recording.spoiled = "its load computes from parameters, and there is no post_load_weights to do that again"
+    if recording.spoiled:
+        return CopyPlan(refused={source.name: recording.spoiled for source in sources})
+    plan = CopyPlan(refused=dict(recording.refused), fills=recording.fills, derives=recording.derives)
+    copies: dict[str, list[Copy]] = {source.name: [] for source in sources}
+    for copy in recording.copies:
+        copies[copy.name].append(copy)
+    for source in sources:
+        if source.name not in plan.refused:
+            _accept(plan, source, copies[source.name])
+    _refuse_overlaps(plan)
+    return plan
+
+
+def _accept(plan: CopyPlan, source: Source, copies: Sequence[Copy]) -> None:
+    targets = {copy.target.dtype for copy in copies}
+    if len(targets) > 1:
+        plan.refused[source.name] = f"is copied as {targets}"
+        return
+    lines: list[Lines] = []
+    for copy in copies:
+        part = lines_of(copy.source, copy.target)
+        if part is None:
+            plan.refused[source.name] = "is copied in runs too short"
+            return
+        lines.extend(part)
+    target = targets.pop() if targets else source.dtype
+    plan.planned[source.name] = Planned(source.dtype, target, tuple(lines))
+
+
+def lines_of(source: torch.Tensor, target: torch.Tensor) -> list[Lines] | None:
+    """A copy as runs of consecutive bytes, or ``None`` when it has no long ones.
+
+    Args:
+        source: view of a tensor that starts at its storage's first byte; only its layout is used.
+        target: what it is copied to, of a shape it broadcasts to.
+    """
+    if target.numel() == 0:
+        return []
+    if source.shape != target.shape:
+        source = source.expand(target.shape)
+    dims = _merged(target.shape, source.stride(), target.stride())
+    size, step, target_step = dims.pop()
+    if (step, target_step) != (1, 1):
+        dims.append((size, step, target_step))
+        size = 1
+    many, grown = source.element_size(), target.element_size()
+    if dims and size * many < SHORTEST_RUN:
+        return None
+    count, stride, target_stride = dims.pop() if dims else (1, 0, 0)
+    starts = [(0, 0)]
+    for length, outer, target_outer in dims:
+        starts = [(a + i * outer, b + i * target_outer) for a, b in starts for i in range(length)]
+    if (count > 1 and stride < size) or len(starts) > MOST_LINES:
+        return None
+    first, address = int(source.storage_offset()) * many, target.data_ptr()
+    return [
+        Lines(first + a * many, size * many, count, stride * many, address + b * grown, target_stride * grown)
+        for a, b in starts
+    ]
+
+
+def _merged(shape: Sequence[int], strides: Sequence[int], target_strides: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Dimensions as (size, stride, stride of the target), neighbours that are one run on both sides joined."""
+    dims: list[tuple[int, int, int]] = []
+    for size, stride, other in zip(shape, strides, target_strides, strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1] == size * stride and dims[-1][2] == size * other:
+            dims[-1] = (dims[-1][0] * size, stride, other)
+        else:
+            dims.append((size, stride, other))
+    return dims or [(1, 1, 1)]
+
+
+def _refuse_overlaps(plan: CopyPlan) -> None:
+    """Replay keeps no order between copies, so bytes that two of them write take the model's own path."""
+    intervals: list[tuple[int, int, str]] = []
+    for name, planned in plan.planned.items():
+        for address, width, lines, stride in planned.target_runs():
+            intervals.extend((address + line * stride, address + line * stride + width, name) for line in range(lines))
+    intervals.sort()
+    reached, owner = 0, ""
+    for first, end, name in intervals:
+        if first < reached:
+            for one in {name, owner}:
+                plan.refused[one] = "is written where another tensor is"
+        if end > reached:
+            reached, owner = end, name
+    for name in plan.refused:
+        plan.planned.pop(name, None)
+
+
+def sources_of(entries: Sequence[Any]) -> list[Source]:
+    """The tensors of a manifest's entries, each once, in order."""
+    found: dict[str, Source] = {}
+    for entry in entries:
+        if entry.name not in found:
+            found[entry.name] = Source(entry.name, getattr(torch, entry.dtype), entry.shape, entry.strides)
+    return list(found.values())
+
+
+def known_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Every parameter and buffer with elements, for looking targets up by address."""
+    return [tensor for _, tensor in model_tensors(model) if tensor.numel()]

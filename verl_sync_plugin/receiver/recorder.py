@@ -1,0 +1,206 @@
+"""Records what a model's own ``load_weights`` would copy where, without copying anything.
+
+The sources are meta tensors, one per name of the sync: they hold no bytes, they are on no CPU (SGLang's DeepSeek loads
+CPU tensors in threads, which no dispatch mode sees), and every view of one shares its storage, by which it is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of the sync: its name and layout."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+
+    def meta(self) -> torch.Tensor:
+        if self.strides is None:
+            return torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Elements of a source (a view of its meta tensor) and the elements of the model they go to."""
+
+    name: str
+    source: torch.Tensor
+    target: torch.Tensor
+
+
+@dataclass
+class Recording:
+    """What one dry ``load_weights`` did.
+
+    Attributes:
+        copies: plain copies from sources into the model.
+        fills: constants written into the model, with the value.
+        refused: names that something other than views and copies was done with, and what.
+        spoiled: why nothing of the recording can be used; empty when it can.
+        derives: the load also computed something from loaded parameters.
+    """
+
+    copies: list[Copy] = field(default_factory=list)
+    fills: list[tuple[torch.Tensor, float]] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    spoiled: str = ""
+    derives: bool = False
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Identity of the storage behind a tensor, for as long as that lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def model_tensors(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """All parameters and buffers by name, tied ones under each of theirs."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+class _Recorder(TorchDispatchMode):
+    """Watches one load. Writes into the model are noted and left out; reading it is real."""
+
+    def __init__(self, sources: dict[int, str], targets: set[int]) -> None:
+        super().__init__()
+        self.recording = Recording()
+        self._sources = sources
+        self._targets = targets
+        self._derived: dict[int, set[str]] = {}  # results of anything else, by storage
+        self._joined: dict[int, list[tuple[str, torch.Tensor, int, int]]] = {}  # results of cat: name, part, dim, start
+        self._keep: list[torch.Tensor] = []  # a freed storage's identity would be used again
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
+        names = self._names(tensors)
+        if func is aten.copy_.default and names:
+            return self._copy(args[0], args[1], names)
+        if func._schema.is_mutable and any(storage_of(tensor) in self._targets for tensor in tensors[:1]):
+            return self._write(func, args, names)
+        if not names:
+            return self._other(func, args, kwargs, tensors)
+        return self._touch(func, args, kwargs, names)
+
+    def _names(self, tensors: Sequence[torch.Tensor]) -> set[str]:
+        found: set[str] = set()
+        for tensor in tensors:
+            storage = storage_of(tensor)
+            if storage in self._sources:
+                found.add(self._sources[storage])
+            else:
+                found |= self._derived.get(storage, set())
+        return found
+
+    def _refuse(self, names: Iterable[str], why: str) -> None:
+        for name in names:
+            self.recording.refused.setdefault(name, why)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, names: set[str]) -> torch.Tensor:
+        storage = storage_of(source)
+        into_model = storage_of(target) in self._targets
+        if into_model and storage in self._sources:
+            self.recording.copies.append(Copy(self._sources[storage], source, target.detach()))
+        elif into_model and storage in self._joined and source.is_contiguous() and source.shape == target.shape:
+            for name, part, dim, start in self._joined[storage]:
+                piece = target.detach().narrow(dim, start, part.shape[dim])
+                self.recording.copies.append(Copy(name, part, piece))
+        else:
+            self._refuse(names, "is changed before it is copied" if into_model else "is copied elsewhere")
+        return target
+
+    def _write(self, func: Any, args: Any, names: set[str]) -> Any:
+        constant = func in (aten.fill_.Scalar, aten.zero_.default) and not names
+        if constant:
+            value = float(args[1]) if func is aten.fill_.Scalar else 0.0
+            self.recording.fills.append((args[0].detach(), value))
+        elif names:
+            self._refuse(names, f"goes through {func}")
+        else:
+            self.recording.spoiled = f"its load runs {func} on a parameter"
+        return args[0]
+
+    def _other(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        result = func(*args, **kwargs)
+        if any(storage_of(tensor) in self._targets for tensor in tensors):
+            made = [value for value in tree_flatten(result)[0] if isinstance(value, torch.Tensor)]
+            if not made or any(storage_of(value) not in self._targets for value in made):
+                self.recording.derives = True
+        return result
+
+    def _touch(self, func: Any, args: Any, kwargs: Any, names: set[str]) -> Any:
+        """Anything but a copy that involves a source: views pass, a join is noted, the rest refuses the names."""
+        if func is aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
+            return args[0].detach()  # to another device: the bytes stay what they are
+        if func is aten._local_scalar_dense.default:
+            self._refuse(names, "is read by the host")
+            return 0
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        result = func(*args, **kwargs)
+        made = [value for value in tree_flatten(result)[0] if isinstance(value, torch.Tensor)]
+        known = [storage_of(value) in self._sources or storage_of(value) in self._derived for value in made]
+        if made and all(known):
+            return result  # views
+        if func is aten.cat.default and self._join(args, kwargs, made[0]):
+            return result
+        self._refuse(names, f"goes through {func}")
+        for value in made:
+            self._keep.append(value)
+            self._derived[storage_of(value)] = names
+        return result
+
+    def _join(self, args: Any, kwargs: Any, result: torch.Tensor) -> bool:
+        parts = args[0]
+        whole = all(storage_of(part) in self._sources and part.dtype == result.dtype for part in parts)
+        if not whole:
+            return False
+        dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % max(result.dim(), 1)
+        joined, start = [], 0
+        for part in parts:
+            joined.append((self._sources[storage_of(part)], part, dim, start))
+            start += part.shape[dim]
+        self._keep.append(result)
+        self._joined[storage_of(result)] = joined
+        self._derived[storage_of(result)] = {name for name, *_ in joined}
+        return True
+
+
+def record(model: Any, sources: Sequence[Source]) -> Recording:
+    """One dry ``load_weights`` over all ``sources``; changes nothing in the model that a sync would keep.
+
+    Args:
+        model: an SGLang model.
+        sources: the tensors of a sync, in the order they will come.
+    """
+    tensors = [(source.name, source.meta()) for source in sources]
+    known = {storage_of(tensor): name for name, tensor in tensors}
+    targets = {storage_of(tensor) for _, tensor in model_tensors(model) if tensor.numel()}
+    recorder = _Recorder(known, targets)
+    with torch.no_grad(), recorder:
+        model.load_weights(iter(tensors))
+    _refuse_kept(model, known, recorder.recording)
+    return recorder.recording
+
+
+def _refuse_kept(model: torch.nn.Module, known: dict[int, str], recording: Recording) -> None:
+    """A model that keeps a tensor it was given (``param.data = tensor``) makes no operation; its modules show it."""
+    for module in model.modules():
+        owned = [*vars(module).values(), *module._parameters.values(), *module._buffers.values()]
+        for value in owned:
+            if isinstance(value, torch.Tensor) and value.device.type == "meta":
+                name = known.get(storage_of(value))
+                recording.spoiled = f"its load keeps {name or 'a tensor it was given'} instead of copying it"

@@ -1,0 +1,156 @@
+"""Loads buckets into the model: by the model's own ``load_weights``, or by replaying what that does.
+
+The first sync of a plan goes the model's own way and is the reference: every byte that a replay would have written is
+compared (by hash) with what the model wrote, and a tensor that differs keeps the model's way. From the second sync on
+buckets are replayed. A model whose parameters moved starts over.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from verl_sync_plugin.copies.copier import Copier
+from verl_sync_plugin.receiver.assembly import Assembler
+from verl_sync_plugin.receiver.copy_plan import CopyPlan, LayoutKey, known_tensors, make_plan, sources_of
+from verl_sync_plugin.receiver.ledger import Ledger
+from verl_sync_plugin.receiver.replay import Comparison, Replay, WireSums
+from verl_sync_plugin.transport.protocol import Manifest
+
+logger = logging.getLogger(__name__)
+
+
+class Unpacker:
+    """Belongs to one model and one manifest.
+
+    Args:
+        model: an SGLang model.
+        manifest: what the buckets hold.
+        device: where the slots are.
+    """
+
+    def __init__(self, model: Any, manifest: Manifest, device: torch.device) -> None:
+        self._model = model
+        self._manifest = manifest
+        self._device = device
+        self._key = LayoutKey(model)
+        self._layout: object = None  # of the trusted plan
+        self._replay: Replay | None = None
+        self._comparison: Comparison | None = None
+        self._plan = CopyPlan()
+        self._trusted = False
+        self._settled = False  # the plan of this layout has been compared, whatever came of it
+        self._hashed = False
+        self._copier: Copier | None = None
+        self._names = frozenset(entry.name for bucket in manifest.buckets for entry in bucket)
+        self._assembler = Assembler(self._names)
+        self._wire = WireSums(manifest, device)
+        self._replayed = (0, 0)
+
+    @property
+    def settled(self) -> bool:
+        """False while the plan of this layout is still to be compared: then the model's own load runs."""
+        return self._settled
+
+    @property
+    def replayed(self) -> tuple[int, int]:
+        """Tensors and bytes that this sync replays."""
+        return self._replayed
+
+    def begin(self, copy_plan: bool, hashed: bool) -> None:
+        """Decides how this sync loads. Never fails because a model cannot be planned.
+
+        Args:
+            copy_plan: whether to plan at all.
+            hashed: whether the senders hash what they send.
+        """
+        self._hashed = hashed
+        layout = self._key.now()
+        if layout != self._layout or not self._settled:
+            self._layout, self._trusted, self._settled = layout, False, not copy_plan
+            self._prepare(make_plan(self._model, sources_of(self._entries())) if copy_plan else CopyPlan())
+        assert self._replay is not None
+        self._assembler = Assembler(self._replay.leftovers if self._trusted else self._names)
+        self._wire.sums.zero_()
+        self._replayed = (self._replay.tensors, self._replay.nbytes) if self._trusted else (0, 0)
+        if self._trusted:
+            self._replay.fill()
+
+    def _entries(self) -> list[Any]:
+        return [entry for bucket in self._manifest.buckets for entry in bucket]
+
+    def _prepare(self, plan: CopyPlan) -> None:
+        self._plan = plan
+        self._copier = Copier(self._device, known_tensors(self._model))
+        self._replay = Replay(plan, self._manifest, self._wire, self._copier)
+        self._comparison = Comparison(self._replay, self._copier, self._device) if plan.planned else None
+        if plan.refused:
+            self._say(plan)
+
+    def load(self, index: int, memory: torch.Tensor) -> None:
+        """Loads one bucket; copies may still run when it returns.
+
+        Args:
+            index: number of the bucket.
+            memory: its slot, uint8.
+        """
+        replay = self._replay
+        assert replay is not None, "begin() comes first"
+        if self._trusted:
+            replay.run(index, memory, self._wire.sums, self._hashed)
+            entries = replay.works[index].leftovers
+        else:
+            if self._hashed:
+                replay.read(index, memory, self._wire.sums)
+            if self._comparison is not None:
+                self._comparison.note(index, memory)
+            entries = self._manifest.buckets[index]
+        if entries:
+            self._model.load_weights(self._assembler.tensors(memory, entries))
+
+    def finish(self, sent: tuple[tuple[int, ...], ...], ledger: Ledger | None) -> None:
+        """Ends the sync: checks hashes, derives what the model derives, trusts the plan if it proved right.
+
+        Args:
+            sent: hashes by bucket and segment; empty when the senders did not hash.
+            ledger: to be told which bytes the comparison proved to be written.
+
+        Raises:
+            ValueError: a tensor is incomplete, or bytes changed on the way.
+        """
+        self._assembler.finish()
+        if self._hashed:
+            self._wire.check(sent)
+        if self._trusted:
+            if self._plan.derives:
+                self._model.post_load_weights()
+        elif self._comparison is not None:
+            self._compare(self._comparison, ledger)
+            self._comparison = None
+        self._settled = True
+
+    def _compare(self, comparison: Comparison, ledger: Ledger | None) -> None:
+        assert self._replay is not None and self._copier is not None
+        plan = self._plan
+        differing = comparison.differing()
+        for name in differing:
+            plan.refused[name] = "its replay differs from the model's own load"
+            del plan.planned[name]
+        if not all(bool((target == value).all()) for target, value in plan.fills):
+            plan.planned, plan.refused = {}, dict.fromkeys(self._names, "is loaded beside a constant that changes")
+        if differing or not plan.planned:
+            self._replay = Replay(plan, self._manifest, self._wire, self._copier)
+        if ledger is not None and ledger.coverage().missing:
+            ledger.note_bytes(plan.target_runs())
+        self._trusted = bool(plan.planned)
+        if differing or not plan.refused:
+            self._say(plan)
+
+    def _say(self, plan: CopyPlan) -> None:
+        total, kept = len(self._names), len(plan.refused)
+        how = "the kernel" if self._copier is not None and self._copier.kernel else "plain copies"
+        logger.warning("verl-sync-plugin: after the first sync %d of %d tensors go by %s", total - kept, total, how)
+        for name, why in list(plan.refused.items())[:5]:
+            logger.warning("verl-sync-plugin: %s goes through load_weights: it %s", name, why)
