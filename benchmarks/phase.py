@@ -95,10 +95,11 @@ def _verl_timings(log: Path) -> list[float]:
     return [float(value) for value in _TIMING.findall(_ANSI.sub("", log.read_text(encoding="utf-8", errors="replace")))]
 
 
-def _rollouts(case: dict[str, Any], log: Path) -> list[dict[str, float]]:
+def _rollouts(settings: dict[str, Any], log: Path) -> list[dict[str, float]]:
     """Seconds and generated tokens of each step's rollout, from verl's console metrics."""
     text = _ANSI.sub("", log.read_text(encoding="utf-8", errors="replace"))
-    responses = command.batch_of(case["device"]) * command.samples_of(case["device"])
+    device = settings.get("device", "cuda")
+    responses = command.batch_of(device) * command.samples_of(device)
     return [
         {"seconds": float(seconds), "tokens": float(length) * responses} for length, seconds in _ROLLOUT.findall(text)
     ]
