@@ -60,8 +60,18 @@ class Paths:
     reward: Path = Path(__file__).resolve().parent / "reward.py"
 
 
+def batch_of(device: str) -> int:
+    """Prompts per step."""
+    return 4 if device == "cpu" else 16
+
+
+def samples_of(device: str) -> int:
+    """Responses per prompt."""
+    return 2 if device == "cpu" else 4
+
+
 def _common(case: Case, paths: Paths) -> list[str]:
-    batch, response = (4, 16) if case.device == "cpu" else (16, 64)
+    batch, response = batch_of(case.device), 16 if case.device == "cpu" else 64
     micro = batch // 2
     return [
         "algorithm.adv_estimator=grpo",
@@ -99,7 +109,7 @@ def _common(case: Case, paths: Paths) -> list[str]:
 def _cuda(case: Case) -> list[str]:
     overrides = [
         f"{_ACTOR}.optim.lr=1e-6",
-        f"{_ROLLOUT}.n=4",
+        f"{_ROLLOUT}.n={samples_of(case.device)}",
         f"{_ROLLOUT}.gpu_memory_utilization={0.4 if case.model_size == '7b' else 0.3}",
         f"{_ROLLOUT}.agent.num_workers=2",
         f"{_SGLANG}.attention_backend=triton",
@@ -118,7 +128,7 @@ def _cpu(case: Case) -> list[str]:
         f"{_ACTOR}.optim.lr=1e-2",
         f"{_ACTOR}.use_torch_compile=False",
         f"{_MODEL}.enable_gradient_checkpointing=False",
-        f"{_ROLLOUT}.n=2",
+        f"{_ROLLOUT}.n={samples_of(case.device)}",
         f"{_ROLLOUT}.gpu_memory_utilization=0.1",
         f"{_ROLLOUT}.enforce_eager=True",
         f"{_ROLLOUT}.max_num_seqs=16",

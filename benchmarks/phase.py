@@ -32,6 +32,7 @@ LEAST_RUN_SECONDS = 60.0
 # what says nothing about the measurement, only where its files lay
 LOCAL_ARGUMENTS = ("tokenizer_dir", "work", "out", "timeout", "budget")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_ROLLOUT = re.compile(r"response_length/mean:([0-9.eE+-]+).*?timing_s/gen:([0-9.eE+-]+)")
 _TIMING = re.compile(r"timing_s/update_weights:([0-9.eE+-]+)")
 
 
@@ -94,6 +95,16 @@ def _verl_timings(log: Path) -> list[float]:
     return [float(value) for value in _TIMING.findall(_ANSI.sub("", log.read_text(encoding="utf-8", errors="replace")))]
 
 
+def _rollouts(settings: dict[str, Any], log: Path) -> list[dict[str, float]]:
+    """Seconds and generated tokens of each step's rollout, from verl's console metrics."""
+    text = _ANSI.sub("", log.read_text(encoding="utf-8", errors="replace"))
+    device = settings.get("device", "cuda")
+    responses = command.batch_of(device) * command.samples_of(device)
+    return [
+        {"seconds": float(seconds), "tokens": float(length) * responses} for length, seconds in _ROLLOUT.findall(text)
+    ]
+
+
 def _biggest(values: list[int | None]) -> int | None:
     return max((value for value in values if value is not None), default=None)
 
@@ -117,6 +128,7 @@ def summarize(variant: str, settings: dict[str, Any], probe_file: Path, log: Pat
             "first_sync": dataclasses.asdict(first),
             "syncs": [dataclasses.asdict(sync) for sync in measured],
             "verl_update_weights_s": _verl_timings(log),
+            "rollouts": _rollouts(settings, log),
         },
         "bytes": _biggest([sync.bytes for sync in (first, *measured)]),
         "peak_device_bytes": _biggest([sync.peak_device_bytes for sync in measured]),

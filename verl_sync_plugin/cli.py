@@ -66,6 +66,7 @@ def plan(model: str, world: int, bucket_megabytes: int) -> int:
     from verl_sync_plugin.bucket import Base, plan_buckets
     from verl_sync_plugin.source.fsdp2 import even_chunks
     from verl_sync_plugin.source.naming import hf_views, verl_rewrite
+    from verl_sync_plugin.transport.sender import SLOTS, slot_limit
 
     config = AutoConfig.from_pretrained(model)
     with torch.device("meta"):
@@ -77,9 +78,9 @@ def plan(model: str, world: int, bucket_megabytes: int) -> int:
         lengths = even_chunks(rows, world, tensor.numel() // rows) if world > 1 else (tensor.numel(),)
         views = hf_views(name, tuple(tensor.shape), tensor.dtype, 0, rewrite)
         bases.append(Base(name, "bfloat16", 2, lengths, tuple(views)))
-    made = plan_buckets(tuple(bases), bucket_megabytes << 20)
+    made = plan_buckets(tuple(bases), slot_limit(bucket_megabytes << 20))
     print(f"{made.tensor_count} tensors, {made.nbytes / 1e9:.3f} GB in {len(made.buckets)} buckets")
-    print(f"staging memory per GPU: {min(2, len(made.buckets)) * made.slot_bytes / 2**20:.0f} MiB")
+    print(f"staging memory per GPU: {min(SLOTS, len(made.buckets)) * made.slot_bytes / 2**20:.0f} MiB")
     return 0
 
 

@@ -93,6 +93,31 @@ async def _ask(call: Any, what: str) -> None:
         raise RuntimeError(f"SGLang refused to {what} a weight update: {message}")
 
 
+async def replace_adapter(tokenizer_manager: Any, name: str, settings: dict[str, Any], packed: bytes) -> None:
+    """Unloads the adapter of this name, if there is one, and loads another in its place.
+
+    SGLang 0.5.12 takes one blob for all tensor-parallel ranks, later versions a list with one for each.
+
+    Raises:
+        RuntimeError: SGLang refused either.
+    """
+    from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput, UnloadLoRAAdapterReqInput
+
+    if name in tokenizer_manager.lora_registry.get_all_adapters():
+        _check_adapter(await tokenizer_manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name)))
+    fields = {field.name for field in _fields(LoadLoRAAdapterFromTensorsReqInput)}
+    blobs: dict[str, Any] = {"serialized_tensors": packed}
+    if "serialized_named_tensors" in fields:
+        blobs = {"serialized_named_tensors": [packed] * int(tokenizer_manager.server_args.tp_size)}
+    request = LoadLoRAAdapterFromTensorsReqInput(lora_name=name, config_dict=settings, **blobs)
+    _check_adapter(await tokenizer_manager.load_lora_adapter_from_tensors(request))
+
+
+def _check_adapter(answer: Any) -> None:
+    if not answer.success:
+        raise RuntimeError(f"SGLang refused the adapter: {answer.error_message}")
+
+
 def set_weight_version(tokenizer_manager: Any, version: str) -> None:
     """Makes SGLang report ``version`` for its weights, as its own weight updates do."""
     update = getattr(tokenizer_manager, "_update_weight_version_if_provided", None)

@@ -40,6 +40,7 @@ class SyncConfig:
         timeout_seconds: bound on every wait of a sync; when it passes, all ranks raise the same ``SyncError``.
         release_cuda_graph: also release SGLang's CUDA graph memory during training and resume it in stage 2. Not where
             megatron-core is installed: imported by SGLang, it puts the memory saver into a mode that cannot.
+        check_finite: a NaN or Inf among the packed weights fails the sync and names the parameter.
         copy_plan: from the second sync on, replay the copies that the engine model's ``load_weights`` made instead of
             calling it.
         verify_hashes: hash every byte when it is packed and when the engine reads it, and compare.
@@ -51,11 +52,12 @@ class SyncConfig:
     keep_dtype: tuple[str, ...] = (r"\.gate\.weight$", r"e_score_correction_bias$")
     timeout_seconds: float = 300.0
     release_cuda_graph: bool = False
+    check_finite: bool = True
     copy_plan: bool = True
     verify_hashes: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("enabled", "release_cuda_graph", "copy_plan", "verify_hashes"):
+        for name in ("enabled", "check_finite", "release_cuda_graph", "copy_plan", "verify_hashes"):
             if not isinstance(getattr(self, name), bool):
                 raise _fail(name, getattr(self, name), "not a boolean", f"Use {KEY_PREFIX}.{name}=True or False.")
         self._check_choice("weights_cpu_backup", CPU_BACKUP_CHOICES)

@@ -14,7 +14,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
 from verl_sync_plugin import hydra_source
-from verl_sync_plugin.config import TRAINERS, TURN_OFF, refuse_adapter_mode, sync_config_of
+from verl_sync_plugin.config import sync_config_of
 
 
 class SyncConfigSource(ConfigSource):
@@ -74,25 +74,6 @@ class SyncSearchPath(SearchPathPlugin):
         search_path.append("verl-sync-plugin", f"file://{hydra_source.configs_folder()}")
 
 
-def check_trainer(actor_rollout_ref: Any) -> None:
-    """What of the actor's model and strategy the sync cannot serve.
-
-    Raises:
-        ValueError: names key, value and remedy.
-    """
-    rollout = actor_rollout_ref.rollout
-    colocated = actor_rollout_ref.get("hybrid_engine", True)
-    if rollout.get("name") != "sglang" or not sync_config_of(rollout).enabled or not colocated:
-        return
-    strategy = OmegaConf.select(actor_rollout_ref, "actor.strategy")
-    if strategy not in TRAINERS:
-        raise ValueError(
-            f"actor_rollout_ref.actor.strategy={strategy}: no sharding manager moves its weights to SGLang "
-            f"(there are: {', '.join(TRAINERS)}). Use one of these, or {TURN_OFF}."
-        )
-    refuse_adapter_mode(actor_rollout_ref.model)
-
-
 class CheckKeys(Callback):
     """Checks our keys in the driver, before Ray starts.
 
@@ -110,11 +91,12 @@ class CheckKeys(Callback):
         rollout = OmegaConf.select(config, "actor_rollout_ref.rollout")
         if rollout is None:
             return
+        from verl_sync_plugin.driver import settle_trainer
         from verl_sync_plugin.rollout_config import check_rollout
 
         try:
             check_rollout(rollout)
-            check_trainer(config.actor_rollout_ref)
+            settle_trainer(config.actor_rollout_ref)
         except ValueError as error:
             raise SystemExit(f"verl-sync-plugin: {error}") from error
         if rollout.get("name") == "sglang":

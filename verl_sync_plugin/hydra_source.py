@@ -27,7 +27,7 @@ def configs_folder() -> Path:
     return inside if inside.is_dir() else package.parent / "configs"
 
 
-# The plugin keeps three buckets of device memory, stock verl none between syncs: its default of 2 GiB is too much here,
+# The plugin keeps two buckets of device memory, stock verl none between syncs: its default of 2 GiB is too much here,
 # and larger buckets are no faster
 DEFAULT_BUCKET_MEGABYTES = 512
 

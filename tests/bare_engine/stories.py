@@ -58,9 +58,8 @@ def fail_and_recover(member: Rank) -> None:
     """Every kind of failure ends as the same error on all ranks, and the next sync is exact again."""
     trainer.perturb(member.trainer, seed=1)
     member.sync(1)
-    for number, fail in enumerate(
-        (trainer_fails, engine_refuses, engine_stalls, coverage_fails, bytes_change), start=2
-    ):
+    failures = (trainer_fails, trainer_diverges, engine_refuses, engine_stalls, coverage_fails, bytes_change)
+    for number, fail in enumerate(failures, start=2):
         text = fail(member, number)
         texts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(texts, text)
@@ -96,6 +95,21 @@ def trainer_fails(member: Rank, version: int) -> str:
     text = _failing(member, version)
     source.shards = honest  # type: ignore[method-assign]
     assert f"rank {last}: MemoryError: injected" in text
+    return text
+
+
+def trainer_diverges(member: Rank, version: int) -> str:
+    """The last rank's optimizer has produced a NaN."""
+    last = dist.get_world_size() - 1
+    victim = "model.layers.1.mlp.up_proj.weight"
+    part = member.trainer.module.get_parameter(victim).detach().to_local().view(-1)  # type: ignore[attr-defined]
+    honest = part[7].item()
+    if member.rank == last:
+        part[7] = float("nan")
+    text = _failing(member, version)
+    part[7] = honest
+    assert f"rank {last}: ValueError: parameter {victim!r} holds NaN or Inf" in text, text
+    assert "check_finite=False" in text
     return text
 
 

@@ -14,9 +14,9 @@ from verl_sync_plugin.hooks.backup import COVERED_ARCHITECTURES, keep_cpu_backup
 PLAIN = OmegaConf.create({"quantization": None})
 
 
-def model(config: PretrainedConfig) -> SimpleNamespace:
+def model(config: PretrainedConfig, lora_rank: int = 0, merge: bool = False) -> SimpleNamespace:
     """As much of verl's ``HFModelConfig`` as the decision looks at."""
-    return SimpleNamespace(hf_config=config)
+    return SimpleNamespace(hf_config=config, lora_rank=lora_rank, lora={"merge": merge})
 
 
 @pytest.mark.parametrize("architecture", sorted(COVERED_ARCHITECTURES))
@@ -47,3 +47,10 @@ def test_auto_is_on_with_quantization() -> None:
 def test_the_user_decides(choice: str, kept: bool, architecture: str) -> None:
     chosen = SyncConfig(weights_cpu_backup=choice)
     assert keep_cpu_backup(chosen, PLAIN, model(Qwen2Config(architectures=[architecture]))) is kept
+
+
+@pytest.mark.parametrize(("merge", "kept"), [(False, True), (True, False)])
+def test_resident_weights_keep_verls_setting(merge: bool, kept: bool) -> None:
+    """An engine that serves an adapter never releases its base, so the copy is never made."""
+    adapted = model(Qwen2Config(architectures=["Qwen2ForCausalLM"]), 8, merge)
+    assert keep_cpu_backup(SyncConfig(), PLAIN, adapted) is kept

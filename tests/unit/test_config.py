@@ -34,12 +34,13 @@ def test_every_key_is_taken_over() -> None:
         "weights_cpu_backup": "off",
         "wire_dtype": "float32",
         "keep_dtype": ["a", "b$"],
+        "check_finite": False,
         "timeout_seconds": 7,
         "release_cuda_graph": True,
         "copy_plan": False,
         "verify_hashes": False,
     }
-    assert SyncConfig.from_mapping(values) == SyncConfig(False, "off", "float32", ("a", "b$"), 7, True, False, False)
+    assert SyncConfig.from_mapping(values) == SyncConfig(**{**values, "keep_dtype": ("a", "b$")})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -139,10 +139,27 @@ def _let_fsdp1_broadcast_on_cpu(init_utils: ModuleType) -> None:
     init_utils._check_module_states_for_sync_module_states = lambda module_states: None  # type: ignore[attr-defined]
 
 
+def _forget_pinning(lora_layers: ModuleType) -> None:
+    """Let SGLang's LoRA code, which pins host memory everywhere, run where there is no device to pin it for."""
+    torch = lora_layers.torch
+
+    def without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(make)
+        def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+            return make(*args, **kwargs)
+
+        return unpinned
+
+    for name in ("tensor", "zeros", "empty", "arange"):
+        setattr(torch, name, without_pinning(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, device=None: self
+
+
 _HOOKS: dict[str, Callable[[ModuleType], None]] = {
     "torch.multiprocessing": _share_tensors_by_file,
     "torch.distributed.fsdp._init_utils": _let_fsdp1_broadcast_on_cpu,
     "torchvision.extension": _declare_missing_ops,
+    "sglang.srt.lora.layers": _forget_pinning,
     "sglang.srt.utils.patch_torch": _leave_cpu_tensors_alone,
     "verl.plugin.platform.platform_manager": _register_platform,
     "verl.utils.distributed": _name_gloo_once,

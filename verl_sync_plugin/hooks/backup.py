@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from verl.workers.rollout.sglang_rollout.utils import lora_served_as_adapter
+
 from verl_sync_plugin.config import SyncConfig
 
 # Families for which tests of this project show that a sync writes every parameter and persistent buffer. The ledger
@@ -23,6 +25,8 @@ def keep_cpu_backup(sync: SyncConfig, rollout: Any, model: Any) -> bool:
         rollout: verl's ``RolloutConfig``.
         model: verl's ``HFModelConfig``.
     """
+    if lora_served_as_adapter(model):
+        return True  # the weights stay resident, so no copy is ever made; and verl's launch insists
     if sync.weights_cpu_backup != "auto":
         return sync.weights_cpu_backup == "on"
     if rollout.get("quantization", None) is not None:

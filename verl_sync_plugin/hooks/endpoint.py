@@ -57,6 +57,9 @@ class ServerActorEndpoint(RolloutEndpoint):
         """Leaves a report where the trainer fetches it."""
         await self._bounded(self._server.put_sync_report.remote(report))
 
+    async def load_adapter(self, settings: dict[str, Any], packed: bytes, weight_version: str | None) -> LoadOutcome:
+        return LoadOutcome(await self._bounded(self._server.load_adapter.remote(settings, packed, weight_version)))
+
     def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
         return _ActorLoad(self._server.load_weights.remote(request.to_wire(), weight_version))
 

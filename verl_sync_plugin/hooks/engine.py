@@ -10,6 +10,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_sync_plugin.hooks import activation
+from verl_sync_plugin.lora.build import build_peft_model
 
 WeightStream = Iterable[tuple[str, torch.Tensor]]
 
@@ -39,7 +40,18 @@ class ShardStream:
 
 @EngineRegistry.register("language_model", ["fsdp", "fsdp2"], device="cuda", vendor=VENDORS)
 class SyncFSDPEngineWithLMHead(FSDPEngineWithLMHead):
-    """verl's FSDP engine; only the weight export differs."""
+    """verl's FSDP engine; only the weight export differs, and ``model.lora.peft`` is heard."""
+
+    def _build_lora_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """verl's step that adds the adapter.
+
+        Raises:
+            ValueError: PEFT refuses ``model.lora.peft``.
+        """
+        if self.model_config.lora.get("peft", None):
+            return build_peft_model(module, self.model_config)
+        adapted: torch.nn.Module = super()._build_lora_module(module)
+        return adapted
 
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = False, **kwargs: Any

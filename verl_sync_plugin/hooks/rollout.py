@@ -16,6 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from verl.utils.device import get_device_name
 from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
+from verl.workers.rollout.sglang_rollout.utils import lora_served_as_adapter
 
 from verl_sync_plugin.config import TURN_OFF, check_bucket_megabytes, refuse_unsupported, sync_config_of
 from verl_sync_plugin.hooks import activation
@@ -52,7 +53,8 @@ class SyncServerAdapter(ServerAdapter):
         super().__init__(config, model_config, device_mesh, replica_rank)
         self._sync = sync_config_of(config)
         self._manager: ShardingManager | None = None
-        staged = bool(config.multi_stage_wake_up)
+        self._keeps_weights = lora_served_as_adapter(model_config)
+        staged = bool(config.multi_stage_wake_up) or self._keeps_weights  # without resident weights no first stage
         self._stage_one, self._stage_two = wake_stages(staged, self._sync.release_cuda_graph)
         self._wake_tags: list[str] = []
 
@@ -83,7 +85,9 @@ class SyncServerAdapter(ServerAdapter):
             return
         await self._init_server_adapter()
         if self.config.free_cache_engine and self._is_server_tp_leader():
-            await self.server_actor.release_tags.remote(sleep_tags(self._sync.release_cuda_graph))
+            await self.server_actor.release_tags.remote(
+                sleep_tags(self._sync.release_cuda_graph, keep_weights=self._keeps_weights)
+            )
 
     async def update_weights(self, weights: Any, global_steps: int | None = None, **kwargs: Any) -> None:
         """Moves the trainer's weights into the engine. Collective over all trainer ranks.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -16,12 +17,14 @@ from sglang.srt.managers.io_struct import (
 )
 from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
+from verl.workers.rollout.sglang_rollout.utils import SGLANG_LORA_NAME
 
 from verl_sync_plugin import compat
 from verl_sync_plugin.config import sync_config_of
 from verl_sync_plugin.hooks.awake import KV_CACHE, WEIGHTS, AwakeState, sleep_tags
 from verl_sync_plugin.hooks.backup import keep_cpu_backup
 from verl_sync_plugin.hooks.gate import WeightsGate
+from verl_sync_plugin.lora.build import unties_embeddings
 from verl_sync_plugin.transport.protocol import LOADER
 from verl_sync_plugin.transport.request import pack_request
 
@@ -49,6 +52,7 @@ class SyncSGLangHttpServer(SGLangHttpServer):
         sglang_kwargs["custom_weight_loader"] = [*loaders, *([] if LOADER in loaders else [LOADER])]
         if self._sync.release_cuda_graph:
             os.environ[CUDA_GRAPH_VARIABLE] = "1"
+        self._untie(sglang_kwargs)
         backup = keep_cpu_backup(self._sync, self.config, self.model_config)
         with compat.launch_shims(), _decided(self, backup):
             await super().launch_server(master_address=master_address, master_port=master_port)
@@ -61,6 +65,13 @@ class SyncSGLangHttpServer(SGLangHttpServer):
                 )
         word = "on" if backup else "off"
         print(f"[verl-sync-plugin] pid {os.getpid()} rollout server: {LOADER}, CPU backup {word}", flush=True)
+
+    def _untie(self, sglang_kwargs: dict[str, Any]) -> None:
+        """An engine that ties embedding and head cannot hold what a merged adapter makes of one of them."""
+        if not self.lora_as_adapter and unties_embeddings(self.model_config):
+            given = json.loads(sglang_kwargs.get("json_model_override_args") or "{}")
+            sglang_kwargs["json_model_override_args"] = json.dumps({**given, "tie_word_embeddings": False})
+            print(f"[verl-sync-plugin] pid {os.getpid()} rollout server: embedding and head untied", flush=True)
 
     async def sleep(self) -> None:
         """verl's sleep, once per wake; a repeated call is harmless."""
@@ -120,6 +131,18 @@ class SyncSGLangHttpServer(SGLangHttpServer):
             success, message = await self.tokenizer_manager.update_weights_from_tensor(obj, None)
         if not success:
             raise RuntimeError(f"SGLang refused the weight update: {message}")
+        slept, self._sleep_seconds = self._sleep_seconds, 0.0
+        return slept
+
+    async def load_adapter(self, settings: dict[str, Any], packed: bytes, weight_version: str | None) -> float:
+        """Replaces the adapter under verl's name for it; arguments and result as ``load_weights``'s.
+
+        Raises:
+            RuntimeError: SGLang refused the adapter.
+        """
+        self._gate.begin()
+        self._version = weight_version
+        await compat.replace_adapter(self.tokenizer_manager, SGLANG_LORA_NAME, settings, packed)
         slept, self._sleep_seconds = self._sleep_seconds, 0.0
         return slept
 

@@ -33,8 +33,9 @@ from verl_sync_plugin.sharding_manager.gauges import PeakMemory, note_device_mem
 from verl_sync_plugin.sharding_manager.stream import BucketStream
 from verl_sync_plugin.source.base import ParameterSource, Shard
 from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, ChannelTimeoutError, Listener
+from verl_sync_plugin.transport.finite import FiniteCheck
 from verl_sync_plugin.transport.protocol import Join, LoadRequest
-from verl_sync_plugin.transport.sender import BucketSender
+from verl_sync_plugin.transport.sender import BucketSender, slot_limit
 
 ACCEPT_SECONDS = 1.0
 
@@ -73,6 +74,7 @@ class ShardingManager(BaseShardingManager):
         self._device = device
         self._agreement = Agreement(config.timeout_seconds)
         self._sender = BucketSender(device, config.timeout_seconds)
+        self._finite = FiniteCheck()
         self._listener = Listener()
         self._addresses: tuple[str, ...] | None = None
         self._source: ParameterSource | None = None
@@ -171,7 +173,7 @@ class ShardingManager(BaseShardingManager):
                 self._shards = self._source.shards()
                 bases = tuple(shard.base for shard in self._shards)
                 if self._plan is None or self._plan.bases != bases:
-                    self._plan = plan_buckets(bases, self._bucket_bytes)
+                    self._plan = plan_buckets(bases, slot_limit(self._bucket_bytes))
                 changed = self._plan.digest != self._agreed_digest
                 self._sender.reserve(self._plan)
             if agreement.settle("planning the sync", waiting=changed):
@@ -240,7 +242,9 @@ class ShardingManager(BaseShardingManager):
 
     def _open_stream(self) -> BucketStream:
         assert self._source is not None, "entered before"
-        return BucketStream(self._agreement, self._sender, self._ready_plan(), self._shards, self._source, self.report)
+        finite = self._finite if self.config.check_finite else None
+        parts = (self._agreement, self._sender, self._ready_plan(), self._shards, self._source, self.report)
+        return BucketStream(*parts, finite)
 
     async def _commit(self, pending: PendingLoad | None, stream: BucketStream) -> None:
         sums = stream.sums() if self.config.verify_hashes else ()

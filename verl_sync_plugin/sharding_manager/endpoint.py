@@ -72,5 +72,18 @@ class RolloutEndpoint(ABC):
         """Leader only: leaves ``SyncReport.as_dict()`` where the trainer fetches it."""
 
     @abstractmethod
+    async def load_adapter(self, settings: dict[str, Any], packed: bytes, weight_version: str | None) -> LoadOutcome:
+        """Leader only: replaces the adapter that the engine serves.
+
+        Args:
+            settings: what ``adapter_config.json`` holds.
+            packed: ``lora.serve.pack_adapter`` of the factors.
+            weight_version: see ``start_load``.
+
+        Raises:
+            RuntimeError: the engine refused it.
+        """
+
+    @abstractmethod
     def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
         """Leader only: makes the engine call our loader on all its ranks; returns at once."""

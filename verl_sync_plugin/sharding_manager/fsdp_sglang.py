@@ -4,34 +4,92 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from verl.utils.model import convert_weight_keys
 
-from verl_sync_plugin.config import KEY_PREFIX, TURN_OFF, refuse_adapter_mode
-from verl_sync_plugin.lora import lora_weights
+from verl_sync_plugin.config import KEY_PREFIX, TURN_OFF
+from verl_sync_plugin.lora.build import unties_embeddings
+from verl_sync_plugin.lora.names import merged_name
+from verl_sync_plugin.lora.serve import refuse_unservable
+from verl_sync_plugin.lora.weights import lora_weights, renamed_weights
+from verl_sync_plugin.metrics import SyncReport
+from verl_sync_plugin.sharding_manager.adapter import ADAPTER, AdapterSender
 from verl_sync_plugin.sharding_manager.base import ShardingManager
+from verl_sync_plugin.sharding_manager.gauges import PeakMemory
 from verl_sync_plugin.sharding_manager.registry import register_sharding_manager
 from verl_sync_plugin.source.base import ParameterSource, WirePolicy
 from verl_sync_plugin.source.fsdp1 import FSDP1Source
 from verl_sync_plugin.source.fsdp2 import FSDP2Source
-from verl_sync_plugin.source.lora import ADAPTER_PATTERN, MergingSource, merged_name
+from verl_sync_plugin.source.lora import MergingSource
 from verl_sync_plugin.source.naming import Rewrite, verl_rewrite
 
 
 class _FSDPManager(ShardingManager):
     """What both FSDP generations share."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._serves_adapter = self._peft and not self.engine.model_config.lora.get("merge", False)
+        # An engine that started from the checkpoint has the base already, and keeps it
+        self._base_there = self.endpoint.restores_uncovered
+        self._adapter_sender: AdapterSender | None = None
+
     def open_source(self) -> ParameterSource:
         if getattr(self.engine, "_qat_enabled", False):
             raise ValueError(f"actor.fsdp_config.qat.enable=True: weight sync does not quantize; {TURN_OFF}.")
         if not self._peft:
             return self._plain_source()
-        refuse_adapter_mode(self.engine.model_config)
-        weights = [replace(w, name=merged_name(w.name) or w.name) for w in lora_weights(unwrap(self.engine.module))]
-        return MergingSource(self._plain_source(), weights, self._device)
+        if self._serves_adapter:
+            refuse_unservable(self._peft_config)
+        else:
+            self._refuse_tied()
+        weights = renamed_weights(lora_weights(unwrap(self.engine.module)), self._rename)
+        return MergingSource(self._plain_source(), weights, self._device, merge=not self._serves_adapter)
+
+    async def update_weights(self, wake_tags: list[str], global_steps: int | None) -> SyncReport:
+        """One sync; with ``lora.merge=False`` the base only if the engine has none, then the adapter."""
+        if not self._serves_adapter:
+            return await super().update_weights(wake_tags, global_steps)
+        if not self._base_there:
+            await super().update_weights(wake_tags, global_steps)
+            self._base_there = True
+        else:
+            self.report = SyncReport(-1 if global_steps is None else int(global_steps), type(self).__name__)
+        memory = PeakMemory(self._device)
+        with self.report.stage("update_weights"):
+            await self._send_adapter(None if global_steps is None else str(global_steps))
+        memory.into(self.report)
+        return self.report
+
+    async def _send_adapter(self, version: str | None) -> None:
+        with self._agreement.attempt():
+            if self._source is None:
+                self._source = self.open_source()
+            if self._adapter_sender is None:
+                assert isinstance(self._source, MergingSource)
+                self._adapter_sender = AdapterSender(
+                    self._source, self._peft_config, self._policy().dtype, self.config.check_finite
+                )
+        self._agreement.settle("opening the adapter")
+        assert self._adapter_sender is not None
+        await self._adapter_sender.send(self._agreement, self.endpoint, self.report, version)
+
+    def _refuse_tied(self) -> None:
+        """The engine was told at its launch to untie what the adapter changes on one side; see that it was."""
+        model: Any = unwrap(self.engine.module)
+        config = self.engine.model_config
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        adapted = [type(end).__name__ for end in ends if hasattr(end, "base_layer") or hasattr(end, "modules_to_save")]
+        tied = getattr(config.hf_config, "tie_word_embeddings", False)
+        same = getattr(self._peft_config, "ensure_weight_tying", False)
+        if adapted and tied and not same and not unties_embeddings(config):
+            raise ValueError(
+                f"the adapter changes the embedding or the head ({', '.join(adapted)}), which this model ties, and the "
+                "engine ties them too. Set actor_rollout_ref.model.exclude_modules so that neither is adapted, or "
+                "+actor_rollout_ref.model.lora.peft.ensure_weight_tying=True."
+            )
 
     @abstractmethod
     def _plain_source(self) -> ParameterSource:
@@ -40,6 +98,11 @@ class _FSDPManager(ShardingManager):
     @property
     def _peft(self) -> bool:
         return hasattr(unwrap(self.engine.module), "peft_config")
+
+    @property
+    def _peft_config(self) -> Any:
+        model: Any = unwrap(self.engine.module)
+        return model.peft_config[ADAPTER]
 
     def _policy(self) -> WirePolicy:
         name = self.config.wire_dtype
@@ -50,7 +113,7 @@ class _FSDPManager(ShardingManager):
             raise ValueError(
                 f"actor_rollout_ref.rollout.dtype={name!r}: not a torch dtype. Set {KEY_PREFIX}.wire_dtype=bfloat16."
             )
-        return WirePolicy(dtype, (*self.config.keep_dtype, ADAPTER_PATTERN))
+        return WirePolicy(dtype, self.config.keep_dtype)
 
     def _rewrite(self) -> Rewrite:
         return verl_rewrite(self.engine.model_config.hf_config.model_type)

@@ -10,9 +10,12 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from verl_sync_plugin.bucket import Plan
+from verl_sync_plugin.config import KEY_PREFIX
 from verl_sync_plugin.metrics import SyncReport
 from verl_sync_plugin.sharding_manager.agreement import Agreement
 from verl_sync_plugin.source.base import ParameterSource, Shard
+from verl_sync_plugin.source.culprit import name_culprit
+from verl_sync_plugin.transport.finite import FiniteCheck
 from verl_sync_plugin.transport.sender import SLOTS, BucketSender
 
 
@@ -26,6 +29,7 @@ class BucketStream:
         shards: all shards of this rank, by base index.
         source: what prepares them.
         report: gets the stages.
+        finite: checks what is packed; ``None`` does not.
     """
 
     def __init__(
@@ -36,6 +40,7 @@ class BucketStream:
         shards: list[Shard],
         source: ParameterSource,
         report: SyncReport,
+        finite: FiniteCheck | None = None,
     ) -> None:
         self._agreement = agreement
         self._sender = sender
@@ -43,6 +48,7 @@ class BucketStream:
         self._shards = shards
         self._source = source
         self._report = report
+        self._finite = finite
         self._rank = 0 if source.group is None else dist.get_rank(source.group)
 
     def fill_ahead(self) -> None:
@@ -51,6 +57,8 @@ class BucketStream:
         Raises:
             SyncError: any rank failed.
         """
+        if self._finite is not None:
+            self._finite.clear()
         for index in range(min(SLOTS, len(self._plan.buckets))):
             self._fill(index)
 
@@ -74,6 +82,7 @@ class BucketStream:
         with self._agreement.attempt():
             if count:
                 self._wait(count - 1)
+            self._check_finite()
         self._agreement.settle("loading the last buckets")
 
     def sums(self) -> tuple[tuple[int, ...], ...]:
@@ -103,10 +112,22 @@ class BucketStream:
             if type(self._source).prepare is not ParameterSource.prepare:
                 self._source.prepare(tuple(dict.fromkeys(part.base for part in bucket.slices)))
         with self._agreement.attempt(), self._report.stage("pack"):
-            self._sender.pack(bucket, slot, self._shards, self._rank if bucket.world > 1 else 0)
+            segment = self._rank if bucket.world > 1 else 0
+            memory = self._sender.pack(bucket, slot, self._shards, segment)
+            if self._finite is not None:
+                self._finite.add(self._plan, index, memory, segment)
         self._agreement.settle(f"packing bucket {index + 1} of {len(self._plan.buckets)}")
         with self._agreement.attempt(), self._report.stage("gather"):
             self._sender.gather(bucket, slot, self._rank, self._source.group)
+
+    def _check_finite(self) -> None:
+        """Before the commit, so the engine does not generate from what it was given."""
+        for index in self._finite.broken() if self._finite is not None else ():
+            culprit = name_culprit(self._plan.buckets[index], self._shards, self._source, self._rank)
+            raise ValueError(
+                f"parameter {culprit}; the engine was not released to generate from it. Look at the last optimizer "
+                f"step (loss, gradient norm, learning rate), or set {KEY_PREFIX}.check_finite=False to sync it anyway"
+            )
 
     def _wait(self, index: int) -> None:
         if self._agreement.failed:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.bucket import Base
+from verl_sync_plugin.lora.names import is_adapter
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,20 @@ class WirePolicy:
     keep: tuple[str, ...] = ()
 
     def of_parameter(self, names: list[str], dtype: torch.dtype) -> torch.dtype:
-        if not dtype.is_floating_point or any(re.search(p, name) for p in self.keep for name in names):
+        """Of one storage with all its names. Adapters are exchanged among trainers only and keep their dtype."""
+        served = [name for name in names if not is_adapter(name)]
+        if not served or not dtype.is_floating_point:
             return dtype
-        return self.dtype
+        return dtype if any(re.search(p, name) for p in self.keep for name in served) else self.dtype
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter inside a base, as the trainer knows it: before verl's rewriting into HF tensors."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
 
 
 @dataclass(frozen=True)
@@ -41,6 +53,7 @@ class Shard:
             parameters are offloaded). It aliases the live parameter: read it, never write it.
         merge: turns a part of the run, on the device, into what travels: ``merge(part, begin)`` with ``part`` the
             elements from ``begin`` on. Returns a new tensor. ``None`` when the run travels as it is.
+        members: the parameters in the base; tied ones under all their names. Buffers have none.
         run: what ``local`` would return, perhaps in another shape, for callers that only need to know where it is:
             with thousands of shards a flattened view of each costs more than moving them. ``None``: ask ``local``.
     """
@@ -48,6 +61,7 @@ class Shard:
     base: Base
     local: Callable[[], torch.Tensor]
     merge: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+    members: tuple[Member, ...] = ()
     run: torch.Tensor | None = None
 
 
@@ -76,6 +90,10 @@ class ParameterSource(ABC):
 
     def prepare(self, bases: tuple[int, ...]) -> None:  # noqa: B027  (most sources need nothing)
         """Collective over ``group``: whatever the shards with these indices need from other ranks before packing."""
+
+    def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:
+        """Names and this rank's part of what is merged into these bases; for messages."""
+        return []
 
 
 def dtype_name(dtype: torch.dtype) -> str:

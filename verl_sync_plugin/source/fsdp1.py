@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._runtime_utils import _lazy_init
 
 from verl_sync_plugin.bucket import Base, View
-from verl_sync_plugin.source.base import ParameterSource, Shard, WirePolicy, dtype_name
+from verl_sync_plugin.source.base import Member, ParameterSource, Shard, WirePolicy, dtype_name
 from verl_sync_plugin.source.naming import Rewrite, clean_name, hf_views
 
 Rename = Callable[[dict[str, Any]], dict[str, Any]]
@@ -39,6 +39,7 @@ class FSDP1Source(ParameterSource):
         self._rewrite = rewrite
         self._rename = rename
         self._bases: dict[tuple[object, ...], Base] = {}
+        self._members: dict[tuple[object, ...], tuple[Member, ...]] = {}
 
     def shards(self) -> list[Shard]:
         # Before the first forward FSDP1 has not laid out its local shards yet
@@ -62,33 +63,33 @@ class FSDP1Source(ParameterSource):
             local = partial(_head, flat._local_shard, lengths[handle.rank])
         key = (unit, flat.dtype, lengths)
         if key not in self._bases:
-            self._bases[key] = self._describe(unit, flat, lengths)
-        return Shard(self._bases[key], local)
+            self._members[key] = self._find_members(unit, flat)
+            self._bases[key] = self._describe(unit, flat, lengths, self._members[key])
+        return Shard(self._bases[key], local, members=self._members[key])
 
-    def _describe(self, unit: str, flat: Any, lengths: tuple[int, ...]) -> Base:
-        members = self._members(unit, flat)
-        wire = self._policy.of_parameter([name for name, _, _ in members], flat.dtype)
+    def _describe(self, unit: str, flat: Any, lengths: tuple[int, ...], members: tuple[Member, ...]) -> Base:
+        wire = self._policy.of_parameter([member.name for member in members], flat.dtype)
         views: list[View] = []
-        for name, shape, start in members:
-            views.extend(hf_views(name, shape, flat.dtype, start, self._rewrite))
+        for member in members:
+            views.extend(hf_views(member.name, member.shape, flat.dtype, member.start, self._rewrite))
         key = f"flat parameter of {unit or 'the root'}"
         return Base(key, dtype_name(wire), wire.itemsize, lengths, tuple(views))
 
-    def _members(self, unit: str, flat: Any) -> list[tuple[str, tuple[int, ...], int]]:
-        """(name, shape, first element) of every parameter in a flat parameter, shared ones under all their names."""
+    def _find_members(self, unit: str, flat: Any) -> tuple[Member, ...]:
+        """Every parameter in a flat parameter, shared ones under all their names."""
         starts, offset = [], 0
         for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
             if not is_padding:
                 starts.append(offset)
             offset += numel
         prefix = f"{unit}." if unit else ""
-        members = {}
+        members: dict[str, tuple[tuple[int, ...], int]] = {}
         for fqn, shape, start in zip(flat._fqns, flat._shapes, starts, strict=True):
             members[prefix + clean_name(fqn)] = (tuple(shape), start)
         for shared in flat._shared_param_infos:
             owner = prefix + clean_name(_join(shared.prim_module_name, shared.prim_param_name))
             members[prefix + clean_name(_join(shared.module_name, shared.param_name))] = members[owner]
-        return [(name, shape, start) for name, (shape, start) in self._rename(members).items()]
+        return tuple(Member(name, shape, start) for name, (shape, start) in self._rename(members).items())
 
     def _buffers(self) -> list[Shard]:
         found = {}

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from verl_sync_plugin.bucket import Base, View
-from verl_sync_plugin.source.base import ParameterSource, Shard, WirePolicy, dtype_name
+from verl_sync_plugin.source.base import Member, ParameterSource, Shard, WirePolicy, dtype_name
 from verl_sync_plugin.source.naming import Rewrite, hf_views
 
 StateDict = Callable[[], Mapping[str, torch.Tensor]]
@@ -60,8 +60,10 @@ class FSDP2Source(ParameterSource):
         key = (*names, tuple(tensor.shape), tensor.dtype, lengths)
         if key not in self._bases:
             self._bases[key] = self._describe(names, tensor, lengths)
+        members = tuple(Member(each, tuple(tensor.shape), 0) for each in names if each in self._parameters)
         held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        return Shard(self._bases[key], local, run=held.detach() if held.is_contiguous() else None)
+        run = held.detach() if held.is_contiguous() else None
+        return Shard(self._bases[key], local, members=members, run=run)
 
     def _describe(self, names: list[str], tensor: torch.Tensor, lengths: tuple[int, ...]) -> Base:
         wire = tensor.dtype

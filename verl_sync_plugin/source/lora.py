@@ -6,138 +6,163 @@ written. So there is nothing to back up or restore, and a failure leaves the tra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from verl_sync_plugin.bucket import Base, Plan, View, plan_buckets
-from verl_sync_plugin.lora import LoRAWeight, merge_run
-from verl_sync_plugin.receiver.assembly import Assembler
-from verl_sync_plugin.source.base import ParameterSource, Shard
-from verl_sync_plugin.transport.sender import pack_segment
-
-ADAPTER_PATTERN = r"\.lora_"
-_NO_LIMIT = 1 << 62
-
-Merge = tuple[View, LoRAWeight]
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a state-dict key belongs to an adapter."""
-    return ".lora_" in name
-
-
-def merged_name(name: str) -> str | None:
-    """The HF name of a PEFT state-dict key; ``None`` for what does not travel; adapters keep their key."""
-    if is_adapter(name):
-        return name
-    if ".original_module." in name:
-        return None
-    parts = name.removeprefix("base_model.model.").split(".")
-    if "modules_to_save" in parts:
-        where = parts.index("modules_to_save")
-        del parts[where : where + 2]  # modules_to_save.<adapter>
-    return ".".join(part for part in parts if part != "base_layer")
+from verl_sync_plugin.bucket import Base
+from verl_sync_plugin.lora.merge import Target, add_squares, merge_run
+from verl_sync_plugin.lora.names import is_adapter
+from verl_sync_plugin.lora.weights import LoRAWeight
+from verl_sync_plugin.source.base import Member, ParameterSource, Shard
+from verl_sync_plugin.source.factors import FactorStore
+from verl_sync_plugin.source.slicing import part_of
+from verl_sync_plugin.transport.packing import MERGE_CHUNK
 
 
 class MergingSource(ParameterSource):
     """Wraps the source of a PEFT model.
 
+    Peak device memory beside the buckets: the factors of one bucket's weights and, in fp32, three times ``MERGE_CHUNK``
+    elements, whatever the size of the model or its largest layer.
+
     Args:
-        inner: yields all bases, adapters under their PEFT keys and in the trainer's dtype.
+        inner: yields all bases, adapters under their PEFT keys.
         weights: the adapted weights, named like ``inner`` names them.
         device: where packing happens.
+        merge: False yields the base as it is, for an engine that serves the adapter itself.
     """
 
-    def __init__(self, inner: ParameterSource, weights: list[LoRAWeight], device: torch.device) -> None:
+    def __init__(
+        self, inner: ParameterSource, weights: list[LoRAWeight], device: torch.device, merge: bool = True
+    ) -> None:
         super().__init__()
         self._inner = inner
         self._weights = {weight.name: weight for weight in weights}
         self._device = device
-        self._adapters: dict[str, Shard] = {}
-        self._merges: list[list[Merge]] = []
-        self._factors: dict[str, torch.Tensor] = {}
-        self._plans: dict[tuple[str, ...], Plan] = {}
+        self._merges = merge
+        self.factors = FactorStore(device)
+        self._exported: list[tuple[Shard, tuple[Target, ...]]] = []
+        self._gathered: dict[str, torch.Tensor] = {}
+        self._scales: dict[str, torch.Tensor] = {}
 
     @property
     def group(self) -> dist.ProcessGroup | None:
         return self._inner.group
 
     def shards(self) -> list[Shard]:
-        self._adapters, self._merges, self._factors = {}, [], {}
-        exported = []
+        self.factors.clear()
+        self._exported, self._gathered, self._scales = [], {}, {}
         for shard in self._inner.shards():
-            names = [view.name for view in shard.base.views]
-            if any(is_adapter(name) for name in names):
-                self._keep_adapter(shard, names)
-            elif names:
-                merges = [(view, self._weights[view.name]) for view in shard.base.views if view.name in self._weights]
-                self._refuse_tied(shard.base, merges)
-                self._merges.append(merges)
-                merge = partial(self._merge, shard.base, merges) if merges else None
-                exported.append(replace(shard, merge=merge))
+            rank = self._rank(shard.base)
+            self.factors.keep(shard, rank)
+            for part in _untied(_without_adapters(shard), rank, self._weights):
+                if part.base.views:
+                    self._exported.append((part, self._targets(part)))
         self._check_complete()
-        return exported
+        return [self._merging(shard, targets) for shard, targets in self._exported]
+
+    def _targets(self, shard: Shard) -> tuple[Target, ...]:
+        found: dict[int, Target] = {}
+        for member in shard.members:
+            weight = self._weights.get(member.name)
+            if weight is not None:
+                found.setdefault(member.start, Target(weight, member.start, member.shape))
+        return tuple(found.values())
+
+    def _merging(self, shard: Shard, targets: tuple[Target, ...]) -> Shard:
+        if not targets or not self._merges:
+            return shard
+        return replace(shard, merge=partial(self._merge, shard.base, targets))
 
     def _check_complete(self) -> None:
         """An adapted weight that is not among the exported would travel unmerged."""
-        found = {weight.name for merges in self._merges for _, weight in merges}
+        found = {target.weight.name for _, targets in self._exported for target in targets}
+        kept = self.factors.names
         lost = sorted(self._weights.keys() - found)
-        lost += [key for w in self._weights.values() for key in (w.a, w.b) if key not in self._adapters]
+        lost += [key for weight in self._weights.values() for key in weight.keys if key not in kept]
         if lost:
             raise ValueError(f"LoRA parameters without a counterpart in the trainer's state: {', '.join(lost[:5])}")
 
-    def _keep_adapter(self, shard: Shard, names: list[str]) -> None:
-        if len(names) != 1:
-            raise ValueError(
-                f"{shard.base.key} mixes adapter and other parameters ({', '.join(names[:4])}, ...): weight sync needs "
-                "each LoRA factor in a unit of its own. Set actor_rollout_ref.actor.strategy=fsdp2."
-            )
-        self._adapters[names[0]] = shard
-
-    @staticmethod
-    def _refuse_tied(base: Base, merges: list[Merge]) -> None:
-        for view, weight in merges:
-            tied = [other.name for other in base.views if other.start == view.start and other.name != view.name]
-            if tied:
-                raise ValueError(
-                    f"LoRA adapts {weight.name!r}, which is tied to {tied[0]!r}: merged, the two would differ. "
-                    "Exclude it with actor_rollout_ref.model.exclude_modules."
-                )
-
     def prepare(self, bases: tuple[int, ...]) -> None:
-        """Collective: gathers both factors of every adapted weight in these bases."""
-        wanted = [key for base in bases for _, weight in self._merges[base] for key in (weight.a, weight.b)]
-        self._factors = self._gather(tuple(dict.fromkeys(wanted))) if wanted else {}
+        """Collective: gathers the factors of every adapted weight in these bases, and DoRA's norms."""
+        if not self._merges:
+            return
+        parts = [self._exported[base] for base in bases]
+        keys = [key for _, targets in parts for target in targets for key in target.weight.keys]
+        self._gathered = self.factors.gather(tuple(dict.fromkeys(keys)), self.group)
+        self._scales = self._dora_scales(parts)
 
-    def _gather(self, keys: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        shards = [self._adapters[key] for key in keys]
-        if keys not in self._plans:
-            self._plans[keys] = plan_buckets(tuple(shard.base for shard in shards), _NO_LIMIT)
-        assembler = Assembler()
-        found: dict[str, torch.Tensor] = {}
-        for bucket in self._plans[keys].buckets:
-            memory = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._device)
-            rank = self._rank() if bucket.world > 1 else 0
-            pack_segment(memory, bucket, shards, rank)
-            if bucket.world > 1:
-                mine = memory.narrow(0, rank * bucket.stride, bucket.stride)
-                dist.all_gather_into_tensor(memory, mine, group=self.group)
-            found.update(assembler.tensors(memory, bucket.entries))
-        assembler.finish()
-        return found
+    def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:
+        targets = [target for base in bases for target in self._exported[base][1]]
+        return [(key, self.factors.local(key)) for target in targets for key in target.weight.keys]
 
-    def _rank(self) -> int:
-        return 0 if self.group is None else dist.get_rank(self.group)
+    def _dora_scales(self, parts: list[tuple[Shard, tuple[Target, ...]]]) -> dict[str, torch.Tensor]:
+        """Magnitude over norm; a row may be spread over ranks, so the squares are summed over all of them."""
+        todo = [(shard, target) for shard, targets in parts for target in targets if target.weight.magnitude]
+        if not todo:
+            return {}
+        sums = torch.zeros(sum(target.scales for _, target in todo), device=self._device)
+        pieces = sums.split([target.scales for _, target in todo])
+        for (shard, target), piece in zip(todo, pieces, strict=True):
+            self._add_squares(shard, target, piece)
+            if len(shard.base.lengths) == 1 and self.group is not None:
+                piece /= dist.get_world_size(self.group)  # every rank holds all of it
+        if self.group is not None:
+            dist.all_reduce(sums, group=self.group)
+        magnitudes = (self._gathered[target.weight.magnitude or ""] for _, target in todo)
+        return {
+            target.weight.name: magnitude.float().reshape(-1) / piece.sqrt()
+            for (_, target), magnitude, piece in zip(todo, magnitudes, pieces, strict=True)
+        }
 
-    def _merge(self, base: Base, merges: list[Merge], part: torch.Tensor, begin: int) -> torch.Tensor:
-        rank = self._rank() if len(base.lengths) > 1 else 0
-        first = sum(base.lengths[:rank]) + begin
+    def _add_squares(self, shard: Shard, target: Target, sums: torch.Tensor) -> None:
+        run, first = shard.local(), self._first(shard.base)
+        for begin in range(0, run.numel(), MERGE_CHUNK):
+            chunk = run[begin : begin + MERGE_CHUNK]
+            if target.overlaps(first + begin, chunk.numel()):
+                copied = chunk.to(self._device, torch.float32, copy=True)
+                add_squares(copied, first + begin, target, self._gathered, sums)
+
+    def _rank(self, base: Base) -> int:
+        return dist.get_rank(self.group) if len(base.lengths) > 1 else 0
+
+    def _first(self, base: Base) -> int:
+        """The first element of this rank's run."""
+        return sum(base.lengths[: self._rank(base)])
+
+    def _merge(self, base: Base, targets: tuple[Target, ...], part: torch.Tensor, begin: int) -> torch.Tensor:
+        first = self._first(base) + begin
         merged = part.to(torch.float32, copy=True)
-        for view, weight in merges:
-            if view.start < first + part.numel() and first < view.start + view.span:
-                a, b = self._factors[weight.a], self._factors[weight.b]
-                merge_run(merged, first, view.start, view.shape[1], weight, a, b)
+        for target in targets:
+            if target.overlaps(first, merged.numel()):
+                merge_run(merged, first, target, self._gathered, self._scales.get(target.weight.name))
         return merged
+
+
+def _without_adapters(shard: Shard) -> Shard:
+    views = tuple(view for view in shard.base.views if not is_adapter(view.name))
+    members = tuple(member for member in shard.members if not is_adapter(member.name))
+    return replace(shard, base=replace(shard.base, views=views), members=members)
+
+
+def _untied(shard: Shard, rank: int, weights: dict[str, LoRAWeight]) -> list[Shard]:
+    """Tied parameters of which only some are adapted, or each by its own adapter, travel apart: merged they differ."""
+    apart: list[Member] = []
+    owners: dict[int, Member] = {}
+    for member in shard.members:
+        owner = owners.setdefault(member.start, member)
+        if weights.get(member.name) is not weights.get(owner.name):
+            apart.append(member)
+    names = {member.name for member in apart}
+    rest = tuple(view for view in shard.base.views if view.name not in names)
+    kept = tuple(member for member in shard.members if member.name not in names)
+    parts = [replace(shard, base=replace(shard.base, views=rest), members=kept)]
+    for member in apart:
+        view = next(view for view in shard.base.views if view.name == member.name)
+        part = part_of(shard, rank, f"{shard.base.key} ({member.name})", view.start, view.span, (view,))
+        parts.append(replace(part, members=(replace(member, start=0),)))
+    return parts

@@ -12,6 +12,7 @@ from verl_sync_plugin.copies.plain import hash_bytes
 from verl_sync_plugin.copies.table import KernelTable, addresses, kernel_works
 from verl_sync_plugin.source.base import Shard
 
+MERGE_CHUNK = 1 << 24  # elements; merging computes in fp32, which for a whole bucket would take twice its size
 # How a shard is packed: by the kernel as it is, by the kernel cast from fp32 to bf16, one by one
 AS_IS, CAST, ALONE = range(3)
 
@@ -158,9 +159,13 @@ def pack_slice(segment: torch.Tensor, part: Slice, shard: Shard) -> None:
     if run.device != target.device:
         # Move, then cast: a casting copy across devices would cast on the host
         run = run.to(target.device, non_blocking=True)
-    if shard.merge is not None:
-        run = shard.merge(run, part.begin)
-    target.view(getattr(torch, shard.base.dtype)).copy_(run)
+    typed = target.view(getattr(torch, shard.base.dtype))
+    if shard.merge is None:
+        typed.copy_(run)
+        return
+    for done in range(0, run.numel(), MERGE_CHUNK):
+        chunk = run[done : done + MERGE_CHUNK]
+        typed[done : done + MERGE_CHUNK].copy_(shard.merge(chunk, part.begin + done))
 
 
 def pack_segment(memory: torch.Tensor, bucket: Bucket, shards: list[Shard], rank: int) -> None:

@@ -29,7 +29,13 @@ from verl_sync_plugin.transport.staging import Staging, create_staging, slot_of
 T = TypeVar("T")
 
 SLOTS = 3  # one being loaded, one being filled, one on its way between the two
+STAGING_BUCKETS = 2  # what the slots may take together, in buckets of the size that the user sets
 SPIN_SECONDS = 0.005
+
+
+def slot_limit(bucket_bytes: int) -> int:
+    """The most bytes of one slot, so that all slots fit into ``STAGING_BUCKETS`` buckets of the user's size."""
+    return bucket_bytes * STAGING_BUCKETS // SLOTS
 
 
 class EngineFailedError(RuntimeError):
@@ -38,6 +44,8 @@ class EngineFailedError(RuntimeError):
 
 class BucketSender:
     """Keeps its staging memory between syncs: ``min(SLOTS, buckets)`` slots of the largest bucket's size.
+
+    Give ``plan_buckets`` the size ``slot_limit`` of what the user sets, and all slots stay within two of those.
 
     Peak device memory: the staging memory; with host-resident parameters also one shard on its way to the device.
     """
@@ -98,15 +106,20 @@ class BucketSender:
             channel.send(Manifest.of(plan.buckets))
         self._staging.opened()
 
-    def pack(self, bucket: Bucket, slot: int, shards: list[Shard], rank: int) -> None:
+    def pack(self, bucket: Bucket, slot: int, shards: list[Shard], rank: int) -> torch.Tensor:
         """Copies this rank's runs into its segment of the slot, cast to the wire dtype on the way.
 
         After ``begin`` by tables and hashed, without it one slice after another.
+
+        Returns:
+            The slot: uint8, at least ``bucket.nbytes`` long; copies into it may still run.
         """
+        memory = self._slot(slot)
         if self._packer is None:
-            pack_segment(self._slot(slot), bucket, shards, rank)
+            pack_segment(memory, bucket, shards, rank)
         else:
-            self._packer.pack(bucket, self._slot(slot), shards, rank)
+            self._packer.pack(bucket, memory, shards, rank)
+        return memory
 
     def sums(self) -> list[int]:
         """The hash of what this rank packed into each bucket; empty without hashing."""

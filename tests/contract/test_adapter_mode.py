@@ -1,0 +1,153 @@
+"""Adapter mode: what the leader hands to the engine is PEFT's own adapter; failures are everyone's, and pass."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model_state_dict
+from test_fsdp_sources import torchs_own_state
+from test_lora_merge import CPU, Layout, Variant, peft_model, rename, shard
+from worlds import run_world
+
+from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.lora.serve import refuse_unservable
+from verl_sync_plugin.lora.weights import lora_weights, renamed_weights
+from verl_sync_plugin.metrics import SyncReport
+from verl_sync_plugin.sharding_manager.adapter import AdapterSender
+from verl_sync_plugin.sharding_manager.agreement import Agreement
+from verl_sync_plugin.sharding_manager.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
+from verl_sync_plugin.source.base import WirePolicy
+from verl_sync_plugin.source.fsdp1 import FSDP1Source
+from verl_sync_plugin.source.fsdp2 import FSDP2Source
+from verl_sync_plugin.source.lora import MergingSource
+from verl_sync_plugin.source.naming import verl_rewrite
+from verl_sync_plugin.transport.protocol import LoadRequest
+
+VARIANT = Variant("all-linear", config={"target_modules": "all-linear"})
+
+
+class Engine(RolloutEndpoint):
+    """Rank 0 leads. Unpacks what it is given, as SGLang does, and refuses when told to."""
+
+    def __init__(self) -> None:
+        self.adapters: list[tuple[dict[str, Any], dict[str, torch.Tensor]]] = []
+        self.abandoned: list[str] = []
+        self.refuses = False
+
+    @property
+    def leader(self) -> bool:
+        return dist.get_rank() == 0
+
+    @property
+    def restores_uncovered(self) -> bool:
+        return True
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(range(dist.get_world_size()))
+
+    async def resume(self, tags: list[str]) -> None: ...
+
+    async def finish(self, tags: list[str]) -> None: ...
+
+    async def publish(self, report: dict[str, Any]) -> None: ...
+
+    async def abandon(self, why: str) -> None:
+        self.abandoned.append(why)
+
+    async def load_adapter(self, settings: dict[str, Any], packed: bytes, weight_version: str | None) -> LoadOutcome:
+        if self.refuses:
+            raise RuntimeError("SGLang refused the adapter: rank too high")
+        self.adapters.append((settings, pickle.loads(packed)))
+        return LoadOutcome(0.5)
+
+    def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
+        raise AssertionError("no base travels")
+
+
+def unmerged_source(module: torch.nn.Module) -> MergingSource:
+    policy, rewrite = WirePolicy(torch.bfloat16), verl_rewrite("qwen2")
+    model = getattr(module, "_fsdp_wrapped_module", module)
+    parameters = set(rename(dict(module.named_parameters(remove_duplicate=False))))
+    inner: Any = FSDP2Source(lambda: rename(module.state_dict()), parameters, policy, rewrite)
+    if model is not module:
+        inner = FSDP1Source(module, policy, rewrite, rename)  # type: ignore[arg-type]
+    return MergingSource(inner, renamed_weights(lora_weights(model), rename), CPU, merge=False)
+
+
+def send_three_times(layout: Layout) -> None:
+    reference = peft_model(VARIANT)
+    module = shard(peft_model(VARIANT), layout)
+    config = reference.peft_config["default"]
+    sender = AdapterSender(unmerged_source(module), config, torch.bfloat16, check_finite=True)
+    agreement, engine = Agreement(20.0), Engine()
+    for version in (1, 2, 3):
+        report = SyncReport(version)
+        asyncio.run(sender.send(agreement, engine, report, str(version)))
+        reference.load_state_dict(torchs_own_state(module))
+        expected = get_peft_model_state_dict(reference)
+        if engine.leader:
+            settings, got = engine.adapters[-1]
+            assert got.keys() == expected.keys() and len(got) == report.tensors
+            assert all(torch.equal(got[name], expected[name].bfloat16()) for name in expected)
+            assert settings["r"] == 3 and settings["peft_type"] == "LORA" and report.stages["sleep"] == 0.5
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(1.25)
+    fail_and_recover(module, sender, agreement, engine)
+
+
+def fail_and_recover(module: torch.nn.Module, sender: AdapterSender, agreement: Agreement, engine: Engine) -> None:
+    def failing() -> str:
+        with pytest.raises(SyncError) as caught:
+            asyncio.run(sender.send(agreement, engine, SyncReport(), None))
+        texts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(texts, str(caught.value))
+        assert len(set(texts)) == 1, texts
+        return str(caught.value)
+
+    engine.refuses = True
+    assert "rank 0: RuntimeError: SGLang refused the adapter" in failing()
+    engine.refuses = False
+    factor = next(parameter for name, parameter in module.named_parameters() if "lora_A" in name)
+    local: torch.Tensor = getattr(factor, "_local_tensor", factor).detach().view(-1)
+    if local.numel():
+        honest, local[0] = local[0].item(), float("nan")
+    assert "lora_A.default.weight' holds NaN or Inf" in failing()
+    if local.numel():
+        local[0] = honest
+    sent = len(engine.adapters)
+    asyncio.run(sender.send(agreement, engine, SyncReport(), None))
+    assert len(engine.adapters) == sent + int(engine.leader)
+    assert len(engine.abandoned) == 2 * int(engine.leader)
+
+
+@pytest.mark.parametrize("layout", [Layout((1,)), Layout((3,)), Layout((2,), True)], ids=str)
+def test_the_engine_gets_pefts_own_adapter(layout: Layout) -> None:
+    run_world(layout.size, send_three_times, layout)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_dora": True},
+        {"use_rslora": True},
+        {"modules_to_save": ["lm_head"]},
+        {"bias": "all"},
+        {"rank_pattern": {"q_proj": 2}},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_what_sglang_would_misread_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))) as caught:
+        refuse_unservable(LoraConfig(r=3, target_modules=["q_proj"], **settings))
+    assert "lora.merge=True" in str(caught.value)
+
+
+def test_a_plain_adapter_is_servable() -> None:
+    refuse_unservable(LoraConfig(r=3, target_modules=["q_proj"], lora_dropout=0.1))

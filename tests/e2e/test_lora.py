@@ -1,0 +1,97 @@
+"""LoRA in verl's own ``main_ppo``: merged on the way to the engine, or served by the engine as an adapter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from e2e import checks
+from e2e.runs import Run, Setup, main_ppo
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
+
+MODEL = "actor_rollout_ref.model"
+ROLLOUT = "actor_rollout_ref.rollout"
+COMMON = (
+    f"{ROLLOUT}.load_format=dummy",
+    f"{ROLLOUT}.update_weights_bucket_megabytes=1",
+    f"{ROLLOUT}.custom.sync.timeout_seconds=90",
+    f"{MODEL}.lora.rank=8",
+    f"{MODEL}.lora.alpha=16",
+)
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cpu_quickstart"
+
+
+@pytest.fixture(scope="session")
+def stopping_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ties embedding and head, and ends its responses anywhere."""
+    folder = tmp_path_factory.mktemp("stopping") / "model"
+    for script, arguments in ((EXAMPLE / "make_model.py", ("qwen2-tied", folder)), ("make_stopping.py", (folder,))):
+        path = Path(__file__).parent / script
+        subprocess.run([sys.executable, str(path), *map(str, arguments)], check=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def merged(stopping_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """DoRA on projections and on the tied embedding; two ranks, three steps, so four syncs."""
+    overrides = (
+        *COMMON,
+        f"{MODEL}.lora.merge=True",
+        f"{MODEL}.lora.type=dora",
+        f"{MODEL}.lora.target_modules=[q_proj,v_proj,down_proj,embed_tokens]",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2",
+    )
+    return main_ppo(Setup(overrides, 2, 3, stopping_model), tmp_path_factory.mktemp("merged"))
+
+
+def test_merged_run_reaches_its_steps(merged: Run) -> None:
+    checks.reached(merged, steps=3)
+    checks.reported(merged, steps=3)
+    assert merged.matching("embedding and head untied"), merged.tail
+
+
+def test_engine_has_the_merged_weights(merged: Run) -> None:
+    """Unmerged ones would show: correlation 0.0, probabilities apart by 0.009 to 0.025 from the second step on."""
+    checks.same_weights(merged)
+
+
+def test_the_adapter_has_moved_the_model(merged: Run) -> None:
+    """The reference is the same model without its adapter, so this is how far unmerged weights would be off."""
+    assert all(merged.logged[step]["actor/kl_loss"] > 0.1 for step in (2, 3)), merged.logged
+
+
+def test_old_reference_and_current_agree_on_padded_sequences(merged: Run) -> None:
+    """Prompts are padded on the left, responses on the right; before the first update all three models are the same."""
+    first: dict[str, Any] = merged.logged[1]
+    assert first["prompt_length/min"] < first["prompt_length/max"]
+    assert first["response_length/min"] < first["response_length/max"]
+    assert abs(first["actor/kl_loss"]) < 1e-6, "reference and current policy"
+    assert all(abs(metrics["actor/ppo_kl"]) < 1e-6 for metrics in merged.logged.values()), "old and current policy"
+    assert all(metrics["actor/pg_clipfrac"] == 0 for metrics in merged.logged.values())
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The engine serves the adapter; it starts with random weights, so the base must have travelled."""
+    backend = f"+{ROLLOUT}.engine_kwargs.sglang.lora_backend=torch_native"
+    return main_ppo(Setup((*COMMON, f"{MODEL}.lora.merge=False", backend), 2, 2), tmp_path_factory.mktemp("served"))
+
+
+def test_adapter_mode_reaches_its_steps(served: Run) -> None:
+    checks.reached(served, steps=2)
+    checks.reported(served, steps=2)
+    checks.same_weights(served)
+
+
+def test_the_base_travels_once(served: Run) -> None:
+    first, *later = served.reports
+    assert first["buckets"] > 0 and first["coverage_expected"] > 0 and not first["coverage_missing"]
+    factors = 2 * 2 * 7  # A and B of seven linear layers in two blocks
+    assert all(report["buckets"] == 0 and report["tensors"] == factors for report in later), later
+    assert all(report["nbytes"] < first["nbytes"] / 3 for report in later)

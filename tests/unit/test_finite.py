@@ -1,0 +1,92 @@
+"""A NaN or Inf in what was packed is found and the parameter named; what lies between the runs does not matter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from verl_sync_plugin.bucket import Base, Plan, View, plan_buckets
+from verl_sync_plugin.source.base import ParameterSource, Shard
+from verl_sync_plugin.source.culprit import name_culprit
+from verl_sync_plugin.transport.finite import FiniteCheck
+from verl_sync_plugin.transport.packing import pack_segment
+
+LENGTHS = (7, 5)
+
+
+class OneFactor(ParameterSource):
+    """Every merge takes the same factor."""
+
+    factor = torch.ones(3)
+
+    def shards(self) -> list[Shard]:
+        return []
+
+    def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:
+        return [("a.lora_A", lambda: self.factor)] if bases else []
+
+
+def shards_of(runs: dict[str, torch.Tensor], wire: torch.dtype = torch.bfloat16) -> list[Shard]:
+    name = str(wire).removeprefix("torch.")
+    return [
+        Shard(Base(key, name, wire.itemsize, LENGTHS, (View(key, (12,), 0, 12),)), partial(lambda run: run, run))
+        for key, run in runs.items()
+    ]
+
+
+def broken(plan: Plan, shards: list[Shard], rank: int) -> list[int]:
+    """Packs every bucket into memory full of NaN, as staging memory may be, and asks the check."""
+    check = FiniteCheck()
+    for index, bucket in enumerate(plan.buckets):
+        memory = torch.full((bucket.nbytes,), 255, dtype=torch.uint8)
+        pack_segment(memory, bucket, shards, rank)
+        check.add(plan, index, memory, rank)
+    return check.broken()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("bucket_bytes", [48, 1 << 20])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 3.4e38])
+def test_what_is_not_finite_on_the_wire_is_found_and_named(rank: int, bucket_bytes: int, value: float) -> None:
+    runs = {key: torch.randn(LENGTHS[rank]) for key in "abc"}
+    shards = shards_of(runs)
+    plan = plan_buckets(tuple(shard.base for shard in shards), bucket_bytes)
+    assert broken(plan, shards, rank) == []
+    runs["b"][LENGTHS[rank] - 1] = value
+    (index,) = broken(plan, shards, rank)
+    text = name_culprit(plan.buckets[index], shards, OneFactor(), rank)
+    expected = "exceeds the range of bfloat16" if value == 3.4e38 else "holds NaN or Inf"
+    assert text.startswith(f"'b' {expected}")
+
+
+def test_a_factor_is_named() -> None:
+    shard = shards_of({"a": torch.ones(7)})[0]
+    factor = torch.tensor([1.0, float("nan")])
+
+    def merge(part: torch.Tensor, begin: int) -> torch.Tensor:
+        return part * factor[1]
+
+    shards = [Shard(shard.base, shard.local, merge)]
+    plan = plan_buckets((shard.base,), 1 << 20)
+    (index,) = broken(plan, shards, 0)
+    source = OneFactor()
+    assert "one of ['a'] is NaN or Inf once" in name_culprit(plan.buckets[index], shards, source, 0)
+    source.factor = factor
+    assert name_culprit(plan.buckets[index], shards, source, 0) == "'a.lora_A' holds NaN or Inf in the trainer"
+
+
+def test_integers_and_a_cleared_check_have_no_say() -> None:
+    shards = shards_of({"count": torch.full((7,), -1, dtype=torch.int64)}, torch.int64)
+    plan = plan_buckets(tuple(shard.base for shard in shards), 1 << 20)
+    assert broken(plan, shards, 0) == []
+    bad = shards_of({"a": torch.full((7,), float("nan"))})
+    plan = plan_buckets(tuple(shard.base for shard in bad), 1 << 20)
+    check = FiniteCheck()
+    memory = torch.zeros(plan.buckets[0].nbytes, dtype=torch.uint8)
+    pack_segment(memory, plan.buckets[0], bad, 0)
+    check.add(plan, 0, memory, 0)
+    check.clear()
+    assert check.broken() == []

@@ -1,0 +1,1 @@
+"""LoRA as PEFT defines it: which weights are adapted, and their deltas for part of a weight."""

@@ -1,0 +1,105 @@
+"""Out-of-place merge on any consecutive part of a weight. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from verl_sync_plugin.lora.delta import Factors, delta_rows
+from verl_sync_plugin.lora.weights import LoRAWeight
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where an adapted weight lies in its base.
+
+    Attributes:
+        weight: which one.
+        start: its first element in the base.
+        shape: its full shape.
+    """
+
+    weight: LoRAWeight
+    start: int
+    shape: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.shape)
+
+    @property
+    def scales(self) -> int:
+        """Length of DoRA's scale: rows, or columns of a transposed weight."""
+        columns = self.weight.columns(self.shape)
+        return columns if self.weight.transposed else (self.stop - self.start) // columns
+
+    def overlaps(self, first: int, count: int) -> bool:
+        """Whether elements ``[first, first + count)`` of the base hold any of the weight."""
+        return count > 0 and self.start < first + count and first < self.stop
+
+
+@dataclass(frozen=True)
+class _Window:
+    """The part of a run that lies in a target, and the rows of the target it touches."""
+
+    low: int
+    high: int
+    begin: int
+    end: int
+    skip: int  # elements of row ``begin`` before the part
+
+
+def _window(target: Target, first: int, count: int) -> _Window:
+    columns = target.weight.columns(target.shape)
+    low, high = max(first, target.start), min(first + count, target.stop)
+    begin = (low - target.start) // columns
+    end = -(-(high - target.start) // columns)
+    return _Window(low - first, high - first, begin, end, low - target.start - begin * columns)
+
+
+def merge_run(
+    run: torch.Tensor, first: int, target: Target, factors: Factors, scale: torch.Tensor | None = None
+) -> None:
+    """Adds the delta to the part of a weight that lies in a run, and scales it if it is DoRA's.
+
+    Args:
+        run: fp32, 1-D; elements ``[first, first + len(run))`` of the base. Written in place, so give a copy.
+        first: see ``run``.
+        target: the weight; must overlap the run.
+        factors: see ``delta_rows``.
+        scale: fp32 of length ``target.scales``: magnitude over norm. ``None`` for plain LoRA.
+
+    Source: ``DoraLinearVariant.merge_safe`` of ``peft.tuners.lora.variants`` for the scale.
+    """
+    window = _window(target, first, run.numel())
+    part = run[window.low : window.high]
+    delta = delta_rows(target.weight, target.shape, factors, window.begin, window.end)
+    part += delta.reshape(-1)[window.skip : window.skip + part.numel()]
+    if scale is not None:
+        columns = delta.shape[1]
+        if target.weight.transposed:
+            spread = scale.repeat(window.end - window.begin)
+        else:
+            spread = scale[window.begin : window.end].repeat_interleave(columns)
+        part *= spread[window.skip : window.skip + part.numel()]
+
+
+def add_squares(run: torch.Tensor, first: int, target: Target, factors: Factors, sums: torch.Tensor) -> None:
+    """Adds the squares of the merged elements in a run to the sums of their rows (columns of a transposed weight).
+
+    Args:
+        run: fp32, 1-D; elements ``[first, first + len(run))`` of the base. Overwritten, so give a copy.
+        first, target, factors: see ``merge_run``.
+        sums: fp32 of length ``target.scales``; added to in place.
+    """
+    merge_run(run, first, target, factors)
+    window = _window(target, first, run.numel())
+    part = run[window.low : window.high]
+    rows = run.new_zeros((window.end - window.begin, target.weight.columns(target.shape)))
+    rows.view(-1)[window.skip : window.skip + part.numel()] = part.square()
+    if target.weight.transposed:
+        sums += rows.sum(0)
+    else:
+        sums[window.begin : window.end] += rows.sum(1)

@@ -1,0 +1,132 @@
+"""One block of LoRA settings for all trainers: ``actor_rollout_ref.model.lora.*``. Imports no torch.
+
+verl reads the block for Megatron and the flat keys (``lora_rank``, ``lora_alpha``, ...) for FSDP. With the plugin on,
+an FSDP trainer takes either. A value counts as given when it differs from verl's own default.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+PREFIX = "actor_rollout_ref.model"
+PEFT_KEY = f"{PREFIX}.lora.peft"
+
+# (key of the block, flat key)
+_PAIRS = (
+    ("target_modules", "target_modules"),
+    ("exclude_modules", "exclude_modules"),
+    ("target_parameters", "target_parameters"),
+    ("adapter_path", "lora_adapter_path"),
+)
+# Fields of PEFT's LoraConfig that have a key of their own
+_OWN_KEY = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", **{key: key for key, _ in _PAIRS[:3]}}
+_INITIAL_A = {"xavier": True, "kaiming": True, "gaussian": "gaussian", "normal": "gaussian"}
+# What FSDP has no counterpart for: key of the block, the only value it can have
+_FIXED = {"dropout_position": "pre", "lora_B_init_method": "zero", "a2a_experimental": False, "dtype": None}
+
+
+def _fail(key: str, value: Any, problem: str, remedy: str) -> ValueError:
+    return ValueError(f"{key}={value!r}: {problem}. {remedy}")
+
+
+def unify(model: Mapping[str, Any], stock: Mapping[str, Any]) -> dict[str, Any]:
+    """The flat keys that an FSDP trainer needs, from the block and the flat keys together.
+
+    Args:
+        model: ``actor_rollout_ref.model``, with a ``lora`` mapping.
+        stock: verl's defaults of the same keys.
+
+    Returns:
+        Values by flat key, and under ``lora.peft`` more arguments for PEFT's ``LoraConfig``; empty without LoRA.
+
+    Raises:
+        ValueError: both given and different, or a setting that FSDP or PEFT does not know; names key, value, remedy.
+    """
+    block, stock_block = model.get("lora") or {}, stock.get("lora") or {}
+    rank = _one(model, block, "rank", "lora_rank", 0, 0)
+    path = _one(model, block, "adapter_path", "lora_adapter_path", None, None)
+    if not rank:
+        if path is not None:
+            raise _fail(f"{PREFIX}.lora_adapter_path", path, "no LoRA rank", f"Set {PREFIX}.lora_rank to the adapter's")
+        return {}
+    alphas = stock_block.get("alpha", 32), stock.get("lora_alpha", 16)
+    alpha = _one(model, block, "alpha", "lora_alpha", *alphas)
+    if alpha is None:
+        alpha = alphas[0] if block.get("rank") else alphas[1]
+    found: dict[str, Any] = {"lora_rank": rank, "lora_alpha": alpha}
+    for key, flat in _PAIRS:
+        given = _one(model, block, key, flat, stock_block.get(key), stock.get(flat))
+        found[flat] = stock.get(flat) if given is None else given
+    _refuse_megatron_names(found["target_modules"])
+    found["lora.peft"] = _peft_arguments(block, path)
+    return found
+
+
+def _one(model: Mapping[str, Any], block: Mapping[str, Any], key: str, flat: str, unset: Any, flat_unset: Any) -> Any:
+    """The value given under either key; ``None`` when under neither."""
+    inner, outer = block.get(key, unset), model.get(flat, flat_unset)
+    if inner == unset or not inner:
+        return None if outer == flat_unset else outer
+    if outer != flat_unset and outer != inner:
+        raise ValueError(
+            f"{PREFIX}.lora.{key}={inner!r} and {PREFIX}.{flat}={outer!r} are both given and differ. "
+            "Remove one of them, or give both the same value."
+        )
+    return inner
+
+
+def _refuse_megatron_names(target_modules: Any) -> None:
+    for name in target_modules if isinstance(target_modules, list) else []:
+        if name.rpartition(".")[2].startswith("linear_"):
+            raise _fail(
+                f"{PREFIX}.lora.target_modules",
+                target_modules,
+                f"{name!r} is Megatron's name, and the FSDP trainer has Hugging Face modules",
+                "Use for example all-linear or [q_proj,k_proj,v_proj,o_proj].",
+            )
+
+
+def _peft_arguments(block: Mapping[str, Any], path: str | None) -> dict[str, Any]:
+    """What the block says beyond verl's flat keys, as arguments of PEFT's ``LoraConfig``."""
+    for key, only in _FIXED.items():
+        if (value := block.get(key, only)) != only:
+            raise _fail(f"{PREFIX}.lora.{key}", value, "the FSDP trainer cannot do it", f"Use {only!r}.")
+    found = dict(block.get("peft") or {})
+    _check_peft(found, block)
+    kind = block.get("type") or "lora"
+    if kind == "dora":
+        found["use_dora"] = True
+    elif kind not in ("lora", "canonical_lora"):
+        raise _fail(f"{PREFIX}.lora.type", kind, "the FSDP trainer cannot do it", "Use lora or dora.")
+    if block.get("dropout"):
+        found["lora_dropout"] = block["dropout"]
+    start = block.get("lora_A_init_method") or "xavier"
+    if start not in _INITIAL_A:
+        raise _fail(f"{PREFIX}.lora.lora_A_init_method", start, "PEFT does not know it", "Use kaiming or gaussian.")
+    if _INITIAL_A[start] is not True:
+        found["init_lora_weights"] = _INITIAL_A[start]
+    if found and path is not None:
+        raise _fail(
+            f"{PREFIX}.lora_adapter_path", path, f"the adapter brings its own settings, so {found} have no effect",
+            "Remove one of the two.",
+        )  # fmt: skip
+    return found
+
+
+def _check_peft(arguments: Mapping[str, Any], block: Mapping[str, Any]) -> None:
+    if not arguments:
+        return
+    import dataclasses
+
+    from peft import LoraConfig
+
+    known = [field.name for field in dataclasses.fields(LoraConfig) if field.init]
+    for key, value in arguments.items():
+        if key in _OWN_KEY and value != block.get(_OWN_KEY[key]):
+            raise _fail(f"{PEFT_KEY}.{key}", value, "has a key of its own", f"Use {PREFIX}.lora.{_OWN_KEY[key]}.")
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"Did you mean {close[0]}?" if close else "See PEFT's LoraConfig."
+            raise _fail(f"{PEFT_KEY}.{key}", value, "PEFT's LoraConfig does not know it", hint)

@@ -1,0 +1,133 @@
+"""Which weights of a PEFT model are adapted, and which adapters cannot be merged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+import torch
+
+from verl_sync_plugin.source.naming import clean_name
+
+REMEDY = "Merge the adapter yourself, or set actor_rollout_ref.rollout.custom.sync.enabled=False to run stock verl"
+
+
+class Kind(Enum):
+    """How the factors make a delta."""
+
+    LINEAR = "linear"
+    EMBEDDING = "embedding"
+    CONV = "conv"
+    EXPERTS = "experts"
+    BIAS = "bias"
+
+
+@dataclass(frozen=True)
+class LoRAWeight:
+    """One adapted weight or bias.
+
+    Attributes:
+        name: HF name of the weight.
+        layer: PEFT's layer.
+        adapter: name of its active adapter.
+        kind: how the factors make its delta.
+        a: state-dict key of the A factor; empty for a bias.
+        b: state-dict key of the B factor; of a bias the bias of the B factor.
+        magnitude: state-dict key of DoRA's magnitude vector, if any.
+    """
+
+    name: str
+    layer: Any
+    adapter: str
+    kind: Kind
+    a: str
+    b: str
+    magnitude: str | None = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """State-dict keys of everything the merge needs."""
+        return tuple(key for key in (self.a, self.b, self.magnitude) if key)
+
+    @property
+    def transposed(self) -> bool:
+        """The weight is stored (in, out): embeddings and Conv1D. DoRA then scales columns instead of rows."""
+        return self.kind is Kind.EMBEDDING or (self.kind is Kind.LINEAR and bool(self.layer.fan_in_fan_out))
+
+    def columns(self, shape: tuple[int, ...]) -> int:
+        """Elements of the weight per row; a row is what ``delta_rows`` counts in."""
+        if self.kind in (Kind.LINEAR, Kind.EMBEDDING):
+            return shape[-1]
+        return math.prod(shape[1:])
+
+
+def renamed_weights(found: list[LoRAWeight], rename: Callable[[dict[str, Any]], dict[str, Any]]) -> list[LoRAWeight]:
+    """The weights under the names that ``rename`` gives to state-dict keys."""
+    return [replace(weight, name=name) for name, weight in rename({each.name: each for each in found}).items()]
+
+
+def lora_weights(model: torch.nn.Module) -> list[LoRAWeight]:
+    """All adapted weights of a PEFT model; names as PEFT's state dict has them, ``base_layer`` included.
+
+    Raises:
+        ValueError: an adapter that cannot be merged; the text names the module.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    found: list[LoRAWeight] = []
+    for wrapped, layer in model.named_modules():
+        if isinstance(layer, LoraLayer):
+            found.extend(_of_layer(clean_name(wrapped), layer))
+    return found
+
+
+def _of_layer(name: str, layer: Any) -> Iterator[LoRAWeight]:
+    for adapter in layer.active_adapters:
+        if adapter not in layer.scaling:
+            continue
+        kind = _kind(name, layer)
+        _refuse(name, layer, adapter, kind)
+        factor = f"{name}.lora_{{}}.{adapter}.weight"
+        if kind is Kind.EMBEDDING:
+            factor = f"{name}.lora_embedding_{{}}.{adapter}"
+        a, b = factor.format("A"), factor.format("B")
+        dora = layer.use_dora.get(adapter, False)
+        magnitude = f"{name}.lora_magnitude_vector.{adapter}.weight" if dora else None
+        parameter = getattr(layer, "parameter_name", None) or "weight"
+        yield LoRAWeight(f"{name}.base_layer.{parameter}", layer, adapter, kind, a, b, magnitude)
+        if layer.lora_bias.get(adapter, False):
+            bias = f"{name}.lora_B.{adapter}.bias"
+            yield LoRAWeight(f"{name}.base_layer.bias", layer, adapter, Kind.BIAS, "", bias)
+
+
+def _kind(name: str, layer: Any) -> Kind:
+    from peft.tuners.lora.layer import Conv1d, Conv2d, Conv3d, Embedding, Linear, ParamWrapper
+
+    if type(layer) is ParamWrapper:
+        return Kind.EXPERTS if layer.num_experts > 1 else Kind.LINEAR
+    kinds = {Linear: Kind.LINEAR, Embedding: Kind.EMBEDDING, Conv1d: Kind.CONV, Conv2d: Kind.CONV, Conv3d: Kind.CONV}
+    kind = kinds.get(type(layer))
+    if kind is None:
+        raise ValueError(f"LoRA module {name!r} is a {type(layer).__name__}: weight sync cannot merge it. {REMEDY}.")
+    return kind
+
+
+def _refuse(name: str, layer: Any, adapter: str, kind: Kind) -> None:
+    problem = ""
+    variant = getattr(layer, "lora_variant", {}).get(adapter)
+    base = layer.get_base_layer()
+    if layer.merged:
+        problem = "is merged into its base weight already"
+    elif len(layer.active_adapters) > 1:
+        problem = f"has several active adapters {layer.active_adapters}"
+    elif variant is not None and not layer.use_dora.get(adapter, False):
+        problem = f"uses the variant {type(variant).__name__}, which weight sync cannot merge"
+    elif kind is Kind.CONV and base.groups > 1:
+        problem = f"is a convolution of {base.groups} groups, which weight sync cannot merge"
+    elif layer.lora_bias.get(adapter, False) and getattr(base, "bias", None) is None:
+        problem = "has a bias in its B factor but none in its base layer to merge it into"
+    if problem:
+        raise ValueError(f"LoRA module {name!r} {problem}. {REMEDY}.")

@@ -1,0 +1,102 @@
+"""Adapter mode (``lora.merge=False``): the base travels at most once, then only the adapter's factors.
+
+gather     every rank gathers all factors, whole                                -- settle
+deliver    the leader of every engine has its adapter replaced                  -- settle
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from verl_sync_plugin.config import KEY_PREFIX
+from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.lora.serve import pack_adapter, served_name, served_settings
+from verl_sync_plugin.metrics import SyncReport
+from verl_sync_plugin.sharding_manager.agreement import Agreement
+from verl_sync_plugin.sharding_manager.coverage import say
+from verl_sync_plugin.sharding_manager.endpoint import RolloutEndpoint
+from verl_sync_plugin.source.lora import MergingSource
+
+ADAPTER = "default"  # verl's name for it
+
+
+class AdapterSender:
+    """Sends one adapter, again and again.
+
+    Peak memory: the whole adapter on the device of every rank in the trainer's and the wire dtype, and twice on the
+    host of a leader.
+
+    Args:
+        source: of the trainer, unmerged.
+        config: PEFT's ``LoraConfig``.
+        dtype: in which the factors travel.
+        check_finite: refuse NaN and Inf.
+    """
+
+    def __init__(self, source: MergingSource, config: Any, dtype: torch.dtype, check_finite: bool) -> None:
+        self._source = source
+        self._settings = served_settings(config)
+        self._dtype = dtype
+        self._check_finite = check_finite
+
+    async def send(
+        self, agreement: Agreement, endpoint: RolloutEndpoint, report: SyncReport, version: str | None
+    ) -> None:
+        """Collective over all trainer ranks.
+
+        Raises:
+            SyncError: any rank or engine failed; the same text on every rank. The engine generates nothing until a
+                later sync succeeds.
+        """
+        try:
+            with agreement.attempt(), report.stage("plan"):
+                self._source.shards()
+            agreement.settle("planning the adapter")
+            factors: dict[str, torch.Tensor] = {}
+            with agreement.attempt(), report.stage("gather"):
+                factors = self._gather()
+            agreement.settle("gathering the adapter")
+            with agreement.attempt(), report.stage("deliver_adapter"):
+                if endpoint.leader:
+                    await self._deliver(endpoint, factors, report, version)
+            agreement.settle("loading the adapter")
+        except SyncError as error:
+            await _abandon(endpoint, str(error))
+            raise
+
+    def _gather(self) -> dict[str, torch.Tensor]:
+        factors = self._source.factors
+        found = factors.gather(factors.names, self._source.group)
+        if self._check_finite:
+            _refuse_broken(found)
+        return {served_name(key, ADAPTER): factor.to(self._dtype) for key, factor in found.items()}
+
+    async def _deliver(
+        self, endpoint: RolloutEndpoint, factors: dict[str, torch.Tensor], report: SyncReport, version: str | None
+    ) -> None:
+        blob = pack_adapter({name: factor.cpu() for name, factor in factors.items()})
+        outcome = await endpoint.load_adapter(self._settings, blob, version)
+        report.stages = {"sleep": outcome.sleep_seconds, **report.stages}
+        report.nbytes += len(blob)
+        report.tensors += len(factors)
+
+
+def _refuse_broken(factors: dict[str, torch.Tensor]) -> None:
+    maxima = torch.stack([norm.float() for norm in torch._foreach_norm(list(factors.values()), float("inf"))])
+    for key, fine in zip(factors, maxima.isfinite().tolist(), strict=True):
+        if not fine:
+            raise ValueError(
+                f"parameter {key!r} holds NaN or Inf in the trainer; the engine was not given it. Look at the last "
+                f"optimizer step, or set {KEY_PREFIX}.check_finite=False to sync it anyway"
+            )
+
+
+async def _abandon(endpoint: RolloutEndpoint, why: str) -> None:
+    if not endpoint.leader:
+        return
+    try:
+        await endpoint.abandon(why)
+    except Exception as error:
+        say(f"the engine did not hear of the failed sync: {error!r}")
