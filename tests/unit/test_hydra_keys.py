@@ -105,7 +105,16 @@ def test_sync_keys(name: str, engine: tuple[str, ...]) -> None:
         f"{KEY_PREFIX}.verify_hashes=False",
     ]
     config = built(rollout_of(*engine, *overrides, name=name))
-    assert sync_config_of(config) == SyncConfig(False, "off", "float32", ("router",), 12.5, True, False, False)
+    assert sync_config_of(config) == SyncConfig(
+        enabled=False,
+        weights_cpu_backup="off",
+        wire_dtype="float32",
+        keep_dtype=("router",),
+        timeout_seconds=12.5,
+        release_cuda_graph=True,
+        copy_plan=False,
+        verify_hashes=False,
+    )
 
 
 def test_settings_survive_the_trip_through_yaml() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -26,13 +27,19 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shard(
-    name: str, mine: torch.Tensor, dtype: str, lengths: tuple[int, ...], unseen: int = 0, **more: object
+    name: str,
+    mine: torch.Tensor,
+    dtype: str,
+    lengths: tuple[int, ...],
+    unseen: int = 0,
+    copied: bool = False,
+    **more: Any,
 ) -> Shard:
     """A base whose last ``unseen`` elements belong to no tensor, as an FSDP1 flat parameter's padding does."""
     numel = sum(lengths) - unseen
     views = (View(f"{name}.a", (numel // 2,), 0, numel // 2), View(f"{name}.b", (numel // 2,), numel // 2, numel // 2))
     base = Base(name, dtype, getattr(torch, dtype).itemsize, lengths, views)
-    return Shard(base, lambda: mine, **more)
+    return Shard(base, mine.clone if copied else lambda: mine, **more)
 
 
 def double(part: torch.Tensor, begin: int) -> torch.Tensor:
@@ -55,6 +62,7 @@ def shards(rank: int, seed: int = 0) -> list[Shard]:
         shard("kept", make(odd[rank]), "float32", odd),
         shard("other", make(640).to(torch.float16), "bfloat16", even),
         shard("whole", torch.arange(96), "int64", (96,)),
+        shard("handed-out", make(640).to(torch.bfloat16), "bfloat16", even, copied=True),
         shard("unaligned", make(2 * 640)[1:641], "bfloat16", even),
     ]
 

@@ -83,27 +83,41 @@ class _Table:
         self._bases = list(dict.fromkeys(part.base for part in bucket.slices))
         self._found: list[tuple[int, torch.dtype]] = []
         self._kinds: dict[int, int] = {}
+        self._copied: set[int] = set()  # bases whose ``local`` makes a copy
+        self._lasting: set[int] = set()  # and those whose does not
         self._addresses: dict[int, torch.Tensor] = {}
         self._table: KernelTable | None = None
         self.alone: list[Slice] = []
 
     def find(self, shards: list[Shard], hash_alone: bool) -> None:
         """Looks up where the bucket's shards are now."""
-        chosen = [shards[base] for base in self._bases]
-        runs = [shard.local() if shard.run is None else shard.run for shard in chosen]
-        found = [(run.data_ptr(), run.dtype) for run in runs]
+        runs = {base: self._run(base, shards[base]) for base in self._bases}
+        found = [(0, torch.uint8) if run is None else (run.data_ptr(), run.dtype) for run in runs.values()]
         if found == self._found:
             return
         self._found, self._addresses = found, {}
-        kinds = {base: self._kind(shard, run) for base, shard, run in zip(self._bases, chosen, runs, strict=True)}
+        kinds = {base: self._kind(shards[base], run) for base, run in runs.items()}
         if kinds != self._kinds:
             self._kinds = kinds
             self.alone = [part for part in self._bucket.slices if kinds[part.base] == ALONE]
             self._table = KernelTable(self._blocks(hash_alone), self._device)
 
-    def _kind(self, shard: Shard, run: torch.Tensor) -> int:
-        plain = shard.merge is None and run.device == self._device and run.is_contiguous()
-        if not plain or run.data_ptr() % 16:
+    def _run(self, base: int, shard: Shard) -> torch.Tensor | None:
+        """The live memory of a shard; ``None`` when it is merged, or handed out as a copy, gone when we look away."""
+        if shard.merge is not None or base in self._copied:
+            return None
+        if shard.run is not None:
+            return shard.run
+        run = shard.local()
+        if base not in self._lasting:
+            if shard.local().data_ptr() != run.data_ptr():
+                self._copied.add(base)
+                return None
+            self._lasting.add(base)
+        return run
+
+    def _kind(self, shard: Shard, run: torch.Tensor | None) -> int:
+        if run is None or run.device != self._device or not run.is_contiguous() or run.data_ptr() % 16:
             return ALONE
         wire = getattr(torch, shard.base.dtype)
         if run.dtype == wire:
