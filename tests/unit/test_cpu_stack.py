@@ -153,6 +153,10 @@ class TestOn:
     def test_sglang_pickles_cpu_tensors(self, stack: dict[str, Any]) -> None:
         assert stack["pickled"] == [0, 1, 2]
 
+    def test_sglang_lora_needs_no_pinned_memory(self) -> None:
+        code = "import torch, sglang.srt.lora.layers; print(torch.zeros(2, pin_memory=True).pin_memory().sum())"
+        assert run_python(code, VERL_PLATFORM="cpu").endswith("tensor(0.)")
+
     @pytest.mark.slow
     def test_engine_flag_survives_the_sglang_loader(self) -> None:
         code = (

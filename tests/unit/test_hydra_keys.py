@@ -203,6 +203,10 @@ def run_main_ppo(folder: Path, *overrides: str) -> subprocess.CompletedProcess[s
     [
         ((f"{KEY_PREFIX}.weights_cpu_backups=off",), f"Did you mean {KEY_PREFIX}.weights_cpu_backup?"),
         ((f"{SHORT_BUCKET_KEY}=512", f"{LONG_BUCKET_KEY}=1024"), "both given and differ"),
+        (
+            ("actor_rollout_ref.model.lora.rank=8", "actor_rollout_ref.model.lora_rank=4"),
+            "actor_rollout_ref.model.lora.rank=8 and actor_rollout_ref.model.lora_rank=4 are both given and differ",
+        ),
     ],
 )
 def test_main_ppo_stops_before_ray(tmp_path: Path, overrides: tuple[str, ...], text: str) -> None:
