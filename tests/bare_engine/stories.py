@@ -29,7 +29,23 @@ def three_syncs(member: Rank) -> None:
         after = member.trainer.module.state_dict()  # type: ignore[attr-defined]
         assert all(bool((before[name] == after[name]).all()) for name in before), "the sync changed the trainer"
         member.check_exact(f"v{version}")
+        if version == 1:
+            releases = _count(member.manager._source, "release")
+    assert len(releases) == 2, "the sync keeps references to the trainer's parameters"
     _check_report(member)
+
+
+def _count(owner: Any, method: str) -> list[None]:
+    """Gets one more item with each call of a method."""
+    calls: list[None] = []
+    honest = getattr(owner, method)
+
+    def counted() -> Any:
+        calls.append(None)
+        return honest()
+
+    setattr(owner, method, counted)
+    return calls
 
 
 def _delay(owner: Any, method: str, seconds: float) -> None:

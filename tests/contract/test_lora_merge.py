@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,7 +121,7 @@ def rename(state: dict[str, Any]) -> dict[str, Any]:
     return {hf: value for name, value in state.items() if (hf := merged_name(name)) is not None}
 
 
-def merging_source(module: torch.nn.Module, model_type: str) -> ParameterSource:
+def merging_source(module: torch.nn.Module, model_type: str, merge: bool = True) -> ParameterSource:
     policy, rewrite = WirePolicy(torch.bfloat16), verl_rewrite(model_type)
     inner: ParameterSource
     if isinstance(module, FullyShardedDataParallel):
@@ -128,7 +130,7 @@ def merging_source(module: torch.nn.Module, model_type: str) -> ParameterSource:
         parameters = set(rename(dict(module.named_parameters(remove_duplicate=False))))
         inner = FSDP2Source(lambda: rename(module.state_dict()), parameters, policy, rewrite)
     model = getattr(module, "_fsdp_wrapped_module", module)
-    return MergingSource(inner, renamed_weights(lora_weights(model), rename), CPU)
+    return MergingSource(inner, renamed_weights(lora_weights(model), rename), CPU, merge)
 
 
 def deliver(source: ParameterSource, bucket_bytes: int, break_off_after: int | None = None) -> dict[str, torch.Tensor]:
@@ -227,6 +229,24 @@ def sync_often(layout: Layout, syncs: int) -> None:
     again = deliver(source, 9_001)
     assert all(torch.equal(first[name], again[name]) for name in first), "a later sync shipped something else"
     assert_unchanged(before, module)
+
+
+def offload_between_syncs(layout: Layout, merge: bool) -> None:
+    """verl replaces every parameter by a copy elsewhere when it offloads: the old one must be free to go."""
+    module = shard(peft_model(VARIANTS[0]), layout)
+    source = merging_source(module, "qwen2", merge)
+    deliver(source, 64 << 20)
+    source.release()
+    held = [weakref.ref(parameter._local_tensor.untyped_storage()) for parameter in module.parameters()]  # type: ignore[attr-defined]
+    module.load_state_dict({name: tensor.clone() for name, tensor in module.state_dict().items()}, assign=True)
+    gc.collect()
+    alive = sum(reference() is not None for reference in held)
+    assert not alive, f"{alive} of {len(held)} parameters are still held after the sync"
+
+
+@pytest.mark.parametrize("merge", [True, False], ids=["merged", "adapter"])
+def test_nothing_of_the_trainer_is_held_between_syncs(merge: bool) -> None:
+    run_world(2, offload_between_syncs, Layout((2,)), merge)
 
 
 def assert_unchanged(before: dict[str, torch.Tensor], module: torch.nn.Module) -> None:

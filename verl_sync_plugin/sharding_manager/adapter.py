@@ -65,6 +65,8 @@ class AdapterSender:
         except SyncError as error:
             await _abandon(endpoint, str(error))
             raise
+        finally:
+            self._source.release()
 
     def _gather(self) -> dict[str, torch.Tensor]:
         factors = self._source.factors

@@ -98,13 +98,18 @@ class ShardingManager(BaseShardingManager):
         try:
             self._agree_on_plan()
         except BaseException:
-            self._shards = []
+            self._forget()
             raise
         return self
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         self._sender.hang_up()
+        self._forget()
+
+    def _forget(self) -> None:
         self._shards = []
+        if self._source is not None:
+            self._source.release()
 
     async def update_weights(self, wake_tags: list[str], global_steps: int | None) -> SyncReport:
         """Runs one sync. Collective over all trainer ranks.

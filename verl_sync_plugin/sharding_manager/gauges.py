@@ -26,7 +26,8 @@ class PeakMemory:
             self._before = torch.cuda.memory_allocated()
 
     def into(self, report: SyncReport) -> None:
-        """Writes both peaks, in bytes."""
-        report.peak_host_bytes = peak_resident_bytes() - self._host
+        """Writes both peaks, in bytes; a higher one that is there already stays."""
+        report.peak_host_bytes = max(report.peak_host_bytes, peak_resident_bytes() - self._host)
         if self._cuda:
-            report.peak_device_bytes = torch.cuda.max_memory_allocated() - self._before
+            peak = torch.cuda.max_memory_allocated() - self._before
+            report.peak_device_bytes = max(report.peak_device_bytes, peak)

@@ -91,6 +91,12 @@ class ParameterSource(ABC):
     def prepare(self, bases: tuple[int, ...]) -> None:  # noqa: B027  (most sources need nothing)
         """Collective over ``group``: whatever the shards with these indices need from other ranks before packing."""
 
+    def release(self) -> None:  # noqa: B027  (most sources hold nothing)
+        """Drops every reference to the trainer's parameters; ``shards`` finds them again.
+
+        A source that kept one would keep an offloaded model in memory after the trainer has moved it elsewhere.
+        """
+
     def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:
         """Names and this rank's part of what is merged into these bases; for messages."""
         return []

@@ -53,9 +53,13 @@ class MergingSource(ParameterSource):
     def group(self) -> dist.ProcessGroup | None:
         return self._inner.group
 
-    def shards(self) -> list[Shard]:
+    def release(self) -> None:
         self.factors.clear()
         self._exported, self._gathered, self._scales = [], {}, {}
+        self._inner.release()
+
+    def shards(self) -> list[Shard]:
+        self.release()
         for shard in self._inner.shards():
             rank = self._rank(shard.base)
             self.factors.keep(shard, rank)

@@ -12,7 +12,8 @@ from verl_sync_plugin.copies.plain import hash_bytes
 from verl_sync_plugin.copies.table import KernelTable, addresses, kernel_works
 from verl_sync_plugin.source.base import Shard
 
-MERGE_CHUNK = 1 << 24  # elements; merging computes in fp32, which for a whole bucket would take twice its size
+# Elements that are moved to the device or merged at a time; in fp32 a whole bucket of them would take twice its size
+MERGE_CHUNK = 1 << 24
 # How a shard is packed: by the kernel as it is, by the kernel cast from fp32 to bf16, one by one
 AS_IS, CAST, ALONE = range(3)
 
@@ -169,17 +170,16 @@ def pack_slice(segment: torch.Tensor, part: Slice, shard: Shard) -> None:
     run = shard.local()[part.begin : part.end]
     if run.numel() == 0:
         return
-    target = segment.narrow(0, part.offset, run.numel() * shard.base.itemsize)
-    if run.device != target.device:
-        # Move, then cast: a casting copy across devices would cast on the host
-        run = run.to(target.device, non_blocking=True)
-    typed = target.view(getattr(torch, shard.base.dtype))
-    if shard.merge is None:
-        typed.copy_(run)
+    target = segment.narrow(0, part.offset, run.numel() * shard.base.itemsize).view(getattr(torch, shard.base.dtype))
+    if shard.merge is None and run.device == target.device:
+        target.copy_(run)
         return
     for done in range(0, run.numel(), MERGE_CHUNK):
-        chunk = run[done : done + MERGE_CHUNK]
-        typed[done : done + MERGE_CHUNK].copy_(shard.merge(chunk, part.begin + done))
+        # Move, then cast: a casting copy across devices would cast on the host
+        chunk = run[done : done + MERGE_CHUNK].to(target.device, non_blocking=True)
+        if shard.merge is not None:
+            chunk = shard.merge(chunk, part.begin + done)
+        target[done : done + MERGE_CHUNK].copy_(chunk)
 
 
 def pack_segment(memory: torch.Tensor, bucket: Bucket, shards: list[Shard], rank: int) -> None:
