@@ -17,15 +17,30 @@ ALIGNMENT = 16  # bytes; lets any dtype be viewed in place and 16-byte loads be 
 
 
 @dataclass(frozen=True)
+class Share:
+    """``count`` times ``run`` elements: those from ``start + i * step`` of the base on are those from ``target +
+    i * stride`` of the tensor on. Runs do not overlap."""
+
+    start: int
+    target: int
+    run: int
+    count: int = 1
+    step: int = 0
+    stride: int = 0
+
+
+@dataclass(frozen=True)
 class View:
-    """One HF tensor inside a base.
+    """One HF tensor inside a base, or the part of one that lies in this base (then it has shares).
 
     Attributes:
         name: HF parameter name.
         shape: full shape.
-        start: first element of the tensor in the flat base.
-        span: number of base elements from the first to the last element of the tensor, inclusive.
+        start: first element of the tensor in the flat base; 0 with shares.
+        span: number of base elements from the first to the last element of the tensor, inclusive; with shares the
+            number of elements of the whole tensor.
         strides: strides in elements, ``None`` when the tensor is contiguous.
+        shares: of a tensor that several bases make up (see ``joint.py``), what this base holds.
     """
 
     name: str
@@ -33,6 +48,7 @@ class View:
     start: int
     span: int
     strides: tuple[int, ...] | None = None
+    shares: tuple[Share, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,11 +86,15 @@ class Slice:
 
 @dataclass(frozen=True)
 class Piece:
-    """``nbytes`` bytes at ``offset`` of the bucket are bytes ``target`` onward of the tensor."""
+    """``count`` times ``nbytes`` bytes: those from ``offset + i * step`` of the bucket on are those from
+    ``target + i * stride`` of the tensor on."""
 
     offset: int
     nbytes: int
     target: int
+    count: int = 1
+    step: int = 0
+    stride: int = 0
 
 
 @dataclass(frozen=True)
@@ -122,7 +142,7 @@ class Plan:
 
     @property
     def tensor_count(self) -> int:
-        return sum(len(base.views) for base in self.bases)
+        return len({view.name for base in self.bases for view in base.views})
 
 
 def align(nbytes: int) -> int:

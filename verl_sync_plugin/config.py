@@ -16,7 +16,7 @@ LONG_BUCKET_KEY = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bu
 TURN_OFF = f"set {KEY_PREFIX}.enabled=False to run stock verl"
 
 # verl's strategies for which a sharding manager to SGLang is built in
-TRAINERS = ("fsdp", "fsdp2")
+TRAINERS = ("fsdp", "fsdp2", "megatron")
 CPU_BACKUP_CHOICES = ("auto", "on", "off")
 WIRE_DTYPE_CHOICES = ("auto", "bfloat16", "float16", "float32")
 

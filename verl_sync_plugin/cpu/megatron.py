@@ -17,6 +17,8 @@ _FACTORIES = (
     *("tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn"),
     *("zeros_like", "ones_like", "empty_like"),
 )
+# Norms of latent attention: Megatron's own module, and the one TransformerEngine fuses it into
+_FUSED_NORMS = {"q_layernorm": "linear_q_up_proj", "kv_layernorm": "linear_kv_up_proj"}
 _CUDA_NO_OPS = (
     *("synchronize", "empty_cache", "set_device", "ipc_collect", "reset_peak_memory_stats"),
     *("manual_seed", "manual_seed_all"),
@@ -85,6 +87,7 @@ def _redirect_tensor_factories() -> None:
         def create(*args: Any, **kwargs: Any) -> torch.Tensor:
             if _names_cuda(kwargs.get("device")):
                 kwargs["device"] = "cpu"
+            kwargs.pop("pin_memory", None)  # verl's offloading asks for it; without a GPU there is none
             return factory(*args, **kwargs)
 
         return create
@@ -163,15 +166,41 @@ def _use_local_layers(llm_bridge: ModuleType) -> None:
 def _map_local_norm_names(bridge: ModuleType) -> None:
     """Teach mbridge the local layers' names: its tables know only TransformerEngine's fused norms."""
     bridge_class: Any = bridge.Bridge
+    stock_attention = bridge_class._weight_name_mapping_attention
     stock_mapping = bridge_class._weight_name_mapping_mcore_to_hf
 
     @functools.wraps(stock_mapping)
     def mapping(self: Any, mcore_weights_name: str) -> list[str]:
         name = mcore_weights_name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
-        name = name.replace(".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight")
+        if not any("pre_mlp_layernorm" in known for known in self._MLP_MAPPING):
+            name = name.replace(".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight")
         return stock_mapping(self, name)
 
+    @functools.wraps(stock_attention)
+    def attention(self: Any, name: str) -> list[str]:
+        for local, fused in _FUSED_NORMS.items():
+            if not any(local in known for known in self._ATTENTION_MAPPING):
+                name = name.replace(f".{local}.weight", f".{fused}.layer_norm_weight")
+        return stock_attention(self, name)
+
     bridge_class._weight_name_mapping_mcore_to_hf = mapping
+    bridge_class._weight_name_mapping_attention = attention
+
+
+def _group_experts(backends: ModuleType) -> None:
+    """Give Megatron's own layers grouped experts, which need TransformerEngine or a GPU."""
+    namespace: Any = backends
+
+    def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[Any, Any]:
+        from megatron.core.transformer.mlp import MLPSubmodules
+        from megatron.core.transformer.moe.experts import TEGroupedMLP
+
+        from verl_sync_plugin.cpu.grouped_linear import ColumnParallelGroupedLinear, RowParallelGroupedLinear
+
+        submodules = MLPSubmodules(linear_fc1=ColumnParallelGroupedLinear, linear_fc2=RowParallelGroupedLinear)
+        return TEGroupedMLP, submodules
+
+    namespace.LocalSpecProvider.grouped_mlp_modules = grouped_mlp_modules
 
 
 _HOOKS: dict[str, Callable[[ModuleType], None]] = {
@@ -180,4 +209,5 @@ _HOOKS: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.transformer.dot_product_attention": _accept_padding_mask,
     "mbridge.core.llm_bridge": _use_local_layers,
     "mbridge.core.bridge": _map_local_norm_names,
+    "megatron.core.models.backends": _group_experts,
 }

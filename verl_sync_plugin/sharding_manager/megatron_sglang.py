@@ -1,0 +1,45 @@
+"""Megatron trainers beside SGLang engines."""
+
+from __future__ import annotations
+
+from verl_sync_plugin.config import TURN_OFF, lora_rank_of, refuse_adapter_mode
+from verl_sync_plugin.sharding_manager.base import ShardingManager
+from verl_sync_plugin.sharding_manager.registry import register_sharding_manager
+from verl_sync_plugin.sharding_manager.wire import wire_policy
+from verl_sync_plugin.source.base import ParameterSource
+from verl_sync_plugin.source.megatron import MegatronSource
+
+
+@register_sharding_manager(trainer="megatron", rollout="sglang")
+class MegatronSGLangShardingManager(ShardingManager):
+    """Reads each rank's own parameters and sends them as they are; the engine gets HF tensors."""
+
+    trainer = "megatron"
+
+    def open_source(self) -> ParameterSource:
+        engine = self.engine
+        if getattr(engine, "_qat_enabled", False):
+            raise ValueError(f"actor.megatron.qat.enable=True: weight sync does not quantize; {TURN_OFF}.")
+        refuse_adapter_mode(engine.model_config)
+        if engine.vanilla_bridge and lora_rank_of(engine.model_config) > 0:
+            raise ValueError(
+                "actor_rollout_ref.model.lora.merge=True with actor.megatron.vanilla_mbridge=True: mbridge has no "
+                "LoRA. Install Megatron-Bridge and set actor_rollout_ref.actor.megatron.vanilla_mbridge=False."
+            )
+        return MegatronSource(engine.module, engine.bridge, wire_policy(self.config, self.rollout_dtype))
+
+    def _agree_on_layout(self) -> None:
+        agreement, changed = self._agreement, False
+        with agreement.attempt():
+            if self._source is None:
+                self._source = self.open_source()
+            changed = isinstance(self._source, MegatronSource) and self._source.read()
+        if not agreement.settle("reading the trainer's layout", waiting=changed):
+            return
+        source = self._source
+        assert isinstance(source, MegatronSource)
+        layouts = agreement.gather("exchanging the trainer's layout", source.layout)
+        with agreement.attempt():
+            source.adopt(layouts)
+        agreement.settle("matching the trainer's layout")
+        source.join()
