@@ -133,12 +133,17 @@ def _accept_padding_mask(dot_product_attention: ModuleType) -> None:
     """Translate attention masks.
 
     verl passes a [batch, seq] mask of tokens to keep, as TransformerEngine wants it; Megatron's own attention wants
-    a [batch, 1, seq, seq] mask of positions to hide.
+    a [batch, 1, seq, seq] mask of positions to hide. Latent attention names its head sizes, which Megatron's own does
+    not know; such a model can be built, loaded and exported, not run.
     """
     import torch
 
     attention: Any = dot_product_attention.DotProductAttention
-    stock_forward = attention.forward
+    stock_init, stock_forward = attention.__init__, attention.forward
+
+    @functools.wraps(stock_init)
+    def init(self: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
+        stock_init(self, *args, **kwargs)
 
     @functools.wraps(stock_forward)
     def forward(self: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +153,14 @@ def _accept_padding_mask(dot_product_attention: ModuleType) -> None:
             attention_mask = future[None, None] | ~attention_mask.bool()[:, None, None, :]
         return stock_forward(self, query, key, value, attention_mask, *args, **kwargs)
 
-    attention.forward = forward
+    attention.__init__, attention.forward = init, forward
+
+
+def _name_absent_layers(multi_latent_attention: ModuleType) -> None:
+    """Put classes of which there are no instances for TransformerEngine's, so that ``isinstance`` can ask for them."""
+    for name, value in list(vars(multi_latent_attention).items()):
+        if name.startswith("TE") and not isinstance(value, type):
+            setattr(multi_latent_attention, name, type(name, (), {}))
 
 
 def _use_local_layers(llm_bridge: ModuleType) -> None:
@@ -207,6 +219,7 @@ _HOOKS: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core": _redirect_cuda,
     "megatron.core.tensor_parallel.random": _use_cpu_rng,
     "megatron.core.transformer.dot_product_attention": _accept_padding_mask,
+    "megatron.core.transformer.multi_latent_attention": _name_absent_layers,
     "mbridge.core.llm_bridge": _use_local_layers,
     "mbridge.core.bridge": _map_local_norm_names,
     "megatron.core.models.backends": _group_experts,
