@@ -1,4 +1,4 @@
-"""Megatron sources: what arrives at the engine is, bit for bit, the checkpoint, and after training mbridge's own export.
+"""Megatron sources: what arrives is, bit for bit, the checkpoint, and after training what mbridge itself exports.
 
 Real verl engines, megatron-core and mbridge over gloo, the real sharding manager up to the plan, real staging memory.
 """
@@ -11,17 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
-from test_fsdp_sources import deliver
 from worlds import run_world, stop
 
 from bare_engine.endpoint import BareEngineEndpoint
 from megatron_cpu import checkpoints
 from megatron_cpu.engines import Layout, build, megatron_environment, stock_export, train_step
 from verl_sync_plugin.config import SyncConfig
+from verl_sync_plugin.receiver.assembly import Assembler
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sharding_manager.base import ShardingManager
-from verl_sync_plugin.transport.sender import BucketSender
+from verl_sync_plugin.transport.sender import SLOTS
+from verl_sync_plugin.transport.staging import open_staging, slot_of
 
 State = dict[str, torch.Tensor]
 
@@ -80,16 +82,33 @@ def manager_of(engine: Any, bucket_bytes: int) -> ShardingManager:
 
 def one_sync(manager: ShardingManager) -> State:
     """Everything that arrives; the trainer is not written to."""
-    got: State = {}
     before = [p._version for chunk in manager.engine.module for p in chunk.parameters()]
     with manager:
-        plan, source = manager._plan, manager._source
-        assert plan is not None and source is not None
-        assert all(bucket.nbytes <= manager._bucket_bytes for bucket in plan.buckets)
-        for loaded in deliver(plan, manager._shards, source, BucketSender(CPU, 30.0)):
-            assert not got.keys() & loaded.keys(), "a name came twice"
-            got.update(loaded)
+        got = deliver(manager)
     assert before == [p._version for chunk in manager.engine.module for p in chunk.parameters()]
+    return got
+
+
+def deliver(manager: ShardingManager) -> State:
+    """Runs all buckets through the manager's staging memory; a mapping of its own reads it, as in the engine."""
+    plan, source, sender = manager._plan, manager._source, manager._sender
+    assert plan is not None and source is not None
+    export = sender._staging.export()  # type: ignore[union-attr]  # what Hello carries
+    assert export.nbytes <= SLOTS * manager._bucket_bytes
+    memory = open_staging(export)
+    rank = 0 if source.group is None else dist.get_rank(source.group)
+    assembler = Assembler(frozenset(entry.name for bucket in plan.buckets for entry in bucket.entries))
+    got: State = {}
+    for index, bucket in enumerate(plan.buckets):
+        assert bucket.nbytes <= manager._bucket_bytes
+        slot = slot_of(memory, index % SLOTS, export.slot_bytes)
+        slot.fill_(0xEE)
+        sender.pack(bucket, index % SLOTS, manager._shards, rank)
+        sender.gather(bucket, index % SLOTS, rank, source.group)
+        for name, tensor in assembler.tensors(slot, bucket.entries):
+            assert name not in got, f"{name} came twice"
+            got[name] = tensor.clone()
+    assembler.finish()
     return got
 
 

@@ -81,6 +81,9 @@ def _redirect_cuda_functions() -> None:
 
 def _redirect_tensor_factories() -> None:
     import torch
+    from torch.utils._device import _device_constructors
+
+    _device_constructors()  # cached: "with torch.device(...)" must go on knowing the originals, which are still called
 
     def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(factory)
@@ -142,7 +145,9 @@ def _accept_padding_mask(dot_product_attention: ModuleType) -> None:
     stock_init, stock_forward = attention.__init__, attention.forward
 
     @functools.wraps(stock_init)
-    def init(self: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
+    def init(
+        self: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
+    ) -> None:
         stock_init(self, *args, **kwargs)
 
     @functools.wraps(stock_forward)
@@ -203,7 +208,9 @@ def _group_experts(backends: ModuleType) -> None:
     """Give Megatron's own layers grouped experts, which need TransformerEngine or a GPU."""
     namespace: Any = backends
 
-    def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[Any, Any]:
+    def grouped_mlp_modules(
+        self: Any, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
+    ) -> tuple[Any, Any]:
         from megatron.core.transformer.mlp import MLPSubmodules
         from megatron.core.transformer.moe.experts import TEGroupedMLP
 
