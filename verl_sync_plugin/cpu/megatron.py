@@ -67,13 +67,16 @@ def _redirect_cuda_functions() -> None:
 
     cuda: Any = torch.cuda
     for name in _CUDA_NO_OPS:
-        setattr(cuda, name, _do_nothing)
+        # One function each: TorchDynamo, which SGLang uses, refuses an object under two names
+        setattr(cuda, name, lambda *args, **kwargs: None)
     cuda.current_device = lambda: torch.device("cpu")
     cuda.device_count = lambda: 1
     cuda.get_device_capability = lambda device=None: (0, 0)
-    cuda.memory_allocated = cuda.max_memory_allocated = lambda device=None: 0
+    cuda.memory_allocated = lambda device=None: 0
+    cuda.max_memory_allocated = lambda device=None: 0
     cuda.Stream = cuda.Event = _NoStream
-    cuda.current_stream = cuda.default_stream = lambda device=None: _NoStream()
+    cuda.current_stream = lambda device=None: _NoStream()
+    cuda.default_stream = lambda device=None: _NoStream()
     cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.set_rng_state = lambda new_state, device=None: torch.set_rng_state(new_state)
