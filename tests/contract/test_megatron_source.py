@@ -5,6 +5,8 @@ Real verl engines, megatron-core and mbridge over gloo, the real sharding manage
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,13 @@ from bare_engine.endpoint import BareEngineEndpoint
 from megatron_cpu import checkpoints
 from megatron_cpu.engines import Layout, build, megatron_environment, stock_export, train_step
 from verl_sync_plugin.config import SyncConfig
+from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.receiver.assembly import Assembler
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sharding_manager.base import ShardingManager
+from verl_sync_plugin.source.base import ParameterSource, WirePolicy
+from verl_sync_plugin.source.megatron import unwrapped
+from verl_sync_plugin.source.stream import StreamSource
 from verl_sync_plugin.transport.sender import SLOTS
 from verl_sync_plugin.transport.staging import open_staging, slot_of
 
@@ -50,6 +56,7 @@ CASES = [
     ("qwen3-moe", Layout(4, tp=2, pp=2, ep=2, etp=1)),
     ("moonlight", Layout(2, tp=2, ep=2, etp=1)),
     ("moonlight", Layout(4, ep=2, pp=2, vpp=2)),
+    ("qwen3-moe", Layout(2, tp=2, ep=2, etp=1, settings={"dtype": "float16"})),
     ("deepseek", Layout(2, tp=2)),
 ]
 
@@ -103,6 +110,7 @@ def deliver(manager: ShardingManager) -> State:
         assert bucket.nbytes <= manager._bucket_bytes
         slot = slot_of(memory, index % SLOTS, export.slot_bytes)
         slot.fill_(0xEE)
+        manager._prepare(bucket)
         sender.pack(bucket, index % SLOTS, manager._shards, rank)
         sender.gather(bucket, index % SLOTS, rank, source.group)
         for name, tensor in assembler.tensors(slot, bucket.entries):
@@ -125,23 +133,37 @@ def on_disk(folder: str) -> State:
     return found
 
 
+def on_the_wire(state: State) -> State:
+    """Parameters travel in bfloat16, except routers and their biases."""
+    keep = SyncConfig().keep_dtype
+    return {n: t if any(re.search(pattern, n) for pattern in keep) else t.bfloat16() for n, t in state.items()}
+
+
+def check_dtypes(got: State, trainers: torch.dtype) -> None:
+    """Routers stay in the trainer's dtype and their biases in float32; everything else is bfloat16."""
+    kept = {"gate.weight": trainers, "gate.e_score_correction_bias": torch.float32}
+    for name, tensor in got.items():
+        assert tensor.dtype == kept.get(name.partition(".mlp.")[2], torch.bfloat16), name
+
+
 def syncs(model_path: str, layout: Layout) -> list[str]:
     """Three syncs with two bucket sizes each and a training step in between; returns the plans' digests."""
     engine = build(model_path, layout)
     managers = [manager_of(engine, size) for size in (TINY, LARGE)]
     expected, digests = on_disk(model_path), []
+    if engine.param_dtype == torch.float16:  # which cannot hold every bfloat16
+        expected = on_the_wire(stock_export(engine))
     for step in range(SYNCS):
         if step:
             train_step(engine)
-            last, expected = expected, stock_export(engine)
+            last, expected = expected, on_the_wire(stock_export(engine))
             same = [name for name, tensor in expected.items() if torch.equal(tensor, last[name])]
             assert not same, f"training must have changed everything: {same}"
         for manager in managers:
             got = one_sync(manager)
-            biases = {name for name in got if name.endswith("e_score_correction_bias")}
-            assert all(got[name].dtype == torch.float32 for name in biases), "the router's bias stays as it is"
+            check_dtypes(got, engine.param_dtype)
             if not step:
-                got.update({name: got[name].bfloat16() for name in biases})  # the checkpoint has it in bfloat16
+                got = {name: tensor.to(expected[name].dtype) for name, tensor in got.items()}  # router's biases
             check_same(got, expected)
             digests.append(manager._agreed_digest)
     return digests
@@ -153,3 +175,99 @@ def test_every_tensor_arrives_bit_for_bit(kind: str, layout: Layout, checkpoint:
     assert digests[0] == digests[0][:2] * SYNCS, "the plan must not change while the layout does not"
     if layout.world == layout.tp * layout.pp:
         assert all(of_rank == digests[0] for of_rank in digests), "the ranks planned differently"
+
+
+class _StreamManager(ShardingManager):
+    """What Megatron-Bridge gets: the trainer's own stream in buckets."""
+
+    def open_source(self) -> ParameterSource:
+        return StreamSource(lambda: self.engine.bridge.export_weights(self.engine.module), WirePolicy(torch.bfloat16))
+
+
+def streamed(model_path: str, layout: Layout) -> None:
+    engine = build(model_path, layout)
+    for size in (TINY, LARGE):
+        manager = _StreamManager(engine, BareEngineEndpoint(None), SyncConfig(timeout_seconds=20), size, CPU)
+        for step in range(SYNCS):
+            if step:
+                train_step(engine)
+            check_same(one_sync(manager), stock_export(engine))
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("qwen2-tied", Layout(2, pp=2)), ("qwen3-moe", Layout(2, ep=2))], ids=str)
+def test_trainers_own_stream_in_buckets(kind: str, layout: Layout, checkpoint: Callable[[str], str]) -> None:
+    run_world(layout.world, streamed, checkpoint(kind), layout, timeout=120)
+
+
+def device_bytes(engine: Any) -> int:
+    """What Megatron's parameter buffers occupy on the device."""
+    return sum(b.param_data.untyped_storage().size() for chunk in engine.module for b in chunk.buffers)
+
+
+def offloaded(model_path: str, layout: Layout) -> None:
+    """Parameters are in host memory while they are sent, and are not brought to the device for it."""
+    from verl.utils.megatron_utils import load_megatron_model_to_gpu, offload_megatron_model_to_cpu
+
+    engine = build(model_path, layout)
+    manager = manager_of(engine, LARGE)
+    for step in range(SYNCS):
+        load_megatron_model_to_gpu(engine.module)
+        if step:
+            train_step(engine)
+        expected = stock_export(engine)
+        assert device_bytes(engine) > 100_000
+        offload_megatron_model_to_cpu(engine.module)
+        got = one_sync(manager)
+        assert device_bytes(engine) == 0, "the sync loaded the parameters"
+        check_same(got, expected)
+
+
+@pytest.mark.parametrize("layout", [Layout(2, tp=2), Layout(2, pp=2)], ids=str)
+def test_offloaded_parameters_are_read_where_they_are(layout: Layout, checkpoint: Callable[[str], str]) -> None:
+    run_world(layout.world, offloaded, checkpoint("qwen2"), layout, timeout=120)
+
+
+def disagreeing(model_path: str, layout: Layout, change: str) -> tuple[str, float]:
+    """The last rank holds a parameter differently in the second sync and as before in the third: (error, seconds)."""
+    engine = build(model_path, layout)
+    manager = manager_of(engine, LARGE)
+    one_sync(manager)
+    odd = dist.get_rank() == dist.get_world_size() - 1
+    module = unwrapped(engine.module[0]).decoder.layers[0].self_attention.linear_proj
+    honest = module.weight
+    if odd:
+        module._parameters.pop("weight")
+        if change != "gone":
+            shape = (honest.shape[0] + 1, *honest.shape[1:]) if change == "shape" else honest.shape
+            dtype = torch.float32 if change == "dtype" else honest.dtype
+            module.weight = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+            for name in ("tensor_model_parallel", "partition_dim"):
+                setattr(module.weight, name, getattr(honest, name))
+    started, text = time.monotonic(), ""
+    try:
+        one_sync(manager)
+    except SyncError as error:
+        text = str(error)
+    seconds = time.monotonic() - started
+    module.weight = honest
+    train_step(engine)
+    check_same(one_sync(manager), stock_export(engine))
+    return text, seconds
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("shape", "rank 0: bfloat16 (64, 32), part 1 of 2 along dimension 1; rank 1: bfloat16 (65, 32), part 2 of 2"),
+        ("dtype", "rank 0: bfloat16 (64, 32), part 1 of 2 along dimension 1; rank 1: float32 (64, 32), part 2 of 2"),
+        ("gone", "ranks 0, 1 hold no part 2 of 2 of parameter"),
+    ],
+)
+def test_disagreement_is_one_error_soon_and_recovered_from(
+    change: str, said: str, checkpoint: Callable[[str], str]
+) -> None:
+    results = run_world(2, disagreeing, checkpoint("qwen2"), Layout(2, tp=2), change, timeout=120)
+    (text,) = {text for text, _ in results}
+    assert "failed at 'matching the layouts of all ranks'; trainer weights are unchanged" in text
+    assert "decoder.layers.0.self_attention.linear_proj.weight" in text and said in text
+    assert max(seconds for _, seconds in results) < 5

@@ -8,6 +8,7 @@ from verl_sync_plugin.sharding_manager.registry import register_sharding_manager
 from verl_sync_plugin.sharding_manager.wire import wire_policy
 from verl_sync_plugin.source.base import ParameterSource
 from verl_sync_plugin.source.megatron import MegatronSource
+from verl_sync_plugin.source.stream import Stream, StreamSource
 
 
 @register_sharding_manager(trainer="megatron", rollout="sglang")
@@ -26,7 +27,15 @@ class MegatronSGLangShardingManager(ShardingManager):
                 "actor_rollout_ref.model.lora.merge=True with actor.megatron.vanilla_mbridge=True: mbridge has no "
                 "LoRA. Install Megatron-Bridge and set actor_rollout_ref.actor.megatron.vanilla_mbridge=False."
             )
-        return MegatronSource(engine.module, engine.bridge, wire_policy(self.config, self.rollout_dtype))
+        policy = wire_policy(self.config, self.rollout_dtype)
+        if engine.vanilla_bridge:
+            return MegatronSource(engine.module, engine.bridge, policy)
+        return StreamSource(self._open_stream, policy)
+
+    def _open_stream(self) -> Stream:
+        """Megatron-Bridge's export, LoRA merged."""
+        stream, _ = self.engine.get_per_tensor_param()
+        return iter(stream)
 
     def _agree_on_layout(self) -> None:
         agreement, changed = self._agreement, False
@@ -34,12 +43,12 @@ class MegatronSGLangShardingManager(ShardingManager):
             if self._source is None:
                 self._source = self.open_source()
             changed = isinstance(self._source, MegatronSource) and self._source.read()
-        if not agreement.settle("reading the trainer's layout", waiting=changed):
+        if not agreement.settle("reading the layout of the trainer", waiting=changed):
             return
         source = self._source
         assert isinstance(source, MegatronSource)
-        layouts = agreement.gather("exchanging the trainer's layout", source.layout)
+        layouts = agreement.gather("exchanging the layout of the trainer", source.layout)
         with agreement.attempt():
             source.adopt(layouts)
-        agreement.settle("matching the trainer's layout")
+        agreement.settle("matching the layouts of all ranks")
         source.join()
