@@ -14,7 +14,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
 from verl_sync_plugin import hydra_source
-from verl_sync_plugin.config import TRAINERS, TURN_OFF, refuse_adapter_mode, sync_config_of
+from verl_sync_plugin.config import TRAINERS, TURN_OFF, refuse_adapter_mode, refuse_megatron_lora, sync_config_of
 
 
 class SyncConfigSource(ConfigSource):
@@ -91,6 +91,8 @@ def check_trainer(actor_rollout_ref: Any) -> None:
             f"(there are: {', '.join(TRAINERS)}). Use one of these, or {TURN_OFF}."
         )
     refuse_adapter_mode(actor_rollout_ref.model)
+    if strategy == "megatron":
+        refuse_megatron_lora(actor_rollout_ref.actor.megatron, actor_rollout_ref.model)
 
 
 class CheckKeys(Callback):

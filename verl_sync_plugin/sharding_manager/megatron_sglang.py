@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl_sync_plugin.config import TURN_OFF, lora_rank_of, refuse_adapter_mode
+from verl_sync_plugin.config import TURN_OFF, refuse_adapter_mode, refuse_megatron_lora
 from verl_sync_plugin.sharding_manager.base import ShardingManager
 from verl_sync_plugin.sharding_manager.registry import register_sharding_manager
 from verl_sync_plugin.sharding_manager.wire import wire_policy
@@ -22,11 +22,7 @@ class MegatronSGLangShardingManager(ShardingManager):
         if getattr(engine, "_qat_enabled", False):
             raise ValueError(f"actor.megatron.qat.enable=True: weight sync does not quantize; {TURN_OFF}.")
         refuse_adapter_mode(engine.model_config)
-        if engine.vanilla_bridge and lora_rank_of(engine.model_config) > 0:
-            raise ValueError(
-                "actor_rollout_ref.model.lora.merge=True with actor.megatron.vanilla_mbridge=True: mbridge has no "
-                "LoRA. Install Megatron-Bridge and set actor_rollout_ref.actor.megatron.vanilla_mbridge=False."
-            )
+        refuse_megatron_lora(engine.engine_config, engine.model_config)
         policy = wire_policy(self.config, self.rollout_dtype)
         if engine.vanilla_bridge:
             return MegatronSource(engine.module, engine.bridge, policy)
