@@ -56,7 +56,6 @@ CASES = [
     ("qwen3-moe", Layout(4, tp=2, pp=2, ep=2, etp=1)),
     ("moonlight", Layout(2, tp=2, ep=2, etp=1)),
     ("moonlight", Layout(4, ep=2, pp=2, vpp=2)),
-    ("qwen3-moe", Layout(2, tp=2, ep=2, etp=1, settings={"dtype": "float16"})),
     ("deepseek", Layout(2, tp=2)),
 ]
 
@@ -82,9 +81,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]
     return make
 
 
-def manager_of(engine: Any, bucket_bytes: int) -> ShardingManager:
+def manager_of(engine: Any, bucket_bytes: int, wire: str = "auto") -> ShardingManager:
     manager_class = get_sharding_manager("megatron", "sglang")
-    return manager_class(engine, BareEngineEndpoint(None), SyncConfig(timeout_seconds=20), bucket_bytes, CPU)
+    config = SyncConfig(timeout_seconds=20, wire_dtype=wire)
+    return manager_class(engine, BareEngineEndpoint(None), config, bucket_bytes, CPU)
 
 
 def one_sync(manager: ShardingManager) -> State:
@@ -122,6 +122,7 @@ def deliver(manager: ShardingManager) -> State:
 
 def check_same(got: State, expected: State) -> None:
     assert sorted(got) == sorted(expected)
+    assert {name: t.dtype for name, t in got.items()} == {name: t.dtype for name, t in expected.items()}
     different = [n for n, t in expected.items() if got[n].shape != t.shape or not torch.equal(got[n], t)]
     assert not different, different
 
@@ -133,38 +134,27 @@ def on_disk(folder: str) -> State:
     return found
 
 
-def on_the_wire(state: State) -> State:
-    """Parameters travel in bfloat16, except routers and their biases."""
+def on_the_wire(state: State, wire: torch.dtype) -> State:
+    """What must arrive: parameters in the wire's dtype, routers in the trainer's, router biases in float32."""
     keep = SyncConfig().keep_dtype
-    return {n: t if any(re.search(pattern, n) for pattern in keep) else t.bfloat16() for n, t in state.items()}
+    return {n: t if any(re.search(pattern, n) for pattern in keep) else t.to(wire) for n, t in state.items()}
 
 
-def check_dtypes(got: State, trainers: torch.dtype) -> None:
-    """Routers stay in the trainer's dtype and their biases in float32; everything else is bfloat16."""
-    kept = {"gate.weight": trainers, "gate.e_score_correction_bias": torch.float32}
-    for name, tensor in got.items():
-        assert tensor.dtype == kept.get(name.partition(".mlp.")[2], torch.bfloat16), name
-
-
-def syncs(model_path: str, layout: Layout) -> list[str]:
+def syncs(model_path: str, layout: Layout, wire: str = "bfloat16") -> list[str]:
     """Three syncs with two bucket sizes each and a training step in between; returns the plans' digests."""
     engine = build(model_path, layout)
-    managers = [manager_of(engine, size) for size in (TINY, LARGE)]
-    expected, digests = on_disk(model_path), []
-    if engine.param_dtype == torch.float16:  # which cannot hold every bfloat16
-        expected = on_the_wire(stock_export(engine))
+    managers = [manager_of(engine, size, wire) for size in (TINY, LARGE)]
+    disk, digests = on_disk(model_path), []
+    # The checkpoint is all in bfloat16; the router's biases become float32
+    expected = {n: t.float() if n.endswith("_bias") and "gate" in n else t for n, t in disk.items()}
     for step in range(SYNCS):
         if step:
             train_step(engine)
-            last, expected = expected, on_the_wire(stock_export(engine))
+            last, expected = expected, stock_export(engine)
             same = [name for name, tensor in expected.items() if torch.equal(tensor, last[name])]
             assert not same, f"training must have changed everything: {same}"
         for manager in managers:
-            got = one_sync(manager)
-            check_dtypes(got, engine.param_dtype)
-            if not step:
-                got = {name: tensor.to(expected[name].dtype) for name, tensor in got.items()}  # router's biases
-            check_same(got, expected)
+            check_same(one_sync(manager), on_the_wire(expected, getattr(torch, wire)))
             digests.append(manager._agreed_digest)
     return digests
 
@@ -175,6 +165,10 @@ def test_every_tensor_arrives_bit_for_bit(kind: str, layout: Layout, checkpoint:
     assert digests[0] == digests[0][:2] * SYNCS, "the plan must not change while the layout does not"
     if layout.world == layout.tp * layout.pp:
         assert all(of_rank == digests[0] for of_rank in digests), "the ranks planned differently"
+
+
+def test_routers_keep_their_dtype_on_a_float32_wire(checkpoint: Callable[[str], str]) -> None:
+    run_world(2, syncs, checkpoint("moonlight"), Layout(2, tp=2, ep=2, etp=1), "float32", timeout=120)
 
 
 class _StreamManager(ShardingManager):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,12 +37,11 @@ class Layout:
     ep: int = 1
     etp: int | None = None
     cp: int = 1
-    settings: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         sizes = {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "ep": self.ep, "etp": self.etp, "cp": self.cp}
         named = [f"{name}{size}" for name, size in sizes.items() if size not in (None, 1) or (name == "etp" and size)]
-        return "-".join([*named, f"world{self.world}", *map(str, self.settings)])
+        return "-".join([*named, f"world{self.world}"])
 
 
 @contextmanager
@@ -85,7 +84,6 @@ def build(model_path: str, layout: Layout) -> Any:
         use_remove_padding=False,
         use_dynamic_bsz=False,
         override_transformer_config=overrides,
-        **layout.settings,
     )
     optimizer = McoreOptimizerConfig(lr=1e-2, lr_warmup_steps=0, total_training_steps=10)
     built = EngineRegistry.new("language_model", "megatron", model, engine, optimizer, CheckpointConfig())
