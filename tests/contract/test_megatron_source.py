@@ -8,13 +8,17 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from worlds import run_world, stop
 
 from bare_engine.endpoint import BareEngineEndpoint
@@ -265,3 +269,57 @@ def test_disagreement_is_one_error_soon_and_recovered_from(
     assert "failed at 'matching the layouts of all ranks'; trainer weights are unchanged" in text
     assert "decoder.layers.0.self_attention.linear_proj.weight" in text and said in text
     assert max(seconds for _, seconds in results) < 5
+
+
+COLLECTIVES = ("all_gather_object", "broadcast_object_list", "broadcast", "all_gather", "all_gather_into_tensor")
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of the largest storage that an operation inside has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in known:
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes())
+        return result
+
+
+def cost(model_path: str, layout: Layout, bucket_bytes: int) -> tuple[dict[str, int], int, int, int]:
+    """Of the third sync: (collectives by name, gathered buckets, staging bytes, largest other allocation)."""
+    engine = build(model_path, layout)
+    manager = manager_of(engine, bucket_bytes)
+    one_sync(manager)
+    one_sync(manager)
+    with ExitStack() as stack:
+        calls = {n: stack.enter_context(mock.patch.object(dist, n, wraps=getattr(dist, n))) for n in COLLECTIVES}
+        with manager:
+            plan, source = manager._plan, manager._source
+            assert plan is not None and source is not None and manager._sender._staging is not None
+            rank = 0 if source.group is None else dist.get_rank(source.group)
+            with Allocations() as allocations:
+                for index, bucket in enumerate(plan.buckets):
+                    manager._sender.pack(bucket, index % SLOTS, manager._shards, rank)
+                    manager._sender.gather(bucket, index % SLOTS, rank, source.group)
+        counts = {name: call.call_count for name, call in calls.items() if call.call_count}
+        return counts, len(plan.buckets), manager._sender._staging.memory.numel(), allocations.largest
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("qwen2", Layout(4, tp=2, pp=2)), ("qwen3-moe", Layout(4, tp=2, pp=2, ep=2, etp=1))],
+    ids=lambda value: str(value),
+)
+def test_one_collective_per_bucket_and_two_buckets_of_memory(
+    kind: str, layout: Layout, checkpoint: Callable[[str], str]
+) -> None:
+    bucket_bytes = 40_000
+    for counts, buckets, staging, other in run_world(4, cost, checkpoint(kind), layout, bucket_bytes, timeout=120):
+        assert buckets > 5 and counts == {"all_gather_into_tensor": buckets}
+        assert staging <= SLOTS * bucket_bytes
+        assert other == 0, "packing and gathering need no memory beside the two buckets"

@@ -21,6 +21,11 @@ class MegatronSGLangShardingManager(ShardingManager):
         engine = self.engine
         if getattr(engine, "_qat_enabled", False):
             raise ValueError(f"actor.megatron.qat.enable=True: weight sync does not quantize; {TURN_OFF}.")
+        if getattr(engine.engine_config, "use_megatron_fsdp", False):
+            raise ValueError(
+                "actor_rollout_ref.actor.megatron.use_megatron_fsdp=True: weight sync does not read its shards. Set it "
+                f"to False, or {TURN_OFF}."
+            )
         refuse_adapter_mode(engine.model_config)
         refuse_megatron_lora(engine.engine_config, engine.model_config)
         policy = wire_policy(self.config, self.rollout_dtype)

@@ -45,10 +45,10 @@ class MegatronSource(ParameterSource):
         self._policy = policy
         self._signature: tuple[object, ...] = ()
         self._layout = RankLayout((), ())
-        self._keys: list[tuple[int, str]] = []
+        self._tensors: list[torch.Tensor] = []  # of this rank, in the order of its layout, as last read
         self._bases: list[Base] = []  # empty until the ranks have agreed
         self._pending: list[Base] = []
-        self._mine: dict[int, tuple[int, str]] = {}  # base -> chunk and local name
+        self._mine: dict[int, int] = {}  # base -> tensor
         self._members: list[tuple[int, ...]] = []
 
     @property
@@ -62,24 +62,19 @@ class MegatronSource(ParameterSource):
         Raises:
             ValueError: a parameter is stored in a way that cannot be sent; names it.
         """
-        signature = self._read_signature()
+        modules = [unwrapped(chunk) for chunk in self._chunks]
+        held = [list(tensors_of(module)) for module in modules]
+        self._tensors = [tensor for of_chunk in held for _, tensor, _ in of_chunk]
+        signature = tuple((name, t.shape, t.dtype) for of_chunk in held for name, t, _ in of_chunk)
         if self._bases and signature == self._signature:
             return False
         self._bases, self._signature = [], signature
-        parameters, self._keys = [], []
-        for index, chunk in enumerate(self._chunks):
-            module = unwrapped(chunk)
+        parameters = []
+        for module, of_chunk in zip(modules, held, strict=True):
             names = self._bridge._weight_name_mapping_mcore_local_to_global(module)
-            for name, tensor, is_buffer in tensors_of(module):
-                if tensor.numel():
-                    parameters.append(self._describe(names[name], tensor, is_buffer))
-                    self._keys.append((index, name))
+            parameters += [self._describe(names[name], tensor, is_buffer) for name, tensor, is_buffer in of_chunk]
         self._layout = RankLayout(tuple(parameters), _model_parallel_groups())
         return True
-
-    def _read_signature(self) -> tuple[object, ...]:
-        found = (item for chunk in self._chunks for item in tensors_of(unwrapped(chunk)))
-        return tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor, _ in found)
 
     def _describe(self, name: str, tensor: torch.Tensor, is_buffer: bool) -> LocalParameter:
         if type(tensor.data) is not torch.Tensor:
@@ -112,7 +107,7 @@ class MegatronSource(ParameterSource):
         units, ranks = by_replica[place], self._members[place]
         nbytes = [_numel(unit.like.shape) * getattr(torch, unit.like.dtype).itemsize for unit in units]
         owners = choose_owners(units, ranks, nbytes)
-        local = {parameter.name: key for parameter, key in zip(self._layout.parameters, self._keys, strict=True)}
+        local = {parameter.name: index for index, parameter in enumerate(self._layout.parameters)}
         bases: list[Base] = []
         self._mine = {}
         named: set[str] = set()
@@ -149,11 +144,15 @@ class MegatronSource(ParameterSource):
 
     def shards(self) -> list[Shard]:
         assert self._bases, "the ranks have not agreed on the layout"
-        find = _Finder(self._chunks)
-        return [
-            Shard(base, find.reader(*self._mine[index]) if index in self._mine else _nothing)
-            for index, base in enumerate(self._bases)
-        ]
+        offloaded = _offloaded(self._chunks)
+        shards = []
+        for index, base in enumerate(self._bases):
+            local: Callable[[], torch.Tensor] = _nothing
+            if index in self._mine:
+                tensor = self._tensors[self._mine[index]]
+                local = partial(_flat, tensor, offloaded.get(tensor.untyped_storage()._cdata))
+            shards.append(Shard(base, local))
+        return shards
 
 
 def _numel(shape: tuple[int, ...]) -> int:
@@ -180,9 +179,10 @@ def tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, boo
     but not among its parameters.
     """
     for name, parameter in module.named_parameters():
-        yield name, parameter, False
+        if parameter.numel():
+            yield name, parameter, False
     for name, buffer in module.named_buffers():
-        if "expert_bias" in name and buffer is not None:
+        if "expert_bias" in name and buffer.numel():
             yield name, buffer, True
 
 
@@ -211,21 +211,15 @@ def _group_of_replica(members: list[tuple[int, ...]]) -> dist.ProcessGroup | Non
     return next(group for ranks, group in zip(members, groups, strict=True) if rank in ranks)
 
 
-class _Finder:
-    """Where this rank's tensors are now: on the device, or in host memory when verl has offloaded them."""
-
-    def __init__(self, chunks: list[torch.nn.Module]) -> None:
-        self._tensors = [{name: tensor for name, tensor, _ in tensors_of(unwrapped(chunk))} for chunk in chunks]
-        self._offloaded: dict[int, torch.Tensor] = {}
-        for chunk in chunks:
-            for buffer in _parameter_buffers(chunk):
-                data = buffer.param_data
-                if data is not None and data.untyped_storage().size() == 0:
-                    self._offloaded[data.untyped_storage()._cdata] = data
-
-    def reader(self, chunk: int, name: str) -> Callable[[], torch.Tensor]:
-        tensor = self._tensors[chunk][name]
-        return partial(_flat, tensor, self._offloaded.get(tensor.untyped_storage()._cdata))
+def _offloaded(chunks: list[torch.nn.Module]) -> dict[int, torch.Tensor]:
+    """Megatron's flat parameter buffers whose content verl has moved to host memory, by the identity of the storage."""
+    found = {}
+    for chunk in chunks:
+        for buffer in _parameter_buffers(chunk):
+            data = buffer.param_data
+            if data is not None and data.untyped_storage().size() == 0:
+                found[data.untyped_storage()._cdata] = data
+    return found
 
 
 def _parameter_buffers(chunk: torch.nn.Module) -> list[Any]:

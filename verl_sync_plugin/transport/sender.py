@@ -165,9 +165,9 @@ def pack_segment(memory: torch.Tensor, bucket: Bucket, shards: list[Shard], rank
     segment = memory.narrow(0, rank * bucket.stride, bucket.stride)
     for part in bucket.slices:
         shard = shards[part.base]
-        run = shard.local()[part.begin : part.end]
-        if run.numel() == 0:
+        if part.begin >= shard.base.lengths[rank]:
             continue
+        run = shard.local()[part.begin : part.end]
         target = segment.narrow(0, part.offset, run.numel() * shard.base.itemsize)
         if run.device != target.device:
             # Move, then cast: a casting copy across devices would cast on the host
