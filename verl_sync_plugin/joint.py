@@ -93,15 +93,13 @@ def _queues(bases: tuple[Base, ...]) -> dict[tuple[int, ...], deque[_Unit]]:
 
 
 def _next(queues: dict[tuple[int, ...], deque[_Unit]], used: list[int], capacity: int) -> tuple[int, ...] | None:
-    """The queue whose next unit keeps the segments most even; ``None`` when no unit fits any more."""
-    best: tuple[int, tuple[int, ...]] | None = None
+    """The first queue whose next unit has room; ``None`` when no rank that has anything left can take more."""
     for owners, queue in queues.items():
         unit, room = queue[0], _room(queue[0], used, capacity)
         # A unit that no bucket can hold whole takes whatever room there is
         if room >= unit.left or (room and unit.left * unit.itemsize > capacity):
-            candidate = (max(used[rank] for rank in owners), owners)
-            best = candidate if best is None else min(best, candidate)
-    return None if best is None else best[1]
+            return owners
+    return None
 
 
 def _room(unit: _Unit, used: list[int], capacity: int) -> int:
