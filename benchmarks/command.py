@@ -173,11 +173,13 @@ def _trainer(case: Case) -> list[str]:
         f"++{transformer}.attention_backend=unfused",
         f"++{transformer}.apply_rope_fusion=False",
         *(f"+{transformer}.{key}=False" for key in unfused),
+        # Megatron's own norm, which is all there is without TransformerEngine, refuses sequence parallelism
+        f"{_MEGATRON}.sequence_parallel=False",
+        "actor_rollout_ref.ref.megatron.sequence_parallel=False",
+        f"+{transformer}.sequence_parallel=False",
     ]
     if case.device == "cpu":
         overrides += [
-            f"{_MEGATRON}.sequence_parallel=False",
-            f"+{transformer}.sequence_parallel=False",
             f"+{transformer}.use_cpu_initialization=True",
             f"+{transformer}.bias_dropout_fusion=False",
             f"+{transformer}.bias_activation_fusion=False",

@@ -76,6 +76,23 @@ def test_offloaded_parameters_are_read_where_they_are(layout: Layout, checkpoint
     run_world(layout.world, stories.offloaded, checkpoint("qwen2"), layout, timeout=120)
 
 
+def test_what_cannot_be_synced_is_refused_by_name(checkpoint: Callable[[str], str]) -> None:
+    first, second = run_world(2, stories.refused, checkpoint("qwen2"), timeout=120)
+    assert first == second, "the same error on every rank"
+    for text, key in zip(
+        first,
+        (
+            "override_ddp_config.overlap_param_gather=True",
+            "actor.megatron.use_megatron_fsdp=True",
+            "actor.megatron.qat.enable=True",
+            "vanilla_mbridge=True with LoRA rank 8: mbridge has no LoRA",
+            "mbridge cannot convert parameter 'decoder.layers.0.input_layernorm.weight'",
+        ),
+        strict=True,
+    ):
+        assert key in text, text
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

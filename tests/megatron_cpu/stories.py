@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,9 +23,11 @@ from bare_engine.endpoint import BareEngineEndpoint
 from megatron_cpu.engines import Layout, build, stock_export, train_step
 from verl_sync_plugin.config import SyncConfig
 from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.hooks import activation
 from verl_sync_plugin.receiver.assembly import Assembler
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sharding_manager.base import ShardingManager
+from verl_sync_plugin.sharding_manager.megatron_sglang import MegatronSGLangShardingManager
 from verl_sync_plugin.source.base import ParameterSource, WirePolicy
 from verl_sync_plugin.source.megatron import unwrapped
 from verl_sync_plugin.source.stream import StreamSource
@@ -117,15 +120,16 @@ def syncs(model_path: str, layout: Layout, wire: str = "bfloat16") -> list[str]:
     return digests
 
 
-class _StreamManager(ShardingManager):
+class _StreamManager(MegatronSGLangShardingManager):
     """What Megatron-Bridge gets: the trainer's own stream in buckets."""
 
     def open_source(self) -> ParameterSource:
-        return StreamSource(lambda: self.engine.bridge.export_weights(self.engine.module), WirePolicy(torch.bfloat16))
+        return StreamSource(self._open_stream, WirePolicy(torch.bfloat16))
 
 
 def streamed(model_path: str, layout: Layout) -> None:
     engine = build(model_path, layout)
+    activation.take_over(True)  # as verl's worker does: the engine hands out its stream unconsumed
     for size in (TINY, LARGE):
         manager = _StreamManager(engine, BareEngineEndpoint(None), SyncConfig(timeout_seconds=20), size, CPU)
         for step in range(SYNCS):
@@ -155,6 +159,27 @@ def offloaded(model_path: str, layout: Layout) -> None:
         got = one_sync(manager)
         assert device_bytes(engine) == 0, "the sync loaded the parameters"
         check_same(got, expected)
+
+
+def refused(model_path: str) -> list[str]:
+    """The errors of an engine set up in ways that cannot be synced; then it is set up well and synced."""
+    engine = build(model_path, Layout(dist.get_world_size(), tp=2))
+    broken = [
+        mock.patch.object(engine.module[0].ddp_config, "overlap_param_gather", True),
+        mock.patch.object(engine, "engine_config", replace(engine.engine_config, use_megatron_fsdp=True)),
+        mock.patch.object(engine, "_qat_enabled", True),
+        mock.patch.object(engine, "model_config", {"lora": {"rank": 8, "merge": True}}),
+        mock.patch.object(engine.bridge, "_ATTENTION_MAPPING", {}),
+    ]
+    manager, texts = manager_of(engine, LARGE), []
+    for context in broken:
+        with context:
+            try:
+                one_sync(manager)
+            except SyncError as error:
+                texts.append(str(error))
+    check_same(one_sync(manager), on_disk(model_path))
+    return texts
 
 
 def disagreeing(model_path: str, layout: Layout, change: str) -> tuple[str, float]:

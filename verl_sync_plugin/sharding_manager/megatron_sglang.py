@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from verl_sync_plugin.config import TURN_OFF, refuse_adapter_mode, refuse_megatron_lora
 from verl_sync_plugin.sharding_manager.base import ShardingManager
 from verl_sync_plugin.sharding_manager.registry import register_sharding_manager
@@ -18,19 +20,10 @@ class MegatronSGLangShardingManager(ShardingManager):
     trainer = "megatron"
 
     def open_source(self) -> ParameterSource:
-        engine = self.engine
-        if getattr(engine, "_qat_enabled", False):
-            raise ValueError(f"actor.megatron.qat.enable=True: weight sync does not quantize; {TURN_OFF}.")
-        if getattr(engine.engine_config, "use_megatron_fsdp", False):
-            raise ValueError(
-                "actor_rollout_ref.actor.megatron.use_megatron_fsdp=True: weight sync does not read its shards. Set it "
-                f"to False, or {TURN_OFF}."
-            )
-        refuse_adapter_mode(engine.model_config)
-        refuse_megatron_lora(engine.engine_config, engine.model_config)
+        refuse_engine(self.engine)
         policy = wire_policy(self.config, self.rollout_dtype)
-        if engine.vanilla_bridge:
-            return MegatronSource(engine.module, engine.bridge, policy)
+        if self.engine.vanilla_bridge:
+            return MegatronSource(self.engine.module, self.engine.bridge, policy)
         return StreamSource(self._open_stream, policy)
 
     def _open_stream(self) -> Stream:
@@ -53,3 +46,20 @@ class MegatronSGLangShardingManager(ShardingManager):
             source.adopt(layouts)
         agreement.settle("matching the layouts of all ranks")
         source.join()
+
+
+def refuse_engine(engine: Any) -> None:
+    """Raises ValueError when a Megatron engine cannot be synced; names key, value and remedy."""
+    megatron = "actor_rollout_ref.actor.megatron"
+    if getattr(engine, "_qat_enabled", False):
+        raise ValueError(f"{megatron}.qat.enable=True: weight sync does not quantize; {TURN_OFF}.")
+    if getattr(engine.engine_config, "use_megatron_fsdp", False):
+        raise ValueError(f"{megatron}.use_megatron_fsdp=True: weight sync does not read its shards; {TURN_OFF}.")
+    if any(getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False) for chunk in engine.module):
+        # Megatron then gathers updated parameters in the next forward pass, which comes after the sync
+        raise ValueError(
+            f"{megatron}.override_ddp_config.overlap_param_gather=True: the parameters are not up to date when verl "
+            "syncs. Set it to False."
+        )
+    refuse_adapter_mode(engine.model_config)
+    refuse_megatron_lora(engine.engine_config, engine.model_config)
