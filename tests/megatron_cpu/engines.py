@@ -87,12 +87,16 @@ def build(model_path: str, layout: Layout) -> Any:
     )
     optimizer = McoreOptimizerConfig(lr=1e-2, lr_warmup_steps=0, total_training_steps=10)
     built = EngineRegistry.new("language_model", "megatron", model, engine, optimizer, CheckpointConfig())
+    assert type(built).__name__ == "SyncMegatronEngineWithLMHead", "verl does not build the plugin's engine"
     built.initialize()
     return built
 
 
 def _bring_deepseek_up_to_date(hf_config: Any) -> None:
-    """mbridge 0.15.1's DeepSeek bridge is older than this Megatron and this transformers: two names have changed."""
+    """mbridge 0.15.1's DeepSeek bridge is older than this Megatron and this transformers: two names have changed.
+
+    Of the bridge only its configuration is touched; names and conversions are its own.
+    """
     from mbridge.models.deepseek_v3 import DeepseekV3Bridge
     from mbridge.models.qwen2 import Qwen2Bridge
     from megatron.core.transformer import MLATransformerConfig

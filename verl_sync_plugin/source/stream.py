@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
 from verl_sync_plugin.bucket import Base, View
 from verl_sync_plugin.source.base import ParameterSource, Shard, WirePolicy, dtype_name
 
-Stream = Iterable[tuple[str, torch.Tensor]]
+Stream = Iterable[tuple[Any, ...]]  # (HF name, full tensor, ...)
 
 
 class StreamSource(ParameterSource):
@@ -36,7 +37,7 @@ class StreamSource(ParameterSource):
         self._bases: list[Base] = []
         self._order: list[int | None] = []  # base of each tensor of the stream; a second time is None
         self._known: list[tuple[str, torch.Size, torch.dtype]] = []
-        self._stream: Iterator[tuple[str, torch.Tensor]] | None = None
+        self._stream: Iterator[tuple[Any, ...]] | None = None
         self._passed = 0
         self._held: dict[int, torch.Tensor] = {}
 
@@ -51,7 +52,7 @@ class StreamSource(ParameterSource):
         places: dict[str, int] = {}
         bases: list[Base] = []
         self._order, self._known = [], []
-        for name, tensor in self._open():
+        for name, tensor, *_ in self._open():  # some releases of Megatron-Bridge add its own name
             self._known.append((name, tensor.shape, tensor.dtype))
             # Tied weights come under one name from the first and from the last pipeline stage
             self._order.append(None if name in places else len(bases))
@@ -72,7 +73,7 @@ class StreamSource(ParameterSource):
         if self._stream is None:
             self._stream = iter(self._open())
         while self._passed < len(self._order) and not self._held.keys() >= set(bases):
-            name, tensor = next(self._stream, ("", torch.empty(0)))
+            name, tensor, *_ = next(self._stream, ("", torch.empty(0)))
             known = self._known[self._passed]
             if (name, tensor.shape, tensor.dtype) != known:
                 self._bases = []  # the next sync learns it anew
