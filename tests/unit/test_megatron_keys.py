@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import verl
 from hydra import compose, initialize_config_dir
 
 from verl_sync_plugin import config
 from verl_sync_plugin.hydra_plugins import check_trainer
 from verl_sync_plugin.sharding_manager.registry import get_sharding_manager
+from verl_sync_plugin.sharding_manager.wire import wire_policy
 
 CONFIG_DIR = Path(verl.__file__).parent / "trainer" / "config"
 MODEL = "actor_rollout_ref.model"
@@ -61,6 +63,20 @@ def test_lora_as_an_adapter_is_refused() -> None:
 
 def test_a_manager_is_registered() -> None:
     assert get_sharding_manager("megatron", "sglang").__name__ == "MegatronSGLangShardingManager"
+
+
+@pytest.mark.parametrize(
+    ("wire", "rollout", "expected"),
+    [("auto", "bfloat16", "bfloat16"), ("auto", "half", "float16"), ("float32", "bfloat16", "float32")],
+)
+def test_wire_dtype(wire: str, rollout: str, expected: str) -> None:
+    policy = wire_policy(config.SyncConfig(wire_dtype=wire), rollout)
+    assert policy.dtype == getattr(torch, expected) and policy.keep == config.SyncConfig().keep_dtype
+
+
+def test_unknown_rollout_dtype_is_named() -> None:
+    with pytest.raises(ValueError, match=r"rollout\.dtype='bfloat17': not a torch dtype\. Set .*wire_dtype=bfloat16"):
+        wire_policy(config.SyncConfig(), "bfloat17")
 
 
 @pytest.mark.parametrize("composition", ["colocated", "colocated_tight_memory_megatron"])
