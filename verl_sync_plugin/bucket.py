@@ -37,8 +37,7 @@ class View:
         name: HF parameter name.
         shape: full shape.
         start: first element of the tensor in the flat base; 0 with shares.
-        span: number of base elements from the first to the last element of the tensor, inclusive; with shares the
-            number of elements of the whole tensor.
+        span: base elements from the tensor's first to its last, inclusive; with shares the whole tensor's elements.
         strides: strides in elements, ``None`` when the tensor is contiguous.
         shares: of a tensor that several bases make up (see ``joint.py``), what this base holds.
     """
