@@ -35,6 +35,10 @@ class Case:
         bucket_mb: bucket size for both variants.
         device: ``cuda`` or ``cpu``.
         extra: further Hydra overrides, for both variants.
+        train_vpp: model chunks per pipeline stage of a Megatron trainer.
+        train_cp: context parallel size of a Megatron trainer.
+        train_ep: expert parallel size of a Megatron trainer.
+        train_etp: expert tensor parallel size of a Megatron trainer; 0 is verl's default, the tensor parallel size.
     """
 
     name: str
@@ -49,6 +53,10 @@ class Case:
     bucket_mb: int
     device: str
     extra: tuple[str, ...] = ()
+    train_vpp: int = 1
+    train_cp: int = 1
+    train_ep: int = 1
+    train_etp: int = 0
 
 
 @dataclass(frozen=True)
@@ -148,6 +156,17 @@ def _cpu(case: Case) -> list[str]:
     ]
 
 
+def _megatron_sizes(case: Case) -> list[str]:
+    """The parallel sizes beyond tensor and pipeline, where they are asked for."""
+    sizes = {
+        "virtual_pipeline_model_parallel_size": (case.train_vpp, 1),
+        "context_parallel_size": (case.train_cp, 1),
+        "expert_model_parallel_size": (case.train_ep, 1),
+        "expert_tensor_parallel_size": (case.train_etp, 0),
+    }
+    return [f"{_MEGATRON}.{key}={size}" for key, (size, default) in sizes.items() if size != default]
+
+
 def _trainer(case: Case) -> list[str]:
     if case.strategy != "megatron":
         return [f"{_ACTOR}.strategy={case.strategy}"]
@@ -157,17 +176,20 @@ def _trainer(case: Case) -> list[str]:
         "model_engine=megatron",
         f"{_MEGATRON}.tensor_model_parallel_size={case.train_tp}",
         f"{_MEGATRON}.pipeline_model_parallel_size={case.train_pp}",
+        *_megatron_sizes(case),
         f"{_MEGATRON}.vanilla_mbridge=True",
         f"{_MEGATRON}.use_remove_padding=False",
         "actor_rollout_ref.ref.megatron.use_remove_padding=False",
         f"++{transformer}.attention_backend=unfused",
         f"++{transformer}.apply_rope_fusion=False",
         *(f"+{transformer}.{key}=False" for key in unfused),
+        # Megatron's own norm, which is all there is without TransformerEngine, refuses sequence parallelism
+        f"{_MEGATRON}.sequence_parallel=False",
+        "actor_rollout_ref.ref.megatron.sequence_parallel=False",
+        f"+{transformer}.sequence_parallel=False",
     ]
     if case.device == "cpu":
         overrides += [
-            f"{_MEGATRON}.sequence_parallel=False",
-            f"+{transformer}.sequence_parallel=False",
             f"+{transformer}.use_cpu_initialization=True",
             f"+{transformer}.bias_dropout_fusion=False",
             f"+{transformer}.bias_activation_fusion=False",

@@ -10,6 +10,7 @@ the pieces its owners sent, and an all-gather needs no second buffer and no copy
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -18,15 +19,29 @@ ALIGNMENT = 16  # bytes; lets any dtype be viewed in place and 16-byte loads be 
 
 
 @dataclass(frozen=True)
+class Share:
+    """``count`` times ``run`` elements: those from ``start + i * step`` of the base on are those from ``target +
+    i * stride`` of the tensor on. Runs do not overlap."""
+
+    start: int
+    target: int
+    run: int
+    count: int = 1
+    step: int = 0
+    stride: int = 0
+
+
+@dataclass(frozen=True)
 class View:
-    """One HF tensor inside a base.
+    """One HF tensor inside a base, or the part of one that lies in this base (then it has shares).
 
     Attributes:
         name: HF parameter name.
         shape: full shape.
-        start: first element of the tensor in the flat base.
-        span: number of base elements from the first to the last element of the tensor, inclusive.
+        start: first element of the tensor in the flat base; 0 with shares.
+        span: base elements from the tensor's first to its last, inclusive; with shares the whole tensor's elements.
         strides: strides in elements, ``None`` when the tensor is contiguous.
+        shares: of a tensor that several bases make up (see ``joint.py``), what this base holds.
     """
 
     name: str
@@ -34,6 +49,7 @@ class View:
     start: int
     span: int
     strides: tuple[int, ...] | None = None
+    shares: tuple[Share, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,11 +87,28 @@ class Slice:
 
 @dataclass(frozen=True)
 class Piece:
-    """``nbytes`` bytes at ``offset`` of the bucket are bytes ``target`` onward of the tensor."""
+    """``count`` times ``nbytes`` bytes: those from ``offset + i * step`` of the bucket on are those from
+    ``target + i * stride`` of the tensor on."""
 
     offset: int
     nbytes: int
     target: int
+    count: int = 1
+    step: int = 0
+    stride: int = 0
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """The bytes of the bucket, (first, one past the last)."""
+        if self.count == 1 or self.step == self.nbytes:
+            yield self.offset, self.offset + self.nbytes * self.count
+            return
+        for piece in self.repeats():
+            yield piece.offset, piece.offset + piece.nbytes
+
+    def repeats(self) -> Iterator[Piece]:
+        """The same as pieces that do not repeat."""
+        for index in range(self.count):
+            yield Piece(self.offset + index * self.step, self.nbytes, self.target + index * self.stride)
 
 
 @dataclass(frozen=True)
@@ -123,7 +156,7 @@ class Plan:
 
     @cached_property
     def tensor_count(self) -> int:
-        return sum(len(base.views) for base in self.bases)
+        return len({view.name for base in self.bases for view in base.views})
 
 
 def align(nbytes: int) -> int:

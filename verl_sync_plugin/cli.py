@@ -9,7 +9,18 @@ import sys
 
 from verl_sync_plugin import __version__
 
-PACKAGES = ("verl", "sglang", "torch", "transformers", "ray", "hydra-core", "torch-memory-saver", "peft")
+PACKAGES = (
+    "verl",
+    "sglang",
+    "torch",
+    "transformers",
+    "ray",
+    "hydra-core",
+    "torch-memory-saver",
+    "peft",
+    "megatron-core",
+    "mbridge",
+)
 
 
 def doctor() -> int:

@@ -16,7 +16,7 @@ LONG_BUCKET_KEY = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bu
 TURN_OFF = f"set {KEY_PREFIX}.enabled=False to run stock verl"
 
 # verl's strategies for which a sharding manager to SGLang is built in
-TRAINERS = ("fsdp", "fsdp2")
+TRAINERS = ("fsdp", "fsdp2", "megatron")
 CPU_BACKUP_CHOICES = ("auto", "on", "off")
 WIRE_DTYPE_CHOICES = ("auto", "bfloat16", "float16", "float32")
 
@@ -209,3 +209,34 @@ def refuse_adapter_mode(model: Any) -> None:
             f"actor_rollout_ref.model.lora_rank={lora_rank_of(model)} with model.lora.merge=False: weight sync ships "
             f"merged weights only. Set actor_rollout_ref.model.lora.merge=True, or {TURN_OFF}."
         )
+
+
+def refuse_megatron_lora(megatron: Any, model: Any) -> None:
+    """Raises ValueError when no bridge with LoRA is there for a Megatron trainer; names key, value and remedy.
+
+    Args:
+        megatron: ``actor_rollout_ref.actor.megatron``.
+        model: ``actor_rollout_ref.model``.
+    """
+    rank = lora_rank_of(model)
+    if rank <= 0:
+        return
+    remedy = "Install Megatron-Bridge and set actor_rollout_ref.actor.megatron.vanilla_mbridge=False, or train all "
+    remedy += "parameters with actor_rollout_ref.model.lora.rank=0."
+    if megatron.get("vanilla_mbridge", False):
+        raise ValueError(
+            f"actor_rollout_ref.actor.megatron.vanilla_mbridge=True with LoRA rank {rank}: mbridge has no LoRA. "
+            f"{remedy}"
+        )
+    if not _has_megatron_bridge():
+        raise ValueError(
+            f"actor_rollout_ref.model.lora.merge=True with LoRA rank {rank} and actor_rollout_ref.actor.strategy="
+            f"megatron: the package megatron.bridge, which merges LoRA weights, is not installed. {remedy}"
+        )
+
+
+def _has_megatron_bridge() -> bool:
+    try:
+        return importlib.util.find_spec("megatron.bridge") is not None
+    except ModuleNotFoundError:  # no package "megatron" at all
+        return False

@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from verl_sync_plugin import hydra_source
-from verl_sync_plugin.config import TRAINERS, TURN_OFF, refuse_adapter_mode, sync_config_of
+from verl_sync_plugin.config import TRAINERS, TURN_OFF, refuse_adapter_mode, refuse_megatron_lora, sync_config_of
 from verl_sync_plugin.lora.settings import unify
 
 # verl's strategies that read the flat LoRA keys only
@@ -34,6 +34,8 @@ def settle_trainer(actor_rollout_ref: Any) -> None:
         unify_lora_keys(actor_rollout_ref.model)
     else:
         refuse_adapter_mode(actor_rollout_ref.model)
+    if strategy == "megatron":
+        refuse_megatron_lora(actor_rollout_ref.actor.megatron, actor_rollout_ref.model)
 
 
 def unify_lora_keys(model: DictConfig) -> None:

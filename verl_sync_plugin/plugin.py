@@ -10,6 +10,8 @@ plugin must not end up there, so a failure ends the process instead.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 WITHOUT = "set VERL_USE_EXTERNAL_PLUGINS=none to run verl without plugins"
@@ -59,6 +61,7 @@ def register() -> None:
         "verl.workers.rollout.base": _register_rollout,
         "verl.workers.rollout.replica": _register_replica,
         "verl.workers.engine": _register_engines,
+        "verl.workers.engine.megatron": _register_megatron_engine,  # only where megatron-core is installed
         "verl.trainer.ppo.v1": _register_trainers,
     }
     for module, hook in hooks.items():
@@ -79,11 +82,22 @@ def _register_replica(replica: Any) -> None:
 
 
 def _register_engines(_: Any) -> None:
-    try:
+    with _taken_key("fsdp, fsdp2"):
         import verl_sync_plugin.hooks.engine  # noqa: F401  (registers on import)
+
+
+def _register_megatron_engine(_: Any) -> None:
+    with _taken_key("megatron"):
+        import verl_sync_plugin.hooks.megatron_engine  # noqa: F401  (registers on import)
+
+
+@contextmanager
+def _taken_key(strategies: str) -> Iterator[None]:
+    try:
+        yield
     except AssertionError as error:  # verl's way to refuse a taken key
         raise RegistryConflictError(
-            f"verl's training engine for fsdp, fsdp2 on (cuda, nvidia or amd) is already taken: {error} "
+            f"verl's training engine for {strategies} on (cuda, nvidia or amd) is already taken: {error} "
             f"Uninstall one of the two plugins, or {WITHOUT}."
         ) from error
 

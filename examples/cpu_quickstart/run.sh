@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Two steps of verl's own main_ppo with a tiny random model, real Ray, FSDP and SGLang, on a machine without a GPU.
 # Usage: [N_GPUS=1] [ROLLOUT_TP=1] [STRATEGY=fsdp2] [MODEL_KIND=qwen2] [STEPS=2] [WORK=folder] run.sh [hydra overrides]
+# With STRATEGY=megatron also: [TRAIN_TP=1] [TRAIN_PP=1]
 set -euo pipefail
 
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -67,6 +68,24 @@ overrides=(
     # Ray hands out logical GPUs, one per rank, and more cores than a small machine has
     "+ray_kwargs.ray_init.num_gpus=$N_GPUS" ray_kwargs.ray_init.num_cpus=16 +ray_kwargs.ray_init.include_dashboard=False
 )
+
+if [[ $STRATEGY == megatron ]]; then
+    # Megatron's own layers instead of TransformerEngine's, which does not exist for the CPU
+    export VERL_CPU_MCORE=1
+    MEGATRON=$ACTOR.megatron
+    TRANSFORMER=$MEGATRON.override_transformer_config
+    overrides+=(
+        model_engine=megatron
+        "$MEGATRON.tensor_model_parallel_size=${TRAIN_TP:-1}" "$MEGATRON.pipeline_model_parallel_size=${TRAIN_PP:-1}"
+        "$MEGATRON.use_mbridge=True" "$MEGATRON.vanilla_mbridge=True" "$MEGATRON.use_distributed_optimizer=True"
+        "$MEGATRON.sequence_parallel=False" "$MEGATRON.use_remove_padding=False"
+        "+$TRANSFORMER.sequence_parallel=False" "+$TRANSFORMER.use_cpu_initialization=True"
+        "++$TRANSFORMER.attention_backend=unfused" "++$TRANSFORMER.apply_rope_fusion=False"
+        "+$TRANSFORMER.gradient_accumulation_fusion=False" "+$TRANSFORMER.bias_dropout_fusion=False"
+        "+$TRANSFORMER.masked_softmax_fusion=False" "+$TRANSFORMER.bias_activation_fusion=False"
+        "+$TRANSFORMER.persist_layer_norm=False"
+    )
+fi
 
 # Not in the source tree: Python would prefer the sources here to the installed package
 cd "$WORK"

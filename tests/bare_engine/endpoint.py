@@ -156,6 +156,11 @@ class BareEngineEndpoint(RolloutEndpoint):
     async def publish(self, report: dict[str, Any]) -> None:
         self.reports.append(report)
 
+    async def load_adapter(self, settings: dict[str, Any], packed: bytes, weight_version: str | None) -> LoadOutcome:
+        manager = self._bare().engine.tokenizer_manager
+        await asyncio.to_thread(self._bare().call, compat.replace_adapter(manager, "adapter", settings, packed))
+        return LoadOutcome()
+
     def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
         return _ThreadLoad(self._bare(), request, weight_version)
 

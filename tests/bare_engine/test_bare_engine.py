@@ -1,9 +1,10 @@
-"""A real SGLang engine fed by verl's real FSDP engines: exact after every sync, also after failures."""
+"""A real SGLang engine fed by verl's real FSDP and Megatron engines: exact after every sync, also after failures."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch.multiprocessing as mp
 
 from bare_engine import stories
 from bare_engine.scenario import Rank, Setup, run_rank
+from megatron_cpu.engines import megatron_environment
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +21,8 @@ def _play(setup: Setup, story: Callable[[Rank], None], folder: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(run_rank, args=(setup, str(folder), port, story), nprocs=setup.world)
+    with megatron_environment() if setup.strategy == "megatron" else nullcontext():
+        mp.spawn(run_rank, args=(setup, str(folder), port, story), nprocs=setup.world)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +32,8 @@ def _play(setup: Setup, story: Callable[[Rank], None], folder: Path) -> None:
         pytest.param("qwen3", "fsdp2", 2, 20_000, (), id="qwen3-fsdp2-tp2-split-tensors"),
         pytest.param("llama", "fsdp", 2, 60_000, (("use_orig_params", True),), id="llama-fsdp1-tp2"),
         pytest.param("qwen2-tied", "fsdp", 1, 1 << 20, (), id="tied-fsdp1-tp1"),
+        pytest.param("qwen3", "megatron", 1, 1 << 20, (), id="qwen3-megatron-to-tp1"),
+        pytest.param("qwen2", "megatron", 2, 20_000, (("tp", 2),), id="qwen2-megatron-tp2-to-tp2"),
     ],
 )
 def test_engine_equals_disk_load_over_three_syncs(

@@ -35,7 +35,7 @@ def same_weights(run: Run) -> None:
         assert metrics["actor/grad_norm"] > 0 and metrics["actor/lr"] == 1e-2, (step, metrics)
 
 
-def plugin_ran(run: Run, ranks: int) -> None:
+def plugin_ran(run: Run, ranks: int, manager: str = "FSDP2SGLangShardingManager") -> None:
     """Every process role says that it is ours."""
     say = r"\[verl-sync-plugin\] pid \d+ "
     assert run.matching(say + "driver: weight sync on"), run.tail
@@ -43,7 +43,7 @@ def plugin_ran(run: Run, ranks: int) -> None:
     server = say + r"rollout server: verl_sync_plugin\.receiver\.loader\.load, CPU backup off"
     assert run.matching(r"\(SyncSGLangHttpServer pid=\d+\) " + server), run.tail
     for rank in range(ranks):
-        actor = rf"actor rank {rank}: sharding manager FSDP2SGLangShardingManager, buckets of 1 MiB"
+        actor = rf"actor rank {rank}: sharding manager {manager}, buckets of 1 MiB"
         assert run.matching(r"\(WorkerDict pid=\d+\) " + say + actor), run.tail
         assert run.matching(rf"verl-sync-plugin: loader active, rank {rank} of Qwen2ForCausalLM"), run.tail
     assert not run.matching("stock verl moves the weights"), run.tail
@@ -58,7 +58,7 @@ def metrics_complete(metrics: Mapping[str, Any], step: int) -> None:
     assert abs(metrics["timing_s/sync/phase"] - parts) < 1e-6
 
 
-def reported(run: Run, steps: int) -> None:
+def reported(run: Run, steps: int, manager: str = "FSDP2SGLangShardingManager") -> None:
     """The report file has one line for the sync before the first step and one for each step."""
     assert [report["global_steps"] for report in run.reports] == list(range(steps + 1)), run.reports
-    assert {report["manager"] for report in run.reports} == {"FSDP2SGLangShardingManager"}
+    assert {report["manager"] for report in run.reports} == {manager}

@@ -38,6 +38,7 @@ class Setup:
         model: checkpoint; ``None`` for the quickstart's.
         modules: test-only modules that verl imports in each of its processes before it loads plugins.
         path: folders that come first in ``PYTHONPATH``.
+        megatron: tensor and pipeline parallel size of a Megatron trainer; ``None`` for FSDP2.
     """
 
     overrides: tuple[str, ...] = ()
@@ -46,6 +47,7 @@ class Setup:
     model: Path | None = None
     modules: tuple[str, ...] = ()
     path: tuple[str, ...] = ()
+    megatron: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,9 @@ def _environment(setup: Setup, folder: Path) -> dict[str, str]:
         "VERL_USE_EXTERNAL_MODULES": ",".join(setup.modules),
         "PYTHONPATH": os.pathsep.join(filter(None, (*setup.path, os.environ.get("PYTHONPATH")))),
     }
+    if setup.megatron is not None:
+        tp, pp = setup.megatron
+        environment.update(STRATEGY="megatron", TRAIN_TP=str(tp), TRAIN_PP=str(pp))
     if setup.model is not None:
         environment["MODEL"] = str(setup.model)
     return environment

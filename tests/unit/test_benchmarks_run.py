@@ -45,9 +45,15 @@ def test_overrides_follow_the_case() -> None:
     paths = command.Paths(model=Path("m"), prompts=Path("p"))
     lora = command.training(case(lora_rank=32), "plugin", paths)
     assert "actor_rollout_ref.model.lora.merge=True" in lora
-    megatron = command.training(case(strategy="megatron", train_tp=2), "stock", paths)
+    megatron = command.training(case(strategy="megatron", train_tp=2, train_vpp=2, train_etp=1), "stock", paths)
     assert "model_engine=megatron" in megatron
-    assert "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2" in megatron
+    sizes = {word.partition("megatron.")[2] for word in megatron if "_parallel_size=" in word and "megatron." in word}
+    assert sizes == {
+        "tensor_model_parallel_size=2",
+        "pipeline_model_parallel_size=1",
+        "virtual_pipeline_model_parallel_size=2",
+        "expert_tensor_parallel_size=1",
+    }
     cpu = command.environment(case(device="cpu"), "stock", Path("f"), {})
     assert cpu["VERL_PLATFORM"] == "cpu" and cpu["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
     assert "trainer.device=cpu" in command.training(case(device="cpu"), "stock", paths)

@@ -18,7 +18,7 @@ from verl.utils.device import get_device_name
 from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 from verl.workers.rollout.sglang_rollout.utils import lora_served_as_adapter
 
-from verl_sync_plugin.config import TURN_OFF, check_bucket_megabytes, refuse_unsupported, sync_config_of
+from verl_sync_plugin.config import TRAINERS, TURN_OFF, check_bucket_megabytes, refuse_unsupported, sync_config_of
 from verl_sync_plugin.hooks import activation
 from verl_sync_plugin.hooks.awake import WEIGHTS, sleep_tags, wake_stages
 from verl_sync_plugin.hooks.backup import keep_cpu_backup
@@ -107,7 +107,7 @@ class SyncServerAdapter(ServerAdapter):
         if not isinstance(weights, ShardStream):
             raise ValueError(
                 "the training engine exports a plain weight stream: no sharding manager knows it "
-                f"(actor_rollout_ref.actor.strategy other than fsdp, fsdp2). Use one of these, or {TURN_OFF}."
+                f"(actor_rollout_ref.actor.strategy other than {', '.join(TRAINERS)}). Use one of these, or {TURN_OFF}."
             )
         await self._init_server_adapter()
         if self._manager is None:

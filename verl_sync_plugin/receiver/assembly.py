@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
 
-from verl_sync_plugin.bucket import Entry
+from verl_sync_plugin.bucket import Entry, Piece
 
 # SGLang's DeepSeek loaders fuse these pairs inside one load_weights call; a pair torn over two calls leaves the fused
 # weight stale without a word (first of a pair waits for the second). Suffixes of the HF name.
@@ -14,6 +15,8 @@ FUSED_PAIRS = (
     ("q_a_proj.weight", "kv_a_proj_with_mqa.weight"),
     ("q_a_proj.weight_scale_inv", "kv_a_proj_with_mqa.weight_scale_inv"),
 )
+
+_WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Assembler:
@@ -49,16 +52,16 @@ class Assembler:
             yield from self._release(entry.name, tensor)
 
     def _join(self, memory: torch.Tensor, entry: Entry) -> torch.Tensor | None:
-        parts = [memory.narrow(0, piece.offset, piece.nbytes) for piece in entry.pieces]
-        here = sum(piece.nbytes for piece in entry.pieces)
-        if here == entry.nbytes:
+        here = sum(piece.nbytes * piece.count for piece in entry.pieces)
+        if here == entry.nbytes and all(piece.count == 1 for piece in entry.pieces):
+            parts = [memory.narrow(0, piece.offset, piece.nbytes) for piece in entry.pieces]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         partial = self._partial.get(entry.name)
         if partial is None:
             partial = self._partial[entry.name] = torch.empty(entry.nbytes, dtype=torch.uint8, device=memory.device)
             self._arrived[entry.name] = 0
-        for piece, part in zip(entry.pieces, parts, strict=True):
-            partial.narrow(0, piece.target, piece.nbytes).copy_(part)
+        for piece in entry.pieces:
+            _place(partial, memory, piece)
         self._arrived[entry.name] += here
         if self._arrived[entry.name] < entry.nbytes:
             return None
@@ -90,3 +93,19 @@ class Assembler:
         if self._partial or self._waiting:
             left = sorted([*self._partial, *self._waiting])
             raise ValueError(f"the sync ended with incomplete tensors: {', '.join(left[:10])}")
+
+
+def _place(tensor: torch.Tensor, memory: torch.Tensor, piece: Piece) -> None:
+    """Copies one piece, with all its repetitions, from the slot into a tensor; both uint8."""
+    if piece.count == 1:
+        tensor.narrow(0, piece.target, piece.nbytes).copy_(memory.narrow(0, piece.offset, piece.nbytes))
+        return
+    # A strided copy of single bytes is slow: use the widest element that divides everything
+    numbers = (piece.nbytes, piece.offset, piece.step, piece.target, piece.stride)
+    width = math.gcd(8, memory.data_ptr(), tensor.data_ptr(), memory.storage_offset(), *numbers)
+    source = _repeated(memory, piece.offset, piece.step, piece).view(_WIDTHS[width])
+    _repeated(tensor, piece.target, piece.stride, piece).view(_WIDTHS[width]).copy_(source)
+
+
+def _repeated(flat: torch.Tensor, first: int, step: int, piece: Piece) -> torch.Tensor:
+    return flat.as_strided((piece.count, piece.nbytes), (step, 1), flat.storage_offset() + first)

@@ -9,6 +9,8 @@ from verl_sync_plugin.bucket import Entry, Piece
 from verl_sync_plugin.copies.blocks import Block, Interval, clip, union
 from verl_sync_plugin.receiver.copy_plan import Planned
 
+MOST_RUNS = 512  # of one tensor in one bucket
+
 
 @dataclass(frozen=True)
 class Cast:
@@ -39,9 +41,14 @@ class Work:
     leftovers: tuple[Entry, ...] = ()
 
 
+def scattered(entries: Sequence[Entry]) -> frozenset[str]:
+    """Tensors that arrive in so many runs that a table of them would be larger than what it moves is worth."""
+    return frozenset(e.name for e in entries if sum(piece.count for piece in e.pieces) > MOST_RUNS)
+
+
 def covered(entries: Sequence[Entry]) -> list[Interval]:
     """The bytes of a bucket that belong to any tensor; none of the intervals crosses a segment."""
-    return union((piece.offset, piece.offset + piece.nbytes) for entry in entries for piece in entry.pieces)
+    return union(span for entry in entries for piece in entry.pieces for span in piece.spans())
 
 
 def cut(entries: tuple[Entry, ...], segment: int, first_group: int, planned: dict[str, Planned]) -> Work:
@@ -62,7 +69,7 @@ def cut(entries: tuple[Entry, ...], segment: int, first_group: int, planned: dic
         if plan is None:
             continue
         whole = not plan.casts and _reads_all(plan, entry.nbytes)
-        for piece in entry.pieces:
+        for piece in (single for arrived in entry.pieces for single in arrived.repeats()):
             hull = (piece.offset, piece.offset + piece.nbytes)
             group = first_group + piece.offset // segment
             blocks = [(entry.name, block) for block in _blocks(plan, piece, group)]

@@ -15,6 +15,7 @@ import torch
 from verl_sync_plugin.copies.copier import Copier
 from verl_sync_plugin.receiver.assembly import Assembler
 from verl_sync_plugin.receiver.copy_plan import CopyPlan, LayoutKey, known_tensors, make_plan, sources_of
+from verl_sync_plugin.receiver.cuts import scattered
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.replay import Comparison, Replay, WireSums
 from verl_sync_plugin.transport.protocol import Manifest
@@ -82,6 +83,9 @@ class Unpacker:
         return [entry for bucket in self._manifest.buckets for entry in bucket]
 
     def _prepare(self, plan: CopyPlan) -> None:
+        for name in scattered(self._entries()) & plan.planned.keys():
+            plan.refused[name] = "arrives in many small pieces"
+            del plan.planned[name]
         self._plan = plan
         self._copier = Copier(self._device, known_tensors(self._model))
         self._replay = Replay(plan, self._manifest, self._wire, self._copier)

@@ -6,11 +6,14 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.errors import SyncError
+
+T = TypeVar("T")
 
 
 class Agreement:
@@ -97,11 +100,11 @@ class Agreement:
         failures = "\n".join(f"rank {rank}: {said}" for rank, said in enumerate(texts) if said)
         return f"weight sync failed at {what!r}; trainer weights are unchanged.\n{failures}"
 
-    def gather(self, what: str, value: str) -> list[str]:
-        """Every rank's value, in rank order."""
+    def gather(self, what: str, value: T) -> list[T]:
+        """Every rank's value (picklable), in rank order."""
         if self._group is None:
             return [value]
-        values: list[str] = [""] * dist.get_world_size()
+        values = [value] * dist.get_world_size()
         with self._peers(what, None):
             dist.all_gather_object(values, value, group=self._group)
         return values

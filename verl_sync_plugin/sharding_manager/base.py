@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from verl.utils.ulysses import BaseShardingManager
 
-from verl_sync_plugin.bucket import Plan, plan_buckets
+from verl_sync_plugin.bucket import Plan
 from verl_sync_plugin.config import KEY_PREFIX, SyncConfig
 from verl_sync_plugin.metrics import SyncReport
 from verl_sync_plugin.sharding_manager.agreement import Agreement
@@ -172,13 +172,14 @@ class ShardingManager(BaseShardingManager):
     def _agree_on_plan(self) -> None:
         agreement, changed = self._agreement, True
         with self.report.stage("update_weights"), self.report.stage("plan"):
+            self._agree_on_layout()
             with agreement.attempt():
                 if self._source is None:
                     self._source = self.open_source()
                 self._shards = self._source.shards()
                 bases = tuple(shard.base for shard in self._shards)
                 if self._plan is None or self._plan.bases != bases:
-                    self._plan = plan_buckets(bases, slot_limit(self._bucket_bytes))
+                    self._plan = self._source.plan(bases, slot_limit(self._bucket_bytes))
                 changed = self._plan.digest != self._agreed_digest
                 self._sender.reserve(self._plan)
             if agreement.settle("planning the sync", waiting=changed):
@@ -187,6 +188,9 @@ class ShardingManager(BaseShardingManager):
                 self._agreed_digest = digest
         plan = self._ready_plan()
         self.report.nbytes, self.report.buckets, self.report.tensors = plan.nbytes, len(plan.buckets), plan.tensor_count
+
+    def _agree_on_layout(self) -> None:
+        """Collective, for trainers whose ranks hold different parts of the model: who holds what."""
 
     async def _awake(self, tags: list[str]) -> None:
         with self._agreement.attempt():

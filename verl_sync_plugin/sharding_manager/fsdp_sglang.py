@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from verl.utils.model import convert_weight_keys
 
-from verl_sync_plugin.config import KEY_PREFIX, TURN_OFF
+from verl_sync_plugin.config import TURN_OFF
 from verl_sync_plugin.lora.build import unties_embeddings
 from verl_sync_plugin.lora.names import merged_name
 from verl_sync_plugin.lora.serve import refuse_unservable
@@ -19,6 +19,7 @@ from verl_sync_plugin.sharding_manager.adapter import ADAPTER, AdapterSender
 from verl_sync_plugin.sharding_manager.base import ShardingManager
 from verl_sync_plugin.sharding_manager.gauges import PeakMemory
 from verl_sync_plugin.sharding_manager.registry import register_sharding_manager
+from verl_sync_plugin.sharding_manager.wire import wire_policy
 from verl_sync_plugin.source.base import ParameterSource, WirePolicy
 from verl_sync_plugin.source.fsdp1 import FSDP1Source
 from verl_sync_plugin.source.fsdp2 import FSDP2Source
@@ -105,15 +106,7 @@ class _FSDPManager(ShardingManager):
         return model.peft_config[ADAPTER]
 
     def _policy(self) -> WirePolicy:
-        name = self.config.wire_dtype
-        if name == "auto":
-            name = self.rollout_dtype
-        dtype = getattr(torch, {"half": "float16", "float": "float32"}.get(name, name), None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(
-                f"actor_rollout_ref.rollout.dtype={name!r}: not a torch dtype. Set {KEY_PREFIX}.wire_dtype=bfloat16."
-            )
-        return WirePolicy(dtype, self.config.keep_dtype)
+        return wire_policy(self.config, self.rollout_dtype)
 
     def _rewrite(self) -> Rewrite:
         return verl_rewrite(self.engine.model_config.hf_config.model_type)

@@ -16,7 +16,7 @@ M = TypeVar("M", bound="type[ShardingManager]")
 
 _managers: dict[tuple[str, str], type[ShardingManager]] = {}
 # Modules that register managers on import; imported at the first look-up, so that idle processes do not pay for torch
-_BUILT_IN = ("verl_sync_plugin.sharding_manager.fsdp_sglang",)
+_BUILT_IN = ("verl_sync_plugin.sharding_manager.fsdp_sglang", "verl_sync_plugin.sharding_manager.megatron_sglang")
 
 
 def register_sharding_manager(*, trainer: str, rollout: str) -> Callable[[M], M]:

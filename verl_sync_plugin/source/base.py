@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from verl_sync_plugin.bucket import Base
+from verl_sync_plugin.bucket import Base, Plan, plan_buckets
 from verl_sync_plugin.lora.names import is_adapter
 
 
@@ -87,6 +87,10 @@ class ParameterSource(ABC):
         Raises:
             ValueError: a parameter is laid out in a way this source does not know; the text names it.
         """
+
+    def plan(self, bases: tuple[Base, ...], bucket_bytes: int) -> Plan:
+        """Cuts the bases into buckets; the same on every rank of the group."""
+        return plan_buckets(bases, bucket_bytes)
 
     def prepare(self, bases: tuple[int, ...]) -> None:  # noqa: B027  (most sources need nothing)
         """Collective over ``group``: whatever the shards with these indices need from other ranks before packing."""

@@ -57,7 +57,7 @@ def _regions(bucket: Bucket, segment: int) -> list[Region]:
         dtype = getattr(torch, entry.dtype)
         if dtype.is_floating_point and dtype.itemsize > 1:  # there is no norm of 8-bit floats
             pieces = [piece for piece in entry.pieces if low <= piece.offset < high]
-            found.update((piece.offset, piece.offset + piece.nbytes, dtype) for piece in pieces)
+            found.update((*span, dtype) for piece in pieces for span in piece.spans())
     regions: list[Region] = []
     for begin, end, dtype in sorted(found, key=lambda region: region[:2]):
         if regions and regions[-1][2] == dtype and begin <= regions[-1][1]:

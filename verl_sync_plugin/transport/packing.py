@@ -20,8 +20,8 @@ AS_IS, CAST, ALONE = range(3)
 
 def covered(bucket: Bucket, rank: int) -> list[Interval]:
     """The bytes of a rank's segment that belong to any tensor, as offsets in the bucket: what is hashed."""
-    pieces = ((piece.offset, piece.offset + piece.nbytes) for entry in bucket.entries for piece in entry.pieces)
-    return within(union(pieces), rank * bucket.stride, (rank + 1) * bucket.stride)
+    spans = (span for entry in bucket.entries for piece in entry.pieces for span in piece.spans())
+    return within(union(spans), rank * bucket.stride, (rank + 1) * bucket.stride)
 
 
 class Packer:
@@ -168,7 +168,7 @@ def within_from(intervals: list[Interval], index: int, low: int, high: int) -> I
 def pack_slice(segment: torch.Tensor, part: Slice, shard: Shard) -> None:
     """Copies one slice of one shard into a segment (uint8), cast and merged on the way."""
     run = shard.local()[part.begin : part.end]
-    if run.numel() == 0:
+    if run.numel() == 0:  # also what another rank owns
         return
     target = segment.narrow(0, part.offset, run.numel() * shard.base.itemsize).view(getattr(torch, shard.base.dtype))
     if shard.merge is None and run.device == target.device:

@@ -1,0 +1,129 @@
+"""Megatron sources: what arrives is, bit for bit, the checkpoint, and after training what mbridge itself exports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from worlds import run_world, stop
+
+from megatron_cpu import checkpoints, stories
+from megatron_cpu.engines import Layout, megatron_environment
+
+CASES = [
+    ("qwen2", Layout(1)),
+    ("qwen2", Layout(2)),
+    ("qwen2", Layout(2, tp=2)),
+    ("qwen3", Layout(2, pp=2)),
+    ("qwen2", Layout(2, pp=2, vpp=2)),
+    ("qwen2", Layout(2, cp=2)),
+    ("qwen2", Layout(4, tp=2)),
+    ("qwen2", Layout(4, tp=2, pp=2)),
+    ("qwen2-tied", Layout(2, pp=2)),
+    ("qwen2-tied", Layout(2, pp=2, vpp=2)),
+    ("qwen2-tied", Layout(2, tp=2)),
+    ("qwen3-moe", Layout(2, ep=2)),
+    ("qwen3-moe", Layout(2, tp=2, ep=2, etp=1)),
+    ("qwen3-moe", Layout(2, tp=2, ep=1, etp=2)),
+    ("qwen3-moe", Layout(4, tp=2, ep=2, etp=2)),
+    ("qwen3-moe", Layout(4, tp=2, pp=2, ep=2, etp=1)),
+    ("moonlight", Layout(2, tp=2, ep=2, etp=1)),
+    ("moonlight", Layout(4, ep=2, pp=2, vpp=2)),
+    ("deepseek", Layout(2, tp=2)),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def processes() -> Iterator[None]:
+    """Fresh processes: Megatron on the CPU replaces CUDA functions, which the other tests' processes must not have."""
+    stop()
+    with megatron_environment():
+        yield
+    stop()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    made: dict[str, str] = {}
+
+    def make(kind: str) -> str:
+        if kind not in made:
+            made[kind] = checkpoints.write(kind, tmp_path_factory.mktemp(kind))
+        return made[kind]
+
+    return make
+
+
+@pytest.mark.parametrize(("kind", "layout"), CASES, ids=lambda value: str(value))
+def test_every_tensor_arrives_bit_for_bit(kind: str, layout: Layout, checkpoint: Callable[[str], str]) -> None:
+    digests = run_world(layout.world, stories.syncs, checkpoint(kind), layout, timeout=180)
+    assert digests[0] == digests[0][:2] * stories.SYNCS, "the plan must not change while the layout does not"
+    if layout.world == layout.tp * layout.pp:
+        assert all(of_rank == digests[0] for of_rank in digests), "the ranks planned differently"
+
+
+def test_routers_keep_their_dtype_on_a_float32_wire(checkpoint: Callable[[str], str]) -> None:
+    run_world(2, stories.syncs, checkpoint("moonlight"), Layout(2, tp=2, ep=2, etp=1), "float32", timeout=120)
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("qwen2-tied", Layout(2, pp=2)), ("qwen3-moe", Layout(2, ep=2))], ids=str)
+def test_trainers_own_stream_in_buckets(kind: str, layout: Layout, checkpoint: Callable[[str], str]) -> None:
+    run_world(layout.world, stories.streamed, checkpoint(kind), layout, timeout=120)
+
+
+@pytest.mark.parametrize("layout", [Layout(2, tp=2), Layout(2, pp=2)], ids=str)
+def test_offloaded_parameters_are_read_where_they_are(layout: Layout, checkpoint: Callable[[str], str]) -> None:
+    run_world(layout.world, stories.offloaded, checkpoint("qwen2"), layout, timeout=120)
+
+
+def test_what_cannot_be_synced_is_refused_by_name(checkpoint: Callable[[str], str]) -> None:
+    first, second = run_world(2, stories.refused, checkpoint("qwen2"), timeout=120)
+    assert first == second, "the same error on every rank"
+    for text, key in zip(
+        first,
+        (
+            "override_ddp_config.overlap_param_gather=True",
+            "actor.megatron.use_megatron_fsdp=True",
+            "actor.megatron.qat.enable=True",
+            "vanilla_mbridge=True with LoRA rank 8: mbridge has no LoRA",
+            "mbridge cannot convert parameter 'decoder.layers.0.input_layernorm.weight'",
+        ),
+        strict=True,
+    ):
+        assert key in text, text
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("shape", "rank 0: bfloat16 (64, 32), part 1 of 2 along dimension 1; rank 1: bfloat16 (65, 32), part 2 of 2"),
+        ("dtype", "rank 0: bfloat16 (64, 32), part 1 of 2 along dimension 1; rank 1: float32 (64, 32), part 2 of 2"),
+        ("gone", "ranks 0, 1 hold no part 2 of 2 of parameter"),
+    ],
+    ids=["shape", "dtype", "gone"],
+)
+def test_disagreement_is_one_error_soon_and_recovered_from(
+    change: str, said: str, checkpoint: Callable[[str], str]
+) -> None:
+    results = run_world(2, stories.disagreeing, checkpoint("qwen2"), Layout(2, tp=2), change, timeout=120)
+    (text,) = {text for text, _ in results}
+    assert "failed at 'matching the layouts of all ranks'; trainer weights are unchanged" in text
+    assert "decoder.layers.0.self_attention.linear_proj.weight" in text and said in text
+    assert max(seconds for _, seconds in results) < 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("qwen2", Layout(4, tp=2, pp=2)), ("qwen3-moe", Layout(4, tp=2, pp=2, ep=2, etp=1))],
+    ids=lambda value: str(value),
+)
+def test_one_collective_per_bucket_and_two_buckets_of_memory(
+    kind: str, layout: Layout, checkpoint: Callable[[str], str]
+) -> None:
+    bucket_bytes = 40_000
+    for counts, buckets, staging, other in run_world(
+        4, stories.cost, checkpoint(kind), layout, bucket_bytes, timeout=120
+    ):
+        assert buckets > 5 and counts == {"all_gather_into_tensor": buckets}
+        assert staging <= stories.SLOTS * bucket_bytes
+        assert other == 0, "packing and gathering need no memory beside the two buckets"

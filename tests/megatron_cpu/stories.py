@@ -1,0 +1,246 @@
+"""What the ranks of the contract tests do; module-level functions, so that spawned processes can import them.
+
+Real verl engines, megatron-core and mbridge over gloo, the real sharding manager up to the plan, real staging memory.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bare_engine.endpoint import BareEngineEndpoint
+from megatron_cpu.engines import Layout, build, stock_export, train_step
+from verl_sync_plugin.config import SyncConfig
+from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.hooks import activation
+from verl_sync_plugin.receiver.assembly import Assembler
+from verl_sync_plugin.sharding_manager import get_sharding_manager
+from verl_sync_plugin.sharding_manager.base import ShardingManager
+from verl_sync_plugin.sharding_manager.megatron_sglang import MegatronSGLangShardingManager
+from verl_sync_plugin.source.base import ParameterSource, WirePolicy
+from verl_sync_plugin.source.megatron import unwrapped
+from verl_sync_plugin.source.stream import StreamSource
+from verl_sync_plugin.transport.sender import SLOTS, STAGING_BUCKETS
+from verl_sync_plugin.transport.staging import open_staging, slot_of
+
+State = dict[str, torch.Tensor]
+
+CPU = torch.device("cpu")
+TINY, LARGE = 6_001, 64 << 20  # bytes; TINY is no multiple of anything
+SYNCS = 3
+COLLECTIVES = ("all_gather_object", "broadcast_object_list", "broadcast", "all_gather", "all_gather_into_tensor")
+
+
+def manager_of(engine: Any, bucket_bytes: int, wire: str = "auto") -> ShardingManager:
+    manager_class = get_sharding_manager("megatron", "sglang")
+    config = SyncConfig(timeout_seconds=20, wire_dtype=wire)
+    return manager_class(engine, BareEngineEndpoint(None), config, bucket_bytes, CPU)
+
+
+def one_sync(manager: ShardingManager) -> State:
+    """Everything that arrives; the trainer is not written to."""
+    before = [p._version for chunk in manager.engine.module for p in chunk.parameters()]
+    with manager:
+        got = deliver(manager)
+    assert before == [p._version for chunk in manager.engine.module for p in chunk.parameters()]
+    return got
+
+
+def deliver(manager: ShardingManager) -> State:
+    """Runs all buckets through the manager's staging memory; a mapping of its own reads it, as in the engine."""
+    plan, source, sender = manager._plan, manager._source, manager._sender
+    assert plan is not None and source is not None
+    export = sender._staging.export()  # type: ignore[union-attr]  # what Hello carries
+    assert export.nbytes <= STAGING_BUCKETS * manager._bucket_bytes
+    memory = open_staging(export)
+    rank = 0 if source.group is None else dist.get_rank(source.group)
+    assembler = Assembler(frozenset(entry.name for bucket in plan.buckets for entry in bucket.entries))
+    got: State = {}
+    for index, bucket in enumerate(plan.buckets):
+        assert bucket.nbytes <= manager._bucket_bytes
+        slot = slot_of(memory, index % SLOTS, export.slot_bytes)
+        slot.fill_(0xEE)
+        source.prepare(tuple(dict.fromkeys(part.base for part in bucket.slices)))
+        sender.pack(bucket, index % SLOTS, manager._shards, rank)
+        sender.gather(bucket, index % SLOTS, rank, source.group)
+        for name, tensor in assembler.tensors(slot, bucket.entries):
+            assert name not in got, f"{name} came twice"
+            got[name] = tensor.clone()
+    assembler.finish()
+    return got
+
+
+def check_same(got: State, expected: State) -> None:
+    assert sorted(got) == sorted(expected)
+    assert {name: t.dtype for name, t in got.items()} == {name: t.dtype for name, t in expected.items()}
+    different = [n for n, t in expected.items() if got[n].shape != t.shape or not torch.equal(got[n], t)]
+    assert not different, different
+
+
+def on_disk(folder: str) -> State:
+    found: State = {}
+    for file in Path(folder).glob("*.safetensors"):
+        found.update(load_file(file))
+    return found
+
+
+def on_the_wire(state: State, wire: torch.dtype) -> State:
+    """What must arrive: parameters in the wire's dtype, routers in the trainer's, router biases in float32."""
+    keep = SyncConfig().keep_dtype
+    return {n: t if any(re.search(pattern, n) for pattern in keep) else t.to(wire) for n, t in state.items()}
+
+
+def syncs(model_path: str, layout: Layout, wire: str = "bfloat16") -> list[str]:
+    """Three syncs with two bucket sizes each and a training step in between; returns the plans' digests."""
+    engine = build(model_path, layout)
+    managers = [manager_of(engine, size, wire) for size in (TINY, LARGE)]
+    disk, digests = on_disk(model_path), []
+    # The checkpoint is all in bfloat16; the router's biases become float32
+    expected = {n: t.float() if n.endswith("_bias") and "gate" in n else t for n, t in disk.items()}
+    for step in range(SYNCS):
+        if step:
+            train_step(engine)
+            last, expected = expected, stock_export(engine)
+            same = [name for name, tensor in expected.items() if torch.equal(tensor, last[name])]
+            assert not same, f"training must have changed everything: {same}"
+        for manager in managers:
+            check_same(one_sync(manager), on_the_wire(expected, getattr(torch, wire)))
+            digests.append(manager._agreed_digest)
+    return digests
+
+
+class _StreamManager(MegatronSGLangShardingManager):
+    """What Megatron-Bridge gets: the trainer's own stream in buckets."""
+
+    def open_source(self) -> ParameterSource:
+        return StreamSource(self._open_stream, WirePolicy(torch.bfloat16))
+
+
+def streamed(model_path: str, layout: Layout) -> None:
+    engine = build(model_path, layout)
+    activation.take_over(True)  # as verl's worker does: the engine hands out its stream unconsumed
+    for size in (TINY, LARGE):
+        manager = _StreamManager(engine, BareEngineEndpoint(None), SyncConfig(timeout_seconds=20), size, CPU)
+        for step in range(SYNCS):
+            if step:
+                train_step(engine)
+            check_same(one_sync(manager), stock_export(engine))
+
+
+def device_bytes(engine: Any) -> int:
+    """What Megatron's parameter buffers occupy on the device."""
+    return sum(b.param_data.untyped_storage().size() for chunk in engine.module for b in chunk.buffers)
+
+
+def offloaded(model_path: str, layout: Layout) -> None:
+    """Parameters are in host memory while they are sent, and are not brought to the device for it."""
+    from verl.utils.megatron_utils import load_megatron_model_to_gpu, offload_megatron_model_to_cpu
+
+    engine = build(model_path, layout)
+    manager = manager_of(engine, LARGE)
+    for step in range(SYNCS):
+        load_megatron_model_to_gpu(engine.module)
+        if step:
+            train_step(engine)
+        expected = stock_export(engine)
+        assert device_bytes(engine) > 100_000
+        offload_megatron_model_to_cpu(engine.module)
+        got = one_sync(manager)
+        assert device_bytes(engine) == 0, "the sync loaded the parameters"
+        check_same(got, expected)
+
+
+def refused(model_path: str) -> list[str]:
+    """The errors of an engine set up in ways that cannot be synced; then it is set up well and synced."""
+    engine = build(model_path, Layout(dist.get_world_size(), tp=2))
+    broken = [
+        mock.patch.object(engine.module[0].ddp_config, "overlap_param_gather", True),
+        mock.patch.object(engine, "engine_config", replace(engine.engine_config, use_megatron_fsdp=True)),
+        mock.patch.object(engine, "_qat_enabled", True),
+        mock.patch.object(engine, "model_config", {"lora": {"rank": 8, "merge": True}}),
+        mock.patch.object(engine.bridge, "_ATTENTION_MAPPING", {}),
+    ]
+    manager, texts = manager_of(engine, LARGE), []
+    for context in broken:
+        with context:
+            try:
+                one_sync(manager)
+            except SyncError as error:
+                texts.append(str(error))
+    check_same(one_sync(manager), on_disk(model_path))
+    return texts
+
+
+def disagreeing(model_path: str, layout: Layout, change: str) -> tuple[str, float]:
+    """The last rank holds a parameter differently in the second sync and as before in the third: (error, seconds)."""
+    engine = build(model_path, layout)
+    manager = manager_of(engine, LARGE)
+    one_sync(manager)
+    odd = dist.get_rank() == dist.get_world_size() - 1
+    module = unwrapped(engine.module[0]).decoder.layers[0].self_attention.linear_proj
+    honest = module.weight
+    if odd:
+        module._parameters.pop("weight")
+        if change != "gone":
+            shape = (honest.shape[0] + 1, *honest.shape[1:]) if change == "shape" else honest.shape
+            dtype = torch.float32 if change == "dtype" else honest.dtype
+            module.weight = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+            for name in ("tensor_model_parallel", "partition_dim"):
+                setattr(module.weight, name, getattr(honest, name))
+    started, text = time.monotonic(), ""
+    try:
+        one_sync(manager)
+    except SyncError as error:
+        text = str(error)
+    seconds = time.monotonic() - started
+    module.weight = honest
+    train_step(engine)
+    check_same(one_sync(manager), stock_export(engine))
+    return text, seconds
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of the largest storage that an operation inside has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in known:
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes())
+        return result
+
+
+def cost(model_path: str, layout: Layout, bucket_bytes: int) -> tuple[dict[str, int], int, int, int]:
+    """Of the third sync: (collectives by name, gathered buckets, staging bytes, largest other allocation)."""
+    engine = build(model_path, layout)
+    manager = manager_of(engine, bucket_bytes)
+    one_sync(manager)
+    one_sync(manager)
+    with ExitStack() as stack:
+        calls = {n: stack.enter_context(mock.patch.object(dist, n, wraps=getattr(dist, n))) for n in COLLECTIVES}
+        with manager:
+            plan, source = manager._plan, manager._source
+            assert plan is not None and source is not None and manager._sender._staging is not None
+            rank = 0 if source.group is None else dist.get_rank(source.group)
+            with Allocations() as allocations:
+                for index, bucket in enumerate(plan.buckets):
+                    manager._sender.pack(bucket, index % SLOTS, manager._shards, rank)
+                    manager._sender.gather(bucket, index % SLOTS, rank, source.group)
+        counts = {name: call.call_count for name, call in calls.items() if call.call_count}
+        return counts, len(plan.buckets), manager._sender._staging.memory.numel(), allocations.largest

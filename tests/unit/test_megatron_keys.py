@@ -1,0 +1,88 @@
+"""What of a Megatron trainer's keys is refused before Ray starts, and what passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import verl
+from hydra import compose, initialize_config_dir
+
+from verl_sync_plugin import config
+from verl_sync_plugin.driver import settle_trainer
+from verl_sync_plugin.sharding_manager.registry import get_sharding_manager
+from verl_sync_plugin.sharding_manager.wire import wire_policy
+
+CONFIG_DIR = Path(verl.__file__).parent / "trainer" / "config"
+MODEL = "actor_rollout_ref.model"
+MEGATRON = "actor_rollout_ref.actor.megatron"
+LORA = (f"++{MODEL}.lora.rank=8", f"++{MODEL}.lora.merge=True")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hydra_in_verls_folder() -> Iterator[None]:
+    with initialize_config_dir(str(CONFIG_DIR), version_base=None):
+        yield
+
+
+def actor_of(*overrides: str, name: str = "ppo_megatron_trainer") -> Any:
+    return compose(name, overrides=["actor_rollout_ref.rollout.name=sglang", *overrides]).actor_rollout_ref
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"), [("ppo_megatron_trainer", ()), ("ppo_trainer", ("model_engine=megatron",))]
+)
+def test_megatron_passes(name: str, engine: tuple[str, ...]) -> None:
+    actor = actor_of(*engine, name=name)
+    assert actor.actor.strategy == "megatron"
+    settle_trainer(actor)
+
+
+def test_mbridge_has_no_lora() -> None:
+    with pytest.raises(ValueError, match=r"vanilla_mbridge=True with LoRA rank 8: mbridge has no LoRA\. Install"):
+        settle_trainer(actor_of(*LORA, f"{MEGATRON}.vanilla_mbridge=True"))
+
+
+def test_lora_needs_megatron_bridge() -> None:
+    with pytest.raises(ValueError, match=r"lora\.merge=True with LoRA rank 8 .* megatron\.bridge.* is not installed"):
+        settle_trainer(actor_of(*LORA, f"{MEGATRON}.vanilla_mbridge=False"))
+
+
+def test_lora_passes_with_megatron_bridge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "_has_megatron_bridge", lambda: True)
+    settle_trainer(actor_of(*LORA, f"{MEGATRON}.vanilla_mbridge=False"))
+
+
+def test_lora_as_an_adapter_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"model\.lora\.merge=True"):
+        settle_trainer(actor_of(f"++{MODEL}.lora.rank=8", f"++{MODEL}.lora.merge=False"))
+
+
+def test_a_manager_is_registered() -> None:
+    assert get_sharding_manager("megatron", "sglang").__name__ == "MegatronSGLangShardingManager"
+
+
+@pytest.mark.parametrize(
+    ("wire", "rollout", "expected"),
+    [("auto", "bfloat16", "bfloat16"), ("auto", "half", "float16"), ("float32", "bfloat16", "float32")],
+)
+def test_wire_dtype(wire: str, rollout: str, expected: str) -> None:
+    policy = wire_policy(config.SyncConfig(wire_dtype=wire), rollout)
+    assert policy.dtype == getattr(torch, expected) and policy.keep == config.SyncConfig().keep_dtype
+
+
+def test_unknown_rollout_dtype_is_named() -> None:
+    with pytest.raises(ValueError, match=r"rollout\.dtype='bfloat17': not a torch dtype\. Set .*wire_dtype=bfloat16"):
+        wire_policy(config.SyncConfig(), "bfloat17")
+
+
+@pytest.mark.parametrize("composition", ["colocated", "colocated_tight_memory_megatron"])
+def test_ready_compositions(composition: str) -> None:
+    actor = actor_of(f"+sync={composition}")
+    settle_trainer(actor)
+    stock = compose("ppo_megatron_trainer").actor_rollout_ref.actor.megatron
+    assert actor.actor.megatron.keys() == stock.keys(), "verl has no such key"
+    assert actor.actor.megatron.param_offload is (composition != "colocated")

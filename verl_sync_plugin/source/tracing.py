@@ -1,0 +1,213 @@
+"""Where the elements of a tensor come from, read off a function that only slices, joins and reorders.
+
+A bridge's conversion runs once on meta tensors. Views keep their storage, offset and strides, and the few operations
+that make a new storage without computing (``cat``, ``clone``) are followed by a table: which element of which input
+each stretch of the new storage holds. So no memory is needed however large the tensors are, and what a function does
+is known exactly, or it is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_UNKNOWN = -1
+# A table longer than this means a conversion that shuffles single elements of a large weight
+_LONGEST_TABLE = 1 << 26
+
+
+class NotACopyError(ValueError):
+    """The function computes new values, or shuffles single elements; its result is no plain copy of its inputs."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """``count`` times ``run`` elements of one input: repetition ``i`` goes from ``start + i * step`` of the flat input
+    to ``target + i * stride`` of the flat result."""
+
+    source: int
+    start: int
+    target: int
+    run: int
+    count: int = 1
+    step: int = 0
+    stride: int = 0
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Content of one storage: elements ``[i * grain, (i + 1) * grain)`` are those from ``origin[i]`` on, in the space
+    in which all inputs lie one after another, a gap of one element between them so that no stretch crosses."""
+
+    grain: int
+    origin: np.ndarray
+
+
+class CopyTrace(TorchDispatchMode):
+    """While entered, follows copies between meta tensors.
+
+    Args:
+        shape, dtype: of each input; all are alike.
+        count: number of inputs.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, count: int) -> None:
+        super().__init__()
+        self._numel = math.prod(shape)
+        self._tables: dict[int, _Table] = {}
+        self._alive: list[torch.Tensor] = []  # a storage's identity is reused when it dies
+        self.inputs = [torch.empty(shape, dtype=dtype, device="meta") for _ in range(count)]
+        for index, tensor in enumerate(self.inputs):
+            self._learn(tensor, _Table(max(self._numel, 1), np.array([index * (self._numel + 1)], dtype=np.int64)))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self._alive.append(tensor)
+        if func._schema.is_mutable:
+            for tensor in _tensors(args):
+                self._tables.pop(_identity(tensor), None)  # overwritten by something that is not followed
+        elif func is torch.ops.aten.cat.default:
+            self._cat(result, args[0], args[1] if len(args) > 1 else 0)
+        elif func in (torch.ops.aten.clone.default, torch.ops.aten.contiguous.default):
+            self._cat(result, [args[0]], 0)
+        return result
+
+    def stretches(self, result: torch.Tensor) -> tuple[Stretch, ...]:
+        """Where the elements of ``result`` come from, in ascending order of target.
+
+        Raises:
+            NotACopyError: not only from the inputs.
+        """
+        grain, origin = self._read(result)
+        return _compress(grain, origin, self._numel + 1)
+
+    def _learn(self, tensor: torch.Tensor, table: _Table) -> None:
+        self._alive.append(tensor)
+        self._tables[_identity(tensor)] = table
+
+    def _cat(self, result: torch.Tensor, parts: list[torch.Tensor], dim: int) -> None:
+        if any(part.dtype != result.dtype or _identity(part) not in self._tables for part in parts):
+            return  # unknown stays unknown
+        writes, position = [], 0
+        for part in parts:
+            size = part.shape[dim] if part.dim() else 1
+            region = result.narrow(dim, position, size) if part.dim() else result
+            position += size
+            if part.numel():
+                writes.append((_addresses(region), self._read(part)))
+        if not writes:
+            return
+        grain = math.gcd(*(math.gcd(length, source[0], _gcd(starts)) for (starts, length), source in writes))
+        grain = math.gcd(grain, result.numel())
+        _bounded(result.numel() // grain)
+        origin = np.full(result.numel() // grain, _UNKNOWN, dtype=np.int64)
+        for (starts, length), source in writes:
+            places = (starts[:, None] + np.arange(0, length, grain)).reshape(-1) // grain
+            origin[places] = _refine(*source, grain)
+        self._learn(result, _Table(grain, origin))
+
+    def _read(self, tensor: torch.Tensor) -> tuple[int, np.ndarray]:
+        """(grain, origin of each grain) in the tensor's own row-major order."""
+        table = self._tables.get(_identity(tensor))
+        if table is None:
+            raise NotACopyError("its values are computed")
+        if not tensor.numel():
+            return 1, np.empty(0, dtype=np.int64)
+        starts, length = _addresses(tensor)
+        grain = math.gcd(table.grain, length, _gcd(starts))
+        _bounded(len(starts) * (length // grain))
+        places = (starts[:, None] + np.arange(0, length, grain)).reshape(-1)
+        origin = table.origin[places // table.grain]
+        if (origin == _UNKNOWN).any():
+            raise NotACopyError("some of its values are computed")
+        return _coarsen(grain, origin + places % table.grain)
+
+
+def _identity(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors(args: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found.extend(_tensors(value))
+    return found
+
+
+def _bounded(entries: int) -> None:
+    if entries > _LONGEST_TABLE:
+        raise NotACopyError("its elements are shuffled one by one")
+
+
+def _gcd(values: np.ndarray) -> int:
+    return int(np.gcd.reduce(values)) if len(values) else 0
+
+
+def _addresses(tensor: torch.Tensor) -> tuple[np.ndarray, int]:
+    """(storage addresses of consecutive runs in row-major order, their length), in elements."""
+    length = 1
+    outer: list[tuple[int, int]] = []
+    for size, stride in reversed(list(zip(tensor.shape, tensor.stride(), strict=True))):
+        if size == 1:
+            continue
+        if stride == length and not outer:
+            length *= size
+        else:
+            outer.append((size, stride))
+    _bounded(tensor.numel() // length)
+    starts = np.array([tensor.storage_offset()], dtype=np.int64)
+    for size, stride in reversed(outer):
+        starts = (starts[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
+    return starts, length
+
+
+def _refine(grain: int, origin: np.ndarray, finer: int) -> np.ndarray:
+    return (origin[:, None] + np.arange(0, grain, finer)).reshape(-1)
+
+
+def _coarsen(grain: int, origin: np.ndarray) -> tuple[int, np.ndarray]:
+    """The same content with the largest grain whose multiples all breaks between stretches are."""
+    breaks = np.flatnonzero(np.diff(origin) != grain) + 1
+    factor = math.gcd(_gcd(breaks), len(origin))
+    return grain * factor, origin[::factor]
+
+
+def _compress(grain: int, origin: np.ndarray, distance: int) -> tuple[Stretch, ...]:
+    if not len(origin):
+        return ()
+    first = np.concatenate(([0], np.flatnonzero(np.diff(origin) != grain) + 1, [len(origin)]))
+    runs = [
+        Stretch(int(origin[a]) // distance, int(origin[a]) % distance, int(a) * grain, int(b - a) * grain)
+        for a, b in pairwise(first)
+    ]
+    by_source: dict[int, list[Stretch]] = {}
+    for run in runs:
+        by_source.setdefault(run.source, []).append(run)
+    found = [repeated for alike in by_source.values() for repeated in _repetitions(alike)]
+    return tuple(sorted(found, key=lambda stretch: stretch.target))
+
+
+def _repetitions(runs: list[Stretch]) -> list[Stretch]:
+    """Runs of one input, joined while they are equally long and equally far apart."""
+    found: list[Stretch] = []
+    for run in runs:
+        last = found[-1] if found else None
+        if last is not None and run.run == last.run:
+            step, stride = (run.start - last.start) // last.count, (run.target - last.target) // last.count
+            exact = (run.start, run.target) == (last.start + last.count * step, last.target + last.count * stride)
+            if exact and step >= run.run and (last.count == 1 or (step, stride) == (last.step, last.stride)):
+                found[-1] = Stretch(last.source, last.start, last.target, run.run, last.count + 1, step, stride)
+                continue
+        found.append(run)
+    return found
