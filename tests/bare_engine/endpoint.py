@@ -157,9 +157,7 @@ class BareEngineEndpoint(RolloutEndpoint):
         self.reports.append(report)
 
     async def load_adapter(self, settings: dict[str, Any], packed: bytes, weight_version: str | None) -> LoadOutcome:
-        manager = self._bare().engine.tokenizer_manager
-        await asyncio.to_thread(self._bare().call, compat.replace_adapter(manager, "adapter", settings, packed))
-        return LoadOutcome()
+        raise AssertionError("these stories move whole weights")
 
     def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
         return _ThreadLoad(self._bare(), request, weight_version)

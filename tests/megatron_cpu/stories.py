@@ -124,7 +124,7 @@ class _StreamManager(MegatronSGLangShardingManager):
     """What Megatron-Bridge gets: the trainer's own stream in buckets."""
 
     def open_source(self) -> ParameterSource:
-        return StreamSource(self._open_stream, WirePolicy(torch.bfloat16))
+        return StreamSource(self._bridge_stream, WirePolicy(torch.bfloat16))
 
 
 def streamed(model_path: str, layout: Layout) -> None:
