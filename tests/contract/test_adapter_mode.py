@@ -9,23 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lora_models import Layout, Variant, merging_source, peft_model, shard
 from peft import LoraConfig, get_peft_model_state_dict
 from test_fsdp_sources import torchs_own_state
-from test_lora_merge import CPU, Layout, Variant, peft_model, rename, shard
 from worlds import run_world
 
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.lora.serve import refuse_unservable
-from verl_sync_plugin.lora.weights import lora_weights, renamed_weights
 from verl_sync_plugin.metrics import SyncReport
 from verl_sync_plugin.sharding_manager.adapter import AdapterSender
 from verl_sync_plugin.sharding_manager.agreement import Agreement
 from verl_sync_plugin.sharding_manager.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
-from verl_sync_plugin.source.base import WirePolicy
-from verl_sync_plugin.source.fsdp1 import FSDP1Source
-from verl_sync_plugin.source.fsdp2 import FSDP2Source
-from verl_sync_plugin.source.lora import MergingSource
-from verl_sync_plugin.source.naming import verl_rewrite
 from verl_sync_plugin.transport.protocol import LoadRequest
 
 VARIANT = Variant("all-linear", config={"target_modules": "all-linear"})
@@ -70,21 +64,11 @@ class Engine(RolloutEndpoint):
         raise AssertionError("no base travels")
 
 
-def unmerged_source(module: torch.nn.Module) -> MergingSource:
-    policy, rewrite = WirePolicy(torch.bfloat16), verl_rewrite("qwen2")
-    model = getattr(module, "_fsdp_wrapped_module", module)
-    parameters = set(rename(dict(module.named_parameters(remove_duplicate=False))))
-    inner: Any = FSDP2Source(lambda: rename(module.state_dict()), parameters, policy, rewrite)
-    if model is not module:
-        inner = FSDP1Source(module, policy, rewrite, rename)  # type: ignore[arg-type]
-    return MergingSource(inner, renamed_weights(lora_weights(model), rename), CPU, merge=False)
-
-
 def send_three_times(layout: Layout) -> None:
     reference = peft_model(VARIANT)
     module = shard(peft_model(VARIANT), layout)
     config = reference.peft_config["default"]
-    sender = AdapterSender(unmerged_source(module), config, torch.bfloat16, check_finite=True)
+    sender = AdapterSender(merging_source(module, "qwen2", merge=False), config, torch.bfloat16, check_finite=True)
     agreement, engine = Agreement(20.0), Engine()
     for version in (1, 2, 3):
         report = SyncReport(version)

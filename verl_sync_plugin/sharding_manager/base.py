@@ -16,7 +16,6 @@ trainer, all ranks meet in a barrier, and ``awake stage 2`` (the KV cache) follo
 
 from __future__ import annotations
 
-import time
 from abc import abstractmethod
 from typing import Any, ClassVar
 
@@ -24,20 +23,18 @@ import torch
 from verl.utils.ulysses import BaseShardingManager
 
 from verl_sync_plugin.bucket import Plan
-from verl_sync_plugin.config import KEY_PREFIX, SyncConfig
+from verl_sync_plugin.config import SyncConfig
 from verl_sync_plugin.metrics import SyncReport
 from verl_sync_plugin.sharding_manager.agreement import Agreement
 from verl_sync_plugin.sharding_manager.coverage import check_coverage, say
 from verl_sync_plugin.sharding_manager.endpoint import PendingLoad, RolloutEndpoint
 from verl_sync_plugin.sharding_manager.gauges import PeakMemory, note_device_memory
+from verl_sync_plugin.sharding_manager.meeting import MeetingPoint
 from verl_sync_plugin.sharding_manager.stream import BucketStream
 from verl_sync_plugin.source.base import ParameterSource, Shard
-from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, ChannelTimeoutError, Listener
 from verl_sync_plugin.transport.finite import FiniteCheck
-from verl_sync_plugin.transport.protocol import Join, LoadRequest
+from verl_sync_plugin.transport.protocol import LoadRequest
 from verl_sync_plugin.transport.sender import BucketSender, slot_limit
-
-ACCEPT_SECONDS = 1.0
 
 
 class ShardingManager(BaseShardingManager):
@@ -75,8 +72,7 @@ class ShardingManager(BaseShardingManager):
         self._agreement = Agreement(config.timeout_seconds)
         self._sender = BucketSender(device, config.timeout_seconds)
         self._finite = FiniteCheck()
-        self._listener = Listener()
-        self._addresses: tuple[str, ...] | None = None
+        self._meeting = MeetingPoint()
         self._source: ParameterSource | None = None
         self._shards: list[Shard] = []
         self._plan: Plan | None = None
@@ -194,60 +190,28 @@ class ShardingManager(BaseShardingManager):
 
     async def _awake(self, tags: list[str]) -> None:
         with self._agreement.attempt():
-            # Before the ranks settle: after that the leader may start the load, and what connects then is no leftover
-            self._listener.drop_pending()
+            self._meeting.drop_leftovers()
             if tags and self.endpoint.leader:
                 await self.endpoint.resume(tags)
         self._agreement.settle("resuming the engine's weights")
 
     def _start(self, global_steps: int | None) -> PendingLoad | None:
         """Collective over the engine's ranks; on the leader the engine has the request when this returns."""
-        if self._addresses is None:
-            everywhere = self._agreement.gather("exchanging addresses", self._listener.address)
-            self._addresses = tuple(everywhere[rank] for rank in self.endpoint.ranks)
+        addresses = self._meeting.addresses(self._agreement, self.endpoint)
         pending: PendingLoad | None = None
         with self._agreement.attempt():
             if self.endpoint.leader:
                 version = None if global_steps is None else str(global_steps)
-                request = LoadRequest(self._sync_id, self._addresses, self.config.timeout_seconds)
+                request = LoadRequest(self._sync_id, addresses, self.config.timeout_seconds)
                 pending = self.endpoint.start_load(request, version)
         with self._agreement.attempt():  # while the engine is on its way
             self._sender.begin(self._ready_plan(), self.config.verify_hashes)
         return pending
 
     async def _connect(self, pending: PendingLoad | None) -> None:
-        """Waits for the engine rank in rounds, so that one rank's failure ends the wait of all."""
-        deadline = time.monotonic() + self.config.timeout_seconds
-        channel: Channel | None = None  # also held by the sender once there
-        waiting = True
-        while waiting:
-            with self._agreement.attempt():
-                if channel is None and (channel := self._accept()) is not None:
-                    self._sender.adopt(channel)
-                if channel is None and pending is not None and pending.finished():
-                    await pending.outcome(ACCEPT_SECONDS)
-                    raise RuntimeError("SGLang accepted the update but its loader did not connect; see its log")
-                if channel is None and time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"the engine did not connect within {KEY_PREFIX}.timeout_seconds="
-                        f"{self.config.timeout_seconds:g}; see SGLang's log"
-                    )
-            waiting = self._agreement.settle("connecting to the engine", waiting=channel is None)
+        await self._meeting.connect(self._sync_id, self._agreement, self._sender, pending, self.config.timeout_seconds)
         with self._agreement.attempt():
             self._sender.greet(self._sync_id, self._ready_plan(), self.config.copy_plan)
-
-    def _accept(self) -> Channel | None:
-        """The engine rank's channel of this sync, if it comes within the time of a round; latecomers are closed."""
-        channel = self._listener.accept(ACCEPT_SECONDS)
-        if channel is None:
-            return None
-        try:
-            if channel.receive(ACCEPT_SECONDS) == Join(self._sync_id):
-                return channel
-        except (ChannelClosedError, ChannelTimeoutError) as error:
-            say(f"a connection without a sync was dropped: {error}")
-        channel.close()
-        return None
 
     def _open_stream(self) -> BucketStream:
         assert self._source is not None, "entered before"

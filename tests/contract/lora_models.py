@@ -1,0 +1,117 @@
+"""PEFT models, sharded as verl shards them, and one sync of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import build
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+from verl_sync_plugin.bucket import plan_buckets
+from verl_sync_plugin.lora.names import merged_name
+from verl_sync_plugin.lora.weights import lora_weights, renamed_weights
+from verl_sync_plugin.receiver.assembly import Assembler
+from verl_sync_plugin.source.base import WirePolicy
+from verl_sync_plugin.source.fsdp1 import FSDP1Source
+from verl_sync_plugin.source.fsdp2 import FSDP2Source
+from verl_sync_plugin.source.lora import MergingSource
+from verl_sync_plugin.source.naming import verl_rewrite
+from verl_sync_plugin.transport.sender import BucketSender
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What users configure: keyword arguments of PEFT's ``LoraConfig``."""
+
+    name: str
+    model: str = "qwen2"
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+class BrokenOffError(Exception):
+    """The failure in the middle of a sync."""
+
+
+def peft_model(variant: Variant) -> PeftModel:
+    """The adapted model with random adapters, the same on every rank."""
+    model = get_peft_model(build(variant.model), LoraConfig(r=3, lora_alpha=7, **variant.config))
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or name.endswith("q_proj.base_layer.bias"):
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How verl is told to shard: FSDP2, or FSDP1 with ``use_orig_params``."""
+
+    mesh: tuple[int, ...]
+    original: bool | None = None
+
+    def __str__(self) -> str:
+        kind = {None: "fsdp2", True: "fsdp1-original", False: "fsdp1"}[self.original]
+        return f"{kind}-{'x'.join(map(str, self.mesh))}"
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.mesh)
+
+
+def shard(model: PeftModel, layout: Layout) -> torch.nn.Module:
+    """Wraps like verl wraps a PEFT model."""
+    mesh = init_device_mesh("cpu", layout.mesh, mesh_dim_names=("replicas", "shards")[-len(layout.mesh) :])
+    if layout.original is None:
+        for layer in model.base_model.model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    from verl.utils.fsdp_utils import get_fsdp_wrap_policy
+
+    policy = get_fsdp_wrap_policy(model, None, is_lora=True)
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=policy, device_mesh=mesh, device_id=CPU, use_orig_params=layout.original
+    )
+
+
+def rename(state: dict[str, Any]) -> dict[str, Any]:
+    return {hf: value for name, value in state.items() if (hf := merged_name(name)) is not None}
+
+
+def merging_source(module: torch.nn.Module, model_type: str, merge: bool = True) -> MergingSource:
+    policy, rewrite = WirePolicy(torch.bfloat16), verl_rewrite(model_type)
+    inner: FSDP1Source | FSDP2Source
+    if isinstance(module, FullyShardedDataParallel):
+        inner = FSDP1Source(module, policy, rewrite, rename)
+    else:
+        parameters = set(rename(dict(module.named_parameters(remove_duplicate=False))))
+        inner = FSDP2Source(lambda: rename(module.state_dict()), parameters, policy, rewrite)
+    model = getattr(module, "_fsdp_wrapped_module", module)
+    return MergingSource(inner, renamed_weights(lora_weights(model), rename), CPU, merge)
+
+
+def deliver(source: MergingSource, bucket_bytes: int, break_off_after: int | None = None) -> dict[str, torch.Tensor]:
+    """One sync, as the manager runs it; breaks off after some buckets when told to."""
+    shards = source.shards()
+    plan = plan_buckets(tuple(part.base for part in shards), bucket_bytes)
+    sender, assembler = BucketSender(CPU, 30.0), Assembler()
+    sender.reserve(plan)
+    rank = 0 if source.group is None else dist.get_rank(source.group)
+    got = {}
+    for index, bucket in enumerate(plan.buckets):
+        if index == break_off_after:
+            raise BrokenOffError
+        source.prepare(tuple(dict.fromkeys(part.base for part in bucket.slices)))
+        sender.pack(bucket, 0, shards, rank if bucket.world > 1 else 0)
+        sender.gather(bucket, 0, rank, source.group)
+        got.update({name: t.clone() for name, t in assembler.tensors(sender._slot(0), bucket.entries)})
+    assembler.finish()
+    sender.close()
+    return got
