@@ -108,7 +108,9 @@ def trainer_fails(member: Rank, version: int) -> str:
 
     if member.rank == last:
         source.shards = broken  # type: ignore[method-assign]
+    started = time.monotonic()
     text = _failing(member, version)
+    assert time.monotonic() - started < 30, "the engine waited for its time limit"
     source.shards = honest  # type: ignore[method-assign]
     assert f"rank {last}: MemoryError: injected" in text
     return text

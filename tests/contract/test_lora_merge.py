@@ -175,6 +175,12 @@ def test_a_hundred_merges_and_a_failure_leave_the_trainer_bit_identical(layout: 
         pytest.param(
             {"target_modules": ["q_proj"], "alora_invocation_tokens": [1]}, "qwen2", "ALoraLinearVariant", id="alora"
         ),
+        pytest.param(
+            {"target_modules": ["q_proj"], "trainable_token_indices": [1]},
+            "qwen2",
+            "trainable_token_indices",
+            id="tokens",
+        ),
     ],
 )
 def test_what_cannot_be_merged_is_refused_by_name(config: dict[str, Any], model: str, text: str) -> None:

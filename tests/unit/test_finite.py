@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from verl_sync_plugin.bucket import Base, Plan, View, plan_buckets
+from verl_sync_plugin.bucket import Base, Bucket, Plan, Share, Slice, View, plan_buckets
 from verl_sync_plugin.source.base import ParameterSource, Shard
 from verl_sync_plugin.source.culprit import name_culprit
 from verl_sync_plugin.transport.finite import FiniteCheck
@@ -90,3 +90,24 @@ def test_integers_and_a_cleared_check_have_no_say() -> None:
     check.add(plan, 0, memory, 0)
     check.clear()
     assert check.broken() == []
+
+
+def test_a_parameter_in_shares_is_named_by_its_share() -> None:
+    q = View("q", (4,), 0, 4, None, (Share(0, 0, 2, 2, 6, 2),))
+    v = View("v", (2,), 0, 2, None, (Share(4, 0, 1, 2, 6, 1),))
+    run = torch.zeros(12)
+    base = Base("qkv", "bfloat16", 2, (12,), (q, v))
+    shard = Shard(base, partial(lambda held: held, run))
+    bucket = Bucket(1, 32, (Slice(0, 0, 12, 0),), ())
+    for element, name in ((7, "q"), (10, "v"), (11, "qkv")):
+        run.zero_()[element] = float("nan")
+        assert name_culprit(bucket, [shard], OneFactor(), 0) == f"{name!r} holds NaN or Inf in the trainer"
+
+
+def test_a_stream_that_has_moved_on_is_named_by_its_bucket() -> None:
+    def gone() -> torch.Tensor:
+        raise KeyError(0)
+
+    shard = Shard(Base("a", "bfloat16", 2, (4,), (View("a", (4,), 0, 4),)), gone)
+    text = name_culprit(Bucket(1, 16, (Slice(0, 0, 4, 0),), ()), [shard], OneFactor(), 0)
+    assert text == "one of ['a'] holds NaN or Inf in the trainer"

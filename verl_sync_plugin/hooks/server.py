@@ -152,8 +152,12 @@ class SyncSGLangHttpServer(SGLangHttpServer):
         Raises:
             RuntimeError: the cache cannot be flushed because requests are running.
         """
-        await self.resume_tags(tags)
-        await self._flush()
+        try:
+            await self.resume_tags(tags)
+            await self._flush()
+        except BaseException as error:
+            self._gate.fail(f"waking up after the sync failed: {error}")
+            raise
         if self._version is not None:
             compat.set_weight_version(self.tokenizer_manager, self._version)
             self.global_steps = int(self._version)

@@ -76,11 +76,17 @@ def lora_weights(model: torch.nn.Module) -> list[LoRAWeight]:
         ValueError: an adapter that cannot be merged; the text names the module.
     """
     from peft.tuners.lora import LoraLayer
+    from peft.utils.other import TrainableTokensWrapper
 
     found: list[LoRAWeight] = []
     for wrapped, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
             found.extend(_of_layer(clean_name(wrapped), layer))
+        elif isinstance(layer, TrainableTokensWrapper):
+            raise ValueError(
+                f"LoRA module {clean_name(wrapped)!r} has trainable_token_indices, which weight sync cannot merge. "
+                f"{REMEDY}."
+            )
     return found
 
 

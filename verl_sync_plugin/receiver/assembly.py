@@ -16,6 +16,16 @@ FUSED_PAIRS = (
     ("q_a_proj.weight_scale_inv", "kv_a_proj_with_mqa.weight_scale_inv"),
 )
 
+
+def partner_of(name: str) -> str | None:
+    """The other of a fused pair."""
+    for pair in FUSED_PAIRS:
+        for suffix, other in (pair, pair[::-1]):
+            if name.endswith(f".{suffix}"):
+                return name.removesuffix(suffix) + other
+    return None
+
+
 _WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -69,20 +79,15 @@ class Assembler:
         return self._partial.pop(entry.name)
 
     def _release(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        for first, second in FUSED_PAIRS:
-            for mine, other in ((first, second), (second, first)):
-                if name.endswith("." + mine):
-                    partner = name[: -len(mine)] + other
-                    if self._names is not None and partner not in self._names:
-                        break  # without q_lora_rank there is nothing to fuse with
-                    if partner in self._waiting:
-                        yield self._waiting.pop(partner)
-                        yield name, tensor
-                    else:
-                        # A copy: the slot is reused before the partner arrives
-                        self._waiting[name] = (name, tensor.clone())
-                    return
-        yield name, tensor
+        partner = partner_of(name)
+        if partner is None or (self._names is not None and partner not in self._names):
+            yield name, tensor  # without q_lora_rank there is nothing to fuse with
+        elif partner in self._waiting:
+            yield self._waiting.pop(partner)
+            yield name, tensor
+        else:
+            # A copy: the slot is reused before the partner arrives
+            self._waiting[name] = (name, tensor.clone())
 
     def finish(self) -> None:
         """Checks that nothing is left over.

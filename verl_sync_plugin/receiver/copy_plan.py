@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from verl_sync_plugin.copies.blocks import Lines
+from verl_sync_plugin.receiver.assembly import partner_of
 from verl_sync_plugin.receiver.recorder import Copy, Recording, Source, model_tensors, record
 
 # Runs shorter than this are no business of a byte copier (a transposed copy has runs of one element)
@@ -60,6 +61,12 @@ class CopyPlan:
     refused: dict[str, str] = field(default_factory=dict)
     fills: list[tuple[torch.Tensor, float]] = field(default_factory=list)
     derives: bool = False
+
+    def refuse(self, name: str, why: str) -> None:
+        """Leaves a tensor to the model, with the one it is fused with: alone, the model would hold it back for good."""
+        for each in (name, partner_of(name)):
+            if each is not None and self.planned.pop(each, None) is not None:
+                self.refused[each] = why
 
     def target_runs(self) -> Iterator[tuple[int, int, int, int]]:
         """The bytes that a replay writes: address, width, number of lines and bytes from line to line."""

@@ -84,8 +84,7 @@ class Unpacker:
 
     def _prepare(self, plan: CopyPlan) -> None:
         for name in scattered(self._entries()) & plan.planned.keys():
-            plan.refused[name] = "arrives in many small pieces"
-            del plan.planned[name]
+            plan.refuse(name, "arrives in many small pieces")
         self._plan = plan
         self._copier = Copier(self._device, known_tensors(self._model))
         self._replay = Replay(plan, self._manifest, self._wire, self._copier)
@@ -140,8 +139,7 @@ class Unpacker:
         plan = self._plan
         differing = comparison.differing()
         for name in differing:
-            plan.refused[name] = "its replay differs from the model's own load"
-            del plan.planned[name]
+            plan.refuse(name, "its replay differs from the model's own load")
         if not all(bool((target == value).all()) for target, value in plan.fills):
             plan.planned, plan.refused = {}, dict.fromkeys(self._names, "is loaded beside a constant that changes")
         if differing or not plan.planned:

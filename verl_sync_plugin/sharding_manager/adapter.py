@@ -78,7 +78,8 @@ class AdapterSender:
     async def _deliver(
         self, endpoint: RolloutEndpoint, factors: dict[str, torch.Tensor], report: SyncReport, version: str | None
     ) -> None:
-        blob = pack_adapter({name: factor.cpu() for name, factor in factors.items()})
+        # Cloned: a view would be pickled with the whole bucket it lies in
+        blob = pack_adapter({name: factor.cpu().clone() for name, factor in factors.items()})
         outcome = await endpoint.load_adapter(self._settings, blob, version)
         report.stages = {"sleep": outcome.sleep_seconds, **report.stages}
         report.nbytes += len(blob)

@@ -139,7 +139,8 @@ class ShardingManager(BaseShardingManager):
                     with self.report.stage("commit"):
                         await self._commit(pending, stream)
                 except BaseException as error:
-                    self._sender.hang_up()
+                    if not self._sender.hang_up():
+                        self._meeting.turn_away()
                     await self._abandon(pending, error)
                     raise
             memory.into(self.report)

@@ -11,7 +11,7 @@ from verl.utils.model import convert_weight_keys
 
 from verl_sync_plugin.config import TURN_OFF
 from verl_sync_plugin.lora.build import unties_embeddings
-from verl_sync_plugin.lora.names import merged_name
+from verl_sync_plugin.lora.names import is_adapter, merged_name
 from verl_sync_plugin.lora.serve import refuse_unservable
 from verl_sync_plugin.lora.weights import lora_weights, renamed_weights
 from verl_sync_plugin.metrics import SyncReport
@@ -34,7 +34,7 @@ class _FSDPManager(ShardingManager):
         super().__init__(*args, **kwargs)
         self._serves_adapter = self._peft and not self.engine.model_config.lora.get("merge", False)
         # An engine that started from the checkpoint has the base already, and keeps it
-        self._base_there = self.endpoint.restores_uncovered
+        self._base_there = self.endpoint.restores_uncovered and not (self._serves_adapter and self._rewrites_base)
         self._adapter_sender: AdapterSender | None = None
 
     def open_source(self) -> ParameterSource:
@@ -77,6 +77,11 @@ class _FSDPManager(ShardingManager):
         assert self._adapter_sender is not None
         await self._adapter_sender.send(self._agreement, self.endpoint, self.report, version)
 
+    @property
+    def _rewrites_base(self) -> bool:
+        """PiSSA and its like take what the adapter starts with out of the base: it is no longer the checkpoint's."""
+        return self._peft_config.init_lora_weights not in (True, False, "gaussian", "eva", "orthogonal")
+
     def _refuse_tied(self) -> None:
         """The engine was told at its launch to untie what the adapter changes on one side; see that it was."""
         model: Any = unwrap(self.engine.module)
@@ -115,7 +120,10 @@ class _FSDPManager(ShardingManager):
         if self._peft:
             named = ((merged_name(name), value) for name, value in state.items())
             state = {name: value for name, value in named if name is not None}
-        return convert_weight_keys(state, unwrap(self.engine.module))
+        # Adapters never reach the engine under these names, and PEFT's layers know them by their own
+        adapters = {name: value for name, value in state.items() if is_adapter(name)}
+        served = {name: value for name, value in state.items() if name not in adapters}
+        return {**convert_weight_keys(served, unwrap(self.engine.module)), **adapters}
 
 
 @register_sharding_manager(trainer="fsdp2", rollout="sglang")

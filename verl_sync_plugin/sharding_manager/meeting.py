@@ -13,6 +13,7 @@ from verl_sync_plugin.transport.protocol import Join
 from verl_sync_plugin.transport.sender import BucketSender
 
 ACCEPT_SECONDS = 1.0
+TURN_AWAY_SECONDS = 5.0
 
 
 class MeetingPoint:
@@ -63,6 +64,11 @@ class MeetingPoint:
                         f"the engine did not connect within {KEY_PREFIX}.timeout_seconds={timeout:g}; see SGLang's log"
                     )
             waiting = agreement.settle("connecting to the engine", waiting=channel is None)
+
+    def turn_away(self) -> None:
+        """Lets an engine rank that is on its way to a sync given up find out, instead of waiting for its time limit."""
+        if (channel := self._listener.accept(TURN_AWAY_SECONDS)) is not None:
+            channel.close()
 
     def _accept(self, sync_id: str) -> Channel | None:
         """The engine rank's channel of this sync, if it comes within the time of a round; latecomers are closed."""

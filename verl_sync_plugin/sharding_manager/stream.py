@@ -82,7 +82,8 @@ class BucketStream:
         with self._agreement.attempt():
             if count:
                 self._wait(count - 1)
-            self._check_finite()
+            if not self._agreement.failed:  # else the device may hang, and the check waits for it
+                self._check_finite()
         self._agreement.settle("loading the last buckets")
 
     def sums(self) -> tuple[tuple[int, ...], ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from verl_sync_plugin.bucket import Base, Bucket
+from verl_sync_plugin.bucket import Base, Bucket, View
 from verl_sync_plugin.source.base import ParameterSource, Shard
 
 
@@ -20,7 +20,11 @@ def name_culprit(bucket: Bucket, shards: list[Shard], source: ParameterSource, r
     merged = []
     for part in bucket.slices:
         shard = shards[part.base]
-        run = shard.local()[part.begin : part.end]
+        try:
+            run = shard.local()[part.begin : part.end]
+        except KeyError:  # a stream's tensors are gone by now
+            names = [view.name for each in bucket.slices for view in shards[each.base].base.views]
+            return f"one of {names[:5]} holds NaN or Inf in the trainer"
         if not run.numel() or not run.is_floating_point():
             continue
         first = sum(shard.base.lengths[: rank if len(shard.base.lengths) > 1 else 0]) + part.begin
@@ -43,5 +47,14 @@ def _first(flags: torch.Tensor) -> int | None:
 
 
 def _name(base: Base, element: int) -> str:
-    inside = (view.name for view in base.views if view.start <= element < view.start + view.span)
-    return next(inside, base.key)
+    return next((view.name for view in base.views if _holds(view, element)), base.key)
+
+
+def _holds(view: View, element: int) -> bool:
+    if not view.shares:
+        return view.start <= element < view.start + view.span
+    for share in view.shares:
+        repetition, inside = divmod(element - share.start, share.step or share.run)
+        if 0 <= repetition < share.count and inside < share.run:
+            return True
+    return False

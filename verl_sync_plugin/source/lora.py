@@ -27,7 +27,7 @@ class MergingSource(ParameterSource):
     """Wraps the source of a PEFT model.
 
     Peak device memory beside the buckets: the factors of one bucket's weights and, in fp32, three times ``MERGE_CHUNK``
-    elements, whatever the size of the model or its largest layer.
+    elements, whatever the size of the model or its largest layer; of fused experts at least one whole expert.
 
     Args:
         inner: yields all bases, adapters under their PEFT keys.

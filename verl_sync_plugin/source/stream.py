@@ -10,7 +10,7 @@ Hazard: a rank that fails inside the stream leaves the others in its collective,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -43,10 +43,16 @@ class StreamSource(ParameterSource):
 
     def shards(self) -> list[Shard]:
         """All bases. Collective the first time."""
-        self._stream, self._passed, self._held = None, 0, {}
+        self.release()
         if not self._bases:
             self._learn()
         return [Shard(base, partial(self._held_now, index)) for index, base in enumerate(self._bases)]
+
+    def release(self) -> None:
+        """Ends a stream that is under way, with all the tensors it and this source hold."""
+        if isinstance(self._stream, Generator):
+            self._stream.close()
+        self._stream, self._passed, self._held = None, 0, {}
 
     def _learn(self) -> None:
         places: dict[str, int] = {}

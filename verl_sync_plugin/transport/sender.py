@@ -183,11 +183,16 @@ class BucketSender:
         self._open_channel().send(Commit(sums))
         return self._expect(Committed)
 
-    def hang_up(self) -> None:
-        """Ends the sync whatever its state; the engine rank drops what is unfinished."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+    def hang_up(self) -> bool:
+        """Ends the sync whatever its state; the engine rank drops what is unfinished.
+
+        Returns:
+            Whether there was a channel to close.
+        """
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+        return channel is not None
 
     def close(self) -> None:
         """Gives the staging memory back."""
