@@ -1,0 +1,38 @@
+"""A trainer's own stream: what it yields is let go of after a sync, also after one that broke off."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import torch
+
+from verl_sync_plugin.source.base import WirePolicy
+from verl_sync_plugin.source.stream import StreamSource
+
+
+def test_a_stream_that_was_broken_off_is_ended_and_its_tensors_go() -> None:
+    yielded: list[weakref.ref[torch.Tensor]] = []
+    ended: list[bool] = []
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        try:
+            for name in "abc":
+                tensor = torch.ones(4)
+                yielded.append(weakref.ref(tensor))
+                yield name, tensor
+        finally:
+            ended.append(True)
+
+    source = StreamSource(stream, WirePolicy(torch.bfloat16))
+    shards = source.shards()
+    for sync in (1, 2, 3):
+        source.shards()
+        source.prepare((0, 1))
+        assert torch.equal(shards[1].local(), torch.ones(4))
+        assert len(ended) == sync, "only the streams before this one have ended"
+        source.release()
+        gc.collect()
+        assert len(ended) == sync + 1
+        assert not [each for each in yielded if each() is not None], "tensors are held between syncs"
