@@ -1,19 +1,18 @@
-"""Cuts a model into buckets: which bytes of which shard travel together, and where they land. Pure; imports no torch.
+"""What travels: storages, tensors inside them, buckets. Made by ``planner.py`` and ``joint.py``. Imports no torch.
 
 A *base* is one piece of storage that the trainer shards (an FSDP2 parameter, an FSDP1 flat parameter, or a replicated
 buffer): a flat array whose elements the ranks of a group own in consecutive runs. A *view* is a named HF tensor inside
-a base. A *bucket* is what one all-gather moves: every rank fills a segment of ``stride`` bytes with its runs, and the
-gathered bucket is the segments one after another. So the wire layout is rank-major, a tensor is the concatenation of
-the pieces its owners sent, and an all-gather needs no second buffer and no copy afterwards.
+a base. A *bucket* is what travels at a time: every rank fills a segment of ``stride`` bytes with its runs, and the
+bucket is the segments one after another. So the layout is rank-major, and a tensor is the concatenation of the pieces
+its owners sent. A *gathered* bucket is completed on every rank by one all-gather, in place; of a *sharded* one each
+rank keeps its own segment only, and every engine rank reads what it needs where it lies.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 ALIGNMENT = 16  # bytes; lets any dtype be viewed in place and 16-byte loads be used
 
@@ -125,7 +124,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Bucket:
-    """One transfer: ``world`` segments of ``stride`` bytes. ``world`` is 1 when nothing needs gathering."""
+    """One transfer: ``world`` segments of ``stride`` bytes. ``world`` is 1 when every rank holds all of it."""
 
     world: int
     stride: int
@@ -139,11 +138,19 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """All buckets of one sync, the same on every rank."""
+    """All buckets of one sync, the same on every rank.
+
+    Attributes:
+        bases: what they are made of.
+        buckets: in the order in which they travel.
+        digest: names the plan.
+        sharded: segments stay with their ranks; else every rank gathers every bucket.
+    """
 
     bases: tuple[Base, ...]
     buckets: tuple[Bucket, ...]
     digest: str
+    sharded: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -151,8 +158,8 @@ class Plan:
 
     @property
     def slot_bytes(self) -> int:
-        """Size of the largest bucket, so of one staging slot."""
-        return max((bucket.nbytes for bucket in self.buckets), default=0)
+        """The most that a rank stages of one bucket, so the size of one staging slot."""
+        return max((bucket.stride if self.sharded else bucket.nbytes for bucket in self.buckets), default=0)
 
     @cached_property
     def tensor_count(self) -> int:
@@ -161,105 +168,3 @@ class Plan:
 
 def align(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def plan_buckets(bases: tuple[Base, ...], bucket_bytes: int) -> Plan:
-    """Plans the sync.
-
-    Args:
-        bases: in the order of the model; bases with more than one owner must all have the same number of owners.
-        bucket_bytes: upper bound on a gathered bucket; a base that does not fit is split over several buckets.
-
-    Raises:
-        ValueError: the bucket is too small to hold 16 bytes per rank, or two views have the same name.
-    """
-    _check_names(bases)
-    worlds = {len(base.lengths) for base in bases} - {1}
-    assert len(worlds) <= 1, f"bases are sharded over groups of different sizes: {sorted(worlds)}"
-    buckets: list[Bucket] = []
-    for world in [*sorted(worlds), 1]:
-        capacity = bucket_bytes // world // ALIGNMENT * ALIGNMENT
-        if capacity < ALIGNMENT:
-            raise ValueError(
-                f"bucket of {bucket_bytes} bytes cannot serve {world} ranks with {ALIGNMENT} bytes each; "
-                "raise actor_rollout_ref.rollout.update_weights_bucket_megabytes"
-            )
-        chosen = [index for index, base in enumerate(bases) if len(base.lengths) == world]
-        buckets.extend(_seal(bases, slices, world) for slices in _cut(bases, chosen, capacity))
-    digest = hashlib.sha256(repr((bases, bucket_bytes)).encode()).hexdigest()
-    return Plan(bases, tuple(buckets), digest)
-
-
-def _check_names(bases: tuple[Base, ...]) -> None:
-    seen: set[str] = set()
-    for base in bases:
-        for view in base.views:
-            if view.name in seen:
-                raise ValueError(f"two tensors of the trainer's model are both named {view.name!r}")
-            seen.add(view.name)
-
-
-def _cut(bases: tuple[Base, ...], chosen: list[int], capacity: int) -> list[list[Slice]]:
-    """Fills buckets one after another; a base is split only when it is larger than a whole bucket."""
-    buckets: list[list[Slice]] = []
-    current: list[Slice] = []
-    used = 0
-    for index in chosen:
-        base = bases[index]
-        longest = max(base.lengths)
-        if longest == 0:
-            continue
-        if current and used + longest * base.itemsize > capacity:
-            buckets.append(current)
-            current, used = [], 0
-        step = _step(base, capacity)
-        for begin in range(0, longest, step):
-            end = min(begin + step, longest)
-            if current and used + (end - begin) * base.itemsize > capacity:
-                buckets.append(current)
-                current, used = [], 0
-            current.append(Slice(index, begin, end, used))
-            used = align(used + (end - begin) * base.itemsize)
-    if current:
-        buckets.append(current)
-    return buckets
-
-
-def _step(base: Base, capacity: int) -> int:
-    """Elements of each run per bucket: whole views where they tile the runs (fused experts), else what fits."""
-    fits = max(capacity // base.itemsize, 1)
-    spans = {view.span for view in base.views}
-    if len(spans) == 1:
-        span = spans.pop()
-        if span <= fits and all(length % span == 0 for length in base.lengths):
-            return fits // span * span
-    return fits
-
-
-def _seal(bases: tuple[Base, ...], slices: list[Slice], world: int) -> Bucket:
-    last = slices[-1]
-    stride = align(last.offset + (last.end - last.begin) * bases[last.base].itemsize)
-    entries = tuple(entry for part in slices for entry in _entries(bases[part.base], part, stride))
-    return Bucket(world, stride, tuple(slices), entries)
-
-
-def _entries(base: Base, part: Slice, stride: int) -> list[Entry]:
-    """The tensors that have bytes in this slice, with their pieces in ascending target order."""
-    starts = [0, *accumulate(base.lengths)]
-    runs = []  # (first element in the base, one past the last, byte offset in the bucket)
-    for rank, length in enumerate(base.lengths):
-        first, stop = starts[rank] + part.begin, starts[rank] + min(part.end, length)
-        if first < stop:
-            runs.append((first, stop, rank * stride + part.offset))
-    size = base.itemsize
-    entries = []
-    for view in base.views:
-        pieces = []
-        for first, stop, offset in runs:
-            low, high = max(first, view.start), min(stop, view.start + view.span)
-            if low < high:
-                piece = Piece(offset + (low - first) * size, (high - low) * size, (low - view.start) * size)
-                pieces.append(piece)
-        if pieces:
-            entries.append(Entry(view.name, base.dtype, view.shape, view.strides, view.span * size, tuple(pieces)))
-    return entries

@@ -74,7 +74,8 @@ def plan(model: str, world: int, bucket_megabytes: int) -> int:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from verl_sync_plugin.bucket import Base, plan_buckets
+    from verl_sync_plugin.bucket import Base
+    from verl_sync_plugin.planner import plan_buckets
     from verl_sync_plugin.source.fsdp2 import even_chunks
     from verl_sync_plugin.source.naming import hf_views, verl_rewrite
     from verl_sync_plugin.transport.sender import SLOTS, slot_limit

@@ -18,6 +18,7 @@ TURN_OFF = f"set {KEY_PREFIX}.enabled=False to run stock verl"
 # verl's strategies for which a sharding manager to SGLang is built in
 TRAINERS = ("fsdp", "fsdp2", "megatron")
 CPU_BACKUP_CHOICES = ("auto", "on", "off")
+DELIVERY_CHOICES = ("auto", "sharded", "gathered")
 WIRE_DTYPE_CHOICES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -44,6 +45,8 @@ class SyncConfig:
         copy_plan: from the second sync on, replay the copies that the engine model's ``load_weights`` made instead of
             calling it.
         verify_hashes: hash every byte when it is packed and when the engine reads it, and compare.
+        delivery: ``sharded``: every engine rank reads what it needs where the trainer ranks packed it; ``gathered``:
+            every rank gathers everything; ``auto``: sharded where the ranks can read each other's memory.
     """
 
     enabled: bool = True
@@ -55,6 +58,7 @@ class SyncConfig:
     check_finite: bool = True
     copy_plan: bool = True
     verify_hashes: bool = True
+    delivery: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("enabled", "check_finite", "release_cuda_graph", "copy_plan", "verify_hashes"):
@@ -62,6 +66,7 @@ class SyncConfig:
                 raise _fail(name, getattr(self, name), "not a boolean", f"Use {KEY_PREFIX}.{name}=True or False.")
         self._check_choice("weights_cpu_backup", CPU_BACKUP_CHOICES)
         self._check_choice("wire_dtype", WIRE_DTYPE_CHOICES)
+        self._check_choice("delivery", DELIVERY_CHOICES)
         timeout = self.timeout_seconds
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
             raise _fail("timeout_seconds", timeout, "not a positive number of seconds", "Use for example 300.")

@@ -2,18 +2,18 @@
 
 Every base has one owner: it is one rank's local parameter. Owners fill their segments of a bucket independently of one
 another, so a bucket carries different layers of different pipeline stages, different experts of different expert ranks,
-and still is one all-gather. Bases that make up the same tensors (the tensor-parallel shards of a parameter) travel in
+and still is one transfer. Bases that make up the same tensors (the tensor-parallel shards of a parameter) travel in
 the same bucket, so that the engine gets these tensors whole; only a parameter larger than a rank's segment is torn.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from dataclasses import dataclass
 from itertools import groupby
 
-from verl_sync_plugin.bucket import ALIGNMENT, Base, Bucket, Entry, Piece, Plan, Share, Slice, align
+from verl_sync_plugin.bucket import Base, Bucket, Entry, Piece, Plan, Share, Slice, align
+from verl_sync_plugin.planner import digest_of, segment_capacity
 
 
 @dataclass
@@ -31,24 +31,20 @@ class _Unit:
         return self.numel - self.done
 
 
-def plan_joint(bases: tuple[Base, ...], bucket_bytes: int) -> Plan:
+def plan_joint(bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False) -> Plan:
     """Plans the sync of a jointly held model.
 
     Args:
         bases: ``lengths`` has one entry per rank of the group and exactly one of them is not 0; views have shares. The
             bases of one parameter are neighbours, equally long, of one dtype, and name the same tensors.
-        bucket_bytes: upper bound on a gathered bucket.
+        bucket_bytes: upper bound on what a rank stages of one bucket: all of it, or its own segment when ``sharded``.
+        sharded: see ``Plan``.
 
     Raises:
         ValueError: the bucket is too small to hold 16 bytes per rank, or two parameters yield the same tensor.
     """
     world = len(bases[0].lengths) if bases else 1
-    capacity = bucket_bytes // world // ALIGNMENT * ALIGNMENT
-    if capacity < ALIGNMENT:
-        raise ValueError(
-            f"bucket of {bucket_bytes} bytes cannot serve {world} ranks with {ALIGNMENT} bytes each; "
-            "raise actor_rollout_ref.rollout.update_weights_bucket_megabytes"
-        )
+    capacity = segment_capacity(bucket_bytes, world, sharded)
     queues = _queues(bases)
     buckets: list[Bucket] = []
     while queues:
@@ -61,8 +57,7 @@ def plan_joint(bases: tuple[Base, ...], bucket_bytes: int) -> Plan:
                 if not queues[queue]:
                     del queues[queue]
         buckets.append(_seal(bases, slices, max(used), world))
-    digest = hashlib.sha256(repr((bases, bucket_bytes)).encode()).hexdigest()
-    return Plan(bases, tuple(buckets), digest)
+    return Plan(bases, tuple(buckets), digest_of(bases, bucket_bytes, sharded), sharded)
 
 
 def _owner(base: Base) -> int:

@@ -9,11 +9,25 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from verl_sync_plugin.bucket import Plan
+from verl_sync_plugin.transport.protocol import Committed
+
 # In the order of a training step; "phase" is their sum: the plugin's part of it. verl's own part (emptying caches,
 # offloading, its barrier) is in verl's timing_s/update_weights and in what benchmarks/ measures.
 PHASE_STAGES = ("sleep", "resume_weights", "update_weights", "resume_kv")
 # Parts of update_weights, on the reporting rank; "engine_load" is the engine's time and overlaps with the others
-DETAIL_STAGES = ("plan", "connect", "prepare", "pack", "gather", "wait_engine", "engine_load", "commit")
+DETAIL_STAGES = (
+    "plan",
+    "connect",
+    "prepare",
+    "pack",
+    "gather",
+    "drain",
+    "settle",
+    "wait_engine",
+    "engine_load",
+    "commit",
+)
 
 
 @dataclass
@@ -34,6 +48,9 @@ class SyncReport:
         coverage_missing: how many of them a sync does not write completely.
         replayed_tensors: HF tensors that went by the copy plan instead of the engine's ``load_weights``.
         replayed_bytes: their bytes.
+        own_bytes: what the engine rank read from the trainer rank on its own device.
+        peer_bytes: what it read from the memory of other trainer ranks (sharded delivery).
+        gathered_bytes: what this rank received from others by all-gather (gathered delivery).
     """
 
     global_steps: int = -1
@@ -49,6 +66,17 @@ class SyncReport:
     coverage_missing: int = 0
     replayed_tensors: int = 0
     replayed_bytes: int = 0
+    own_bytes: int = 0
+    peer_bytes: int = 0
+    gathered_bytes: int = 0
+
+    def note(self, committed: Committed, plan: Plan) -> None:
+        """Takes over what the engine rank did."""
+        self.coverage_expected, self.coverage_missing = committed.coverage.expected, len(committed.coverage.missing)
+        self.replayed_tensors, self.replayed_bytes = committed.replayed_tensors, committed.replayed_bytes
+        self.own_bytes, self.peer_bytes = committed.own_bytes, committed.peer_bytes
+        if not plan.sharded:
+            self.gathered_bytes = sum(bucket.nbytes - bucket.stride for bucket in plan.buckets)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -106,6 +134,9 @@ def metrics_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "sync/peak_host_bytes": float(max(report.peak_host_bytes for report in built)),
         "sync/coverage_expected": float(max(report.coverage_expected for report in built)),
         "sync/coverage_missing": float(max(report.coverage_missing for report in built)),
+        "sync/own_bytes": float(sum(report.own_bytes for report in built)),
+        "sync/peer_bytes": float(sum(report.peer_bytes for report in built)),
+        "sync/gathered_bytes": float(sum(report.gathered_bytes for report in built)),
         "sync/replayed_tensors": float(min(report.replayed_tensors for report in built)),
         "sync/weight_version": float(max(report.global_steps for report in built)),
     }

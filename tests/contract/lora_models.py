@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from models import build
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from verl_sync_plugin.bucket import plan_buckets
+from contract.reading import Reader
 from verl_sync_plugin.lora.names import merged_name
 from verl_sync_plugin.lora.weights import lora_weights, renamed_weights
+from verl_sync_plugin.planner import plan_buckets
 from verl_sync_plugin.receiver.assembly import Assembler
 from verl_sync_plugin.source.base import WirePolicy
 from verl_sync_plugin.source.fsdp1 import FSDP1Source
@@ -97,21 +97,20 @@ def merging_source(module: torch.nn.Module, model_type: str, merge: bool = True)
     return MergingSource(inner, renamed_weights(lora_weights(model), rename), CPU, merge)
 
 
-def deliver(source: MergingSource, bucket_bytes: int, break_off_after: int | None = None) -> dict[str, torch.Tensor]:
+def deliver(
+    source: MergingSource, bucket_bytes: int, break_off_after: int | None = None, sharded: bool = False
+) -> dict[str, torch.Tensor]:
     """One sync, as the manager runs it; breaks off after some buckets when told to."""
     shards = source.shards()
-    plan = plan_buckets(tuple(part.base for part in shards), bucket_bytes)
-    sender, assembler = BucketSender(CPU, 30.0), Assembler()
-    sender.reserve(plan)
-    rank = 0 if source.group is None else dist.get_rank(source.group)
+    plan = plan_buckets(tuple(part.base for part in shards), bucket_bytes, sharded)
+    reader, assembler = Reader(plan, source, BucketSender(CPU, 30.0)), Assembler()
     got = {}
     for index, bucket in enumerate(plan.buckets):
         if index == break_off_after:
             raise BrokenOffError
         source.prepare(tuple(dict.fromkeys(part.base for part in bucket.slices)))
-        sender.pack(bucket, 0, shards, rank if bucket.world > 1 else 0)
-        sender.gather(bucket, 0, rank, source.group)
-        got.update({name: t.clone() for name, t in assembler.tensors(sender._slot(0), bucket.entries)})
+        memory = reader.receive(index, shards)
+        got.update({name: t.clone() for name, t in assembler.tensors(memory, bucket.entries)})
     assembler.finish()
-    sender.close()
+    reader.close()
     return got

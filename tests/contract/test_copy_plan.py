@@ -16,35 +16,44 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from contract import sglang_models as models
-from verl_sync_plugin.bucket import Base, Plan, View, plan_buckets
+from verl_sync_plugin.bucket import Base, Plan, View
+from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.planner import plan_buckets
 from verl_sync_plugin.receiver import copy_plan, unpacker
 from verl_sync_plugin.receiver.copy_plan import CopyPlan
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.unpacker import Unpacker
+from verl_sync_plugin.sharding_manager.agreement import Agreement
+from verl_sync_plugin.sharding_manager.hash_check import HashCheck
 from verl_sync_plugin.source.base import Shard, dtype_name
 from verl_sync_plugin.source.fsdp2 import even_chunks
 from verl_sync_plugin.transport.packing import Packer
-from verl_sync_plugin.transport.protocol import Coverage, Manifest
+from verl_sync_plugin.transport.protocol import Committed, Coverage, Manifest
 
 pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
-# trainer ranks and bucket size: whole tensors in one piece; many torn ones; a few
-CUTS = ((1, 1 << 30), (3, 20_000), (2, 1 << 16))
+# trainer ranks, bucket size, sharded: whole tensors in one piece; many torn ones; a few
+CUTS = ((1, 1 << 30, False), (3, 20_000, True), (2, 1 << 16, False))
 
 
 class Wire:
     """Brings checkpoints to one model the way trainer ranks do."""
 
-    def __init__(self, model: Any, weights: models.Weights, ranks: int, bucket_bytes: int) -> None:
+    def __init__(
+        self, model: Any, weights: models.Weights, ranks: int, bucket_bytes: int, sharded: bool = False
+    ) -> None:
         self.model = model
         self._ranks = ranks
-        self.plan: Plan = plan_buckets(tuple(self._base(name, tensor) for name, tensor in weights), bucket_bytes)
+        bases = tuple(self._base(name, tensor) for name, tensor in weights)
+        self.plan: Plan = plan_buckets(bases, bucket_bytes, sharded)
         self._packers = [Packer(CPU, self.plan, hashed=True) for _ in range(ranks)]
-        self.unpacker = Unpacker(model, Manifest.of(self.plan.buckets), CPU)
+        self.unpacker = Unpacker(model, Manifest.of(self.plan), CPU)
         self.coverage = Coverage(0, ())
+        self._check = HashCheck(Agreement(60.0))
 
     def _base(self, name: str, tensor: torch.Tensor) -> Base:
         lengths = even_chunks(tensor.shape[0], self._ranks, tensor.numel() // tensor.shape[0])
@@ -68,19 +77,34 @@ class Wire:
             packer.begin()
         self.unpacker.begin(copy_plan=True, hashed=True)
         ledger = None if self.unpacker.settled else Ledger(self.model)
-        memory = torch.zeros(self.plan.slot_bytes, dtype=torch.uint8)
+        slots = [torch.zeros(self.plan.slot_bytes, dtype=torch.uint8)]
+        slots += [slots[0].clone() for _ in range(self._ranks - 1)] if self.plan.sharded else []
         with ledger or nullcontext():
             for index, bucket in enumerate(self.plan.buckets):
                 for rank, packer in enumerate(self._packers):
-                    packer.pack(bucket, memory, shards[rank], rank)
-                spoil(memory)
-                self.unpacker.load(index, memory)
-                memory.fill_(0xEE)  # the slot is used again
-        sums = zip(*(packer.sums() for packer in self._packers), strict=True)
-        self.unpacker.finish(tuple(sums), ledger)
+                    packer.pack(bucket, slots[rank % len(slots)], shards[rank], rank)
+                spoil(slots[0])
+                self.unpacker.load(index, slots)
+                for slot in slots:
+                    slot.fill_(0xEE)  # used again
+        replayed = self.unpacker.replayed
+        self._compare()
+        self.unpacker.finish(ledger)
         if ledger is not None:
             self.coverage = ledger.coverage()
-        return self.unpacker.replayed
+        return replayed
+
+    def _compare(self) -> None:
+        """The hashes, as the trainer ranks compare them; every model rank holds all packers, as many as its world."""
+        readings = self.unpacker.readings()
+        if readings is not None:
+            self.unpacker.told(readings)
+            self._check.note(Committed(self.coverage, readings=readings))
+            self._check.learn(self.plan)
+            self._check._times_sent = torch.full_like(self._check._times_sent, dist.get_world_size())
+            assert self._check.whole == ()
+        sent = torch.stack([packer.sums() for packer in self._packers]).sum(0)
+        self._check.compare(sent, Committed(self.coverage, sums=self.unpacker.sums()))
 
 
 def assert_same(model: Any, reference: Any, what: str) -> None:
@@ -93,8 +117,8 @@ def assert_same(model: Any, reference: Any, what: str) -> None:
 def replays_are_exact(kind: str, config: Any) -> None:
     """Three syncs of every cut: the first is the model's own, the others are replayed whole."""
     model, reference = models.build(config), models.build(config)
-    for ranks, bucket_bytes in CUTS:
-        wire = Wire(model, models.weights_of(kind, 0), ranks, bucket_bytes)
+    for ranks, bucket_bytes, sharded in CUTS:
+        wire = Wire(model, models.weights_of(kind, 0), ranks, bucket_bytes, sharded)
         nbytes = sum(tensor.nbytes for _, tensor in models.weights_of(kind, 0))
         for seed in (1, 2, 3):
             weights = models.weights_of(kind, seed)
@@ -198,7 +222,7 @@ def changed_bytes_are_found(kind: str, config: Any) -> None:
         memory[4097] ^= 4
 
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"bucket 0: the bytes of trainer rank 0 .* changed on the way"):
+        with pytest.raises(SyncError, match=r"the bytes of model\.[a-z0-9_.]+ changed on the way"):
             wire.sync(models.weights_of(kind, 1), flip)
         wire.sync(models.weights_of(kind, 2))
     assert wire.sync(models.weights_of(kind, 3))[0] > 0

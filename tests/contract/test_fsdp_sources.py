@@ -12,7 +12,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from models import CONFIGS, build, train_step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -27,14 +26,15 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from worlds import run_world
 
-from verl_sync_plugin.bucket import Plan, plan_buckets
+from contract.reading import Reader
+from verl_sync_plugin.bucket import Plan
+from verl_sync_plugin.planner import plan_buckets
 from verl_sync_plugin.receiver.assembly import Assembler
 from verl_sync_plugin.source.base import ParameterSource, Shard, WirePolicy
 from verl_sync_plugin.source.fsdp1 import FSDP1Source
 from verl_sync_plugin.source.fsdp2 import FSDP2Source
 from verl_sync_plugin.source.naming import verl_rewrite
-from verl_sync_plugin.transport.sender import SLOTS, BucketSender
-from verl_sync_plugin.transport.staging import open_staging, slot_of
+from verl_sync_plugin.transport.sender import BucketSender
 
 KEEP = (r"\.gate\.weight$", r"layers\.0\.input_layernorm")
 SYNCS = 3
@@ -135,24 +135,17 @@ def expected_on_the_wire(state: State, parameters: set[str], layout: Layout, mod
 
 def deliver(plan: Plan, shards: list[Shard], source: ParameterSource, sender: BucketSender) -> Iterator[State]:
     """Runs all buckets; yields what each load call would get."""
-    sender.reserve(plan)
-    export = sender._staging.export()  # type: ignore[union-attr]  # what Hello carries
-    memory = open_staging(export)  # a mapping of its own, as in the engine
-    rank = 0 if source.group is None else dist.get_rank(source.group)
+    reader = Reader(plan, source, sender)
     assembler = Assembler()
     for index, bucket in enumerate(plan.buckets):
-        slot = index % SLOTS
-        slot_of(memory, slot, export.slot_bytes).fill_(0xEE)
-        sender.pack(bucket, slot, shards, rank if bucket.world > 1 else 0)
-        sender.gather(bucket, slot, rank, source.group)
+        memory = reader.receive(index, shards)
         loaded: State = {}
-        for name, tensor in assembler.tensors(slot_of(memory, slot, export.slot_bytes), bucket.entries):
+        for name, tensor in assembler.tensors(memory, bucket.entries):
             assert name not in loaded, f"{name} came twice"
             loaded[name] = tensor.clone()
         yield loaded
     assembler.finish()
-    del memory
-    sender.close()
+    reader.close()
 
 
 def check_arrival(got: State, expected: State) -> None:
@@ -167,13 +160,15 @@ def locals_of(shards: list[Shard]) -> list[torch.Tensor]:
     return [shard.local().clone() for shard in shards]
 
 
-def one_sync(module: torch.nn.Module, source: ParameterSource, bucket_bytes: int) -> tuple[State, Plan]:
+def one_sync(
+    module: torch.nn.Module, source: ParameterSource, bucket_bytes: int, sharded: bool = False
+) -> tuple[State, Plan]:
     """A sync and its checks on the sender: live parameters untouched, each name once."""
     shards = source.shards()
     before = locals_of(shards)
     versions = [parameter._version for parameter in module.parameters()]
-    plan = plan_buckets(tuple(shard.base for shard in shards), bucket_bytes)
-    assert all(bucket.nbytes <= bucket_bytes for bucket in plan.buckets)
+    plan = plan_buckets(tuple(shard.base for shard in shards), bucket_bytes, sharded)
+    assert plan.slot_bytes <= bucket_bytes
     got: State = {}
     for loaded in deliver(plan, shards, source, BucketSender(torch.device("cpu"), 30.0)):
         assert not got.keys() & loaded.keys(), "a name came twice"
@@ -198,11 +193,12 @@ def syncs(layout: Layout, model_name: str) -> list[str]:
         if step == 0:
             check_arrival(state, original)
         expected = expected_on_the_wire(state, parameters, layout, model_type)
-        for bucket_bytes in (TINY, LARGE):
-            got, plan = one_sync(module, source, bucket_bytes)
+        for bucket_bytes, sharded in ((TINY, False), (LARGE, False), (TINY, True)):
+            got, plan = one_sync(module, source, bucket_bytes, sharded)
             check_arrival(got, expected)
             digests.append(plan.digest)
-            check_cuts(plan, bucket_bytes)
+            if not sharded:
+                check_cuts(plan, bucket_bytes)
         if step:
             unchanged = [name for name, tensor in state.items() if torch.equal(tensor, last[name])]
             assert unchanged == [], "training must have changed everything"

@@ -92,10 +92,10 @@ def merge_and_compare(variant: Variant, layout: Layout) -> None:
     reference = peft_model(variant)
     module = shard(peft_model(variant), layout)
     source = merging_source(module, variant.model)
-    for bucket_bytes in (9_001, 64 << 20, 9_001):
+    for bucket_bytes, sharded in ((9_001, False), (64 << 20, False), (9_001, True)):
         before = {name: tensor.clone() for name, tensor in torchs_own_state(module).items()}
         expected = peft_merge(reference, before)
-        got = deliver(source, bucket_bytes)
+        got = deliver(source, bucket_bytes, sharded=sharded)
         assert sorted(got) == sorted(expected)
         for name, tensor in expected.items():
             assert_within_one_ulp(name, got[name], tensor)

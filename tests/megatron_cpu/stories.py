@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bare_engine.endpoint import BareEngineEndpoint
+from contract.reading import Reader
 from megatron_cpu.engines import Layout, build, stock_export, train_step
 from verl_sync_plugin.config import SyncConfig
 from verl_sync_plugin.errors import SyncError
@@ -32,7 +33,6 @@ from verl_sync_plugin.source.base import ParameterSource, WirePolicy
 from verl_sync_plugin.source.megatron import unwrapped
 from verl_sync_plugin.source.stream import StreamSource
 from verl_sync_plugin.transport.sender import SLOTS, STAGING_BUCKETS
-from verl_sync_plugin.transport.staging import open_staging, slot_of
 
 State = dict[str, torch.Tensor]
 
@@ -42,9 +42,9 @@ SYNCS = 3
 COLLECTIVES = ("all_gather_object", "broadcast_object_list", "broadcast", "all_gather", "all_gather_into_tensor")
 
 
-def manager_of(engine: Any, bucket_bytes: int, wire: str = "auto") -> ShardingManager:
+def manager_of(engine: Any, bucket_bytes: int, wire: str = "auto", delivery: str = "auto") -> ShardingManager:
     manager_class = get_sharding_manager("megatron", "sglang")
-    config = SyncConfig(timeout_seconds=20, wire_dtype=wire)
+    config = SyncConfig(timeout_seconds=20, wire_dtype=wire, delivery=delivery)
     return manager_class(engine, BareEngineEndpoint(None), config, bucket_bytes, CPU)
 
 
@@ -61,20 +61,14 @@ def deliver(manager: ShardingManager) -> State:
     """Runs all buckets through the manager's staging memory; a mapping of its own reads it, as in the engine."""
     plan, source, sender = manager._plan, manager._source, manager._sender
     assert plan is not None and source is not None
-    export = sender._staging.export()  # type: ignore[union-attr]  # what Hello carries
-    assert export.nbytes <= STAGING_BUCKETS * manager._bucket_bytes
-    memory = open_staging(export)
-    rank = 0 if source.group is None else dist.get_rank(source.group)
+    reader = Reader(plan, source, sender)
+    assert reader.staging_bytes <= STAGING_BUCKETS * manager._bucket_bytes
     assembler = Assembler(frozenset(entry.name for bucket in plan.buckets for entry in bucket.entries))
     got: State = {}
     for index, bucket in enumerate(plan.buckets):
-        assert bucket.nbytes <= manager._bucket_bytes
-        slot = slot_of(memory, index % SLOTS, export.slot_bytes)
-        slot.fill_(0xEE)
         source.prepare(tuple(dict.fromkeys(part.base for part in bucket.slices)))
-        sender.pack(bucket, index % SLOTS, manager._shards, rank)
-        sender.gather(bucket, index % SLOTS, rank, source.group)
-        for name, tensor in assembler.tensors(slot, bucket.entries):
+        memory = reader.receive(index, manager._shards)
+        for name, tensor in assembler.tensors(memory, bucket.entries):
             assert name not in got, f"{name} came twice"
             got[name] = tensor.clone()
     assembler.finish()
@@ -104,7 +98,9 @@ def on_the_wire(state: State, wire: torch.dtype) -> State:
 def syncs(model_path: str, layout: Layout, wire: str = "bfloat16") -> list[str]:
     """Three syncs with two bucket sizes each and a training step in between; returns the plans' digests."""
     engine = build(model_path, layout)
-    managers = [manager_of(engine, size, wire) for size in (TINY, LARGE)]
+    managers = [
+        manager_of(engine, size, wire, how) for size, how in ((TINY, "gathered"), (LARGE, "auto"), (TINY, "auto"))
+    ]
     disk, digests = on_disk(model_path), []
     # The checkpoint is all in bfloat16; the router's biases become float32
     expected = {n: t.float() if n.endswith("_bias") and "gate" in n else t for n, t in disk.items()}
@@ -226,10 +222,10 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-def cost(model_path: str, layout: Layout, bucket_bytes: int) -> tuple[dict[str, int], int, int, int]:
-    """Of the third sync: (collectives by name, gathered buckets, staging bytes, largest other allocation)."""
+def cost(model_path: str, layout: Layout, bucket_bytes: int, how: str) -> tuple[dict[str, int], int, int, int]:
+    """Of the third sync: (collectives by name, buckets, staging bytes, largest other allocation)."""
     engine = build(model_path, layout)
-    manager = manager_of(engine, bucket_bytes)
+    manager = manager_of(engine, bucket_bytes, delivery=how)
     one_sync(manager)
     one_sync(manager)
     with ExitStack() as stack:
@@ -238,9 +234,11 @@ def cost(model_path: str, layout: Layout, bucket_bytes: int) -> tuple[dict[str, 
             plan, source = manager._plan, manager._source
             assert plan is not None and source is not None and manager._sender._staging is not None
             rank = 0 if source.group is None else dist.get_rank(source.group)
+            manager._sender.begin(plan, hashed=False)
             with Allocations() as allocations:
                 for index, bucket in enumerate(plan.buckets):
                     manager._sender.pack(bucket, index % SLOTS, manager._shards, rank)
-                    manager._sender.gather(bucket, index % SLOTS, rank, source.group)
+                    if not plan.sharded:
+                        manager._sender.gather(bucket, index % SLOTS, rank, source.group)
         counts = {name: call.call_count for name, call in calls.items() if call.call_count}
         return counts, len(plan.buckets), manager._sender._staging.memory.numel(), allocations.largest

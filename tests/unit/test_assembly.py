@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl_sync_plugin.bucket import Base, Entry, Piece, View, plan_buckets
+from verl_sync_plugin.bucket import Base, Entry, Piece, View
+from verl_sync_plugin.copies.bucket_memory import BucketMemory
+from verl_sync_plugin.planner import plan_buckets
 from verl_sync_plugin.receiver.assembly import FUSED_PAIRS, Assembler
 
 Loads = list[list[tuple[str, torch.Tensor]]]
@@ -31,7 +33,8 @@ def ship(tensors: list[torch.Tensor], bases: list[Base], bucket_bytes: int, asse
                 first = sum(base.lengths[:rank])
                 run = flat[first + part.begin : first + min(part.end, base.lengths[rank])].view(torch.uint8)
                 memory.narrow(0, rank * bucket.stride + part.offset, run.numel()).copy_(run)
-        loads.append([(name, tensor.clone()) for name, tensor in assembler.tensors(memory, bucket.entries)])
+        arriving = assembler.tensors(BucketMemory([memory], bucket.stride, bucket.world), bucket.entries)
+        loads.append([(name, tensor.clone()) for name, tensor in arriving])
         memory.fill_(0xEE)
     return loads
 
@@ -72,7 +75,7 @@ def test_strided_views_keep_their_layout(bucket_bytes: int) -> None:
 def test_whole_tensor_in_one_piece_is_not_copied() -> None:
     memory = torch.arange(32, dtype=torch.uint8)
     entry = Entry("w", "float32", (4,), None, 16, (Piece(16, 16, 0),))
-    ((name, tensor),) = Assembler().tensors(memory, (entry,))
+    ((name, tensor),) = Assembler().tensors(BucketMemory([memory], 32, 1), (entry,))
     assert name == "w"
     assert tensor.data_ptr() == memory.data_ptr() + 16
 
@@ -113,7 +116,7 @@ def test_pairs_of_different_layers_do_not_mix() -> None:
 
 def test_finish_names_an_incomplete_tensor() -> None:
     assembler = Assembler()
-    memory = torch.zeros(16, dtype=torch.uint8)
+    memory = BucketMemory([torch.zeros(16, dtype=torch.uint8)], 16, 1)
     assert list(assembler.tensors(memory, (Entry("half", "uint8", (32,), None, 32, (Piece(0, 16, 0),)),))) == []
     with pytest.raises(ValueError, match="incomplete tensors: half"):
         assembler.finish()
@@ -123,6 +126,7 @@ def test_finish_names_half_a_pair() -> None:
     assembler = Assembler()
     name = f"layers.0.{FUSED_PAIRS[0][1]}"
     entry = Entry(name, "uint8", (16,), None, 16, (Piece(0, 16, 0),))
-    assert list(assembler.tensors(torch.zeros(16, dtype=torch.uint8), (entry,))) == []
+    memory = BucketMemory([torch.zeros(16, dtype=torch.uint8)], 16, 1)
+    assert list(assembler.tensors(memory, (entry,))) == []
     with pytest.raises(ValueError, match=f"incomplete tensors: {name}"):
         assembler.finish()

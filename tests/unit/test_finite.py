@@ -8,7 +8,8 @@ from functools import partial
 import pytest
 import torch
 
-from verl_sync_plugin.bucket import Base, Bucket, Plan, Share, Slice, View, plan_buckets
+from verl_sync_plugin.bucket import Base, Bucket, Plan, Share, Slice, View
+from verl_sync_plugin.planner import plan_buckets
 from verl_sync_plugin.source.base import ParameterSource, Shard
 from verl_sync_plugin.source.culprit import name_culprit
 from verl_sync_plugin.transport.finite import FiniteCheck

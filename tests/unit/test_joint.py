@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_sync_plugin.bucket import ALIGNMENT, Base, Plan, Share, View
+from verl_sync_plugin.copies.bucket_memory import BucketMemory
 from verl_sync_plugin.joint import plan_joint
 from verl_sync_plugin.receiver.assembly import Assembler
 
@@ -62,7 +63,7 @@ def ship(plan: Plan, world: int) -> dict[str, torch.Tensor]:
             ends[owner] = part.offset + len(run)
             assert ends[owner] <= bucket.stride
             memory.narrow(0, owner * bucket.stride + part.offset, len(run)).copy_(run)
-        for name, tensor in assembler.tensors(memory.narrow(0, 0, bucket.nbytes), bucket.entries):
+        for name, tensor in assembler.tensors(BucketMemory([memory], bucket.stride, world), bucket.entries):
             assert name not in got
             got[name] = tensor.clone()
     assembler.finish()

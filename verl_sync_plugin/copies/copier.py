@@ -1,4 +1,7 @@
-"""Two ways to run the same blocks from a flat source to absolute addresses: the kernel, or one ``copy_`` per block."""
+"""Two ways to run the same blocks from a bucket to absolute addresses: the kernel, or one ``copy_`` per block.
+
+A block's ``base`` is the segment that it is read from; its source counts from the bucket's first byte all the same.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Protocol
 import torch
 
 from verl_sync_plugin.copies.blocks import Block
+from verl_sync_plugin.copies.bucket_memory import BucketMemory
 from verl_sync_plugin.copies.plain import flat_storage, hash_block, runs
 from verl_sync_plugin.copies.table import KernelTable, addresses, kernel_works
 
@@ -17,8 +21,8 @@ from verl_sync_plugin.copies.table import KernelTable, addresses, kernel_works
 class Prepared(Protocol):
     """Blocks made ready once and run every sync."""
 
-    def run(self, memory: torch.Tensor, sums: torch.Tensor, copy: bool = True, hashed: bool = True) -> None:
-        """Copies from ``memory`` (uint8, flat), adds hashes to ``sums`` (int64, one per group); may return early."""
+    def run(self, memory: BucketMemory, sums: torch.Tensor, copy: bool = True, hashed: bool = True) -> None:
+        """Copies from ``memory``, adds hashes to ``sums`` (int64, one per group); may return early."""
 
 
 class Targets:
@@ -57,7 +61,7 @@ class Copier:
     def hash_targets(self, blocks: list[Block], sums: torch.Tensor) -> None:
         """Adds to ``sums`` what running ``blocks`` would, but reads their targets."""
         if self.kernel:
-            turned = [replace(block, source=block.target, source_stride=block.target_stride) for block in blocks]
+            turned = [replace(b, source=b.target, source_stride=b.target_stride, base=0) for b in blocks]
             KernelTable(turned, self._device).run(addresses(0, [0], self._device), sums, copy=False)
             return
         for block in blocks:
@@ -68,13 +72,13 @@ class Copier:
 class _KernelPrepared:
     def __init__(self, blocks: list[Block], device: torch.device) -> None:
         self._table = KernelTable(blocks, device)
-        self._bases: dict[int, torch.Tensor] = {}
+        self._bases: dict[tuple[int, ...], torch.Tensor] = {}
 
-    def run(self, memory: torch.Tensor, sums: torch.Tensor, copy: bool = True, hashed: bool = True) -> None:
-        address = memory.data_ptr()
-        if address not in self._bases:
-            self._bases[address] = addresses(0, [address], memory.device)
-        self._table.run(self._bases[address], sums, copy, hashed)
+    def run(self, memory: BucketMemory, sums: torch.Tensor, copy: bool = True, hashed: bool = True) -> None:
+        found = memory.addresses()
+        if found not in self._bases:
+            self._bases[found] = addresses(0, found, memory.device)
+        self._table.run(self._bases[found], sums, copy, hashed)
 
 
 class _PlainPrepared:
@@ -82,11 +86,12 @@ class _PlainPrepared:
         self._blocks = blocks
         self._targets = targets
 
-    def run(self, memory: torch.Tensor, sums: torch.Tensor, copy: bool = True, hashed: bool = True) -> None:
+    def run(self, memory: BucketMemory, sums: torch.Tensor, copy: bool = True, hashed: bool = True) -> None:
         for block in self._blocks:
+            slot, source = memory.at(block.source)
             if copy:
                 flat, start = self._targets.find(block.target)
                 target = runs(flat, start, block.width, block.lines, block.target_stride)
-                target.copy_(runs(memory, block.source, block.width, block.lines, block.source_stride))
+                target.copy_(runs(slot, source, block.width, block.lines, block.source_stride))
             if hashed:
-                sums[block.group] += hash_block(memory, block.source, block)
+                sums[block.group] += hash_block(slot, source, block)

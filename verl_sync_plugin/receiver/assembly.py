@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from verl_sync_plugin.bucket import Entry, Piece
+from verl_sync_plugin.copies.bucket_memory import BucketMemory
 
 # SGLang's DeepSeek loaders fuse these pairs inside one load_weights call; a pair torn over two calls leaves the fused
 # weight stale without a word (first of a pair waits for the second). Suffixes of the HF name.
@@ -43,12 +44,12 @@ class Assembler:
         self._arrived: dict[str, int] = {}
         self._waiting: dict[str, tuple[str, torch.Tensor]] = {}
 
-    def tensors(self, memory: torch.Tensor, entries: tuple[Entry, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, memory: BucketMemory, entries: tuple[Entry, ...]) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that are complete with this bucket; they may alias ``memory``.
 
         Args:
-            memory: the slot, uint8.
-            entries: what the slot holds.
+            memory: the bucket.
+            entries: what it holds.
         """
         for entry in entries:
             flat = self._join(memory, entry)
@@ -61,10 +62,10 @@ class Assembler:
                 tensor = typed.as_strided(entry.shape, entry.strides)
             yield from self._release(entry.name, tensor)
 
-    def _join(self, memory: torch.Tensor, entry: Entry) -> torch.Tensor | None:
+    def _join(self, memory: BucketMemory, entry: Entry) -> torch.Tensor | None:
         here = sum(piece.nbytes * piece.count for piece in entry.pieces)
         if here == entry.nbytes and all(piece.count == 1 for piece in entry.pieces):
-            parts = [memory.narrow(0, piece.offset, piece.nbytes) for piece in entry.pieces]
+            parts = [memory.narrow(piece.offset, piece.nbytes) for piece in entry.pieces]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         partial = self._partial.get(entry.name)
         if partial is None:
@@ -100,15 +101,16 @@ class Assembler:
             raise ValueError(f"the sync ended with incomplete tensors: {', '.join(left[:10])}")
 
 
-def _place(tensor: torch.Tensor, memory: torch.Tensor, piece: Piece) -> None:
-    """Copies one piece, with all its repetitions, from the slot into a tensor; both uint8."""
+def _place(tensor: torch.Tensor, memory: BucketMemory, piece: Piece) -> None:
+    """Copies one piece, with all its repetitions, from the bucket into a tensor of uint8."""
     if piece.count == 1:
-        tensor.narrow(0, piece.target, piece.nbytes).copy_(memory.narrow(0, piece.offset, piece.nbytes))
+        tensor.narrow(0, piece.target, piece.nbytes).copy_(memory.narrow(piece.offset, piece.nbytes))
         return
+    slot, first = memory.at(piece.offset)
     # A strided copy of single bytes is slow: use the widest element that divides everything
-    numbers = (piece.nbytes, piece.offset, piece.step, piece.target, piece.stride)
-    width = math.gcd(8, memory.data_ptr(), tensor.data_ptr(), memory.storage_offset(), *numbers)
-    source = _repeated(memory, piece.offset, piece.step, piece).view(_WIDTHS[width])
+    numbers = (piece.nbytes, first, piece.step, piece.target, piece.stride)
+    width = math.gcd(8, slot.data_ptr(), tensor.data_ptr(), slot.storage_offset(), *numbers)
+    source = _repeated(slot, first, piece.step, piece).view(_WIDTHS[width])
     _repeated(tensor, piece.target, piece.stride, piece).view(_WIDTHS[width]).copy_(source)
 
 

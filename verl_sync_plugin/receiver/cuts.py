@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from verl_sync_plugin.bucket import Entry, Piece
-from verl_sync_plugin.copies.blocks import Block, Interval, clip, union
+from verl_sync_plugin.copies.blocks import Block, clip
+from verl_sync_plugin.copies.hulls import Hull
 from verl_sync_plugin.receiver.copy_plan import Planned
 
 MOST_RUNS = 512  # of one tensor in one bucket
@@ -25,10 +27,10 @@ class Work:
     """What one bucket asks for.
 
     Attributes:
-        fused: copies that hash every byte of their piece once.
-        bare: copies that do not (the rank needs part of a piece only, or another copy hashes it).
-        reads: pieces hashed without a copy.
-        casts: copies that change the dtype; their pieces are among ``reads``.
+        fused: copies that hash what they copy.
+        bare: copies that do not (another copy of the same bytes hashes them, or they are among ``reads``).
+        reads: bytes hashed without a copy.
+        casts: copies that change the dtype; their bytes are among ``reads``.
         owners: the tensor of each of ``fused`` and then ``bare``.
         leftovers: entries that take the model's own path.
     """
@@ -40,64 +42,72 @@ class Work:
     owners: list[str] = field(default_factory=list)
     leftovers: tuple[Entry, ...] = ()
 
+    def bytes_by_base(self, segment: int) -> Counter[int]:
+        """The bytes read from each segment."""
+        read: Counter[int] = Counter()
+        for block in (*self.fused, *self.bare, *self.reads, *(cast.block for _, cast in self.casts)):
+            read[block.base] += block.width * block.lines
+        read.update(bytes_of(self.leftovers, segment))
+        return read
+
+
+def bytes_of(entries: Sequence[Entry], segment: int) -> Counter[int]:
+    """The bytes that each segment holds of these tensors."""
+    held: Counter[int] = Counter()
+    for piece in (piece for entry in entries for piece in entry.pieces):
+        held[piece.offset // segment] += piece.nbytes * piece.count
+    return held
+
 
 def scattered(entries: Sequence[Entry]) -> frozenset[str]:
     """Tensors that arrive in so many runs that a table of them would be larger than what it moves is worth."""
     return frozenset(e.name for e in entries if sum(piece.count for piece in e.pieces) > MOST_RUNS)
 
 
-def covered(entries: Sequence[Entry]) -> list[Interval]:
-    """The bytes of a bucket that belong to any tensor; none of the intervals crosses a segment."""
-    return union(span for entry in entries for piece in entry.pieces for span in piece.spans())
-
-
-def cut(entries: tuple[Entry, ...], segment: int, first_group: int, planned: dict[str, Planned]) -> Work:
+def cut(
+    entries: tuple[Entry, ...],
+    segment: int,
+    hulls: Sequence[Hull],
+    numbers: dict[str, int],
+    planned: dict[str, Planned],
+    chosen: dict[str, str],
+) -> Work:
     """The work of one bucket.
 
     Args:
         entries: what the bucket holds.
-        segment: bytes per segment; each has its own sum, numbered from ``first_group``.
-        first_group: see there.
+        segment: bytes per segment; a block's ``base`` is its segment.
+        hulls: of the bucket.
+        numbers: of the tensors; a block's ``group`` is the one whose hash its bytes count for.
         planned: the plan by name; entries not in it are left over.
+        chosen: see ``readings.choose``.
     """
     work = Work(leftovers=tuple(entry for entry in entries if entry.name not in planned))
-    hulls = set(covered(entries))
     fused: list[tuple[str, Block]] = []
     bare: list[tuple[str, Block]] = []
+    hashing = {chosen[hull.names[0]]: numbers[hull.names[0]] for hull in hulls if hull.names[0] in chosen}
     for entry in entries:
         plan = planned.get(entry.name)
         if plan is None:
             continue
-        whole = not plan.casts and _reads_all(plan, entry.nbytes)
+        group = hashing.get(entry.name)
         for piece in (single for arrived in entry.pieces for single in arrived.repeats()):
-            hull = (piece.offset, piece.offset + piece.nbytes)
-            group = first_group + piece.offset // segment
-            blocks = [(entry.name, block) for block in _blocks(plan, piece, group)]
+            blocks = [(entry.name, block) for block in _blocks(plan, piece, piece.offset // segment, group or 0)]
             if plan.casts:
                 work.casts.extend((name, Cast(block, plan)) for name, block in blocks)
-            elif whole and hull in hulls:
-                hulls.discard(hull)
-                fused.extend(blocks)
             else:
-                bare.extend(blocks)
+                (bare if group is None else fused).extend(blocks)
     work.owners = [name for name, _ in (*fused, *bare)]
     work.fused, work.bare = [block for _, block in fused], [block for _, block in bare]
-    work.reads = [Block(low, 0, low, high - low, group=first_group + low // segment) for low, high in sorted(hulls)]
+    work.reads = [
+        Block(h.first, 0, h.first, h.end - h.first, base=h.first // segment, group=numbers[h.names[0]])
+        for h in hulls
+        if h.names[0] not in chosen
+    ]
     return work
 
 
-def _reads_all(plan: Planned, nbytes: int) -> bool:
-    """Whether the copies read every byte of the tensor exactly once."""
-    parts = [
-        (line.start, line.start + line.width * line.count)
-        for line in plan.lines
-        if line.count == 1 or line.stride == line.width
-    ]
-    read = sum(end - first for first, end in parts)
-    return len(parts) == len(plan.lines) and read == nbytes == sum(end - first for first, end in union(parts))
-
-
-def _blocks(plan: Planned, piece: Piece, group: int) -> Iterator[Block]:
+def _blocks(plan: Planned, piece: Piece, base: int, group: int) -> Iterator[Block]:
     """The plan's runs inside one piece, with offsets in the bucket as sources."""
     shift = piece.offset - piece.target
     grow = (plan.target_dtype.itemsize, plan.dtype.itemsize)
@@ -105,7 +115,7 @@ def _blocks(plan: Planned, piece: Piece, group: int) -> Iterator[Block]:
         for part in clip(lines, piece.target, piece.target + piece.nbytes, grow):
             start = part.start + shift
             if part.count > 1 and part.stride == part.width and part.target_stride == part.width and not plan.casts:
-                yield Block(start, part.target, start, part.width * part.count, group=group)
+                yield Block(start, part.target, start, part.width * part.count, base=base, group=group)
             else:
                 strides = (part.stride, part.target_stride, part.stride)
-                yield Block(start, part.target, start, part.width, part.count, *strides, group=group)
+                yield Block(start, part.target, start, part.width, part.count, *strides, base=base, group=group)

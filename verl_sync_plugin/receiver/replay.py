@@ -7,53 +7,42 @@ from dataclasses import replace
 
 import torch
 
+from verl_sync_plugin.copies.bucket_memory import BucketMemory
 from verl_sync_plugin.copies.copier import Copier
+from verl_sync_plugin.copies.hulls import hulls_of, numbers_of
 from verl_sync_plugin.copies.plain import runs
 from verl_sync_plugin.receiver.copy_plan import CopyPlan
-from verl_sync_plugin.receiver.cuts import Cast, Work, cut
+from verl_sync_plugin.receiver.cuts import Cast, Work, bytes_of, cut
+from verl_sync_plugin.receiver.readings import choose, readings_of
 from verl_sync_plugin.transport.protocol import Manifest
 
 
-class WireSums:
-    """One hash per segment of every bucket, added up as the bytes are read. int64 on the slots' device."""
-
-    def __init__(self, manifest: Manifest, device: torch.device) -> None:
-        self.first = [0]
-        for world in manifest.worlds:
-            self.first.append(self.first[-1] + world)
-        self.sums = torch.zeros(self.first[-1], dtype=torch.int64, device=device)
-
-    def check(self, sent: tuple[tuple[int, ...], ...]) -> None:
-        """Compares with what the senders hashed while they packed.
-
-        Raises:
-            ValueError: a bucket arrived with other bytes; names bucket and segment.
-        """
-        received = self.sums.tolist()
-        for bucket, expected in enumerate(sent):
-            for segment, value in enumerate(expected):
-                found = received[self.first[bucket] + segment]
-                if found != value:
-                    raise ValueError(
-                        f"bucket {bucket}: the bytes of trainer rank {segment} of its group changed on the way to the "
-                        f"engine (hash sent {value:#x}, received {found:#x}). The memory between trainer and engine is "
-                        "not reliable, or something overwrote a bucket in use"
-                    )
-
-
 class Replay:
-    """The plan of one layout and one manifest. Device memory: the tables (see ``KernelTable``)."""
+    """The plan of one layout and one manifest. Device memory: the tables (see ``KernelTable``).
 
-    def __init__(self, plan: CopyPlan, manifest: Manifest, wire: WireSums, copier: Copier) -> None:
+    Args:
+        plan: what is copied where.
+        manifest: what the buckets hold.
+        copier: makes the copies.
+        whole: tensors to be hashed whole, whatever is copied of them.
+    """
+
+    def __init__(self, plan: CopyPlan, manifest: Manifest, copier: Copier, whole: frozenset[str] = frozenset()) -> None:
         self._plan = plan
         self._copier = copier
+        numbers = numbers_of(manifest.buckets)
+        hulls = [hulls_of(entries) for entries in manifest.buckets]
+        chosen = choose(hulls, plan.planned, whole)
+        self.readings = readings_of(manifest.buckets, hulls, numbers, plan.planned, chosen)
         self.works = [
-            cut(entries, segment, first, plan.planned)
-            for entries, segment, first in zip(manifest.buckets, manifest.segments, wire.first, strict=False)
+            cut(entries, segment, of_bucket, numbers, plan.planned, chosen)
+            for entries, segment, of_bucket in zip(manifest.buckets, manifest.segments, hulls, strict=True)
         ]
         self._ready = [
             (copier.prepare(work.fused), copier.prepare(work.bare), copier.prepare(work.reads)) for work in self.works
         ]
+        self._manifest = manifest
+        self._traffic: dict[tuple[int, bool], tuple[int, int]] = {}
         leftovers = {entry.name for work in self.works for entry in work.leftovers}
         self.leftovers = frozenset(leftovers)
         nbytes = {entry.name: entry.nbytes for entries in manifest.buckets for entry in entries}
@@ -65,7 +54,7 @@ class Replay:
         for target, value in self._plan.fills:
             target.fill_(value)
 
-    def run(self, index: int, memory: torch.Tensor, sums: torch.Tensor, hashed: bool) -> None:
+    def run(self, index: int, memory: BucketMemory, sums: torch.Tensor, hashed: bool) -> None:
         """Starts the copies of one bucket on the current stream."""
         fused, bare, reads = self._ready[index]
         fused.run(memory, sums, hashed=hashed)
@@ -76,15 +65,33 @@ class Replay:
         if hashed:
             reads.run(memory, sums, copy=False)
 
-    def read(self, index: int, memory: torch.Tensor, sums: torch.Tensor) -> None:
+    def read(self, index: int, memory: BucketMemory, sums: torch.Tensor) -> None:
         """Hashes a bucket without loading it."""
         fused, _, reads = self._ready[index]
         fused.run(memory, sums, copy=False)
         reads.run(memory, sums, copy=False)
 
-    def _typed_source(self, cast: Cast, memory: torch.Tensor) -> torch.Tensor:
+    def traffic(self, place: int, replayed: bool) -> tuple[int, int]:
+        """Bytes read from one trainer rank, and from all others.
+
+        Args:
+            place: the segment of that rank; buckets of a single segment count as its own.
+            replayed: of a sync that replays, or of one that reads everything.
+        """
+        if (place, replayed) not in self._traffic:
+            near = total = 0
+            for work, entries, segment, world in zip(
+                self.works, self._manifest.buckets, self._manifest.segments, self._manifest.worlds, strict=True
+            ):
+                read = work.bytes_by_base(segment) if replayed else bytes_of(entries, segment)
+                near, total = near + read[place if world > 1 else 0], total + read.total()
+            self._traffic[place, replayed] = near, total - near
+        return self._traffic[place, replayed]
+
+    def _typed_source(self, cast: Cast, memory: BucketMemory) -> torch.Tensor:
         block = cast.block
-        return runs(memory, block.source, block.width, block.lines, block.source_stride).view(cast.planned.dtype)
+        slot, source = memory.at(block.source)
+        return runs(slot, source, block.width, block.lines, block.source_stride).view(cast.planned.dtype)
 
     def _typed_target(self, cast: Cast) -> torch.Tensor:
         block, planned = cast.block, cast.planned
@@ -114,7 +121,7 @@ class Comparison:
         self._differ: set[str] = set()
         self._casts: list[tuple[str, Cast, torch.Tensor]] = []
 
-    def note(self, index: int, memory: torch.Tensor) -> None:
+    def note(self, index: int, memory: BucketMemory) -> None:
         """Takes in a bucket before the model loads it; the slot may be reused afterwards."""
         self._copier.prepare(self._blocks[index]).run(memory, self._sent, copy=False)
         for name, cast in self.works_of(index).casts:

@@ -25,7 +25,7 @@ from verl_sync_plugin.transport.protocol import (
     Ready,
     describe,
 )
-from verl_sync_plugin.transport.staging import open_staging, slot_of
+from verl_sync_plugin.transport.staging import open_peer_staging, open_staging, slot_of
 
 T = TypeVar("T")
 
@@ -41,8 +41,7 @@ class ReceiverSession:
         self._model = model  # an SGLang model: a torch module with load_weights
         self._digest = ""
         self._unpacker: Unpacker | None = None
-        self._staging_key = ""
-        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._stagings: dict[str, torch.Tensor] = {}
         self._coverage: dict[str, Coverage] = {}
 
     def run(self, channel: Channel, request: LoadRequest) -> None:
@@ -50,38 +49,60 @@ class ReceiverSession:
 
         Raises:
             ChannelClosedError: the trainer ended the sync.
-            ValueError: protocol or manifest violated, or bytes changed on the way.
+            ValueError: protocol or manifest violated.
             Exception: whatever the model's ``load_weights`` raises.
         """
         wait = request.timeout_seconds
         hello = _expect(Hello, channel.receive(wait))
-        unpacker = self._open(hello, channel, wait)
-        unpacker.begin(hello.copy_plan, hello.hashed)
+        memories = self._open(hello, channel)
+        if not memories:
+            return
+        unpacker = self._unpacker_of(hello, channel, memories[hello.place].device, wait)
+        unpacker.begin(hello.copy_plan, hello.hashed, hello.whole)
         # One sync per plan is recorded; what a plan covers cannot change while names, shapes and dtypes stay
         ledger = None if hello.digest in self._coverage and unpacker.settled else Ledger(self._model)
         with ledger or nullcontext():
             running = _Running(channel)
             while isinstance(message := running.receive(wait), Load):
-                memory = slot_of(self._staging, message.slot, hello.staging.slot_bytes)
-                with running.loading(message.bucket, memory.is_cuda):
-                    unpacker.load(message.bucket, memory)
-        unpacker.finish(_expect(Commit, message).sums, ledger)
+                read = memories if unpacker.spread(message.bucket) else memories[hello.place : hello.place + 1]
+                slots = [slot_of(memory, message.slot, hello.stagings[0].slot_bytes) for memory in read]
+                with running.loading(message.bucket, slots[0].is_cuda):
+                    unpacker.load(message.bucket, slots)
+        _expect(Commit, message)
+        # Of this sync: what the model's own load proves wrong is taken out of the plan at its end
+        did = (*unpacker.replayed, *unpacker.traffic(hello.place))
+        sums, readings = unpacker.sums(), unpacker.readings()
+        unpacker.finish(ledger)
         if ledger is not None:
             self._coverage[hello.digest] = ledger.coverage()
-        if self._staging.is_cuda:
+        if memories[0].is_cuda:
             torch.cuda.current_stream().synchronize()  # what the model derived; its forward may use another stream
-        channel.send(Committed(self._coverage[hello.digest], *unpacker.replayed))
+        channel.send(Committed(self._coverage[hello.digest], *did, sums, readings))
+        unpacker.told(readings)
 
-    def _open(self, hello: Hello, channel: Channel, wait: float) -> Unpacker:
-        if hello.staging.key != self._staging_key:
-            self._staging = torch.empty(0, dtype=torch.uint8)  # unmap the old before mapping the new
-            self._staging = open_staging(hello.staging)
-            self._staging_key = hello.staging.key
+    def _open(self, hello: Hello, channel: Channel) -> list[torch.Tensor]:
+        """The staging memory of every trainer rank that is read here; empty when a peer's cannot be opened."""
+        keys = [export.key for export in hello.stagings]
+        self._stagings = {key: held for key, held in self._stagings.items() if key in keys}  # unmap before mapping
+        own = hello.stagings[hello.place]
+        if own.key not in self._stagings:
+            self._stagings[own.key] = open_staging(own)
+        for export in hello.stagings:
+            if export.key in self._stagings:
+                continue
+            try:
+                self._stagings[export.key] = open_peer_staging(export, self._stagings[own.key].device)
+            except (RuntimeError, OSError) as error:
+                channel.send(Ready(needs_plan=False, unreachable=f"{type(error).__name__}: {error}"))
+                return []
+        return [self._stagings[key] for key in keys]
+
+    def _unpacker_of(self, hello: Hello, channel: Channel, device: torch.device, wait: float) -> Unpacker:
         known = self._unpacker is not None and hello.digest == self._digest
         channel.send(Ready(needs_plan=not known))
         if self._unpacker is None or not known:
             manifest = _expect(Manifest, channel.receive(wait))
-            self._unpacker, self._digest = Unpacker(self._model, manifest, self._staging.device), hello.digest
+            self._unpacker, self._digest = Unpacker(self._model, manifest, device), hello.digest
         return self._unpacker
 
 

@@ -8,17 +8,20 @@ buckets are replayed. A model whose parameters moved starts over.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from verl_sync_plugin.copies.bucket_memory import BucketMemory
 from verl_sync_plugin.copies.copier import Copier
+from verl_sync_plugin.copies.hulls import numbers_of
 from verl_sync_plugin.receiver.assembly import Assembler
 from verl_sync_plugin.receiver.copy_plan import CopyPlan, LayoutKey, known_tensors, make_plan, sources_of
 from verl_sync_plugin.receiver.cuts import scattered
 from verl_sync_plugin.receiver.ledger import Ledger
-from verl_sync_plugin.receiver.replay import Comparison, Replay, WireSums
-from verl_sync_plugin.transport.protocol import Manifest
+from verl_sync_plugin.receiver.replay import Comparison, Replay
+from verl_sync_plugin.transport.protocol import Manifest, Readings
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +48,12 @@ class Unpacker:
         self._settled = False  # the plan of this layout has been compared, whatever came of it
         self._hashed = False
         self._copier: Copier | None = None
-        self._names = frozenset(entry.name for bucket in manifest.buckets for entry in bucket)
+        self._tensors = tuple(numbers_of(manifest.buckets))
+        self._names = frozenset(self._tensors)
         self._assembler = Assembler(self._names)
-        self._wire = WireSums(manifest, device)
+        self._sums = torch.zeros(len(self._tensors), dtype=torch.int64, device=device)
+        self._whole: frozenset[str] = frozenset()
+        self._told: Readings | None = None
         self._replayed = (0, 0)
 
     @property
@@ -60,24 +66,57 @@ class Unpacker:
         """Tensors and bytes that this sync replays."""
         return self._replayed
 
-    def begin(self, copy_plan: bool, hashed: bool) -> None:
+    def begin(self, copy_plan: bool, hashed: bool, whole: Sequence[int] = ()) -> None:
         """Decides how this sync loads. Never fails because a model cannot be planned.
 
         Args:
             copy_plan: whether to plan at all.
-            hashed: whether the senders hash what they send.
+            hashed: whether to hash what is read.
+            whole: numbers of tensors to be hashed whole.
         """
         self._hashed = hashed
-        layout = self._key.now()
+        layout, asked = self._key.now(), frozenset(self._tensors[number] for number in whole)
         if layout != self._layout or not self._settled:
             self._layout, self._trusted, self._settled = layout, False, not copy_plan
+            self._whole = asked
             self._prepare(make_plan(self._model, sources_of(self._entries())) if copy_plan else CopyPlan())
+        elif asked != self._whole:
+            self._whole = asked
+            self._replay = self._compile()
         assert self._replay is not None
         self._assembler = Assembler(self._replay.leftovers if self._trusted else self._names)
-        self._wire.sums.zero_()
+        self._sums.zero_()
         self._replayed = (self._replay.tensors, self._replay.nbytes) if self._trusted else (0, 0)
         if self._trusted:
             self._replay.fill()
+
+    def sums(self) -> bytes:
+        """The hash of what was read of each tensor, as little-endian int64; empty without hashing. Waits for the
+        device."""
+        return bytes(self._sums.cpu().numpy().astype("<i8").tobytes()) if self._hashed else b""
+
+    def readings(self) -> Readings | None:
+        """What ``sums`` are of; ``None`` when that is what ``told`` has noted."""
+        assert self._replay is not None, "begin() comes first"
+        readings = self._replay.readings if self._hashed else None
+        return None if readings == self._told else readings
+
+    def told(self, readings: Readings | None) -> None:
+        """The trainer knows these; ``None``: nothing new."""
+        self._told = self._told if readings is None else readings
+
+    def spread(self, index: int) -> bool:
+        """Whether the segments of a bucket are in the slots of all ranks."""
+        return self._manifest.sharded and self._manifest.worlds[index] > 1
+
+    def traffic(self, place: int) -> tuple[int, int]:
+        """Bytes that this sync reads from the trainer rank beside and from others.
+
+        Args:
+            place: the segment of the rank beside.
+        """
+        assert self._replay is not None, "begin() comes first"
+        return self._replay.traffic(place, self._trusted)
 
     def _entries(self) -> list[Any]:
         return [entry for bucket in self._manifest.buckets for entry in bucket]
@@ -87,45 +126,47 @@ class Unpacker:
             plan.refuse(name, "arrives in many small pieces")
         self._plan = plan
         self._copier = Copier(self._device, known_tensors(self._model))
-        self._replay = Replay(plan, self._manifest, self._wire, self._copier)
+        self._replay = self._compile()
         self._comparison = Comparison(self._replay, self._copier, self._device) if plan.planned else None
         if plan.refused:
             self._say(plan)
 
-    def load(self, index: int, memory: torch.Tensor) -> None:
+    def _compile(self) -> Replay:
+        assert self._copier is not None
+        return Replay(self._plan, self._manifest, self._copier, self._whole)
+
+    def load(self, index: int, slots: Sequence[torch.Tensor]) -> None:
         """Loads one bucket; copies may still run when it returns.
 
         Args:
             index: number of the bucket.
-            memory: its slot, uint8.
+            slots: the one it is in, or one per segment; uint8.
         """
         replay = self._replay
         assert replay is not None, "begin() comes first"
+        memory = BucketMemory(slots, self._manifest.segments[index], self._manifest.worlds[index])
         if self._trusted:
-            replay.run(index, memory, self._wire.sums, self._hashed)
+            replay.run(index, memory, self._sums, self._hashed)
             entries = replay.works[index].leftovers
         else:
             if self._hashed:
-                replay.read(index, memory, self._wire.sums)
+                replay.read(index, memory, self._sums)
             if self._comparison is not None:
                 self._comparison.note(index, memory)
             entries = self._manifest.buckets[index]
         if entries:
             self._model.load_weights(self._assembler.tensors(memory, entries))
 
-    def finish(self, sent: tuple[tuple[int, ...], ...], ledger: Ledger | None) -> None:
-        """Ends the sync: checks hashes, derives what the model derives, trusts the plan if it proved right.
+    def finish(self, ledger: Ledger | None) -> None:
+        """Ends the sync: derives what the model derives, trusts the plan if it proved right.
 
         Args:
-            sent: hashes by bucket and segment; empty when the senders did not hash.
             ledger: to be told which bytes the comparison proved to be written.
 
         Raises:
-            ValueError: a tensor is incomplete, or bytes changed on the way.
+            ValueError: a tensor is incomplete.
         """
         self._assembler.finish()
-        if self._hashed:
-            self._wire.check(sent)
         if self._trusted:
             if self._plan.derives:
                 self._model.post_load_weights()
@@ -143,7 +184,7 @@ class Unpacker:
         if not all(bool((target == value).all()) for target, value in plan.fills):
             plan.planned, plan.refused = {}, dict.fromkeys(self._names, "is loaded beside a constant that changes")
         if differing or not plan.planned:
-            self._replay = Replay(plan, self._manifest, self._wire, self._copier)
+            self._replay = self._compile()
         if ledger is not None and ledger.coverage().missing:
             ledger.note_bytes(plan.target_runs())
         self._trusted = bool(plan.planned)

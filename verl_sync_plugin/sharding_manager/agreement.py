@@ -109,6 +109,13 @@ class Agreement:
             dist.all_gather_object(values, value, group=self._group)
         return values
 
+    def sum(self, what: str, values: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' ``values`` (int64, on the CPU, of one shape everywhere), modulo 2^64."""
+        if self._group is not None:
+            with self._peers(what, None):
+                dist.all_reduce(values, group=self._group)
+        return values
+
     def same_on_all(self, what: str, value: str) -> None:
         """Raises SyncError on every rank when ``value`` differs between ranks, naming who holds what."""
         values = self.gather(what, value)

@@ -6,12 +6,12 @@ Lifecycle of a sync (every rank; ``-- settle`` marks where all ranks agree to go
     awake         leader resumes the engine's weights                              -- settle
     connect       leader starts the load, the first slots are filled, every rank
                   meets its engine rank                                            -- settle
-    per bucket    wait until the slot is free, pack, -- settle, gather, hand over
+    per bucket    wait until the slot is free, pack, -- settle, gather or leave where it is, hand over
     commit        engine ranks finish, the ledger proves coverage                  -- settle
     exit          hang up, forget the shards
 
-The next buckets are packed and gathered while the engine loads the last one (``stream.py``). verl then offloads the
-trainer, all ranks meet in a barrier, and ``awake stage 2`` (the KV cache) follows in the rollout adapter.
+The next buckets are packed while the engine loads the last one (``stream.py``, ``sharded_stream.py``). verl then
+offloads the trainer, all ranks meet in a barrier, and ``awake stage 2`` (the KV cache) follows in the rollout adapter.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ from verl_sync_plugin.config import SyncConfig
 from verl_sync_plugin.metrics import SyncReport
 from verl_sync_plugin.sharding_manager.agreement import Agreement
 from verl_sync_plugin.sharding_manager.coverage import check_coverage, say
+from verl_sync_plugin.sharding_manager.delivery import Delivery, PeersUnreachableError
 from verl_sync_plugin.sharding_manager.endpoint import PendingLoad, RolloutEndpoint
 from verl_sync_plugin.sharding_manager.gauges import PeakMemory, note_device_memory
+from verl_sync_plugin.sharding_manager.hash_check import HashCheck
 from verl_sync_plugin.sharding_manager.meeting import MeetingPoint
+from verl_sync_plugin.sharding_manager.sharded_stream import ShardedStream
 from verl_sync_plugin.sharding_manager.stream import BucketStream
 from verl_sync_plugin.source.base import ParameterSource, Shard
 from verl_sync_plugin.transport.finite import FiniteCheck
-from verl_sync_plugin.transport.protocol import LoadRequest
+from verl_sync_plugin.transport.protocol import Committed, LoadRequest
 from verl_sync_plugin.transport.sender import BucketSender, slot_limit
 
 
@@ -73,6 +76,8 @@ class ShardingManager(BaseShardingManager):
         self._sender = BucketSender(device, config.timeout_seconds)
         self._finite = FiniteCheck()
         self._meeting = MeetingPoint()
+        self._delivery = Delivery(config, self._agreement)
+        self._hashes = HashCheck(self._agreement)
         self._source: ParameterSource | None = None
         self._shards: list[Shard] = []
         self._plan: Plan | None = None
@@ -120,6 +125,14 @@ class ShardingManager(BaseShardingManager):
         """
         self._syncs += 1
         self._sync_id = f"{self._syncs} (step {global_steps})"
+        try:
+            return await self._sync(wake_tags, global_steps)
+        except PeersUnreachableError as error:  # known before anything was loaded
+            self._delivery.fall_back(error)
+            self._sync_id = f"{self._syncs} (step {global_steps}, gathered)"
+            return await self._sync([], global_steps)
+
+    async def _sync(self, wake_tags: list[str], global_steps: int | None) -> SyncReport:
         memory = PeakMemory(self._device)
         with self:
             self.report.global_steps = -1 if global_steps is None else int(global_steps)
@@ -137,7 +150,7 @@ class ShardingManager(BaseShardingManager):
                         await self._connect(pending)
                     stream.run()
                     with self.report.stage("commit"):
-                        await self._commit(pending, stream)
+                        await self._commit(pending)
                 except BaseException as error:
                     if not self._sender.hang_up():
                         self._meeting.turn_away()
@@ -174,17 +187,28 @@ class ShardingManager(BaseShardingManager):
                 if self._source is None:
                     self._source = self.open_source()
                 self._shards = self._source.shards()
-                bases = tuple(shard.base for shard in self._shards)
-                if self._plan is None or self._plan.bases != bases:
-                    self._plan = self._source.plan(bases, slot_limit(self._bucket_bytes))
-                changed = self._plan.digest != self._agreed_digest
-                self._sender.reserve(self._plan)
+            if not self._delivery.decided:
+                agreement.settle("reading the shards")
+                assert self._source is not None
+                self._delivery.decide(self._source.group)
+            with agreement.attempt():
+                self._make_plan()
+                changed = self._ready_plan().digest != self._agreed_digest
             if agreement.settle("planning the sync", waiting=changed):
                 digest = self._ready_plan().digest
                 agreement.same_on_all("the tensors to sync (plan digest)", digest)
+                assert self._source is not None
+                self._delivery.exchange(self._sender, self._source.group)
                 self._agreed_digest = digest
         plan = self._ready_plan()
         self.report.nbytes, self.report.buckets, self.report.tensors = plan.nbytes, len(plan.buckets), plan.tensor_count
+
+    def _make_plan(self) -> None:
+        assert self._source is not None
+        bases, sharded = tuple(shard.base for shard in self._shards), self._delivery.sharded
+        if self._plan is None or self._plan.bases != bases or self._plan.sharded != sharded:
+            self._plan = self._source.plan(bases, slot_limit(self._bucket_bytes), sharded)
+        self._sender.reserve(self._plan)
 
     def _agree_on_layout(self) -> None:
         """Collective, for trainers whose ranks hold different parts of the model: who holds what."""
@@ -211,26 +235,32 @@ class ShardingManager(BaseShardingManager):
 
     async def _connect(self, pending: PendingLoad | None) -> None:
         await self._meeting.connect(self._sync_id, self._agreement, self._sender, pending, self.config.timeout_seconds)
-        with self._agreement.attempt():
-            self._sender.greet(self._sync_id, self._ready_plan(), self.config.copy_plan)
+        self._delivery.greet(
+            self._sync_id, self._sender, self._ready_plan(), self.config.verify_hashes, self._hashes.whole
+        )
 
     def _open_stream(self) -> BucketStream:
         assert self._source is not None, "entered before"
         finite = self._finite if self.config.check_finite else None
         parts = (self._agreement, self._sender, self._ready_plan(), self._shards, self._source, self.report)
-        return BucketStream(*parts, finite)
+        return (ShardedStream if self._ready_plan().sharded else BucketStream)(*parts, finite)
 
-    async def _commit(self, pending: PendingLoad | None, stream: BucketStream) -> None:
-        sums = stream.sums() if self.config.verify_hashes else ()
+    async def _commit(self, pending: PendingLoad | None) -> None:
+        plan, verify, sums, new = self._ready_plan(), self.config.verify_hashes, torch.empty(0), False
+        committed: Committed | None = None
         with self._agreement.attempt():
-            committed = self._sender.commit(sums)
-            coverage = committed.coverage
-            self.report.replayed_tensors = committed.replayed_tensors
-            self.report.replayed_bytes = committed.replayed_bytes
-            self.report.coverage_expected, self.report.coverage_missing = coverage.expected, len(coverage.missing)
-            check_coverage(coverage, self.config, self.endpoint.restores_uncovered, first=self._syncs == 1)
+            committed = self._sender.commit()
+            sums = self._sender.sums()
+            new = self._hashes.note(committed)
+            self.report.note(committed, plan)
+            check_coverage(committed.coverage, self.config, self.endpoint.restores_uncovered, first=self._syncs == 1)
         # Before waiting for the engine's answer: it gives none while one of its ranks waits for us to hang up
-        self._agreement.settle("committing")
+        new = self._agreement.settle("committing", waiting=new)
+        assert committed is not None
+        if verify:
+            if new:
+                self._hashes.learn(plan)
+            self._hashes.compare(sums, committed)
         with self._agreement.attempt():
             if pending is not None:
                 outcome = await pending.outcome(self.config.timeout_seconds)

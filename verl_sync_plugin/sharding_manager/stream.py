@@ -1,4 +1,4 @@
-"""One sync's buckets on their way to the engine.
+"""One sync's buckets on their way to the engine, gathered on every rank.
 
 Neither side waits for its own copies before it starts the next ones: while one bucket is handed over, those after it
 are being packed and gathered and the one before it is being loaded. A slot is refilled only after the engine has said
@@ -82,32 +82,16 @@ class BucketStream:
         with self._agreement.attempt():
             if count:
                 self._wait(count - 1)
+        self._end()
+
+    def _end(self) -> None:
+        with self._agreement.attempt():
             if not self._agreement.failed:  # else the device may hang, and the check waits for it
                 self._check_finite()
         self._agreement.settle("loading the last buckets")
 
-    def sums(self) -> tuple[tuple[int, ...], ...]:
-        """What every rank of the group packed, hashed, by bucket and segment.
-
-        Raises:
-            SyncError: any rank failed.
-        """
-        mine: list[int] = []
-        with self._agreement.attempt():
-            mine = self._sender.sums()
-        self._agreement.settle("hashing what was packed")
-        if self._source.group is None:
-            return tuple((value,) for value in mine)
-        texts = self._agreement.gather("exchanging hashes", ",".join(map(str, mine)))
-        ranks = dist.get_process_group_ranks(self._source.group)
-        lists = [[int(value) for value in texts[rank].split(",")] for rank in ranks]
-        return tuple(
-            tuple(sums[number] for sums in lists) if bucket.world > 1 else (mine[number],)
-            for number, bucket in enumerate(self._plan.buckets)
-        )
-
     def _fill(self, index: int) -> None:
-        """Starts to pack and gather one bucket into its slot."""
+        """Starts to bring one bucket into its slot."""
         bucket, slot = self._plan.buckets[index], index % SLOTS
         with self._agreement.attempt(), self._report.stage("prepare"):
             if type(self._source).prepare is not ParameterSource.prepare:
@@ -117,9 +101,12 @@ class BucketStream:
             memory = self._sender.pack(bucket, slot, self._shards, segment)
             if self._finite is not None:
                 self._finite.add(self._plan, index, memory, segment)
+        self._send_off(index)
+
+    def _send_off(self, index: int) -> None:
         self._agreement.settle(f"packing bucket {index + 1} of {len(self._plan.buckets)}")
         with self._agreement.attempt(), self._report.stage("gather"):
-            self._sender.gather(bucket, slot, self._rank, self._source.group)
+            self._sender.gather(self._plan.buckets[index], index % SLOTS, self._rank, self._source.group)
 
     def _check_finite(self) -> None:
         """Before the commit, so the engine does not generate from what it was given."""

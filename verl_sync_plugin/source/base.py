@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from verl_sync_plugin.bucket import Base, Plan, plan_buckets
+from verl_sync_plugin.bucket import Base, Plan
 from verl_sync_plugin.lora.names import is_adapter
+from verl_sync_plugin.planner import plan_buckets
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,9 @@ class ParameterSource(ABC):
             ValueError: a parameter is laid out in a way this source does not know; the text names it.
         """
 
-    def plan(self, bases: tuple[Base, ...], bucket_bytes: int) -> Plan:
+    def plan(self, bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False) -> Plan:
         """Cuts the bases into buckets; the same on every rank of the group."""
-        return plan_buckets(bases, bucket_bytes)
+        return plan_buckets(bases, bucket_bytes, sharded)
 
     def prepare(self, bases: tuple[int, ...]) -> None:  # noqa: B027  (most sources need nothing)
         """Collective over ``group``: whatever the shards with these indices need from other ranks before packing."""

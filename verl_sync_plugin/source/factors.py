@@ -9,8 +9,10 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from verl_sync_plugin.bucket import Plan, View, plan_buckets
+from verl_sync_plugin.bucket import Plan, View
+from verl_sync_plugin.copies.bucket_memory import BucketMemory
 from verl_sync_plugin.lora.names import is_adapter
+from verl_sync_plugin.planner import plan_buckets
 from verl_sync_plugin.receiver.assembly import Assembler
 from verl_sync_plugin.source.base import Member, Shard, dtype_name
 from verl_sync_plugin.source.slicing import part_of
@@ -66,7 +68,7 @@ class FactorStore:
             if bucket.world > 1:
                 mine = memory.narrow(0, rank * bucket.stride, bucket.stride)
                 dist.all_gather_into_tensor(memory, mine, group=group)
-            found.update(assembler.tensors(memory, bucket.entries))
+            found.update(assembler.tensors(BucketMemory([memory], bucket.stride, bucket.world), bucket.entries))
         assembler.finish()
         return found
 

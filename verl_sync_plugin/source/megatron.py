@@ -139,8 +139,8 @@ class MegatronSource(ParameterSource):
         self._group = _group_of_replica(self._members)
         self._bases = self._pending
 
-    def plan(self, bases: tuple[Base, ...], bucket_bytes: int) -> Plan:
-        return plan_joint(bases, bucket_bytes)
+    def plan(self, bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False) -> Plan:
+        return plan_joint(bases, bucket_bytes, sharded)
 
     def shards(self) -> list[Shard]:
         assert self._bases, "the ranks have not agreed on the layout"

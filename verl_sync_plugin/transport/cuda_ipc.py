@@ -3,13 +3,17 @@
 Hazards:
 - Memory of PyTorch's expandable segments and of SGLang's memory saver cannot be exported. verl turns expandable
   segments off before ``update_weights``, and the staging memory is allocated by the trainer, outside any saver region.
-- One export rebuilt N times drives its reference count negative (vllm #51258): the receiver opens each key once.
+- One export rebuilt N times drives its reference count negative (vllm #51258): every receiver gets an export of its own
+  and opens it once.
 - Device ordinals differ between the processes (``CUDA_VISIBLE_DEVICES``), UUIDs do not.
+- Memory of another GPU is opened on one's own device, through which the driver reaches it (NVLink or PCIe). Opened on
+  the other device it would cost a CUDA context there, some 500 MB per process, and it may not even be visible.
 """
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 
 import torch
 
@@ -27,21 +31,21 @@ class CudaIpcStaging:
         self.slot_bytes = slot_bytes
         self._key = uuid.uuid4().hex
         self.memory = torch.empty(slots * slot_bytes, dtype=torch.uint8, device=device)
-        self._handle: tuple[object, ...] | None = None
+        self._handles: dict[int, tuple[object, ...]] = {}
 
-    def export(self) -> StagingExport:
-        if self._handle is None:
+    def export(self, reader: int = 0) -> StagingExport:
+        if reader not in self._handles:
             shared = self.memory.untyped_storage()._share_cuda_()
-            self._handle = (_uuid_of(self.memory.get_device()), *shared[1:])
+            self._handles[reader] = (_uuid_of(self.memory.get_device()), *shared[1:])
         nbytes = self.memory.numel()
-        return StagingExport("cuda_ipc", self._key, nbytes, self.slot_bytes, self._handle)
+        return StagingExport("cuda_ipc", self._key, nbytes, self.slot_bytes, self._handles[reader])
 
     def opened(self) -> None:
         """The mapping outlives the handle; nothing to do."""
 
     def close(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
-        self._handle = None
+        self._handles = {}
 
 
 def open_cuda_ipc(export: StagingExport) -> torch.Tensor:
@@ -57,6 +61,23 @@ def open_cuda_ipc(export: StagingExport) -> torch.Tensor:
             f"the trainer rank's GPU {wanted} is not visible to this SGLang rank (visible: {visible}); "
             "trainer and rollout ranks must share their GPUs in a colocated run"
         )
-    storage = torch.UntypedStorage._new_shared_cuda(visible.index(wanted), *shared)
+    return _map(export, visible.index(wanted), shared)
+
+
+def open_peer_cuda_ipc(export: StagingExport, device: torch.device) -> torch.Tensor:
+    """Maps an allocation of another GPU; uint8 of shape ``(nbytes,)``, for torch a tensor on ``device``.
+
+    Raises:
+        RuntimeError: the driver cannot reach that GPU from this one.
+    """
+    _, *shared, _ = export.handle
+    # The last word asks to wait for an event of the other device; the protocol's own words order reads after writes
+    flat = _map(export, device.index, [*shared, False])
+    flat[:1].clone()  # a mapping without a way to the memory shows here, and not in the middle of a load
+    return flat
+
+
+def _map(export: StagingExport, index: int, shared: Sequence[object]) -> torch.Tensor:
+    storage = torch.UntypedStorage._new_shared_cuda(index, *shared)
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return flat.set_(storage, 0, (export.nbytes,), (1,))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from verl_sync_plugin.bucket import Bucket, Plan
+from verl_sync_plugin.transport.packing import origin_of
 
 Region = tuple[int, int, torch.dtype]  # first byte, one past the last, dtype
 
@@ -27,14 +28,15 @@ class FiniteCheck:
         Args:
             plan: the sync's plan.
             index: of the bucket.
-            memory: the bucket's slot, uint8.
+            memory: the bucket's slot, as for ``Packer.pack``.
             segment: which of its segments this rank has packed.
         """
         key = (plan.digest, index, segment)
         if key not in self._regions:
             self._regions = {held: regions for held, regions in self._regions.items() if held[0] == plan.digest}
             self._regions[key] = _regions(plan.buckets[index], segment)
-        parts = [memory[low:high].view(dtype) for low, high, dtype in self._regions[key]]
+        origin = origin_of(plan, plan.buckets[index], segment)
+        parts = [memory[low - origin : high - origin].view(dtype) for low, high, dtype in self._regions[key]]
         if parts:
             self._maxima.append(torch.stack([norm.float() for norm in torch._foreach_norm(parts, float("inf"))]))
             self._buckets.append(index)

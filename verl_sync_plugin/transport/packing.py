@@ -1,4 +1,8 @@
-"""Fills this rank's segment of a bucket: by one launch of the copy kernel where it can, hashing what is packed."""
+"""Fills this rank's segment of a bucket: by one launch of the copy kernel where it can, hashing what is packed.
+
+A slot is uint8 and holds all of a bucket, or, where the plan is sharded, this rank's segment only; ``origin_of`` tells
+at which byte of the bucket it begins.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,8 @@ from collections.abc import Iterator
 import torch
 
 from verl_sync_plugin.bucket import Bucket, Plan, Slice
-from verl_sync_plugin.copies.blocks import Block, Interval, union, within
+from verl_sync_plugin.copies.blocks import Block
+from verl_sync_plugin.copies.hulls import Hull, hulls_of, numbers_of, within_segment
 from verl_sync_plugin.copies.plain import hash_bytes
 from verl_sync_plugin.copies.table import KernelTable, addresses, kernel_works
 from verl_sync_plugin.source.base import Shard
@@ -18,10 +23,9 @@ MERGE_CHUNK = 1 << 24
 AS_IS, CAST, ALONE = range(3)
 
 
-def covered(bucket: Bucket, rank: int) -> list[Interval]:
-    """The bytes of a rank's segment that belong to any tensor, as offsets in the bucket: what is hashed."""
-    spans = (span for entry in bucket.entries for piece in entry.pieces for span in piece.spans())
-    return within(union(spans), rank * bucket.stride, (rank + 1) * bucket.stride)
+def origin_of(plan: Plan, bucket: Bucket, rank: int) -> int:
+    """The byte of a bucket that a rank's slot begins with."""
+    return rank * bucket.stride if plan.sharded else 0
 
 
 class Packer:
@@ -37,9 +41,10 @@ class Packer:
         self.plan = plan
         self.hashed = hashed
         self._device = device
-        self._numbers = {id(bucket): number for number, bucket in enumerate(plan.buckets)}
+        self._tensors = numbers_of(bucket.entries for bucket in plan.buckets)
+        self._places = {id(bucket): place for place, bucket in enumerate(plan.buckets)}
         self._kernel = kernel_works(device)
-        self._sums = torch.zeros(len(plan.buckets), dtype=torch.int64, device=device)
+        self._sums = torch.zeros(len(self._tensors), dtype=torch.int64, device=device)
         self._tables: dict[int, _Table] = {}
 
     def begin(self) -> None:
@@ -51,36 +56,52 @@ class Packer:
 
         Args:
             bucket: one of the plan's.
-            memory: its slot, uint8.
+            memory: its slot.
             shards: all shards of this rank, by base index.
             rank: this rank's segment.
         """
-        number = self._numbers[id(bucket)]
+        origin = origin_of(self.plan, bucket, rank)
         if not self._kernel:
-            pack_segment(memory, bucket, shards, rank)
+            pack_segment(memory, bucket, shards, rank, origin)
             if self.hashed:
-                for low, high in covered(bucket, rank):
-                    self._sums[number] += hash_bytes(memory[low:high], low)
+                for hull in self._hulls(bucket, rank):
+                    data = memory[hull.first - origin : hull.end - origin]
+                    self._sums[self._tensors[hull.names[0]]] += hash_bytes(data, hull.first)
             return
-        table = self._tables.get(number)
+        place = self._places[id(bucket)]
+        table = self._tables.get(place)
         if table is None:
-            table = self._tables[number] = _Table(self.plan, bucket, rank, number, self._device)
+            hulls = self._hulls(bucket, rank)
+            table = self._tables[place] = _Table(self.plan, bucket, rank, hulls, self._tensors, self._device)
         table.find(shards, hash_alone=self.hashed)
-        segment = memory.narrow(0, rank * bucket.stride, bucket.stride)
+        segment = memory.narrow(0, rank * bucket.stride - origin, bucket.stride)
         for part in table.alone:
             pack_slice(segment, part, shards[part.base])
-        table.run(memory, self._sums, self.hashed)
+        table.run(memory.data_ptr() - origin, self._sums, self.hashed)
 
-    def sums(self) -> list[int]:
-        """The hash of this rank's segment of every bucket. Waits for the device."""
-        return [int(value) for value in self._sums.tolist()]
+    def _hulls(self, bucket: Bucket, rank: int) -> list[Hull]:
+        return within_segment(hulls_of(bucket.entries), rank * bucket.stride, (rank + 1) * bucket.stride)
+
+    def sums(self) -> torch.Tensor:
+        """The hash of what this rank packed of each tensor: int64 of shape ``(tensors,)``, numbered by ``numbers_of``,
+        on the CPU. Waits for the device."""
+        return self._sums.cpu()
 
 
 class _Table:
     """One bucket on a device with the kernel. ``alone``: slices to be packed one by one before ``run``."""
 
-    def __init__(self, plan: Plan, bucket: Bucket, rank: int, number: int, device: torch.device) -> None:
-        self._plan, self._bucket, self._rank, self._number, self._device = plan, bucket, rank, number, device
+    def __init__(
+        self,
+        plan: Plan,
+        bucket: Bucket,
+        rank: int,
+        hulls: list[Hull],
+        tensors: dict[str, int],
+        device: torch.device,
+    ) -> None:
+        self._plan, self._bucket, self._rank, self._device = plan, bucket, rank, device
+        self._hulls, self._tensors = hulls, tensors
         self._bases = list(dict.fromkeys(part.base for part in bucket.slices))
         self._found: list[tuple[int, torch.dtype]] = []
         self._kinds: dict[int, int] = {}
@@ -125,9 +146,8 @@ class _Table:
             return AS_IS
         return CAST if (run.dtype, wire) == (torch.float32, torch.bfloat16) else ALONE
 
-    def run(self, memory: torch.Tensor, sums: torch.Tensor, hashed: bool) -> None:
-        """Starts the copies into the slot."""
-        slot = memory.data_ptr()
+    def run(self, slot: int, sums: torch.Tensor, hashed: bool) -> None:
+        """Starts the copies into the slot; ``slot`` is the address at which byte 0 of the bucket would lie."""
         if slot not in self._addresses:
             self._addresses[slot] = addresses(slot, [*(address for address, _ in self._found), slot], self._device)
         assert self._table is not None, "find() comes first"
@@ -135,7 +155,6 @@ class _Table:
 
     def _blocks(self, hash_alone: bool) -> Iterator[Block]:
         """Only bytes that belong to a tensor are packed. What was packed alone is copied onto itself, to be hashed."""
-        intervals = covered(self._bucket, self._rank)
         places = {base: place for place, base in enumerate(self._bases)}
         low = 0
         for part in self._bucket.slices:
@@ -144,25 +163,24 @@ class _Table:
             if count <= 0 or (kind == ALONE and not hash_alone):
                 continue
             start = self._rank * self._bucket.stride + part.offset
-            while low < len(intervals) and intervals[low][1] <= start:
+            while low < len(self._hulls) and self._hulls[low].end <= start:
                 low += 1
             grow = 2 if kind == CAST else 1
-            for first, end in within_from(intervals, low, start, start + count * base.itemsize):
+            for first, end, group in self._cut(low, start, start + count * base.itemsize):
                 if kind == ALONE:
-                    yield Block(first, first, first, end - first, base=len(self._bases), group=self._number)
+                    yield Block(first, first, first, end - first, base=len(self._bases), group=group)
                 else:
                     source = (part.begin * base.itemsize + first - start) * grow
                     place = places[part.base]
-                    yield Block(source, first, first, end - first, base=place, group=self._number, grow=grow)
+                    yield Block(source, first, first, end - first, base=place, group=group, grow=grow)
 
-
-def within_from(intervals: list[Interval], index: int, low: int, high: int) -> Iterator[Interval]:
-    """Like ``within``, from a known first interval on: slices and intervals both ascend."""
-    while index < len(intervals) and intervals[index][0] < high:
-        first, end = intervals[index]
-        if end > low:
-            yield max(first, low), min(end, high)
-        index += 1
+    def _cut(self, index: int, low: int, high: int) -> Iterator[tuple[int, int, int]]:
+        """The parts of hulls, from a known one on, that lie in ``[low, high)``, with the tensor's number."""
+        while index < len(self._hulls) and self._hulls[index].first < high:
+            hull = self._hulls[index]
+            if hull.end > low:
+                yield max(hull.first, low), min(hull.end, high), self._tensors[hull.names[0]]
+            index += 1
 
 
 def pack_slice(segment: torch.Tensor, part: Slice, shard: Shard) -> None:
@@ -182,15 +200,16 @@ def pack_slice(segment: torch.Tensor, part: Slice, shard: Shard) -> None:
         target[done : done + MERGE_CHUNK].copy_(chunk)
 
 
-def pack_segment(memory: torch.Tensor, bucket: Bucket, shards: list[Shard], rank: int) -> None:
+def pack_segment(memory: torch.Tensor, bucket: Bucket, shards: list[Shard], rank: int, origin: int = 0) -> None:
     """Fills segment ``rank`` of a bucket, one slice after another.
 
     Args:
-        memory: uint8, at least ``bucket.nbytes`` long.
+        memory: the slot.
         bucket: what goes where.
         shards: all shards of this rank, by base index.
         rank: this rank's place in the group.
+        origin: the byte of the bucket that the slot begins with.
     """
-    segment = memory.narrow(0, rank * bucket.stride, bucket.stride)
+    segment = memory.narrow(0, rank * bucket.stride - origin, bucket.stride)
     for part in bucket.slices:
         pack_slice(segment, part, shards[part.base])

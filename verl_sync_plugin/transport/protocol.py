@@ -5,29 +5,32 @@
     LoadRequest (through SGLang's update_weights_from_tensor)
                                     <---  connects to its trainer rank's address, Join(sync_id)
     Hello(sync_id, digest, staging) --->
-                                    <---  Ready(needs_plan)
+                                    <---  Ready(needs_plan), or Ready(unreachable) and the sync is over
     Manifest (only if needed)       --->
     per bucket: Load(bucket, slot)  --->  loads, waits until its copies are done
                                     <---  Loaded(bucket) or Failed(text)
-    Commit(sums)                    --->  compares what it read with what was sent
-                                    <---  Committed(coverage) or Failed(text)
+    Commit                          --->  proves coverage
+                                    <---  Committed(coverage, sums) or Failed(text)
 
 Either side may close at any time; the other then drops the sync. A Join of another sync is a latecomer: an engine rank
 that was held up until its sync had been given up; the trainer rank closes it. A slot may be written again only after
-``Loaded`` of the bucket that was in it.
+``Loaded`` of the bucket that was in it, from every engine rank that reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from verl_sync_plugin.bucket import Bucket, Entry
+from verl_sync_plugin.bucket import Entry, Plan
 
 MAGIC = "verl-sync-plugin"
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 LOADER = "verl_sync_plugin.receiver.loader.load"
+
+Line = tuple[int, int, int, int]  # first byte of a tensor, width, count, bytes from one to the next
+# Of what size, what is read of it, and the tensors that are so: the lines may overlap
+Readings = tuple[tuple[int, tuple[Line, ...], tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -92,21 +95,28 @@ class Hello:
     Attributes:
         sync_id: as in the request.
         digest: of the plan; the manifest is sent once per digest.
-        staging: where the slots are.
+        stagings: where the slots are: of the trainer rank beside the engine rank, or of all ranks of its group.
+        place: which of them is the one beside.
         copy_plan: whether the receiver may replay copies instead of calling ``load_weights``.
-        hashed: whether the senders hash what they pack.
+        hashed: whether to hash what is read.
+        whole: numbers of tensors to be hashed whole (see ``Readings``).
     """
 
     sync_id: str
     digest: str
-    staging: StagingExport
+    stagings: tuple[StagingExport, ...]
+    place: int = 0
     copy_plan: bool = True
     hashed: bool = False
+    whole: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Ready:
+    """``unreachable``: why the memory of other trainer ranks cannot be read here; then nothing follows."""
+
     needs_plan: bool
+    unreachable: str = ""
 
 
 @dataclass(frozen=True)
@@ -117,18 +127,21 @@ class Manifest:
         buckets: the tensors.
         worlds: number of segments.
         segments: bytes per segment.
+        sharded: every segment is in the slot of the rank that packed it.
     """
 
     buckets: tuple[tuple[Entry, ...], ...]
     worlds: tuple[int, ...]
     segments: tuple[int, ...]
+    sharded: bool = False
 
     @classmethod
-    def of(cls, buckets: Sequence[Bucket]) -> Manifest:
+    def of(cls, plan: Plan) -> Manifest:
         return cls(
-            tuple(bucket.entries for bucket in buckets),
-            tuple(bucket.world for bucket in buckets),
-            tuple(bucket.stride for bucket in buckets),
+            tuple(bucket.entries for bucket in plan.buckets),
+            tuple(bucket.world for bucket in plan.buckets),
+            tuple(bucket.stride for bucket in plan.buckets),
+            plan.sharded,
         )
 
 
@@ -146,9 +159,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Commit:
-    """``sums``: the hash of every segment as its rank sent it, by bucket and segment; empty without hashing."""
-
-    sums: tuple[tuple[int, ...], ...] = ()
+    """Ends the sync."""
 
 
 @dataclass(frozen=True)
@@ -166,11 +177,25 @@ class Coverage:
 
 @dataclass(frozen=True)
 class Committed:
-    """``replayed_*``: what went by the copy plan instead of the model's ``load_weights``."""
+    """What the engine rank did.
+
+    Attributes:
+        coverage: which bytes of the model were written.
+        replayed_tensors: went by the copy plan instead of the model's ``load_weights``.
+        replayed_bytes: their bytes.
+        own_bytes: read from the trainer rank beside.
+        peer_bytes: read from other trainer ranks' memory.
+        sums: the hash of what was read of each tensor, as little-endian int64; empty without hashing.
+        readings: which bytes these are; ``None`` when they are those of the last time.
+    """
 
     coverage: Coverage
     replayed_tensors: int = 0
     replayed_bytes: int = 0
+    own_bytes: int = 0
+    peer_bytes: int = 0
+    sums: bytes = b""
+    readings: Readings | None = None
 
 
 @dataclass(frozen=True)
@@ -182,5 +207,5 @@ class Failed:
 
 def describe(message: Any) -> str:
     """A short form for logs and errors."""
-    fields = {key: value for key, value in asdict(message).items() if key != "buckets"}
+    fields = {key: value for key, value in asdict(message).items() if key not in ("buckets", "sums", "readings")}
     return f"{type(message).__name__}({str(fields)[:200]})"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from verl_sync_plugin.bucket import Bucket, Plan
 from verl_sync_plugin.source.base import Shard
 from verl_sync_plugin.transport.channel import Channel
-from verl_sync_plugin.transport.packing import Packer, pack_segment
+from verl_sync_plugin.transport.packing import Packer
 from verl_sync_plugin.transport.protocol import (
     Commit,
     Committed,
@@ -22,6 +22,7 @@ from verl_sync_plugin.transport.protocol import (
     Loaded,
     Manifest,
     Ready,
+    StagingExport,
     describe,
 )
 from verl_sync_plugin.transport.staging import Staging, create_staging, slot_of
@@ -86,44 +87,53 @@ class BucketSender:
             packer = self._packer = Packer(self._device, plan, hashed)
         packer.begin()
 
-    def greet(self, sync_id: str, plan: Plan, copy_plan: bool = True) -> None:
+    def export(self, reader: int = 0) -> StagingExport:
+        """How the engine rank beside a trainer rank opens this rank's slots; one export per reader."""
+        assert self._staging is not None, "reserve() comes first"
+        return self._staging.export(reader)
+
+    def opened(self) -> None:
+        """All readers have opened their exports."""
+        assert self._staging is not None, "reserve() comes first"
+        self._staging.opened()
+
+    def greet(self, hello: Hello, plan: Plan) -> str:
         """Opens a sync on the adopted channel.
 
         Args:
-            sync_id: names the sync.
-            plan: its buckets.
-            copy_plan: whether the engine may replay copies.
+            hello: the first word.
+            plan: the buckets.
+
+        Returns:
+            Why the engine rank cannot read other trainer ranks' slots, and then the sync is over; else empty.
 
         Raises:
             ChannelClosedError, ChannelTimeoutError: the engine rank is gone or silent.
             EngineFailedError: it refused.
         """
-        assert self._staging is not None, "reserve() comes first"
         channel = self._open_channel()
-        hashed = self._packer is not None and self._packer.hashed
-        channel.send(Hello(sync_id, plan.digest, self._staging.export(), copy_plan, hashed))
-        if self._expect(Ready).needs_plan:
-            channel.send(Manifest.of(plan.buckets))
-        self._staging.opened()
+        channel.send(hello)
+        ready = self._expect(Ready)
+        if ready.needs_plan:
+            channel.send(Manifest.of(plan))
+        return ready.unreachable
 
     def pack(self, bucket: Bucket, slot: int, shards: list[Shard], rank: int) -> torch.Tensor:
         """Copies this rank's runs into its segment of the slot, cast to the wire dtype on the way.
 
-        After ``begin`` by tables and hashed, without it one slice after another.
-
         Returns:
-            The slot: uint8, at least ``bucket.nbytes`` long; copies into it may still run.
+            The slot (see ``packing``); copies into it may still run until ``drain``.
         """
         memory = self._slot(slot)
-        if self._packer is None:
-            pack_segment(memory, bucket, shards, rank)
-        else:
-            self._packer.pack(bucket, memory, shards, rank)
+        assert self._packer is not None, "begin() comes first"
+        self._packer.pack(bucket, memory, shards, rank)
+        self._mark(slot)
         return memory
 
-    def sums(self) -> list[int]:
-        """The hash of what this rank packed into each bucket; empty without hashing."""
-        return self._packer.sums() if self._packer is not None and self._packer.hashed else []
+    def sums(self) -> torch.Tensor:
+        """The hash of what this rank packed of each tensor: int64 of shape ``(tensors,)``; zeros without hashing."""
+        assert self._packer is not None, "begin() comes first"
+        return self._packer.sums()
 
     def gather(self, bucket: Bucket, slot: int, rank: int, group: dist.ProcessGroup | None) -> None:
         """Completes the slot from all ranks' segments, in place; on a GPU the bytes are there after ``drain``.
@@ -139,7 +149,10 @@ class BucketSender:
                 work.wait()  # orders streams; does not block the host
             else:
                 work.wait(timedelta(seconds=self._timeout))
-        if memory.is_cuda:
+        self._mark(slot)
+
+    def _mark(self, slot: int) -> None:
+        if self._device.type == "cuda":
             event = self._events[slot] = torch.cuda.Event()
             event.record()
 
@@ -157,7 +170,7 @@ class BucketSender:
         while not event.query():
             waited = time.monotonic() - started
             if waited > self._timeout:
-                raise TimeoutError(f"a bucket's all-gather did not complete within {self._timeout:g} s")
+                raise TimeoutError(f"the copies of a bucket did not complete within {self._timeout:g} s")
             if waited > SPIN_SECONDS:  # a sleep lasts some 70 us, a good part of a bucket's time
                 time.sleep(2e-5)
 
@@ -171,16 +184,9 @@ class BucketSender:
         assert loaded.bucket == bucket_index, f"{describe(loaded)} while waiting for bucket {bucket_index}"
         return loaded.seconds
 
-    def commit(self, sums: tuple[tuple[int, ...], ...] = ()) -> Committed:
-        """Ends the sync on this rank.
-
-        Args:
-            sums: the hash of every segment, by bucket and rank of the group.
-
-        Returns:
-            What the engine rank's ledger found and how it loaded.
-        """
-        self._open_channel().send(Commit(sums))
+    def commit(self) -> Committed:
+        """Ends the sync on this rank; returns what the engine rank did."""
+        self._open_channel().send(Commit())
         return self._expect(Committed)
 
     def hang_up(self) -> bool:

@@ -14,7 +14,7 @@ from verl_sync_plugin.transport.protocol import StagingExport
 
 
 class SharedMemoryStaging:
-    """Sender's end. The file is unlinked as soon as the receiver has mapped it, so that a crash leaves nothing."""
+    """Sender's end. The file is unlinked as soon as its receivers have mapped it, so that a crash leaves nothing."""
 
     def __init__(self, slots: int, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
@@ -26,7 +26,7 @@ class SharedMemoryStaging:
         nbytes = slots * slot_bytes
         self.memory = torch.from_file(self._path, shared=True, size=nbytes, dtype=torch.uint8)
 
-    def export(self) -> StagingExport:
+    def export(self, reader: int = 0) -> StagingExport:
         return StagingExport("shared_memory", self._key, self.memory.numel(), self.slot_bytes, (self._path,))
 
     def opened(self) -> None:

@@ -15,11 +15,11 @@ class Staging(Protocol):
     memory: torch.Tensor
     slot_bytes: int
 
-    def export(self) -> StagingExport:
-        """How the receiver opens it."""
+    def export(self, reader: int = 0) -> StagingExport:
+        """How a receiver opens it; every reader gets an export of its own."""
 
     def opened(self) -> None:
-        """Called once the receiver has opened the export."""
+        """Called once all receivers have opened their exports."""
 
     def close(self) -> None:
         """Gives the memory back."""
@@ -51,7 +51,7 @@ def create_staging(device: torch.device, slots: int, slot_bytes: int) -> Staging
 
 
 def open_staging(export: StagingExport) -> torch.Tensor:
-    """The receiver's view of the sender's memory: uint8 of shape ``(nbytes,)``.
+    """The receiver's view of the memory of the trainer rank beside it: uint8 of shape ``(nbytes,)``.
 
     Raises:
         ValueError: unknown mechanism, or the memory is on a device this process cannot see.
@@ -65,3 +65,20 @@ def open_staging(export: StagingExport) -> torch.Tensor:
 
         return open_shared_memory(export)
     raise ValueError(f"unknown staging mechanism {export.kind!r}")
+
+
+def open_peer_staging(export: StagingExport, device: torch.device) -> torch.Tensor:
+    """The receiver's view of the memory of a trainer rank elsewhere on this host: uint8 of shape ``(nbytes,)``.
+
+    Args:
+        export: made for this receiver.
+        device: the receiver's own.
+
+    Raises:
+        RuntimeError, OSError: it cannot be reached from here.
+    """
+    if export.kind == "cuda_ipc":
+        from verl_sync_plugin.transport.cuda_ipc import open_peer_cuda_ipc
+
+        return open_peer_cuda_ipc(export, device)
+    return open_staging(export)

@@ -1,0 +1,127 @@
+"""How what a rank has packed comes to the engine ranks: gathered on every rank, or read where it lies.
+
+*Sharded*: every rank keeps its own segment of a bucket, and the engine ranks read from all ranks of the group what they
+need, through memory that the ranks of a host share (CUDA IPC over NVLink or PCIe, shared memory on CPUs). A byte that
+an engine rank does not need is never moved to it, and what its own trainer rank holds never leaves the GPU. *Gathered*:
+where the ranks of a group are on several hosts, or the GPUs of a host cannot read each other's memory.
+"""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import torch.distributed as dist
+
+from verl_sync_plugin.bucket import Plan
+from verl_sync_plugin.config import KEY_PREFIX, SyncConfig
+from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.sharding_manager.agreement import Agreement
+from verl_sync_plugin.sharding_manager.coverage import say
+from verl_sync_plugin.transport.protocol import Hello, StagingExport
+from verl_sync_plugin.transport.sender import BucketSender
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class PeersUnreachableError(RuntimeError):
+    """An engine rank cannot read the memory of other trainer ranks; the same text on every rank."""
+
+
+class Delivery:
+    """One run's choice; all methods that say so are collective over the trainer ranks."""
+
+    def __init__(self, config: SyncConfig, agreement: Agreement) -> None:
+        self._choice = config.delivery
+        self._config = config
+        self._agreement = agreement
+        self._stagings: tuple[StagingExport, ...] = ()
+        self._place = 0
+        self._new = False
+        self.decided = False
+        self.sharded = False
+
+    def decide(self, group: dist.ProcessGroup | None) -> None:
+        """Collective, once: whether to deliver sharded.
+
+        Args:
+            group: among whose ranks bases are sharded; ``None`` when every rank holds everything.
+
+        Raises:
+            SyncError: ``delivery=sharded``, and the ranks of a group are on several hosts.
+        """
+        self.decided = True
+        if self._choice == "gathered" or group is None:
+            return
+        hosts = self._agreement.gather("finding out which ranks share a host", host_name())
+        groups = self._agreement.gather("exchanging groups", tuple(dist.get_process_group_ranks(group)))
+        apart = [ranks for ranks in groups if len({hosts[rank] for rank in ranks}) > 1]
+        self.sharded = not apart
+        if apart and self._choice == "sharded":
+            raise SyncError(
+                f"{KEY_PREFIX}.delivery=sharded: trainer ranks {apart[0]}, which share out the model, are on several "
+                f"hosts ({', '.join(sorted({hosts[rank] for rank in apart[0]}))}). Set it to auto."
+            )
+
+    def exchange(self, sender: BucketSender, group: dist.ProcessGroup | None) -> None:
+        """Collective, after ``sender.reserve`` of a new plan: who reads whose slots, and how.
+
+        Raises:
+            SyncError: any rank's memory cannot be shared.
+        """
+        ranks = dist.get_process_group_ranks(group) if self.sharded and group is not None else [dist.get_rank()]
+        mine: dict[int, StagingExport] = {}
+        with self._agreement.attempt():
+            mine = {rank: sender.export(rank) for rank in ranks}
+        self._agreement.settle("sharing the staging memory")
+        me = dist.get_rank()
+        everywhere = self._agreement.gather("exchanging the staging memory", mine) if self.sharded else {me: mine}
+        self._stagings = tuple(everywhere[rank][me] for rank in ranks)
+        self._place = ranks.index(me)
+        self._new = True
+
+    def greet(self, sync_id: str, sender: BucketSender, plan: Plan, hashed: bool, whole: tuple[int, ...]) -> None:
+        """Collective: opens the sync with the engine rank beside this rank.
+
+        Args:
+            sync_id: names the sync.
+            sender: has adopted the channel.
+            plan: the buckets.
+            hashed: whether hashes are compared.
+            whole: tensors that the engine is to hash whole.
+
+        Raises:
+            PeersUnreachableError: an engine rank cannot read the memory of other trainer ranks.
+            SyncError: any rank failed.
+        """
+        unreachable = ""
+        with self._agreement.attempt():
+            hello = Hello(sync_id, plan.digest, self._stagings, self._place, self._config.copy_plan, hashed, whole)
+            unreachable = sender.greet(hello, plan)
+        if not self._new:
+            return
+        if self._agreement.settle("opening the staging memory", waiting=bool(unreachable)):
+            texts = self._agreement.gather("asking why memory is out of reach", unreachable)
+            raise PeersUnreachableError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text))
+        sender.opened()
+        self._new = False
+
+    def fall_back(self, error: PeersUnreachableError) -> None:
+        """From now on gathered.
+
+        Raises:
+            SyncError: ``delivery=sharded`` does not allow that.
+        """
+        if self._choice == "sharded":
+            raise SyncError(
+                f"{KEY_PREFIX}.delivery=sharded: an engine rank cannot read other trainer ranks' memory ({error}). "
+                "Set it to auto."
+            ) from error
+        say(f"an engine rank cannot read other trainer ranks' memory ({error}); buckets are gathered instead")
+        self.sharded = False
+
+
+def host_name() -> str:
+    """Equal for processes that can share memory: one machine, one container."""
+    boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
+    return f"{socket.gethostname()} {boot}".strip()
