@@ -30,7 +30,6 @@ class Reader:
         self._slot_bytes = exports[0].slot_bytes
         self._memories = [open_peer_staging(export, CPU) for export in exports]
         self._meet()
-        sender.opened()
 
     def _meet(self) -> None:
         if self.plan.sharded:

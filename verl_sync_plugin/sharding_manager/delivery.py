@@ -51,7 +51,7 @@ class Delivery:
             SyncError: ``delivery=sharded``, and the ranks of a group are on several hosts.
         """
         self.decided = True
-        if self._choice == "gathered" or group is None:
+        if self._choice == "gathered" or group is None or dist.get_world_size(group) == 1:
             return
         hosts = self._agreement.gather("finding out which ranks share a host", host_name())
         groups = self._agreement.gather("exchanging groups", tuple(dist.get_process_group_ranks(group)))
