@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import itertools
 import json
 import os
@@ -173,19 +172,6 @@ def command_line(args: argparse.Namespace) -> str:
     return shlex.join([*words, *(f"--override={value}" for value in args.override)])
 
 
-def result_of(case: command.Case, runs: list[dict[str, Any]], line: str) -> dict[str, Any]:
-    """The whole result, in the form of ``schema``."""
-    return {
-        "case": case.name,
-        "machine": machine.describe(),
-        "versions": machine.versions(),
-        "commit": machine.commit(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": line,
-        "runs": runs,
-    }
-
-
 def measure(case: command.Case, args: argparse.Namespace, work: Path) -> int:
     """Runs every variant as often as asked and writes the result after each; returns how many runs failed."""
     end = time.monotonic() + args.budget if args.budget else None
@@ -204,7 +190,7 @@ def measure(case: command.Case, args: argparse.Namespace, work: Path) -> int:
             continue
         runs.append(run)
         print(json.dumps({"case": case.name, "variant": variant, "stages": run["stages"]}), flush=True)
-        result = result_of(case, runs, command_line(args))
+        result = machine.result(case.name, command_line(args), runs)
         assert not schema.problems(result), schema.problems(result)
         # written after every run: a visit that is cut short keeps what it measured
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

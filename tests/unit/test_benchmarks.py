@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import command, parse, phase, schema, table
+from benchmarks import command, machine, parse, phase, schema, table
 
 RESULT_FILES = sorted(table.RESULTS.glob("*.json"))
 
@@ -70,7 +70,7 @@ def result_of(tmp_path: Path) -> dict[str, Any]:
     runs = []
     for variant, lines in (("stock", stock_lines()), ("plugin", plugin_lines())):
         runs.append(phase.summarize(variant, {}, write_lines(tmp_path / f"{variant}.jsonl", lines), log))
-    result = phase.result_of(case(), runs, "python -m benchmarks.phase")
+    result = machine.result("dense", "python -m benchmarks.phase", runs)
     result["machine"] |= {"gpu": "NVIDIA H200", "gpus": 2}
     return result
 
