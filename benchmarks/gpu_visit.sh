@@ -1,9 +1,10 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 # Measures cases on an offline GPU machine, in one visit.
-#   COMMIT=... bash benchmarks/gpu_visit.sh PHASE_ARGUMENTS [-- PHASE_ARGUMENTS ...]
-# Each case takes the arguments of `python -m benchmarks.phase` but --work and --out. Run it in the repository's root,
-# next to the payload in .gpu; results (CASE.json) and logs (logs.tgz) go to $OUT. VISIT_SECONDS bounds the whole visit.
+#   COMMIT=... bash benchmarks/gpu_visit.sh [phase|transfer|soak] ARGUMENTS [-- [phase|transfer|soak] ARGUMENTS ...]
+# Each case takes the arguments of `python -m benchmarks.phase` (or transfer, soak) but --work and --out; --profile of
+# transfer takes no folder here. Run it in the repository's root, next to the payload in .gpu; results (CASE.json),
+# profiles and logs (logs.tgz) go to $OUT. VISIT_SECONDS bounds the whole visit.
 # Variables of NCCL and NVLink stay as the machine sets them.
 
 SECONDS=0
@@ -29,13 +30,29 @@ PY
 }
 
 run_case() {
-  local name="" previous="" word
+  local harness=phase name="" previous="" word left=$((LIMIT - SECONDS)) words=()
+  case "$1" in phase | transfer | soak) harness=$1 && shift ;; esac
   for word in "$@"; do
     [ "$previous" = --case ] && name=$word
     previous=$word
+    words+=("$word")
+    [ "$word" = --profile ] && words+=("$OUT")
   done
-  case " $* " in *" megatron "*) python3 /tmp/s/patch_mbridge.py ;; esac
-  python3 -m benchmarks.phase "$@" --budget $((LIMIT - SECONDS)) --work "$BENCH/work" --out "$OUT/${name:?--case is missing}.json"
+  words+=(--work "$BENCH/work" --out "$OUT/${name:?--case is missing}.json")
+  if [ "$harness" = phase ]; then
+    case " $* " in *" megatron "*) python3 /tmp/s/patch_mbridge.py ;; esac
+    python3 -m benchmarks.phase "${words[@]}" --budget "$left"
+  elif [ "$left" -lt 60 ]; then
+    echo "no time left for $name" >&2
+    return 1
+  else
+    mkdir -p "$BENCH/work"
+    # TERM lets it end its server; KILL, later, does not
+    timeout -k 40 "$left" python3 -m "benchmarks.$harness" "${words[@]}" >"$BENCH/work/$name.log" 2>&1
+    local status=$?
+    tail -n 40 "$BENCH/work/$name.log"
+    return $status
+  fi
 }
 
 save_logs() {

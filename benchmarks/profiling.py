@@ -50,12 +50,12 @@ def _traced_sync(way: Any, bench: rig.Rig, folder: Path, stem: str) -> tuple[Pat
 
     cuda = bench.device == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with _traced_engine(bench.server, folder, f"{stem}-engine", cuda):
-        with profile(activities=activities) as profiler, _marked_stages():
+    engine = _traced_engine(bench.server, folder, f"{stem}-engine", cuda)
+    with engine, profile(activities=activities) as profiler, _marked_stages():
+        gauges.synchronize()
+        with record_function(trace_summary.WINDOW):
+            way.sync()
             gauges.synchronize()
-            with record_function(trace_summary.WINDOW):
-                way.sync()
-                gauges.synchronize()
     trainer = folder / f"{stem}-trainer{SUFFIX}"
     profiler.export_chrome_trace(str(trainer))
     engines = []
