@@ -174,10 +174,12 @@ def test_schema_names_what_is_wrong(tmp_path: Path) -> None:
 def test_table_shows_both_variants_and_the_speed_up(tmp_path: Path) -> None:
     result = result_of(tmp_path)
     result["runs"][1]["stages"]["phase"] = 0.616
+    result["runs"][1]["bytes"] = 4_300_000_000
+    result["runs"][0]["bytes"] = 8_600_000_000
     rows = [text for text in table.render([result]).splitlines() if text.startswith("| dense")]
     assert rows[0].split(" | ")[1] == "stock"
-    assert "**6.160 s** |  | 1.1 GiB | 1.9 GiB |" in rows[0]
-    assert "| plugin | 3.300 s | 0.010 s | 0.220 s | 0.020 s | **0.616 s** | 10.0× |" in rows[1]
+    assert "**6.160 s** |  | 2.0 ms | 3080 | 1.1 GiB | 1.9 GiB |" in rows[0]
+    assert "| plugin | 3.300 s | 0.010 s | 0.220 s | 0.020 s | **0.616 s** | 10.0× | 2.0 ms | 308 |" in rows[1]
     assert "2 × NVIDIA H200" in table.render([result])
     assert table.render([]) == table.EMPTY
 

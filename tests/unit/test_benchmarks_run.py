@@ -39,6 +39,7 @@ def test_variants_differ_in_bucket_key_and_plugin_switch_alone() -> None:
     }
     assert taken["VERL_USE_EXTERNAL_MODULES"] == "other,benchmarks.probe"
     assert taken["NCCL_NVLS_ENABLE"] == "0"
+    assert taken["RAY_memory_monitor_refresh_ms"] == "0"
 
 
 def test_overrides_follow_the_case() -> None:
