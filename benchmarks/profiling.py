@@ -16,7 +16,7 @@ SUFFIX = ".trace.json.gz"
 
 
 @contextmanager
-def _marked_stages() -> Iterator[None]:
+def marked_stages() -> Iterator[None]:
     """Marks the stages of the plugin's report in the trace."""
     from torch.profiler import record_function
 
@@ -51,7 +51,7 @@ def _traced_sync(way: Any, bench: rig.Rig, folder: Path, stem: str) -> tuple[Pat
     cuda = bench.device == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     engine = _traced_engine(bench.server, folder, f"{stem}-engine", cuda)
-    with engine, profile(activities=activities) as profiler, _marked_stages():
+    with engine, profile(activities=activities) as profiler, marked_stages():
         gauges.synchronize()
         with record_function(trace_summary.WINDOW):
             way.sync()

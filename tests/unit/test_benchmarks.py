@@ -107,6 +107,17 @@ def test_report_splits_the_stages_but_never_the_phase() -> None:
     assert measured[0].report["buckets"] == 4
 
 
+def test_two_updates_in_one_call_are_one_stage() -> None:
+    def adapter_of(entry: dict[str, Any]) -> dict[str, Any]:
+        return {**entry, "start": entry["start"] + 0.5, "t": entry["t"] + 0.5, "seconds": 0.25}
+
+    updates = [entry for entry in stock_lines() if entry["event"] == "update_weights" and entry["start"] < 100]
+    first, *measured = parse.syncs([*stock_lines(), *map(adapter_of, updates)])
+    assert first.stages["update_weights"] == pytest.approx(13.0 + 0.25)
+    assert first.bytes == 30_000
+    assert measured == parse.syncs(stock_lines())[1:]
+
+
 def test_sync_cut_short_is_not_counted() -> None:
     lines = [entry for entry in stock_lines() if not (entry["event"] == "sync" and entry["start"] > 300)]
     assert len(parse.syncs(lines)) == 3
