@@ -110,12 +110,22 @@ def _process(events: list[Event], window: Span) -> dict[str, Any]:
 def _stages(trainer: list[Event], window: Span, busy: list[Span]) -> list[dict[str, Any]]:
     """Seconds by the trainer's stage, and how many of them the device was busy."""
     found: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+    spans = []
     for event in trainer:
         if event.kind == "user_annotation" and event.name.startswith(STAGE) and event.start >= window[0]:
+            spans.append((event.start, event.end))
             row = found[event.name.removeprefix(STAGE)]
             row[0] += 1
             row[1] += event.end - event.start
-            row[2] += covered(busy, (event.start, event.end))
+            row[2] += covered(busy, spans[-1])
+    joined = union(spans)
+    if joined:
+        on_device = sum(covered(busy, span) for span in joined)
+        found["outside of these"] = [
+            1,
+            window[1] - window[0] - covered(joined, window),
+            covered(busy, window) - on_device,
+        ]
     return [
         {"name": name, "count": int(count), "seconds": round(seconds, 6), "device_busy_seconds": round(on_device, 6)}
         for name, (count, seconds, on_device) in found.items()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks import growth, schema, table, transfer_models, transfer_table
@@ -16,7 +18,7 @@ from benchmarks import growth, schema, table, transfer_models, transfer_table
 ROOT = Path(__file__).resolve().parents[2]
 # what the three commands do, but for the start of a server each
 SCRIPT = """
-import sys
+import os, signal, sys
 from pathlib import Path
 from benchmarks import rig, soak, transfer
 
@@ -27,7 +29,11 @@ soaked = soak.arguments([*common, "--bucket-mb", "1", "--syncs", "30", "--every"
 with rig.rig("tiny-moe", "cpu", "bfloat16", Path("work").resolve()) as bench:
     result = transfer.compare(measured, bench)
     transfer.profile(measured, bench, result)
-    sys.exit(soak.measure(soaked, bench))
+    if soak.measure(soaked, bench):
+        sys.exit(1)
+    Path("schedulers").write_text(" ".join(str(process.pid) for process in bench.server.schedulers()))
+    os.kill(os.getpid(), signal.SIGTERM)  # as a visit's time limit does
+    signal.pause()
 """
 
 
@@ -39,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     env = {**os.environ, "PYTHONPATH": str(folder)}
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr[-4000:]
     return folder
 
 
@@ -94,6 +100,12 @@ def test_soak_samples_both_processes(folder: Path) -> None:
     first, others = samples["tokens"]["first"], samples["tokens"]["others"]
     assert len(first) == len(others) == 2 and first[0] == first[1] != others[0] == others[1]
     assert "30 syncs in a row" in table.render([result]) and "nothing grows" in table.render([result])
+
+
+@pytest.mark.slow
+def test_time_limit_leaves_no_engine_behind(folder: Path) -> None:
+    pids = (folder / "schedulers").read_text().split()
+    assert pids and not any(psutil.pid_exists(int(pid)) for pid in pids)
 
 
 def test_shapes_of_the_models() -> None:

@@ -48,7 +48,8 @@ def test_device_is_busy_while_any_process_uses_it(tmp_path: Path) -> None:
     assert found["device_busy_share"] == pytest.approx(0.55)
     busy = {name: process["device_busy_seconds"] for name, process in found["processes"].items()}
     assert busy == pytest.approx({"trainer": 3, "engine 0": 3.5})
-    (stage,) = found["stages"]
+    stage, rest = found["stages"]
+    assert rest["seconds"] == pytest.approx(6) and rest["device_busy_seconds"] == pytest.approx(2.5)
     assert stage["name"] == "pack" and stage["seconds"] == pytest.approx(4)
     assert stage["device_busy_seconds"] == pytest.approx(3), "12 to 15, by both processes"
 
