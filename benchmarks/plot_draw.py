@@ -32,6 +32,7 @@ WORDS = {
 }
 ZOOM = 1.25  # the zoomed scale ends this far beyond the plugin's longest bar
 ROW = 0.36  # inches
+LEGEND = 0.32  # inches below the axes
 # Text stays text: a tenth of the size of outlines. The salt makes the same results give the same file.
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "verl-sync-plugin", "font.size": 8.5, "font.family": "sans-serif"}
 STYLE |= {"font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"], "axes.spines.top": False, "axes.spines.right": False}
@@ -39,6 +40,16 @@ STYLE |= {"font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"], "axes.spines.t
 
 def _seconds(value: float, _: Any = None) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def _inches(axes: Axes) -> float:
+    return float(axes.get_position().height * axes.figure.get_size_inches()[1])
+
+
+def _legend(axes: Axes, handles: list[Any], words: list[str]) -> None:
+    """One row below the axes."""
+    where = (0.0, -LEGEND / _inches(axes))
+    axes.legend(handles, words, loc="upper left", bbox_to_anchor=where, ncols=6, frameon=False, columnspacing=1)
 
 
 def _bars(axes: Axes, cases: list[dict[str, Any]], limit: float | None) -> None:
@@ -63,7 +74,7 @@ def _bars(axes: Axes, cases: list[dict[str, Any]], limit: float | None) -> None:
         row += 0.5
     axes.set_yticks(ticks, labels)
     axes.tick_params(axis="y", length=0)
-    axes.invert_yaxis()
+    axes.set_ylim(row - 0.75, -0.75)
     axes.xaxis.set_major_formatter(FuncFormatter(_seconds))
     longest = max(sum(parts.values()) for case in cases for parts in case["bars"].values())
     axes.set_xlim(0, limit or longest * 1.15)
@@ -81,7 +92,7 @@ def _phases(whole: Axes, zoomed: Axes, cases: list[dict[str, Any]]) -> None:
     handles.append(pyplot.Line2D([], [], color=COLOURS["floor"]))
     labels = [WORDS.get(name, name) for name in names]
     labels.append("floor: every byte read and written once")
-    whole.legend(handles, labels, loc="upper left", bbox_to_anchor=(0, -0.1), ncols=6, frameon=False, columnspacing=1)
+    _legend(whole, handles, labels)
 
 
 def _transfers(axes: Axes, cases: list[dict[str, Any]]) -> None:
@@ -109,7 +120,7 @@ def _transfers(axes: Axes, cases: list[dict[str, Any]]) -> None:
     axes.set_title("Transfer alone, logarithmic", loc="left", fontweight="bold")
     handles = [pyplot.Line2D([], [], color=COLOURS[name], marker="o", linewidth=0) for name in ("stock", "plugin")]
     words = ["stock", f"plugin (larger marks: larger buckets, {', '.join(map(str, sizes))} MiB; the best is labelled)"]
-    axes.legend(handles, words, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=2, frameon=False, columnspacing=1)
+    _legend(axes, handles, words)
 
 
 def draw(drawn: dict[str, list[dict[str, Any]]], description: str, out: Path) -> None:
@@ -118,8 +129,10 @@ def draw(drawn: dict[str, list[dict[str, Any]]], description: str, out: Path) ->
     bars = sum(len(case["bars"]) + 0.5 for case in phases)
     heights = [max(1.0, bars) * ROW, max(1.0, len(transfers)) * ROW * 1.2]
     with pyplot.rc_context(STYLE):
-        figure = pyplot.figure(figsize=(11, sum(heights) + 2.0))
-        grid = figure.add_gridspec(2, 2, height_ratios=heights, hspace=1.0 / (sum(heights) / 2), wspace=0.05)
+        tall = sum(heights) + 2.0
+        figure = pyplot.figure(figsize=(11, tall))
+        places = {"top": 1 - 0.4 / tall, "bottom": 0.6 / tall, "hspace": 1.05 / (sum(heights) / 2), "wspace": 0.05}
+        grid = figure.add_gridspec(2, 2, height_ratios=heights, **places)
         if phases:
             _phases(figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1]), phases)
         if transfers:
