@@ -3,8 +3,9 @@
 # Measures cases on an offline GPU machine, in one visit.
 #   COMMIT=... bash benchmarks/gpu_visit.sh [phase|transfer|soak] ARGUMENTS [-- [phase|transfer|soak] ARGUMENTS ...]
 # Each case takes the arguments of `python -m benchmarks.phase` (or transfer, soak) but --work and --out; --profile of
-# transfer takes no folder here. Run it in the repository's root, next to the payload in .gpu; results (CASE.json),
-# profiles and logs (logs.tgz) go to $OUT. VISIT_SECONDS bounds the whole visit.
+# phase and transfer takes no folder here. Run it in the repository's root, next to the payload in .gpu; results
+# (CASE.json), profiles (CASE-profile.json and .md), traces (traces.tgz) and logs (logs.tgz) go to $OUT.
+# VISIT_SECONDS bounds the whole visit.
 # Variables of NCCL and NVLink stay as the machine sets them.
 
 SECONDS=0
@@ -36,7 +37,7 @@ run_case() {
     [ "$previous" = --case ] && name=$word
     previous=$word
     words+=("$word")
-    [ "$word" = --profile ] && words+=("$OUT")
+    [ "$word" = --profile ] && words+=("$BENCH/profiles")
   done
   words+=(--work "$BENCH/work" --out "$OUT/${name:?--case is missing}.json")
   if [ "$harness" = phase ]; then
@@ -56,13 +57,18 @@ run_case() {
 }
 
 save_logs() {
-  (cd "$BENCH/work" 2>/dev/null && tar czf "$OUT/logs.tgz" ./*.log ./*.jsonl)
+  (cd "$BENCH/work" 2>/dev/null && find . -maxdepth 1 \( -name '*.log' -o -name '*.jsonl' \) -print0 |
+    tar czf "$OUT/logs.tgz" --null -T -)
+  # few files come back from such a machine: the traces as one
+  cd "$BENCH/profiles" 2>/dev/null || return
+  cp -- *-profile.json *-profile.md "$OUT/"
+  tar czf "$OUT/traces.tgz" -- *.trace.json.gz
 }
 
 bash .gpu/scripts/install.sh .gpu || exit 1
 . /tmp/s/env.sh
 # the probe must be importable in every process, and nothing else of the checkout: its folders would shadow packages
-rm -rf "$BENCH/benchmarks" && mkdir -p "$BENCH" && cp -r benchmarks "$BENCH/"
+rm -rf "$BENCH/benchmarks" "$BENCH/profiles" && mkdir -p "$BENCH" && cp -r benchmarks "$BENCH/"
 export PYTHONPATH=$BENCH:$PYTHONPATH
 cd /tmp || exit 1
 (cd "$REPO" && install_package) || exit 1

@@ -34,7 +34,7 @@ ZOOM = 1.25  # the zoomed scale ends this far beyond the plugin's longest bar
 ROW = 0.36  # inches
 LEGEND = 0.32  # inches below the axes
 # Text stays text: a tenth of the size of outlines. The salt makes the same results give the same file.
-STYLE = {"svg.fonttype": "none", "svg.hashsalt": "verl-sync-plugin", "font.size": 8.5, "font.family": "sans-serif"}
+STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "verl-sync-plugin", "font.size": 8.5, "font.family": "sans-serif"}
 STYLE |= {"font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"], "axes.spines.top": False, "axes.spines.right": False}
 
 
@@ -43,7 +43,7 @@ def _seconds(value: float, _: Any = None) -> str:
 
 
 def _inches(axes: Axes) -> float:
-    return float(axes.get_position().height * axes.figure.get_size_inches()[1])
+    return float(axes.bbox.height / matplotlib.rcParams["figure.dpi"])
 
 
 def _legend(axes: Axes, handles: list[Any], words: list[str]) -> None:
@@ -88,7 +88,7 @@ def _phases(whole: Axes, zoomed: Axes, cases: list[dict[str, Any]]) -> None:
     whole.set_title("Resharding phase by stage", loc="left", fontweight="bold")
     zoomed.set_title("the same, zoomed in", loc="left")
     names = [name for name in COLOURS if name in cases[0]["bars"][next(iter(cases[0]["bars"]))]]
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLOURS[name]) for name in names]
+    handles: list[Any] = [pyplot.Rectangle((0, 0), 1, 1, color=COLOURS[name]) for name in names]
     handles.append(pyplot.Line2D([], [], color=COLOURS["floor"]))
     labels = [WORDS.get(name, name) for name in names]
     labels.append("floor: every byte read and written once")

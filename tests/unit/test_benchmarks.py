@@ -166,6 +166,16 @@ def test_summary_has_the_form_and_both_clocks(tmp_path: Path) -> None:
     assert stock["peak_host_bytes"] == 2_000_000_001
 
 
+def test_traced_syncs_are_not_measured(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("step:1 - timing_s/update_weights:2.5 -\n" * 3)
+    probe_file = write_lines(tmp_path / "stock.jsonl", stock_lines())
+    run = phase.summarize("stock", {"steps": 1}, probe_file, log)
+    assert len(run["samples"]["syncs"]) == len(run["samples"]["verl_update_weights_s"]) == 1
+    assert run["stages"]["phase"] == pytest.approx(3.0 + 2.6)
+    assert run["peak_device_bytes"] == 1_000_000_001
+
+
 def test_schema_names_what_is_wrong(tmp_path: Path) -> None:
     good = result_of(tmp_path)
     for change, message in (
