@@ -230,6 +230,9 @@ def environment(case: Case, variant: str, probe_file: Path, base: Mapping[str, s
     # the plugin's own report goes into the same file
     env.update(SYNC_PROBE_FILE=str(probe_file), VERL_SYNC_REPORT_FILE=str(probe_file))
     env.update(RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0", HYDRA_FULL_ERROR="1")
+    # Where the machine's memory grows as it is used, its total starts small, and Ray's monitor, which reads that, would
+    # kill healthy runs.
+    env["RAY_memory_monitor_refresh_ms"] = "0"
     modules = [name for name in env.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if name and name != PROBE]
     env["VERL_USE_EXTERNAL_MODULES"] = ",".join([*modules, PROBE])
     if variant == "stock":

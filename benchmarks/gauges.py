@@ -45,6 +45,14 @@ def device_used_bytes(device: int | None) -> int | None:
     return int(total - free)
 
 
+def torch_bytes() -> dict[str, int | None]:
+    """What this process's allocator handed out and what it holds."""
+    cuda = _cuda()
+    if cuda is None:
+        return {"torch_allocated_bytes": None, "torch_reserved_bytes": None}
+    return {"torch_allocated_bytes": cuda.memory_allocated(), "torch_reserved_bytes": cuda.memory_reserved()}
+
+
 def host_used_bytes() -> int:
     """Host memory in use on the whole machine; pinned and shared memory count, the page cache does not."""
     values: dict[str, int] = {}

@@ -1,9 +1,11 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 # Measures cases on an offline GPU machine, in one visit.
-#   COMMIT=... bash benchmarks/gpu_visit.sh PHASE_ARGUMENTS [-- PHASE_ARGUMENTS ...]
-# Each case takes the arguments of `python -m benchmarks.phase` but --work and --out. Run it in the repository's root,
-# next to the payload in .gpu; results (CASE.json) and logs (logs.tgz) go to $OUT. VISIT_SECONDS bounds the whole visit.
+#   COMMIT=... bash benchmarks/gpu_visit.sh [phase|transfer|soak] ARGUMENTS [-- [phase|transfer|soak] ARGUMENTS ...]
+# Each case takes the arguments of `python -m benchmarks.phase` (or transfer, soak) but --work and --out; --profile of
+# phase and transfer takes no folder here. Run it in the repository's root, next to the payload in .gpu; results
+# (CASE.json), profiles (CASE-profile.json and .md), traces (traces.tgz) and logs (logs.tgz) go to $OUT.
+# VISIT_SECONDS bounds the whole visit.
 # Variables of NCCL and NVLink stay as the machine sets them.
 
 SECONDS=0
@@ -29,23 +31,44 @@ PY
 }
 
 run_case() {
-  local name="" previous="" word
+  local harness=phase name="" previous="" word left=$((LIMIT - SECONDS)) words=()
+  case "$1" in phase | transfer | soak) harness=$1 && shift ;; esac
   for word in "$@"; do
     [ "$previous" = --case ] && name=$word
     previous=$word
+    words+=("$word")
+    [ "$word" = --profile ] && words+=("$BENCH/profiles")
   done
-  case " $* " in *" megatron "*) python3 /tmp/s/patch_mbridge.py ;; esac
-  python3 -m benchmarks.phase "$@" --budget $((LIMIT - SECONDS)) --work "$BENCH/work" --out "$OUT/${name:?--case is missing}.json"
+  words+=(--work "$BENCH/work" --out "$OUT/${name:?--case is missing}.json")
+  if [ "$harness" = phase ]; then
+    case " $* " in *" megatron "*) python3 /tmp/s/patch_mbridge.py ;; esac
+    python3 -m benchmarks.phase "${words[@]}" --budget "$left"
+  elif [ "$left" -lt 60 ]; then
+    echo "no time left for $name" >&2
+    return 1
+  else
+    mkdir -p "$BENCH/work"
+    # TERM lets it end its server; KILL, later, does not
+    timeout -k 40 "$left" python3 -m "benchmarks.$harness" "${words[@]}" >"$BENCH/work/$name.log" 2>&1
+    local status=$?
+    tail -n 40 "$BENCH/work/$name.log"
+    return $status
+  fi
 }
 
 save_logs() {
-  (cd "$BENCH/work" 2>/dev/null && tar czf "$OUT/logs.tgz" ./*.log ./*.jsonl)
+  (cd "$BENCH/work" 2>/dev/null && find . -maxdepth 1 \( -name '*.log' -o -name '*.jsonl' \) -print0 |
+    tar czf "$OUT/logs.tgz" --null -T -)
+  # few files come back from such a machine: the traces as one
+  cd "$BENCH/profiles" 2>/dev/null || return
+  cp -- *-profile.json *-profile.md "$OUT/"
+  tar czf "$OUT/traces.tgz" -- *.trace.json.gz
 }
 
 bash .gpu/scripts/install.sh .gpu || exit 1
 . /tmp/s/env.sh
 # the probe must be importable in every process, and nothing else of the checkout: its folders would shadow packages
-rm -rf "$BENCH/benchmarks" && mkdir -p "$BENCH" && cp -r benchmarks "$BENCH/"
+rm -rf "$BENCH/benchmarks" "$BENCH/profiles" && mkdir -p "$BENCH" && cp -r benchmarks "$BENCH/"
 export PYTHONPATH=$BENCH:$PYTHONPATH
 cd /tmp || exit 1
 (cd "$REPO" && install_package) || exit 1

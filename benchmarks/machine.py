@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import platform
 import shutil
@@ -67,6 +68,19 @@ def commit() -> str:
     """``$COMMIT``, else the checkout's commit, else ``unknown``."""
     here = Path(__file__).resolve().parent
     return os.environ.get("COMMIT") or _output(["git", "rev-parse", "HEAD"], here) or "unknown"
+
+
+def result(case: str, line: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """A whole result, in the form of ``schema``: what was measured, with which command, where."""
+    return {
+        "case": case,
+        "machine": describe(),
+        "versions": versions(),
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "command": line,
+        "runs": runs,
+    }
 
 
 def wait_until_idle(limit_mib: int = 2048, timeout: float = 30.0) -> bool:

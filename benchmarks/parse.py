@@ -70,7 +70,24 @@ def _in_order(records: Iterable[Record]) -> dict[str, dict[int, list[Record]]]:
         stage = _stage(record)
         if stage is not None and record.get("ok", True):
             found[stage][int(record["rank"])].append(record)
+    for rank, updates in found["update_weights"].items():
+        found["update_weights"][rank] = _joined_in_calls(updates, found["call"].get(rank, []))
     return found
+
+
+def _joined_in_calls(updates: list[Record], calls: list[Record]) -> list[Record]:
+    """One ``update_weights`` per trainer's call: with an adapter that the engine serves, verl's first sync has two."""
+    joined: dict[Any, Record] = {}
+    for position, record in enumerate(updates):
+        around = [
+            call["start"] for call in calls if call["start"] <= record["start"] <= call["start"] + call["seconds"]
+        ]
+        key = around[0] if around else ("alone", position)
+        before = joined.get(key)
+        joined[key] = record if before is None else {**record, "seconds": before["seconds"] + record["seconds"]}
+        if before is not None and "nbytes" in before:
+            joined[key]["nbytes"] = before["nbytes"] + record.get("nbytes", 0)
+    return list(joined.values())
 
 
 def _reports(records: Iterable[Record]) -> list[list[Record]]:

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import itertools
 import json
 import os
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,12 +25,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import command, launch, machine, models, parse, schema
+from benchmarks import command, launch, machine, models, parse, phase_profile, profiling, schema
 
 ROWS_PER_STEP = 16
 LEAST_RUN_SECONDS = 60.0
 # what says nothing about the measurement, only where its files lay
-LOCAL_ARGUMENTS = ("tokenizer_dir", "work", "out", "timeout", "budget")
+LOCAL_ARGUMENTS = ("tokenizer_dir", "work", "out", "timeout", "budget", "profile")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _ROLLOUT = re.compile(r"response_length/mean:([0-9.eE+-]+).*?timing_s/gen:([0-9.eE+-]+)")
 _TIMING = re.compile(r"timing_s/update_weights:([0-9.eE+-]+)")
@@ -61,6 +61,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokenizer-dir", type=Path, help="default: a tokenizer with a token per byte")
     parser.add_argument("--work", type=Path, help="folder for model, prompts, probe files and logs; default: temporary")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--profile", type=Path, metavar="FOLDER", help="also trace a sync, after the measured ones; two more steps"
+    )
     parser.add_argument("--override", action="append", default=[], help="a Hydra override for both variants")
     args = parser.parse_args(argv)
     args.variants = args.variants.split(",")
@@ -82,8 +85,16 @@ def case_of(args: argparse.Namespace) -> command.Case:
 def prepare(case: command.Case, work: Path, tokenizer_dir: Path | None) -> command.Paths:
     """Makes model and prompts in a process of its own, whose device memory goes back when it ends."""
     paths = command.Paths(model=work / f"model-{case.model_size}", prompts=work / "prompts.parquet")
+    rows = ROWS_PER_STEP * (case.steps + 1 + phase_profile.EXTRA_SYNCS)
     build = [sys.executable, "-m", "benchmarks.models", "--size", case.model_size, "--out", str(paths.model)]
-    build += ["--prompts", str(paths.prompts), "--rows", str(ROWS_PER_STEP * (case.steps + 1)), "--device", case.device]
+    build += [
+        "--prompts",
+        str(paths.prompts),
+        "--rows",
+        str(rows),
+        "--device",
+        case.device,
+    ]
     if tokenizer_dir is not None:
         build += ["--tokenizer-dir", str(tokenizer_dir)]
     # transformers imports torchvision, whose compiled part needs the CPU stack's help to load without CUDA
@@ -119,27 +130,28 @@ def summarize(variant: str, settings: dict[str, Any], probe_file: Path, log: Pat
     """
     records = parse.read(probe_file)
     first, *measured = parse.syncs(records)
+    steps = settings.get("steps")  # what follows was run to be traced
     stock = parse.adapter_classes(records) == {parse.STOCK_ADAPTER}
     if stock != (variant == "stock"):
         raise parse.ProbeError(f"not a {variant} run: weights came from {sorted(parse.adapter_classes(records))}")
     return {
         "variant": variant,
         "settings": settings,
-        "stages": parse.medians(measured),
+        "stages": parse.medians(measured[:steps]),
         "samples": {
             "first_sync": dataclasses.asdict(first),
-            "syncs": [dataclasses.asdict(sync) for sync in measured],
-            "verl_update_weights_s": _verl_timings(log),
-            "rollouts": _rollouts(settings, log),
+            "syncs": [dataclasses.asdict(sync) for sync in measured[:steps]],
+            "verl_update_weights_s": _verl_timings(log)[:steps],
+            "rollouts": _rollouts(settings, log)[:steps],
         },
-        "bytes": _biggest([sync.bytes for sync in (first, *measured)]),
-        "peak_device_bytes": _biggest([sync.peak_device_bytes for sync in measured]),
-        "peak_host_bytes": max(sync.peak_host_bytes for sync in measured),
+        "bytes": _biggest([sync.bytes for sync in (first, *measured[:steps])]),
+        "peak_device_bytes": _biggest([sync.peak_device_bytes for sync in measured[:steps]]),
+        "peak_host_bytes": max(sync.peak_host_bytes for sync in measured[:steps]),
     }
 
 
 def run_variant(
-    case: command.Case, variant: str, repeat: int, paths: command.Paths, work: Path, timeout: float
+    case: command.Case, variant: str, repeat: int, paths: command.Paths, work: Path, timeout: float, profile: bool
 ) -> dict[str, Any] | None:
     """Runs and summarizes one training; None, with the end of its log on stderr, when it failed."""
     stem = f"{case.name}-{variant}-{repeat}"
@@ -147,8 +159,11 @@ def run_variant(
     probe_file.unlink(missing_ok=True)
     if case.device == "cuda" and not machine.wait_until_idle():
         print("warning: device memory is still in use; the run may lack memory", file=sys.stderr)
-    line = command.training(case, variant, paths)
+    longer = dataclasses.replace(case, steps=case.steps + (phase_profile.EXTRA_SYNCS if profile else 0))
+    line = command.training(longer, variant, paths)
     env = command.environment(case, variant, probe_file, os.environ)
+    if profile:
+        env.update(phase_profile.environment(work / f"{stem}-traces", case.steps))
     print(f"[{stem}] {shlex.join(line)}", flush=True)
     status, seconds = launch.run(line, env, log, timeout, work)
     print(f"[{stem}] status {status} after {seconds:.0f} s", flush=True)
@@ -163,6 +178,23 @@ def run_variant(
         return None
 
 
+def collect_profile(
+    case: command.Case, args: argparse.Namespace, work: Path, result: dict[str, Any], profiles: list[dict[str, Any]]
+) -> None:
+    """Adds the profile of the last run to ``profiles`` and writes them; says so where there is none."""
+    run = result["runs"][-1]
+    stem = f"{case.name}-{run['variant']}"
+    calls = [sync["outer"]["call"] for sync in run["samples"]["syncs"]]
+    where = {"variant": run["variant"], "bucket_mb": case.bucket_mb, "unprofiled_seconds": statistics.median(calls)}
+    try:
+        summary = phase_profile.collect(work / f"{stem}-{run['settings']['repeat']}-traces", args.profile, stem)
+    except (ValueError, OSError) as error:
+        print(f"[{stem}] no profile: {error}", file=sys.stderr, flush=True)
+        return
+    profiles.append({**where, **summary})
+    profiling.write(args.profile, result, profiles)
+
+
 def command_line(args: argparse.Namespace) -> str:
     """The command that measures the same again, without the paths of this machine."""
     words = ["python", "-m", "benchmarks.phase"]
@@ -173,24 +205,12 @@ def command_line(args: argparse.Namespace) -> str:
     return shlex.join([*words, *(f"--override={value}" for value in args.override)])
 
 
-def result_of(case: command.Case, runs: list[dict[str, Any]], line: str) -> dict[str, Any]:
-    """The whole result, in the form of ``schema``."""
-    return {
-        "case": case.name,
-        "machine": machine.describe(),
-        "versions": machine.versions(),
-        "commit": machine.commit(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": line,
-        "runs": runs,
-    }
-
-
 def measure(case: command.Case, args: argparse.Namespace, work: Path) -> int:
     """Runs every variant as often as asked and writes the result after each; returns how many runs failed."""
     end = time.monotonic() + args.budget if args.budget else None
     paths = prepare(case, work, args.tokenizer_dir)
     runs: list[dict[str, Any]] = []
+    profiles: list[dict[str, Any]] = []
     failed = 0
     for repeat, variant in itertools.product(range(args.repeat), args.variants):
         limit = args.timeout if end is None else min(args.timeout, end - time.monotonic())
@@ -198,16 +218,18 @@ def measure(case: command.Case, args: argparse.Namespace, work: Path) -> int:
             print(f"no time left for {variant} {repeat}", file=sys.stderr, flush=True)
             failed += 1
             continue
-        run = run_variant(case, variant, repeat, paths, work, limit)
+        run = run_variant(case, variant, repeat, paths, work, limit, profile=args.profile is not None)
         if run is None:
             failed += 1
             continue
         runs.append(run)
         print(json.dumps({"case": case.name, "variant": variant, "stages": run["stages"]}), flush=True)
-        result = result_of(case, runs, command_line(args))
+        result = machine.result(case.name, command_line(args), runs)
         assert not schema.problems(result), schema.problems(result)
         # written after every run: a visit that is cut short keeps what it measured
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        if args.profile is not None:
+            collect_profile(case, args, work, result, profiles)
     return failed
 
 

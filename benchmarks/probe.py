@@ -21,7 +21,7 @@ from typing import Any
 
 import wrapt
 
-from benchmarks import gauges
+from benchmarks import gauges, phase_profile
 
 AsyncMethod = Callable[..., Awaitable[Any]]
 
@@ -127,7 +127,8 @@ async def _measure(
     sampler.start()
     start, clock, ok = time.time(), time.perf_counter(), False
     try:
-        result = await method(owner, *args, **kwargs)
+        async with phase_profile.around(owner, event):
+            result = await method(owner, *args, **kwargs)
         gauges.synchronize()
         ok = True
         return result

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import schema, transfer_table
+from benchmarks import floor, schema, soak_table, throughput_table, transfer_table
 from benchmarks.command import VARIANTS
 from benchmarks.parse import STAGES
 
@@ -30,6 +30,8 @@ HEAD = (
     "resume kv",
     "**phase**",
     "speed-up",
+    "floor",
+    "× floor",
     "peak device",
     "peak host",
 )
@@ -74,6 +76,7 @@ def _rows(result: dict[str, Any]) -> list[list[str]]:
     found = {name: [run for run in result["runs"] if run["variant"] == name] for name in VARIANTS}
     merged = {name: _merged(runs) for name, runs in found.items() if runs}
     stock = merged["stock"]["stages"]["phase"] if "stock" in merged else None
+    lowest = floor.of_result(result)
     rows = []
     for variant, row in merged.items():
         phase = row["stages"]["phase"]
@@ -86,6 +89,8 @@ def _rows(result: dict[str, Any]) -> list[list[str]]:
                 variant,
                 *seconds,
                 faster,
+                transfer_table.milliseconds(lowest) if lowest else "–",
+                f"{phase / lowest:.0f}" if lowest else "–",
                 _bytes(row["peak_device_bytes"]),
                 _bytes(row["peak_host_bytes"]),
             ]
@@ -93,24 +98,37 @@ def _rows(result: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _where(result: dict[str, Any]) -> str:
+def _stack(result: dict[str, Any]) -> str:
     machine, versions = result["machine"], result["versions"]
     device = f"{machine.get('gpus')} × {machine['gpu']}" if machine["gpu"] else f"CPU ({machine.get('cpu')})"
-    stack = ", ".join(f"{name} {versions[name]}" for name in ("verl", "sglang", "torch") if name in versions)
-    return f"- `{result['case']}`: {device}; {stack}; commit {result['commit'][:12]}; {result['date']}."
+    return ", ".join(
+        [device, *(f"{name} {versions[name]}" for name in ("verl", "sglang", "torch") if name in versions)]
+    )
+
+
+def _where(results: list[dict[str, Any]]) -> list[str]:
+    """One line per machine and stack, with the commit and day of every case measured there."""
+    cases: dict[str, list[str]] = {}
+    for result in results:
+        named = f"`{result['case']}` ({result['commit'][:12]}, {result['date']})"
+        cases.setdefault(_stack(result), []).append(named)
+    return [f"- {stack}: {', '.join(named)}." for stack, named in cases.items()]
 
 
 def render(results: list[dict[str, Any]]) -> str:
     """The Markdown of all results."""
     if not results:
         return EMPTY
-    phases = [result for result in results if not transfer_table.is_transfer(result)]
-    lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
+    by_harness: dict[str, list[dict[str, Any]]] = {"phase": [], "transfer": [], "soak": []}
+    for result in results:
+        by_harness[transfer_table.harness(result)].append(result)
+    phases = by_harness["phase"]
+    lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)] if phases else []
     lines += ["| " + " | ".join(row) + " |" for result in phases for row in _rows(result)]
-    transfers = transfer_table.render([result for result in results if transfer_table.is_transfer(result)])
-    if not phases:
-        lines = []
-    return "\n".join([*lines, *transfers, "", *(_where(result) for result in results)])
+    lines += transfer_table.render(by_harness["transfer"])
+    lines += throughput_table.render(phases)
+    lines += soak_table.render(by_harness["soak"])
+    return "\n".join([*lines, "", *_where(results)]).lstrip("\n")
 
 
 def replace(text: str, table: str) -> str:

@@ -46,6 +46,7 @@ _MOE: dict[str, Any] = {
 }
 _TINY: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 320}
 CONFIGS: dict[str, dict[str, Any]] = {
+    "dense-1p8b": {**_QWEN2, **SHAPES["1p8b"]},
     "dense-7b": {**_QWEN2, **SHAPES["7b"]},
     "moe-10k": _MOE,
     "moe-19k": {**_MOE, "num_experts": 128, "moe_intermediate_size": 384},

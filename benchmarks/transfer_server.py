@@ -18,6 +18,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from verl_sync_plugin.sharding_manager.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
 from verl_sync_plugin.transport.protocol import LOADER, LoadRequest
 from verl_sync_plugin.transport.request import pack_request
@@ -85,6 +87,19 @@ class Server:
         sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
         answer = self.ask("POST", "/generate", {"input_ids": list(range(100, 132)), "sampling_params": sampling})
         return list(answer["output_ids"])
+
+    def schedulers(self) -> list[psutil.Process]:
+        """The processes that hold the model, one per rank.
+
+        Raises:
+            RuntimeError: none is there.
+        """
+        below = psutil.Process(self._process.pid).children(recursive=True)
+        # SGLang gives them this title
+        found = [process for process in below if "sglang::scheduler" in " ".join(process.cmdline())]
+        if not found:
+            raise RuntimeError(f"no scheduler among {[process.cmdline() for process in below]}")
+        return found
 
     def stop(self) -> None:
         """Ends the server and waits for it."""

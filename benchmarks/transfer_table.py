@@ -1,54 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of the transfer alone, with the plugin's own profile."""
+"""The table of the transfer alone: a row per case and bucket size. The plugin's own profile stays in the results."""
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
-HEAD = ("case", "variant", "bucket", "**transfer**", "× floor", "speed-up", "weights", "connect", "pack")
-HEAD += ("wait for copies", "wait for engine", "commit", "flush")
-# The plugin's report of one sync, stages on the trainer's side; "update_weights" is all but the flush
-PROFILE = ("update_weights", "connect", "pack", "gather", "wait_engine", "commit", "resume_kv")
+from benchmarks import floor
+
+HEAD = ("case", "bucket", "stock", "**plugin**", "speed-up", "floor", "× floor")
 
 
-def is_transfer(result: dict[str, Any]) -> bool:
-    return all(run["settings"].get("harness") == "transfer" for run in result["runs"])
+def harness(result: dict[str, Any]) -> str:
+    """What measured a result: ``phase``, ``transfer`` or ``soak``."""
+    (name,) = {str(run["settings"].get("harness", "phase")) for run in result["runs"]}
+    return name
 
 
-def _milliseconds(value: float) -> str:
+def milliseconds(value: float) -> str:
     return f"{value * 1e3:.0f} ms" if value >= 0.1 else f"{value * 1e3:.1f} ms"
 
 
-def _profile(run: dict[str, Any]) -> list[str]:
-    reports = [sample["report"] for sample in run["samples"]["syncs"]]
-    if "stages" not in reports[0]:
-        return [""] * len(PROFILE)
-    return [_milliseconds(statistics.median(report["stages"].get(name, 0.0) for report in reports)) for name in PROFILE]
+def seconds_by_bucket(result: dict[str, Any], variant: str, hashed: bool) -> dict[int, float]:
+    """Seconds of the transfer by bucket size in MiB."""
+    return {
+        run["settings"]["bucket_mb"]: run["stages"]["phase"]
+        for run in sorted(result["runs"], key=lambda run: int(run["settings"]["bucket_mb"]))
+        if run["variant"] == variant and run["settings"]["hashed"] == hashed
+    }
+
+
+def shown_buckets(result: dict[str, Any]) -> list[int]:
+    """The smallest and the largest bucket size that can be compared; of all sizes where none can be."""
+    stock = seconds_by_bucket(result, "stock", hashed=False)
+    plugin = seconds_by_bucket(result, "plugin", hashed=True)
+    sizes = sorted(stock.keys() & plugin.keys() or stock.keys() | plugin.keys())
+    return sorted({*sizes[:1], *sizes[-1:]})
 
 
 def _rows(result: dict[str, Any]) -> list[list[str]]:
-    stock = {
-        run["settings"]["bucket_mb"]: run["stages"]["phase"] for run in result["runs"] if run["variant"] == "stock"
-    }
+    stock = seconds_by_bucket(result, "stock", hashed=False)
+    plugin = seconds_by_bucket(result, "plugin", hashed=True)
+    lowest = floor.of_result(result)
     rows = []
-    for run in sorted(result["runs"], key=lambda run: (run["variant"] != "stock", not run["settings"]["hashed"])):
-        settings, seconds = run["settings"], run["stages"]["phase"]
-        other = stock.get(settings["bucket_mb"])
-        unhashed = run["variant"] == "plugin" and not settings["hashed"]
-        faster = f"{other / seconds:.1f}×" if other is not None and run["variant"] != "stock" else ""
+    for size in shown_buckets(result):
+        slow, fast = stock.get(size), plugin.get(size)
         rows.append(
             [
                 result["case"],
-                run["variant"] + (", no hashes" if unhashed else ""),
-                f"{settings['bucket_mb']} MiB",
-                f"**{_milliseconds(seconds)}**",
-                f"{seconds / settings['floor_seconds']:.1f}",
-                faster,
-                *_profile(run),
+                f"{size} MiB",
+                milliseconds(slow) if slow else "",
+                f"**{milliseconds(fast)}**" if fast else "",
+                f"{slow / fast:.1f}×" if slow and fast else "",
+                milliseconds(lowest) if lowest else "",
+                f"{fast / lowest:.1f}" if fast and lowest else "",
             ]
         )
     return rows
+
+
+def _note(result: dict[str, Any]) -> str:
+    run = result["runs"][0]
+    text = f"- `{result['case']}`: {run['settings']['tensors']} tensors, {run['bytes'] / 1e9:.2f} GB of bf16"
+    unhashed = seconds_by_bucket(result, "plugin", hashed=False)
+    shown = [f"{milliseconds(unhashed[size])} ({size} MiB)" for size in shown_buckets(result) if size in unhashed]
+    return f"{text}; without hashes {', '.join(shown)}." if shown else f"{text}."
 
 
 def render(results: list[dict[str, Any]]) -> list[str]:
@@ -57,9 +72,4 @@ def render(results: list[dict[str, Any]]) -> list[str]:
         return []
     lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
     lines += ["| " + " | ".join(row) + " |" for result in results for row in _rows(result)]
-    notes = []
-    for result in results:
-        run = result["runs"][0]
-        moved = f"{run['settings']['tensors']} tensors, {run['bytes'] / 1e9:.2f} GB of bf16"
-        notes.append(f"- `{result['case']}`: {moved}; floor {_milliseconds(run['settings']['floor_seconds'])}.")
-    return ["", *lines, "", *notes]
+    return ["", *lines, "", *(_note(result) for result in results)]

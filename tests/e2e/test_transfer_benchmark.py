@@ -1,30 +1,57 @@
-"""The transfer benchmark on the CPU: both variants against one real SGLang server."""
+"""The transfer benchmark, its profile and the soak on the CPU: both variants against one real SGLang server."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
-from benchmarks import schema, table, transfer_models, transfer_table
+from benchmarks import growth, schema, table, transfer_models, transfer_table
 
 ROOT = Path(__file__).resolve().parents[2]
+# what the three commands do, but for the start of a server each
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+from benchmarks import rig, soak, transfer
+
+common = ["--model", "tiny-moe", "--device", "cpu"]
+measured = transfer.arguments([*common, "--case", "smoke", "--buckets", "1", "--repeat", "1",
+    "--variants", "stock,plugin", "--profile", "profiles", "--out", "result.json"])
+soaked = soak.arguments([*common, "--bucket-mb", "1", "--syncs", "30", "--every", "3", "--out", "soak.json"])
+with rig.rig("tiny-moe", "cpu", "bfloat16", Path("work").resolve()) as bench:
+    result = transfer.compare(measured, bench)
+    transfer.profile(measured, bench, result)
+    if soak.measure(soaked, bench):
+        sys.exit(1)
+    Path("schedulers").write_text(" ".join(str(process.pid) for process in bench.server.schedulers()))
+    os.kill(os.getpid(), signal.SIGTERM)  # as a visit's time limit does
+    signal.pause()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the three have written."""
+    folder = tmp_path_factory.mktemp("transfer")
+    (folder / "benchmarks").symlink_to(ROOT / "benchmarks")  # and nothing else of the checkout
+    env = {**os.environ, "PYTHONPATH": str(folder)}
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr[-4000:]
+    return folder
 
 
 @pytest.mark.slow
-def test_stock_and_plugin_on_one_server(tmp_path: Path) -> None:
-    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")  # and nothing else of the checkout
-    out = tmp_path / "result.json"
-    words = "--case smoke --model tiny-moe --device cpu --buckets 1 --repeat 1 --variants stock,plugin"
-    command = [sys.executable, "-m", "benchmarks.transfer", *words.split(), "--out", str(out)]
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    result = json.loads(out.read_text())
+def test_stock_and_plugin_on_one_server(folder: Path) -> None:
+    result = json.loads((folder / "result.json").read_text())
     assert not schema.problems(result)
     stock, plugin = result["runs"]
     assert stock["samples"]["tokens"] == plugin["samples"]["tokens"]
@@ -33,8 +60,52 @@ def test_stock_and_plugin_on_one_server(tmp_path: Path) -> None:
     assert report["replayed_tensors"] == report["tensors"] == tensors == plugin["settings"]["tensors"]
     assert report["replayed_bytes"] == plugin["bytes"] == stock["bytes"]
     assert {"connect", "pack", "gather", "wait_engine", "engine_load", "commit"} <= report["stages"].keys()
-    rows = [line for line in table.render([result]).splitlines() if line.startswith("| smoke")]
-    assert [row.split(" | ")[1] for row in rows] == ["stock", "plugin"]
+    (row,) = (line for line in table.render([result]).splitlines() if line.startswith("| smoke"))
+    assert row.split(" | ")[1:3] == ["1 MiB", transfer_table.milliseconds(stock["stages"]["phase"])]
+
+
+@pytest.mark.slow
+def test_profile_of_one_sync_shows_both_processes(folder: Path) -> None:
+    stock, plugin = json.loads((folder / "profiles" / "smoke-profile.json").read_text())["profiles"]
+    assert (stock["variant"], plugin["variant"]) == ("stock", "plugin")
+    for profile in (stock, plugin):
+        assert profile["device_busy_share"] is None, "there is none"
+        assert profile["seconds"] > 0 and profile["unprofiled_seconds"] > 0
+        copies: dict[str, Any] = {
+            name: [row for row in process["host"] if row["name"] == "aten::copy_"]
+            for name, process in profile["processes"].items()
+        }
+        assert copies.keys() == {"trainer", "engine 0"}
+        if profile is stock:
+            # of one sync, cut out of the engine's trace by the trainer's clock
+            assert all(rows and rows[0]["count"] >= len(transfer_models.shapes("tiny-moe")) for rows in copies.values())
+    stages = {row["name"]: row for row in plugin["stages"]}
+    assert {"connect", "pack", "gather", "wait_engine", "commit"} <= stages.keys()
+    assert 0 < stages["pack"]["seconds"] < stages["update_weights"]["seconds"] < plugin["seconds"]
+    for name in ("smoke-plugin-1mb-trainer", "smoke-plugin-1mb-engine0", "smoke-stock-1mb-engine0"):
+        assert (folder / "profiles" / f"{name}.trace.json.gz").stat().st_size > 1000
+    assert "## plugin, 1 MiB" in (folder / "profiles" / "smoke-profile.md").read_text()
+
+
+@pytest.mark.slow
+def test_soak_samples_both_processes(folder: Path) -> None:
+    result = json.loads((folder / "soak.json").read_text())
+    assert not schema.problems(result)
+    samples = result["runs"][0]["samples"]
+    assert [sample["sync"] for sample in samples["syncs"]] == list(range(3, 31, 3))
+    for part in ("trainer", "schedulers"):
+        assert all(sample[part]["rss_bytes"] > 1e8 and sample[part]["fds"] > 3 for sample in samples["syncs"])
+    expected = {name for name in growth.ALLOWED if not name.startswith(("device", "trainer.torch"))}
+    assert samples["growth"].keys() == expected, "and no seconds: other work on this machine decides those"
+    first, others = samples["tokens"]["first"], samples["tokens"]["others"]
+    assert len(first) == len(others) == 2 and first[0] == first[1] != others[0] == others[1]
+    assert "30 syncs in a row" in table.render([result]) and "nothing grows" in table.render([result])
+
+
+@pytest.mark.slow
+def test_time_limit_leaves_no_engine_behind(folder: Path) -> None:
+    pids = (folder / "schedulers").read_text().split()
+    assert pids and not any(psutil.pid_exists(int(pid)) for pid in pids)
 
 
 def test_shapes_of_the_models() -> None:
@@ -53,7 +124,7 @@ def test_shapes_of_the_models() -> None:
 
 
 def test_results_in_the_repository_have_a_floor_and_a_profile() -> None:
-    results = [result for result in table.load(table.RESULTS) if transfer_table.is_transfer(result)]
+    results = [result for result in table.load(table.RESULTS) if transfer_table.harness(result) == "transfer"]
     assert {result["case"] for result in results} >= {"transfer-dense-7b-1gpu", "transfer-moe-10k-1gpu"}
     for result in results:
         for run in result["runs"]:

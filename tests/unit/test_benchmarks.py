@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import command, parse, phase, schema, table
+from benchmarks import command, machine, parse, phase, schema, table
 
 RESULT_FILES = sorted(table.RESULTS.glob("*.json"))
 
@@ -70,7 +70,7 @@ def result_of(tmp_path: Path) -> dict[str, Any]:
     runs = []
     for variant, lines in (("stock", stock_lines()), ("plugin", plugin_lines())):
         runs.append(phase.summarize(variant, {}, write_lines(tmp_path / f"{variant}.jsonl", lines), log))
-    result = phase.result_of(case(), runs, "python -m benchmarks.phase")
+    result = machine.result("dense", "python -m benchmarks.phase", runs)
     result["machine"] |= {"gpu": "NVIDIA H200", "gpus": 2}
     return result
 
@@ -105,6 +105,17 @@ def test_report_splits_the_stages_but_never_the_phase() -> None:
     assert measured[0].outer["update_weights"] == pytest.approx(1.3)
     assert measured[0].report["stage/pack"] == pytest.approx(1.1), "the slowest replica counts"
     assert measured[0].report["buckets"] == 4
+
+
+def test_two_updates_in_one_call_are_one_stage() -> None:
+    def adapter_of(entry: dict[str, Any]) -> dict[str, Any]:
+        return {**entry, "start": entry["start"] + 0.5, "t": entry["t"] + 0.5, "seconds": 0.25}
+
+    updates = [entry for entry in stock_lines() if entry["event"] == "update_weights" and entry["start"] < 100]
+    first, *measured = parse.syncs([*stock_lines(), *map(adapter_of, updates)])
+    assert first.stages["update_weights"] == pytest.approx(13.0 + 0.25)
+    assert first.bytes == 30_000
+    assert measured == parse.syncs(stock_lines())[1:]
 
 
 def test_sync_cut_short_is_not_counted() -> None:
@@ -155,6 +166,16 @@ def test_summary_has_the_form_and_both_clocks(tmp_path: Path) -> None:
     assert stock["peak_host_bytes"] == 2_000_000_001
 
 
+def test_traced_syncs_are_not_measured(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("step:1 - timing_s/update_weights:2.5 -\n" * 3)
+    probe_file = write_lines(tmp_path / "stock.jsonl", stock_lines())
+    run = phase.summarize("stock", {"steps": 1}, probe_file, log)
+    assert len(run["samples"]["syncs"]) == len(run["samples"]["verl_update_weights_s"]) == 1
+    assert run["stages"]["phase"] == pytest.approx(3.0 + 2.6)
+    assert run["peak_device_bytes"] == 1_000_000_001
+
+
 def test_schema_names_what_is_wrong(tmp_path: Path) -> None:
     good = result_of(tmp_path)
     for change, message in (
@@ -174,10 +195,12 @@ def test_schema_names_what_is_wrong(tmp_path: Path) -> None:
 def test_table_shows_both_variants_and_the_speed_up(tmp_path: Path) -> None:
     result = result_of(tmp_path)
     result["runs"][1]["stages"]["phase"] = 0.616
+    result["runs"][1]["bytes"] = 4_300_000_000
+    result["runs"][0]["bytes"] = 8_600_000_000
     rows = [text for text in table.render([result]).splitlines() if text.startswith("| dense")]
     assert rows[0].split(" | ")[1] == "stock"
-    assert "**6.160 s** |  | 1.1 GiB | 1.9 GiB |" in rows[0]
-    assert "| plugin | 3.300 s | 0.010 s | 0.220 s | 0.020 s | **0.616 s** | 10.0× |" in rows[1]
+    assert "**6.160 s** |  | 2.0 ms | 3080 | 1.1 GiB | 1.9 GiB |" in rows[0]
+    assert "| plugin | 3.300 s | 0.010 s | 0.220 s | 0.020 s | **0.616 s** | 10.0× | 2.0 ms | 308 |" in rows[1]
     assert "2 × NVIDIA H200" in table.render([result])
     assert table.render([]) == table.EMPTY
 

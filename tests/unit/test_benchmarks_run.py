@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks import command, parse, phase, probe
+from benchmarks import command, launch, parse, phase, phase_profile, probe
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,6 +39,7 @@ def test_variants_differ_in_bucket_key_and_plugin_switch_alone() -> None:
     }
     assert taken["VERL_USE_EXTERNAL_MODULES"] == "other,benchmarks.probe"
     assert taken["NCCL_NVLS_ENABLE"] == "0"
+    assert taken["RAY_memory_monitor_refresh_ms"] == "0"
 
 
 def test_overrides_follow_the_case() -> None:
@@ -67,6 +68,25 @@ def test_command_of_a_result_names_no_path() -> None:
     assert "somewhere" not in text and "there.json" not in text
     again = phase.arguments([*text.split()[3:], "--out", "x"])
     assert phase.case_of(again) == phase.case_of(arguments)
+
+
+def test_profile_adds_steps_whose_syncs_alone_are_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[list[str], dict[str, str]]] = []
+
+    def run(line: list[str], env: dict[str, str], *rest: Any) -> tuple[int, float]:
+        started.append((line, env))
+        return 1, 0.0
+
+    monkeypatch.setattr(launch, "run", run)
+    paths = command.Paths(model=Path("m"), prompts=Path("p"))
+    for profile in (False, True):
+        assert phase.run_variant(case(device="cpu", steps=3), "plugin", 0, paths, tmp_path, 60.0, profile) is None
+    (plain, without), (longer, traced) = started
+    assert set(longer) - set(plain) == {"trainer.total_training_steps=5"}
+    assert {name: traced[name] for name in traced.keys() - without.keys()} == {
+        phase_profile.FOLDER: str(tmp_path / "dense-plugin-0-traces"),
+        phase_profile.NUMBERS: "4,5",
+    }
 
 
 def test_probe_writes_the_outermost_call_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

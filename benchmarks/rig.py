@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One trainer process with all weights on one device, and one real SGLang server: what transfer and soak measure on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import launch, transfer_models
+
+
+@dataclass(frozen=True)
+class Rig:
+    """What a sync goes between.
+
+    Attributes:
+        server: a ``transfer_server.Server``.
+        named: the trainer's tensors by HF name, each an allocation of its own.
+        device: ``cuda`` or ``cpu``.
+        nbytes: bytes of the weights in bf16, whatever the trainer holds.
+    """
+
+    server: Any
+    named: list[tuple[str, Any]]
+    device: str
+    nbytes: int
+
+    def other_weights(self) -> None:
+        """Turns the trainer's weights into others, and at the next call back into what they were."""
+        head = self.named[-1][1]
+        head.copy_(head.flip(0))
+
+
+@contextmanager
+def rig(model: str, device: str, dtype: str, work: Path) -> Iterator[Rig]:
+    """Starts the server and makes the weights; ends every process below this one."""
+    import torch.distributed as dist
+
+    from benchmarks.transfer_server import Server
+
+    work.mkdir(parents=True, exist_ok=True)
+    # a visit's time limit ends this process alone; unwinding is what ends the server, with its device memory
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    launch.become_subreaper()
+    dist.init_process_group("gloo", init_method=f"file://{work}/store-{os.getpid()}", rank=0, world_size=1)
+    try:
+        config = transfer_models.write_config(model, work / model)
+        named = transfer_models.weights(model, device, dtype)
+        server = Server(config, device, work / f"{model}-server.log")
+        try:
+            yield Rig(server, named, device, sum(2 * tensor.numel() for _, tensor in named))
+        finally:
+            server.stop()
+    finally:
+        launch.end_descendants()
+        dist.destroy_process_group()

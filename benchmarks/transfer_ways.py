@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two ways from a trainer process into a server: stock verl's and the plugin's."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+
+def _manager(server: Any, named: list[tuple[str, Any]], bucket_mb: int, hashed: bool, device: str) -> Any:
+    """The plugin's sharding manager over plain tensors, one owner each."""
+    import torch
+
+    from benchmarks.transfer_server import ServerEndpoint
+    from verl_sync_plugin.bucket import Base, View
+    from verl_sync_plugin.config import SyncConfig
+    from verl_sync_plugin.sharding_manager.base import ShardingManager
+    from verl_sync_plugin.source.base import ParameterSource, Shard
+
+    class PlainSource(ParameterSource):
+        def __init__(self) -> None:
+            super().__init__()
+            self._shards = [self._shard(name, tensor) for name, tensor in named]
+
+        def _shard(self, name: str, tensor: torch.Tensor) -> Shard:
+            views = (View(name, tuple(tensor.shape), 0, tensor.numel()),)
+            base = Base(name, "bfloat16", 2, (tensor.numel(),), views)
+            return Shard(base, partial(tensor.view, -1), run=tensor)
+
+        def shards(self) -> list[Shard]:
+            return self._shards
+
+    class PlainManager(ShardingManager):
+        def open_source(self) -> ParameterSource:
+            return PlainSource()
+
+    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    config = SyncConfig(verify_hashes=hashed)
+    return PlainManager(None, ServerEndpoint(server), config, bucket_mb << 20, where)
+
+
+class Stock:
+    """verl's own transfer."""
+
+    def __init__(self, server: Any, named: list[tuple[str, Any]], bucket_mb: int) -> None:
+        from benchmarks.transfer_server import StockPath
+
+        self._path, self._named, self._bucket_mb = StockPath(server), named, bucket_mb
+
+    def sync(self) -> dict[str, Any]:
+        return {"buckets": asyncio.run(self._path.sync(self._named, self._bucket_mb))}
+
+    def close(self) -> None:
+        pass
+
+
+class Plugin:
+    """The plugin's transfer; the report is its own profile."""
+
+    def __init__(self, server: Any, named: list[tuple[str, Any]], bucket_mb: int, hashed: bool, device: str) -> None:
+        self._manager = _manager(server, named, bucket_mb, hashed, device)
+        self._version = 0
+
+    def sync(self) -> dict[str, Any]:
+        self._version += 1
+        return asyncio.run(self._both()).as_dict()
+
+    async def _both(self) -> Any:
+        await self._manager.update_weights([], self._version)
+        return await self._manager.finish([])
+
+    def close(self) -> None:
+        self._manager._sender.close()
+
+
+def make(variant: str, server: Any, named: list[tuple[str, Any]], bucket_mb: int, device: str) -> Stock | Plugin:
+    """The way of ``stock``, ``plugin`` or ``plugin-unhashed``."""
+    if variant == "stock":
+        return Stock(server, named, bucket_mb)
+    return Plugin(server, named, bucket_mb, variant == "plugin", device)
