@@ -6,6 +6,9 @@
 # phase and transfer takes no folder here. Run it in the repository's root, next to the payload in .gpu; results
 # (CASE.json), profiles (CASE-profile.json and .md), traces (traces.tgz) and logs (logs.tgz) go to $OUT.
 # VISIT_SECONDS bounds the whole visit.
+#   COMMIT=... bash benchmarks/gpu_visit.sh --lanes FILE
+# runs several lanes at the same time, each on GPUs of its own: a line "lane 0,1" of the file opens one, every other line
+# is a case of it, as above. Lanes share the host's processors and memory, so give them a machine that has enough.
 # Variables of NCCL and NVLink stay as the machine sets them.
 
 SECONDS=0
@@ -56,34 +59,73 @@ run_case() {
   fi
 }
 
+run_cases() {
+  local word status=0 arguments=()
+  for word in "$@" --; do
+    if [ "$word" != -- ]; then
+      arguments+=("$word")
+      continue
+    fi
+    [ ${#arguments[@]} -eq 0 ] && continue
+    run_case "${arguments[@]}" || status=1
+    arguments=()
+  done
+  return $status
+}
+
+start_lane() {
+  local gpus=$1
+  shift
+  (
+    export CUDA_VISIBLE_DEVICES=$gpus RAY_TMPDIR=/tmp/ray-$gpus
+    mkdir -p "$RAY_TMPDIR"
+    BENCH=$BENCH/lane-$gpus
+    run_cases "$@" >"$OUT/lane-$gpus.log" 2>&1
+  ) &
+}
+
+run_lanes() {
+  local gpus="" line fields words=() status=0 job
+  while read -r line; do
+    case "$line" in
+    "" | "#"*) ;;
+    "lane "*)
+      [ -n "$gpus" ] && start_lane "$gpus" "${words[@]}"
+      gpus=${line#lane } words=()
+      ;;
+    *) read -ra fields <<<"$line" && words+=("${fields[@]}" --) ;;
+    esac
+  done <"$1"
+  start_lane "$gpus" "${words[@]}"
+  for job in $(jobs -p); do wait "$job" || status=1; done
+  tail -n 30 "$OUT"/lane-*.log
+  return $status
+}
+
 save_logs() {
-  (cd "$BENCH/work" 2>/dev/null && find . -maxdepth 1 \( -name '*.log' -o -name '*.jsonl' \) -print0 |
-    tar czf "$OUT/logs.tgz" --null -T -)
+  (cd "$BENCH" && find . \( -path '*/work/*.log' -o -path '*/work/*.jsonl' \) -print0 | tar czf "$OUT/logs.tgz" --null -T -)
   # few files come back from such a machine: the traces as one
-  cd "$BENCH/profiles" 2>/dev/null || return
-  cp -- *-profile.json *-profile.md "$OUT/"
-  tar czf "$OUT/traces.tgz" -- *.trace.json.gz
+  find "$BENCH" -path '*/profiles/*' \( -name '*-profile.json' -o -name '*-profile.md' \) -exec cp {} "$OUT/" \;
+  (cd "$BENCH" && find . -name '*.trace.json.gz' -print0 | tar czf "$OUT/traces.tgz" --null -T -)
 }
 
 bash .gpu/scripts/install.sh .gpu || exit 1
 . /tmp/s/env.sh
 # the probe must be importable in every process, and nothing else of the checkout: its folders would shadow packages
-rm -rf "$BENCH/benchmarks" "$BENCH/profiles" && mkdir -p "$BENCH" && cp -r benchmarks "$BENCH/"
+rm -rf "$BENCH/benchmarks" "$BENCH/profiles" "$BENCH"/lane-* && mkdir -p "$BENCH" && cp -r benchmarks "$BENCH/"
 export PYTHONPATH=$BENCH:$PYTHONPATH
+[ "$1" = --lanes ] && cp "$2" "$BENCH/lanes" && set -- --lanes "$BENCH/lanes"
 cd /tmp || exit 1
 (cd "$REPO" && install_package) || exit 1
 check_package || exit 1
+# the payload comes without bytecode, and every process of a run imports thousands of modules
+unset PYTHONDONTWRITEBYTECODE
+python3 -m compileall -q -j 0 "$SITE" >/dev/null 2>&1
+echo "installed after $SECONDS s"
 trap save_logs EXIT
 
-status=0
-arguments=()
-for word in "$@" --; do
-  if [ "$word" != -- ]; then
-    arguments+=("$word")
-    continue
-  fi
-  [ ${#arguments[@]} -eq 0 ] && continue
-  run_case "${arguments[@]}" || status=1
-  arguments=()
-done
-exit $status
+if [ "$1" = --lanes ]; then
+  run_lanes "$2"
+else
+  run_cases "$@"
+fi

@@ -25,7 +25,9 @@ def _output(command: list[str], cwd: Path | None = None) -> str | None:
 
 
 def _gpu_rows(query: str) -> list[list[str]]:
-    text = _output(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"])
+    # nvidia-smi itself shows all GPUs, also those that another lane of the visit uses
+    only = [f"--id={visible}"] if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) else []
+    text = _output(["nvidia-smi", *only, f"--query-gpu={query}", "--format=csv,noheader,nounits"])
     return [[field.strip() for field in line.split(",")] for line in (text or "").splitlines() if line.strip()]
 
 
