@@ -74,13 +74,13 @@ run_cases() {
 }
 
 start_lane() {
-  local gpus=$1
+  local gpus=$1 name=lane-${1//,/-}
   shift
   (
-    export CUDA_VISIBLE_DEVICES=$gpus RAY_TMPDIR=/tmp/ray-$gpus
-    mkdir -p "$RAY_TMPDIR"
-    BENCH=$BENCH/lane-$gpus
-    run_cases "$@" >"$OUT/lane-$gpus.log" 2>&1
+    export CUDA_VISIBLE_DEVICES=$gpus RAY_TMPDIR=/tmp/ray-$name
+    BENCH=$BENCH/$name
+    mkdir -p "$RAY_TMPDIR" "$BENCH/work"
+    run_cases "$@" >"$BENCH/work/$name.log" 2>&1
   ) &
 }
 
@@ -98,7 +98,7 @@ run_lanes() {
   done <"$1"
   start_lane "$gpus" "${words[@]}"
   for job in $(jobs -p); do wait "$job" || status=1; done
-  tail -n 30 "$OUT"/lane-*.log
+  tail -n 30 "$BENCH"/lane-*/work/lane-*.log
   return $status
 }
 
