@@ -74,7 +74,7 @@ def test_timing_takes_the_slowest_replica() -> None:
 
 def test_metrics_sum_bytes_and_take_the_worst_of_the_rest() -> None:
     other = report(nbytes=1_000_000_000, buckets=5, peak_device_bytes=8, peak_host_bytes=9, coverage_expected=11)
-    other.replayed_tensors = 7
+    other.replayed_tensors, other.own_bytes, other.peer_bytes, other.gathered_bytes = 7, 3, 2, 1
     assert metrics_of([report().as_dict(), other.as_dict()]) == {
         "sync/bytes": 5e9,
         "sync/gigabytes_per_second": 0.5,
@@ -84,6 +84,9 @@ def test_metrics_sum_bytes_and_take_the_worst_of_the_rest() -> None:
         "sync/peak_host_bytes": 9.0,
         "sync/coverage_expected": 11.0,
         "sync/coverage_missing": 0.0,
+        "sync/own_bytes": 3.0,
+        "sync/peer_bytes": 2.0,
+        "sync/gathered_bytes": 1.0,
         "sync/replayed_tensors": 0.0,
         "sync/weight_version": 3.0,
     }

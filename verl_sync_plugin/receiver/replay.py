@@ -75,7 +75,7 @@ class Replay:
         """Bytes read from one trainer rank, and from all others.
 
         Args:
-            place: the segment of that rank; buckets of a single segment count as its own.
+            place: the segment of that rank; gathered buckets are all its own.
             replayed: of a sync that replays, or of one that reads everything.
         """
         if (place, replayed) not in self._traffic:
@@ -84,7 +84,8 @@ class Replay:
                 self.works, self._manifest.buckets, self._manifest.segments, self._manifest.worlds, strict=True
             ):
                 read = work.bytes_by_base(segment) if replayed else bytes_of(entries, segment)
-                near, total = near + read[place if world > 1 else 0], total + read.total()
+                spread = self._manifest.sharded and world > 1
+                near, total = near + (read[place] if spread else read.total()), total + read.total()
             self._traffic[place, replayed] = near, total - near
         return self._traffic[place, replayed]
 

@@ -235,9 +235,8 @@ class ShardingManager(BaseShardingManager):
 
     async def _connect(self, pending: PendingLoad | None) -> None:
         await self._meeting.connect(self._sync_id, self._agreement, self._sender, pending, self.config.timeout_seconds)
-        self._delivery.greet(
-            self._sync_id, self._sender, self._ready_plan(), self.config.verify_hashes, self._hashes.whole
-        )
+        plan, verify = self._ready_plan(), self.config.verify_hashes
+        self._delivery.greet(self._sync_id, self._sender, plan, verify, self._hashes.whole(plan))
 
     def _open_stream(self) -> BucketStream:
         assert self._source is not None, "entered before"

@@ -28,25 +28,32 @@ class HashCheck:
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
         self._readings: Readings = ()
+        self._learned = False
+        self._digest = ""  # of the plan that was learned
+        self._whole: tuple[int, ...] = ()
         self._names: list[str] = []
         self._times_sent = torch.zeros(0, dtype=torch.int64)
         self._times_read = torch.zeros(0, dtype=torch.int64)
-        self.whole: tuple[int, ...] = ()
+
+    def whole(self, plan: Plan) -> tuple[int, ...]:
+        """Tensors that the engine ranks are to hash whole, because they read some bytes more often than others."""
+        return self._whole if plan.digest == self._digest else ()
 
     def note(self, committed: Committed) -> bool:
-        """Keeps what an engine rank says it reads; returns whether that is new."""
-        if committed.readings is not None:
-            self._readings = committed.readings
-        return committed.readings is not None
+        """Keeps what an engine rank says it reads; returns whether ``learn`` is needed."""
+        if committed.readings is not None:  # told once only, so kept even if this sync fails
+            self._readings, self._learned = committed.readings, False
+        return not self._learned
 
     def learn(self, plan: Plan) -> None:
-        """Collective: exchanges what the engine ranks read. Tensors of which they read some bytes more often than
-        others cannot be summed up: ``whole`` then tells the engine ranks to hash all of them from the next sync on."""
+        """Collective: exchanges what the engine ranks read. What they read unevenly cannot be summed up; it is not
+        compared in this sync, and hashed whole from the next one on."""
         everywhere = self._agreement.gather("exchanging what the engine reads", self._readings)
         self._names = list(numbers_of(bucket.entries for bucket in plan.buckets))
         self._times_sent = _times_sent(plan)
         self._times_read = times_read(len(self._names), everywhere)
-        self.whole = (*self.whole, *(self._times_read < 0).nonzero().flatten().tolist())
+        uneven = (self._times_read < 0).nonzero().flatten().tolist()
+        self._whole, self._digest, self._learned = (*self.whole(plan), *uneven), plan.digest, True
 
     def compare(self, sent: torch.Tensor, committed: Committed) -> None:
         """Collective: compares all hashes of a sync.

@@ -1,0 +1,55 @@
+"""Which way segments go, decided by real process groups."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from worlds import run_world
+
+from verl_sync_plugin.config import SyncConfig
+from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.sharding_manager import delivery
+from verl_sync_plugin.sharding_manager.agreement import Agreement
+
+
+def decided(choice: str, hosts: tuple[str, ...], group_size: int) -> tuple[bool, str]:
+    """Whether this rank delivers sharded, and the error."""
+    rank, groups = dist.get_rank(), []
+    for first in range(0, dist.get_world_size(), group_size):
+        groups.append(dist.new_group(list(range(first, first + group_size)), backend="gloo"))
+    made = delivery.Delivery(SyncConfig(delivery=choice), Agreement(20))
+    with mock.patch.object(delivery, "host_name", lambda: hosts[rank]):
+        try:
+            made.decide(groups[rank // group_size])
+        except SyncError as error:
+            return made.sharded, str(error)
+    assert made.decided
+    return made.sharded, ""
+
+
+@pytest.mark.parametrize(
+    ("choice", "hosts", "group_size", "sharded"),
+    [
+        ("auto", ("a",) * 4, 4, True),
+        ("auto", ("a",) * 4, 2, True),
+        ("auto", ("a", "a", "b", "b"), 2, True),  # hybrid sharding: every group on its host
+        ("auto", ("a", "a", "b", "b"), 4, False),
+        ("auto", ("a", "a", "a", "b"), 2, False),  # one group alone decides for all
+        ("auto", ("a",) * 4, 1, False),  # nothing to share out
+        ("gathered", ("a",) * 4, 4, False),
+        ("sharded", ("a",) * 4, 4, True),
+    ],
+)
+def test_sharded_where_every_group_is_on_one_host(
+    choice: str, hosts: tuple[str, ...], group_size: int, sharded: bool
+) -> None:
+    assert run_world(4, decided, choice, hosts, group_size, timeout=60) == [(sharded, "")] * 4
+
+
+def test_several_hosts_refuse_sharded() -> None:
+    results = run_world(4, decided, "sharded", ("a", "a", "b", "b"), 4, timeout=60)
+    texts = {text for _, text in results}
+    assert len(texts) == 1
+    assert "custom.sync.delivery=sharded: trainer ranks (0, 1, 2, 3)" in texts.pop()
