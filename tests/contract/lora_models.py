@@ -108,7 +108,8 @@ def deliver(source: MergingSource, bucket_bytes: int, break_off_after: int | Non
     for index, bucket in enumerate(plan.buckets):
         if index == break_off_after:
             raise BrokenOffError
-        source.prepare(tuple(dict.fromkeys(part.base for part in bucket.slices)))
+        for _ in source.prepare(tuple(dict.fromkeys(part.base for part in bucket.slices))):
+            pass
         sender.pack(bucket, 0, shards, rank if bucket.world > 1 else 0)
         sender.gather(bucket, 0, rank, source.group)
         got.update({name: t.clone() for name, t in assembler.tensors(sender._slot(0), bucket.entries)})

@@ -71,7 +71,8 @@ def deliver(manager: ShardingManager) -> State:
         assert bucket.nbytes <= manager._bucket_bytes
         slot = slot_of(memory, index % SLOTS, export.slot_bytes)
         slot.fill_(0xEE)
-        source.prepare(tuple(dict.fromkeys(part.base for part in bucket.slices)))
+        for _ in source.prepare(tuple(dict.fromkeys(part.base for part in bucket.slices))):
+            pass
         sender.pack(bucket, index % SLOTS, manager._shards, rank)
         sender.gather(bucket, index % SLOTS, rank, source.group)
         for name, tensor in assembler.tensors(slot, bucket.entries):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
@@ -47,6 +47,26 @@ class Agreement:
         except Exception as error:
             if self._error is None:
                 self._error = error
+
+    def run(self, what: str, work: Generator[None, None, T]) -> T | None:
+        """Runs work that yields right before each of its collectives, and settles there; collective.
+
+        So a rank that fails on its way to a collective leaves nobody alone in it. An error is kept, as by ``attempt``,
+        and the result is then ``None``: settle next, with the same ``what``, for the others may be at either point.
+
+        Raises:
+            SyncError: any rank failed before one of the collectives.
+        """
+        while not self.failed:
+            with self.attempt():
+                try:
+                    next(work)
+                except StopIteration as end:
+                    result: T = end.value
+                    return result
+            if not self.failed:
+                self.settle(what)
+        return None
 
     @property
     def failed(self) -> bool:
