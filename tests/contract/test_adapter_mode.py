@@ -18,7 +18,7 @@ from test_fsdp_sources import torchs_own_state
 from worlds import run_world
 
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.lora.serve import refuse_unservable
+from verl_sync_plugin.lora.settings import refuse_unservable
 from verl_sync_plugin.metrics import SyncReport
 from verl_sync_plugin.sharding_manager.adapter import AdapterSender
 from verl_sync_plugin.sharding_manager.agreement import Agreement
@@ -154,9 +154,9 @@ def test_the_engine_gets_pefts_own_adapter(layout: Layout) -> None:
 )
 def test_what_sglang_would_misread_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))) as caught:
-        refuse_unservable(LoraConfig(r=3, target_modules=["q_proj"], **settings))
+        refuse_unservable(vars(LoraConfig(r=3, target_modules=["q_proj"], **settings)))
     assert "lora.merge=True" in str(caught.value)
 
 
 def test_a_plain_adapter_is_servable() -> None:
-    refuse_unservable(LoraConfig(r=3, target_modules=["q_proj"], lora_dropout=0.1))
+    refuse_unservable(vars(LoraConfig(r=3, target_modules=["q_proj"], lora_dropout=0.1)))
