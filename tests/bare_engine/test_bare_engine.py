@@ -73,7 +73,8 @@ def test_mixtures_of_experts(
     tmp_path: Path,
 ) -> None:
     path = checkpoints.write(kind, tmp_path / "model", **checkpoints.FOR_SGLANG)
-    _play(Setup(path, strategy, world, bucket_bytes, settings), story, tmp_path)
+    # SGLang multiplies latent attention in another order; a wrong rotary embedding is off by up to 0.5
+    _play(Setup(path, strategy, world, bucket_bytes, settings, logprob_bound=0.15), story, tmp_path)
 
 
 def test_failures_are_the_same_everywhere_and_the_next_sync_works(

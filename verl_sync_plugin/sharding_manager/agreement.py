@@ -51,11 +51,12 @@ class Agreement:
     def run(self, what: str, work: Generator[None, None, T]) -> T | None:
         """Runs work that yields right before each of its collectives, and settles there; collective.
 
-        So a rank that fails on its way to a collective leaves nobody alone in it. An error is kept, as by ``attempt``,
-        and the result is then ``None``: settle next, with the same ``what``, for the others may be at either point.
+        So a rank that fails on its way to a collective leaves nobody alone in it. Settle once more behind the work, with
+        the same ``what``: a rank that fails behind the last collective says so while the others are there already. One
+        that has failed before does not begin, and gets ``None``.
 
         Raises:
-            SyncError: any rank failed before one of the collectives.
+            SyncError: any rank failed.
         """
         while not self.failed:
             with self.attempt():
@@ -64,8 +65,7 @@ class Agreement:
                 except StopIteration as end:
                     result: T = end.value
                     return result
-            if not self.failed:
-                self.settle(what)
+            self.settle(what)
         return None
 
     @property
