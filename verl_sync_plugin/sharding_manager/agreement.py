@@ -51,8 +51,8 @@ class Agreement:
     def run(self, what: str, work: Generator[None, None, T]) -> T | None:
         """Runs work that yields right before each of its collectives, and settles there; collective.
 
-        So a rank that fails on its way to a collective leaves nobody alone in it. Settle once more behind the work, with
-        the same ``what``: a rank that fails behind the last collective says so while the others are there already. One
+        So a rank that fails on its way to a collective leaves nobody alone in it. Settle once more behind it, with the
+        same ``what``: a rank that fails behind the last collective says so while others are there already. A rank
         that has failed before does not begin, and gets ``None``.
 
         Raises:
