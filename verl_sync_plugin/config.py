@@ -207,12 +207,13 @@ def lora_rank_of(model: Any) -> int:
 
 
 def refuse_adapter_mode(model: Any) -> None:
-    """Raises ValueError when LoRA is to be served as an adapter instead of merged; names key, value and remedy."""
+    """Raises ValueError when a Megatron trainer's LoRA is to be served as an adapter; names key, value and remedy."""
     block = model.get("lora", None) or {}
     if lora_rank_of(model) > 0 and not block.get("merge", False):
         raise ValueError(
-            f"actor_rollout_ref.model.lora_rank={lora_rank_of(model)} with model.lora.merge=False: weight sync ships "
-            f"merged weights only. Set actor_rollout_ref.model.lora.merge=True, or {TURN_OFF}."
+            f"actor_rollout_ref.model.lora.merge=False with LoRA rank {lora_rank_of(model)} and "
+            "actor_rollout_ref.actor.strategy=megatron: what weight sync gets from Megatron-Bridge is merged. Set "
+            f"actor_rollout_ref.model.lora.merge=True, or {TURN_OFF}."
         )
 
 

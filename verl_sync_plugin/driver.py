@@ -32,9 +32,8 @@ def settle_trainer(actor_rollout_ref: Any) -> None:
         )
     if strategy in FLAT_LORA_TRAINERS:
         unify_lora_keys(actor_rollout_ref.model)
-    else:
-        refuse_adapter_mode(actor_rollout_ref.model)
     if strategy == "megatron":
+        refuse_adapter_mode(actor_rollout_ref.model)
         refuse_megatron_lora(actor_rollout_ref.actor.megatron, actor_rollout_ref.model)
 
 

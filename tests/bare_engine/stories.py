@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,12 @@ from verl_sync_plugin.bucket import Entry
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.source.base import Shard
 from verl_sync_plugin.transport.protocol import StagingExport
+
+# HF tensors that a failing sync leaves out, and the engine's parameters they belong to
+DROPPED = {
+    "model.layers.1.mlp.down_proj.weight": "model.layers.1.mlp.down_proj.weight (0 of ",
+    "model.layers.1.mlp.experts.2.down_proj.weight": "model.layers.1.mlp.experts.w2_weight (6144 of 8192 elements)",
+}
 
 
 def three_syncs(member: Rank) -> None:
@@ -90,7 +97,16 @@ def fail_and_recover(member: Rank) -> None:
     """Every kind of failure ends as the same error on all ranks, and the next sync is exact again."""
     trainer.perturb(member.trainer, seed=1)
     member.sync(1)
-    failures = (trainer_fails, trainer_diverges, engine_refuses, engine_stalls, coverage_fails, bytes_change)
+    _fail_each(member, (trainer_fails, trainer_diverges, engine_refuses, engine_stalls, coverage_fails, bytes_change))
+
+
+def three_syncs_and_failures(member: Rank) -> None:
+    """Both stories with one engine, without what depends on the engine alone."""
+    three_syncs(member)
+    _fail_each(member, (trainer_fails, trainer_diverges, coverage_fails, bytes_change))
+
+
+def _fail_each(member: Rank, failures: tuple[Callable[[Rank, int], str], ...]) -> None:
     for number, fail in enumerate(failures, start=2):
         text = fail(member, number)
         texts: list[Any] = [None] * dist.get_world_size()
@@ -136,8 +152,7 @@ def trainer_fails(member: Rank, version: int) -> str:
 def trainer_diverges(member: Rank, version: int) -> str:
     """The last rank's optimizer has produced a NaN."""
     last = dist.get_world_size() - 1
-    victim = "model.layers.1.mlp.up_proj.weight"
-    part = member.trainer.module.get_parameter(victim).detach().to_local().view(-1)  # type: ignore[attr-defined]
+    victim, part = trainer.part_of_last_rank(member.trainer)
     honest = part[7].item()
     if member.rank == last:
         part[7] = float("nan")
@@ -198,7 +213,7 @@ def coverage_fails(member: Rank, version: int) -> str:
 
     def without_one() -> list[Shard]:
         shards = honest()
-        view = next(v for s in shards for v in s.base.views if v.name.endswith("layers.1.mlp.down_proj.weight"))
+        view = next(v for s in shards for v in s.base.views if v.name in DROPPED)
         kept = []
         for shard in shards:
             views = tuple(v for v in shard.base.views if v is not view)
@@ -211,7 +226,7 @@ def coverage_fails(member: Rank, version: int) -> str:
     member.sync(version)
     member.endpoint._backup = False
     source.shards = honest  # type: ignore[method-assign]
-    assert "layers.1.mlp.down_proj.weight" in text and "weights_cpu_backup=on" in text
+    assert any(parameter in text for parameter in DROPPED.values()) and "weights_cpu_backup=on" in text
     return text
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
 
 
 def build(model_path: str, strategy: str, **settings: object) -> object:
@@ -36,33 +40,54 @@ def _modules(engine: object) -> list[torch.nn.Module]:
     return list(module) if isinstance(module, list) else [module]
 
 
+def _local_weights(engine: object) -> Iterator[torch.Tensor]:
+    """What this rank holds of all parameters and router biases, which are buffers."""
+    for module in _modules(engine):
+        biases = [buffer for name, buffer in module.named_buffers() if name.endswith("expert_bias")]
+        for tensor in (*module.parameters(), *biases):
+            yield tensor._local_tensor if isinstance(tensor, DTensor) else tensor.data
+
+
 @torch.no_grad()
 def perturb(engine: object, seed: int) -> None:
-    """Changes every parameter the way an optimizer would: in place, on the local shard."""
+    """Changes every weight the way training would: in place, on the local shard."""
     generator = torch.Generator().manual_seed(seed)
-    for parameter in (parameter for module in _modules(engine) for parameter in module.parameters()):
-        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
+    for local in _local_weights(engine):
         local.add_(torch.randn(local.shape, generator=generator, dtype=local.dtype) * 0.05)
+
+
+def part_of_last_rank(engine: object) -> tuple[str, torch.Tensor]:
+    """HF name and this rank's elements, 1-D, of a weight of which the last rank holds a part, or all."""
+    module = _modules(engine)[0]
+    name = "model.layers.1.mlp.up_proj.weight"
+    if isinstance(engine.module, list):  # type: ignore[attr-defined]
+        from verl_sync_plugin.source.megatron import unwrapped
+
+        # With experts over two ranks, the last one's first is number 2 of 4
+        name, module = "model.layers.1.mlp.experts.2.gate_proj.weight", unwrapped(module)
+        parameter = module.get_parameter("decoder.layers.1.mlp.experts.linear_fc1.weight0")
+    else:
+        parameter = module.get_parameter(name)
+    data = parameter.detach()
+    return name, (data.to_local() if isinstance(data, DTensor) else data).view(-1)
 
 
 def local_state(engine: object) -> list[torch.Tensor]:
     """A copy of what this rank holds."""
-    found = []
-    for parameter in (parameter for module in _modules(engine) for parameter in module.parameters()):
-        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
-        found.append(local.detach().clone())
-    return found
+    return [local.detach().clone() for local in _local_weights(engine)]
 
 
 def full_state(engine: object) -> dict[str, torch.Tensor]:
-    """The trainer's weights gathered from its own state dict; collective.
+    """The trainer's weights under the names of a checkpoint, gathered from its own state dict; collective.
 
     Not from verl's weight stream: for FSDP1 that moves the model to a numbered device first, which a CPU is not.
-    Megatron's is mbridge's own export.
+    Names are transformers' own, Megatron's tensors mbridge's own export.
     """
     if isinstance(engine.module, list):  # type: ignore[attr-defined]
         from megatron_cpu import engines
 
         return engines.stock_export(engine)
-    state = engine.module.state_dict()  # type: ignore[attr-defined]
-    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in state.items()}
+    module: Any = engine.module  # type: ignore[attr-defined]
+    state = {n: (t.full_tensor() if isinstance(t, DTensor) else t) for n, t in module.state_dict().items()}
+    named = revert_weight_conversion(getattr(module, "_fsdp_wrapped_module", module), state)
+    return {name: tensor.detach().clone() for name, tensor in named.items()}

@@ -108,7 +108,8 @@ def deliver(
     for index, bucket in enumerate(plan.buckets):
         if index == break_off_after:
             raise BrokenOffError
-        source.prepare(tuple(dict.fromkeys(part.base for part in bucket.slices)))
+        for _ in source.prepare(tuple(dict.fromkeys(part.base for part in bucket.slices))):
+            pass
         memory = reader.receive(index, shards)
         got.update({name: t.clone() for name, t in assembler.tensors(memory, bucket.entries)})
     assembler.finish()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import time
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,11 +18,13 @@ from test_fsdp_sources import torchs_own_state
 from worlds import run_world
 
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.lora.serve import refuse_unservable
+from verl_sync_plugin.lora.settings import refuse_unservable
 from verl_sync_plugin.metrics import SyncReport
 from verl_sync_plugin.sharding_manager.adapter import AdapterSender
 from verl_sync_plugin.sharding_manager.agreement import Agreement
 from verl_sync_plugin.sharding_manager.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
+from verl_sync_plugin.source.base import Shard
+from verl_sync_plugin.source.lora import MergingSource
 from verl_sync_plugin.transport.protocol import LoadRequest
 
 VARIANT = Variant("all-linear", config={"target_modules": "all-linear"})
@@ -95,6 +100,13 @@ def fail_and_recover(module: torch.nn.Module, sender: AdapterSender, agreement: 
         assert len(set(texts)) == 1, texts
         return str(caught.value)
 
+    source, last = sender._source, dist.get_world_size() - 1
+    if dist.get_rank() == last:
+        source.shards = partial(_with_a_broken_factor, source)  # type: ignore[method-assign]
+    started = time.monotonic()
+    assert f"rank {last}: torch.OutOfMemoryError: injected" in failing()
+    assert time.monotonic() - started < 5, "the others waited in the collective"
+    vars(source).pop("shards", None)
     engine.refuses = True
     assert "rank 0: RuntimeError: SGLang refused the adapter" in failing()
     engine.refuses = False
@@ -108,12 +120,25 @@ def fail_and_recover(module: torch.nn.Module, sender: AdapterSender, agreement: 
     sent = len(engine.adapters)
     asyncio.run(sender.send(agreement, engine, SyncReport(), None))
     assert len(engine.adapters) == sent + int(engine.leader)
-    assert len(engine.abandoned) == 2 * int(engine.leader)
+    assert len(engine.abandoned) == 3 * int(engine.leader)
+
+
+def _with_a_broken_factor(source: MergingSource) -> list[Shard]:
+    """The rank comes to the gathering, and has no memory left to pack its part of one factor."""
+
+    def no_memory() -> torch.Tensor:
+        raise torch.OutOfMemoryError("injected: out of memory")
+
+    shards = MergingSource.shards(source)
+    kept = source.factors._shards
+    broken = next(iter(kept))
+    kept[broken] = replace(kept[broken], local=no_memory)
+    return shards
 
 
 @pytest.mark.parametrize("layout", [Layout((1,)), Layout((3,)), Layout((2,), True)], ids=str)
 def test_the_engine_gets_pefts_own_adapter(layout: Layout) -> None:
-    run_world(layout.size, send_three_times, layout)
+    run_world(layout.size, send_three_times, layout, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -129,9 +154,9 @@ def test_the_engine_gets_pefts_own_adapter(layout: Layout) -> None:
 )
 def test_what_sglang_would_misread_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))) as caught:
-        refuse_unservable(LoraConfig(r=3, target_modules=["q_proj"], **settings))
+        refuse_unservable(vars(LoraConfig(r=3, target_modules=["q_proj"], **settings)))
     assert "lora.merge=True" in str(caught.value)
 
 
 def test_a_plain_adapter_is_servable() -> None:
-    refuse_unservable(LoraConfig(r=3, target_modules=["q_proj"], lora_dropout=0.1))
+    refuse_unservable(vars(LoraConfig(r=3, target_modules=["q_proj"], lora_dropout=0.1)))

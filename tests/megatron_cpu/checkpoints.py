@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import runpy
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,24 @@ LATENT: dict[str, Any] = {
     "n_routed_experts": 4,
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "topk_method": "noaux_tc",
     "kv_lora_rank": 24,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
     "n_group": 1,
     "topk_group": 1,
+    "rope_parameters": {  # SGLang has no other rotary embedding for latent attention on a CPU
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
 }
 CONFIGS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**COMMON),
@@ -53,13 +66,20 @@ CONFIGS: dict[str, PretrainedConfig] = {
 }
 
 
-def write(kind: str, folder: Path) -> str:
+# SGLang pads on a CPU whatever is no multiple of 32 on each rank, and may leave the padding as it was
+FOR_SGLANG = {"intermediate_size": 128, "moe_intermediate_size": 64}
+
+
+def write(kind: str, folder: Path, **sizes: int) -> str:
     """Writes a checkpoint in bfloat16 with random weights, norms, biases and router bias; returns its path."""
     torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind], dtype=torch.bfloat16)
-    for tensor in (*model.parameters(), *model.buffers()):
+    config = copy.deepcopy(CONFIGS[kind])
+    config.update(sizes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_floating_point():
-            tensor.data.normal_(std=0.1)
+            # Norms around 1: with small ones all tokens are as good as equally likely, and a wrong weight hardly shows
+            tensor.data.normal_(mean=float("norm" in name), std=0.1)
     runpy.run_path(str(MAKE_MODEL))["make_tokenizer"]().save_pretrained(folder)
     # In several files: mbridge's DeepSeek bridge insists on an index
     model.save_pretrained(folder, max_shard_size="100KB")

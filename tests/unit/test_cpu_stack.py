@@ -154,8 +154,10 @@ class TestOn:
         assert stack["pickled"] == [0, 1, 2]
 
     def test_sglang_lora_needs_no_pinned_memory(self) -> None:
-        code = "import torch, sglang.srt.lora.layers; print(torch.zeros(2, pin_memory=True).pin_memory().sum())"
-        assert run_python(code, VERL_PLATFORM="cpu").endswith("tensor(0.)")
+        # Beside it models can still be built under another device: transformers does, and so would compute nonsense
+        code = "import torch, sglang.srt.lora.layers; print(torch.zeros(2, pin_memory=True).pin_memory().sum())\n"
+        code += "with torch.device('meta'): print({str(make(3).device) for make in (torch.arange, torch.zeros)})"
+        assert run_python(code, VERL_PLATFORM="cpu").splitlines()[-2:] == ["tensor(0.)", "{'meta'}"]
 
     @pytest.mark.slow
     def test_engine_flag_survives_the_sglang_loader(self) -> None:

@@ -99,6 +99,36 @@ def test_what_cannot_be_is_refused(given: tuple[str, ...], problem: str, remedy:
     assert remedy in str(caught.value)
 
 
+UNSERVABLE = [
+    ("+lora.peft.use_rslora=True", "lora.peft.use_rslora=True"),
+    ("+lora.peft.use_dora=True", "lora.peft.use_dora=True"),
+    ("lora.type=dora", "lora.type='dora'"),
+    ("+lora.peft.rank_pattern={v_proj: 2}", "lora.peft.rank_pattern={'v_proj': 2}"),
+    ("+lora.peft.alpha_pattern={v_proj: 2}", "lora.peft.alpha_pattern={'v_proj': 2}"),
+    ("+lora.peft.modules_to_save=[lm_head]", "lora.peft.modules_to_save=['lm_head']"),
+    ("+lora.peft.bias=all", "lora.peft.bias='all'"),
+    ("+lora.peft.lora_bias=True", "lora.peft.lora_bias=True"),
+    ("+lora.peft.fan_in_fan_out=True", "lora.peft.fan_in_fan_out=True"),
+    ("+target_parameters=[mlp.gate.weight]", "target_parameters=['mlp.gate.weight']"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), UNSERVABLE, ids=[said.partition("=")[0] for _, said in UNSERVABLE])
+def test_what_sglang_would_misread_is_refused_before_ray_starts(given: str, said: str) -> None:
+    override = f"+{MODEL}.{given[1:]}" if given.startswith("+") else f"{MODEL}.{given}"
+    settled(f"{MODEL}.lora.rank=8", override)  # merged it is served
+    with pytest.raises(ValueError) as caught:
+        settled(f"{MODEL}.lora.rank=8", f"{MODEL}.lora.merge=False", override)
+    text = str(caught.value)
+    assert f"lora.merge=False: SGLang cannot serve an adapter with {MODEL}.{said}. Set {MODEL}.lora.merge=True" in text
+
+
+def test_a_plain_adapter_and_settings_without_lora_pass() -> None:
+    adapter = f"{MODEL}.lora.merge=False"
+    settled(adapter, f"{MODEL}.lora.rank=8", f"{MODEL}.lora.dropout=0.1", f"+{MODEL}.lora.peft.bias=none")
+    settled(adapter, f"+{MODEL}.lora.peft.use_rslora=True")
+
+
 class Model:
     """The fields of verl's ``HFModelConfig`` that concern LoRA, from a composed config."""
 

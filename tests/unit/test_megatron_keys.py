@@ -57,7 +57,7 @@ def test_lora_passes_with_megatron_bridge(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_lora_as_an_adapter_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"model\.lora\.merge=True"):
+    with pytest.raises(ValueError, match=r"lora\.merge=False with LoRA rank 8 .*megatron: .* Set .*lora\.merge=True"):
         settle_trainer(actor_of(f"++{MODEL}.lora.rank=8", f"++{MODEL}.lora.merge=False"))
 
 

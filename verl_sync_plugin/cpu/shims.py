@@ -142,6 +142,11 @@ def _let_fsdp1_broadcast_on_cpu(init_utils: ModuleType) -> None:
 def _forget_pinning(lora_layers: ModuleType) -> None:
     """Let SGLang's LoRA code, which pins host memory everywhere, run where there is no device to pin it for."""
     torch = lora_layers.torch
+    from torch.utils._device import _device_constructors
+
+    # Cached: "with torch.device(...)" must go on knowing the originals. Transformers builds models under "meta", and
+    # would else leave rotary frequencies as whatever is in memory
+    _device_constructors()
 
     def without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(make)
@@ -155,11 +160,23 @@ def _forget_pinning(lora_layers: ModuleType) -> None:
     torch.Tensor.pin_memory = lambda self, device=None: self
 
 
+def _attend_to_latents(attention_backend_handler: ModuleType) -> None:
+    """Let SGLang's torch-native attention serve latent attention (DeepSeek).
+
+    Without an entry of its own it gets Triton's, whose prefill hands over expanded keys, and this backend looks for
+    keys nowhere but in the cache, which holds latents.
+    """
+    methods = attention_backend_handler.AttnForwardMethod
+    registry = attention_backend_handler.AttentionBackendRegistry
+    registry.register("torch_native", lambda attention, forward_batch: methods.MLA)
+
+
 _HOOKS: dict[str, Callable[[ModuleType], None]] = {
     "torch.multiprocessing": _share_tensors_by_file,
     "torch.distributed.fsdp._init_utils": _let_fsdp1_broadcast_on_cpu,
     "torchvision.extension": _declare_missing_ops,
     "sglang.srt.lora.layers": _forget_pinning,
+    "sglang.srt.models.deepseek_common.attention_backend_handler": _attend_to_latents,
     "sglang.srt.utils.patch_torch": _leave_cpu_tensors_alone,
     "verl.plugin.platform.platform_manager": _register_platform,
     "verl.utils.distributed": _name_gloo_once,

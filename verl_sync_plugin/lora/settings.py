@@ -25,10 +25,42 @@ _OWN_KEY = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", **{ke
 _INITIAL_A = {"xavier": True, "kaiming": True, "gaussian": "gaussian", "normal": "gaussian"}
 # What FSDP has no counterpart for: key of the block, the only value it can have
 _FIXED = {"dropout_position": "pre", "lora_B_init_method": "zero", "a2a_experimental": False, "dtype": None}
+# Fields of LoraConfig that SGLang drops or misreads when it serves an adapter itself
+_UNSERVABLE = (
+    "use_dora",
+    "use_rslora",  # it scales by alpha / r whatever this says
+    "modules_to_save",
+    "bias",
+    "lora_bias",
+    "target_parameters",
+    "rank_pattern",
+    "alpha_pattern",
+    "fan_in_fan_out",
+)
 
 
 def _fail(key: str, value: Any, problem: str, remedy: str) -> ValueError:
     return ValueError(f"{key}={value!r}: {problem}. {remedy}")
+
+
+def refuse_unservable(settings: Mapping[str, Any], keys: Mapping[str, str] | None = None) -> None:
+    """What of an adapter SGLang would drop or misread.
+
+    Args:
+        settings: fields of PEFT's ``LoraConfig``.
+        keys: under which the user gave them; the fields' own names where there is none.
+
+    Raises:
+        ValueError: names the setting, its value and the remedy.
+    """
+    for field in _UNSERVABLE:
+        value = settings.get(field)
+        if value and value != "none":
+            key = (keys or {}).get(field, f"{field}={value!r}")
+            raise ValueError(
+                f"{PREFIX}.lora.merge=False: SGLang cannot serve an adapter with {key}. "
+                f"Set {PREFIX}.lora.merge=True, which serves it merged."
+            )
 
 
 def unify(model: Mapping[str, Any], stock: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,7 +93,19 @@ def unify(model: Mapping[str, Any], stock: Mapping[str, Any]) -> dict[str, Any]:
         found[flat] = stock.get(flat) if given is None else given
     _refuse_megatron_names(found["target_modules"])
     found["lora.peft"] = _peft_arguments(block, path)
+    if not block.get("merge"):
+        given = {**found["lora.peft"], "target_parameters": found["target_parameters"]}
+        refuse_unservable(given, {field: _key_of(field, value, block) for field, value in given.items()})
     return found
+
+
+def _key_of(field: str, value: Any, block: Mapping[str, Any]) -> str:
+    """Key and value under which a field of ``LoraConfig`` was given, for messages."""
+    if field == "target_parameters":
+        return f"{PREFIX}.{field}={value!r}"
+    if field == "use_dora" and block.get("type") == "dora":
+        return f"{PREFIX}.lora.type='dora'"
+    return f"{PEFT_KEY}.{field}={value!r}"
 
 
 def _one(model: Mapping[str, Any], block: Mapping[str, Any], key: str, flat: str, unset: Any, flat_unset: Any) -> Any:

@@ -6,6 +6,7 @@ deliver    the leader of every engine has its adapter replaced                  
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -54,9 +55,8 @@ class AdapterSender:
             with agreement.attempt(), report.stage("plan"):
                 self._source.shards()
             agreement.settle("planning the adapter")
-            factors: dict[str, torch.Tensor] = {}
-            with agreement.attempt(), report.stage("gather"):
-                factors = self._gather()
+            with report.stage("gather"):
+                factors = agreement.run("gathering the adapter", self._gather()) or {}
             agreement.settle("gathering the adapter")
             with agreement.attempt(), report.stage("deliver_adapter"):
                 if endpoint.leader:
@@ -68,9 +68,9 @@ class AdapterSender:
         finally:
             self._source.release()
 
-    def _gather(self) -> dict[str, torch.Tensor]:
+    def _gather(self) -> Generator[None, None, dict[str, torch.Tensor]]:
         factors = self._source.factors
-        found = factors.gather(factors.names, self._source.group)
+        found = yield from factors.gather(factors.names, self._source.group)
         if self._check_finite:
             _refuse_broken(found)
         return {served_name(key, ADAPTER): factor.to(self._dtype) for key, factor in found.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
@@ -47,6 +47,26 @@ class Agreement:
         except Exception as error:
             if self._error is None:
                 self._error = error
+
+    def run(self, what: str, work: Generator[None, None, T]) -> T | None:
+        """Runs work that yields right before each of its collectives, and settles there; collective.
+
+        So a rank that fails on its way to a collective leaves nobody alone in it. Settle once more behind it, with the
+        same ``what``: a rank that fails behind the last collective says so while others are there already. A rank
+        that has failed before does not begin, and gets ``None``.
+
+        Raises:
+            SyncError: any rank failed.
+        """
+        while not self.failed:
+            with self.attempt():
+                try:
+                    next(work)
+                except StopIteration as end:
+                    result: T = end.value
+                    return result
+            self.settle(what)
+        return None
 
     @property
     def failed(self) -> bool:

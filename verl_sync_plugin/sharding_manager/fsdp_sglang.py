@@ -12,7 +12,7 @@ from verl.utils.model import convert_weight_keys
 from verl_sync_plugin.config import TURN_OFF
 from verl_sync_plugin.lora.build import unties_embeddings
 from verl_sync_plugin.lora.names import is_adapter, merged_name
-from verl_sync_plugin.lora.serve import refuse_unservable
+from verl_sync_plugin.lora.settings import refuse_unservable
 from verl_sync_plugin.lora.weights import lora_weights, renamed_weights
 from verl_sync_plugin.metrics import SyncReport
 from verl_sync_plugin.sharding_manager.adapter import ADAPTER, AdapterSender
@@ -43,7 +43,7 @@ class _FSDPManager(ShardingManager):
         if not self._peft:
             return self._plain_source()
         if self._serves_adapter:
-            refuse_unservable(self._peft_config)
+            refuse_unservable(vars(self._peft_config))
         else:
             self._refuse_tied()
         weights = renamed_weights(lora_weights(unwrap(self.engine.module)), self._rename)

@@ -93,9 +93,11 @@ class BucketStream:
     def _fill(self, index: int) -> None:
         """Starts to bring one bucket into its slot."""
         bucket, slot = self._plan.buckets[index], index % SLOTS
-        with self._agreement.attempt(), self._report.stage("prepare"):
-            if type(self._source).prepare is not ParameterSource.prepare:
-                self._source.prepare(tuple(dict.fromkeys(part.base for part in bucket.slices)))
+        what = f"packing bucket {index + 1} of {len(self._plan.buckets)}"
+        if type(self._source).prepare is not ParameterSource.prepare:
+            with self._report.stage("prepare"):
+                bases = tuple(dict.fromkeys(part.base for part in bucket.slices))
+                self._agreement.run(what, self._source.prepare(bases))
         with self._agreement.attempt(), self._report.stage("pack"):
             segment = self._rank if bucket.world > 1 else 0
             memory = self._sender.pack(bucket, slot, self._shards, segment)

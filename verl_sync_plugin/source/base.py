@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 import torch
@@ -93,8 +93,12 @@ class ParameterSource(ABC):
         """Cuts the bases into buckets; the same on every rank of the group."""
         return plan_buckets(bases, bucket_bytes, sharded)
 
-    def prepare(self, bases: tuple[int, ...]) -> None:  # noqa: B027  (most sources need nothing)
-        """Collective over ``group``: whatever the shards with these indices need from other ranks before packing."""
+    def prepare(self, bases: tuple[int, ...]) -> Generator[None, None, None]:
+        """Collective over ``group``: whatever the shards with these indices need from other ranks before packing.
+
+        Yields right before each collective, where all ranks settle (``Agreement.run``): what comes before may fail.
+        """
+        yield from ()  # most sources need nothing
 
     def release(self) -> None:  # noqa: B027  (most sources hold nothing)
         """Drops every reference to the trainer's parameters; ``shards`` finds them again.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 
 import torch
@@ -51,8 +51,13 @@ class FactorStore:
         """This rank's run of a factor."""
         return self._shards[key].local
 
-    def gather(self, keys: tuple[str, ...], group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
-        """Whole factors in the trainer's dtype. Collective over ``group``, with the same keys on all its ranks."""
+    def gather(
+        self, keys: tuple[str, ...], group: dist.ProcessGroup | None
+    ) -> Generator[None, None, dict[str, torch.Tensor]]:
+        """Whole factors in the trainer's dtype. Collective over ``group``, with the same keys on all its ranks.
+
+        Yields right before each collective.
+        """
         if not keys:
             return {}
         shards = [self._shards[key] for key in keys]
@@ -66,6 +71,7 @@ class FactorStore:
             rank = dist.get_rank(group) if bucket.world > 1 else 0
             pack_segment(memory, bucket, shards, rank)
             if bucket.world > 1:
+                yield
                 mine = memory.narrow(0, rank * bucket.stride, bucket.stride)
                 dist.all_gather_into_tensor(memory, mine, group=group)
             found.update(assembler.tensors(BucketMemory([memory], bucket.stride, bucket.world), bucket.entries))

@@ -6,7 +6,7 @@ written. So there is nothing to back up or restore, and a failure leaves the tra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
 
@@ -91,20 +91,22 @@ class MergingSource(ParameterSource):
         if lost:
             raise ValueError(f"LoRA parameters without a counterpart in the trainer's state: {', '.join(lost[:5])}")
 
-    def prepare(self, bases: tuple[int, ...]) -> None:
+    def prepare(self, bases: tuple[int, ...]) -> Generator[None, None, None]:
         """Collective: gathers the factors of every adapted weight in these bases, and DoRA's norms."""
         if not self._merges:
             return
         parts = [self._exported[base] for base in bases]
         keys = [key for _, targets in parts for target in targets for key in target.weight.keys]
-        self._gathered = self.factors.gather(tuple(dict.fromkeys(keys)), self.group)
-        self._scales = self._dora_scales(parts)
+        self._gathered = yield from self.factors.gather(tuple(dict.fromkeys(keys)), self.group)
+        self._scales = yield from self._dora_scales(parts)
 
     def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:
         targets = [target for base in bases for target in self._exported[base][1]]
         return [(key, self.factors.local(key)) for target in targets for key in target.weight.keys]
 
-    def _dora_scales(self, parts: list[tuple[Shard, tuple[Target, ...]]]) -> dict[str, torch.Tensor]:
+    def _dora_scales(
+        self, parts: list[tuple[Shard, tuple[Target, ...]]]
+    ) -> Generator[None, None, dict[str, torch.Tensor]]:
         """Magnitude over norm; a row may be spread over ranks, so the squares are summed over all of them."""
         todo = [(shard, target) for shard, targets in parts for target in targets if target.weight.magnitude]
         if not todo:
@@ -116,6 +118,7 @@ class MergingSource(ParameterSource):
             if len(shard.base.lengths) == 1 and self.group is not None:
                 piece /= dist.get_world_size(self.group)  # every rank holds all of it
         if self.group is not None:
+            yield
             dist.all_reduce(sums, group=self.group)
         magnitudes = (self._gathered[target.weight.magnitude or ""] for _, target in todo)
         return {

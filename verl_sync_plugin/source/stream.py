@@ -69,12 +69,13 @@ class StreamSource(ParameterSource):
                 bases.append(Base(name, dtype_name(wire), wire.itemsize, (tensor.numel(),), (view,)))
         self._bases = bases
 
-    def prepare(self, bases: tuple[int, ...]) -> None:
-        """Collective: runs the stream up to the last of these bases, and keeps these.
+    def prepare(self, bases: tuple[int, ...]) -> Generator[None, None, None]:
+        """Collective: runs the stream up to the last of these bases, and keeps these. Its collectives are its own.
 
         Raises:
             ValueError: the stream has changed since it was learnt.
         """
+        yield from ()
         self._held = {index: tensor for index, tensor in self._held.items() if index >= bases[0]}
         if self._stream is None:
             self._stream = iter(self._open())
