@@ -13,9 +13,10 @@ import torch.distributed as dist
 from lora_models import CPU, Layout, Variant, deliver, merging_source, peft_model, shard
 from worlds import run_world
 
-from verl_sync_plugin.bucket import Plan, plan_buckets
+from verl_sync_plugin.bucket import Plan
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.metrics import SyncReport
+from verl_sync_plugin.planner import plan_buckets
 from verl_sync_plugin.sharding_manager.agreement import Agreement
 from verl_sync_plugin.sharding_manager.stream import BucketStream
 from verl_sync_plugin.source.base import Shard
