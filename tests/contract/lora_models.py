@@ -91,8 +91,7 @@ def merging_source(module: torch.nn.Module, model_type: str, merge: bool = True)
     if isinstance(module, FullyShardedDataParallel):
         inner = FSDP1Source(module, policy, rewrite, rename)
     else:
-        parameters = set(rename(dict(module.named_parameters(remove_duplicate=False))))
-        inner = FSDP2Source(lambda: rename(module.state_dict()), parameters, policy, rewrite)
+        inner = FSDP2Source(module, policy, rewrite, rename)
     model = getattr(module, "_fsdp_wrapped_module", module)
     return MergingSource(inner, renamed_weights(lora_weights(model), rename), CPU, merge)
 

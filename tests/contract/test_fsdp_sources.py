@@ -98,8 +98,7 @@ def open_source(module: torch.nn.Module, layout: Layout, model_type: str) -> Par
     policy, rewrite = WirePolicy(torch.bfloat16, KEEP), verl_rewrite(model_type)
     if isinstance(module, FullyShardedDataParallel):
         return FSDP1Source(module, policy, rewrite, lambda state: state)
-    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    return FSDP2Source(module.state_dict, parameters, policy, rewrite)
+    return FSDP2Source(module, policy, rewrite)
 
 
 def torchs_own_state(module: torch.nn.Module) -> State:
@@ -252,7 +251,7 @@ def odd_placement() -> str:
     mesh = init_device_mesh("cpu", (2,))
     module = torch.nn.Linear(6, 6, bias=False)
     fully_shard(module, mesh=mesh, shard_placement_fn=lambda _: torch.distributed.tensor.Shard(1))
-    source = FSDP2Source(module.state_dict, {"weight"}, WirePolicy(torch.bfloat16), verl_rewrite("qwen2"))
+    source = FSDP2Source(module, WirePolicy(torch.bfloat16), verl_rewrite("qwen2"))
     try:
         source.shards()
     except ValueError as error:

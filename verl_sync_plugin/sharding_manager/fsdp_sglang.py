@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -133,13 +132,7 @@ class FSDP2SGLangShardingManager(_FSDPManager):
     trainer = "fsdp2"
 
     def _plain_source(self) -> ParameterSource:
-        module = self.engine.module
-        parameters = set(self._rename(dict(module.named_parameters(remove_duplicate=False))))
-
-        def state_dict() -> Mapping[str, torch.Tensor]:
-            return self._rename(module.state_dict())
-
-        return FSDP2Source(state_dict, parameters, self._policy(), self._rewrite())
+        return FSDP2Source(self.engine.module, self._policy(), self._rewrite(), self._rename)
 
 
 @register_sharding_manager(trainer="fsdp", rollout="sglang")

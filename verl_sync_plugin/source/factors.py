@@ -14,8 +14,8 @@ from verl_sync_plugin.copies.bucket_memory import BucketMemory
 from verl_sync_plugin.lora.names import is_adapter
 from verl_sync_plugin.planner import plan_buckets
 from verl_sync_plugin.receiver.assembly import Assembler
-from verl_sync_plugin.source.base import Member, Shard, dtype_name
-from verl_sync_plugin.source.slicing import part_of
+from verl_sync_plugin.source.base import Shard, dtype_name
+from verl_sync_plugin.source.slicing import Part, part_of
 from verl_sync_plugin.transport.packing import pack_segment
 
 _NO_LIMIT = 1 << 62
@@ -41,11 +41,9 @@ class FactorStore:
     def clear(self) -> None:
         self._shards = {}
 
-    def keep(self, shard: Shard, rank: int) -> None:
-        """Keeps the adapter parameters in a shard; FSDP1 may flatten them together with others."""
-        for member in shard.members:
-            if is_adapter(member.name):
-                self._shards[member.name] = _adapter_shard(shard, member, rank)
+    def keep(self, name: str, shard: Shard) -> None:
+        """Keeps one adapter parameter."""
+        self._shards[name] = shard
 
     def local(self, key: str) -> Callable[[], torch.Tensor]:
         """This rank's run of a factor."""
@@ -79,9 +77,15 @@ class FactorStore:
         return found
 
 
-def _adapter_shard(shard: Shard, member: Member, rank: int) -> Shard:
-    numel = math.prod(member.shape)
-    whole = View(member.name, member.shape, member.start, numel)
-    part = part_of(shard, rank, member.name, member.start, numel, (whole,))
-    dtype = shard.local().dtype  # the base's is what served weights travel in
-    return replace(part, base=replace(part.base, dtype=dtype_name(dtype), itemsize=dtype.itemsize))
+def adapter_parts(shard: Shard, rank: int) -> tuple[tuple[str, Part], ...]:
+    """The adapter parameters in a shard; FSDP1 may flatten them together with others."""
+    found = []
+    for member in shard.members:
+        if is_adapter(member.name):
+            numel = math.prod(member.shape)
+            whole = View(member.name, member.shape, member.start, numel)
+            part = part_of(shard.base, rank, member.name, member.start, numel, (whole,))
+            dtype = shard.local().dtype  # the base's is what served weights travel in
+            base = replace(part.base, dtype=dtype_name(dtype), itemsize=dtype.itemsize)
+            found.append((member.name, replace(part, base=base)))
+    return tuple(found)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 
@@ -13,57 +16,99 @@ from verl_sync_plugin.bucket import Base, View
 from verl_sync_plugin.source.base import Member, ParameterSource, Shard, WirePolicy, dtype_name
 from verl_sync_plugin.source.naming import Rewrite, hf_views
 
-StateDict = Callable[[], Mapping[str, torch.Tensor]]
+Rename = Callable[[dict[str, Any]], dict[str, Any]]
+Identity = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a module keeps a tensor. Offloading may put another one there."""
+
+    module: torch.nn.Module
+    attribute: str
+    parameter: bool
+
+    def tensor(self) -> torch.Tensor:
+        held = self.module._parameters if self.parameter else self.module._buffers
+        found = held[self.attribute]
+        assert found is not None, f"{self.attribute} of {type(self.module).__name__} is gone"
+        return found
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What was found out about a tensor; holds as long as its layout, of which this keeps no memory alive."""
+
+    layout: object
+    names: list[str]
+    base: Base
+    members: tuple[Member, ...]
 
 
 class FSDP2Source(ParameterSource):
     """Walks a ``fully_shard``-ed module: parameters and persistent buffers, nothing gathered, nothing copied.
 
+    ``state_dict()`` is asked once, for the names; with hundreds of modules it costs more than moving the weights.
+
     Args:
-        state_dict: returns the trainer's state dict after verl's renaming; values are DTensors or plain tensors.
-        parameters: which of its names are parameters (the rest are buffers and keep their dtype).
+        module: the root.
         policy: wire dtypes.
         rewrite: verl's stream rewriting.
+        rename: verl's renaming of a state dict.
     """
 
-    def __init__(self, state_dict: StateDict, parameters: set[str], policy: WirePolicy, rewrite: Rewrite) -> None:
+    def __init__(
+        self, module: torch.nn.Module, policy: WirePolicy, rewrite: Rewrite, rename: Rename = lambda state: state
+    ) -> None:
         super().__init__()
-        self._state_dict = state_dict
-        self._state: Mapping[str, torch.Tensor] = {}
-        self._parameters = parameters
+        self._module = module
+        self._rename = rename
+        self._slots: dict[str, _Slot] = {}
+        self._units: list[FSDPModule] = []
+        self._parameters = set(rename(dict(module.named_parameters(remove_duplicate=False))))
         self._policy = policy
         self._rewrite = rewrite
-        self._bases: dict[tuple[object, ...], Base] = {}
+        self._known: dict[str, _Known] = {}
 
     def shards(self) -> list[Shard]:
-        self._state = self._state_dict()
-        try:
-            return [self._shard(names) for names in self._tied().values()]
-        finally:
-            self._state = {}
+        state = self._state()
+        return [self._shard(names, state[names[0]]) for names in _tied(state)]
 
-    def _tied(self) -> dict[tuple[object, ...], list[str]]:
-        """Names by storage: tied parameters (embedding and head) travel once, under all their names."""
-        groups: dict[tuple[object, ...], list[str]] = {}
-        for name, tensor in self._state.items():
-            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-            identity = (local.untyped_storage()._cdata, local.storage_offset(), tuple(tensor.shape))
-            groups.setdefault(identity, []).append(name)
-        return groups
+    def _state(self) -> dict[str, torch.Tensor]:
+        if not self._slots:
+            state = self._rename(dict(self._module.state_dict()))
+            self._find_slots(state)
+            return state
+        for unit in self._units:
+            unit.reshard()  # as a hook of state_dict() does: after a forward pass the root is still gathered
+        return {name: slot.tensor() for name, slot in self._slots.items()}
 
-    def _shard(self, names: list[str]) -> Shard:
-        name, tensor = names[0], self._state[names[0]]
-        if isinstance(tensor, DTensor):
-            lengths, local = self._dtensor(name, tensor)
-        else:
-            lengths, local = (tensor.numel(),), partial(_flat, tensor)
-        key = (*names, tuple(tensor.shape), tensor.dtype, lengths)
-        if key not in self._bases:
-            self._bases[key] = self._describe(names, tensor, lengths)
-        members = tuple(Member(each, tuple(tensor.shape), 0) for each in names if each in self._parameters)
+    def _find_slots(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Leaves none when a hook made any of the tensors; then the state dict is asked every time."""
+        places: dict[Identity, _Slot] = {}
+        for module in self._module.modules():
+            for parameter, held in ((True, module._parameters), (False, module._buffers)):
+                for attribute, tensor in held.items():
+                    if tensor is not None:
+                        places[_identity(tensor)] = _Slot(module, attribute, parameter)
+        found = {name: places.get(_identity(tensor)) for name, tensor in state.items()}
+        if None not in found.values():
+            self._slots = {name: slot for name, slot in found.items() if slot is not None}
+            self._units = [module for module in self._module.modules() if isinstance(module, FSDPModule)]
+
+    def _shard(self, names: list[str], tensor: torch.Tensor) -> Shard:
         held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        run = held.detach() if held.is_contiguous() else None
-        return Shard(self._bases[key], local, members=members, run=run)
+        layout = tensor._spec if isinstance(tensor, DTensor) else (tensor.shape, tensor.dtype)
+        known = self._known.get(names[0])
+        if known is None or (known.layout is not layout and known.layout != layout) or known.names != names:
+            known = self._known[names[0]] = self._learn(names, tensor, layout)
+        run = held.detach()
+        return Shard(known.base, partial(_flat, run), members=known.members, run=run if run.is_contiguous() else None)
+
+    def _learn(self, names: list[str], tensor: torch.Tensor, layout: object) -> _Known:
+        lengths = self._lengths(names[0], tensor) if isinstance(tensor, DTensor) else (tensor.numel(),)
+        members = tuple(Member(each, tuple(tensor.shape), 0) for each in names if each in self._parameters)
+        return _Known(layout, names, self._describe(names, tensor, lengths), members)
 
     def _describe(self, names: list[str], tensor: torch.Tensor, lengths: tuple[int, ...]) -> Base:
         wire = tensor.dtype
@@ -74,7 +119,7 @@ class FSDP2Source(ParameterSource):
             views.extend(hf_views(name, tuple(tensor.shape), tensor.dtype, 0, self._rewrite))
         return Base(names[0], dtype_name(wire), wire.itemsize, lengths, tuple(views))
 
-    def _dtensor(self, name: str, tensor: DTensor) -> tuple[tuple[int, ...], Callable[[], torch.Tensor]]:
+    def _lengths(self, name: str, tensor: DTensor) -> tuple[int, ...]:
         mesh, placements = tensor.device_mesh, tensor.placements
         *outer, last = placements
         sharded = isinstance(last, ShardPlacement) and last.dim == 0
@@ -83,16 +128,28 @@ class FSDP2Source(ParameterSource):
                 f"parameter {name!r} has placements {placements}; weight sync knows dimension-0 shards over the last "
                 "mesh dimension. Set actor_rollout_ref.rollout.custom.sync.enabled=False to run stock verl."
             )
-        local = tensor._local_tensor
         world = mesh.size(mesh.ndim - 1)
         if not sharded or world == 1:
-            return (tensor.numel(),), partial(_flat, local)
+            return (tensor.numel(),)
         lengths = even_chunks(tensor.shape[0], world, tensor.numel() // max(tensor.shape[0], 1))
-        rank = mesh.get_local_rank(mesh.ndim - 1)
-        if local.numel() != lengths[rank]:
-            raise ValueError(f"parameter {name!r}: rank {rank} holds {local.numel()} elements, not {lengths[rank]}")
+        rank, held = mesh.get_local_rank(mesh.ndim - 1), tensor._local_tensor.numel()
+        if held != lengths[rank]:
+            raise ValueError(f"parameter {name!r}: rank {rank} holds {held} elements, not {lengths[rank]}")
         self._group = mesh.get_group(mesh.ndim - 1)
-        return lengths, partial(_flat, local)
+        return lengths
+
+
+def _identity(tensor: torch.Tensor) -> Identity:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()._cdata, local.storage_offset(), tuple(tensor.shape)
+
+
+def _tied(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Names by storage: tied parameters (embedding and head) travel once, under all their names."""
+    groups: dict[Identity, list[str]] = {}
+    for name, tensor in state.items():
+        groups.setdefault(_identity(tensor), []).append(name)
+    return list(groups.values())
 
 
 def even_chunks(rows: int, world: int, row_numel: int) -> tuple[int, ...]:
@@ -102,4 +159,4 @@ def even_chunks(rows: int, world: int, row_numel: int) -> tuple[int, ...]:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1)
+    return tensor.reshape(-1)

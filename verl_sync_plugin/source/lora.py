@@ -7,7 +7,7 @@ written. So there is nothing to back up or restore, and a failure leaves the tra
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,9 +18,24 @@ from verl_sync_plugin.lora.merge import Target, add_squares, merge_run
 from verl_sync_plugin.lora.names import is_adapter
 from verl_sync_plugin.lora.weights import LoRAWeight
 from verl_sync_plugin.source.base import Member, ParameterSource, Shard
-from verl_sync_plugin.source.factors import FactorStore
-from verl_sync_plugin.source.slicing import part_of
+from verl_sync_plugin.source.factors import FactorStore, adapter_parts
+from verl_sync_plugin.source.slicing import Part, part_of
 from verl_sync_plugin.transport.packing import MERGE_CHUNK
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """What becomes of one base of the trainer; holds as long as that base stays what it is.
+
+    Attributes:
+        base: the trainer's.
+        factors: adapter parameters in it.
+        exported: what travels, with the adapted weights inside.
+    """
+
+    base: Base
+    factors: tuple[tuple[str, Part], ...]
+    exported: tuple[tuple[Part, tuple[Target, ...]], ...]
 
 
 class MergingSource(ParameterSource):
@@ -46,6 +61,8 @@ class MergingSource(ParameterSource):
         self._merges = merge
         self.factors = FactorStore(device)
         self._exported: list[tuple[Shard, tuple[Target, ...]]] = []
+        self._recipes: dict[str, _Recipe] = {}
+        self._checked = False
         self._gathered: dict[str, torch.Tensor] = {}
         self._scales: dict[str, torch.Tensor] = {}
 
@@ -61,17 +78,26 @@ class MergingSource(ParameterSource):
     def shards(self) -> list[Shard]:
         self.release()
         for shard in self._inner.shards():
-            rank = self._rank(shard.base)
-            self.factors.keep(shard, rank)
-            for part in _untied(_without_adapters(shard), rank, self._weights):
-                if part.base.views:
-                    self._exported.append((part, self._targets(part)))
-        self._check_complete()
+            recipe = self._recipes.get(shard.base.key)
+            if recipe is None or recipe.base is not shard.base:
+                recipe = self._recipes[shard.base.key] = self._recipe(shard)
+                self._checked = False
+            for name, part in recipe.factors:
+                self.factors.keep(name, part.of(shard))
+            self._exported.extend((part.of(shard), targets) for part, targets in recipe.exported)
+        if not self._checked:
+            self._check_complete()
         return [self._merging(shard, targets) for shard, targets in self._exported]
 
-    def _targets(self, shard: Shard) -> tuple[Target, ...]:
+    def _recipe(self, shard: Shard) -> _Recipe:
+        rank = self._rank(shard.base)
+        parts = [part for part in _untied(_without_adapters(shard), rank, self._weights) if part.base.views]
+        exported = tuple((part, self._targets(part)) for part in parts)
+        return _Recipe(shard.base, adapter_parts(shard, rank), exported)
+
+    def _targets(self, part: Part) -> tuple[Target, ...]:
         found: dict[int, Target] = {}
-        for member in shard.members:
+        for member in part.members:
             weight = self._weights.get(member.name)
             if weight is not None:
                 found.setdefault(member.start, Target(weight, member.start, member.shape))
@@ -90,6 +116,7 @@ class MergingSource(ParameterSource):
         lost += [key for weight in self._weights.values() for key in weight.keys if key not in kept]
         if lost:
             raise ValueError(f"LoRA parameters without a counterpart in the trainer's state: {', '.join(lost[:5])}")
+        self._checked = True
 
     def prepare(self, bases: tuple[int, ...]) -> Generator[None, None, None]:
         """Collective: gathers the factors of every adapted weight in these bases, and DoRA's norms."""
@@ -150,26 +177,28 @@ class MergingSource(ParameterSource):
         return merged
 
 
-def _without_adapters(shard: Shard) -> Shard:
+def _without_adapters(shard: Shard) -> Part:
     views = tuple(view for view in shard.base.views if not is_adapter(view.name))
     members = tuple(member for member in shard.members if not is_adapter(member.name))
-    return replace(shard, base=replace(shard.base, views=views), members=members)
+    return Part(replace(shard.base, views=views), members)
 
 
-def _untied(shard: Shard, rank: int, weights: dict[str, LoRAWeight]) -> list[Shard]:
+def _untied(whole: Part, rank: int, weights: dict[str, LoRAWeight]) -> list[Part]:
     """Tied parameters of which only some are adapted, or each by its own adapter, travel apart: merged they differ."""
     apart: list[Member] = []
     owners: dict[int, Member] = {}
-    for member in shard.members:
+    for member in whole.members:
         owner = owners.setdefault(member.start, member)
         if weights.get(member.name) is not weights.get(owner.name):
             apart.append(member)
+    if not apart:
+        return [whole]
     names = {member.name for member in apart}
-    rest = tuple(view for view in shard.base.views if view.name not in names)
-    kept = tuple(member for member in shard.members if member.name not in names)
-    parts = [replace(shard, base=replace(shard.base, views=rest), members=kept)]
+    rest = tuple(view for view in whole.base.views if view.name not in names)
+    kept = tuple(member for member in whole.members if member.name not in names)
+    parts = [Part(replace(whole.base, views=rest), kept)]
     for member in apart:
-        view = next(view for view in shard.base.views if view.name == member.name)
-        part = part_of(shard, rank, f"{shard.base.key} ({member.name})", view.start, view.span, (view,))
-        parts.append(replace(part, members=(replace(member, start=0),)))
+        view = next(view for view in whole.base.views if view.name == member.name)
+        key = f"{whole.base.key} ({member.name})"
+        parts.append(part_of(whole.base, rank, key, view.start, view.span, (view,), (replace(member, start=0),)))
     return parts

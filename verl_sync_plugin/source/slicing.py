@@ -1,38 +1,63 @@
-"""Shards of a part of a base."""
+"""Parts of a base as bases of their own."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
 import torch
 
 from verl_sync_plugin.bucket import Base, View
-from verl_sync_plugin.source.base import Shard
+from verl_sync_plugin.source.base import Member, Shard
 
 
-def part_of(shard: Shard, rank: int, key: str, start: int, numel: int, views: tuple[View, ...]) -> Shard:
-    """The shard of elements ``[start, start + numel)`` of a base, as a base of its own.
+@dataclass(frozen=True)
+class Part:
+    """Some or all elements of a base. Made once; the shards it is applied to change with every sync.
+
+    Attributes:
+        base: what the part is as a base.
+        members: the parameters in it.
+        offset: of this rank's run in its run of the old base; ``None`` when the part is the whole base.
+        count: elements of this rank's run.
+    """
+
+    base: Base
+    members: tuple[Member, ...] = ()
+    offset: int | None = None
+    count: int = 0
+
+    def of(self, shard: Shard) -> Shard:
+        """This part of a shard of the old base, without ``merge``."""
+        if self.offset is None:
+            return Shard(self.base, shard.local, members=self.members, run=shard.run)
+        return Shard(self.base, partial(_narrow, shard, self.offset, self.count), members=self.members)
+
+
+def part_of(
+    base: Base, rank: int, key: str, start: int, numel: int, views: tuple[View, ...], members: tuple[Member, ...] = ()
+) -> Part:
+    """Elements ``[start, start + numel)`` of a base.
 
     Args:
-        shard: this rank's shard of the whole base.
-        rank: this rank's place among the owners of the base.
+        base: the whole.
+        rank: this rank's place among its owners.
         key: name of the new base.
+        start: first element.
+        numel: how many.
         views: of the old base; all inside the part.
-
-    Returns:
-        A shard whose runs are what each owner holds of the part, without ``merge`` and ``members``.
+        members: of the new base.
     """
-    firsts = [0, *accumulate(shard.base.lengths)]
+    firsts = [0, *accumulate(base.lengths)]
     cuts = [
         (max(first, start), min(first + length, start + numel))
-        for first, length in zip(firsts, shard.base.lengths, strict=False)
+        for first, length in zip(firsts, base.lengths, strict=False)
     ]
     lengths = tuple(max(stop - low, 0) for low, stop in cuts)
     moved = tuple(replace(view, start=view.start - start) for view in views)
-    base = Base(key, shard.base.dtype, shard.base.itemsize, lengths, moved)
-    return Shard(base, partial(_narrow, shard, cuts[rank][0] - firsts[rank], lengths[rank]))
+    part = Base(key, base.dtype, base.itemsize, lengths, moved)
+    return Part(part, members, cuts[rank][0] - firsts[rank], lengths[rank])
 
 
 def _narrow(shard: Shard, offset: int, count: int) -> torch.Tensor:
