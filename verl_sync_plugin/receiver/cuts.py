@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from verl_sync_plugin.bucket import Entry, Piece
-from verl_sync_plugin.copies.blocks import Block, clip
+from verl_sync_plugin.copies.blocks import Block, Lines, clip
 from verl_sync_plugin.copies.hulls import Hull
 from verl_sync_plugin.receiver.copy_plan import Planned
+from verl_sync_plugin.receiver.rows import in_step, row_by_row
 
 MOST_RUNS = 512  # of one tensor in one bucket
 
@@ -59,9 +60,14 @@ def bytes_of(entries: Sequence[Entry], segment: int) -> Counter[int]:
     return held
 
 
-def scattered(entries: Sequence[Entry]) -> frozenset[str]:
+def scattered(entries: Sequence[Entry], planned: dict[str, Planned]) -> frozenset[str]:
     """Tensors that arrive in so many runs that a table of them would be larger than what it moves is worth."""
-    return frozenset(e.name for e in entries if sum(piece.count for piece in e.pieces) > MOST_RUNS)
+    runs: Counter[str] = Counter()
+    for entry in entries:
+        lines = planned[entry.name].lines if entry.name in planned else ()
+        for piece in entry.pieces:
+            runs[entry.name] += sum(1 if in_step(line, piece) else piece.count for line in lines)
+    return frozenset(name for name, count in runs.items() if count > MOST_RUNS)
 
 
 def cut(
@@ -91,7 +97,7 @@ def cut(
         if plan is None:
             continue
         group = hashing.get(entry.name)
-        for piece in (single for arrived in entry.pieces for single in arrived.repeats()):
+        for piece in entry.pieces:
             blocks = [(entry.name, block) for block in _blocks(plan, piece, piece.offset // segment, group or 0)]
             if plan.casts:
                 work.casts.extend((name, Cast(block, plan)) for name, block in blocks)
@@ -109,13 +115,26 @@ def cut(
 
 def _blocks(plan: Planned, piece: Piece, base: int, group: int) -> Iterator[Block]:
     """The plan's runs inside one piece, with offsets in the bucket as sources."""
-    shift = piece.offset - piece.target
     grow = (plan.target_dtype.itemsize, plan.dtype.itemsize)
     for lines in plan.lines:
-        for part in clip(lines, piece.target, piece.target + piece.nbytes, grow):
-            start = part.start + shift
+        if piece.count == 1:
+            parts = _inside(lines, piece, grow)
+        elif in_step(lines, piece):
+            parts = row_by_row(lines, piece, grow)
+        else:
+            parts = (part for single in piece.repeats() for part in _inside(lines, single, grow))
+        for part in parts:
             if part.count > 1 and part.stride == part.width and part.target_stride == part.width and not plan.casts:
-                yield Block(start, part.target, start, part.width * part.count, base=base, group=group)
+                yield Block(part.start, part.target, part.start, part.width * part.count, base=base, group=group)
             else:
                 strides = (part.stride, part.target_stride, part.stride)
-                yield Block(start, part.target, start, part.width, part.count, *strides, base=base, group=group)
+                yield Block(
+                    part.start, part.target, part.start, part.width, part.count, *strides, base=base, group=group
+                )
+
+
+def _inside(lines: Lines, piece: Piece, grow: tuple[int, int]) -> Iterator[Lines]:
+    """The lines in a piece that does not repeat; ``start`` and ``stride`` then are of the bucket."""
+    shift = piece.offset - piece.target
+    for part in clip(lines, piece.target, piece.target + piece.nbytes, grow):
+        yield replace(part, start=part.start + shift)

@@ -122,7 +122,7 @@ class Unpacker:
         return [entry for bucket in self._manifest.buckets for entry in bucket]
 
     def _prepare(self, plan: CopyPlan) -> None:
-        for name in scattered(self._entries()) & plan.planned.keys():
+        for name in scattered(self._entries(), plan.planned):
             plan.refuse(name, "arrives in many small pieces")
         self._plan = plan
         self._copier = Copier(self._device, known_tensors(self._model))
