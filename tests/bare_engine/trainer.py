@@ -37,12 +37,12 @@ def _modules(engine: object) -> list[torch.nn.Module]:
 
 
 @torch.no_grad()
-def perturb(engine: object, seed: int) -> None:
+def perturb(engine: object, seed: int, scale: float = 0.05) -> None:
     """Changes every parameter the way an optimizer would: in place, on the local shard."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in (parameter for module in _modules(engine) for parameter in module.parameters()):
         local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
-        local.add_(torch.randn(local.shape, generator=generator, dtype=local.dtype) * 0.05)
+        local.add_(torch.randn(local.shape, generator=generator, dtype=local.dtype) * scale)
 
 
 def local_state(engine: object) -> list[torch.Tensor]:

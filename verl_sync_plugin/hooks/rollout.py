@@ -67,8 +67,8 @@ class SyncServerAdapter(ServerAdapter):
         self._around = SyncReport()  # what precedes the manager's report of the sync under way
 
     @property
-    def colocated(self) -> bool:
-        """Whether the plugin serves this rollout."""
+    def makes_room(self) -> bool:
+        """Whether the plugin serves this rollout, and our worker may make room around its syncs."""
         return self._colocated
 
     async def _init_server_adapter(self) -> None:

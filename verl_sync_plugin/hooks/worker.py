@@ -15,8 +15,6 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_torch_device, set_expandable_segments
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
-from verl_sync_plugin.hooks.rollout import SyncServerAdapter
-
 
 class SyncWorkerMixin:
     """Goes before verl's worker class."""
@@ -33,7 +31,9 @@ class SyncWorkerMixin:
         """
         backend = mode if mode != "auto" else self.config.rollout.checkpoint_engine.backend
         rollout = self.rollout
-        if backend != "naive" or not isinstance(rollout, SyncServerAdapter) or not rollout.colocated:
+        # Hazard: the adapter's class is not imported here. SGLang would come with it, before the actor's model is
+        # built, and what it changes in torch and transformers would then reach the trainer.
+        if backend != "naive" or not getattr(rollout, "makes_room", False):
             return await super().update_weights(global_steps=global_steps, mode=mode)  # type: ignore[misc]
         set_expandable_segments(False)  # other processes cannot open such memory
         try:
