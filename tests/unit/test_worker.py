@@ -119,8 +119,8 @@ class Rollout:
         self.calls: list[str] = []
         self.makes_room, self.fails, self.sleep_level = makes_room, fails, 2
 
-    def make_room_for_weights(self) -> None:
-        self.calls.append("room for weights")
+    def make_room_for_weights(self, offloaded: bool) -> None:
+        self.calls.append(f"room for weights, offloaded={offloaded}")
 
     async def resume(self, tags: list[str]) -> None:
         self.calls.append(f"resume {','.join(tags)}")
@@ -158,7 +158,7 @@ class Worker(worker.SyncWorkerMixin, VerlsWorker):
         self.config = OmegaConf.create(config)
 
 
-AROUND = ("room for weights", "weights False True of 7, ends=False", "room for the rest", "end")
+AROUND = ("room for weights, offloaded=False", "weights False True of 7, ends=False", "room for the rest", "end")
 
 
 def test_order_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:

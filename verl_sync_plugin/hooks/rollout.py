@@ -133,10 +133,16 @@ class SyncServerAdapter(ServerAdapter):
         if ends and not self.config.free_cache_engine:
             await self._finish([])
 
-    def make_room_for_weights(self) -> None:
-        """Empties the trainer's cache if the engine needs it to resume its weights."""
+    def make_room_for_weights(self, offloaded: bool) -> None:
+        """Empties the trainer's cache if the engine needs it to resume its weights.
+
+        Args:
+            offloaded: the parameters are in host memory; verl's copies to there may still run, and are waited for.
+        """
         self._around = SyncReport()
         with self._around.stage("before"):
+            if offloaded:
+                get_torch_device().synchronize()
             self._around.emptied_caches += self._room.make(FIRST, get_torch_device().empty_cache)
 
     async def make_room_for_rest(self, offload: Callable[[], None]) -> None:

@@ -37,10 +37,10 @@ class SyncWorkerMixin:
             return await super().update_weights(global_steps=global_steps, mode=mode)  # type: ignore[misc]
         set_expandable_segments(False)  # other processes cannot open such memory
         try:
-            rollout.make_room_for_weights()
+            engine = self.actor.engine
+            rollout.make_room_for_weights(engine.is_param_offload_enabled)
             if self.config.rollout.free_cache_engine and getattr(rollout, "sleep_level", 2) != 1:
                 await rollout.resume(tags=["weights"])
-            engine = self.actor.engine
             weights, _ = engine.get_per_tensor_param(layered_summon=self.layered_summon, base_sync_done=True)
             await rollout.update_weights(weights, global_steps=global_steps, ends=False)
             await rollout.make_room_for_rest(lambda: offload(engine))
