@@ -77,23 +77,23 @@ class Rank:
         checkpoint = _checkpoint(self.setup.model_path, self.folder / f"{tag}-checkpoint")
         tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in full.items()}
         save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
-        generated = self.engine.generate(PROMPT, 4)
+        self._check_tokens(checkpoint)
         self.engine.load_from_disk(str(checkpoint))
         loaded = self.engine.state(self.folder / f"{tag}-loaded")
         for rank, (ours, theirs) in enumerate(zip(synced, loaded, strict=True)):
             different = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
             assert ours.keys() == theirs.keys() and not different, f"rank {rank} differs in {different}"
-        self._check_tokens(checkpoint, *generated)
 
-    def _check_tokens(self, checkpoint: Path, tokens: list[int], logprobs: list[float]) -> None:
+    def _check_tokens(self, checkpoint: Path) -> None:
         from transformers import AutoModelForCausalLM
 
+        assert self.engine is not None
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+        tokens, logprobs = self.engine.generate(PROMPT, 4)
         logits = model(torch.tensor([PROMPT + tokens])).logits[0].float()
         expected = torch.log_softmax(logits, -1)[len(PROMPT) - 1 : -1]
         for position, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
-            wanted = expected[position, token].item()
-            assert abs(wanted - logprob) < 0.06, (position, tokens, logprobs, wanted)
+            assert abs(expected[position, token].item() - logprob) < 0.06, (position, token, logprob)
 
     def close(self) -> None:
         if self.engine is not None:
