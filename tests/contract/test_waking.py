@@ -93,13 +93,14 @@ def test_failures_are_the_same_everywhere_and_the_engine_has_answered() -> None:
 
 
 class Device:
-    """What one rank measures; breaks on demand."""
+    """What one rank measures; breaks on demand once the weights are back."""
 
     def __init__(self, free: int, broken: bool) -> None:
-        self.free, self.broken = free, broken
+        self.free, self.broken, self.readings = free, broken, 0
 
     def read(self) -> tuple[int, int]:
-        if self.broken:
+        self.readings += 1
+        if self.broken and self.readings == 2:
             raise RuntimeError("injected: no such device")
         return self.free, 80 * GIB
 
