@@ -8,6 +8,7 @@ import importlib.util
 import sys
 
 from verl_sync_plugin import __version__
+from verl_sync_plugin.bucket_size import AUTO, DEFAULT_MEGABYTES, auto_megabytes
 
 PACKAGES = (
     "verl",
@@ -104,13 +105,35 @@ def main(argv: list[str] | None = None) -> int:
     planning = commands.add_parser("plan", help="the buckets a model would travel in")
     planning.add_argument("model")
     planning.add_argument("--world", type=int, default=8, help="FSDP ranks")
-    planning.add_argument("--bucket-mb", type=int, default=512)
+    planning.add_argument("--bucket-mb", default=str(DEFAULT_MEGABYTES), help=f"MiB, or {AUTO} with --spare-gb")
+    planning.add_argument("--spare-gb", type=float, help="GiB that trainer and awake engine leave free on each GPU")
     arguments = parser.parse_args(argv)
     if arguments.command == "doctor":
         return doctor()
-    if arguments.world < 1 or arguments.bucket_mb < 1:
-        parser.error("--world and --bucket-mb must be at least 1")
-    return plan(arguments.model, arguments.world, arguments.bucket_mb)
+    if arguments.world < 1:
+        parser.error("--world must be at least 1")
+    try:
+        megabytes = _bucket_megabytes(arguments.bucket_mb, arguments.spare_gb)
+    except ValueError as error:
+        parser.error(str(error))
+    return plan(arguments.model, arguments.world, megabytes)
+
+
+def _bucket_megabytes(word: str, spare_gigabytes: float | None) -> int:
+    """The size that the two options mean; with ``auto`` what a run would choose.
+
+    Raises:
+        ValueError: names option, value and remedy.
+    """
+    if word == AUTO and spare_gigabytes is not None:
+        chosen = auto_megabytes(int(spare_gigabytes * 2**30))
+        print(f"auto: buckets of {chosen} MiB")
+        return chosen
+    if word == AUTO:
+        raise ValueError(f"--bucket-mb {AUTO} is chosen from free memory; say how much that is with --spare-gb")
+    if not word.isdecimal() or int(word) < 1:
+        raise ValueError(f"--bucket-mb {word}: neither a whole number of MiB from 1 on nor {AUTO}; use 512")
+    return int(word)
 
 
 if __name__ == "__main__":

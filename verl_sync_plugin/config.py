@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 KEY_PREFIX = "actor_rollout_ref.rollout.custom.sync"
-SHORT_BUCKET_KEY = "actor_rollout_ref.rollout.update_weights_bucket_megabytes"
-LONG_BUCKET_KEY = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 TURN_OFF = f"set {KEY_PREFIX}.enabled=False to run stock verl"
 
 # verl's strategies for which a sharding manager to SGLang is built in
 TRAINERS = ("fsdp", "fsdp2", "megatron")
 CPU_BACKUP_CHOICES = ("auto", "on", "off")
 DELIVERY_CHOICES = ("auto", "sharded", "gathered")
+EMPTY_CACHE_CHOICES = ("auto", "always")
 WIRE_DTYPE_CHOICES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -41,6 +40,8 @@ class SyncConfig:
         timeout_seconds: bound on every wait of a sync; when it passes, all ranks raise the same ``SyncError``.
         release_cuda_graph: also release SGLang's CUDA graph memory during training and resume it in stage 2. Not where
             megatron-core is installed: imported by SGLang, it puts the memory saver into a mode that cannot.
+        empty_cache: when the trainer hands cached device memory back around a sync. ``auto``: when the engine would not
+            have enough left (``sharding_manager/room.py``); ``always``: as stock verl does.
         check_finite: a NaN or Inf among the packed weights fails the sync and names the parameter.
         copy_plan: from the second sync on, replay the copies that the engine model's ``load_weights`` made instead of
             calling it.
@@ -55,6 +56,7 @@ class SyncConfig:
     keep_dtype: tuple[str, ...] = (r"\.gate\.weight$", r"e_score_correction_bias$")
     timeout_seconds: float = 300.0
     release_cuda_graph: bool = False
+    empty_cache: str = "auto"
     check_finite: bool = True
     copy_plan: bool = True
     verify_hashes: bool = True
@@ -67,6 +69,7 @@ class SyncConfig:
         self._check_choice("weights_cpu_backup", CPU_BACKUP_CHOICES)
         self._check_choice("wire_dtype", WIRE_DTYPE_CHOICES)
         self._check_choice("delivery", DELIVERY_CHOICES)
+        self._check_choice("empty_cache", EMPTY_CACHE_CHOICES)
         timeout = self.timeout_seconds
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
             raise _fail("timeout_seconds", timeout, "not a positive number of seconds", "Use for example 300.")
@@ -136,31 +139,6 @@ def sync_config_of(rollout: Any) -> SyncConfig:
 def _plain(value: Any) -> Any:
     """OmegaConf's ListConfig as a list; anything else as it is."""
     return list(value) if type(value).__name__ == "ListConfig" else value
-
-
-def check_bucket_megabytes(short: Any, long: Any) -> int:
-    """The bucket size in MiB from the short and the long key.
-
-    Args:
-        short: ``rollout.update_weights_bucket_megabytes``, ``None`` when not given.
-        long: ``rollout.checkpoint_engine.update_weights_bucket_megabytes``.
-
-    Raises:
-        ValueError: not a positive integer, or both given and different.
-    """
-    for key, value in ((SHORT_BUCKET_KEY, short), (LONG_BUCKET_KEY, long)):
-        if key == SHORT_BUCKET_KEY and value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"{key}={value!r}: not a whole number of MiB. Use for example {SHORT_BUCKET_KEY}=512.")
-        if value <= 0:
-            raise ValueError(f"{key}={value}: a bucket must hold at least 1 MiB. Use {SHORT_BUCKET_KEY}=512.")
-    if short is not None and short != long:
-        raise ValueError(
-            f"{SHORT_BUCKET_KEY}={short} and {LONG_BUCKET_KEY}={long} are both given and differ. "
-            "Remove one of them, or give both the same value."
-        )
-    return int(long)
 
 
 def refuse_cuda_graph(sync: SyncConfig) -> None:

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from verl_sync_plugin.bucket_size import AUTO, DEFAULT_MEGABYTES
 from verl_sync_plugin.config import SyncConfig
 
 SCHEME = "verl-sync"
@@ -27,21 +28,19 @@ def configs_folder() -> Path:
     return inside if inside.is_dir() else package.parent / "configs"
 
 
-# The plugin keeps two buckets of device memory, stock verl none between syncs: its default of 2 GiB is too much here,
-# and larger buckets are no faster
-DEFAULT_BUCKET_MEGABYTES = 512
+def bucket_default(short: int | str | None, stock: int, *, _parent_: Any) -> int | str:
+    """Resolver of the long key: the short key where it is given, else ours where the plugin syncs, else verl's.
 
-
-def bucket_default(short: int | None, stock: int, *, _parent_: Any) -> int:
-    """Resolver of the long key: the short key where it is given, else ours where the plugin syncs, else verl's."""
-    if short is not None:
+    ``auto`` is ours, and verl reads a number here, so with it this is what it is without the short key.
+    """
+    if short is not None and short != AUTO:
         return short
     from omegaconf import OmegaConf
 
     rollout = _parent_._get_parent()
     syncs = OmegaConf.select(rollout, "custom.sync.enabled", default=False)
     name = OmegaConf.select(rollout, "name", default=None, throw_on_missing=False)
-    return min(stock, DEFAULT_BUCKET_MEGABYTES) if syncs is True and name == "sglang" else stock
+    return min(stock, DEFAULT_MEGABYTES) if syncs is True and name == "sglang" else stock
 
 
 def verl_configs() -> Path:

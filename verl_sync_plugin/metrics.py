@@ -12,10 +12,21 @@ from typing import Any
 from verl_sync_plugin.bucket import Plan
 from verl_sync_plugin.transport.protocol import Committed
 
-# In the order of a training step; "phase" is their sum: the plugin's part of it. verl's own part (emptying caches,
-# offloading, its barrier) is in verl's timing_s/update_weights and in what benchmarks/ measures.
-PHASE_STAGES = ("sleep", "resume_weights", "update_weights", "resume_kv")
-# Parts of update_weights, on the reporting rank; "engine_load" is the engine's time and overlaps with the others
+# In the order of a training step; "phase" is their sum. "before" and "after" make room in device memory, "barrier" is
+# the wait for the other ranks to have done so. These three and "offload" are there where our worker runs
+# (hooks/worker.py); elsewhere verl does the same around us, and it is in verl's timing_s/update_weights alone.
+PHASE_STAGES = (
+    "sleep",
+    "before",
+    "resume_weights",
+    "update_weights",
+    "offload",
+    "after",
+    "barrier",
+    "resume_kv",
+)
+# Parts of update_weights, on the reporting rank; "engine_load" is the engine's time and overlaps with the others.
+# What is packed while the engine resumes its weights counts in update_weights; resume_weights is the rest of that wait
 DETAIL_STAGES = (
     "plan",
     "connect",
@@ -40,9 +51,11 @@ class SyncReport:
         stages: seconds by stage name (``PHASE_STAGES`` and ``DETAIL_STAGES``).
         nbytes: payload bytes handed to each engine rank.
         buckets: number of transfers.
+        bucket_bytes: bound on one of them, as configured or chosen; 0 when no base weights travelled.
         tensors: number of HF tensors.
         peak_device_bytes: most device memory that this rank allocated during the sync beyond what it held before.
-        device_used_bytes: device memory in use by all processes, by moment (asleep, weights, synced, awake).
+        device_used_bytes: device memory in use by all processes, by moment (asleep, weights, synced, room, awake).
+        emptied_caches: how often the trainer handed cached device memory back: before, after, or both.
         peak_host_bytes: growth of this rank's peak resident set during the sync.
         coverage_expected: parameters and persistent buffers of the engine's model.
         coverage_missing: how many of them a sync does not write completely.
@@ -58,9 +71,11 @@ class SyncReport:
     stages: dict[str, float] = field(default_factory=dict)
     nbytes: int = 0
     buckets: int = 0
+    bucket_bytes: int = 0
     tensors: int = 0
     peak_device_bytes: int = 0
     device_used_bytes: dict[str, int] = field(default_factory=dict)
+    emptied_caches: int = 0
     peak_host_bytes: int = 0
     coverage_expected: int = 0
     coverage_missing: int = 0
@@ -105,8 +120,8 @@ class SyncReport:
         return (
             f"sync of step {self.global_steps}: phase={self.phase_seconds:.4f}s {stages} "
             f"{self.nbytes / 1e9:.3f}GB {self.gigabytes_per_second:.2f}GB/s buckets={self.buckets} "
-            f"tensors={self.tensors} peak_device={self.peak_device_bytes / 2**20:.0f}MiB "
-            f"peak_host={self.peak_host_bytes / 2**20:.0f}MiB"
+            f"of={self.bucket_bytes / 2**20:g}MiB tensors={self.tensors} emptied_caches={self.emptied_caches} "
+            f"peak_device={self.peak_device_bytes / 2**20:.0f}MiB peak_host={self.peak_host_bytes / 2**20:.0f}MiB"
         )
 
 
@@ -129,6 +144,8 @@ def metrics_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "sync/bytes": float(sum(report.nbytes for report in built)),
         "sync/gigabytes_per_second": min(report.gigabytes_per_second for report in built),
         "sync/buckets": float(max(report.buckets for report in built)),
+        "sync/bucket_bytes": float(max(report.bucket_bytes for report in built)),
+        "sync/emptied_caches": float(max(report.emptied_caches for report in built)),
         "sync/tensors": float(max(report.tensors for report in built)),
         "sync/peak_device_bytes": float(max(report.peak_device_bytes for report in built)),
         "sync/peak_host_bytes": float(max(report.peak_host_bytes for report in built)),

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from verl.workers.config import RolloutConfig
 
 from verl_sync_plugin import plugin
-from verl_sync_plugin.config import check_bucket_megabytes, refuse_cuda_graph, refuse_unsupported, sync_config_of
+from verl_sync_plugin.bucket_size import check_bucket_megabytes
+from verl_sync_plugin.config import refuse_cuda_graph, refuse_unsupported, sync_config_of
 
 
 @dataclass
@@ -15,14 +16,14 @@ class SyncRolloutConfig(RolloutConfig):
     """Every verl process that builds a rollout config passes here, so this is where a broken set-up is caught.
 
     Attributes:
-        update_weights_bucket_megabytes: the short key; ``None`` when only the long one is used.
+        update_weights_bucket_megabytes: the short key, a number or ``auto``; ``None`` when only the long one is used.
 
     Raises:
         ValueError: see ``sync_config_of``, ``check_bucket_megabytes`` and ``refuse_unsupported``.
         RegistryConflictError: another plugin has taken one of our registry keys.
     """
 
-    update_weights_bucket_megabytes: int | None = None
+    update_weights_bucket_megabytes: int | str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

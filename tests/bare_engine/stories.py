@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-import psutil
-import pytest
 import torch
 import torch.distributed as dist
 
 from bare_engine import trainer
 from bare_engine.scenario import Rank
-from verl_sync_plugin.bucket import Entry
-from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.source.base import Shard
-from verl_sync_plugin.transport.protocol import StagingExport
-
-# HF tensors that a failing sync leaves out, and the engine's parameters they belong to
-DROPPED = {
-    "model.layers.1.mlp.down_proj.weight": "model.layers.1.mlp.down_proj.weight (0 of ",
-    "model.layers.1.mlp.experts.2.down_proj.weight": "model.layers.1.mlp.experts.w2_weight (6144 of 8192 elements)",
-}
 
 
 def three_syncs(member: Rank) -> None:
     """Three syncs with changing weights, each compared bit for bit; the last rank comes late to its listener."""
     if member.rank == dist.get_world_size() - 1:
         _delay(member.manager, "_start", seconds=2.0)
+    order = _order_of(member)
     for version in (1, 2, 3):
         trainer.perturb(member.trainer, seed=version)
         before = trainer.local_state(member.trainer)
@@ -38,19 +24,40 @@ def three_syncs(member: Rank) -> None:
         assert all(map(torch.equal, before, trainer.local_state(member.trainer))), "the sync changed the trainer"
         member.check_exact(f"v{version}")
         if version == 1:
-            releases = _count(member.manager._source, "release")
+            releases = count(member.manager._source, "release")
+        if member.endpoint.leader:
+            assert order.index("pack") < order.index("resumed"), "packed while the engine resumed its weights"
+        order.clear()
     assert len(releases) == 2, "the sync keeps references to the trainer's parameters"
     _check_report(member)
 
 
-def _count(owner: Any, method: str) -> list[None]:
+def _order_of(member: Rank) -> list[str]:
+    """Gets "pack" with each bucket packed, and "resumed" when the engine has answered."""
+    order: list[str] = []
+    pack, resume = member.manager._sender.pack, member.endpoint.resume
+
+    def packing(*args: Any) -> Any:
+        order.append("pack")
+        return pack(*args)
+
+    async def resuming(tags: list[str]) -> None:
+        await resume(tags)
+        order.append("resumed")
+
+    member.manager._sender.pack = packing  # type: ignore[method-assign]
+    member.endpoint.resume = resuming  # type: ignore[method-assign]
+    return order
+
+
+def count(owner: Any, method: str) -> list[None]:
     """Gets one more item with each call of a method."""
     calls: list[None] = []
     honest = getattr(owner, method)
 
-    def counted() -> Any:
+    def counted(*args: Any) -> Any:
         calls.append(None)
-        return honest()
+        return honest(*args)
 
     setattr(owner, method, counted)
     return calls
@@ -91,183 +98,3 @@ def _check_traffic(member: Rank) -> None:
         # Megatron's ranks hold what the engine ranks beside them need, FSDP's only by chance
         most = 0.2 if member.setup.strategy == "megatron" else 0.7
         assert 0 < report.peer_bytes < most * read, report
-
-
-def fail_and_recover(member: Rank) -> None:
-    """Every kind of failure ends as the same error on all ranks, and the next sync is exact again."""
-    trainer.perturb(member.trainer, seed=1)
-    member.sync(1)
-    _fail_each(member, (trainer_fails, trainer_diverges, engine_refuses, engine_stalls, coverage_fails, bytes_change))
-
-
-def three_syncs_and_failures(member: Rank) -> None:
-    """Both stories with one engine, without what depends on the engine alone."""
-    three_syncs(member)
-    _fail_each(member, (trainer_fails, trainer_diverges, coverage_fails, bytes_change))
-
-
-def _fail_each(member: Rank, failures: tuple[Callable[[Rank, int], str], ...]) -> None:
-    for number, fail in enumerate(failures, start=2):
-        text = fail(member, number)
-        texts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(texts, text)
-        assert len(set(texts)) == 1, texts
-        trainer.perturb(member.trainer, seed=number)
-        member.sync(number * 10)
-        member.check_exact(f"recovered{number}")
-    peers_out_of_reach(member, 100)
-
-
-def _failing(member: Rank, version: int) -> str:
-    with pytest.raises(SyncError) as caught:
-        member.sync(version)
-    return str(caught.value)
-
-
-def trainer_fails(member: Rank, version: int) -> str:
-    """The last rank cannot read a shard in the middle of the stream."""
-    manager, last = member.manager, dist.get_world_size() - 1
-    source = manager._source
-    assert source is not None
-    honest = source.shards
-
-    def no_memory() -> Any:
-        raise MemoryError("injected: out of memory")
-
-    def broken() -> list[Shard]:
-        shards = honest()
-        shards[len(shards) // 2] = replace(shards[len(shards) // 2], local=no_memory)
-        return shards
-
-    if member.rank == last:
-        source.shards = broken  # type: ignore[method-assign]
-    started = time.monotonic()
-    text = _failing(member, version)
-    assert time.monotonic() - started < 30, "the engine waited for its time limit"
-    source.shards = honest  # type: ignore[method-assign]
-    assert f"rank {last}: MemoryError: injected" in text
-    return text
-
-
-def trainer_diverges(member: Rank, version: int) -> str:
-    """The last rank's optimizer has produced a NaN."""
-    last = dist.get_world_size() - 1
-    victim, part = trainer.part_of_last_rank(member.trainer)
-    honest = part[7].item()
-    if member.rank == last:
-        part[7] = float("nan")
-    text = _failing(member, version)
-    part[7] = honest
-    assert f"rank {last}: ValueError: parameter {victim!r} holds NaN or Inf" in text, text
-    assert "check_finite=False" in text
-    return text
-
-
-def engine_refuses(member: Rank, version: int) -> str:
-    """The engine's own loader rejects a tensor: the scheduler survives and says why."""
-    manager = member.manager
-    plan = manager._plan
-    assert plan is not None
-    victim = "model.layers.1.mlp.down_proj.weight"
-    buckets = tuple(replace(b, entries=tuple(_transposed(e, victim) for e in b.entries)) for b in plan.buckets)
-    broken = replace(plan, digest="broken", buckets=buckets)
-    manager._plan = broken
-    text = _failing(member, version)
-    manager._plan = plan
-    assert "SGLang could not load the weights" in text, text
-    return text
-
-
-def _transposed(entry: Entry, name: str) -> Entry:
-    return replace(entry, shape=entry.shape[::-1]) if entry.name == name else entry
-
-
-def engine_stalls(member: Rank, version: int) -> str:
-    """An engine rank falls silent: everyone hears it within the bound, and its late answer does not disturb later."""
-    config = member.manager.config
-    last = dist.get_world_size() - 1
-    stopped: list[psutil.Process] = []
-    if member.endpoint.leader:
-        stopped = [p for p in psutil.Process().children(recursive=True) if f"scheduler_TP{last}" in p.name()]
-        assert len(stopped) == 1, [p.name() for p in psutil.Process().children(recursive=True)]
-        stopped[0].suspend()
-    dist.barrier()
-    object.__setattr__(config, "timeout_seconds", 4.0)  # frozen; the bound of this failure only
-    try:
-        with pytest.raises(SyncError) as caught:
-            asyncio.run(member.manager.update_weights([], version))  # awake: sleeping would wait for the silent rank
-        text = str(caught.value)
-    finally:
-        object.__setattr__(config, "timeout_seconds", 60.0)
-        for process in stopped:
-            process.resume()
-    assert f"rank {last}: TimeoutError: the engine did not connect" in text
-    return text
-
-
-def coverage_fails(member: Rank, version: int) -> str:
-    """A parameter that the sync does not write is found, unless the engine has a host copy of it."""
-    source = member.manager._source
-    assert source is not None
-    honest = source.shards
-
-    def without_one() -> list[Shard]:
-        shards = honest()
-        view = next(v for s in shards for v in s.base.views if v.name in DROPPED)
-        kept = []
-        for shard in shards:
-            views = tuple(v for v in shard.base.views if v is not view)
-            kept.append(replace(shard, base=replace(shard.base, views=views)))
-        return kept
-
-    source.shards = without_one  # type: ignore[method-assign]
-    text = _failing(member, version)
-    member.endpoint._backup = True
-    member.sync(version)
-    member.endpoint._backup = False
-    source.shards = honest  # type: ignore[method-assign]
-    assert any(parameter in text for parameter in DROPPED.values()) and "weights_cpu_backup=on" in text
-    return text
-
-
-def bytes_change(member: Rank, version: int) -> str:
-    """One bit flips in one rank's slot after it was hashed; the engine that reads it says so, whoever packed it."""
-    sender, last = member.manager._sender, dist.get_world_size() - 1
-    honest = sender.load
-
-    def flipping(bucket: int, slot: int) -> None:
-        if bucket == 1 and member.rank == last:
-            sender._slot(slot)[64] ^= 1
-        honest(bucket, slot)
-
-    sender.load = flipping  # type: ignore[method-assign]
-    text = _failing(member, version)
-    sender.load = honest  # type: ignore[method-assign]
-    assert "the bytes of model." in text and "changed on the way to the engine" in text, text
-    return text
-
-
-def peers_out_of_reach(member: Rank, version: int) -> None:
-    """An engine rank cannot open another trainer rank's memory: this sync goes on gathered, and so do later ones."""
-    manager, last = member.manager, dist.get_world_size() - 1
-    assert manager.report.peer_bytes > 0 == manager.report.gathered_bytes, "the syncs before were sharded"
-    sender = manager._sender
-    honest = sender.export
-
-    def elsewhere(reader: int) -> StagingExport:
-        gone = replace(honest(reader), key=f"gone for {reader}", handle=("/nowhere/at/all",))
-        return honest(reader) if reader == last else gone
-
-    sender.close()  # what is open stays open
-    manager._agreed_digest = ""
-    sender.export = elsewhere if member.rank == last else honest  # type: ignore[assignment, method-assign]
-    object.__setattr__(manager.config, "delivery", "sharded")
-    manager._delivery._choice = "sharded"
-    with pytest.raises(SyncError, match="delivery=sharded: an engine rank cannot read other trainer ranks' memory"):
-        member.sync(version)
-    manager._delivery._choice = "auto"
-    for again in (version + 1, version + 2):
-        trainer.perturb(member.trainer, seed=again)
-        member.sync(again)
-        member.check_exact(f"gathered{again}")
-        assert manager.report.gathered_bytes > 0 == manager.report.peer_bytes

@@ -49,11 +49,11 @@ def _local_weights(engine: object) -> Iterator[torch.Tensor]:
 
 
 @torch.no_grad()
-def perturb(engine: object, seed: int) -> None:
+def perturb(engine: object, seed: int, scale: float = 0.05) -> None:
     """Changes every weight the way training would: in place, on the local shard."""
     generator = torch.Generator().manual_seed(seed)
     for local in _local_weights(engine):
-        local.add_(torch.randn(local.shape, generator=generator, dtype=local.dtype) * 0.05)
+        local.add_(torch.randn(local.shape, generator=generator, dtype=local.dtype) * scale)
 
 
 def part_of_last_rank(engine: object) -> tuple[str, torch.Tensor]:

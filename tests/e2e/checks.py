@@ -7,7 +7,10 @@ from typing import Any
 
 from e2e.runs import Run
 
-PHASE = {f"timing_s/sync/{name}" for name in ("sleep", "resume_weights", "update_weights", "resume_kv", "phase")}
+# "before", "offload", "after" and "barrier" are timed by our worker alone, so these show that it ran
+STAGES = ("sleep", "before", "resume_weights", "update_weights", "offload", "after", "barrier", "resume_kv", "phase")
+PHASE = {f"timing_s/sync/{name}" for name in STAGES}
+OUR_WORKER = "SyncActorRolloutRefWorker"
 COUNTS = {
     f"sync/{name}"
     for name in ("bytes", "gigabytes_per_second", "buckets", "tensors", "coverage_expected", "weight_version")
@@ -40,6 +43,7 @@ def plugin_ran(run: Run, ranks: int, manager: str = "FSDP2SGLangShardingManager"
     say = r"\[verl-sync-plugin\] pid \d+ "
     assert run.matching(say + "driver: weight sync on"), run.tail
     assert run.matching(r"\(TaskRunner\w* pid=\d+\) " + say + "task runner: replica 0 is ours"), run.tail
+    assert run.matching(r"\(TaskRunner\w* pid=\d+\) " + say + rf"task runner: actor_rollout is {OUR_WORKER}"), run.tail
     server = say + r"rollout server: verl_sync_plugin\.receiver\.loader\.load, CPU backup off"
     assert run.matching(r"\(SyncSGLangHttpServer pid=\d+\) " + server), run.tail
     for rank in range(ranks):
@@ -54,6 +58,7 @@ def metrics_complete(metrics: Mapping[str, Any], step: int) -> None:
     assert metrics.keys() >= PHASE | COUNTS, sorted((PHASE | COUNTS) - metrics.keys())
     assert all(metrics[name] > 0 for name in PHASE | COUNTS), {name: metrics[name] for name in PHASE | COUNTS}
     assert metrics["sync/weight_version"] == step
+    assert metrics["sync/emptied_caches"] == 2, "a CPU's memory is not measured, so it is as in stock verl"
     parts = sum(metrics[name] for name in PHASE if not name.endswith("/phase"))
     assert abs(metrics["timing_s/sync/phase"] - parts) < 1e-6
 

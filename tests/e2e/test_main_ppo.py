@@ -65,7 +65,7 @@ def test_whole_model_travels_in_buckets_smaller_than_its_tensors(trained: Run, l
     for report in trained.reports:
         assert report["tensors"] == len(sizes)
         assert sum(sizes.values()) <= report["nbytes"] <= 1.01 * sum(sizes.values())
-        assert report["nbytes"] <= report["buckets"] * BUCKET_BYTES
+        assert report["nbytes"] <= report["buckets"] * BUCKET_BYTES and report["bucket_bytes"] == BUCKET_BYTES
         assert report["coverage_expected"] == 17
 
 
@@ -87,6 +87,7 @@ def test_switched_off_it_is_stock_verl(stock: Run) -> None:
 def test_switched_off_it_leaves_no_trace(stock: Run) -> None:
     assert stock.logged, stock.tail
     assert "SyncSGLangHttpServer" not in stock.text
+    assert checks.OUR_WORKER not in stock.text
     assert "loader active" not in stock.text and "is ours" not in stock.text
     assert not stock.reports
     for metrics in (*stock.logged.values(), *stock.printed.values()):

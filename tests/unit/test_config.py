@@ -9,11 +9,8 @@ from omegaconf import OmegaConf
 
 from verl_sync_plugin.config import (
     KEY_PREFIX,
-    LONG_BUCKET_KEY,
-    SHORT_BUCKET_KEY,
     TURN_OFF,
     SyncConfig,
-    check_bucket_megabytes,
     refuse_unsupported,
     sync_config_of,
 )
@@ -25,6 +22,7 @@ def test_defaults() -> None:
     assert (config.enabled, config.weights_cpu_backup, config.wire_dtype) == (True, "auto", "auto")
     assert (config.timeout_seconds, config.release_cuda_graph) == (300.0, False)
     assert config.keep_dtype == (r"\.gate\.weight$", r"e_score_correction_bias$")
+    assert config.empty_cache == "auto"
     assert (config.copy_plan, config.verify_hashes) == (True, True)
 
 
@@ -35,6 +33,7 @@ def test_every_key_is_taken_over() -> None:
         "wire_dtype": "float32",
         "keep_dtype": ["a", "b$"],
         "check_finite": False,
+        "empty_cache": "always",
         "timeout_seconds": 7,
         "release_cuda_graph": True,
         "copy_plan": False,
@@ -55,6 +54,8 @@ def test_every_key_is_taken_over() -> None:
         ("weights_cpu_backup", "maybe", "'maybe'", "Use one of auto, on, off."),
         ("weights_cpu_backup", 3, "3", "Use one of auto, on, off."),
         ("weights_cpu_backup", None, "None", "Use one of auto, on, off."),
+        ("empty_cache", "never", "'never'", "Use one of auto, always."),
+        ("empty_cache", False, "False", "Use one of auto, always."),
         ("wire_dtype", "bf16", "'bf16'", "Use one of auto, bfloat16, float16, float32."),
         ("wire_dtype", None, "None", "Use one of auto, bfloat16, float16, float32."),
         ("timeout_seconds", 0, "0", "Use for example 300."),
@@ -119,33 +120,6 @@ def test_section_that_is_no_mapping(custom: Any, text: str) -> None:
     with pytest.raises(ValueError) as caught:
         sync_config_of({"custom": custom})
     assert text in str(caught.value)
-
-
-@pytest.mark.parametrize(("short", "long", "megabytes"), [(None, 2048, 2048), (512, 512, 512), (1, 1, 1)])
-def test_bucket_size(short: int | None, long: int, megabytes: int) -> None:
-    assert check_bucket_megabytes(short, long) == megabytes
-
-
-def test_different_bucket_sizes_are_refused() -> None:
-    with pytest.raises(ValueError) as caught:
-        check_bucket_megabytes(512, 1024)
-    text = str(caught.value)
-    assert f"{SHORT_BUCKET_KEY}=512" in text and f"{LONG_BUCKET_KEY}=1024" in text
-    assert "Remove one of them" in text
-
-
-@pytest.mark.parametrize("bad", [0, -1, True, "512", 0.5])
-def test_bad_bucket_size_names_its_key(bad: Any) -> None:
-    for short, long, key in ((bad, bad, SHORT_BUCKET_KEY), (None, bad, LONG_BUCKET_KEY)):
-        with pytest.raises(ValueError) as caught:
-            check_bucket_megabytes(short, long)
-        assert str(caught.value).startswith(f"{key}={bad!r}: ")
-        assert f"{SHORT_BUCKET_KEY}=512" in str(caught.value)
-
-
-def test_missing_long_bucket_key_is_refused() -> None:
-    with pytest.raises(ValueError, match="not a whole number of MiB"):
-        check_bucket_megabytes(None, None)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
-from verl_sync_plugin import hydra_source
-from verl_sync_plugin.config import KEY_PREFIX, LONG_BUCKET_KEY, SHORT_BUCKET_KEY, SyncConfig, sync_config_of
+from verl_sync_plugin.bucket_size import DEFAULT_MEGABYTES, LONG_BUCKET_KEY, SHORT_BUCKET_KEY
+from verl_sync_plugin.config import KEY_PREFIX, SyncConfig, sync_config_of
 from verl_sync_plugin.rollout_config import SyncRolloutConfig, check_rollout
 
 CONFIG_DIR = Path(verl.__file__).parent / "trainer" / "config"
@@ -57,7 +57,7 @@ def test_defaults(name: str, engine: tuple[str, ...]) -> None:
     stock = OmegaConf.load(CONFIG_DIR / "rollout" / "rollout.yaml")
     config = built(rollout)
     assert config.update_weights_bucket_megabytes is None
-    assert config.checkpoint_engine.update_weights_bucket_megabytes == hydra_source.DEFAULT_BUCKET_MEGABYTES
+    assert config.checkpoint_engine.update_weights_bucket_megabytes == DEFAULT_MEGABYTES
     assert sync_config_of(config) == SyncConfig()
     check_rollout(rollout)
     for stock_run in ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.custom.sync.enabled=False"):
@@ -82,6 +82,22 @@ def test_long_key_alone(name: str, engine: tuple[str, ...]) -> None:
     assert config.checkpoint_engine.update_weights_bucket_megabytes == 256
 
 
+@pytest.mark.parametrize(("name", "engine"), TRAINERS)
+def test_auto_stays_auto_and_verl_reads_a_number(name: str, engine: tuple[str, ...]) -> None:
+    rollout = rollout_of(*engine, f"{SHORT_BUCKET_KEY}=auto", name=name)
+    check_rollout(rollout)
+    config = built(OmegaConf.create(OmegaConf.to_yaml(rollout, resolve=True)))
+    assert config.update_weights_bucket_megabytes == "auto"
+    assert config.checkpoint_engine.update_weights_bucket_megabytes == DEFAULT_MEGABYTES
+
+
+def test_auto_of_a_plugin_that_is_off_is_verls_number() -> None:
+    stock = OmegaConf.load(CONFIG_DIR / "rollout" / "rollout.yaml").checkpoint_engine
+    rollout = rollout_of(f"{SHORT_BUCKET_KEY}=auto", f"{KEY_PREFIX}.enabled=False")
+    long = rollout.checkpoint_engine.update_weights_bucket_megabytes
+    assert long == stock.update_weights_bucket_megabytes
+
+
 def test_both_keys_alike() -> None:
     config = built(rollout_of(f"{SHORT_BUCKET_KEY}=128", f"{LONG_BUCKET_KEY}=128"))
     assert config.checkpoint_engine.update_weights_bucket_megabytes == 128
@@ -101,6 +117,7 @@ def test_sync_keys(name: str, engine: tuple[str, ...]) -> None:
         f"{KEY_PREFIX}.keep_dtype=[router]",
         f"{KEY_PREFIX}.timeout_seconds=12.5",
         f"{KEY_PREFIX}.release_cuda_graph=True",
+        f"{KEY_PREFIX}.empty_cache=always",
         f"{KEY_PREFIX}.copy_plan=False",
         f"{KEY_PREFIX}.verify_hashes=False",
     ]
@@ -112,6 +129,7 @@ def test_sync_keys(name: str, engine: tuple[str, ...]) -> None:
         keep_dtype=("router",),
         timeout_seconds=12.5,
         release_cuda_graph=True,
+        empty_cache="always",
         copy_plan=False,
         verify_hashes=False,
     )
@@ -141,6 +159,8 @@ def test_everything_else_is_verls() -> None:
         (f"{KEY_PREFIX}.enabled=perhaps", f"{KEY_PREFIX}.enabled='perhaps'"),
         (f"{SHORT_BUCKET_KEY}=0", f"{SHORT_BUCKET_KEY}=0"),
         (f"{LONG_BUCKET_KEY}=-1", f"{LONG_BUCKET_KEY}=-1"),
+        (f"{SHORT_BUCKET_KEY}=automatic", f"{SHORT_BUCKET_KEY}='automatic'"),
+        (f"{LONG_BUCKET_KEY}=auto", f"Use {SHORT_BUCKET_KEY}=auto"),
         (f"{SHORT_BUCKET_KEY}=0.5", f"{SHORT_BUCKET_KEY}=0.5"),
         (f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.quantization='fp8'"),
     ],

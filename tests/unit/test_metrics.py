@@ -31,6 +31,8 @@ def test_stage_adds_up_even_when_it_fails() -> None:
 def test_phase_counts_its_stages_and_no_details() -> None:
     assert report().phase_seconds == 2.875
     assert set(report().stages) - set(PHASE_STAGES) == {"pack"}
+    around = {"before": 1.0, "offload": 2.0, "after": 4.0, "barrier": 8.0}
+    assert report(stages={**report().stages, **around}).phase_seconds == 17.875
     assert SyncReport().phase_seconds == 0.0
 
 
@@ -40,14 +42,15 @@ def test_rate() -> None:
 
 
 def test_line_has_what_an_operator_looks_for() -> None:
-    line = report(peak_device_bytes=3 << 20, peak_host_bytes=5 << 20).line()
+    line = report(bucket_bytes=64 << 20, emptied_caches=2, peak_device_bytes=3 << 20, peak_host_bytes=5 << 20).line()
     for part in (
         "sync of step 3:",
         "phase=2.8750s",
         "update_weights=2.0000s",
         "4.000GB",
         "2.00GB/s",
-        "buckets=2",
+        "buckets=2 of=64MiB",
+        "emptied_caches=2",
         "tensors=7",
         "peak_device=3MiB",
         "peak_host=5MiB",
@@ -75,10 +78,13 @@ def test_timing_takes_the_slowest_replica() -> None:
 def test_metrics_sum_bytes_and_take_the_worst_of_the_rest() -> None:
     other = report(nbytes=1_000_000_000, buckets=5, peak_device_bytes=8, peak_host_bytes=9, coverage_expected=11)
     other.replayed_tensors, other.own_bytes, other.peer_bytes, other.gathered_bytes = 7, 3, 2, 1
+    other.bucket_bytes, other.emptied_caches = 1 << 20, 1
     assert metrics_of([report().as_dict(), other.as_dict()]) == {
         "sync/bytes": 5e9,
         "sync/gigabytes_per_second": 0.5,
         "sync/buckets": 5.0,
+        "sync/bucket_bytes": 1048576.0,
+        "sync/emptied_caches": 1.0,
         "sync/tensors": 7.0,
         "sync/peak_device_bytes": 8.0,
         "sync/peak_host_bytes": 9.0,

@@ -1,24 +1,27 @@
 """The rollout adapter in every actor worker: verl's three calls of a sync become the sharding manager's phase.
 
-verl calls ``resume(["weights"])``, ``update_weights(stream)``, offloads the trainer, lets all ranks meet in a barrier
-and calls ``resume(["kv_cache"])``. The first resume is put off into ``update_weights``, where a failure can be agreed
-on by all ranks; nothing needs the weights earlier.
+The worker calls ``resume(["weights"])``, ``update_weights(stream)``, makes room and calls ``resume(["kv_cache"])``. The
+first resume is put off into ``update_weights``, where a failure can be agreed on by all ranks; nothing needs the
+weights earlier. verl's own worker knows these three calls alone, ours (``hooks/worker.py``) also those that make room.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from typing import Any
 
 import ray
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from verl.utils.device import get_device_name
+from verl.utils.device import get_device_name, get_torch_device
 from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 from verl.workers.rollout.sglang_rollout.utils import lora_served_as_adapter
 
-from verl_sync_plugin.config import TRAINERS, TURN_OFF, check_bucket_megabytes, refuse_unsupported, sync_config_of
+from verl_sync_plugin.bucket_size import AutoBucket, check_bucket_megabytes
+from verl_sync_plugin.config import TRAINERS, TURN_OFF, refuse_unsupported, sync_config_of
+from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.hooks import activation
 from verl_sync_plugin.hooks.awake import WEIGHTS, sleep_tags, wake_stages
 from verl_sync_plugin.hooks.backup import keep_cpu_backup
@@ -27,6 +30,9 @@ from verl_sync_plugin.hooks.engine import ShardStream
 from verl_sync_plugin.metrics import SyncReport
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sharding_manager.base import ShardingManager
+from verl_sync_plugin.sharding_manager.endpoint import abandon
+from verl_sync_plugin.sharding_manager.gauges import device_reading, note_device_memory
+from verl_sync_plugin.sharding_manager.room import FIRST, REST, Room, growth, read_device
 
 REPORT_FILE_VARIABLE = "VERL_SYNC_REPORT_FILE"
 
@@ -57,6 +63,13 @@ class SyncServerAdapter(ServerAdapter):
         staged = bool(config.multi_stage_wake_up) or self._keeps_weights  # without resident weights no first stage
         self._stage_one, self._stage_two = wake_stages(staged, self._sync.release_cuda_graph)
         self._wake_tags: list[str] = []
+        self._room = Room(lambda: read_device(_trainer_device()), always=self._sync.empty_cache == "always")
+        self._around = SyncReport()  # what precedes the manager's report of the sync under way
+
+    @property
+    def makes_room(self) -> bool:
+        """Whether the plugin serves this rollout, and our worker may make room around its syncs."""
+        return self._colocated
 
     async def _init_server_adapter(self) -> None:
         """Finds the server actor. Replaces verl's, which builds an HTTP client that this path does not use."""
@@ -89,12 +102,15 @@ class SyncServerAdapter(ServerAdapter):
                 sleep_tags(self._sync.release_cuda_graph, keep_weights=self._keeps_weights)
             )
 
-    async def update_weights(self, weights: Any, global_steps: int | None = None, **kwargs: Any) -> None:
+    async def update_weights(
+        self, weights: Any, global_steps: int | None = None, ends: bool = True, **kwargs: Any
+    ) -> None:
         """Moves the trainer's weights into the engine. Collective over all trainer ranks.
 
         Args:
             weights: the ``ShardStream`` of the plugin's engine.
             global_steps: verl's weight version.
+            ends: end the sync here when verl makes no further call, that is without ``free_cache_engine``.
 
         Raises:
             SyncError: any rank failed; the same text on every rank.
@@ -114,8 +130,52 @@ class SyncServerAdapter(ServerAdapter):
             self._manager = self._make_manager(weights)
         await self._manager.update_weights(self._wake_tags, global_steps)
         self._wake_tags = []
-        if not self.config.free_cache_engine:
+        if ends and not self.config.free_cache_engine:
             await self._finish([])
+
+    def make_room_for_weights(self, offloaded: bool) -> None:
+        """Empties the trainer's cache if the engine needs it to resume its weights.
+
+        Args:
+            offloaded: the parameters are in host memory; verl's copies to there may still run, and are waited for.
+        """
+        self._around = SyncReport()
+        with self._around.stage("before"):
+            if offloaded:
+                get_torch_device().synchronize()
+            self._around.emptied_caches += self._room.make(FIRST, get_torch_device().empty_cache)
+
+    async def make_room_for_rest(self, offload: Callable[[], None]) -> None:
+        """After ``update_weights``: makes the room that stage 2 needs, on all ranks. Collective.
+
+        The parameters stay where they are until here: before the commit the sync may have to look one up again.
+
+        Raises:
+            SyncError: any rank failed; the same text on every rank.
+        """
+        manager = self._manager
+        assert manager is not None, "update_weights comes first"
+        agreement, report = manager.agreement, manager.report
+        report.stages = {**self._around.stages, **report.stages}
+        with agreement.attempt(), report.stage("offload"):
+            offload()
+        with agreement.attempt(), report.stage("after"):
+            emptied = self._room.make(REST, get_torch_device().empty_cache)
+            report.emptied_caches = self._around.emptied_caches + emptied
+        try:
+            with report.stage("barrier"):  # a leader must not wake an engine whose other ranks have no room yet
+                agreement.settle("making room for the engine")
+        except SyncError as error:
+            await abandon(manager.endpoint, str(error))
+            raise
+
+    async def end_sync(self) -> None:
+        """Stage 2.
+
+        Raises:
+            SyncError: it failed on any rank; the same text on all.
+        """
+        await self._finish(self._stage_two if self.config.free_cache_engine else [])
 
     def _make_manager(self, stream: ShardStream) -> ShardingManager:
         manager_class = get_sharding_manager(stream.trainer, str(self.config.name))
@@ -125,22 +185,34 @@ class SyncServerAdapter(ServerAdapter):
         )
         backup = keep_cpu_backup(self._sync, self.config, self.model_config)
         restores = backup and not str(self.config.load_format).startswith("dummy")
-        mesh = self.device_mesh["infer_tp"]
+        mesh, device = self.device_mesh["infer_tp"], _trainer_device()
+        auto = AutoBucket(_static_fraction(self.config), device_reading(device))
+        bucket = auto if megabytes is None else megabytes << 20
         endpoint = ServerActorEndpoint(self.server_actor, mesh, restores, self._sync.timeout_seconds)
         _say(
             f"actor rank {torch.distributed.get_rank()}: sharding manager {manager_class.__name__}, "
-            f"buckets of {megabytes} MiB, engine's CPU backup {'on' if backup else 'off'}"
+            f"buckets of {megabytes or 'auto'} MiB, engine's CPU backup {'on' if backup else 'off'}"
         )
-        return manager_class(
-            stream.engine, endpoint, self._sync, megabytes << 20, _trainer_device(), str(self.config.dtype)
-        )
+        return manager_class(stream.engine, endpoint, self._sync, bucket, device, str(self.config.dtype))
 
     async def _finish(self, tags: list[str]) -> None:
         manager = self._manager
         assert manager is not None
+        note_device_memory(manager.report, _trainer_device(), REST[0])
         report = await manager.finish(tags)
+        if self._room.learning:
+            grown = growth(report.device_used_bytes)
+            if not tags:  # what changed then is none of the engine's needs
+                grown.pop(REST, None)
+            self._room.learn(manager.agreement.gather("what the engine resumed", grown))
         if manager.endpoint.leader:
             _emit(report)
+
+
+def _static_fraction(config: Any) -> float:
+    """The share of a device that the engine takes for weights and KV cache, as verl launches it."""
+    kwargs = (config.engine_kwargs or {}).get("sglang", None) or {}
+    return float(kwargs.get("mem_fraction_static", None) or config.gpu_memory_utilization)
 
 
 def _trainer_device() -> torch.device:

@@ -1,25 +1,55 @@
-"""Trainers: verl's own, which also log what each sync cost."""
+"""Trainers: verl's own, which also log what each sync cost, and whose actor workers are ours."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import ray
+from omegaconf import OmegaConf
 
+from verl_sync_plugin.config import KEY_PREFIX, sync_config_of
 from verl_sync_plugin.metrics import metrics_of, timing_of
 
 
-class SyncReportMixin:
-    """Adds the reports of the last sync to verl's ``timing_raw`` and to the metrics of the step."""
+class SyncTrainerMixin:
+    """Goes before verl's trainer class."""
 
-    def on_step_end(self) -> None:
+    def _init_resource_pool_mgr(self: Any) -> None:
+        """verl's step that says which class serves which role; its own ``separate_async`` trainer extends it too."""
+        super()._init_resource_pool_mgr()  # type: ignore[misc]
+        rollout = self.config.actor_rollout_ref.rollout
+        if rollout.get("name") != "sglang" or not sync_config_of(rollout).enabled:
+            return
+        take_workers(self.role_worker_mapping)
+        reward = self.config.reward.reward_model
+        if reward.enable and not reward.enable_resource_pool:
+            # Its engine shares the devices and wakes while the actor's sleeps: a cache kept then may take its room
+            OmegaConf.update(self.config, f"{KEY_PREFIX}.empty_cache", "always", force_add=True)
+
+    def on_step_end(self: Any) -> None:
         """verl's hook; ``update_weights`` has run when the super call returns."""
         super().on_step_end()  # type: ignore[misc]
-        reports = take_reports(self.checkpoint_manager.replicas)  # type: ignore[attr-defined]
+        reports = take_reports(self.checkpoint_manager.replicas)
         if reports:
-            self.timing_raw.update(timing_of(reports))  # type: ignore[attr-defined]
+            self.timing_raw.update(timing_of(reports))
             pending = dict(getattr(self, "_pending_sync_metrics", None) or {})
             self._pending_sync_metrics = {**pending, **metrics_of(reports)}
+
+
+def take_workers(mapping: dict[Any, Any]) -> None:
+    """Puts our subclasses in the place of verl's worker classes for the roles that hold a rollout.
+
+    Args:
+        mapping: verl's ``role_worker_mapping``, of Ray actor classes.
+    """
+    from verl_sync_plugin.hooks.worker import ours_for
+
+    for role, remote in mapping.items():
+        ours = ours_for(remote.__ray_actor_class__) if "rollout" in str(role) else None
+        if ours is not None:
+            mapping[role] = ray.remote(ours)
+            print(f"[verl-sync-plugin] pid {os.getpid()} task runner: {role} is {ours.__name__}", flush=True)
 
 
 def take_reports(replicas: list[Any]) -> list[dict[str, Any]]:
@@ -30,5 +60,5 @@ def take_reports(replicas: list[Any]) -> list[dict[str, Any]]:
 
 
 def reporting(trainer: type) -> type:
-    """``trainer`` with reports; the class keeps its name."""
-    return type(trainer.__name__, (SyncReportMixin, trainer), {"__module__": trainer.__module__})
+    """``trainer`` with reports and our workers; the class keeps its name."""
+    return type(trainer.__name__, (SyncTrainerMixin, trainer), {"__module__": trainer.__module__})

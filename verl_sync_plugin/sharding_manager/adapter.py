@@ -16,8 +16,7 @@ from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.lora.serve import pack_adapter, served_name, served_settings
 from verl_sync_plugin.metrics import SyncReport
 from verl_sync_plugin.sharding_manager.agreement import Agreement
-from verl_sync_plugin.sharding_manager.coverage import say
-from verl_sync_plugin.sharding_manager.endpoint import RolloutEndpoint
+from verl_sync_plugin.sharding_manager.endpoint import RolloutEndpoint, abandon
 from verl_sync_plugin.source.lora import MergingSource
 
 ADAPTER = "default"  # verl's name for it
@@ -63,7 +62,7 @@ class AdapterSender:
                     await self._deliver(endpoint, factors, report, version)
             agreement.settle("loading the adapter")
         except SyncError as error:
-            await _abandon(endpoint, str(error))
+            await abandon(endpoint, str(error))
             raise
         finally:
             self._source.release()
@@ -94,12 +93,3 @@ def _refuse_broken(factors: dict[str, torch.Tensor]) -> None:
                 f"parameter {key!r} holds NaN or Inf in the trainer; the engine was not given it. Look at the last "
                 f"optimizer step, or set {KEY_PREFIX}.check_finite=False to sync it anyway"
             )
-
-
-async def _abandon(endpoint: RolloutEndpoint, why: str) -> None:
-    if not endpoint.leader:
-        return
-    try:
-        await endpoint.abandon(why)
-    except Exception as error:
-        say(f"the engine did not hear of the failed sync: {error!r}")

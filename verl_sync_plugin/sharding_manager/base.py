@@ -3,37 +3,39 @@
 Lifecycle of a sync (every rank; ``-- settle`` marks where all ranks agree to go on or raise the same error):
 
     enter         collect this rank's shards, plan the buckets                     -- settle, plans compared
-    awake         leader resumes the engine's weights                              -- settle
-    connect       leader starts the load, the first slots are filled, every rank
-                  meets its engine rank                                            -- settle
+    awake         leader resumes the engine's weights, the first slots are filled  -- settle
+    connect       leader starts the load, every rank meets its engine rank         -- settle
     per bucket    wait until the slot is free, pack, -- settle, gather or leave where it is, hand over
-    commit        engine ranks finish, the ledger proves coverage                  -- settle
+    commit        engine ranks finish, hashes are compared, the ledger proves coverage -- settle
     exit          hang up, forget the shards
 
-The next buckets are packed while the engine loads the last one (``stream.py``, ``sharded_stream.py``). verl then
-offloads the trainer, all ranks meet in a barrier, and ``awake stage 2`` (the KV cache) follows in the rollout adapter.
+The next buckets are packed while the engine loads the last one (``stream.py``, ``sharded_stream.py``). Awake, stage 2,
+comes later (``hooks/worker.py``).
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from verl.utils.ulysses import BaseShardingManager
 
 from verl_sync_plugin.bucket import Plan
+from verl_sync_plugin.bucket_size import AutoBucket
 from verl_sync_plugin.config import SyncConfig
 from verl_sync_plugin.metrics import SyncReport
 from verl_sync_plugin.sharding_manager.agreement import Agreement
 from verl_sync_plugin.sharding_manager.coverage import check_coverage, say
 from verl_sync_plugin.sharding_manager.delivery import Delivery, PeersUnreachableError
-from verl_sync_plugin.sharding_manager.endpoint import PendingLoad, RolloutEndpoint
+from verl_sync_plugin.sharding_manager.endpoint import PendingLoad, RolloutEndpoint, abandon
 from verl_sync_plugin.sharding_manager.gauges import PeakMemory, note_device_memory
 from verl_sync_plugin.sharding_manager.hash_check import HashCheck
 from verl_sync_plugin.sharding_manager.meeting import MeetingPoint
 from verl_sync_plugin.sharding_manager.sharded_stream import ShardedStream
 from verl_sync_plugin.sharding_manager.stream import BucketStream
+from verl_sync_plugin.sharding_manager.waking import Waking
 from verl_sync_plugin.source.base import ParameterSource, Shard
 from verl_sync_plugin.transport.finite import FiniteCheck
 from verl_sync_plugin.transport.protocol import Committed, LoadRequest
@@ -43,13 +45,13 @@ from verl_sync_plugin.transport.sender import BucketSender, slot_limit
 class ShardingManager(BaseShardingManager):
     """Moves the weights of one trainer engine into one rollout engine; one instance per trainer rank and run.
 
-    Construction is collective over all trainer ranks (it makes a process group).
+    Construction is collective over all trainer ranks.
 
     Args:
         engine: verl's training engine.
         endpoint: the rollout engine beside this rank.
         config: the sync's settings.
-        bucket_bytes: bound on one gathered bucket.
+        bucket_bytes: bound on what a rank stages of one bucket, or what finds it in the first sync.
         device: where the trainer computes.
         rollout_dtype: ``rollout.dtype``, what ``wire_dtype=auto`` means.
     """
@@ -61,7 +63,7 @@ class ShardingManager(BaseShardingManager):
         engine: Any,
         endpoint: RolloutEndpoint,
         config: SyncConfig,
-        bucket_bytes: int,
+        bucket_bytes: int | AutoBucket,
         device: torch.device,
         rollout_dtype: str = "bfloat16",
     ) -> None:
@@ -78,6 +80,7 @@ class ShardingManager(BaseShardingManager):
         self._meeting = MeetingPoint()
         self._delivery = Delivery(config, self._agreement)
         self._hashes = HashCheck(self._agreement)
+        self._waking = Waking(self._agreement, endpoint, device)
         self._source: ParameterSource | None = None
         self._shards: list[Shard] = []
         self._plan: Plan | None = None
@@ -85,6 +88,11 @@ class ShardingManager(BaseShardingManager):
         self._syncs = 0
         self._sync_id = ""
         self.report = SyncReport()
+
+    @property
+    def agreement(self) -> Agreement:
+        """Where the ranks settle."""
+        return self._agreement
 
     @abstractmethod
     def open_source(self) -> ParameterSource:
@@ -95,7 +103,6 @@ class ShardingManager(BaseShardingManager):
         """
 
     def __enter__(self) -> ShardingManager:
-        self.report = SyncReport(manager=type(self).__name__)
         try:
             self._agree_on_plan()
         except BaseException:
@@ -125,6 +132,7 @@ class ShardingManager(BaseShardingManager):
         """
         self._syncs += 1
         self._sync_id = f"{self._syncs} (step {global_steps})"
+        self.report = SyncReport(-1 if global_steps is None else int(global_steps), type(self).__name__)
         try:
             return await self._sync(wake_tags, global_steps)
         except PeersUnreachableError as error:  # known before anything was loaded
@@ -134,28 +142,31 @@ class ShardingManager(BaseShardingManager):
 
     async def _sync(self, wake_tags: list[str], global_steps: int | None) -> SyncReport:
         memory = PeakMemory(self._device)
+        if isinstance(self._bucket_bytes, AutoBucket):
+            self._bucket_bytes = await self._waking.choose_bucket(self._bucket_bytes, wake_tags, self.report)
+            wake_tags = []
         with self:
-            self.report.global_steps = -1 if global_steps is None else int(global_steps)
-            note_device_memory(self.report, self._device, "asleep")
-            with self.report.stage("resume_weights"):
-                await self._awake(wake_tags)
-            note_device_memory(self.report, self._device, "weights")
-            pending: PendingLoad | None = None
-            with self.report.stage("update_weights"):
-                try:
+            pending, started = None, False
+            try:
+                stream = self._open_stream()
+                with self._agreement.attempt():
+                    self._meeting.drop_leftovers()
+                filled = await self._waking.resume(wake_tags, self.report, partial(self._fill, stream))
+                started = True
+                with self.report.stage("update_weights"):
                     pending = self._start(global_steps)
-                    stream = self._open_stream()
-                    stream.fill_ahead()
+                    if not filled:
+                        self._fill(stream)
                     with self.report.stage("connect"):
                         await self._connect(pending)
                     stream.run()
                     with self.report.stage("commit"):
                         await self._commit(pending)
-                except BaseException as error:
-                    if not self._sender.hang_up():
-                        self._meeting.turn_away()
-                    await self._abandon(pending, error)
-                    raise
+            except BaseException as error:
+                if not self._sender.hang_up() and started:
+                    self._meeting.turn_away()
+                await abandon(self.endpoint, str(error), pending, self.config.timeout_seconds)
+                raise
             memory.into(self.report)
             note_device_memory(self.report, self._device, "synced")
         return self.report
@@ -181,6 +192,8 @@ class ShardingManager(BaseShardingManager):
 
     def _agree_on_plan(self) -> None:
         agreement, changed = self._agreement, True
+        assert isinstance(self._bucket_bytes, int), "chosen before"
+        self.report.bucket_bytes = self._bucket_bytes
         with self.report.stage("update_weights"), self.report.stage("plan"):
             self._agree_on_layout()
             with agreement.attempt():
@@ -204,7 +217,7 @@ class ShardingManager(BaseShardingManager):
         self.report.nbytes, self.report.buckets, self.report.tensors = plan.nbytes, len(plan.buckets), plan.tensor_count
 
     def _make_plan(self) -> None:
-        assert self._source is not None
+        assert self._source is not None and isinstance(self._bucket_bytes, int)
         bases, sharded = tuple(shard.base for shard in self._shards), self._delivery.sharded
         if self._plan is None or self._plan.bases != bases or self._plan.sharded != sharded:
             self._plan = self._source.plan(bases, slot_limit(self._bucket_bytes), sharded)
@@ -213,12 +226,10 @@ class ShardingManager(BaseShardingManager):
     def _agree_on_layout(self) -> None:
         """Collective, for trainers whose ranks hold different parts of the model: who holds what."""
 
-    async def _awake(self, tags: list[str]) -> None:
+    def _fill(self, stream: BucketStream) -> None:
         with self._agreement.attempt():
-            self._meeting.drop_leftovers()
-            if tags and self.endpoint.leader:
-                await self.endpoint.resume(tags)
-        self._agreement.settle("resuming the engine's weights")
+            self._sender.begin(self._ready_plan(), self.config.verify_hashes)
+        stream.fill_ahead()
 
     def _start(self, global_steps: int | None) -> PendingLoad | None:
         """Collective over the engine's ranks; on the leader the engine has the request when this returns."""
@@ -229,8 +240,6 @@ class ShardingManager(BaseShardingManager):
                 version = None if global_steps is None else str(global_steps)
                 request = LoadRequest(self._sync_id, addresses, self.config.timeout_seconds)
                 pending = self.endpoint.start_load(request, version)
-        with self._agreement.attempt():  # while the engine is on its way
-            self._sender.begin(self._ready_plan(), self.config.verify_hashes)
         return pending
 
     async def _connect(self, pending: PendingLoad | None) -> None:
@@ -265,16 +274,6 @@ class ShardingManager(BaseShardingManager):
                 outcome = await pending.outcome(self.config.timeout_seconds)
                 self.report.stages = {"sleep": outcome.sleep_seconds, **self.report.stages}
         self._agreement.settle("ending the engine's update")
-
-    async def _abandon(self, pending: PendingLoad | None, why: BaseException) -> None:
-        """Lets the engine leave a broken load, so that the next sync finds it idle, and keeps it from generating."""
-        if pending is None:
-            return
-        try:
-            await self.endpoint.abandon(str(why))
-            await pending.outcome(self.config.timeout_seconds)
-        except Exception as error:
-            say(f"the engine ended the failed sync with {error!r}")
 
     def _ready_plan(self) -> Plan:
         assert self._plan is not None, "no plan before the ranks have settled"

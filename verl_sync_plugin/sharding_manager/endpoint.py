@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
+from verl_sync_plugin.sharding_manager.coverage import say
 from verl_sync_plugin.transport.protocol import LoadRequest
 
 
@@ -87,3 +88,24 @@ class RolloutEndpoint(ABC):
     @abstractmethod
     def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
         """Leader only: makes the engine call our loader on all its ranks; returns at once."""
+
+
+async def abandon(
+    endpoint: RolloutEndpoint, why: str, pending: PendingLoad | None = None, timeout: float = 0.0
+) -> None:
+    """Keeps the engine from generating, and lets it leave a broken load, so that the next sync finds it idle.
+
+    Args:
+        endpoint: of any rank; only a leader does anything.
+        why: the failure.
+        pending: the load that was under way, if any.
+        timeout: seconds that the engine may take to leave it.
+    """
+    if not endpoint.leader:
+        return
+    try:
+        await endpoint.abandon(why)
+        if pending is not None:
+            await pending.outcome(timeout)
+    except Exception as error:
+        say(f"the engine ended the failed sync with {error!r}")

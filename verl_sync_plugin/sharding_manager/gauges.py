@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from verl_sync_plugin.metrics import SyncReport, peak_resident_bytes
 
 
+def device_reading(device: torch.device) -> Callable[[], tuple[int, int] | None]:
+    """What reads free and total bytes of a device; the reading is ``None`` for a device without memory of its own."""
+    return torch.cuda.mem_get_info if device.type == "cuda" else lambda: None
+
+
 def note_device_memory(report: SyncReport, device: torch.device, moment: str) -> None:
-    """Device memory that all processes use now, in bytes, into ``report.device_used_bytes[moment]``."""
+    """Device memory that all processes use now, in bytes, into ``report.device_used_bytes``; an earlier one stays."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
-        report.device_used_bytes[moment] = total - free
+        report.device_used_bytes.setdefault(moment, total - free)
 
 
 class PeakMemory:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.bucket import Bucket, Plan
+from verl_sync_plugin.bucket_size import STAGING_BUCKETS
 from verl_sync_plugin.source.base import Shard
 from verl_sync_plugin.transport.channel import Channel
 from verl_sync_plugin.transport.packing import Packer
@@ -30,7 +31,6 @@ from verl_sync_plugin.transport.staging import Staging, create_staging, slot_of
 T = TypeVar("T")
 
 SLOTS = 3  # one being loaded, one being filled, one on its way between the two
-STAGING_BUCKETS = 2  # what the slots may take together, in buckets of the size that the user sets
 SPIN_SECONDS = 0.005
 
 

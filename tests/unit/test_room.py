@@ -1,0 +1,158 @@
+"""When the trainer hands its cache back: the decision with numbers of real devices, and what a run learns."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from verl_sync_plugin.hooks import worker
+from verl_sync_plugin.sharding_manager.room import (
+    FIRST,
+    LEARNING_SYNCS,
+    REST,
+    DeviceMemory,
+    Room,
+    growth,
+    must_empty,
+    read_device,
+)
+
+GIB = 1 << 30
+H200 = 141 * GIB
+EIGHTH = H200 // 8
+
+
+@pytest.mark.parametrize(
+    ("free", "cached", "need", "empties"),
+    [
+        pytest.param(100 * GIB, 20 * GIB, 8 * GIB, False, id="plenty"),
+        pytest.param(8 * GIB + EIGHTH, 20 * GIB, 8 * GIB, False, id="just enough"),
+        pytest.param(8 * GIB + EIGHTH - 1, 20 * GIB, 8 * GIB, True, id="one byte less"),
+        pytest.param(8 * GIB, 20 * GIB, 8 * GIB, True, id="no reserve"),
+        pytest.param(0, 20 * GIB, 0, True, id="an engine that resumes nothing still has to generate"),
+        pytest.param(0, 0, 8 * GIB, False, id="no cache to hand back"),
+        pytest.param(140 * GIB, 20 * GIB, None, True, id="need unknown"),
+    ],
+)
+def test_decision(free: int, cached: int, need: int | None, empties: bool) -> None:
+    assert must_empty(DeviceMemory(free, H200, cached), need) is empties
+
+
+def test_unknown_memory_is_emptied() -> None:
+    assert must_empty(None, 0)
+    assert read_device(torch.device("cpu")) is None
+
+
+def test_growth_is_what_each_resume_added() -> None:
+    used = {"asleep": 30, "weights": 38, "synced": 39, "room": 25, "awake": 65}
+    assert growth(used) == {FIRST: 8, REST: 40}
+    assert growth({"asleep": 30, "room": 25, "awake": 65}) == {REST: 40}
+    assert growth({}) == {}
+
+
+class Trainer:
+    """A rank whose device has 60 GiB free and 30 GiB cached."""
+
+    def __init__(self, always: bool = False) -> None:
+        self.memory = DeviceMemory(60 * GIB, H200, 30 * GIB)
+        self.room = Room(lambda: self.memory, always)
+
+    def empties(self, resume: tuple[str, str]) -> bool:
+        calls: list[None] = []
+        said = self.room.make(resume, lambda: calls.append(None))
+        assert said is bool(calls)
+        return said
+
+
+def test_always_empties_until_it_has_learnt() -> None:
+    trainer = Trainer()
+    for _ in range(LEARNING_SYNCS):
+        assert trainer.room.learning
+        assert trainer.empties(FIRST) and trainer.empties(REST)
+        trainer.room.learn([{FIRST: 8 * GIB, REST: 40 * GIB}])
+    assert not trainer.room.learning
+    assert not trainer.empties(FIRST) and not trainer.empties(REST)
+
+
+def test_the_most_of_all_syncs_and_ranks_counts() -> None:
+    """In the first sync the engine frees 20 GiB while it resumes, and one rank is asked before it has resumed all."""
+    for learnt in (
+        [[{FIRST: 8 * GIB, REST: 25 * GIB}], [{FIRST: 8 * GIB, REST: 45 * GIB}]],
+        [[{FIRST: 8 * GIB, REST: 45 * GIB}], [{FIRST: 8 * GIB, REST: 25 * GIB}]],
+        [[{FIRST: 8 * GIB, REST: 45 * GIB}, {FIRST: 8 * GIB, REST: 1 * GIB}]] * 2,
+        [[{FIRST: 8 * GIB, REST: 1 * GIB}, {FIRST: 8 * GIB, REST: 45 * GIB}]] * 2,
+    ):
+        trainer = Trainer()
+        for everywhere in learnt:
+            trainer.room.learn(everywhere)
+        assert trainer.empties(REST), "60 GiB are not enough for 45 and a reserve of 17.6"
+        assert not trainer.empties(FIRST)
+
+
+def test_nonsense_is_no_knowledge() -> None:
+    trainer = Trainer()
+    for _ in range(LEARNING_SYNCS):
+        trainer.room.learn([{FIRST: -2 * GIB, REST: 8 * GIB}])
+    assert trainer.empties(FIRST) and not trainer.empties(REST)
+
+
+def test_it_looks_at_the_device_every_time() -> None:
+    trainer = Trainer()
+    for _ in range(LEARNING_SYNCS):
+        trainer.room.learn([{REST: 40 * GIB}])
+    assert not trainer.empties(REST)
+    trainer.memory = DeviceMemory(50 * GIB, H200, 40 * GIB)  # a longer batch has left more in the cache
+    assert trainer.empties(REST)
+    trainer.memory = DeviceMemory(60 * GIB, H200, 30 * GIB)
+    assert not trainer.empties(REST)
+
+
+def test_always_is_always() -> None:
+    trainer = Trainer(always=True)
+    for _ in range(LEARNING_SYNCS):
+        trainer.room.learn([{FIRST: 0, REST: 0}])
+    assert trainer.empties(FIRST) and trainer.empties(REST)
+
+
+class Engine:
+    """Notes what it is told to move."""
+
+    def __init__(self, parameter: torch.Tensor, enabled: bool = True, listed: bool = False) -> None:
+        module = SimpleNamespace(parameters=lambda: iter([torch.empty(3), parameter]))
+        self.module: Any = [module] if listed else module
+        self.is_param_offload_enabled = enabled
+        self.moves: list[dict[str, Any]] = []
+
+    def to(self, device: str, **what: bool) -> None:
+        self.moves.append({"device": device, **what})
+
+
+def emptied() -> torch.Tensor:
+    """As Megatron leaves an offloaded parameter."""
+    parameter = torch.empty(4, device="meta")
+    parameter.untyped_storage().resize_(0)
+    return parameter
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["fsdp", "megatron"])
+def test_what_is_on_the_device_is_offloaded(listed: bool) -> None:
+    """A meta tensor is on no host, which is all that is asked."""
+    engine = Engine(torch.empty(4, device="meta"), listed=listed)
+    worker.offload(engine)
+    assert engine.moves == [{"device": "cpu", "model": True, "optimizer": False, "grad": False}]
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param(Engine(torch.empty(4)), id="read on the host"),
+        pytest.param(Engine(emptied(), listed=True), id="storage emptied"),
+        pytest.param(Engine(torch.empty(4, device="meta"), enabled=False), id="no param_offload"),
+    ],
+)
+def test_nothing_is_moved_without_need(engine: Engine) -> None:
+    worker.offload(engine)
+    assert engine.moves == []

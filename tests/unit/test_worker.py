@@ -1,0 +1,202 @@
+"""Our actor workers: in the place of verl's, called as verl calls its own, and silent until the model is there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from omegaconf import OmegaConf
+from verl.experimental.separation.engine_workers import DetachActorWorker
+from verl.single_controller.base.decorator import MAGIC_ATTR
+from verl.trainer.ppo.utils import Role
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+
+from verl_sync_plugin.config import KEY_PREFIX
+from verl_sync_plugin.hooks import trainer, worker
+
+PAIRS = [
+    (ActorRolloutRefWorker, worker.SyncActorRolloutRefWorker),
+    (DetachActorWorker, worker.SyncDetachActorWorker),
+]
+
+
+def test_sglang_is_not_there_before_the_model() -> None:
+    """Once SGLang is imported, transformers builds models with uninitialized rotary frequencies."""
+    code = "import sys, verl_sync_plugin.hooks.worker, verl_sync_plugin.hooks.trainer; print('sglang' in sys.modules)"
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], env=os.environ, capture_output=True, text=True, timeout=120
+    )
+    assert ended.stdout.split()[-1:] == ["False"], ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(("verls", "ours"), PAIRS)
+def test_ray_and_verl_take_it_like_verls(verls: Any, ours: Any) -> None:
+    """Importable by name, and dispatched to all ranks without blocking."""
+    assert issubclass(ours, verls) and worker.ours_for(verls) is ours
+    assert pickle.loads(pickle.dumps(ours)) is ours
+    assert getattr(ours.update_weights, MAGIC_ATTR) == getattr(verls.update_weights, MAGIC_ATTR)
+    assert asyncio.iscoroutinefunction(ours.update_weights)
+
+
+def test_roles_with_a_rollout_get_ours() -> None:
+    stranger = type("Stranger", (ActorRolloutRefWorker,), {})
+    mapping: dict[Any, Any] = {
+        Role.ActorRollout: ray.remote(ActorRolloutRefWorker),
+        Role.ActorRolloutRef: ray.remote(DetachActorWorker),
+        Role.Rollout: ray.remote(stranger),
+        Role.Actor: ray.remote(ActorRolloutRefWorker),
+        Role.RefPolicy: ray.remote(ActorRolloutRefWorker),
+        Role.Critic: ray.remote(TrainingWorker),
+    }
+    before = dict(mapping)
+    trainer.take_workers(mapping)
+    assert mapping[Role.ActorRollout].__ray_actor_class__ is worker.SyncActorRolloutRefWorker
+    assert mapping[Role.ActorRolloutRef].__ray_actor_class__ is worker.SyncDetachActorWorker
+    for role in (Role.Rollout, Role.Actor, Role.RefPolicy, Role.Critic):
+        assert mapping[role] is before[role]
+
+
+class Verls:
+    """The part of verl's trainer that our mixin extends."""
+
+    def __init__(self, rollout: dict[str, Any], reward: dict[str, Any]) -> None:
+        config = {"actor_rollout_ref": {"rollout": rollout}, "reward": {"reward_model": reward}}
+        self.config = OmegaConf.create(config)
+        OmegaConf.set_struct(self.config, True)
+        self.role_worker_mapping: dict[Any, Any] = {}
+
+    def _init_resource_pool_mgr(self) -> None:
+        self.role_worker_mapping = {Role.ActorRollout: ray.remote(ActorRolloutRefWorker)}
+
+
+class Ours(trainer.SyncTrainerMixin, Verls):
+    def worker(self) -> type:
+        self._init_resource_pool_mgr()
+        found: type = self.role_worker_mapping[Role.ActorRollout].__ray_actor_class__
+        return found
+
+
+ALONE = {"enable": False, "enable_resource_pool": False}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "ours"),
+    [
+        ({"name": "sglang"}, True),
+        ({"name": "vllm"}, False),
+        ({"name": "sglang", "custom": {"sync": {"enabled": False}}}, False),
+    ],
+)
+def test_only_a_plugin_that_is_on_takes_the_worker(rollout: dict[str, Any], ours: bool) -> None:
+    assert Ours(rollout, ALONE).worker() is PAIRS[0][ours]
+
+
+@pytest.mark.parametrize(
+    ("reward", "setting"),
+    [
+        (ALONE, None),
+        ({"enable": True, "enable_resource_pool": True}, None),
+        ({"enable": True, "enable_resource_pool": False}, "always"),
+    ],
+)
+def test_another_engine_on_the_same_device_gets_the_cache_back(reward: dict[str, Any], setting: str | None) -> None:
+    ours = Ours({"name": "sglang"}, reward)
+    ours.worker()
+    assert OmegaConf.select(ours.config, f"{KEY_PREFIX}.empty_cache") == setting
+
+
+class Rollout:
+    """Notes the calls that verl's contract is about."""
+
+    def __init__(self, makes_room: bool = True, fails: bool = False) -> None:
+        self.calls: list[str] = []
+        self.makes_room, self.fails, self.sleep_level = makes_room, fails, 2
+
+    def make_room_for_weights(self, offloaded: bool) -> None:
+        self.calls.append(f"room for weights, offloaded={offloaded}")
+
+    async def resume(self, tags: list[str]) -> None:
+        self.calls.append(f"resume {','.join(tags)}")
+
+    async def update_weights(self, weights: Any, global_steps: int, ends: bool) -> None:
+        self.calls.append(f"{weights} of {global_steps}, ends={ends}")
+        if self.fails:
+            raise RuntimeError("injected")
+
+    async def make_room_for_rest(self, offload: Any) -> None:
+        offload()
+        self.calls.append("room for the rest")
+
+    async def end_sync(self) -> None:
+        self.calls.append("end")
+
+
+class VerlsWorker:
+    async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> str:
+        return f"verl's: {global_steps} {mode}"
+
+
+class Worker(worker.SyncWorkerMixin, VerlsWorker):
+    def __init__(self, rollout: Rollout, backend: str = "naive", free: bool = True) -> None:
+        engine = SimpleNamespace(
+            get_per_tensor_param=lambda layered_summon, base_sync_done: (
+                f"weights {layered_summon} {base_sync_done}",
+                None,
+            ),
+            is_param_offload_enabled=False,
+        )
+        self.rollout, self.actor = rollout, SimpleNamespace(engine=engine)
+        self.layered_summon, self.base_sync_done = False, False
+        config = {"rollout": {"checkpoint_engine": {"backend": backend}, "free_cache_engine": free}}
+        self.config = OmegaConf.create(config)
+
+
+AROUND = ("room for weights, offloaded=False", "weights False True of 7, ends=False", "room for the rest", "end")
+
+
+def test_order_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: list[bool] = []
+    monkeypatch.setattr(worker, "set_expandable_segments", settings.append)
+    rollout = Rollout()
+    ours = Worker(rollout)
+    assert asyncio.run(ours.update_weights(7)) is None
+    assert rollout.calls == [AROUND[0], "resume weights", *AROUND[1:]]
+    assert settings == [False, True] and ours.base_sync_done
+
+
+@pytest.mark.parametrize(("free", "level"), [(False, 2), (True, 1)])
+def test_weights_that_were_not_released_are_not_resumed(free: bool, level: int) -> None:
+    rollout = Rollout()
+    rollout.sleep_level = level
+    asyncio.run(Worker(rollout, free=free).update_weights(7, mode="naive"))
+    assert rollout.calls == list(AROUND)
+
+
+def test_a_failed_sync_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: list[bool] = []
+    monkeypatch.setattr(worker, "set_expandable_segments", settings.append)
+    rollout = Rollout(fails=True)
+    ours = Worker(rollout)
+    with pytest.raises(RuntimeError, match="injected"):
+        asyncio.run(ours.update_weights(7))
+    assert settings == [False, True] and not ours.base_sync_done and "end" not in rollout.calls
+    rollout.fails = False
+    asyncio.run(ours.update_weights(7))
+    assert rollout.calls[-2:] == ["room for the rest", "end"] and ours.base_sync_done
+
+
+@pytest.mark.parametrize(
+    ("makes_room", "backend", "mode"),
+    [(False, "naive", "auto"), (True, "nccl", "auto"), (True, "naive", "nccl"), (True, "naive", "delta_sharded")],
+)
+def test_everything_else_is_verls(makes_room: bool, backend: str, mode: str) -> None:
+    rollout = Rollout(makes_room)
+    assert asyncio.run(Worker(rollout, backend).update_weights(7, mode)) == f"verl's: 7 {mode}"
+    assert not rollout.calls

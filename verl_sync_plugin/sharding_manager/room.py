@@ -1,0 +1,116 @@
+"""Whether the trainer must hand cached device memory back before the engine takes its own.
+
+The allocator of the trainer keeps what it has freed. The engine is another process and cannot use that: when it resumes
+more than the device has free, its memory saver ends it. So stock verl empties the cache at both ends of every sync, and
+the next training step allocates all of it anew. Here the cache stays while the device has enough free without it:
+what the engine is about to resume, and 1/``RESERVE_SHARE`` of the device on top.
+
+Why that is safe:
+
+- What the engine resumes has the same size in every step. It is measured where it happens, on this rank's device, in
+  the first syncs, during which the cache is always emptied; what else was allocated meanwhile only makes it larger.
+  What was freed meanwhile makes it smaller (SGLang empties its own cache when it flushes), so the most of several syncs
+  and of all ranks counts: all engines of a run are alike.
+- The reserve is for what the engine allocates outside of its saver, above all the activations while it generates.
+- The trainer's own allocations need none of this: its allocator frees its cache by itself before it gives up.
+- Nobody else's memory is counted on: another engine on the same device makes verl's trainer hook choose ``always``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+LEARNING_SYNCS = 2
+RESERVE_SHARE = 8
+
+# (before, after) of each resume, as moments of ``SyncReport.device_used_bytes``
+FIRST = ("asleep", "weights")
+REST = ("room", "awake")
+
+Growth = dict[tuple[str, str], int]
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """One reading, in bytes.
+
+    Attributes:
+        free: what no process holds.
+        total: of the device.
+        cached: what this process's allocator holds without using it.
+    """
+
+    free: int
+    total: int
+    cached: int
+
+
+def read_device(device: torch.device) -> DeviceMemory | None:
+    """What a device has now; ``None`` for a device without memory of its own."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return DeviceMemory(free, total, torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
+
+
+def must_empty(memory: DeviceMemory | None, need: int | None) -> bool:
+    """Whether the cache has to go.
+
+    Args:
+        memory: what the device has; ``None`` when unknown.
+        need: bytes that the engine is about to resume; ``None`` when unknown.
+    """
+    if memory is None or need is None:
+        return True
+    return memory.cached > 0 and memory.free < need + memory.total // RESERVE_SHARE
+
+
+def growth(used: Mapping[str, int]) -> Growth:
+    """By how much the use of a device grew over each resume of one sync."""
+    return {(begin, end): used[end] - used[begin] for begin, end in (FIRST, REST) if begin in used and end in used}
+
+
+class Room:
+    """What one rank knows about its engine's needs, and the decision.
+
+    Args:
+        read: the device's memory.
+        always: decide like stock verl.
+    """
+
+    def __init__(self, read: Callable[[], DeviceMemory | None], always: bool = False) -> None:
+        self._read = read
+        self._always = always
+        self._most: Growth = {}
+        self._syncs = 0
+
+    @property
+    def learning(self) -> bool:
+        """Whether the growth of the sync under way is wanted."""
+        return self._syncs < LEARNING_SYNCS
+
+    def learn(self, everywhere: Iterable[Growth]) -> None:
+        """Takes in the growth of one sync on all ranks."""
+        self._syncs += 1
+        for measured in everywhere:
+            for resume, grown in measured.items():
+                self._most[resume] = max(grown, self._most.get(resume, grown))
+
+    def make(self, resume: tuple[str, str], empty: Callable[[], None]) -> bool:
+        """Empties the cache by ``empty`` if the engine needs the room for a resume.
+
+        Returns:
+            Whether it did.
+        """
+        if not self._always and not must_empty(self._read(), self._need(resume)):
+            return False
+        empty()
+        return True
+
+    def _need(self, resume: tuple[str, str]) -> int | None:
+        """Unknown while learning, and when only nonsense was measured: somebody else freed more than was resumed."""
+        grown = self._most.get(resume, 0)
+        return None if self.learning or grown < 0 else grown

@@ -1,0 +1,83 @@
+"""Awake, stage 1: the engine resumes its weights while the trainer packs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import torch
+
+from verl_sync_plugin.bucket_size import AutoBucket
+from verl_sync_plugin.metrics import SyncReport
+from verl_sync_plugin.sharding_manager.agreement import Agreement
+from verl_sync_plugin.sharding_manager.endpoint import RolloutEndpoint
+from verl_sync_plugin.sharding_manager.gauges import note_device_memory
+
+
+class Waking:
+    """Both methods are collective over the trainer ranks.
+
+    Args:
+        agreement: where ranks settle.
+        endpoint: the engine.
+        device: whose memory is noted in the report.
+    """
+
+    def __init__(self, agreement: Agreement, endpoint: RolloutEndpoint, device: torch.device) -> None:
+        self._agreement = agreement
+        self._endpoint = endpoint
+        self._device = device
+
+    async def resume(self, tags: list[str], report: SyncReport, work: Callable[[], None] | None = None) -> bool:
+        """The leader has the engine resume ``tags`` while every rank does ``work``.
+
+        Args:
+            tags: memory tags, the same on all ranks.
+            report: gets the seconds of ``work`` as ``update_weights``, and those beyond it as ``resume_weights``.
+            work: may settle, and raise SyncError, on all ranks alike.
+
+        Returns:
+            Whether ``work`` was done; it is not when there is nothing to resume.
+
+        Raises:
+            SyncError: any engine failed, or ``work`` did. The engine has answered by then, so that the next sync finds
+                it idle.
+        """
+        note_device_memory(report, self._device, "asleep")
+        before = report.stages.get("update_weights", 0.0)
+        works = work is not None and bool(tags)
+        with report.stage("resume_weights"):
+            waking: asyncio.Future[None] | None = None
+            if tags and self._endpoint.leader:
+                waking = asyncio.ensure_future(self._endpoint.resume(tags))
+                await asyncio.sleep(0)  # it sends its request here: work blocks this loop
+            try:
+                if work is not None and works:
+                    with report.stage("update_weights"):
+                        work()
+            except BaseException:
+                if waking is not None:
+                    await asyncio.gather(waking, return_exceptions=True)
+                raise
+            with self._agreement.attempt():
+                if waking is not None:
+                    await waking
+            self._agreement.settle("resuming the engine's weights")
+        report.stages["resume_weights"] -= report.stages.get("update_weights", 0.0) - before
+        note_device_memory(report, self._device, "weights")
+        return works
+
+    async def choose_bucket(self, auto: AutoBucket, tags: list[str], report: SyncReport) -> int:
+        """Resumes ``tags``; then all ranks measure and agree.
+
+        Returns:
+            The size of a bucket in bytes, the same on all ranks.
+        """
+        with self._agreement.attempt():
+            auto.before_resume()
+        await self.resume(tags, report)
+        spare: int | None = None
+        with self._agreement.attempt():
+            spare = auto.spare(resumed=bool(tags))
+        self._agreement.settle("measuring free device memory")
+        return auto.agreed_bytes(self._agreement.gather("choosing a bucket size", spare))
