@@ -6,9 +6,11 @@
 # phase and transfer takes no folder here. Run it in the repository's root, next to the payload in .gpu; results
 # (CASE.json), profiles (CASE-profile.json and .md), traces (traces.tgz) and logs (logs.tgz) go to $OUT.
 # VISIT_SECONDS bounds the whole visit.
+# "model --size SIZE --rows N" only makes a model for phase.
 #   COMMIT=... bash benchmarks/gpu_visit.sh --lanes FILE
 # runs several lanes at the same time, each on GPUs of its own: a line "lane 0,1" of the file opens one, every other line
-# is a case of it, as above. Lanes share the host's processors and memory, so give them a machine that has enough.
+# is a case of it, as above; a line "wait" waits for all lanes so far. Lanes share the host's processors and memory, so
+# give them a machine that has enough. A model that an earlier lane with the same first GPU has made is used again.
 # Variables of NCCL and NVLink stay as the machine sets them.
 
 SECONDS=0
@@ -35,6 +37,11 @@ PY
 
 run_case() {
   local harness=phase name="" previous="" word left=$((LIMIT - SECONDS)) words=()
+  if [ "$1" = model ]; then
+    shift
+    python3 -m benchmarks.models "$@" --out "$BENCH/work/model-$2" --prompts "$BENCH/work/prompts.parquet" --device cuda
+    return
+  fi
   case "$1" in phase | transfer | soak) harness=$1 && shift ;; esac
   for word in "$@"; do
     [ "$previous" = --case ] && name=$word
@@ -74,30 +81,37 @@ run_cases() {
 }
 
 start_lane() {
-  local gpus=$1 name=lane-${1//,/-}
+  local gpus=$1 name=lane-${1%%,*}
   shift
   (
     export CUDA_VISIBLE_DEVICES=$gpus RAY_TMPDIR=/tmp/ray-$name
     BENCH=$BENCH/$name
     mkdir -p "$RAY_TMPDIR" "$BENCH/work"
-    run_cases "$@" >"$BENCH/work/$name.log" 2>&1
+    run_cases "$@" >>"$BENCH/work/$name.log" 2>&1
   ) &
 }
 
+wait_for_lanes() {
+  local status=0 job
+  for job in $(jobs -p); do wait "$job" || status=1; done
+  return $status
+}
+
 run_lanes() {
-  local gpus="" line fields words=() status=0 job
+  local gpus="" line fields words=() status=0
   while read -r line; do
     case "$line" in
     "" | "#"*) ;;
-    "lane "*)
+    "lane "* | wait)
       [ -n "$gpus" ] && start_lane "$gpus" "${words[@]}"
-      gpus=${line#lane } words=()
+      gpus="" words=()
+      if [ "$line" = wait ]; then wait_for_lanes || status=1; else gpus=${line#lane }; fi
       ;;
     *) read -ra fields <<<"$line" && words+=("${fields[@]}" --) ;;
     esac
   done <"$1"
-  start_lane "$gpus" "${words[@]}"
-  for job in $(jobs -p); do wait "$job" || status=1; done
+  [ -n "$gpus" ] && start_lane "$gpus" "${words[@]}"
+  wait_for_lanes || status=1
   tail -n 30 "$BENCH"/lane-*/work/lane-*.log
   return $status
 }
