@@ -128,14 +128,14 @@ def trainer_diverges(member: Rank, version: int) -> str:
 def engine_refuses(member: Rank, version: int) -> str:
     """The engine's own loader rejects a tensor: the scheduler survives and says why."""
     manager = member.manager
-    plan = manager._plan
+    plan = manager._planning.plan
     assert plan is not None
     victim = "model.layers.1.mlp.down_proj.weight"
     buckets = tuple(replace(b, entries=tuple(_transposed(e, victim) for e in b.entries)) for b in plan.buckets)
     broken = replace(plan, digest="broken", buckets=buckets)
-    manager._plan = broken
+    manager._planning.plan = broken
     text = _failing(member, version)
-    manager._plan = plan
+    manager._planning.plan = plan
     assert "SGLang could not load the weights" in text, text
     return text
 
@@ -199,7 +199,7 @@ def bytes_change(member: Rank, version: int) -> str:
 
     def flipping(bucket: int, slot: int) -> None:
         if bucket == 1 and member.rank == last:
-            sender._slot(slot)[64] ^= 1
+            sender._slot(slot)[71] ^= 128  # the highest bit of a word, where a sum over ranks is weakest
         honest(bucket, slot)
 
     sender.load = flipping  # type: ignore[method-assign]
@@ -221,7 +221,7 @@ def peers_out_of_reach(member: Rank, version: int) -> None:
         return honest(reader) if reader == last else gone
 
     sender.close()  # what is open stays open
-    manager._agreed_digest = ""
+    manager._planning.agreed_digest = ""
     sender.export = elsewhere if member.rank == last else honest  # type: ignore[assignment, method-assign]
 
     manager._delivery._choice = "sharded"

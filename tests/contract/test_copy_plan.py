@@ -28,7 +28,7 @@ from verl_sync_plugin.receiver.copy_plan import CopyPlan
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.unpacker import Unpacker
 from verl_sync_plugin.sharding_manager.agreement import Agreement
-from verl_sync_plugin.sharding_manager.hash_check import HashCheck
+from verl_sync_plugin.sharding_manager.hash_check import HashCheck, paired
 from verl_sync_plugin.source.base import Shard, dtype_name
 from verl_sync_plugin.source.fsdp2 import even_chunks
 from verl_sync_plugin.transport.packing import Packer
@@ -104,7 +104,7 @@ class Wire:
             self._check._times_sent = torch.full_like(self._check._times_sent, dist.get_world_size())
             assert self._check.whole(self.plan) == ()
         sent = torch.stack([packer.sums() for packer in self._packers]).sum(0)
-        self._check.compare(sent, Committed(self.coverage, sums=self.unpacker.sums()))
+        self._check.compare(paired(sent, Committed(self.coverage, sums=self.unpacker.sums())))
 
 
 def assert_same(model: Any, reference: Any, what: str) -> None:

@@ -59,7 +59,7 @@ def one_sync(manager: ShardingManager) -> State:
 
 def deliver(manager: ShardingManager) -> State:
     """Runs all buckets through the manager's staging memory; a mapping of its own reads it, as in the engine."""
-    plan, source, sender = manager._plan, manager._source, manager._sender
+    plan, source, sender = manager._planning.plan, manager._source, manager._sender
     assert plan is not None and source is not None
     reader = Reader(plan, source, sender)
     assert reader.staging_bytes <= STAGING_BUCKETS * manager._bucket_bytes
@@ -113,7 +113,7 @@ def syncs(model_path: str, layout: Layout, wire: str = "bfloat16") -> list[str]:
             assert not same, f"training must have changed everything: {same}"
         for manager in managers:
             check_same(one_sync(manager), on_the_wire(expected, getattr(torch, wire)))
-            digests.append(manager._agreed_digest)
+            digests.append(manager._planning.agreed_digest)
     return digests
 
 
@@ -232,7 +232,7 @@ def cost(model_path: str, layout: Layout, bucket_bytes: int, how: str) -> tuple[
     with ExitStack() as stack:
         calls = {n: stack.enter_context(mock.patch.object(dist, n, wraps=getattr(dist, n))) for n in COLLECTIVES}
         with manager:
-            plan, source = manager._plan, manager._source
+            plan, source = manager._planning.plan, manager._source
             assert plan is not None and source is not None and manager._sender._staging is not None
             rank = 0 if source.group is None else dist.get_rank(source.group)
             manager._sender.begin(plan, hashed=False)

@@ -22,6 +22,13 @@ def factor(word):  # type: ignore[no-untyped-def]
     return mixed | 1
 
 
+@triton.jit
+def weighed(bits, word):  # type: ignore[no-untyped-def]
+    """The same as ``plain._weighed``, before the sum."""
+    first = factor(word)
+    return (bits & 0xFFFFFFFF) * first + (bits >> 32) * (first ^ 0x5851F42D4C957F2E)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def copy_rows(  # type: ignore[no-untyped-def]
     wide,  # int64 (5, n): source, target, position of the first lane; strides of source and target, in lanes
@@ -87,7 +94,7 @@ def copy_rows(  # type: ignore[no-untyped-def]
             else:
                 word = place // 8
                 bits = (value.to(tl.uint64) & 0xFF) << ((place % 8) * 8).to(tl.uint64)
-            total += bits * factor(word)
+            total += weighed(bits, word)
     if HASH:
         group = tl.load(narrow + rows + row)
         tl.atomic_add(sums + group, tl.sum(total, 0).to(tl.int64))
@@ -129,10 +136,10 @@ def cast_rows(  # type: ignore[no-untyped-def]
             if ALIGNED:
                 # four elements are one word: a factor per word instead of one per element
                 joined = tl.sum(tl.reshape(bits, (BLOCK // 4, 4)) << shifts[None, :], axis=1)
-                words += joined * factor((position + begin) // 4 + tl.arange(0, BLOCK // 4))
+                words += weighed(joined, (position + begin) // 4 + tl.arange(0, BLOCK // 4))
             else:
                 place = position + lane
-                total += (bits << ((place % 4) * 16).to(tl.uint64)) * factor(place // 4)
+                total += weighed(bits << ((place % 4) * 16).to(tl.uint64), place // 4)
     if HASH:
         group = tl.load(narrow + rows + row)
         tl.atomic_add(sums + group, (tl.sum(total, 0) + tl.sum(words, 0)).to(tl.int64))

@@ -1,9 +1,11 @@
 """Copies and the hash in plain torch operations: where there is no Triton, and the reference for the kernel.
 
-The hash of some bytes is the sum, modulo 2^64, of every 8-byte word times an odd pseudo-random factor of its place in
-the bucket. A word may be cut: its parts add up to it. So the sum of a bucket does not depend on how it was cut into
-copies or in which order they ran, one changed word always changes it, and swapped words do but for one chance in 2^60.
-It finds mistakes and broken memory; it is no defence against an adversary.
+The hash of some bytes is the sum, modulo 2^64, over all 8-byte words of lower half times ``f`` plus upper half times
+``g``, both odd pseudo-random factors of the word's place in the bucket. A word may be cut: its parts add up to it. So
+the sum does not depend on how the bytes were cut into copies or in which order they ran. One changed bit changes it by
+an odd multiple of at most 2^31, which does not vanish either when up to 2^32 readers of the same bytes are added up
+(multiplied as whole words, the upper bits would); anything else goes unnoticed with one chance in 2^32 or less. It
+finds mistakes and broken memory; it is no defence against an adversary.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ STEP = 1 << 21  # bytes hashed at a time; bounds the memory that the hash takes
 FIRST_FACTOR = 0x9E3779B97F4A7C15
 SECOND_FACTOR = 0xD6E8FEB86659FD93
 OFFSET = 0x2545F4914F6CDD1D
+UPPER = 0x5851F42D4C957F2E  # between the factors of the two halves of a word; even, and not a multiple of 4
+HALF = 0xFFFFFFFF
 
 
 def _signed(value: int) -> int:
@@ -29,6 +33,12 @@ def factors(words: torch.Tensor) -> torch.Tensor:
     mixed = mixed * _signed(SECOND_FACTOR)
     mixed = mixed ^ ((mixed >> 32) & 0xFFFFFFFF)
     return mixed | 1
+
+
+def _weighed(bits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    """Words, or parts of words in their places, times the factors of their halves."""
+    factor = factors(words)
+    return ((bits & HALF) * factor + ((bits >> 32) & HALF) * (factor ^ UPPER)).sum()
 
 
 def hash_bytes(data: torch.Tensor, position: int) -> torch.Tensor:
@@ -46,10 +56,10 @@ def hash_bytes(data: torch.Tensor, position: int) -> torch.Tensor:
         part, place = data[begin : begin + STEP], position + begin
         if place % 8 or part.numel() % 8 or part.storage_offset() % 8 or part.data_ptr() % 8:
             bytes_at = torch.arange(place, place + part.numel(), device=data.device)
-            total += ((part.long() << (bytes_at % 8 * 8)) * factors(bytes_at // 8)).sum()
+            total += _weighed(part.long() << (bytes_at % 8 * 8), bytes_at // 8)
         else:
             words = torch.arange(place // 8, (place + part.numel()) // 8, device=data.device)
-            total += (part.view(torch.int64) * factors(words)).sum()
+            total += _weighed(part.view(torch.int64), words)
     return total
 
 
@@ -71,7 +81,7 @@ def hash_block(flat: torch.Tensor, start: int, block: Block) -> torch.Tensor:
         data = runs(flat, start + first * block.source_stride, block.width, lines, block.source_stride)
         line = torch.arange(first, first + lines, device=flat.device)[:, None]
         place = block.position + line * block.position_stride + column
-        total += ((data.long() << (place % 8 * 8)) * factors(place // 8)).sum()
+        total += _weighed(data.long() << (place % 8 * 8), place // 8)
     return total
 
 

@@ -25,7 +25,7 @@ from verl_sync_plugin.transport.protocol import (
     Ready,
     describe,
 )
-from verl_sync_plugin.transport.staging import open_peer_staging, open_staging, slot_of
+from verl_sync_plugin.transport.staging import decline_staging, open_peer_staging, open_staging, slot_of
 
 T = TypeVar("T")
 
@@ -93,6 +93,8 @@ class ReceiverSession:
             try:
                 self._stagings[export.key] = open_peer_staging(export, self._stagings[own.key].device)
             except (RuntimeError, OSError) as error:
+                for unopened in (each for each in hello.stagings if each.key not in self._stagings):
+                    decline_staging(unopened)
                 channel.send(Ready(needs_plan=False, unreachable=f"{type(error).__name__}: {error}"))
                 return []
         return [self._stagings[key] for key in keys]

@@ -9,8 +9,7 @@ Lifecycle of a sync (every rank; ``-- settle`` marks where all ranks agree to go
     commit        engine ranks finish, hashes are compared, the ledger proves coverage -- settle
     exit          hang up, forget the shards
 
-The next buckets are packed while the engine loads the last one (``stream.py``, ``sharded_stream.py``). Awake, stage 2,
-comes later (``hooks/worker.py``).
+The next buckets are packed while the engine loads the last one. Awake, stage 2, comes later (``hooks/worker.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from typing import Any, ClassVar
 import torch
 from verl.utils.ulysses import BaseShardingManager
 
-from verl_sync_plugin.bucket import Plan
 from verl_sync_plugin.bucket_size import AutoBucket
 from verl_sync_plugin.config import SyncConfig
 from verl_sync_plugin.metrics import SyncReport
@@ -31,15 +29,16 @@ from verl_sync_plugin.sharding_manager.coverage import check_coverage, say
 from verl_sync_plugin.sharding_manager.delivery import Delivery, PeersUnreachableError
 from verl_sync_plugin.sharding_manager.endpoint import PendingLoad, RolloutEndpoint, abandon
 from verl_sync_plugin.sharding_manager.gauges import PeakMemory, note_device_memory
-from verl_sync_plugin.sharding_manager.hash_check import HashCheck
+from verl_sync_plugin.sharding_manager.hash_check import HashCheck, paired
 from verl_sync_plugin.sharding_manager.meeting import MeetingPoint
+from verl_sync_plugin.sharding_manager.planning import Planning
 from verl_sync_plugin.sharding_manager.sharded_stream import ShardedStream
 from verl_sync_plugin.sharding_manager.stream import BucketStream
 from verl_sync_plugin.sharding_manager.waking import Waking
 from verl_sync_plugin.source.base import ParameterSource, Shard
 from verl_sync_plugin.transport.finite import FiniteCheck
-from verl_sync_plugin.transport.protocol import Committed, LoadRequest
-from verl_sync_plugin.transport.sender import BucketSender, slot_limit
+from verl_sync_plugin.transport.protocol import LoadRequest
+from verl_sync_plugin.transport.sender import BucketSender
 
 
 class ShardingManager(BaseShardingManager):
@@ -83,8 +82,7 @@ class ShardingManager(BaseShardingManager):
         self._waking = Waking(self._agreement, endpoint, device)
         self._source: ParameterSource | None = None
         self._shards: list[Shard] = []
-        self._plan: Plan | None = None
-        self._agreed_digest = ""
+        self._planning = Planning(self._agreement, self._sender, self._delivery)
         self._syncs = 0
         self._sync_id = ""
         self.report = SyncReport()
@@ -191,7 +189,7 @@ class ShardingManager(BaseShardingManager):
         return self.report
 
     def _agree_on_plan(self) -> None:
-        agreement, changed = self._agreement, True
+        agreement = self._agreement
         assert isinstance(self._bucket_bytes, int), "chosen before"
         self.report.bucket_bytes = self._bucket_bytes
         with self.report.stage("update_weights"), self.report.stage("plan"):
@@ -202,33 +200,16 @@ class ShardingManager(BaseShardingManager):
                 self._shards = self._source.shards()
             if not self._delivery.decided:
                 agreement.settle("reading the shards")
-                assert self._source is not None
-                self._delivery.decide(self._source.group)
-            with agreement.attempt():
-                self._make_plan()
-                changed = self._ready_plan().digest != self._agreed_digest
-            if agreement.settle("planning the sync", waiting=changed):
-                digest = self._ready_plan().digest
-                agreement.same_on_all("the tensors to sync (plan digest)", digest)
-                assert self._source is not None
-                self._delivery.exchange(self._sender, self._source.group)
-                self._agreed_digest = digest
-        plan = self._ready_plan()
+            assert self._source is not None
+            plan = self._planning.agree(self._source, self._shards, self._bucket_bytes)
         self.report.nbytes, self.report.buckets, self.report.tensors = plan.nbytes, len(plan.buckets), plan.tensor_count
-
-    def _make_plan(self) -> None:
-        assert self._source is not None and isinstance(self._bucket_bytes, int)
-        bases, sharded = tuple(shard.base for shard in self._shards), self._delivery.sharded
-        if self._plan is None or self._plan.bases != bases or self._plan.sharded != sharded:
-            self._plan = self._source.plan(bases, slot_limit(self._bucket_bytes), sharded)
-        self._sender.reserve(self._plan)
 
     def _agree_on_layout(self) -> None:
         """Collective, for trainers whose ranks hold different parts of the model: who holds what."""
 
     def _fill(self, stream: BucketStream) -> None:
         with self._agreement.attempt():
-            self._sender.begin(self._ready_plan(), self.config.verify_hashes)
+            self._sender.begin(self._planning.ready(), self.config.verify_hashes)
         stream.fill_ahead()
 
     def _start(self, global_steps: int | None) -> PendingLoad | None:
@@ -244,37 +225,32 @@ class ShardingManager(BaseShardingManager):
 
     async def _connect(self, pending: PendingLoad | None) -> None:
         await self._meeting.connect(self._sync_id, self._agreement, self._sender, pending, self.config.timeout_seconds)
-        plan, verify = self._ready_plan(), self.config.verify_hashes
+        plan, verify = self._planning.ready(), self.config.verify_hashes
         self._delivery.greet(self._sync_id, self._sender, plan, verify, self._hashes.whole(plan))
 
     def _open_stream(self) -> BucketStream:
         assert self._source is not None, "entered before"
         finite = self._finite if self.config.check_finite else None
-        parts = (self._agreement, self._sender, self._ready_plan(), self._shards, self._source, self.report)
-        return (ShardedStream if self._ready_plan().sharded else BucketStream)(*parts, finite)
+        parts = (self._agreement, self._sender, self._planning.ready(), self._shards, self._source, self.report)
+        return (ShardedStream if self._planning.ready().sharded else BucketStream)(*parts, finite)
 
     async def _commit(self, pending: PendingLoad | None) -> None:
-        plan, verify, sums, new = self._ready_plan(), self.config.verify_hashes, torch.empty(0), False
-        committed: Committed | None = None
+        plan, verify, sums, new = self._planning.ready(), self.config.verify_hashes, torch.empty(0), False
         with self._agreement.attempt():
             committed = self._sender.commit()
-            sums = self._sender.sums()
             new = self._hashes.note(committed)
+            if verify:
+                sums = paired(self._sender.sums(), committed)
             self.report.note(committed, plan)
             check_coverage(committed.coverage, self.config, self.endpoint.restores_uncovered, first=self._syncs == 1)
         # Before waiting for the engine's answer: it gives none while one of its ranks waits for us to hang up
         new = self._agreement.settle("committing", waiting=new)
-        assert committed is not None
         if verify:
             if new:
                 self._hashes.learn(plan)
-            self._hashes.compare(sums, committed)
+            self._hashes.compare(sums)
         with self._agreement.attempt():
             if pending is not None:
                 outcome = await pending.outcome(self.config.timeout_seconds)
                 self.report.stages = {"sleep": outcome.sleep_seconds, **self.report.stages}
         self._agreement.settle("ending the engine's update")
-
-    def _ready_plan(self) -> Plan:
-        assert self._plan is not None, "no plan before the ranks have settled"
-        return self._plan

@@ -50,18 +50,18 @@ class Delivery:
         Raises:
             SyncError: ``delivery=sharded``, and the ranks of a group are on several hosts.
         """
-        self.decided = True
         if self._choice == "gathered" or group is None or dist.get_world_size(group) == 1:
+            self.decided = True
             return
         hosts = self._agreement.gather("finding out which ranks share a host", host_name())
         groups = self._agreement.gather("exchanging groups", tuple(dist.get_process_group_ranks(group)))
         apart = [ranks for ranks in groups if len({hosts[rank] for rank in ranks}) > 1]
-        self.sharded = not apart
         if apart and self._choice == "sharded":
             raise SyncError(
                 f"{KEY_PREFIX}.delivery=sharded: trainer ranks {apart[0]}, which share out the model, are on several "
                 f"hosts ({', '.join(sorted({hosts[rank] for rank in apart[0]}))}). Set it to auto."
             )
+        self.sharded, self.decided = not apart, True
 
     def exchange(self, sender: BucketSender, group: dist.ProcessGroup | None) -> None:
         """Collective, after ``sender.reserve`` of a new plan: who reads whose slots, and how.

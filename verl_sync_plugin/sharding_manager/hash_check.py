@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.bucket import Plan
+from verl_sync_plugin.config import KEY_PREFIX
 from verl_sync_plugin.copies.hulls import numbers_of
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.sharding_manager.agreement import Agreement
@@ -55,27 +56,39 @@ class HashCheck:
         uneven = (self._times_read < 0).nonzero().flatten().tolist()
         self._whole, self._digest, self._learned = (*self.whole(plan), *uneven), plan.digest, True
 
-    def compare(self, sent: torch.Tensor, committed: Committed) -> None:
+    def compare(self, sums: torch.Tensor) -> None:
         """Collective: compares all hashes of a sync.
 
         Args:
-            sent: this rank's hashes by tensor, int64.
-            committed: the engine rank's.
+            sums: the result of ``paired`` on this rank.
 
         Raises:
             SyncError: bytes changed on the way; names the tensors, the same text on every rank.
         """
-        received = torch.from_numpy(np.frombuffer(committed.sums, dtype="<i8").astype(np.int64))
-        total = self._agreement.sum("comparing hashes", torch.stack([sent, received]))
+        total = self._agreement.sum("comparing hashes", sums)
         wrong = (total[0] * self._times_read != total[1] * self._times_sent) & (self._times_read >= 0)
         if wrong.any():
             names = [self._names[number] for number in wrong.nonzero().flatten().tolist()]
             more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
             raise SyncError(
                 f"weight sync failed: the bytes of {', '.join(names[:NAMED])}{more} changed on the way to the engine. "
-                "The memory between trainer and engine is not reliable, or something overwrote a bucket in use; "
-                "trainer weights are unchanged."
+                "The memory between trainer and engine is not reliable, or something overwrote a bucket in use, or "
+                "replicas of the trainer differ. Trainer weights are unchanged. "
+                f"{KEY_PREFIX}.delivery=gathered keeps GPUs from reading each other's memory; "
+                f"{KEY_PREFIX}.verify_hashes=False stops comparing."
             )
+
+
+def paired(sent: torch.Tensor, committed: Committed) -> torch.Tensor:
+    """What a rank sent and what the engine rank beside it read: int64 of shape ``(2, tensors)``.
+
+    Raises:
+        ValueError: the engine hashed another number of tensors.
+    """
+    received = torch.from_numpy(np.frombuffer(committed.sums, dtype="<i8").astype(np.int64))
+    if received.shape != sent.shape:
+        raise ValueError(f"the engine hashed {received.numel()} tensors, the trainer {sent.numel()}")
+    return torch.stack([sent, received])
 
 
 def _times_sent(plan: Plan) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Staging on GPUs: one CUDA allocation, exported once through CUDA IPC and sliced by offset ever after.
+"""Staging on GPUs: one CUDA allocation, exported once per reader through CUDA IPC and sliced by offset ever after.
 
 Hazards:
 - Memory of PyTorch's expandable segments and of SGLang's memory saver cannot be exported. verl turns expandable
@@ -41,7 +41,8 @@ class CudaIpcStaging:
         return StagingExport("cuda_ipc", self._key, nbytes, self.slot_bytes, self._handles[reader])
 
     def opened(self) -> None:
-        """The mapping outlives the handle; nothing to do."""
+        """The readers have unmapped what came before, so that can go."""
+        torch.cuda.ipc_collect()
 
     def close(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
@@ -73,8 +74,14 @@ def open_peer_cuda_ipc(export: StagingExport, device: torch.device) -> torch.Ten
     _, *shared, _ = export.handle
     # The last word asks to wait for an event of the other device; the protocol's own words order reads after writes
     flat = _map(export, device.index, [*shared, False])
-    flat[:1].clone()  # a mapping without a way to the memory shows here, and not in the middle of a load
+    flat[:1].cpu()  # a mapping without a way to the memory shows here, and not in the middle of a load
     return flat
+
+
+def decline_cuda_ipc(export: StagingExport) -> None:
+    """Gives back an export that will not be opened; its count would keep the sender's memory for good."""
+    _, _, _, _, counter, offset, *_ = export.handle
+    torch.UntypedStorage._release_ipc_counter(counter, offset, device=torch.device("cuda"))
 
 
 def _map(export: StagingExport, index: int, shared: Sequence[object]) -> torch.Tensor:

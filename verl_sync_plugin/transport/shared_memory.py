@@ -43,6 +43,12 @@ def _unlink(path: str) -> None:
 
 
 def open_shared_memory(export: StagingExport) -> torch.Tensor:
-    """Maps the sender's file; uint8 of shape ``(nbytes,)``."""
+    """Maps the sender's file; uint8 of shape ``(nbytes,)``.
+
+    Raises:
+        FileNotFoundError: it is not there, as in another container (``from_file`` would make an empty one).
+    """
     (path,) = export.handle
+    if not os.path.isfile(path) or os.path.getsize(path) != export.nbytes:
+        raise FileNotFoundError(f"{path} with the trainer's {export.nbytes} bytes is not visible here")
     return torch.from_file(path, shared=True, size=export.nbytes, dtype=torch.uint8)

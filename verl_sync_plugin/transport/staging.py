@@ -82,3 +82,11 @@ def open_peer_staging(export: StagingExport, device: torch.device) -> torch.Tens
 
         return open_peer_cuda_ipc(export, device)
     return open_staging(export)
+
+
+def decline_staging(export: StagingExport) -> None:
+    """Tells the sender's side that an export will not be opened here."""
+    if export.kind == "cuda_ipc":
+        from verl_sync_plugin.transport.cuda_ipc import decline_cuda_ipc
+
+        decline_cuda_ipc(export)

@@ -1,0 +1,65 @@
+"""The plan of a run's syncs: made by every rank, compared between them, kept while the trainer's layout stays."""
+
+from __future__ import annotations
+
+from verl_sync_plugin.bucket import Plan
+from verl_sync_plugin.sharding_manager.agreement import Agreement
+from verl_sync_plugin.sharding_manager.delivery import Delivery
+from verl_sync_plugin.source.base import ParameterSource, Shard
+from verl_sync_plugin.transport.sender import BucketSender, slot_limit
+
+
+class Planning:
+    """Keeps one plan, and the staging memory fit for it.
+
+    Args:
+        agreement: where ranks settle.
+        sender: owns the staging memory.
+        delivery: decides whether plans are sharded, and tells the ranks each other's staging memory.
+    """
+
+    def __init__(self, agreement: Agreement, sender: BucketSender, delivery: Delivery) -> None:
+        self._agreement = agreement
+        self._sender = sender
+        self._delivery = delivery
+        self.plan: Plan | None = None
+        self.agreed_digest = ""
+
+    def agree(self, source: ParameterSource, shards: list[Shard], bucket_bytes: int) -> Plan:
+        """Collective over the trainer ranks.
+
+        Args:
+            source: what plans.
+            shards: all of this rank.
+            bucket_bytes: what the user sets.
+
+        Raises:
+            SyncError: a rank could not plan, or planned something else; the same text on every rank.
+        """
+        if not self._delivery.decided:
+            self._delivery.decide(source.group)
+        changed = True
+        with self._agreement.attempt():
+            if not self._agreement.failed:  # else the shards are none
+                changed = self._make(source, shards, bucket_bytes).digest != self.agreed_digest
+        if changed:
+            self.agreed_digest = ""  # its staging memory is gone: even if this plan fails, the next is told anew
+        if self._agreement.settle("planning the sync", waiting=changed):
+            digest = self.ready().digest
+            self.agreed_digest = ""
+            self._agreement.same_on_all("the tensors to sync (plan digest)", digest)
+            self._delivery.exchange(self._sender, source.group)
+            self.agreed_digest = digest
+        return self.ready()
+
+    def _make(self, source: ParameterSource, shards: list[Shard], bucket_bytes: int) -> Plan:
+        bases, sharded = tuple(shard.base for shard in shards), self._delivery.sharded
+        if self.plan is None or self.plan.bases != bases or self.plan.sharded != sharded:
+            self.plan = source.plan(bases, slot_limit(bucket_bytes), sharded)
+        self._sender.reserve(self.plan)
+        return self.plan
+
+    def ready(self) -> Plan:
+        """The plan, once all ranks have settled on it."""
+        assert self.plan is not None, "no plan before the ranks have settled"
+        return self.plan
