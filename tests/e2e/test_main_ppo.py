@@ -65,7 +65,9 @@ def test_whole_model_travels_in_buckets_smaller_than_its_tensors(trained: Run, l
     for report in trained.reports:
         assert report["tensors"] == len(sizes)
         assert sum(sizes.values()) <= report["nbytes"] <= 1.01 * sum(sizes.values())
-        assert report["nbytes"] <= report["buckets"] * BUCKET_BYTES and report["bucket_bytes"] == BUCKET_BYTES
+        segments = 2 if report["peer_bytes"] else 1  # of a sharded bucket, every rank stages one
+        assert report["nbytes"] <= report["buckets"] * BUCKET_BYTES * segments
+        assert report["bucket_bytes"] == BUCKET_BYTES
         assert report["coverage_expected"] == 17
 
 
