@@ -1,0 +1,119 @@
+"""A sharded stream between real process groups: no segment is read before it is packed, none overwritten while read.
+
+The sender notes when what happens; what it packs and what the engine loads take their time on one rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds import run_world
+
+from verl_sync_plugin.bucket import Base, View
+from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.metrics import SyncReport
+from verl_sync_plugin.planner import plan_buckets
+from verl_sync_plugin.sharding_manager.agreement import Agreement
+from verl_sync_plugin.sharding_manager.sharded_stream import ShardedStream
+from verl_sync_plugin.source.base import ParameterSource, Shard
+from verl_sync_plugin.transport.sender import SLOTS
+
+SLOW = 0.03
+Note = tuple[float, int, str, int]  # when, rank, what, bucket
+
+
+class Noting:
+    """A sender whose engine rank loads a bucket some time after it was told to."""
+
+    def __init__(self, slow_engine: int, slow_trainer: int, broken: tuple[str, int] | None) -> None:
+        self.rank = dist.get_rank()
+        self.notes: list[Note] = []
+        self._engine = SLOW if self.rank == slow_engine else 0.0
+        self._trainer = SLOW if self.rank == slow_trainer else 0.0
+        self._broken = broken if self.rank == 0 else None
+
+    def _note(self, what: str, bucket: int) -> None:
+        if self._broken == (what, bucket):
+            raise MemoryError(f"injected: {what} {bucket}")
+        self.notes.append((time.monotonic(), self.rank, what, bucket))  # one clock for all processes of a host
+
+    def pack(self, bucket: Any, slot: int, shards: list[Shard], segment: int) -> torch.Tensor:
+        assert self.bucket_at[id(bucket)] % SLOTS == slot
+        self._note("pack", self.bucket_at[id(bucket)])
+        self._packing = self.bucket_at[id(bucket)]
+        return torch.empty(0)
+
+    def drain(self, slot: int) -> None:
+        time.sleep(self._trainer)
+        self._note("packed", self._packing if self._packing % SLOTS == slot else slot)
+
+    def load(self, index: int, slot: int) -> None:
+        self._note("load", index)
+
+    def wait_loaded(self, index: int) -> float:
+        time.sleep(self._engine)
+        self._note("loaded", index)
+        return 0.0
+
+    def plan_is(self, buckets: tuple[Any, ...]) -> None:
+        self.bucket_at = {id(bucket): place for place, bucket in enumerate(buckets)}
+
+
+class _Source(ParameterSource):
+    def __init__(self) -> None:
+        super().__init__()
+        self._group = dist.group.WORLD
+
+    def shards(self) -> list[Shard]:
+        raise AssertionError("not asked for")
+
+
+def stream(buckets: int, slow_engine: int, slow_trainer: int, broken: tuple[str, int] | None) -> tuple[list[Note], str]:
+    """What this rank noted, and the error."""
+    bases = tuple(Base(f"w{i}", "uint8", 1, (64, 64), (View(f"w{i}", (128,), 0, 128),)) for i in range(buckets))
+    plan = plan_buckets(bases, 64, sharded=True)
+    assert len(plan.buckets) == buckets
+    sender = Noting(slow_engine, slow_trainer, broken)
+    sender.plan_is(plan.buckets)
+    running = ShardedStream(Agreement(20.0), sender, plan, [], _Source(), SyncReport())  # type: ignore[arg-type]
+    try:
+        running.fill_ahead()
+        running.run()
+    except SyncError as error:
+        return sender.notes, str(error)
+    return sender.notes, ""
+
+
+def when(notes: list[Note], choose: Callable[[float, float], float], what: str, bucket: int) -> float:
+    times = [at for at, _, said, index in notes if (said, index) == (what, bucket)]
+    found = times[0]
+    for at in times[1:]:
+        found = choose(found, at)
+    return found
+
+
+@pytest.mark.parametrize(("slow_engine", "slow_trainer"), [(0, 1), (1, 0), (1, 1)])
+@pytest.mark.parametrize("buckets", [0, 1, 2, 3, 4, 9])
+def test_order(buckets: int, slow_engine: int, slow_trainer: int) -> None:
+    results = run_world(2, stream, buckets, slow_engine, slow_trainer, None, timeout=60)
+    notes = [note for of_rank, error in results for note in of_rank if not error]
+    for what in ("pack", "load", "loaded"):
+        assert sorted(n[3] for n in notes if n[2] == what) == sorted(2 * list(range(buckets))), what
+    for index in range(buckets):
+        first_read, last_packed = when(notes, min, "load", index), when(notes, max, "pack", index)
+        assert last_packed < first_read, f"bucket {index} was read before all ranks had packed it"
+        if index + SLOTS < buckets:
+            last_read, refilled = when(notes, max, "loaded", index), when(notes, min, "pack", index + SLOTS)
+            assert last_read < refilled, f"the slot of bucket {index} was filled again while it was read"
+
+
+@pytest.mark.parametrize("broken", [("pack", 0), ("pack", 2), ("pack", 5), ("load", 1), ("loaded", 0), ("loaded", 8)])
+def test_failure_is_everybodys(broken: tuple[str, int]) -> None:
+    results = run_world(2, stream, 9, 1, 0, broken, timeout=60)
+    texts = {error for _, error in results}
+    assert len(texts) == 1 and f"rank 0: MemoryError: injected: {broken[0]} {broken[1]}" in texts.pop()
