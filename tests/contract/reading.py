@@ -7,7 +7,12 @@ import torch.distributed as dist
 
 from verl_sync_plugin.bucket import Plan
 from verl_sync_plugin.copies.bucket_memory import BucketMemory
+from verl_sync_plugin.copies.hulls import hulls_of, numbers_of
+from verl_sync_plugin.copies.plain import hash_bytes
+from verl_sync_plugin.sharding_manager.agreement import Agreement
+from verl_sync_plugin.sharding_manager.hash_check import HashCheck, paired
 from verl_sync_plugin.source.base import ParameterSource, Shard
+from verl_sync_plugin.transport.protocol import Committed, Coverage
 from verl_sync_plugin.transport.sender import SLOTS, BucketSender
 from verl_sync_plugin.transport.staging import open_peer_staging, slot_of
 
@@ -29,6 +34,8 @@ class Reader:
         self.staging_bytes = exports[0].nbytes
         self._slot_bytes = exports[0].slot_bytes
         self._memories = [open_peer_staging(export, CPU) for export in exports]
+        self._numbers = numbers_of(bucket.entries for bucket in plan.buckets)
+        self._read = torch.zeros(len(self._numbers), dtype=torch.int64)
         self._meet()
 
     def _meet(self) -> None:
@@ -47,9 +54,28 @@ class Reader:
         spread = self.plan.sharded and bucket.world > 1
         own = self.rank if self.plan.sharded else 0
         memories = self._memories if spread else self._memories[own : own + 1]
-        return BucketMemory([slot_of(m, slot, self._slot_bytes) for m in memories], bucket.stride, bucket.world)
+        memory = BucketMemory([slot_of(m, slot, self._slot_bytes) for m in memories], bucket.stride, bucket.world)
+        for hull in hulls_of(bucket.entries):
+            self._read[self._numbers[hull.names[0]]] += hash_bytes(
+                memory.narrow(hull.first, hull.end - hull.first), hull.first
+            )
+        return memory
+
+    def check(self) -> None:
+        """Compares hashes as a sync does; every rank has read everything. Collective over all trainer ranks."""
+        buckets = self.plan.buckets
+        sizes = {entry.name: entry.nbytes for bucket in buckets for entry in bucket.entries}
+        owners = {hull.names[0] for bucket in buckets for hull in hulls_of(bucket.entries)}
+        readings = tuple((sizes[name], ((0, sizes[name], 1, 0),), (self._numbers[name],)) for name in sorted(owners))
+        check = HashCheck(Agreement(30.0))
+        committed = Committed(Coverage(0, ()), sums=self._read.numpy().tobytes(), readings=readings)
+        assert check.note(committed)
+        check.learn(self.plan)
+        assert check.whole(self.plan) == ()
+        check.compare(paired(self.sender.sums(), committed))
 
     def close(self) -> None:
+        self.check()
         self._meet()
         self._memories = []
         self.sender.close()

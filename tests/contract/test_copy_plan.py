@@ -53,7 +53,7 @@ class Wire:
         self._packers = [Packer(CPU, self.plan, hashed=True) for _ in range(ranks)]
         self.unpacker = Unpacker(model, Manifest.of(self.plan), CPU)
         self.coverage = Coverage(0, ())
-        self._check = HashCheck(Agreement(60.0))
+        self.check = HashCheck(Agreement(60.0))
 
     def _base(self, name: str, tensor: torch.Tensor) -> Base:
         lengths = even_chunks(tensor.shape[0], self._ranks, tensor.numel() // tensor.shape[0])
@@ -75,7 +75,7 @@ class Wire:
         shards = [self._shards(weights, rank) for rank in range(self._ranks)]
         for packer in self._packers:
             packer.begin()
-        self.unpacker.begin(copy_plan=True, hashed=True)
+        self.unpacker.begin(copy_plan=True, hashed=True, whole=self.check.whole(self.plan))
         ledger = None if self.unpacker.settled else Ledger(self.model)
         slots = [torch.zeros(self.plan.slot_bytes, dtype=torch.uint8)]
         slots += [slots[0].clone() for _ in range(self._ranks - 1)] if self.plan.sharded else []
@@ -99,12 +99,11 @@ class Wire:
         readings = self.unpacker.readings()
         if readings is not None:
             self.unpacker.told(readings)
-            self._check.note(Committed(self.coverage, readings=readings))
-            self._check.learn(self.plan)
-            self._check._times_sent = torch.full_like(self._check._times_sent, dist.get_world_size())
-            assert self._check.whole(self.plan) == ()
+            self.check.note(Committed(self.coverage, readings=readings))
+            self.check.learn(self.plan)
+            self.check._times_sent = torch.full_like(self.check._times_sent, dist.get_world_size())
         sent = torch.stack([packer.sums() for packer in self._packers]).sum(0)
-        self._check.compare(paired(sent, Committed(self.coverage, sums=self.unpacker.sums())))
+        self.check.compare(paired(sent, Committed(self.coverage, sums=self.unpacker.sums())))
 
 
 def assert_same(model: Any, reference: Any, what: str) -> None:
@@ -228,6 +227,29 @@ def changed_bytes_are_found(kind: str, config: Any) -> None:
     assert wire.sync(models.weights_of(kind, 3))[0] > 0
 
 
+def unevenly_read_tensors_are_hashed_whole(kind: str, config: Any) -> None:
+    """Not compared in the sync that finds it out; from the next one on every rank hashes all of it, and is compared."""
+    if dist.get_world_size() == 1:
+        return
+    model, name = models.build(config), "model.layers.0.mlp.down_proj.weight"
+    wire = Wire(model, models.weights_of(kind, 0), 2, 1 << 16)
+    number = [n for n, _ in models.weights_of(kind, 0)].index(name)
+    honest = wire.check._agreement.gather
+
+    def uneven(what: str, value: Any) -> Any:
+        nbytes, lines = next((nbytes, lines) for nbytes, lines, numbers in value if number in numbers)
+        return [*honest(what, value), ((nbytes, lines[:1], (number,)),)]
+
+    with mock.patch.object(wire.check._agreement, "gather", uneven):
+        wire.sync(models.weights_of(kind, 1))
+    assert wire.check.whole(wire.plan) == (number,)
+    read = wire.unpacker._replay.traffic(0, True) if wire.unpacker._replay else (0, 0)
+    for seed in (2, 3):
+        assert wire.sync(models.weights_of(kind, seed))[0] > 0
+    assert wire.unpacker._replay is not None and wire.unpacker._replay.traffic(0, True) > read, "reads all of it"
+    assert int(wire.check._times_read[number]) == 2 and wire.check.whole(wire.plan) == (number,)
+
+
 def run_rank(rank: int, world: int, folder: str, port: int) -> None:
     """One tensor-parallel rank; entry of a spawned process."""
     torch.set_num_threads(1)
@@ -242,6 +264,7 @@ def run_rank(rank: int, world: int, folder: str, port: int) -> None:
             a_model_that_keeps_tensors_is_not_planned,
             a_wrong_plan_is_found,
             changed_bytes_are_found,
+            unevenly_read_tensors_are_hashed_whole,
         ):
             story("qwen2", config)
 

@@ -73,6 +73,7 @@ def deliver(manager: ShardingManager) -> State:
             assert name not in got, f"{name} came twice"
             got[name] = tensor.clone()
     assembler.finish()
+    reader.check()
     return got
 
 
