@@ -49,7 +49,7 @@ class SyncReport:
         global_steps: verl's weight version, -1 when verl gave none.
         manager: class name of the sharding manager that ran.
         stages: seconds by stage name (``PHASE_STAGES`` and ``DETAIL_STAGES``).
-        nbytes: payload bytes handed to each engine rank.
+        nbytes: bytes of all buckets; an engine rank reads ``own_bytes + peer_bytes`` of them, hashing included.
         buckets: number of transfers.
         bucket_bytes: bound on one of them, as configured or chosen; 0 when no base weights travelled.
         tensors: number of HF tensors.
