@@ -14,7 +14,7 @@ from verl_sync_plugin.config import SyncConfig
 
 # Families for which tests of this project show that a sync writes every parameter and persistent buffer. The ledger
 # checks it again in every run; an architecture outside this list keeps the copy.
-COVERED_ARCHITECTURES = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+COVERED_ARCHITECTURES = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"})
 
 
 def keep_cpu_backup(sync: SyncConfig, rollout: Any, model: Any) -> bool:
