@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import floor, schema, soak_table, throughput_table, transfer_table
+from benchmarks import floor, report_table, schema, soak_table, throughput_table, transfer_table
 from benchmarks.command import VARIANTS
 from benchmarks.parse import STAGES
 
@@ -119,14 +119,15 @@ def render(results: list[dict[str, Any]]) -> str:
     """The Markdown of all results."""
     if not results:
         return EMPTY
-    by_harness: dict[str, list[dict[str, Any]]] = {"phase": [], "transfer": [], "soak": []}
+    by_harness: dict[str, list[dict[str, Any]]] = {"phase": [], "transfer": [], "soak": [], "report": []}
     for result in results:
         by_harness[transfer_table.harness(result)].append(result)
     phases = by_harness["phase"]
     lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)] if phases else []
     lines += ["| " + " | ".join(row) + " |" for result in phases for row in _rows(result)]
     lines += transfer_table.render(by_harness["transfer"])
-    lines += throughput_table.render(phases)
+    lines += throughput_table.render([*phases, *by_harness["report"]])
+    lines += report_table.render(by_harness["report"])
     lines += soak_table.render(by_harness["soak"])
     return "\n".join([*lines, "", *_where(results)]).lstrip("\n")
 

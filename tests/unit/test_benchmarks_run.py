@@ -127,6 +127,32 @@ def test_probe_writes_the_outermost_call_only(tmp_path: Path, monkeypatch: pytes
     assert records[1]["rss_peak_bytes"] > 0
 
 
+def test_probe_times_what_comes_from_a_mixin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A subclass whose method stands in a class before the watched one, and calls that one's."""
+    file = tmp_path / "probe.jsonl"
+    monkeypatch.setenv("SYNC_PROBE_FILE", str(file))
+
+    class Worker:
+        async def update_weights(self) -> str:
+            return "stock"
+
+    probe.watch(Worker, probe.Target("m", "Worker", {"update_weights": "sync"}, "trainer", "sync"))
+
+    class Mixin:
+        async def update_weights(self) -> str:
+            return f"ours, {await super().update_weights()}"  # type: ignore[misc]
+
+    class Ours(Mixin, Worker):
+        pass
+
+    class Further(Ours):
+        pass
+
+    for worker in (Ours(), Further()):
+        assert asyncio.run(worker.update_weights()) == "ours, stock"
+    assert [record["class"] for record in parse.read(file)] == ["Ours", "Further"]
+
+
 def test_probe_records_a_failure_and_lets_it_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "probe.jsonl"
     monkeypatch.setenv("SYNC_PROBE_FILE", str(file))
