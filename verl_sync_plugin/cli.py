@@ -91,9 +91,11 @@ def plan(model: str, world: int, bucket_megabytes: int) -> int:
         lengths = even_chunks(rows, world, tensor.numel() // rows) if world > 1 else (tensor.numel(),)
         views = hf_views(name, tuple(tensor.shape), tensor.dtype, 0, rewrite)
         bases.append(Base(name, "bfloat16", 2, lengths, tuple(views)))
-    made = plan_buckets(tuple(bases), slot_limit(bucket_megabytes << 20))
-    print(f"{made.tensor_count} tensors, {made.nbytes / 1e9:.3f} GB in {len(made.buckets)} buckets")
-    print(f"staging memory per GPU: {min(SLOTS, len(made.buckets)) * made.slot_bytes / 2**20:.0f} MiB")
+    for delivery in ("sharded", "gathered") if world > 1 else ("gathered",):
+        made = plan_buckets(tuple(bases), slot_limit(bucket_megabytes << 20), sharded=delivery == "sharded")
+        how = f" ({delivery})" if world > 1 else ""
+        print(f"{made.tensor_count} tensors, {made.nbytes / 1e9:.3f} GB in {len(made.buckets)} buckets{how}")
+        print(f"staging memory per GPU: {min(SLOTS, len(made.buckets)) * made.slot_bytes / 2**20:.0f} MiB")
     return 0
 
 

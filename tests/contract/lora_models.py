@@ -10,7 +10,7 @@ import torch
 from models import build
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, OffloadPolicy, fully_shard
 
 from contract.reading import Reader
 from verl_sync_plugin.lora.names import merged_name
@@ -56,10 +56,11 @@ class Layout:
 
     mesh: tuple[int, ...]
     original: bool | None = None
+    offloaded: bool = False  # FSDP2's CPUOffloadPolicy
 
     def __str__(self) -> str:
         kind = {None: "fsdp2", True: "fsdp1-original", False: "fsdp1"}[self.original]
-        return f"{kind}-{'x'.join(map(str, self.mesh))}"
+        return f"{kind}-{'x'.join(map(str, self.mesh))}{'-offloaded' * self.offloaded}"
 
     @property
     def size(self) -> int:
@@ -70,9 +71,10 @@ def shard(model: PeftModel, layout: Layout) -> torch.nn.Module:
     """Wraps like verl wraps a PEFT model."""
     mesh = init_device_mesh("cpu", layout.mesh, mesh_dim_names=("replicas", "shards")[-len(layout.mesh) :])
     if layout.original is None:
+        policy = CPUOffloadPolicy(pin_memory=False) if layout.offloaded else OffloadPolicy()
         for layer in model.base_model.model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
+            fully_shard(layer, mesh=mesh, offload_policy=policy)
+        return fully_shard(model, mesh=mesh, offload_policy=policy)
     from verl.utils.fsdp_utils import get_fsdp_wrap_policy
 
     policy = get_fsdp_wrap_policy(model, None, is_lora=True)
