@@ -25,7 +25,7 @@ from verl_sync_plugin.bucket_size import AutoBucket
 from verl_sync_plugin.config import SyncConfig
 from verl_sync_plugin.metrics import SyncReport
 from verl_sync_plugin.sharding_manager.agreement import Agreement
-from verl_sync_plugin.sharding_manager.coverage import check_coverage, say
+from verl_sync_plugin.sharding_manager.coverage import check_coverage
 from verl_sync_plugin.sharding_manager.delivery import Delivery, PeersUnreachableError
 from verl_sync_plugin.sharding_manager.endpoint import PendingLoad, RolloutEndpoint, abandon
 from verl_sync_plugin.sharding_manager.gauges import PeakMemory, note_device_memory
@@ -175,17 +175,7 @@ class ShardingManager(BaseShardingManager):
         Raises:
             SyncError: any engine failed; the same text on every rank.
         """
-        with self.report.stage("resume_kv"):
-            with self._agreement.attempt():
-                if self.endpoint.leader:
-                    await self.endpoint.finish(tags)
-            self._agreement.settle("resuming the engine's KV cache")
-        note_device_memory(self.report, self._device, "awake")
-        if self.endpoint.leader:
-            try:
-                await self.endpoint.publish(self.report.as_dict())
-            except Exception as error:  # the weights are in place; a lost report must not end the run
-                say(f"the report of this sync is lost: {error!r}")
+        await self._waking.finish(tags, self.report)
         return self.report
 
     def _agree_on_plan(self) -> None:

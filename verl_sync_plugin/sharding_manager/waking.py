@@ -1,4 +1,4 @@
-"""Awake, stage 1: the engine resumes its weights while the trainer packs."""
+"""Awake: the engine resumes its weights while the trainer packs (stage 1), and the rest after the sync (stage 2)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import torch
 from verl_sync_plugin.bucket_size import AutoBucket
 from verl_sync_plugin.metrics import SyncReport
 from verl_sync_plugin.sharding_manager.agreement import Agreement
+from verl_sync_plugin.sharding_manager.coverage import say
 from verl_sync_plugin.sharding_manager.endpoint import RolloutEndpoint
 from verl_sync_plugin.sharding_manager.gauges import note_device_memory
 
 
 class Waking:
-    """Both methods are collective over the trainer ranks.
+    """All methods are collective over the trainer ranks.
 
     Args:
         agreement: where ranks settle.
@@ -66,6 +67,24 @@ class Waking:
         report.stages["resume_weights"] -= report.stages.get("update_weights", 0.0) - before
         note_device_memory(report, self._device, "weights")
         return works
+
+    async def finish(self, tags: list[str], report: SyncReport) -> None:
+        """Stage 2: the engine resumes ``tags``, flushes once and gets the report.
+
+        Raises:
+            SyncError: any engine failed; the same text on every rank.
+        """
+        with report.stage("resume_kv"):
+            with self._agreement.attempt():
+                if self._endpoint.leader:
+                    await self._endpoint.finish(tags)
+            self._agreement.settle("resuming the engine's KV cache")
+        note_device_memory(report, self._device, "awake")
+        if self._endpoint.leader:
+            try:
+                await self._endpoint.publish(report.as_dict())
+            except Exception as error:  # the weights are in place; a lost report must not end the run
+                say(f"the report of this sync is lost: {error!r}")
 
     async def choose_bucket(self, auto: AutoBucket, tags: list[str], report: SyncReport) -> int:
         """Resumes ``tags``; then all ranks measure and agree.
