@@ -7,8 +7,6 @@ Sender and receiver are the real ones without a channel: ``Packer`` fills the bu
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,90 +18,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from contract import sglang_models as models
-from verl_sync_plugin.bucket import Base, Plan, View
+from contract.wire import Wire
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.planner import plan_buckets
 from verl_sync_plugin.receiver import copy_plan, unpacker
 from verl_sync_plugin.receiver.copy_plan import CopyPlan
-from verl_sync_plugin.receiver.ledger import Ledger
-from verl_sync_plugin.receiver.unpacker import Unpacker
-from verl_sync_plugin.sharding_manager.agreement import Agreement
-from verl_sync_plugin.sharding_manager.hash_check import HashCheck, paired
-from verl_sync_plugin.source.base import Shard, dtype_name
-from verl_sync_plugin.source.fsdp2 import even_chunks
-from verl_sync_plugin.transport.packing import Packer
-from verl_sync_plugin.transport.protocol import Committed, Coverage, Manifest
 
 pytestmark = pytest.mark.slow
-CPU = torch.device("cpu")
 # trainer ranks, bucket size, sharded: whole tensors in one piece; many torn ones; a few
 CUTS = ((1, 1 << 30, False), (3, 20_000, True), (2, 1 << 16, False))
-
-
-class Wire:
-    """Brings checkpoints to one model the way trainer ranks do."""
-
-    def __init__(
-        self, model: Any, weights: models.Weights, ranks: int, bucket_bytes: int, sharded: bool = False
-    ) -> None:
-        self.model = model
-        self._ranks = ranks
-        bases = tuple(self._base(name, tensor) for name, tensor in weights)
-        self.plan: Plan = plan_buckets(bases, bucket_bytes, sharded)
-        self._packers = [Packer(CPU, self.plan, hashed=True) for _ in range(ranks)]
-        self.unpacker = Unpacker(model, Manifest.of(self.plan), CPU)
-        self.coverage = Coverage(0, ())
-        self.check = HashCheck(Agreement(60.0))
-
-    def _base(self, name: str, tensor: torch.Tensor) -> Base:
-        lengths = even_chunks(tensor.shape[0], self._ranks, tensor.numel() // tensor.shape[0])
-        views = (View(name, tuple(tensor.shape), 0, tensor.numel()),)
-        return Base(name, dtype_name(tensor.dtype), tensor.element_size(), lengths, views)
-
-    def _shards(self, weights: models.Weights, rank: int) -> list[Shard]:
-        shards = []
-        for base, (_, tensor) in zip(self.plan.bases, weights, strict=True):
-            run = tensor.reshape(-1)[sum(base.lengths[:rank]) :][: base.lengths[rank]]
-            shards.append(Shard(base, lambda run=run: run))  # type: ignore[misc]
-        return shards
-
-    def sync(
-        self, weights: models.Weights, spoil: Callable[[torch.Tensor], None] = lambda memory: None
-    ) -> tuple[int, int]:
-        """One sync into memory that holds rubbish; returns what was replayed."""
-        models.poison(self.model)
-        shards = [self._shards(weights, rank) for rank in range(self._ranks)]
-        for packer in self._packers:
-            packer.begin()
-        self.unpacker.begin(copy_plan=True, hashed=True, whole=self.check.whole(self.plan))
-        ledger = None if self.unpacker.settled else Ledger(self.model)
-        slots = [torch.zeros(self.plan.slot_bytes, dtype=torch.uint8)]
-        slots += [slots[0].clone() for _ in range(self._ranks - 1)] if self.plan.sharded else []
-        with ledger or nullcontext():
-            for index, bucket in enumerate(self.plan.buckets):
-                for rank, packer in enumerate(self._packers):
-                    packer.pack(bucket, slots[rank % len(slots)], shards[rank], rank)
-                spoil(slots[0])
-                self.unpacker.load(index, slots)
-                for slot in slots:
-                    slot.fill_(0xEE)  # used again
-        replayed = self.unpacker.replayed
-        self._compare()
-        self.unpacker.finish(ledger)
-        if ledger is not None:
-            self.coverage = ledger.coverage()
-        return replayed
-
-    def _compare(self) -> None:
-        """The hashes, as the trainer ranks compare them; every model rank holds all packers, as many as its world."""
-        readings = self.unpacker.readings()
-        if readings is not None:
-            self.unpacker.told(readings)
-            self.check.note(Committed(self.coverage, readings=readings))
-            self.check.learn(self.plan)
-            self.check._times_sent = torch.full_like(self.check._times_sent, dist.get_world_size())
-        sent = torch.stack([packer.sums() for packer in self._packers]).sum(0)
-        self.check.compare(paired(sent, Committed(self.coverage, sums=self.unpacker.sums())))
 
 
 def assert_same(model: Any, reference: Any, what: str) -> None:

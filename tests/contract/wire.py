@@ -1,0 +1,90 @@
+"""Brings checkpoints to one SGLang model the way trainer ranks do: the real packer and unpacker without a channel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from contract import sglang_models as models
+from verl_sync_plugin.bucket import Base, Plan, View
+from verl_sync_plugin.planner import plan_buckets
+from verl_sync_plugin.receiver.ledger import Ledger
+from verl_sync_plugin.receiver.unpacker import Unpacker
+from verl_sync_plugin.sharding_manager.agreement import Agreement
+from verl_sync_plugin.sharding_manager.hash_check import HashCheck, paired
+from verl_sync_plugin.source.base import Shard, dtype_name
+from verl_sync_plugin.source.fsdp2 import even_chunks
+from verl_sync_plugin.transport.packing import Packer
+from verl_sync_plugin.transport.protocol import Committed, Coverage, Manifest
+
+CPU = torch.device("cpu")
+
+
+class Wire:
+    """Brings checkpoints to one model the way trainer ranks do."""
+
+    def __init__(
+        self, model: Any, weights: models.Weights, ranks: int, bucket_bytes: int, sharded: bool = False
+    ) -> None:
+        self.model = model
+        self._ranks = ranks
+        bases = tuple(self._base(name, tensor) for name, tensor in weights)
+        self.plan: Plan = plan_buckets(bases, bucket_bytes, sharded)
+        self._packers = [Packer(CPU, self.plan, hashed=True) for _ in range(ranks)]
+        self.unpacker = Unpacker(model, Manifest.of(self.plan), CPU)
+        self.coverage = Coverage(0, ())
+        self.check = HashCheck(Agreement(60.0))
+
+    def _base(self, name: str, tensor: torch.Tensor) -> Base:
+        lengths = even_chunks(tensor.shape[0], self._ranks, tensor.numel() // tensor.shape[0])
+        views = (View(name, tuple(tensor.shape), 0, tensor.numel()),)
+        return Base(name, dtype_name(tensor.dtype), tensor.element_size(), lengths, views)
+
+    def _shards(self, weights: models.Weights, rank: int) -> list[Shard]:
+        shards = []
+        for base, (_, tensor) in zip(self.plan.bases, weights, strict=True):
+            run = tensor.reshape(-1)[sum(base.lengths[:rank]) :][: base.lengths[rank]]
+            shards.append(Shard(base, lambda run=run: run))  # type: ignore[misc]
+        return shards
+
+    def sync(
+        self, weights: models.Weights, spoil: Callable[[torch.Tensor], None] = lambda memory: None
+    ) -> tuple[int, int]:
+        """One sync into memory that holds rubbish; returns what was replayed."""
+        models.poison(self.model)
+        shards = [self._shards(weights, rank) for rank in range(self._ranks)]
+        for packer in self._packers:
+            packer.begin()
+        self.unpacker.begin(copy_plan=True, hashed=True, whole=self.check.whole(self.plan))
+        ledger = None if self.unpacker.settled else Ledger(self.model)
+        slots = [torch.zeros(self.plan.slot_bytes, dtype=torch.uint8)]
+        slots += [slots[0].clone() for _ in range(self._ranks - 1)] if self.plan.sharded else []
+        with ledger or nullcontext():
+            for index, bucket in enumerate(self.plan.buckets):
+                for rank, packer in enumerate(self._packers):
+                    packer.pack(bucket, slots[rank % len(slots)], shards[rank], rank)
+                spoil(slots[0])
+                self.unpacker.load(index, slots)
+                for slot in slots:
+                    slot.fill_(0xEE)  # used again
+        replayed = self.unpacker.replayed
+        self._compare()
+        self.unpacker.finish(ledger)
+        if ledger is not None:
+            self.coverage = ledger.coverage()
+        return replayed
+
+    def _compare(self) -> None:
+        """The hashes, as the trainer ranks compare them; every model rank holds all packers, as many as its world."""
+        readings = self.unpacker.readings()
+        if readings is not None:
+            self.unpacker.told(readings)
+            self.check.note(Committed(self.coverage, readings=readings))
+            self.check.learn(self.plan)
+            self.check._times_sent = torch.full_like(self.check._times_sent, dist.get_world_size())
+        sent = torch.stack([packer.sums() for packer in self._packers]).sum(0)
+        self.check.compare(paired(sent, Committed(self.coverage, sums=self.unpacker.sums())))
