@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -245,6 +246,30 @@ def sync_untrained(layout: Layout) -> None:
 def test_sync_before_the_first_forward(layout: Layout) -> None:
     """verl syncs before the first step, when FSDP1 has not yet initialised itself lazily."""
     run_world(layout.size, sync_untrained, layout)
+
+
+def sync_after_a_forward_that_raised() -> None:
+    """The root stays gathered then; what is sent are the shards all the same."""
+    layout = Layout((2,))
+    model = build("qwen2")
+    original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    module: Any = shard(model, layout)
+    source = open_source(module, layout, "qwen2")
+    expected = expected_on_the_wire(original, parameters, layout, "qwen2")
+    _, plan = one_sync(module, source, LARGE)
+    hook = module.model.layers[-1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        module(input_ids=torch.arange(8).reshape(1, 8))
+    hook.remove()
+    assert not isinstance(module.model.embed_tokens.weight, DTensor), "the root is not gathered"
+    got, again = one_sync(module, source, LARGE)
+    check_arrival(got, expected)
+    assert again.digest == plan.digest
+
+
+def test_sync_after_a_forward_that_raised() -> None:
+    run_world(2, sync_after_a_forward_that_raised)
 
 
 def odd_placement() -> str:

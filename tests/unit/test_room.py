@@ -18,6 +18,7 @@ from verl_sync_plugin.sharding_manager.room import (
     growth,
     must_empty,
     read_device,
+    reserve_of,
 )
 
 GIB = 1 << 30
@@ -39,6 +40,23 @@ EIGHTH = H200 // 8
 )
 def test_decision(free: int, cached: int, need: int | None, empties: bool) -> None:
     assert must_empty(DeviceMemory(free, H200, cached), need) is empties
+
+
+@pytest.mark.parametrize(
+    ("total", "chunk", "reserve"),
+    [
+        (141 * GIB, None, 141 * GIB // 8),
+        (80 * GIB, None, 13 * GIB),  # SGLang's estimate for its chunks of 8192 tokens is more than an eighth
+        (40 * GIB, None, 7 * GIB),
+        (80 * GIB, 2048, 10 * GIB),
+        (141 * GIB, 32768, 49 * GIB),
+        (80 * GIB, -1, 25 * GIB),  # not chunked: as long as SGLang lets a prefill be
+    ],
+)
+def test_reserve(total: int, chunk: int | None, reserve: int) -> None:
+    assert reserve_of(total, chunk) == reserve
+    assert must_empty(DeviceMemory(reserve - 1, total, GIB), 0, chunk)
+    assert not must_empty(DeviceMemory(reserve, total, GIB), 0, chunk)
 
 
 def test_unknown_memory_is_emptied() -> None:

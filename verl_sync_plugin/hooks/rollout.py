@@ -7,7 +7,6 @@ weights earlier. verl's own worker knows these three calls alone, ours (``hooks/
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -27,14 +26,13 @@ from verl_sync_plugin.hooks.awake import WEIGHTS, sleep_tags, wake_stages
 from verl_sync_plugin.hooks.backup import keep_cpu_backup
 from verl_sync_plugin.hooks.endpoint import ServerActorEndpoint
 from verl_sync_plugin.hooks.engine import ShardStream
+from verl_sync_plugin.hooks.report_file import write_report
 from verl_sync_plugin.metrics import SyncReport
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sharding_manager.base import ShardingManager
 from verl_sync_plugin.sharding_manager.endpoint import abandon
 from verl_sync_plugin.sharding_manager.gauges import device_reading, note_device_memory
 from verl_sync_plugin.sharding_manager.room import FIRST, REST, Room, growth, read_device
-
-REPORT_FILE_VARIABLE = "VERL_SYNC_REPORT_FILE"
 
 
 class SyncServerAdapter(ServerAdapter):
@@ -63,7 +61,9 @@ class SyncServerAdapter(ServerAdapter):
         staged = bool(config.multi_stage_wake_up) or self._keeps_weights  # without resident weights no first stage
         self._stage_one, self._stage_two = wake_stages(staged, self._sync.release_cuda_graph)
         self._wake_tags: list[str] = []
-        self._room = Room(lambda: read_device(_trainer_device()), always=self._sync.empty_cache == "always")
+        chunk = _sglang_arguments(config).get("chunked_prefill_size", None)
+        self._room = Room(lambda: read_device(_trainer_device()), self._sync.empty_cache == "always", chunk)
+        self._early: Exception | None = None
         self._around = SyncReport()  # what precedes the manager's report of the sync under way
 
     @property
@@ -128,7 +128,16 @@ class SyncServerAdapter(ServerAdapter):
         await self._init_server_adapter()
         if self._manager is None:
             self._manager = self._make_manager(weights)
-        await self._manager.update_weights(self._wake_tags, global_steps)
+        manager, early = self._manager, self._early
+        self._early = None
+        with manager.agreement.attempt():
+            if early is not None:
+                raise early
+        try:
+            await manager.update_weights(self._wake_tags, global_steps)
+        except SyncError as error:
+            await abandon(manager.endpoint, str(error))  # whatever failed: the engine may not generate
+            raise
         self._wake_tags = []
         if ends and not self.config.free_cache_engine:
             await self._finish([])
@@ -136,14 +145,19 @@ class SyncServerAdapter(ServerAdapter):
     def make_room_for_weights(self, offloaded: bool) -> None:
         """Empties the trainer's cache if the engine needs it to resume its weights.
 
+        An error, perhaps of the training step before, is kept for ``update_weights``, where all ranks hear of it.
+
         Args:
             offloaded: the parameters are in host memory; verl's copies to there may still run, and are waited for.
         """
         self._around = SyncReport()
-        with self._around.stage("before"):
-            if offloaded:
-                get_torch_device().synchronize()
-            self._around.emptied_caches += self._room.make(FIRST, get_torch_device().empty_cache)
+        try:
+            with self._around.stage("before"):
+                if offloaded:
+                    get_torch_device().synchronize()
+                self._around.emptied_caches += self._room.make(FIRST, get_torch_device().empty_cache)
+        except Exception as error:
+            self._early = error
 
     async def make_room_for_rest(self, offload: Callable[[], None]) -> None:
         """After ``update_weights``: makes the room that stage 2 needs, on all ranks. Collective.
@@ -206,27 +220,22 @@ class SyncServerAdapter(ServerAdapter):
                 grown.pop(REST, None)
             self._room.learn(manager.agreement.gather("what the engine resumed", grown))
         if manager.endpoint.leader:
-            _emit(report)
+            write_report(report)
 
 
 def _static_fraction(config: Any) -> float:
     """The share of a device that the engine takes for weights and KV cache, as verl launches it."""
-    kwargs = (config.engine_kwargs or {}).get("sglang", None) or {}
-    return float(kwargs.get("mem_fraction_static", None) or config.gpu_memory_utilization)
+    return float(_sglang_arguments(config).get("mem_fraction_static", None) or config.gpu_memory_utilization)
+
+
+def _sglang_arguments(config: Any) -> Any:
+    """What the user hands to SGLang beside verl's own keys."""
+    return (config.engine_kwargs or {}).get("sglang", None) or {}
 
 
 def _trainer_device() -> torch.device:
     name = get_device_name()
     return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
-
-
-def _emit(report: SyncReport) -> None:
-    """One line into the log, and one JSON line into the file named by ``VERL_SYNC_REPORT_FILE``, if any."""
-    _say(report.line())
-    path = os.environ.get(REPORT_FILE_VARIABLE)
-    if path:
-        with open(path, "a") as file:
-            file.write(json.dumps({"event": "sync_report", **report.as_dict()}) + "\n")
 
 
 def _say(text: str) -> None:

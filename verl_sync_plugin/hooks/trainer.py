@@ -46,7 +46,7 @@ def take_workers(mapping: dict[Any, Any]) -> None:
     from verl_sync_plugin.hooks.worker import ours_for
 
     for role, remote in mapping.items():
-        ours = ours_for(remote.__ray_actor_class__) if "rollout" in str(role) else None
+        ours = ours_for(getattr(remote, "__ray_actor_class__", remote)) if "rollout" in str(role) else None
         if ours is not None:
             mapping[role] = ray.remote(ours)
             print(f"[verl-sync-plugin] pid {os.getpid()} task runner: {role} is {ours.__name__}", flush=True)

@@ -7,6 +7,7 @@ everybody's. All else is verl's: other backends, other rollouts and a plugin tha
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -45,6 +46,10 @@ class SyncWorkerMixin:
             await rollout.update_weights(weights, global_steps=global_steps, ends=False)
             await rollout.make_room_for_rest(lambda: offload(engine))
             await rollout.end_sync()
+        except BaseException:
+            with suppress(Exception):  # a stream that loaded the model for the sync must not leave it on the device
+                offload(self.actor.engine)
+            raise
         finally:
             set_expandable_segments(True)
         self.base_sync_done = True

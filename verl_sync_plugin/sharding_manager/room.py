@@ -3,7 +3,7 @@
 The allocator of the trainer keeps what it has freed. The engine is another process and cannot use that: when it resumes
 more than the device has free, its memory saver ends it. So stock verl empties the cache at both ends of every sync, and
 the next training step allocates all of it anew. Here the cache stays while the device has enough free without it:
-what the engine is about to resume, and 1/``RESERVE_SHARE`` of the device on top.
+what the engine is about to resume, and a reserve on top.
 
 Why that is safe:
 
@@ -11,7 +11,8 @@ Why that is safe:
   the first syncs, during which the cache is always emptied; what else was allocated meanwhile only makes it larger.
   What was freed meanwhile makes it smaller (SGLang empties its own cache when it flushes), so the most of several syncs
   and of all ranks counts: all engines of a run are alike.
-- The reserve is for what the engine allocates outside of its saver, above all the activations while it generates.
+- The reserve is for what the engine allocates outside of its saver, above all the activations while it generates:
+  1/``RESERVE_SHARE`` of the device, and never less than SGLang's own estimate (``reserve_of``).
 - The trainer's own allocations need none of this: its allocator frees its cache by itself before it gives up.
 - Nobody else's memory is counted on: another engine on the same device makes verl's trainer hook choose ``always``.
 """
@@ -25,6 +26,10 @@ import torch
 
 LEARNING_SYNCS = 2
 RESERVE_SHARE = 8
+# SGLang's estimate of what generating takes beside its static memory, per token of a prefill chunk, and on top
+CHUNK_TOKEN_BYTES, BESIDE_CHUNK_BYTES = 1536 * 1024, 1 << 30
+# And its default chunk, by the device's memory in GiB that it is below
+DEFAULT_CHUNKS, LARGEST_CHUNK = ((35, 2048), (60, 4096), (160, 8192)), 16384
 
 # (before, after) of each resume, as moments of ``SyncReport.device_used_bytes``
 FIRST = ("asleep", "weights")
@@ -56,16 +61,32 @@ def read_device(device: torch.device) -> DeviceMemory | None:
     return DeviceMemory(free, total, torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
 
 
-def must_empty(memory: DeviceMemory | None, need: int | None) -> bool:
+def reserve_of(total: int, chunk: int | None = None) -> int:
+    """Bytes that stay free for what the engine allocates while it generates.
+
+    Args:
+        total: bytes of the device.
+        chunk: the engine's ``chunked_prefill_size``; ``None`` for its default, not positive for none.
+
+    Source of the estimate and the defaults: ``ServerArgs._handle_gpu_memory_settings`` of SGLang 0.5.12.
+    """
+    if chunk is None:
+        chunk = next((tokens for below, tokens in DEFAULT_CHUNKS if total < below << 30), LARGEST_CHUNK)
+    chunk = chunk if chunk > 0 else LARGEST_CHUNK
+    return max(total // RESERVE_SHARE, chunk * CHUNK_TOKEN_BYTES + BESIDE_CHUNK_BYTES)
+
+
+def must_empty(memory: DeviceMemory | None, need: int | None, chunk: int | None = None) -> bool:
     """Whether the cache has to go.
 
     Args:
         memory: what the device has; ``None`` when unknown.
         need: bytes that the engine is about to resume; ``None`` when unknown.
+        chunk: see ``reserve_of``.
     """
     if memory is None or need is None:
         return True
-    return memory.cached > 0 and memory.free < need + memory.total // RESERVE_SHARE
+    return memory.cached > 0 and memory.free < need + reserve_of(memory.total, chunk)
 
 
 def growth(used: Mapping[str, int]) -> Growth:
@@ -79,11 +100,13 @@ class Room:
     Args:
         read: the device's memory.
         always: decide like stock verl.
+        chunk: the engine's ``chunked_prefill_size``, if set.
     """
 
-    def __init__(self, read: Callable[[], DeviceMemory | None], always: bool = False) -> None:
+    def __init__(self, read: Callable[[], DeviceMemory | None], always: bool = False, chunk: int | None = None) -> None:
         self._read = read
         self._always = always
+        self._chunk = chunk
         self._most: Growth = {}
         self._syncs = 0
 
@@ -105,7 +128,7 @@ class Room:
         Returns:
             Whether it did.
         """
-        if not self._always and not must_empty(self._read(), self._need(resume)):
+        if not self._always and not must_empty(self._read(), self._need(resume), self._chunk):
             return False
         empty()
         return True

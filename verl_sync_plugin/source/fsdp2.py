@@ -65,6 +65,7 @@ class FSDP2Source(ParameterSource):
         self._rename = rename
         self._slots: dict[str, _Slot] = {}
         self._units: list[FSDPModule] = []
+        self._sharded: set[str] = set()
         self._parameters = set(rename(dict(module.named_parameters(remove_duplicate=False))))
         self._policy = policy
         self._rewrite = rewrite
@@ -81,7 +82,11 @@ class FSDP2Source(ParameterSource):
             return state
         for unit in self._units:
             unit.reshard()  # as a hook of state_dict() does: after a forward pass the root is still gathered
-        return {name: slot.tensor() for name, slot in self._slots.items()}
+        state = {name: slot.tensor() for name, slot in self._slots.items()}
+        if {name for name, tensor in state.items() if isinstance(tensor, DTensor)} != self._sharded:
+            # A forward pass that raised leaves the root gathered, and only the hook of state_dict() gets past that
+            return self._rename(dict(self._module.state_dict()))
+        return state
 
     def _find_slots(self, state: Mapping[str, torch.Tensor]) -> None:
         """Leaves none when a hook made any of the tensors; then the state dict is asked every time."""
@@ -94,6 +99,7 @@ class FSDP2Source(ParameterSource):
         found = {name: places.get(_identity(tensor)) for name, tensor in state.items()}
         if None not in found.values():
             self._slots = {name: slot for name, slot in found.items() if slot is not None}
+            self._sharded = {name for name, tensor in state.items() if isinstance(tensor, DTensor)}
             self._units = [module for module in self._module.modules() if isinstance(module, FSDPModule)]
 
     def _shard(self, names: list[str], tensor: torch.Tensor) -> Shard:
