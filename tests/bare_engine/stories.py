@@ -94,7 +94,7 @@ def _check_traffic(member: Rank) -> None:
     if world == 1:
         assert report.peer_bytes == 0
     else:
-        assert report.nbytes / world < read < 0.8 * report.nbytes, report
+        assert report.replayed_bytes / world < read < 0.8 * report.replayed_bytes, report
         # Tensor-parallel trainer ranks hold what the engine ranks beside them need, others only by chance
         most = 0.2 if ("tp", world) in member.setup.settings else 0.7
         assert 0 < report.peer_bytes < most * read, report
