@@ -80,7 +80,7 @@ class Wire:
 
     def _compare(self) -> None:
         """The hashes, as the trainer ranks compare them; every model rank holds all packers, as many as its world."""
-        readings = self.unpacker.readings()
+        readings = self.unpacker.readings(always=False)
         if readings is not None:
             self.unpacker.told(readings)
             self.check.note(Committed(self.coverage, readings=readings))

@@ -68,10 +68,10 @@ class ReceiverSession:
                 slots = [slot_of(memory, message.slot, hello.stagings[0].slot_bytes) for memory in read]
                 with running.loading(message.bucket, slots[0].is_cuda):
                     unpacker.load(message.bucket, slots)
-        _expect(Commit, message)
+        commit = _expect(Commit, message)
         # Of this sync: what the model's own load proves wrong is taken out of the plan at its end
         did = (*unpacker.replayed, *unpacker.traffic(hello.place))
-        sums, readings = unpacker.sums(), unpacker.readings()
+        sums, readings = unpacker.sums(), unpacker.readings(always=commit.tell)
         unpacker.finish(ledger)
         if ledger is not None:
             self._coverage[hello.digest] = ledger.coverage()

@@ -95,11 +95,11 @@ class Unpacker:
         device."""
         return bytes(self._sums.cpu().numpy().astype("<i8").tobytes()) if self._hashed else b""
 
-    def readings(self) -> Readings | None:
-        """What ``sums`` are of; ``None`` when that is what ``told`` has noted."""
+    def readings(self, always: bool) -> Readings | None:
+        """What ``sums`` are of; ``None`` when that is what ``told`` has noted, unless ``always``."""
         assert self._replay is not None, "begin() comes first"
         readings = self._replay.readings if self._hashed else None
-        return None if readings == self._told else readings
+        return readings if always or readings != self._told else None
 
     def told(self, readings: Readings | None) -> None:
         """The trainer knows these; ``None``: nothing new."""

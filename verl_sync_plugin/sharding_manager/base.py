@@ -227,7 +227,7 @@ class ShardingManager(BaseShardingManager):
     async def _commit(self, pending: PendingLoad | None) -> None:
         plan, verify, sums, new = self._planning.ready(), self.config.verify_hashes, torch.empty(0), False
         with self._agreement.attempt():
-            committed = self._sender.commit()
+            committed = self._sender.commit(tell=verify and not self._hashes.knows(plan))
             new = self._hashes.note(committed)
             if verify:
                 sums = paired(self._sender.sums(), committed)

@@ -40,6 +40,10 @@ class HashCheck:
         """Tensors that the engine ranks are to hash whole, because they read some bytes more often than others."""
         return self._whole if plan.digest == self._digest else ()
 
+    def knows(self, plan: Plan) -> bool:
+        """Whether what the engine ranks read of a plan's tensors is known. An engine may have told another trainer."""
+        return self._learned and plan.digest == self._digest
+
     def note(self, committed: Committed) -> bool:
         """Keeps what an engine rank says it reads; returns whether ``learn`` is needed."""
         if committed.readings is not None:  # told once only, so kept even if this sync fails

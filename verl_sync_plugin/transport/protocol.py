@@ -159,7 +159,9 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Commit:
-    """Ends the sync."""
+    """Ends the sync. ``tell``: say in any case what is read of each tensor; this trainer rank does not know it."""
+
+    tell: bool = False
 
 
 @dataclass(frozen=True)

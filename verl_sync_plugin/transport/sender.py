@@ -184,9 +184,16 @@ class BucketSender:
         assert loaded.bucket == bucket_index, f"{describe(loaded)} while waiting for bucket {bucket_index}"
         return loaded.seconds
 
-    def commit(self) -> Committed:
-        """Ends the sync on this rank; returns what the engine rank did."""
-        self._open_channel().send(Commit())
+    def commit(self, tell: bool = False) -> Committed:
+        """Ends the sync on this rank.
+
+        Args:
+            tell: ask what the engine rank reads, also if it has said so before.
+
+        Returns:
+            What the engine rank did.
+        """
+        self._open_channel().send(Commit(tell))
         return self._expect(Committed)
 
     def hang_up(self) -> bool:
