@@ -57,7 +57,7 @@ def render(results: list[dict[str, Any]]) -> list[str]:
             rows.append([f"`{one['case']}`, `{other['case']}`", variant, *rates])
     if not rows:
         return []
-    title = "Rollouts with the adapter merged into the weights, and served by the engine:"
+    # verl's replay buffer looks for finished rollouts that often
+    title = "Rollouts with the adapter merged into the weights, and served by the engine (each known to 2 s only):"
     lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
-    note = "verl 0.9.1 looks for finished rollouts every 2 s, so the seconds of each are known to 2 s only."
-    return ["", title, "", *lines, *("| " + " | ".join(row) + " |" for row in rows), "", note]
+    return ["", title, "", *lines, *("| " + " | ".join(row) + " |" for row in rows)]
