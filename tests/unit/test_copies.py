@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from verl_sync_plugin.copies import plain, table
-from verl_sync_plugin.copies.blocks import Block, Lines, clip, union, within
+from verl_sync_plugin.copies.blocks import Block, Lines, clip
 from verl_sync_plugin.copies.bucket_memory import BucketMemory
 from verl_sync_plugin.copies.copier import Copier
 
@@ -71,11 +71,6 @@ def test_clip_keeps_exactly_the_bytes_inside() -> None:
 def test_clip_of_a_cast_moves_the_target_by_its_own_bytes() -> None:
     (part,) = clip(Lines(0, 16, 1, 0, 100, 0), 4, 12, grow=(2, 4))  # fp32 to bf16
     assert (part.start, part.width, part.target) == (4, 8, 102)
-
-
-def test_intervals() -> None:
-    assert union([(5, 9), (0, 3), (3, 4), (8, 12), (7, 7)]) == [(0, 3), (3, 4), (5, 12)]
-    assert within([(0, 3), (3, 4), (5, 12)], 2, 6) == [(2, 3), (3, 4), (5, 6)]
 
 
 def test_hash_does_not_depend_on_the_cuts() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-
-Interval = tuple[int, int]  # first byte, one past the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,22 +76,3 @@ def clip(lines: Lines, low: int, high: int, grow: tuple[int, int] = (1, 1)) -> I
         lower, upper = max(begin, low), min(begin + lines.width, high)
         target = lines.target + cut * lines.target_stride + (lower - begin) * grow[0] // grow[1]
         yield Lines(lower, upper - lower, 1, 0, target, 0)
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same bytes as disjoint intervals in ascending order; only overlapping ones are joined."""
-    merged: list[Interval] = []
-    for first, end in sorted(intervals):
-        if first >= end:
-            continue
-        if merged and first < merged[-1][1]:
-            if end > merged[-1][1]:
-                merged[-1] = (merged[-1][0], end)
-        else:
-            merged.append((first, end))
-    return merged
-
-
-def within(intervals: list[Interval], low: int, high: int) -> list[Interval]:
-    """The parts of disjoint ascending ``intervals`` that lie in ``[low, high)``."""
-    return [(max(first, low), min(end, high)) for first, end in intervals if first < high and end > low]

@@ -128,6 +128,10 @@ class SyncServerAdapter(ServerAdapter):
         await self._init_server_adapter()
         if self._manager is None:
             self._manager = self._make_manager(weights)
+            if ends and self.config.free_cache_engine:
+                _say(
+                    "the trainer runs verl's own worker: it empties caches itself, custom.sync.empty_cache does nothing"
+                )
         manager, early = self._manager, self._early
         self._early = None
         with manager.agreement.attempt():

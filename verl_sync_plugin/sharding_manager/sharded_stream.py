@@ -17,11 +17,7 @@ class ShardedStream(BucketStream):
     """See ``BucketStream``."""
 
     def run(self) -> None:
-        """Hands all buckets over, after ``fill_ahead``, and waits until the engines have loaded them.
-
-        Raises:
-            SyncError: any rank failed.
-        """
+        """Like ``BucketStream.run``; the bucket handed over may be read by all engine ranks of the group."""
         count = len(self._plan.buckets)
         for index in range(count):
             with self._agreement.attempt():

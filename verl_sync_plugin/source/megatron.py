@@ -1,7 +1,7 @@
 """Megatron (tensor, pipeline, virtual pipeline, expert, expert-tensor, context and data parallel) through mbridge.
 
 Every rank tells the others once what it holds; from then on each rank knows which of its bytes go where, and a bucket
-is one all-gather over the ranks that hold the model together, whatever the mix of parallel layouts. No collective and
+carries parts of all ranks that hold the model together, whatever the mix of parallel layouts. No collective and
 no object exchange per tensor. Among ranks with the same part (data and context parallel inside a replica, layer norms
 of tensor-parallel ranks) one sends it, chosen so that all send about as much.
 """

@@ -1,0 +1,63 @@
+"""The plan of a run between real ranks: agreed once, and told anew after another plan has failed."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds import run_world
+
+from verl_sync_plugin.bucket import Base, Plan, View
+from verl_sync_plugin.config import SyncConfig
+from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.planner import plan_buckets
+from verl_sync_plugin.sharding_manager.agreement import Agreement
+from verl_sync_plugin.sharding_manager.delivery import Delivery
+from verl_sync_plugin.sharding_manager.planning import Planning
+from verl_sync_plugin.source.base import ParameterSource, Shard
+from verl_sync_plugin.transport.sender import BucketSender
+
+
+class _Source(ParameterSource):
+    def __init__(self) -> None:
+        super().__init__()
+        self._group = dist.group.WORLD
+
+    def shards(self) -> list[Shard]:
+        raise AssertionError("not asked for")
+
+    def plan(self, bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False) -> Plan:
+        return plan_buckets(bases, bucket_bytes, sharded)
+
+
+def shards_of(numel: int) -> list[Shard]:
+    base = Base("w", "uint8", 1, (numel, numel), (View("w", (2 * numel,), 0, 2 * numel),))
+    return [Shard(base, lambda: torch.zeros(numel, dtype=torch.uint8))]
+
+
+def fail_in_between() -> tuple[bool, bool]:
+    """Whether engines are told of the staging memory in use: at first, and after a plan that failed."""
+    agreement, sender = Agreement(20.0), BucketSender(torch.device("cpu"), 20.0)
+    delivery = Delivery(SyncConfig(), agreement)
+    planning, source = Planning(agreement, sender, delivery), _Source()
+
+    def told() -> bool:
+        return delivery._stagings[delivery._place].key == sender.export().key
+
+    planning.agree(source, shards_of(64), 4096)
+    first = told()
+
+    def refuse(*_: Any) -> None:
+        raise SyncError("injected")
+
+    with mock.patch.object(agreement, "same_on_all", refuse), pytest.raises(SyncError, match="injected"):
+        planning.agree(source, shards_of(4096), 4096)  # larger slots: the staging memory is another one
+    planning.agree(source, shards_of(64), 4096)
+    return first, told()
+
+
+def test_staging_memory_is_told_anew_after_a_plan_that_failed() -> None:
+    assert run_world(2, fail_in_between, timeout=60) == [(True, True)] * 2
