@@ -83,6 +83,10 @@ class Slice:
     end: int
     offset: int
 
+    def count(self, base: Base, rank: int) -> int:
+        """How many of these elements a rank has; not positive when its run ends before."""
+        return min(self.end, base.lengths[rank if len(base.lengths) > 1 else 0]) - self.begin
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -160,6 +164,10 @@ class Plan:
     def slot_bytes(self) -> int:
         """The most that a rank stages of one bucket, so the size of one staging slot."""
         return max((bucket.stride if self.sharded else bucket.nbytes for bucket in self.buckets), default=0)
+
+    def origin(self, bucket: Bucket, rank: int) -> int:
+        """The byte of a bucket that a rank's slot begins with."""
+        return rank * bucket.stride if self.sharded and bucket.world > 1 else 0
 
     @cached_property
     def tensor_count(self) -> int:

@@ -24,9 +24,9 @@ class Reader:
 
     def __init__(self, plan: Plan, source: ParameterSource, sender: BucketSender) -> None:
         sender.reserve(plan)
-        sender.begin(plan, hashed=True)
         self.plan, self.sender, self.group = plan, sender, source.group
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
+        sender.begin(plan, self.rank, hashed=True, finite=False)
         exports = [sender.export()]
         if plan.sharded:
             exports = [None] * dist.get_world_size(self.group)  # type: ignore[list-item]
@@ -47,7 +47,7 @@ class Reader:
         bucket, slot = self.plan.buckets[index], index % SLOTS
         self._meet()  # everyone has read what was there
         self.sender._slot(slot).fill_(0xEE)
-        self.sender.pack(bucket, slot, shards, self.rank if bucket.world > 1 else 0)
+        self.sender.pack(index, slot, shards)
         if not self.plan.sharded:
             self.sender.gather(bucket, slot, self.rank, self.group)
         self._meet()

@@ -54,7 +54,7 @@ def first_buckets(
     source: MergingSource, plan: Plan, shards: list[Shard], agreement: Agreement, sender: BucketSender
 ) -> None:
     sender.reserve(plan)
-    sender.begin(plan, hashed=False)
+    sender.begin(plan, 0 if source.group is None else dist.get_rank(source.group), hashed=False, finite=False)
     BucketStream(agreement, sender, plan, shards, source, SyncReport()).fill_ahead()
 
 

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from worlds import run_world
 
@@ -42,11 +40,13 @@ class Noting:
             raise MemoryError(f"injected: {what} {bucket}")
         self.notes.append((time.monotonic(), self.rank, what, bucket))  # one clock for all processes of a host
 
-    def pack(self, bucket: Any, slot: int, shards: list[Shard], segment: int) -> torch.Tensor:
-        assert self.bucket_at[id(bucket)] % SLOTS == slot
-        self._note("pack", self.bucket_at[id(bucket)])
-        self._packing = self.bucket_at[id(bucket)]
-        return torch.empty(0)
+    def pack(self, index: int, slot: int, shards: list[Shard]) -> None:
+        assert index % SLOTS == slot
+        self._note("pack", index)
+        self._packing = index
+
+    def broken(self) -> list[int]:
+        return []
 
     def drain(self, slot: int) -> None:
         time.sleep(self._trainer)
@@ -59,9 +59,6 @@ class Noting:
         time.sleep(self._engine)
         self._note("loaded", index)
         return 0.0
-
-    def plan_is(self, buckets: tuple[Any, ...]) -> None:
-        self.bucket_at = {id(bucket): place for place, bucket in enumerate(buckets)}
 
 
 class _Source(ParameterSource):
@@ -79,7 +76,6 @@ def stream(buckets: int, slow_engine: int, slow_trainer: int, broken: tuple[str,
     plan = plan_buckets(bases, 64, sharded=True)
     assert len(plan.buckets) == buckets
     sender = Noting(slow_engine, slow_trainer, broken)
-    sender.plan_is(plan.buckets)
     running = ShardedStream(Agreement(20.0), sender, plan, [], _Source(), SyncReport())  # type: ignore[arg-type]
     try:
         running.fill_ahead()

@@ -34,7 +34,7 @@ class Wire:
         self._ranks = ranks
         bases = tuple(self._base(name, tensor) for name, tensor in weights)
         self.plan: Plan = plan_buckets(bases, bucket_bytes, sharded)
-        self._packers = [Packer(CPU, self.plan, hashed=True) for _ in range(ranks)]
+        self._packers = [Packer(CPU, self.plan, rank, hashed=True, finite=False) for rank in range(ranks)]
         self.unpacker = Unpacker(model, Manifest.of(self.plan), CPU)
         self.coverage = Coverage(0, ())
         self.check = HashCheck(Agreement(60.0))
@@ -64,9 +64,9 @@ class Wire:
         slots = [torch.zeros(self.plan.slot_bytes, dtype=torch.uint8)]
         slots += [slots[0].clone() for _ in range(self._ranks - 1)] if self.plan.sharded else []
         with ledger or nullcontext():
-            for index, bucket in enumerate(self.plan.buckets):
+            for index in range(len(self.plan.buckets)):
                 for rank, packer in enumerate(self._packers):
-                    packer.pack(bucket, slots[rank % len(slots)], shards[rank], rank)
+                    packer.pack(index, slots[rank % len(slots)], shards[rank])
                 spoil(slots[0])
                 self.unpacker.load(index, slots)
                 for slot in slots:

@@ -236,10 +236,10 @@ def cost(model_path: str, layout: Layout, bucket_bytes: int, how: str) -> tuple[
             plan, source = manager._planning.plan, manager._source
             assert plan is not None and source is not None and manager._sender._staging is not None
             rank = 0 if source.group is None else dist.get_rank(source.group)
-            manager._sender.begin(plan, hashed=False)
+            manager._sender.begin(plan, rank, hashed=False, finite=False)
             with Allocations() as allocations:
                 for index, bucket in enumerate(plan.buckets):
-                    manager._sender.pack(bucket, index % SLOTS, manager._shards, rank)
+                    manager._sender.pack(index, index % SLOTS, manager._shards)
                     if not plan.sharded:
                         manager._sender.gather(bucket, index % SLOTS, rank, source.group)
         counts = {name: call.call_count for name, call in calls.items() if call.call_count}

@@ -154,6 +154,42 @@ def test_kernel_casts_like_torch(first: int, count: int, target_at: int, device:
     assert sums.item() == plain.hash_bytes(cast.view(torch.uint8).clone(), target_at).item()
 
 
+@pytest.mark.parametrize(("lines", "width", "pitch"), [(3, 4096, 5000), (5, 24, 40), (7, 34, 51), (2, 140_000, 70_016)])
+def test_kernel_casts_lines(lines: int, width: int, pitch: int, device: torch.device) -> None:
+    """Columns of a matrix: every line is cast and goes to a place of its own."""
+    source = torch.randn(1 << 19).bfloat16().float().to(device)
+    target = torch.zeros(1 << 20, dtype=torch.uint8, device=device)
+    sums = torch.zeros(1, dtype=torch.int64, device=device)
+    block = Block(64, 32, 8, width, lines, 4 * pitch, 2 * width + 16, width, grow=2)
+    table.KernelTable([block], device).run(table.addresses(target.data_ptr(), [source.data_ptr()], device), sums)
+    cast = source[16:].as_strided((lines, width // 2), (pitch, 1), 16).to(torch.bfloat16).contiguous()
+    expected = torch.zeros_like(target)
+    plain.runs(expected, 32, width, lines, 2 * width + 16).copy_(cast.view(torch.uint8))
+    assert torch.equal(target, expected)
+    assert sums.item() == plain.hash_bytes(cast.view(torch.uint8).flatten().clone(), 8).item()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("at", [0, 5, 4098, 9999])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_kernel_flags_what_is_not_finite(
+    value: float, dtype: torch.dtype, at: int, shift: int, device: torch.device
+) -> None:
+    source = torch.full((10_016,), torch.finfo(dtype).max, dtype=dtype).to(device)
+    source[1::2] *= -1
+    sums, flags = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+    offset, width = shift * dtype.itemsize, 10_000 * dtype.itemsize
+    block = Block(offset, 0, offset, width, dtype=str(dtype).removeprefix("torch."))
+    ready = table.KernelTable([block], device)
+    bases = table.addresses(0, [source.data_ptr()], device)
+    ready.run(bases, sums, copy=False, hashed=False, flags=flags, place=1)
+    assert flags.tolist() == [0, 0, 0]
+    source[shift + at] = value
+    ready.run(bases, sums, copy=False, hashed=False, flags=flags, place=1)
+    assert flags.tolist() == [0, 1, 0] and sums.item() == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_kernel_is_used_where_there_is_a_gpu() -> None:

@@ -40,11 +40,11 @@ def shards_of(runs: dict[str, torch.Tensor], wire: torch.dtype = torch.bfloat16)
 
 def broken(plan: Plan, shards: list[Shard], rank: int) -> list[int]:
     """Packs every bucket into memory full of NaN, as staging memory may be, and asks the check."""
-    check = FiniteCheck()
+    check = FiniteCheck(plan, rank)
     for index, bucket in enumerate(plan.buckets):
         memory = torch.full((bucket.nbytes,), 255, dtype=torch.uint8)
         pack_segment(memory, bucket, shards, rank)
-        check.add(plan, index, memory, rank)
+        check.add(index, memory)
     return check.broken()
 
 
@@ -85,10 +85,10 @@ def test_integers_and_a_cleared_check_have_no_say() -> None:
     assert broken(plan, shards, 0) == []
     bad = shards_of({"a": torch.full((7,), float("nan"))})
     plan = plan_buckets(tuple(shard.base for shard in bad), 1 << 20)
-    check = FiniteCheck()
+    check = FiniteCheck(plan, 0)
     memory = torch.zeros(plan.buckets[0].nbytes, dtype=torch.uint8)
     pack_segment(memory, plan.buckets[0], bad, 0)
-    check.add(plan, 0, memory, 0)
+    check.add(0, memory)
     check.clear()
     assert check.broken() == []
 

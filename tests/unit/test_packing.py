@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from verl_sync_plugin.copies import plain
 from verl_sync_plugin.copies.hulls import hulls_of, numbers_of, within_segment
 from verl_sync_plugin.planner import plan_buckets
 from verl_sync_plugin.source.base import Shard
-from verl_sync_plugin.transport import packing
+from verl_sync_plugin.transport import pack_table, packing
 from verl_sync_plugin.transport.packing import Packer, pack_segment
 
 CPU = torch.device("cpu")
@@ -78,25 +79,25 @@ def check(packer: Packer, seed: int, rank: int) -> None:
     packer.begin()
     numbers = numbers_of(bucket.entries for bucket in packer.plan.buckets)
     sums = torch.zeros(len(numbers), dtype=torch.int64)
-    for bucket in packer.plan.buckets:
+    for index, bucket in enumerate(packer.plan.buckets):
         place = rank if bucket.world > 1 else 0
         origin, staged = (place * bucket.stride, bucket.stride) if packer.plan.sharded else (0, bucket.nbytes)
         memory, expected = (torch.zeros(staged + 16, dtype=torch.uint8) for _ in range(2))
         memory, expected = (m[-m.data_ptr() % 16 :][:staged] for m in (memory, expected))
-        packer.pack(bucket, memory, mine, place)
+        packer.pack(index, memory, mine)
         pack_segment(expected, bucket, mine, place, origin)
         for hull in within_segment(hulls_of(bucket.entries), place * bucket.stride, (place + 1) * bucket.stride):
             part = slice(hull.first - origin, hull.end - origin)
             assert torch.equal(memory[part], expected[part]), (bucket.entries, hull)
             sums[numbers[hull.names[0]]] += plain.hash_bytes(expected[part].clone(), hull.first)
-    assert torch.equal(packer.sums(), sums)
+    assert torch.equal(packer.sums(), sums) and packer.broken() == []
 
 
 @pytest.mark.parametrize("rank", range(WORLD))
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [1 << 20, 3000, 800])
 def test_tables_pack_what_slices_pack(rank: int, bucket_bytes: int, sharded: bool, interpreted: None) -> None:
-    packer = Packer(CPU, planned(bucket_bytes, sharded), hashed=True)
+    packer = Packer(CPU, planned(bucket_bytes, sharded), rank, hashed=True, finite=True)
     for seed in range(3):  # other addresses each time
         check(packer, seed, rank)
 
@@ -104,30 +105,51 @@ def test_tables_pack_what_slices_pack(rank: int, bucket_bytes: int, sharded: boo
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [1 << 20, 800])
 def test_without_the_kernel(bucket_bytes: int, sharded: bool) -> None:
-    packer = Packer(CPU, planned(bucket_bytes, sharded), hashed=True)
+    packer = Packer(CPU, planned(bucket_bytes, sharded), 1, hashed=True, finite=True)
     for seed in range(2):
         check(packer, seed, rank=1)
 
 
-def test_sums_stay_zero_without_hashing(interpreted: None) -> None:
-    packer = Packer(CPU, planned(1 << 20), hashed=False)
+@pytest.mark.parametrize("name", ["as-is", "cast", "merged", "kept", "other", "handed-out", "unaligned"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_tables_find_what_is_not_finite(name: str, value: float, interpreted: None) -> None:
+    """Whichever way a shard is packed; the bucket is named that holds the spot."""
+    packer, mine = Packer(CPU, planned(800), 0, hashed=False, finite=True), shards(0)
+    place = [part.base.key for part in mine].index(name)
+    run = mine[place].local()
+    run[200] = value
+    if name == "handed-out":
+        mine[place] = replace(mine[place], local=run.clone)
+    for _ in range(2):  # a broken sync leaves nothing behind
+        packer.begin()
+        for index, bucket in enumerate(packer.plan.buckets):
+            packer.pack(index, torch.zeros(bucket.nbytes, dtype=torch.uint8), mine)
+        (index,) = packer.broken()
+        held = [part for part in packer.plan.buckets[index].slices if part.base == place]
+        assert any(part.begin <= 200 < part.end for part in held)
     packer.begin()
-    for bucket in packer.plan.buckets:
-        packer.pack(bucket, torch.zeros(bucket.nbytes, dtype=torch.uint8), shards(0), 0)
+    assert packer.broken() == []
+
+
+def test_sums_stay_zero_without_hashing(interpreted: None) -> None:
+    packer = Packer(CPU, planned(1 << 20), 0, hashed=False, finite=False)
+    packer.begin()
+    for index, bucket in enumerate(packer.plan.buckets):
+        packer.pack(index, torch.zeros(bucket.nbytes, dtype=torch.uint8), shards(0))
     assert not packer.sums().any()
 
 
 def test_tables_are_kept_while_the_shards_stay(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the addresses of a moved shard are looked up anew; a shard of another kind makes a new table."""
     made: list[object] = []
-    honest = packing.KernelTable
+    honest = pack_table.KernelTable
 
     def counted(*args: object) -> object:
         made.append(args)
         return honest(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(packing, "KernelTable", counted)
-    packer = Packer(CPU, planned(1 << 20), hashed=True)
+    monkeypatch.setattr(pack_table, "KernelTable", counted)
+    packer = Packer(CPU, planned(1 << 20), 0, hashed=True, finite=False)
     for seed in range(3):
         check(packer, seed, rank=0)
     assert len(made) == len(packer.plan.buckets)

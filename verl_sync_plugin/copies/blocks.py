@@ -15,7 +15,8 @@ class Block:
         target: byte where it is written, relative to one target address for all blocks.
         position: byte offset in the bucket of what is read or written; what the hash depends on.
         group: number of the sum that the block's hash goes into.
-        grow: bytes read per byte written: 2 casts fp32 to bf16, and then ``lines`` is 1.
+        grow: bytes read per byte written: 2 casts fp32 to bf16; ``width`` then counts what is written.
+        dtype: of the elements written, where NaN and Inf are to be looked for; else empty.
     """
 
     source: int
@@ -29,6 +30,7 @@ class Block:
     base: int = 0
     group: int = 0
     grow: int = 1
+    dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
 """Copies and the hash in plain torch operations: where there is no Triton, and the reference for the kernel.
 
 The hash of some bytes is the sum, modulo 2^64, over all 8-byte words of lower half times ``f`` plus upper half times
-``g``, both odd pseudo-random factors of the word's place in the bucket. A word may be cut: its parts add up to it. So
-the sum does not depend on how the bytes were cut into copies or in which order they ran. One changed bit changes it by
-an odd multiple of at most 2^31, which does not vanish either when up to 2^32 readers of the same bytes are added up
-(multiplied as whole words, the upper bits would); anything else goes unnoticed with one chance in 2^32 or less. It
-finds mistakes and broken memory; it is no defence against an adversary.
+``g``, both odd pseudo-random factors below 2^32 of the word's place in the bucket. A word may be cut: its parts add up
+to it. So the sum does not depend on how the bytes were cut into copies or in which order they ran. One changed bit
+changes it by an odd multiple of at most 2^31, which does not vanish either when up to 2^32 readers of the same bytes
+are added up (multiplied as whole words, the upper bits would); anything else goes unnoticed with one chance in 2^31 or
+less. It finds mistakes and broken memory; it is no defence against an adversary.
 """
 
 from __future__ import annotations
@@ -15,30 +15,25 @@ import torch
 from verl_sync_plugin.copies.blocks import Block
 
 STEP = 1 << 21  # bytes hashed at a time; bounds the memory that the hash takes
-FIRST_FACTOR = 0x9E3779B97F4A7C15
-SECOND_FACTOR = 0xD6E8FEB86659FD93
-OFFSET = 0x2545F4914F6CDD1D
-UPPER = 0x5851F42D4C957F2E  # between the factors of the two halves of a word; even, and not a multiple of 4
+# Chris Wellons' "lowbias32": https://nullprogram.com/blog/2018/07/31/
+FIRST_FACTOR = 0x7FEB352D
+SECOND_FACTOR = 0x846CA68B
+UPPER = 0x5851F42D  # between the factors of the two halves of a word
 HALF = 0xFFFFFFFF
 
 
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
 def factors(words: torch.Tensor) -> torch.Tensor:
-    """The odd factor of each word number; int64 of the same shape."""
-    mixed = words * _signed(FIRST_FACTOR) + OFFSET
-    mixed = mixed ^ ((mixed >> 32) & 0xFFFFFFFF)  # torch shifts int64 arithmetically
-    mixed = mixed * _signed(SECOND_FACTOR)
-    mixed = mixed ^ ((mixed >> 32) & 0xFFFFFFFF)
-    return mixed | 1
+    """A pseudo-random number below 2^32 for each word number; int64 of the same shape."""
+    mixed = words & HALF
+    mixed = (mixed ^ (mixed >> 16)) * FIRST_FACTOR & HALF
+    mixed = (mixed ^ (mixed >> 15)) * SECOND_FACTOR & HALF
+    return mixed ^ (mixed >> 16)
 
 
 def _weighed(bits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     """Words, or parts of words in their places, times the factors of their halves."""
-    factor = factors(words)
-    return ((bits & HALF) * factor + ((bits >> 32) & HALF) * (factor ^ UPPER)).sum()
+    mixed = factors(words)
+    return ((bits & HALF) * (mixed | 1) + ((bits >> 32) & HALF) * ((mixed ^ UPPER) | 1)).sum()
 
 
 def hash_bytes(data: torch.Tensor, position: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,19 +11,26 @@ import torch
 from verl_sync_plugin.copies.blocks import Block
 
 ROW_BYTES = 128 * 1024  # what one program copies: small enough to fill the machine, large enough for a short table
-LANES = (8, 2, 1)
+# Of the elements in an 8-byte word: all bits of the exponents, and the lowest bit of each
+EXPONENTS = {
+    "bfloat16": (0x7F80_7F80_7F80_7F80, 0x0080_0080_0080_0080),
+    "float16": (0x7C00_7C00_7C00_7C00, 0x0400_0400_0400_0400),
+    "float32": (0x7F80_0000_7F80_0000, 0x0080_0000_0080_0000),
+}
 
 
 def _lane(block: Block) -> int:
-    """The widest lane that every address and length of a block allows; lanes of 8 come in aligned pairs."""
-    marks = block.source | block.target | block.position | block.width
-    if block.grow == 2:
-        return 8 if marks % 16 == 0 else 2
+    """The widest lane that every address and length of a block allows; lanes of 8 that do not cast come in aligned
+    pairs."""
+    read, written = block.source, block.target | block.position | block.width
     if block.lines > 1:
-        marks |= block.source_stride | block.target_stride | block.position_stride
-    if marks % 16 == 0:
+        read |= block.source_stride
+        written |= block.target_stride | block.position_stride
+    if block.grow == 2:
+        return 8 if read % 16 == 0 and written % 8 == 0 else 2
+    if (read | written) % 16 == 0:
         return 8
-    return 2 if marks % 2 == 0 else 1
+    return 2 if (read | written) % 2 == 0 else 1
 
 
 def _rows(block: Block) -> np.ndarray:
@@ -48,6 +56,20 @@ def _rows(block: Block) -> np.ndarray:
     return rows
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """What a launch has in common."""
+
+    lane: int
+    tall: bool
+    cast: bool
+    dtype: str
+
+    @classmethod
+    def of(cls, block: Block) -> _Kind:
+        return cls(_lane(block), block.lines > 1 and block.width <= ROW_BYTES, block.grow == 2, block.dtype)
+
+
 class KernelTable:
     """The rows of one bucket, resident on the device and used again every sync.
 
@@ -55,24 +77,32 @@ class KernelTable:
     """
 
     def __init__(self, blocks: Iterable[Block], device: torch.device) -> None:
-        kinds: dict[tuple[int, bool, bool], list[np.ndarray]] = {}
+        kinds: dict[_Kind, list[np.ndarray]] = {}
         for block in blocks:
             if block.lines and block.width:
-                tall, cast = block.lines > 1 and block.width <= ROW_BYTES, block.grow == 2
-                kinds.setdefault((_lane(block), tall, cast), []).append(_rows(block))
+                kinds.setdefault(_Kind.of(block), []).append(_rows(block))
         self._device = device
+        self._unused = torch.zeros(1, dtype=torch.int64, device=device)
         self._parts = [(kind, *self._upload(np.concatenate(rows), kind)) for kind, rows in kinds.items()]
 
-    def _upload(self, rows: np.ndarray, kind: tuple[int, bool, bool]) -> tuple[torch.Tensor, torch.Tensor, int]:
-        lane = 2 if kind[2] else kind[0]
+    def _upload(self, rows: np.ndarray, kind: _Kind) -> tuple[torch.Tensor, torch.Tensor, int]:
         wide, narrow = rows[:, :5].copy(), rows[:, 5:].astype(np.int32)
-        wide[:, 3:] //= lane
-        narrow[:, 2:] //= lane
+        wide[:, 3] //= kind.lane * (2 if kind.cast else 1)
+        wide[:, 4] //= kind.lane
+        narrow[:, 2:] //= kind.lane
         assert (rows[:, 5:] < 2**31).all(), "a row's lengths and strides fit 32 bits"
         tensors = [torch.from_numpy(np.ascontiguousarray(part.T)).to(self._device) for part in (wide, narrow)]
         return tensors[0], tensors[1], len(rows)
 
-    def run(self, bases: torch.Tensor, sums: torch.Tensor, copy: bool = True, hashed: bool = True) -> None:
+    def run(
+        self,
+        bases: torch.Tensor,
+        sums: torch.Tensor,
+        copy: bool = True,
+        hashed: bool = True,
+        flags: torch.Tensor | None = None,
+        place: int = 0,
+    ) -> None:
         """Starts the copies on the current stream; returns at once.
 
         Args:
@@ -80,18 +110,21 @@ class KernelTable:
             sums: int64 of shape ``(groups,)`` on the device; hashes are added.
             copy: False only reads and hashes.
             hashed: False leaves ``sums`` alone.
+            flags: int64 of shape ``(n,)`` on the device; the one at ``place`` becomes 1 when a NaN or Inf is written.
+                ``None`` does not look.
+            place: see there.
         """
         from verl_sync_plugin.copies import kernel
 
-        for (lane, tall, cast), wide, narrow, count in self._parts:
-            if cast:
-                kernel.cast_rows[(count,)](
-                    wide, narrow, count, bases, sums, lane == 8, hashed, kernel.BLOCK, num_warps=kernel.WARPS
-                )
-            else:
-                kernel.copy_rows[(count,)](
-                    wide, narrow, count, bases, sums, lane, tall, copy, hashed, kernel.BLOCK, num_warps=kernel.WARPS
-                )
+        for kind, wide, narrow, count in self._parts:
+            exponent, lowest = EXPONENTS.get(kind.dtype, (0, 0)) if flags is not None else (0, 0)
+            if not (copy or hashed or exponent):
+                continue
+            block = kernel.CAST_BLOCK if kind.cast and kind.lane == 8 else kernel.BLOCK
+            kernel.move_rows[(count,)](
+                wide, narrow, count, bases, sums, self._unused if flags is None else flags, place,
+                kind.lane, kind.cast, kind.tall, copy, hashed, exponent, lowest, block, num_warps=kernel.WARPS,
+            )  # fmt: skip
 
 
 def addresses(target: int, sources: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -113,11 +146,12 @@ def kernel_works(device: torch.device) -> bool:
 def _try_out(device: torch.device) -> bool:
     source = torch.arange(256, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    sums = torch.zeros(1, dtype=torch.int64, device=device)
+    sums, flags = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
     bases = addresses(target.data_ptr(), [source.data_ptr()], device)
     for width in (16, 2, 1):
         blocks = [Block(0, 0, 0, width), Block(32, 32, 32, width, 2, 2 * width, 2 * width, 2 * width)]
         table = KernelTable(blocks, device)
         for copy, hashed in ((True, True), (True, False), (False, True)):
             table.run(bases, sums, copy, hashed)
-    return bool(torch.equal(source[:16], target[:16]) and sums.item() != 0)
+    KernelTable([Block(0, 0, 0, 16, dtype="bfloat16")], device).run(bases, sums, flags=flags)
+    return bool(torch.equal(source[:16], target[:16]) and sums.item() != 0 and flags.item() == 0)

@@ -36,7 +36,6 @@ from verl_sync_plugin.sharding_manager.sharded_stream import ShardedStream
 from verl_sync_plugin.sharding_manager.stream import BucketStream
 from verl_sync_plugin.sharding_manager.waking import Waking
 from verl_sync_plugin.source.base import ParameterSource, Shard
-from verl_sync_plugin.transport.finite import FiniteCheck
 from verl_sync_plugin.transport.protocol import LoadRequest
 from verl_sync_plugin.transport.sender import BucketSender
 
@@ -75,7 +74,6 @@ class ShardingManager(BaseShardingManager):
         self._device = device
         self._agreement = Agreement(config.timeout_seconds)
         self._sender = BucketSender(device, config.timeout_seconds)
-        self._finite = FiniteCheck()
         self._meeting = MeetingPoint()
         self._delivery = Delivery(config, self._agreement)
         self._hashes = HashCheck(self._agreement)
@@ -199,7 +197,8 @@ class ShardingManager(BaseShardingManager):
 
     def _fill(self, stream: BucketStream) -> None:
         with self._agreement.attempt():
-            self._sender.begin(self._planning.ready(), self.config.verify_hashes)
+            checks = self.config.verify_hashes, self.config.check_finite
+            self._sender.begin(self._planning.ready(), stream.rank, *checks)
         stream.fill_ahead()
 
     def _start(self, global_steps: int | None) -> PendingLoad | None:
@@ -220,9 +219,8 @@ class ShardingManager(BaseShardingManager):
 
     def _open_stream(self) -> BucketStream:
         assert self._source is not None, "entered before"
-        finite = self._finite if self.config.check_finite else None
         parts = (self._agreement, self._sender, self._planning.ready(), self._shards, self._source, self.report)
-        return (ShardedStream if self._planning.ready().sharded else BucketStream)(*parts, finite)
+        return (ShardedStream if self._planning.ready().sharded else BucketStream)(*parts)
 
     async def _commit(self, pending: PendingLoad | None) -> None:
         plan, verify, sums, new = self._planning.ready(), self.config.verify_hashes, torch.empty(0), False

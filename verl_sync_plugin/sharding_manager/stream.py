@@ -15,7 +15,6 @@ from verl_sync_plugin.metrics import SyncReport
 from verl_sync_plugin.sharding_manager.agreement import Agreement
 from verl_sync_plugin.source.base import ParameterSource, Shard
 from verl_sync_plugin.source.culprit import name_culprit
-from verl_sync_plugin.transport.finite import FiniteCheck
 from verl_sync_plugin.transport.sender import SLOTS, BucketSender
 
 
@@ -29,7 +28,6 @@ class BucketStream:
         shards: all shards of this rank, by base index.
         source: what prepares them.
         report: gets the stages.
-        finite: checks what is packed; ``None`` does not.
     """
 
     def __init__(
@@ -40,7 +38,6 @@ class BucketStream:
         shards: list[Shard],
         source: ParameterSource,
         report: SyncReport,
-        finite: FiniteCheck | None = None,
     ) -> None:
         self._agreement = agreement
         self._sender = sender
@@ -48,8 +45,7 @@ class BucketStream:
         self._shards = shards
         self._source = source
         self._report = report
-        self._finite = finite
-        self._rank = 0 if source.group is None else dist.get_rank(source.group)
+        self.rank = 0 if source.group is None else dist.get_rank(source.group)
 
     def fill_ahead(self) -> None:
         """Fills all slots; may run before the engine is there.
@@ -57,8 +53,6 @@ class BucketStream:
         Raises:
             SyncError: any rank failed.
         """
-        if self._finite is not None:
-            self._finite.clear()
         for index in range(min(SLOTS, len(self._plan.buckets))):
             self._fill(index)
 
@@ -99,21 +93,18 @@ class BucketStream:
                 bases = tuple(dict.fromkeys(part.base for part in bucket.slices))
                 self._agreement.run(what, self._source.prepare(bases))
         with self._agreement.attempt(), self._report.stage("pack"):
-            segment = self._rank if bucket.world > 1 else 0
-            memory = self._sender.pack(bucket, slot, self._shards, segment)
-            if self._finite is not None:
-                self._finite.add(self._plan, index, memory, segment)
+            self._sender.pack(index, slot, self._shards)
         self._send_off(index)
 
     def _send_off(self, index: int) -> None:
         self._agreement.settle(f"packing bucket {index + 1} of {len(self._plan.buckets)}")
         with self._agreement.attempt(), self._report.stage("gather"):
-            self._sender.gather(self._plan.buckets[index], index % SLOTS, self._rank, self._source.group)
+            self._sender.gather(self._plan.buckets[index], index % SLOTS, self.rank, self._source.group)
 
     def _check_finite(self) -> None:
         """Before the commit, so the engine does not generate from what it was given."""
-        for index in self._finite.broken() if self._finite is not None else ():
-            culprit = name_culprit(self._plan.buckets[index], self._shards, self._source, self._rank)
+        for index in self._sender.broken():
+            culprit = name_culprit(self._plan.buckets[index], self._shards, self._source, self.rank)
             raise ValueError(
                 f"parameter {culprit}; the engine was not released to generate from it. Look at the last optimizer "
                 f"step (loss, gradient norm, learning rate), or set {KEY_PREFIX}.check_finite=False to sync it anyway"

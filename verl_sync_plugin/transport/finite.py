@@ -1,20 +1,29 @@
-"""Whether everything packed is finite, found out with one read of the bytes and one transfer to the host per sync."""
+"""Whether everything packed is finite, where the copy kernel does not find out by the way.
+
+Costs one read of the bytes and one transfer to the host per sync.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from verl_sync_plugin.bucket import Bucket, Plan
-from verl_sync_plugin.transport.packing import origin_of
 
 Region = tuple[int, int, torch.dtype]  # first byte, one past the last, dtype
 
 
 class FiniteCheck:
-    """Collects the largest magnitude of every packed region on the device; NaN and Inf survive the maximum."""
+    """Collects the largest magnitude of every packed region on the device; NaN and Inf survive the maximum.
 
-    def __init__(self) -> None:
-        self._regions: dict[tuple[str, int, int], list[Region]] = {}
+    Args:
+        plan: all buckets.
+        rank: this rank's place among the owners of a sharded base.
+    """
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._regions: dict[int, list[Region]] = {}
         self._maxima: list[torch.Tensor] = []
         self._buckets: list[int] = []
 
@@ -22,21 +31,18 @@ class FiniteCheck:
         """Before a sync: forgets what a broken one left."""
         self._maxima, self._buckets = [], []
 
-    def add(self, plan: Plan, index: int, memory: torch.Tensor, segment: int) -> None:
+    def add(self, index: int, memory: torch.Tensor) -> None:
         """Takes note of one packed segment, without waiting for the device.
 
         Args:
-            plan: the sync's plan.
             index: of the bucket.
             memory: the bucket's slot, as for ``Packer.pack``.
-            segment: which of its segments this rank has packed.
         """
-        key = (plan.digest, index, segment)
-        if key not in self._regions:
-            self._regions = {held: regions for held, regions in self._regions.items() if held[0] == plan.digest}
-            self._regions[key] = _regions(plan.buckets[index], segment)
-        origin = origin_of(plan, plan.buckets[index], segment)
-        parts = [memory[low - origin : high - origin].view(dtype) for low, high, dtype in self._regions[key]]
+        bucket = self._plan.buckets[index]
+        if index not in self._regions:
+            self._regions[index] = _regions(bucket, self._rank if bucket.world > 1 else 0)
+        origin = self._plan.origin(bucket, self._rank)
+        parts = [memory[low - origin : high - origin].view(dtype) for low, high, dtype in self._regions[index]]
         if parts:
             self._maxima.append(torch.stack([norm.float() for norm in torch._foreach_norm(parts, float("inf"))]))
             self._buckets.append(index)

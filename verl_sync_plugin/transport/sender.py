@@ -75,16 +75,18 @@ class BucketSender:
         self.hang_up()
         self._channel = channel
 
-    def begin(self, plan: Plan, hashed: bool) -> None:
+    def begin(self, plan: Plan, rank: int, hashed: bool, finite: bool) -> None:
         """Makes ready to pack all buckets of a plan.
 
         Args:
             plan: what will be packed.
+            rank: this rank's place among the owners of a sharded base.
             hashed: hash every byte that is packed.
+            finite: look for NaN and Inf in what is packed.
         """
         packer = self._packer
-        if packer is None or packer.plan is not plan or packer.hashed != hashed:
-            packer = self._packer = Packer(self._device, plan, hashed)
+        if packer is None or packer.plan is not plan or packer.does != (rank, hashed, finite):
+            packer = self._packer = Packer(self._device, plan, rank, hashed, finite)
         packer.begin()
 
     def export(self, reader: int = 0) -> StagingExport:
@@ -118,17 +120,17 @@ class BucketSender:
             channel.send(Manifest.of(plan))
         return ready.unreachable
 
-    def pack(self, bucket: Bucket, slot: int, shards: list[Shard], rank: int) -> torch.Tensor:
-        """Copies this rank's runs into its segment of the slot, cast to the wire dtype on the way.
-
-        Returns:
-            The slot (see ``packing``); copies into it may still run until ``drain``.
-        """
-        memory = self._slot(slot)
+    def pack(self, index: int, slot: int, shards: list[Shard]) -> None:
+        """Copies this rank's runs of a bucket into its segment of the slot, cast to the wire dtype on the way; copies
+        may still run until ``drain``."""
         assert self._packer is not None, "begin() comes first"
-        self._packer.pack(bucket, memory, shards, rank)
+        self._packer.pack(index, self._slot(slot), shards)
         self._mark(slot)
-        return memory
+
+    def broken(self) -> list[int]:
+        """Indices of the packed buckets with a NaN or Inf in this rank's part. Waits for the device."""
+        assert self._packer is not None, "begin() comes first"
+        return self._packer.broken()
 
     def sums(self) -> torch.Tensor:
         """The hash of what this rank packed of each tensor: int64 of shape ``(tensors,)``; zeros without hashing."""
