@@ -56,6 +56,7 @@ class SyncReport:
         peak_device_bytes: most device memory that this rank allocated during the sync beyond what it held before.
         device_used_bytes: device memory in use by all processes, by moment (asleep, weights, synced, room, awake).
         emptied_caches: how often the trainer handed cached device memory back: before, after, or both.
+        released_bytes: how much that was.
         peak_host_bytes: growth of this rank's peak resident set during the sync.
         coverage_expected: parameters and persistent buffers of the engine's model.
         coverage_missing: how many of them a sync does not write completely.
@@ -76,6 +77,7 @@ class SyncReport:
     peak_device_bytes: int = 0
     device_used_bytes: dict[str, int] = field(default_factory=dict)
     emptied_caches: int = 0
+    released_bytes: int = 0
     peak_host_bytes: int = 0
     coverage_expected: int = 0
     coverage_missing: int = 0
@@ -92,6 +94,12 @@ class SyncReport:
         self.own_bytes, self.peer_bytes = committed.own_bytes, committed.peer_bytes
         if not plan.sharded:
             self.gathered_bytes = sum(bucket.nbytes - bucket.stride for bucket in plan.buckets)
+
+    def note_release(self, released: int | None) -> None:
+        """Counts ``released`` bytes of cached device memory; ``None`` when there was no need."""
+        if released is not None:
+            self.emptied_caches += 1
+            self.released_bytes += released
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -121,6 +129,7 @@ class SyncReport:
             f"sync of step {self.global_steps}: phase={self.phase_seconds:.4f}s {stages} "
             f"{self.nbytes / 1e9:.3f}GB {self.gigabytes_per_second:.2f}GB/s buckets={self.buckets} "
             f"of={self.bucket_bytes / 2**20:g}MiB tensors={self.tensors} emptied_caches={self.emptied_caches} "
+            f"released={self.released_bytes / 2**20:.0f}MiB "
             f"peak_device={self.peak_device_bytes / 2**20:.0f}MiB peak_host={self.peak_host_bytes / 2**20:.0f}MiB"
         )
 
@@ -146,6 +155,7 @@ def metrics_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "sync/buckets": float(max(report.buckets for report in built)),
         "sync/bucket_bytes": float(max(report.bucket_bytes for report in built)),
         "sync/emptied_caches": float(max(report.emptied_caches for report in built)),
+        "sync/released_bytes": float(max(report.released_bytes for report in built)),
         "sync/tensors": float(max(report.tensors for report in built)),
         "sync/peak_device_bytes": float(max(report.peak_device_bytes for report in built)),
         "sync/peak_host_bytes": float(max(report.peak_host_bytes for report in built)),

@@ -36,13 +36,26 @@ def test_phase_counts_its_stages_and_no_details() -> None:
     assert SyncReport().phase_seconds == 0.0
 
 
+def test_releases_add_up() -> None:
+    measured = SyncReport()
+    for released in (None, 7, 0):
+        measured.note_release(released)
+    assert (measured.emptied_caches, measured.released_bytes) == (2, 7)
+
+
 def test_rate() -> None:
     assert report().gigabytes_per_second == 2.0
     assert SyncReport(nbytes=5).gigabytes_per_second == 0.0
 
 
 def test_line_has_what_an_operator_looks_for() -> None:
-    line = report(bucket_bytes=64 << 20, emptied_caches=2, peak_device_bytes=3 << 20, peak_host_bytes=5 << 20).line()
+    line = report(
+        bucket_bytes=64 << 20,
+        emptied_caches=2,
+        released_bytes=9 << 20,
+        peak_device_bytes=3 << 20,
+        peak_host_bytes=5 << 20,
+    ).line()
     for part in (
         "sync of step 3:",
         "phase=2.8750s",
@@ -51,6 +64,7 @@ def test_line_has_what_an_operator_looks_for() -> None:
         "2.00GB/s",
         "buckets=2 of=64MiB",
         "emptied_caches=2",
+        "released=9MiB",
         "tensors=7",
         "peak_device=3MiB",
         "peak_host=5MiB",
@@ -78,13 +92,14 @@ def test_timing_takes_the_slowest_replica() -> None:
 def test_metrics_sum_bytes_and_take_the_worst_of_the_rest() -> None:
     other = report(nbytes=1_000_000_000, buckets=5, peak_device_bytes=8, peak_host_bytes=9, coverage_expected=11)
     other.replayed_tensors, other.own_bytes, other.peer_bytes, other.gathered_bytes = 7, 3, 2, 1
-    other.bucket_bytes, other.emptied_caches = 1 << 20, 1
+    other.bucket_bytes, other.emptied_caches, other.released_bytes = 1 << 20, 1, 2 << 20
     assert metrics_of([report().as_dict(), other.as_dict()]) == {
         "sync/bytes": 5e9,
         "sync/gigabytes_per_second": 0.5,
         "sync/buckets": 5.0,
         "sync/bucket_bytes": 1048576.0,
         "sync/emptied_caches": 1.0,
+        "sync/released_bytes": 2097152.0,
         "sync/tensors": 7.0,
         "sync/peak_device_bytes": 8.0,
         "sync/peak_host_bytes": 9.0,

@@ -12,11 +12,12 @@ from verl_sync_plugin.hooks import worker
 from verl_sync_plugin.sharding_manager.room import (
     FIRST,
     LEARNING_SYNCS,
+    MARGIN,
     REST,
     DeviceMemory,
     Room,
     growth,
-    must_empty,
+    missing_bytes,
     read_device,
     reserve_of,
 )
@@ -27,19 +28,19 @@ EIGHTH = H200 // 8
 
 
 @pytest.mark.parametrize(
-    ("free", "cached", "need", "empties"),
+    ("free", "cached", "need", "missing"),
     [
-        pytest.param(100 * GIB, 20 * GIB, 8 * GIB, False, id="plenty"),
-        pytest.param(8 * GIB + EIGHTH, 20 * GIB, 8 * GIB, False, id="just enough"),
-        pytest.param(8 * GIB + EIGHTH - 1, 20 * GIB, 8 * GIB, True, id="one byte less"),
-        pytest.param(8 * GIB, 20 * GIB, 8 * GIB, True, id="no reserve"),
-        pytest.param(0, 20 * GIB, 0, True, id="an engine that resumes nothing still has to generate"),
-        pytest.param(0, 0, 8 * GIB, False, id="no cache to hand back"),
-        pytest.param(140 * GIB, 20 * GIB, None, True, id="need unknown"),
+        pytest.param(100 * GIB, 20 * GIB, 8 * GIB, 0, id="plenty"),
+        pytest.param(8 * GIB + EIGHTH, 20 * GIB, 8 * GIB, 0, id="just enough"),
+        pytest.param(8 * GIB + EIGHTH - 1, 20 * GIB, 8 * GIB, 1 + MARGIN, id="one byte less"),
+        pytest.param(8 * GIB, 20 * GIB, 8 * GIB, EIGHTH + MARGIN, id="no reserve"),
+        pytest.param(0, 20 * GIB, 0, EIGHTH + MARGIN, id="an engine that resumes nothing still has to generate"),
+        pytest.param(0, 0, 8 * GIB, 0, id="no cache to hand back"),
+        pytest.param(140 * GIB, 20 * GIB, None, None, id="need unknown"),
     ],
 )
-def test_decision(free: int, cached: int, need: int | None, empties: bool) -> None:
-    assert must_empty(DeviceMemory(free, H200, cached), need) is empties
+def test_decision(free: int, cached: int, need: int | None, missing: int | None) -> None:
+    assert missing_bytes(DeviceMemory(free, H200, cached), need) == missing
 
 
 @pytest.mark.parametrize(
@@ -55,12 +56,12 @@ def test_decision(free: int, cached: int, need: int | None, empties: bool) -> No
 )
 def test_reserve(total: int, chunk: int | None, reserve: int) -> None:
     assert reserve_of(total, chunk) == reserve
-    assert must_empty(DeviceMemory(reserve - 1, total, GIB), 0, chunk)
-    assert not must_empty(DeviceMemory(reserve, total, GIB), 0, chunk)
+    assert missing_bytes(DeviceMemory(reserve - 1, total, GIB), 0, chunk) == 1 + MARGIN
+    assert missing_bytes(DeviceMemory(reserve, total, GIB), 0, chunk) == 0
 
 
 def test_unknown_memory_is_emptied() -> None:
-    assert must_empty(None, 0)
+    assert missing_bytes(None, 0) is None
     assert read_device(torch.device("cpu")) is None
 
 
@@ -72,24 +73,38 @@ def test_growth_is_what_each_resume_added() -> None:
 
 
 class Trainer:
-    """A rank whose device has 60 GiB free and 30 GiB cached."""
+    """A rank whose device has 60 GiB free and 30 GiB cached; of these, ``stuck`` bytes go only with all others."""
 
-    def __init__(self, always: bool = False) -> None:
+    def __init__(self, always: bool = False, stuck: int = 0) -> None:
         self.memory = DeviceMemory(60 * GIB, H200, 30 * GIB)
         self.room = Room(lambda: self.memory, always)
+        self.stuck = stuck
+        self.asked: list[int | None] = []
+
+    def release(self, missing: int | None) -> int:
+        self.asked.append(missing)
+        free, cached = self.memory.free, self.memory.cached
+        goes = cached if missing is None else min(missing, cached - self.stuck)
+        self.memory = DeviceMemory(free + goes, H200, cached - goes)
+        return goes
+
+    def asks(self, resume: tuple[str, str]) -> list[int | None]:
+        """What the room asks to go, in a copy of the present state of the device."""
+        self.asked, before = [], self.memory
+        went = self.room.make(resume, self.release)
+        assert went == (self.memory.free - before.free if self.asked else None)
+        self.memory = before
+        return self.asked
 
     def empties(self, resume: tuple[str, str]) -> bool:
-        calls: list[None] = []
-        said = self.room.make(resume, lambda: calls.append(None))
-        assert said is bool(calls)
-        return said
+        return bool(self.asks(resume))
 
 
 def test_always_empties_until_it_has_learnt() -> None:
     trainer = Trainer()
     for _ in range(LEARNING_SYNCS):
         assert trainer.room.learning
-        assert trainer.empties(FIRST) and trainer.empties(REST)
+        assert trainer.asks(FIRST) == trainer.asks(REST) == [None]
         trainer.room.learn([{FIRST: 8 * GIB, REST: 40 * GIB}])
     assert not trainer.room.learning
     assert not trainer.empties(FIRST) and not trainer.empties(REST)
@@ -132,7 +147,21 @@ def test_always_is_always() -> None:
     trainer = Trainer(always=True)
     for _ in range(LEARNING_SYNCS):
         trainer.room.learn([{FIRST: 0, REST: 0}])
-    assert trainer.empties(FIRST) and trainer.empties(REST)
+    assert trainer.asks(FIRST) == trainer.asks(REST) == [None]
+
+
+def test_only_what_is_missing_goes() -> None:
+    trainer = Trainer()
+    for _ in range(LEARNING_SYNCS):
+        trainer.room.learn([{REST: 50 * GIB}])
+    assert trainer.asks(REST) == [EIGHTH - 10 * GIB + MARGIN]
+
+
+def test_all_goes_when_that_was_not_enough() -> None:
+    trainer = Trainer(stuck=25 * GIB)
+    for _ in range(LEARNING_SYNCS):
+        trainer.room.learn([{REST: 50 * GIB}])
+    assert trainer.asks(REST) == [EIGHTH - 10 * GIB + MARGIN, None]
 
 
 class Engine:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ray
@@ -30,6 +31,7 @@ from verl_sync_plugin.hooks.report_file import write_report
 from verl_sync_plugin.metrics import SyncReport
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sharding_manager.base import ShardingManager
+from verl_sync_plugin.sharding_manager.cache import release_cache
 from verl_sync_plugin.sharding_manager.endpoint import abandon
 from verl_sync_plugin.sharding_manager.gauges import device_reading, note_device_memory
 from verl_sync_plugin.sharding_manager.room import FIRST, REST, Room, growth, read_device
@@ -147,7 +149,7 @@ class SyncServerAdapter(ServerAdapter):
             await self._finish([])
 
     def make_room_for_weights(self, offloaded: bool) -> None:
-        """Empties the trainer's cache if the engine needs it to resume its weights.
+        """Hands back what the engine needs of the trainer's cache to resume its weights.
 
         An error, perhaps of the training step before, is kept for ``update_weights``, where all ranks hear of it.
 
@@ -159,7 +161,7 @@ class SyncServerAdapter(ServerAdapter):
             with self._around.stage("before"):
                 if offloaded:
                     get_torch_device().synchronize()
-                self._around.emptied_caches += self._room.make(FIRST, get_torch_device().empty_cache)
+                self._around.note_release(self._room.make(FIRST, partial(release_cache, _trainer_device())))
         except Exception as error:
             self._early = error
 
@@ -178,8 +180,8 @@ class SyncServerAdapter(ServerAdapter):
         with agreement.attempt(), report.stage("offload"):
             offload()
         with agreement.attempt(), report.stage("after"):
-            emptied = self._room.make(REST, get_torch_device().empty_cache)
-            report.emptied_caches = self._around.emptied_caches + emptied
+            self._around.note_release(self._room.make(REST, partial(release_cache, _trainer_device())))
+        report.emptied_caches, report.released_bytes = self._around.emptied_caches, self._around.released_bytes
         try:
             with report.stage("barrier"):  # a leader must not wake an engine whose other ranks have no room yet
                 agreement.settle("making room for the engine")

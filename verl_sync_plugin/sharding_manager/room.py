@@ -1,9 +1,10 @@
-"""Whether the trainer must hand cached device memory back before the engine takes its own.
+"""How much cached device memory the trainer must hand back before the engine takes its own.
 
 The allocator of the trainer keeps what it has freed. The engine is another process and cannot use that: when it resumes
 more than the device has free, its memory saver ends it. So stock verl empties the cache at both ends of every sync, and
 the next training step allocates all of it anew. Here the cache stays while the device has enough free without it:
-what the engine is about to resume, and a reserve on top.
+what the engine is about to resume, and a reserve on top. When that is missing, as much of the cache goes as is missing
+(``cache.py``), and the device is read again: all of it goes if that was not enough.
 
 Why that is safe:
 
@@ -26,6 +27,8 @@ import torch
 
 LEARNING_SYNCS = 2
 RESERVE_SHARE = 8
+# What goes beyond what is missing: others round what they allocate up to whole pages, and so does the driver
+MARGIN = 64 << 20
 # SGLang's estimate of what generating takes beside its static memory, per token of a prefill chunk, and on top
 CHUNK_TOKEN_BYTES, BESIDE_CHUNK_BYTES = 1536 * 1024, 1 << 30
 # And its default chunk, by the device's memory in GiB that it is below
@@ -76,8 +79,8 @@ def reserve_of(total: int, chunk: int | None = None) -> int:
     return max(total // RESERVE_SHARE, chunk * CHUNK_TOKEN_BYTES + BESIDE_CHUNK_BYTES)
 
 
-def must_empty(memory: DeviceMemory | None, need: int | None, chunk: int | None = None) -> bool:
-    """Whether the cache has to go.
+def missing_bytes(memory: DeviceMemory | None, need: int | None, chunk: int | None = None) -> int | None:
+    """How much of the cache has to go, in bytes; ``None`` for all of it.
 
     Args:
         memory: what the device has; ``None`` when unknown.
@@ -85,8 +88,9 @@ def must_empty(memory: DeviceMemory | None, need: int | None, chunk: int | None 
         chunk: see ``reserve_of``.
     """
     if memory is None or need is None:
-        return True
-    return memory.cached > 0 and memory.free < need + reserve_of(memory.total, chunk)
+        return None
+    missing = need + reserve_of(memory.total, chunk) - memory.free
+    return missing + MARGIN if memory.cached > 0 and missing > 0 else 0
 
 
 def growth(used: Mapping[str, int]) -> Growth:
@@ -122,16 +126,24 @@ class Room:
             for resume, grown in measured.items():
                 self._most[resume] = max(grown, self._most.get(resume, grown))
 
-    def make(self, resume: tuple[str, str], empty: Callable[[], None]) -> bool:
-        """Empties the cache by ``empty`` if the engine needs the room for a resume.
+    def make(self, resume: tuple[str, str], release: Callable[[int | None], int]) -> int | None:
+        """Hands back as much of the cache as the engine needs for a resume.
+
+        Args:
+            resume: ``FIRST`` or ``REST``.
+            release: hands back so many bytes, or everything for ``None``, and says how many went.
 
         Returns:
-            Whether it did.
+            Bytes that went; ``None`` when none had to.
         """
-        if not self._always and not must_empty(self._read(), self._need(resume), self._chunk):
-            return False
-        empty()
-        return True
+        need = self._need(resume)
+        missing = None if self._always else missing_bytes(self._read(), need, self._chunk)
+        if missing == 0:
+            return None
+        released = release(missing)
+        if missing is not None and missing_bytes(self._read(), need, self._chunk):
+            released += release(None)
+        return released
 
     def _need(self, resume: tuple[str, str]) -> int | None:
         """Unknown while learning, and when only nonsense was measured: somebody else freed more than was resumed."""
