@@ -16,7 +16,7 @@ TURN_OFF = f"set {KEY_PREFIX}.enabled=False to run stock verl"
 # verl's strategies for which a sharding manager to SGLang is built in
 TRAINERS = ("fsdp", "fsdp2", "megatron")
 CPU_BACKUP_CHOICES = ("auto", "on", "off")
-DELIVERY_CHOICES = ("auto", "sharded", "gathered")
+DELIVERY_CHOICES = ("auto", "direct", "sharded", "gathered")
 EMPTY_CACHE_CHOICES = ("auto", "always")
 WIRE_DTYPE_CHOICES = ("auto", "bfloat16", "float16", "float32")
 
@@ -46,8 +46,9 @@ class SyncConfig:
         copy_plan: from the second sync on, replay the copies that the engine model's ``load_weights`` made instead of
             calling it.
         verify_hashes: hash every byte when it is packed and when the engine reads it, and compare.
-        delivery: ``sharded``: every engine rank reads what it needs where the trainer ranks packed it; ``gathered``:
-            every rank gathers everything; ``auto``: sharded where the ranks can read each other's memory.
+        delivery: ``direct``: from the second sync on every engine rank reads parameters where they lie; ``sharded``: it
+            reads what it needs where the trainer ranks packed it; ``gathered``: every rank gathers everything;
+            ``auto``: the first of these that is possible.
     """
 
     enabled: bool = True

@@ -65,6 +65,7 @@ class SyncReport:
         own_bytes: what the engine rank read from the trainer rank on its own device.
         peer_bytes: what it read from the memory of other trainer ranks (sharded delivery).
         gathered_bytes: what this rank received from others by all-gather (gathered delivery).
+        direct_bytes: what the engine rank read from parameters where they lie (direct delivery); also in own or peer.
     """
 
     global_steps: int = -1
@@ -86,13 +87,16 @@ class SyncReport:
     own_bytes: int = 0
     peer_bytes: int = 0
     gathered_bytes: int = 0
+    direct_bytes: int = 0
 
-    def note(self, committed: Committed, plan: Plan) -> None:
+    def note(self, committed: Committed, plan: Plan, direct: bool = False) -> None:
         """Takes over what the engine rank did."""
         self.coverage_expected, self.coverage_missing = committed.coverage.expected, len(committed.coverage.missing)
         self.replayed_tensors, self.replayed_bytes = committed.replayed_tensors, committed.replayed_bytes
         self.own_bytes, self.peer_bytes = committed.own_bytes, committed.peer_bytes
-        if not plan.sharded:
+        if direct:
+            self.direct_bytes = committed.own_bytes + committed.peer_bytes
+        elif not plan.sharded:
             self.gathered_bytes = sum(bucket.nbytes - bucket.stride for bucket in plan.buckets)
 
     def note_release(self, released: int | None) -> None:
@@ -164,6 +168,7 @@ def metrics_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "sync/own_bytes": float(sum(report.own_bytes for report in built)),
         "sync/peer_bytes": float(sum(report.peer_bytes for report in built)),
         "sync/gathered_bytes": float(sum(report.gathered_bytes for report in built)),
+        "sync/direct_bytes": float(sum(report.direct_bytes for report in built)),
         "sync/replayed_tensors": float(min(report.replayed_tensors for report in built)),
         "sync/weight_version": float(max(report.global_steps for report in built)),
     }

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.multiprocessing as mp
 
-from bare_engine import auto_bucket, failures, stories
+from bare_engine import auto_bucket, failures, in_place, stories
 from bare_engine.scenario import Rank, Setup, run_rank
 from megatron_cpu import checkpoints
 from megatron_cpu.engines import megatron_environment
@@ -83,3 +83,21 @@ def test_failures_are_the_same_everywhere_and_the_next_sync_works(
     tiny_model: Callable[[str], str], tmp_path: Path
 ) -> None:
     _play(Setup(tiny_model("qwen2"), "fsdp2", 2, 40_000), failures.fail_and_recover, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "world", "settings"),
+    [
+        pytest.param("qwen2", "fsdp2", 2, (), id="fsdp2-tp2-fp32"),
+        pytest.param("qwen2", "megatron", 2, (("tp", 2),), id="megatron-tp2"),
+    ],
+)
+def test_parameters_are_read_where_they_lie(
+    kind: str,
+    strategy: str,
+    world: int,
+    settings: tuple[tuple[str, object], ...],
+    tiny_model: Callable[[str], str],
+    tmp_path: Path,
+) -> None:
+    _play(Setup(tiny_model(kind), strategy, world, 40_000, settings), in_place.read_in_place, tmp_path)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +56,20 @@ def perturb(engine: object, seed: int, scale: float = 0.05) -> None:
     generator = torch.Generator().manual_seed(seed)
     for local in _local_weights(engine):
         local.add_(torch.randn(local.shape, generator=generator, dtype=local.dtype) * scale)
+
+
+def share(engine: object, folder: Path) -> None:
+    """Moves every parameter to a new file, which other processes can map as they can all device memory."""
+    for module in _modules(engine):
+        for parameter in module.parameters():
+            local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
+            path = folder / f"{uuid.uuid4().hex}.memory"
+            storage = torch.UntypedStorage.from_file(str(path), True, local.numel() * local.element_size())
+            moved = torch.empty(0, dtype=local.dtype).set_(storage, 0, local.shape).copy_(local)
+            if isinstance(parameter, DTensor):
+                local.set_(moved)  # type: ignore[call-overload]
+            else:
+                parameter.data = moved
 
 
 def part_of_last_rank(engine: object) -> tuple[str, torch.Tensor]:

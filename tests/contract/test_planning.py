@@ -47,15 +47,22 @@ def fail_in_between() -> tuple[bool, bool]:
     def told() -> bool:
         return delivery._stagings[delivery._place].key == sender.export().key
 
-    planning.agree(source, shards_of(64), 4096)
+    def staged(numel: int) -> None:
+        planning.agree(source, shards_of(numel), 4096)
+        if planning.unstaged:
+            planning.stage(source)
+
+    staged(64)
     first = told()
 
     def refuse(*_: Any) -> None:
         raise SyncError("injected")
 
     with mock.patch.object(agreement, "same_on_all", refuse), pytest.raises(SyncError, match="injected"):
-        planning.agree(source, shards_of(4096), 4096)  # larger slots: the staging memory is another one
-    planning.agree(source, shards_of(64), 4096)
+        staged(4096)  # larger slots: the staging memory would be another one
+    with mock.patch.object(sender, "export", refuse), pytest.raises(SyncError, match="injected"):
+        staged(4096)
+    staged(64)
     return first, told()
 
 

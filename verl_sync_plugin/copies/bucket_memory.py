@@ -1,10 +1,26 @@
-"""Where the bytes of a bucket lie on the reading side."""
+"""Where the bytes that are read lie on the reading side."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
+
+from verl_sync_plugin.copies.blocks import Block
+
+
+class Memory(Protocol):
+    """What blocks are read from."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def of(self, block: Block) -> tuple[torch.Tensor, int]:
+        """The memory that a block is read from (uint8 of shape ``(n,)``), and its first byte there."""
+
+    def addresses(self) -> tuple[int, ...]:
+        """What the sources of blocks count from, by their ``base``."""
 
 
 class BucketMemory:
@@ -33,6 +49,9 @@ class BucketMemory:
         segment = offset // self._segment
         return self._slots[segment], offset - segment * self._segment
 
+    def of(self, block: Block) -> tuple[torch.Tensor, int]:
+        return self.at(block.source)
+
     def narrow(self, offset: int, nbytes: int) -> torch.Tensor:
         """Bytes of one segment: uint8 of shape ``(nbytes,)``, a view."""
         slot, start = self.at(offset)
@@ -43,3 +62,24 @@ class BucketMemory:
         if len(self._slots) == 1:
             return (self._slots[0].data_ptr(),) * self._world
         return tuple(slot.data_ptr() - number * self._segment for number, slot in enumerate(self._slots))
+
+
+class RegionMemory:
+    """Allocations of trainer ranks; the source of a block counts from the first byte of number ``base``.
+
+    Args:
+        device: the reading one.
+        found: their addresses.
+        flats: all their bytes (uint8), where the device is the host; else none.
+    """
+
+    def __init__(self, device: torch.device, found: Sequence[int], flats: Sequence[torch.Tensor] = ()) -> None:
+        self.device = device
+        self._found = tuple(found)
+        self._flats = tuple(flats)
+
+    def of(self, block: Block) -> tuple[torch.Tensor, int]:
+        return self._flats[block.base], block.source
+
+    def addresses(self) -> tuple[int, ...]:
+        return self._found

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from verl_sync_plugin.copies.blocks import Block
-from verl_sync_plugin.copies.bucket_memory import BucketMemory
+from verl_sync_plugin.copies.bucket_memory import Memory
 from verl_sync_plugin.copies.plain import flat_storage, hash_block, runs
 from verl_sync_plugin.copies.table import KernelTable, addresses, kernel_works
 
@@ -21,7 +21,7 @@ from verl_sync_plugin.copies.table import KernelTable, addresses, kernel_works
 class Prepared(Protocol):
     """Blocks made ready once and run every sync."""
 
-    def run(self, memory: BucketMemory, sums: torch.Tensor, copy: bool = True, hashed: bool = True) -> None:
+    def run(self, memory: Memory, sums: torch.Tensor, copy: bool = True, hashed: bool = True) -> None:
         """Copies from ``memory``, adds hashes to ``sums`` (int64, one per group); may return early."""
 
 
@@ -74,7 +74,7 @@ class _KernelPrepared:
         self._table = KernelTable(blocks, device)
         self._bases: dict[tuple[int, ...], torch.Tensor] = {}
 
-    def run(self, memory: BucketMemory, sums: torch.Tensor, copy: bool = True, hashed: bool = True) -> None:
+    def run(self, memory: Memory, sums: torch.Tensor, copy: bool = True, hashed: bool = True) -> None:
         found = memory.addresses()
         if found not in self._bases:
             self._bases[found] = addresses(0, found, memory.device)
@@ -86,12 +86,21 @@ class _PlainPrepared:
         self._blocks = blocks
         self._targets = targets
 
-    def run(self, memory: BucketMemory, sums: torch.Tensor, copy: bool = True, hashed: bool = True) -> None:
+    def run(self, memory: Memory, sums: torch.Tensor, copy: bool = True, hashed: bool = True) -> None:
         for block in self._blocks:
-            slot, source = memory.at(block.source)
+            slot, source = memory.of(block)
+            if block.grow == 2:
+                slot, source, block = _cast(slot, source, block)
             if copy:
                 flat, start = self._targets.find(block.target)
                 target = runs(flat, start, block.width, block.lines, block.target_stride)
                 target.copy_(runs(slot, source, block.width, block.lines, block.source_stride))
             if hashed:
                 sums[block.group] += hash_block(slot, source, block)
+
+
+def _cast(slot: torch.Tensor, source: int, block: Block) -> tuple[torch.Tensor, int, Block]:
+    """What the kernel does on its way: the block's bytes cast from fp32 to bf16, close together."""
+    wide = runs(slot, source, 2 * block.width, block.lines, block.source_stride).view(torch.float32)
+    flat = wide.to(torch.bfloat16).view(torch.uint8).reshape(-1)
+    return flat, 0, replace(block, source_stride=block.width, grow=1)

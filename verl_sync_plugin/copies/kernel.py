@@ -31,15 +31,14 @@ def weighed(bits, word):  # type: ignore[no-untyped-def]
     return lower + upper
 
 
-@triton.jit(do_not_specialize=["rows", "place"])
+@triton.jit(do_not_specialize=["rows"])
 def move_rows(  # type: ignore[no-untyped-def]
     wide,  # int64 (5, n): source, target, position of the first lane; strides of source and target, in lanes
     narrow,  # int32 (5, n): base, group, lanes, lanes per line, stride of the position in lanes
     rows,
     bases,  # int64: the target address, then the source addresses
     sums,
-    flags,
-    place,  # which of the flags is set
+    flags,  # one per group
     LANE: tl.constexpr,  # bytes written per lane: 8, 2 or 1; 8 also promises 16-byte alignment where it does not cast
     CAST: tl.constexpr,  # from fp32 to bf16; the hash is of what is written
     LINES: tl.constexpr,  # rows have several lines
@@ -120,9 +119,9 @@ def move_rows(  # type: ignore[no-untyped-def]
             if EXPONENT:
                 # adding one to an exponent of ones only carries into the bit above it
                 broken |= (bits & EXPONENT) + LOWEST
+    group = tl.load(narrow + rows + row)
     if HASH:
-        group = tl.load(narrow + rows + row)
         tl.atomic_add(sums + group, tl.sum(total, 0).to(tl.int64))
     if EXPONENT:  # apart from the next line: this one is decided when the kernel is compiled  # noqa: SIM102
         if tl.sum(((broken & (EXPONENT + LOWEST)) != 0).to(tl.int32), 0) > 0:
-            tl.store(flags + place, 1)
+            tl.store(flags + group, 1)

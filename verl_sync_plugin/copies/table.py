@@ -101,7 +101,6 @@ class KernelTable:
         copy: bool = True,
         hashed: bool = True,
         flags: torch.Tensor | None = None,
-        place: int = 0,
     ) -> None:
         """Starts the copies on the current stream; returns at once.
 
@@ -110,9 +109,7 @@ class KernelTable:
             sums: int64 of shape ``(groups,)`` on the device; hashes are added.
             copy: False only reads and hashes.
             hashed: False leaves ``sums`` alone.
-            flags: int64 of shape ``(n,)`` on the device; the one at ``place`` becomes 1 when a NaN or Inf is written.
-                ``None`` does not look.
-            place: see there.
+            flags: int64 of shape ``(groups,)`` on the device; those with a NaN or Inf become 1. ``None`` does not look.
         """
         from verl_sync_plugin.copies import kernel
 
@@ -122,7 +119,7 @@ class KernelTable:
                 continue
             block = kernel.CAST_BLOCK if kind.cast and kind.lane == 8 else kernel.BLOCK
             kernel.move_rows[(count,)](
-                wide, narrow, count, bases, sums, self._unused if flags is None else flags, place,
+                wide, narrow, count, bases, sums, self._unused if flags is None else flags,
                 kind.lane, kind.cast, kind.tall, copy, hashed, exponent, lowest, block, num_warps=kernel.WARPS,
             )  # fmt: skip
 

@@ -18,13 +18,16 @@ from verl_sync_plugin.transport.protocol import (
     Committed,
     Coverage,
     Hello,
+    Live,
     Load,
     Loaded,
     LoadRequest,
     Manifest,
     Ready,
+    Whereabouts,
     describe,
 )
+from verl_sync_plugin.transport.regions import Regions
 from verl_sync_plugin.transport.staging import decline_staging, open_peer_staging, open_staging, slot_of
 
 T = TypeVar("T")
@@ -43,6 +46,9 @@ class ReceiverSession:
         self._unpacker: Unpacker | None = None
         self._stagings: dict[str, torch.Tensor] = {}
         self._coverage: dict[str, Coverage] = {}
+        self._regions = Regions()
+        self._lives: tuple[Live, ...] = ()
+        self._maps = True  # trainer ranks' allocations, as far as is known
 
     def run(self, channel: Channel, request: LoadRequest) -> None:
         """Receives one sync.
@@ -54,30 +60,79 @@ class ReceiverSession:
         """
         wait = request.timeout_seconds
         hello = _expect(Hello, channel.receive(wait))
+        if hello.live:
+            self._run_in_place(hello, channel, wait)
+        else:
+            self._run_staged(hello, channel, wait)
+
+    def _run_staged(self, hello: Hello, channel: Channel, wait: float) -> None:
         memories = self._open(hello, channel)
         if not memories:
             return
-        unpacker = self._unpacker_of(hello, channel, memories[hello.place].device, wait)
+        device = memories[hello.place].device
+        unpacker = self._unpacker_of(hello, channel, device, wait)
         unpacker.begin(hello.copy_plan, hello.hashed, hello.whole)
         # One sync per plan is recorded; what a plan covers cannot change while names, shapes and dtypes stay
         ledger = None if hello.digest in self._coverage and unpacker.settled else Ledger(self._model)
         with ledger or nullcontext():
-            running = _Running(channel)
+            running = _Running(channel, device)
             while isinstance(message := running.receive(wait), Load):
                 read = memories if unpacker.spread(message.bucket) else memories[hello.place : hello.place + 1]
                 slots = [slot_of(memory, message.slot, hello.stagings[0].slot_bytes) for memory in read]
-                with running.loading(message.bucket, slots[0].is_cuda):
+                with running.loading(message.bucket):
                     unpacker.load(message.bucket, slots)
-        commit = _expect(Commit, message)
+        self._commit(_expect(Commit, message), hello, channel, ledger)
+
+    def _run_in_place(self, hello: Hello, channel: Channel, wait: float) -> None:
+        """The trainer ranks keep their parameters as they are until all engine ranks have said ``Loaded``."""
+        unpacker = self._meet_in_place(hello, channel, wait)
+        if unpacker is None:
+            return
+        running = _Running(channel, unpacker.device)
+        load = _expect(Load, running.receive(wait))
+        with running.loading(load.bucket):
+            unpacker.load_in_place(self._lives, hello.place, self._regions)
+        message = _expect(Commit, running.receive(wait))
+        # Only now: until the trainer has heard ``Committed``, it may come back to what these map
+        self._stagings = {}
+        self._commit(message, hello, channel, None)
+
+    def _meet_in_place(self, hello: Hello, channel: Channel, wait: float) -> Unpacker | None:
+        """Ready to read in place, or ``None``, and then the trainer knows why not."""
+        unpacker = self._unpacker if hello.digest == self._digest and hello.digest in self._coverage else None
+        obstacle = "the engine does not know the plan"
+        if unpacker is not None:
+            unpacker.begin(hello.copy_plan, hello.hashed, hello.whole)
+            obstacle = unpacker.reads_in_place
+        known = tuple(live.key for live in self._lives) == hello.live
+        channel.send(Ready(unreachable=obstacle, needs_live=not known))
+        if obstacle or known:
+            return None if obstacle else unpacker
+        self._lives = ()
+        lives = _expect(Whereabouts, channel.receive(wait)).lives
+        try:
+            self._regions.map(region for live in lives for region in live.regions)
+        except (RuntimeError, OSError) as error:
+            self._maps = False
+            channel.send(Ready(unreachable=f"{type(error).__name__}: {error}"))
+            return None
+        self._lives = lives
+        channel.send(Ready())
+        return unpacker
+
+    def _commit(self, commit: Commit, hello: Hello, channel: Channel, ledger: Ledger | None) -> None:
+        unpacker = self._unpacker
+        assert unpacker is not None, "loaded by it"
         # Of this sync: what the model's own load proves wrong is taken out of the plan at its end
         did = (*unpacker.replayed, *unpacker.traffic(hello.place))
         sums, readings = unpacker.sums(), unpacker.readings(always=commit.tell)
         unpacker.finish(ledger)
         if ledger is not None:
             self._coverage[hello.digest] = ledger.coverage()
-        if memories[0].is_cuda:
+        if unpacker.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # what the model derived; its forward may use another stream
-        channel.send(Committed(self._coverage[hello.digest], *did, sums, readings))
+        direct = self._maps and not unpacker.reads_in_place
+        channel.send(Committed(self._coverage[hello.digest], *did, sums, readings, direct))
         unpacker.told(readings)
 
     def _open(self, hello: Hello, channel: Channel) -> list[torch.Tensor]:
@@ -112,17 +167,18 @@ class _Running:
     """Loads whose copies still run. The sender may overwrite a slot as soon as it hears ``Loaded``, so that is said
     only after the copies have completed; meanwhile the next load is started, so that the device never waits for us."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, device: torch.device) -> None:
         self._channel = channel
+        self._cuda = device.type == "cuda"
         self._started: deque[tuple[int, float, torch.cuda.Event]] = deque()
         self._idle_since = time.perf_counter()
 
     @contextmanager
-    def loading(self, bucket: int, is_cuda: bool) -> Iterator[None]:
+    def loading(self, bucket: int) -> Iterator[None]:
         """Around the start of one bucket's copies, on the current stream."""
         started = time.perf_counter()
         yield
-        if is_cuda:
+        if self._cuda:
             event = torch.cuda.Event()
             event.record()
             self._started.append((bucket, started, event))

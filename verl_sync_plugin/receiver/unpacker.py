@@ -19,9 +19,11 @@ from verl_sync_plugin.copies.hulls import numbers_of
 from verl_sync_plugin.receiver.assembly import Assembler
 from verl_sync_plugin.receiver.copy_plan import CopyPlan, LayoutKey, known_tensors, make_plan, sources_of
 from verl_sync_plugin.receiver.cuts import scattered
+from verl_sync_plugin.receiver.direct import DirectLoad, obstacle
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.replay import Comparison, Replay
-from verl_sync_plugin.transport.protocol import Manifest, Readings
+from verl_sync_plugin.transport.protocol import Live, Manifest, Readings
+from verl_sync_plugin.transport.regions import Regions
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +40,7 @@ class Unpacker:
     def __init__(self, model: Any, manifest: Manifest, device: torch.device) -> None:
         self._model = model
         self._manifest = manifest
-        self._device = device
+        self.device = device
         self._key = LayoutKey(model)
         self._layout: object = None  # of the trusted plan
         self._replay: Replay | None = None
@@ -55,6 +57,7 @@ class Unpacker:
         self._whole: frozenset[str] = frozenset()
         self._told: Readings | None = None
         self._replayed = (0, 0)
+        self._direct: tuple[tuple[Replay, tuple[str, ...]], DirectLoad] | None = None
 
     @property
     def settled(self) -> bool:
@@ -118,6 +121,34 @@ class Unpacker:
         assert self._replay is not None, "begin() comes first"
         return self._replay.traffic(place, self._trusted)
 
+    @property
+    def reads_in_place(self) -> str:
+        """Why the next sync may not read parameters where they lie; empty when it may."""
+        if not self._trusted or self._replay is None:
+            return "the plan of this layout is not proven"
+        return obstacle(self._replay.works)
+
+    def load_in_place(self, lives: tuple[Live, ...], place: int, regions: Regions) -> None:
+        """Loads everything from where the trainer ranks hold it; copies may still run when it returns.
+
+        Args:
+            lives: of all ranks of the group.
+            place: which of them is beside.
+            regions: has mapped them.
+
+        Raises:
+            ValueError: they do not hold what the manifest says.
+        """
+        replay = self._replay
+        assert replay is not None and self._copier is not None and self._trusted, (
+            "begin() and reads_in_place come first"
+        )
+        made_for = (replay, tuple(live.key for live in lives))
+        if self._direct is None or self._direct[0] != made_for:
+            parts = (replay.works, self._manifest, lives, place, regions, self._copier, self.device)
+            self._direct = made_for, DirectLoad(*parts)
+        self._direct[1].run(self._sums, self._hashed)
+
     def _entries(self) -> list[Any]:
         return [entry for bucket in self._manifest.buckets for entry in bucket]
 
@@ -125,9 +156,9 @@ class Unpacker:
         for name in scattered(self._entries(), plan.planned):
             plan.refuse(name, "arrives in many small pieces")
         self._plan = plan
-        self._copier = Copier(self._device, known_tensors(self._model))
+        self._copier = Copier(self.device, known_tensors(self._model))
         self._replay = self._compile()
-        self._comparison = Comparison(self._replay, self._copier, self._device) if plan.planned else None
+        self._comparison = Comparison(self._replay, self._copier, self.device) if plan.planned else None
         if plan.refused:
             self._say(plan)
 

@@ -27,6 +27,8 @@ from verl_sync_plugin.metrics import SyncReport
 from verl_sync_plugin.sharding_manager.agreement import Agreement
 from verl_sync_plugin.sharding_manager.coverage import check_coverage
 from verl_sync_plugin.sharding_manager.delivery import Delivery, PeersUnreachableError
+from verl_sync_plugin.sharding_manager.direct import Direct
+from verl_sync_plugin.sharding_manager.direct_stream import DirectStream
 from verl_sync_plugin.sharding_manager.endpoint import PendingLoad, RolloutEndpoint, abandon
 from verl_sync_plugin.sharding_manager.gauges import PeakMemory, note_device_memory
 from verl_sync_plugin.sharding_manager.hash_check import HashCheck, paired
@@ -81,6 +83,7 @@ class ShardingManager(BaseShardingManager):
         self._source: ParameterSource | None = None
         self._shards: list[Shard] = []
         self._planning = Planning(self._agreement, self._sender, self._delivery)
+        self._direct = Direct(config, self._agreement, self._sender, device)
         self._syncs = 0
         self._sync_id = ""
         self.report = SyncReport()
@@ -129,12 +132,15 @@ class ShardingManager(BaseShardingManager):
         self._syncs += 1
         self._sync_id = f"{self._syncs} (step {global_steps})"
         self.report = SyncReport(-1 if global_steps is None else int(global_steps), type(self).__name__)
+        return await self._run(wake_tags, global_steps)
+
+    async def _run(self, wake_tags: list[str], global_steps: int | None) -> SyncReport:
         try:
             return await self._sync(wake_tags, global_steps)
         except PeersUnreachableError as error:  # known before anything was loaded
-            self._delivery.fall_back(error)
-            self._sync_id = f"{self._syncs} (step {global_steps}, gathered)"
-            return await self._sync([], global_steps)
+            (self._direct if self._direct.active else self._delivery).fall_back(error)
+            self._sync_id += " once more"
+            return await self._run([], global_steps)
 
     async def _sync(self, wake_tags: list[str], global_steps: int | None) -> SyncReport:
         memory = PeakMemory(self._device)
@@ -190,6 +196,8 @@ class ShardingManager(BaseShardingManager):
                 agreement.settle("reading the shards")
             assert self._source is not None
             plan = self._planning.agree(self._source, self._shards, self._bucket_bytes)
+            if self._direct.agree(plan, self._source, self._shards, self._planning.unstaged):
+                self._planning.stage(self._source)
         self.report.nbytes, self.report.buckets, self.report.tensors = plan.nbytes, len(plan.buckets), plan.tensor_count
 
     def _agree_on_layout(self) -> None:
@@ -215,11 +223,16 @@ class ShardingManager(BaseShardingManager):
     async def _connect(self, pending: PendingLoad | None) -> None:
         await self._meeting.connect(self._sync_id, self._agreement, self._sender, pending, self.config.timeout_seconds)
         plan, verify = self._planning.ready(), self.config.verify_hashes
-        self._delivery.greet(self._sync_id, self._sender, plan, verify, self._hashes.whole(plan))
+        if self._direct.active:
+            self._direct.greet(self._sync_id, plan, verify, self._hashes.whole(plan))
+        else:
+            self._delivery.greet(self._sync_id, self._sender, plan, verify, self._hashes.whole(plan))
 
     def _open_stream(self) -> BucketStream:
         assert self._source is not None, "entered before"
         parts = (self._agreement, self._sender, self._planning.ready(), self._shards, self._source, self.report)
+        if self._direct.active:
+            return DirectStream(*parts)
         return (ShardedStream if self._planning.ready().sharded else BucketStream)(*parts)
 
     async def _commit(self, pending: PendingLoad | None) -> None:
@@ -229,7 +242,10 @@ class ShardingManager(BaseShardingManager):
             new = self._hashes.note(committed)
             if verify:
                 sums = paired(self._sender.sums(), committed)
-            self.report.note(committed, plan)
+            self._direct.note(committed, plan)
+            if self._direct.active:
+                self._sender.unstage()  # the engine rank has unmapped it
+            self.report.note(committed, plan, self._direct.active)
             check_coverage(committed.coverage, self.config, self.endpoint.restores_uncovered, first=self._syncs == 1)
         # Before waiting for the engine's answer: it gives none while one of its ranks waits for us to hang up
         new = self._agreement.settle("committing", waiting=new)

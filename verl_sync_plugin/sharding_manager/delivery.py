@@ -48,7 +48,7 @@ class Delivery:
             group: among whose ranks bases are sharded; ``None`` when every rank holds everything.
 
         Raises:
-            SyncError: ``delivery=sharded``, and the ranks of a group are on several hosts.
+            SyncError: ``delivery`` is neither ``auto`` nor ``gathered``, and the ranks of a group are on several hosts.
         """
         if self._choice == "gathered" or group is None or dist.get_world_size(group) == 1:
             self.decided = True
@@ -56,10 +56,10 @@ class Delivery:
         hosts = self._agreement.gather("finding out which ranks share a host", host_name())
         groups = self._agreement.gather("exchanging groups", tuple(dist.get_process_group_ranks(group)))
         apart = [ranks for ranks in groups if len({hosts[rank] for rank in ranks}) > 1]
-        if apart and self._choice == "sharded":
+        if apart and self._choice != "auto":
             raise SyncError(
-                f"{KEY_PREFIX}.delivery=sharded: trainer ranks {apart[0]}, which share out the model, are on several "
-                f"hosts ({', '.join(sorted({hosts[rank] for rank in apart[0]}))}). Set it to auto."
+                f"{KEY_PREFIX}.delivery={self._choice}: trainer ranks {apart[0]}, which share out the model, are on "
+                f"several hosts ({', '.join(sorted({hosts[rank] for rank in apart[0]}))}). Set it to auto."
             )
         self.sharded, self.decided = not apart, True
 
@@ -110,12 +110,12 @@ class Delivery:
         """From now on gathered.
 
         Raises:
-            SyncError: ``delivery=sharded`` does not allow that.
+            SyncError: ``delivery`` does not allow that.
         """
-        if self._choice == "sharded":
+        if self._choice != "auto":
             raise SyncError(
-                f"{KEY_PREFIX}.delivery=sharded: an engine rank cannot read other trainer ranks' memory ({error}). "
-                "Set it to auto."
+                f"{KEY_PREFIX}.delivery={self._choice}: an engine rank cannot read other trainer ranks' memory "
+                f"({error}). Set it to auto."
             ) from error
         say(f"an engine rank cannot read other trainer ranks' memory ({error}); buckets are gathered instead")
         self.sharded = False

@@ -10,7 +10,7 @@ from verl_sync_plugin.transport.sender import BucketSender, slot_limit
 
 
 class Planning:
-    """Keeps one plan, and the staging memory fit for it.
+    """Keeps one plan, and on demand staging memory fit for it.
 
     Args:
         agreement: where ranks settle.
@@ -24,6 +24,7 @@ class Planning:
         self._delivery = delivery
         self.plan: Plan | None = None
         self.agreed_digest = ""
+        self._staged = ""
 
     def agree(self, source: ParameterSource, shards: list[Shard], bucket_bytes: int) -> Plan:
         """Collective over the trainer ranks.
@@ -42,13 +43,10 @@ class Planning:
         with self._agreement.attempt():
             if not self._agreement.failed:  # else the shards are none
                 changed = self._make(source, shards, bucket_bytes).digest != self.agreed_digest
-        if changed:
-            self.agreed_digest = ""  # its staging memory is gone: even if this plan fails, the next is told anew
         if self._agreement.settle("planning the sync", waiting=changed):
             digest = self.ready().digest
             self.agreed_digest = ""
             self._agreement.same_on_all("the tensors to sync (plan digest)", digest)
-            self._delivery.exchange(self._sender, source.group)
             self.agreed_digest = digest
         return self.ready()
 
@@ -56,8 +54,24 @@ class Planning:
         bases, sharded = tuple(shard.base for shard in shards), self._delivery.sharded
         if self.plan is None or self.plan.bases != bases or self.plan.sharded != sharded:
             self.plan = source.plan(bases, slot_limit(bucket_bytes), sharded)
-        self._sender.reserve(self.plan)
         return self.plan
+
+    @property
+    def unstaged(self) -> bool:
+        """Whether ``stage`` is still to come for the plan, or was undone."""
+        return self._staged != self.ready().digest or not self._sender.staged
+
+    def stage(self, source: ParameterSource) -> None:
+        """Collective: makes staging memory for the plan, and tells the engine ranks where.
+
+        Raises:
+            SyncError: a rank has not enough memory, or cannot share it; the same text on every rank.
+        """
+        self._staged = ""  # what was there is gone even if this fails
+        with self._agreement.attempt():
+            self._sender.reserve(self.ready())
+        self._delivery.exchange(self._sender, source.group)
+        self._staged = self.ready().digest
 
     def ready(self) -> Plan:
         """The plan, once all ranks have settled on it."""

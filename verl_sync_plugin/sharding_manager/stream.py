@@ -103,8 +103,9 @@ class BucketStream:
 
     def _check_finite(self) -> None:
         """Before the commit, so the engine does not generate from what it was given."""
-        for index in self._sender.broken():
-            culprit = name_culprit(self._plan.buckets[index], self._shards, self._source, self.rank)
+        buckets = [self._plan.buckets[index] for index in self._sender.broken()]
+        named = (name_culprit(bucket, self._shards, self._source, self.rank) for bucket in buckets)
+        for culprit in filter(None, named):
             raise ValueError(
                 f"parameter {culprit}; the engine was not released to generate from it. Look at the last optimizer "
                 f"step (loss, gradient norm, learning rate), or set {KEY_PREFIX}.check_finite=False to sync it anyway"

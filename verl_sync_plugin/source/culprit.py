@@ -8,8 +8,8 @@ from verl_sync_plugin.bucket import Base, Bucket, View
 from verl_sync_plugin.source.base import ParameterSource, Shard
 
 
-def name_culprit(bucket: Bucket, shards: list[Shard], source: ParameterSource, rank: int) -> str:
-    """A sentence that names the parameter, found in the trainer's own values.
+def name_culprit(bucket: Bucket, shards: list[Shard], source: ParameterSource, rank: int) -> str | None:
+    """A sentence that names the parameter, found in the trainer's own values; ``None``: none there.
 
     Args:
         bucket: what was packed.
@@ -35,6 +35,8 @@ def name_culprit(bucket: Bucket, shards: list[Shard], source: ParameterSource, r
             return f"{_name(shard.base, first + where)!r} exceeds the range of {wire}, in which it travels"
         if shard.merge is not None:
             merged.append(part.base)
+    if not merged:
+        return None
     for suspect, values in source.merged_with(tuple(merged)):
         if not bool(values().isfinite().all()):
             return f"{suspect!r} holds NaN or Inf in the trainer"

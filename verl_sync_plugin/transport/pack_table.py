@@ -107,9 +107,7 @@ class PackTable:
             blocks = [block for bucket in self._buckets for block in self._blocks(bucket)]
             self._table = KernelTable(blocks, self._device)
 
-    def run(
-        self, slot: int, sums: torch.Tensor, hashed: bool, flags: torch.Tensor | None, place: int, copy: bool = True
-    ) -> None:
+    def run(self, slot: int, sums: torch.Tensor, hashed: bool, flags: torch.Tensor | None, copy: bool = True) -> None:
         """Starts the copies into a slot, or only reads.
 
         Args:
@@ -120,7 +118,7 @@ class PackTable:
             sources = [*(address for address, _ in self.found.places), slot]
             self._addresses[slot] = addresses(slot, sources, self._device)
         assert self._table is not None, "find() comes first"
-        self._table.run(self._addresses[slot], sums, copy, hashed, flags, place)
+        self._table.run(self._addresses[slot], sums, copy, hashed, flags)
 
     def _blocks(self, bucket: Bucket) -> Iterator[Block]:
         """Only bytes that belong to a tensor are packed. What was packed alone is copied onto itself, to be read."""

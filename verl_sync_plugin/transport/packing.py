@@ -39,9 +39,10 @@ class Packer:
         self._tensors = numbers_of(bucket.entries for bucket in plan.buckets)
         self._kernel = kernel_works(device)
         self._sums = torch.zeros(len(self._tensors), dtype=torch.int64, device=device)
-        self._flags = torch.zeros(len(plan.buckets), dtype=torch.int64, device=device)
+        self._flags = torch.zeros(len(self._tensors), dtype=torch.int64, device=device)
         self._check = FiniteCheck(plan, rank)
         self._tables: dict[int, PackTable] = {}
+        self._whole: PackTable | None = None
 
     def begin(self) -> None:
         """Once per sync, before the first bucket."""
@@ -72,8 +73,25 @@ class Packer:
         segment = memory.narrow(0, segment_of(bucket, self._rank) * bucket.stride - origin, bucket.stride)
         for part in table.alone:
             pack_slice(segment, part, shards[part.base])
-        flags = self._flags if self._finite else None
-        table.run(memory.data_ptr() - origin, self._sums, self._hashed, flags, index)
+        table.run(memory.data_ptr() - origin, self._sums, self._hashed, self._flags if self._finite else None)
+
+    def read(self, shards: list[Shard]) -> None:
+        """Hashes and checks everything where it lies, for engine ranks that read it there; may return early.
+
+        Args:
+            shards: all shards of this rank, by base index; none that ``LiveParameters`` refuses.
+        """
+        if not (self._hashed or self._finite):
+            return
+        if not self._kernel:
+            for index, bucket in enumerate(self.plan.buckets):
+                nbytes = bucket.stride if self.plan.sharded else bucket.nbytes
+                self.pack(index, torch.empty(nbytes, dtype=torch.uint8, device=self._device), shards)
+            return
+        if self._whole is None:
+            self._whole = PackTable(self.plan, self.plan.buckets, self._rank, self._tensors, self._device, False)
+        self._whole.find(shards)
+        self._whole.run(0, self._sums, self._hashed, self._flags if self._finite else None, copy=False)
 
     def _read_plain(self, index: int, memory: torch.Tensor, origin: int) -> None:
         if self._hashed:
@@ -89,8 +107,13 @@ class Packer:
         return self._sums.cpu()
 
     def broken(self) -> list[int]:
-        """Indices of the buckets with a NaN or Inf in this rank's part. Waits for the device."""
-        return self._flags.nonzero().flatten().tolist() if self._kernel else self._check.broken()
+        """Indices of the buckets among which one has a NaN or Inf in this rank's part; none when all is finite. Waits
+        for the device."""
+        if not self._kernel:
+            return self._check.broken()
+        flagged = set(self._flags.nonzero().flatten().tolist())
+        broken = {name for name, number in self._tensors.items() if number in flagged}
+        return [i for i, bucket in enumerate(self.plan.buckets) if any(e.name in broken for e in bucket.entries)]
 
 
 def pack_slice(segment: torch.Tensor, part: Slice, shard: Shard) -> None:

@@ -9,6 +9,13 @@
     Manifest (only if needed)       --->
     per bucket: Load(bucket, slot)  --->  loads, waits until its copies are done
                                     <---  Loaded(bucket) or Failed(text)
+    or, where parameters are read where they lie (Hello(live) instead of staging):
+                                    <---  Ready(needs_live), or Ready(unreachable) and the sync is over
+    Whereabouts (only if needed)    --->
+                                    <---  Ready, or Ready(unreachable) and the sync is over
+    Load(ALL)                       --->  loads everything, waits until its copies are done
+                                    <---  Loaded(ALL) or Failed(text)
+    then
     Commit                          --->  proves coverage
                                     <---  Committed(coverage, sums) or Failed(text)
 
@@ -25,8 +32,11 @@ from typing import Any
 from verl_sync_plugin.bucket import Entry, Plan
 
 MAGIC = "verl-sync-plugin"
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
+OMITTED = ("buckets", "sums", "readings", "lives")  # from messages for people
 LOADER = "verl_sync_plugin.receiver.loader.load"
+
+ALL = -1  # in place of a bucket: all of them at once
 
 Line = tuple[int, int, int, int]  # first byte of a tensor, width, count, bytes from one to the next
 # Of what size, what is read of it, and the tensors that are so: the lines may overlap
@@ -84,6 +94,39 @@ class StagingExport:
 
 
 @dataclass(frozen=True)
+class Region:
+    """An allocation of a trainer rank and how to map it.
+
+    Attributes:
+        kind: ``cuda_ipc`` or ``shared_file``.
+        key: names the allocation, on this host and in this run; never given to another one.
+        nbytes: its size.
+        handle: what the mechanism needs, builtins only.
+    """
+
+    kind: str
+    key: str
+    nbytes: int
+    handle: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Live:
+    """Where one trainer rank's runs of all buckets lie.
+
+    Attributes:
+        key: names all of this; changes when anything moves.
+        regions: the allocations.
+        runs: per bucket little-endian int64 of shape ``(n, 5)``, ascending: first byte in the bucket, bytes in the
+            bucket, region, first byte in the region, bytes there per byte in the bucket.
+    """
+
+    key: str
+    regions: tuple[Region, ...]
+    runs: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
 class Join:
     sync_id: str
 
@@ -95,11 +138,13 @@ class Hello:
     Attributes:
         sync_id: as in the request.
         digest: of the plan; the manifest is sent once per digest.
-        stagings: where the slots are: of the trainer rank beside the engine rank, or of all ranks of its group.
+        stagings: where the slots are: of the trainer rank beside the engine rank, or of all ranks of its group; none
+            when parameters are read where they lie.
         place: which of them is the one beside.
         copy_plan: whether the receiver may replay copies instead of calling ``load_weights``.
         hashed: whether to hash what is read.
         whole: numbers of tensors to be hashed whole (see ``Readings``).
+        live: keys of the ``Live`` of all ranks of the group, in place of stagings.
     """
 
     sync_id: str
@@ -109,14 +154,23 @@ class Hello:
     copy_plan: bool = True
     hashed: bool = False
     whole: tuple[int, ...] = ()
+    live: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Ready:
-    """``unreachable``: why the memory of other trainer ranks cannot be read here; then nothing follows."""
+    """``unreachable``: why the memory of trainer ranks cannot be read here in this way; then nothing follows."""
 
-    needs_plan: bool
+    needs_plan: bool = False
     unreachable: str = ""
+    needs_live: bool = False
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Where the parameters of all ranks of the group lie, in the order of ``Hello.live``."""
+
+    lives: tuple[Live, ...]
 
 
 @dataclass(frozen=True)
@@ -189,6 +243,7 @@ class Committed:
         peer_bytes: read from other trainer ranks' memory.
         sums: the hash of what was read of each tensor, as little-endian int64; empty without hashing.
         readings: which bytes these are; ``None`` when they are those of the last time.
+        direct: the next sync of this plan may have this rank read parameters where they lie.
     """
 
     coverage: Coverage
@@ -198,6 +253,7 @@ class Committed:
     peer_bytes: int = 0
     sums: bytes = b""
     readings: Readings | None = None
+    direct: bool = False
 
 
 @dataclass(frozen=True)
@@ -209,5 +265,5 @@ class Failed:
 
 def describe(message: Any) -> str:
     """A short form for logs and errors."""
-    fields = {key: value for key, value in asdict(message).items() if key not in ("buckets", "sums", "readings")}
+    fields = {key: value for key, value in asdict(message).items() if key not in OMITTED}
     return f"{type(message).__name__}({str(fields)[:200]})"

@@ -19,11 +19,13 @@ from verl_sync_plugin.transport.protocol import (
     Committed,
     Failed,
     Hello,
+    Live,
     Load,
     Loaded,
     Manifest,
     Ready,
     StagingExport,
+    Whereabouts,
     describe,
 )
 from verl_sync_plugin.transport.staging import Staging, create_staging, slot_of
@@ -59,6 +61,11 @@ class BucketSender:
         self._packer: Packer | None = None
         self._events: dict[int, torch.cuda.Event] = {}
 
+    @property
+    def staged(self) -> bool:
+        """Whether there is staging memory."""
+        return self._staging is not None
+
     def reserve(self, plan: Plan) -> None:
         """Makes the staging memory fit ``plan``; keeps it when it does already."""
         slots = min(SLOTS, len(plan.buckets))
@@ -66,8 +73,7 @@ class BucketSender:
             held = (self._staging.slot_bytes, self._staging.memory.numel())
             if held == (plan.slot_bytes, slots * plan.slot_bytes):
                 return
-            self._staging.close()
-            self._staging = None
+            self.unstage()
         self._staging = create_staging(self._device, slots, plan.slot_bytes)
 
     def adopt(self, channel: Channel) -> None:
@@ -120,6 +126,36 @@ class BucketSender:
             channel.send(Manifest.of(plan))
         return ready.unreachable
 
+    def greet_live(self, hello: Hello, lives: tuple[Live, ...]) -> str:
+        """Like ``greet``, when the engine rank is to read parameters where they lie.
+
+        Args:
+            hello: names the lives.
+            lives: of all ranks of the group.
+
+        Returns:
+            Why it cannot, and then the sync is over; else empty.
+        """
+        channel = self._open_channel()
+        channel.send(hello)
+        ready = self._expect(Ready)
+        if ready.needs_live and not ready.unreachable:
+            channel.send(Whereabouts(lives))
+            ready = self._expect(Ready)
+        return ready.unreachable
+
+    def read(self, shards: list[Shard]) -> None:
+        """Waits for what the trainer still has to do on the device, then starts to hash and check all parameters where
+        they lie.
+
+        Raises:
+            TimeoutError: the device is busy for longer than the bound.
+        """
+        assert self._packer is not None, "begin() comes first"
+        self._mark(0)
+        self.drain(0)
+        self._packer.read(shards)
+
     def pack(self, index: int, slot: int, shards: list[Shard]) -> None:
         """Copies this rank's runs of a bucket into its segment of the slot, cast to the wire dtype on the way; copies
         may still run until ``drain``."""
@@ -128,7 +164,7 @@ class BucketSender:
         self._mark(slot)
 
     def broken(self) -> list[int]:
-        """Indices of the packed buckets with a NaN or Inf in this rank's part. Waits for the device."""
+        """See ``Packer.broken``."""
         assert self._packer is not None, "begin() comes first"
         return self._packer.broken()
 
@@ -209,13 +245,18 @@ class BucketSender:
             channel.close()
         return channel is not None
 
-    def close(self) -> None:
-        """Gives the staging memory back."""
-        self.hang_up()
-        self._packer = None
+    def unstage(self) -> None:
+        """Gives the staging memory back, once no reader has it mapped."""
         if self._staging is not None:
             self._staging.close()
+            self._staging.opened()
             self._staging = None
+
+    def close(self) -> None:
+        """Gives everything back."""
+        self.hang_up()
+        self._packer = None
+        self.unstage()
 
     def _slot(self, slot: int) -> torch.Tensor:
         assert self._staging is not None, "reserve() comes first"

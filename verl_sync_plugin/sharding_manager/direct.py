@@ -1,0 +1,146 @@
+"""Direct delivery: from the second sync on the engine ranks read the parameters where they lie, and nothing is staged.
+
+The first sync goes through staging memory, for the model's own load needs whole tensors. An engine rank whose plan
+then proves to cover everything says so; if every trainer rank can tell where its parameters are, and every engine rank
+can map them, the following syncs are one launch of the copy kernel per engine rank. What cannot be read so (merged
+adapters, offloaded parameters, a model that loads some tensors itself) is staged as before.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from verl_sync_plugin.bucket import Plan
+from verl_sync_plugin.config import KEY_PREFIX, SyncConfig
+from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.sharding_manager.agreement import Agreement
+from verl_sync_plugin.sharding_manager.coverage import say
+from verl_sync_plugin.sharding_manager.delivery import PeersUnreachableError
+from verl_sync_plugin.source.base import ParameterSource, Shard
+from verl_sync_plugin.transport.live import LiveParameters, NotInPlaceError
+from verl_sync_plugin.transport.protocol import Committed, Hello, Live
+from verl_sync_plugin.transport.sender import BucketSender
+
+
+class Direct:
+    """One run's choice; all methods that say so are collective over the trainer ranks.
+
+    Args:
+        config: the sync's settings.
+        agreement: where ranks settle.
+        sender: speaks to the engine rank.
+        device: where the trainer computes.
+    """
+
+    def __init__(self, config: SyncConfig, agreement: Agreement, sender: BucketSender, device: torch.device) -> None:
+        self._config = config
+        self._agreement = agreement
+        self._sender = sender
+        self._device = device
+        self._wanted = config.delivery in ("auto", "direct") and config.copy_plan
+        self._ready = ""  # the plan of which the engine rank said that it can
+        self._why = ""
+        self._parameters: LiveParameters | None = None
+        self._told = ""
+        self._lives: tuple[Live, ...] = ()
+        self._place = 0
+        self.active = False
+
+    def agree(self, plan: Plan, source: ParameterSource, shards: list[Shard], unstaged: bool) -> bool:
+        """Collective: decides how this sync is delivered.
+
+        Args:
+            plan: agreed on.
+            source: of the shards.
+            shards: all of this rank.
+            unstaged: whether this rank lacks staging memory for the plan.
+
+        Returns:
+            Whether staging memory has to be made.
+
+        Raises:
+            SyncError: ``delivery=direct``, and a rank cannot.
+        """
+        live: Live | None = None
+        with self._agreement.attempt():
+            live = self._look(plan, source, shards)
+        new = live is not None and live.key != self._told
+        flags = torch.tensor([live is None, new, unstaged], dtype=torch.int64)
+        unable, moved, unstaged_ranks = self._agreement.sum("choosing the delivery", flags).tolist()
+        self.active = not unable
+        if unable and self._config.delivery == "direct" and self._ready:
+            self._refuse()
+        if self.active and moved:
+            self._exchange(live, source.group)
+        return bool(unstaged_ranks) and not self.active
+
+    def _look(self, plan: Plan, source: ParameterSource, shards: list[Shard]) -> Live | None:
+        if not self._wanted or self._ready != plan.digest:
+            return None
+        shared = source.group is not None and dist.get_world_size(source.group) > 1
+        if shared and not plan.sharded:
+            self._give_up("ranks that share out the model are on several hosts")
+        elif type(source).prepare is not ParameterSource.prepare:
+            self._give_up("weights are made on the way")
+        if not self._wanted:
+            return None
+        if self._parameters is None or self._parameters.plan is not plan:
+            rank = dist.get_rank(source.group) if source.group is not None else 0
+            self._parameters = LiveParameters(self._device, plan, rank)
+        try:
+            return self._parameters.look(shards)
+        except NotInPlaceError as error:
+            self._give_up(str(error))
+            return None
+
+    def _give_up(self, why: str) -> None:
+        """For the rest of the run: looking costs as much as a small sync."""
+        self._wanted, self._why, self._parameters = False, why, None
+        say(f"parameters are staged, not read where they lie: {why}")
+
+    def _refuse(self) -> None:
+        texts = self._agreement.gather("asking why parameters cannot be read", self._why)
+        said = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+        raise SyncError(f"{KEY_PREFIX}.delivery=direct: {said or 'not yet possible'}. Set it to auto.")
+
+    def _exchange(self, live: Live | None, group: dist.ProcessGroup | None) -> None:
+        assert live is not None, "no rank was unable"
+        everywhere = self._agreement.gather("telling where parameters lie", live)
+        me = dist.get_rank()
+        ranks = [me] if group is None else dist.get_process_group_ranks(group)
+        self._lives, self._place, self._told = tuple(everywhere[rank] for rank in ranks), ranks.index(me), live.key
+
+    def greet(self, sync_id: str, plan: Plan, hashed: bool, whole: tuple[int, ...]) -> None:
+        """Collective: opens the sync; when it returns, every rank's parameters may be read. See ``Delivery.greet``.
+
+        Raises:
+            PeersUnreachableError: an engine rank cannot read them; nothing was loaded.
+            SyncError: any rank failed.
+        """
+        unreachable = ""
+        with self._agreement.attempt():
+            keys = tuple(live.key for live in self._lives)
+            hello = Hello(sync_id, plan.digest, (), self._place, self._config.copy_plan, hashed, whole, keys)
+            unreachable = self._sender.greet_live(hello, self._lives)
+        if self._agreement.settle("reading parameters where they lie", waiting=bool(unreachable)):
+            texts = self._agreement.gather("asking why parameters are out of reach", unreachable)
+            raise PeersUnreachableError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text))
+
+    def fall_back(self, error: PeersUnreachableError) -> None:
+        """Until the engine ranks say again that they can, parameters are staged.
+
+        Raises:
+            SyncError: ``delivery=direct`` does not allow that.
+        """
+        if self._config.delivery == "direct":
+            raise SyncError(
+                f"{KEY_PREFIX}.delivery=direct: an engine rank cannot read parameters where they lie ({error}). "
+                "Set it to auto."
+            ) from error
+        say(f"an engine rank cannot read parameters where they lie ({error}); they are staged instead")
+        self._ready, self.active = "", False
+
+    def note(self, committed: Committed, plan: Plan) -> None:
+        """What the engine rank said at the end of a sync."""
+        self._ready = plan.digest if committed.direct else ""

@@ -1,0 +1,26 @@
+"""A stream that sends nothing: the engine ranks read the parameters where they lie, all at once."""
+
+from __future__ import annotations
+
+from verl_sync_plugin.sharding_manager.stream import BucketStream
+from verl_sync_plugin.transport.protocol import ALL
+
+
+class DirectStream(BucketStream):
+    """See ``BucketStream``. All ranks have settled between ``fill_ahead`` and ``run``."""
+
+    def fill_ahead(self) -> None:
+        """Waits until the parameters are final, and starts to hash and check them."""
+        with self._agreement.attempt(), self._report.stage("pack"):
+            self._sender.read(self._shards)
+
+    def run(self) -> None:
+        """Has the engine rank load everything; when it returns, no engine rank reads the parameters any more.
+
+        Raises:
+            SyncError: any rank failed.
+        """
+        with self._agreement.attempt():
+            self._sender.load(ALL, 0)
+            self._wait(ALL)
+        self._end()

@@ -1,0 +1,151 @@
+"""Allocations in which a trainer rank's parameters lie, told to and mapped by the engine ranks that read them there.
+
+A parameter lives as long as the model, so an allocation is exported once and mapped once, and nobody is counted. What
+moved is exported anew, and the engine unmaps what it is no longer told of.
+
+Hazard: the driver lets go of an allocation that its owner has freed only when it is unmapped here as well. Only memory
+of parameters is exported, which the trainer keeps on the device; ``sharding_manager/direct.py`` looks every time.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+
+from verl_sync_plugin.transport.protocol import Region
+
+
+class Exporter(Protocol):
+    """Finds and exports the allocations of one kind of device."""
+
+    def find(self, run: torch.Tensor) -> tuple[int, int]:
+        """The allocation that a tensor lies in (a number that stands for it), and the tensor's first byte in it.
+
+        Raises:
+            RuntimeError: its memory cannot be shared.
+        """
+
+    def identity(self, allocation: int) -> object:
+        """Changes when another allocation has taken the place of one."""
+
+    def export(self, allocation: int) -> Region:
+        """How an engine rank of this host maps it.
+
+        Raises:
+            RuntimeError: it cannot.
+        """
+
+
+class CudaExporter:
+    """Allocations stand for themselves by their first address."""
+
+    def __init__(self) -> None:
+        self._name = uuid.uuid4().hex
+        self._known: dict[int, tuple[int, int]] = {}
+
+    def find(self, run: torch.Tensor) -> tuple[int, int]:
+        from verl_sync_plugin.transport import cuda_driver
+
+        address = run.data_ptr()
+        for base, (_, size) in self._known.items():  # the last one found comes first: neighbours follow each other
+            if base <= address < base + size:
+                return base, address - base
+            break
+        base, size = cuda_driver.allocation_of(address)
+        self._known = {base: (base, size), **{b: held for b, held in self._known.items() if b != base}}
+        return base, address - base
+
+    def identity(self, allocation: int) -> object:
+        from verl_sync_plugin.transport import cuda_driver
+
+        return cuda_driver.allocation_id(allocation)
+
+    def export(self, allocation: int) -> Region:
+        from verl_sync_plugin.transport import cuda_driver
+
+        _, size = cuda_driver.allocation_of(allocation)
+        key = f"{self._name}-{cuda_driver.allocation_id(allocation)}"
+        return Region("cuda_ipc", key, size, (cuda_driver.export_allocation(allocation),))
+
+
+class SharedFileExporter:
+    """Storages that are mapped from a file (``torch.UntypedStorage.from_file``); CPUs."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def find(self, run: torch.Tensor) -> tuple[int, int]:
+        storage = run.untyped_storage()
+        if storage.filename is None:
+            raise RuntimeError("its memory is private to the trainer's process")
+        self._storages[storage.data_ptr()] = storage
+        return storage.data_ptr(), run.data_ptr() - storage.data_ptr()
+
+    def identity(self, allocation: int) -> object:
+        return allocation
+
+    def export(self, allocation: int) -> Region:
+        storage = self._storages[allocation]
+        name = str(storage.filename)
+        return Region("shared_file", name, storage.nbytes(), (name,))
+
+
+def exporter_for(device: torch.device) -> Exporter:
+    return CudaExporter() if device.type == "cuda" else SharedFileExporter()
+
+
+class Regions:
+    """The engine's side: what is mapped, by key."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[str, int] = {}
+        self._storages: dict[str, torch.UntypedStorage] = {}
+
+    def map(self, wanted: Iterable[Region]) -> None:
+        """Maps what is not mapped yet and unmaps all else.
+
+        Raises:
+            RuntimeError, OSError: the memory cannot be reached from here.
+        """
+        regions = {region.key: region for region in wanted}
+        for key in self._mapped.keys() - regions.keys():
+            self._unmap(key)
+        for key, region in regions.items():
+            if key not in self._mapped:
+                self._mapped[key] = self._map(region)
+
+    def address(self, region: Region) -> int:
+        return self._mapped[region.key]
+
+    def flat(self, region: Region) -> torch.Tensor:
+        """All bytes of a region in host memory: uint8 of shape ``(nbytes,)``."""
+        storage = self._storages[region.key]
+        return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (region.nbytes,), (1,))
+
+    def _map(self, region: Region) -> int:
+        if region.kind == "cuda_ipc":
+            from verl_sync_plugin.transport import cuda_driver
+
+            return cuda_driver.open_allocation(region.handle[0])
+        if not os.path.isfile(region.handle[0]):  # from_file would make one
+            raise FileNotFoundError(f"{region.handle[0]} is not visible here")
+        storage = torch.UntypedStorage.from_file(region.handle[0], True, region.nbytes)
+        self._storages[region.key] = storage
+        return storage.data_ptr()
+
+    def _unmap(self, key: str) -> None:
+        address, storage = self._mapped.pop(key), self._storages.pop(key, None)
+        if storage is None:
+            from verl_sync_plugin.transport import cuda_driver
+
+            # Kernels that read it have completed: the last sync did not end before
+            cuda_driver.close_allocation(address)
+
+
+def same_memory(exporter: Exporter, allocations: Sequence[int]) -> tuple[object, ...]:
+    """Equal as long as none of these allocations was freed."""
+    return tuple(exporter.identity(allocation) for allocation in allocations)
