@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import floor, gauges, machine, profiling, rig, schema, transfer_models, transfer_ways
-from benchmarks.command import VARIANTS
 
 HARNESS = "transfer"
 
@@ -33,7 +32,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--case", required=True)
     parser.add_argument("--model", choices=sorted(transfer_models.CONFIGS), required=True)
     parser.add_argument("--buckets", default="512", help="bucket sizes in MiB, for both variants")
-    parser.add_argument("--variants", default="stock,plugin,plugin-unhashed")
+    parser.add_argument("--variants", default="stock,plugin,plugin-unhashed,plugin-staged")
     parser.add_argument("--trainer-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--repeat", type=int, default=5, help="measured syncs per variant and bucket size")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -41,9 +40,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, help="folder for config and log; default: temporary")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
-    unknown = {name.partition("-")[0] for name in args.variants.split(",")} - set(VARIANTS)
+    known = ("stock", *transfer_ways.PLUGIN)
+    unknown = set(args.variants.split(",")) - set(known)
     if unknown:
-        parser.error(f"unknown variants {sorted(unknown)}; choose from {', '.join(VARIANTS)}, plugin-unhashed")
+        parser.error(f"unknown variants {sorted(unknown)}; choose from {', '.join(known)}")
     return args
 
 
@@ -80,7 +80,8 @@ def run_of(
     settings = {
         "harness": HARNESS, "model": args.model, "bucket_mb": bucket_mb, "device": args.device,
         "tensors": len(bench.named), "trainer_dtype": args.trainer_dtype,
-        "hashed": variant == "plugin", "floor_seconds": floor.seconds(bench.nbytes),
+        "hashed": variant in ("plugin", "plugin-staged"), "staged": variant == "plugin-staged",
+        "floor_seconds": floor.seconds(bench.nbytes),
     }  # fmt: skip
     return {
         "variant": variant.partition("-")[0],

@@ -20,12 +20,13 @@ def milliseconds(value: float) -> str:
     return f"{value * 1e3:.0f} ms" if value >= 0.1 else f"{value * 1e3:.1f} ms"
 
 
-def seconds_by_bucket(result: dict[str, Any], variant: str, hashed: bool) -> dict[int, float]:
+def seconds_by_bucket(result: dict[str, Any], variant: str, hashed: bool, staged: bool = False) -> dict[int, float]:
     """Seconds of the transfer by bucket size in MiB."""
     return {
         run["settings"]["bucket_mb"]: run["stages"]["phase"]
         for run in sorted(result["runs"], key=lambda run: int(run["settings"]["bucket_mb"]))
-        if run["variant"] == variant and run["settings"]["hashed"] == hashed
+        if run["variant"] == variant
+        and (run["settings"]["hashed"], run["settings"].get("staged", False)) == (hashed, staged)
     }
 
 
@@ -61,9 +62,11 @@ def _rows(result: dict[str, Any]) -> list[list[str]]:
 def _note(result: dict[str, Any]) -> str:
     run = result["runs"][0]
     text = f"- `{result['case']}`: {run['settings']['tensors']} tensors, {run['bytes'] / 1e9:.2f} GB of bf16"
-    unhashed = seconds_by_bucket(result, "plugin", hashed=False)
-    shown = [f"{milliseconds(unhashed[size])} ({size} MiB)" for size in shown_buckets(result) if size in unhashed]
-    return f"{text}; without hashes {', '.join(shown)}." if shown else f"{text}."
+    for what, hashed, staged in (("without hashes", False, False), ("staged in every sync", True, True)):
+        found = seconds_by_bucket(result, "plugin", hashed, staged)
+        shown = [f"{milliseconds(found[size])} ({size} MiB)" for size in shown_buckets(result) if size in found]
+        text += f"; {what} {', '.join(shown)}" if shown else ""
+    return f"{text}."
 
 
 def render(results: list[dict[str, Any]]) -> list[str]:

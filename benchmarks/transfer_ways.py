@@ -7,8 +7,10 @@ import asyncio
 from functools import partial
 from typing import Any
 
+PLUGIN = ("plugin", "plugin-unhashed", "plugin-staged")  # the last one packs every sync, as where nothing lies still
 
-def _manager(server: Any, named: list[tuple[str, Any]], bucket_mb: int, hashed: bool, device: str) -> Any:
+
+def _manager(server: Any, named: list[tuple[str, Any]], bucket_mb: int, hashed: bool, staged: bool, device: str) -> Any:
     """The plugin's sharding manager over plain tensors, one owner each."""
     import torch
 
@@ -36,7 +38,7 @@ def _manager(server: Any, named: list[tuple[str, Any]], bucket_mb: int, hashed: 
             return PlainSource()
 
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    config = SyncConfig(verify_hashes=hashed)
+    config = SyncConfig(verify_hashes=hashed, delivery="sharded" if staged else "auto")
     return PlainManager(None, ServerEndpoint(server), config, bucket_mb << 20, where)
 
 
@@ -58,8 +60,9 @@ class Stock:
 class Plugin:
     """The plugin's transfer; the report is its own profile."""
 
-    def __init__(self, server: Any, named: list[tuple[str, Any]], bucket_mb: int, hashed: bool, device: str) -> None:
-        self._manager = _manager(server, named, bucket_mb, hashed, device)
+    def __init__(self, server: Any, named: list[tuple[str, Any]], bucket_mb: int, variant: str, device: str) -> None:
+        checks = variant != "plugin-unhashed", variant == "plugin-staged"
+        self._manager = _manager(server, named, bucket_mb, *checks, device)
         self._version = 0
 
     def sync(self) -> dict[str, Any]:
@@ -75,7 +78,7 @@ class Plugin:
 
 
 def make(variant: str, server: Any, named: list[tuple[str, Any]], bucket_mb: int, device: str) -> Stock | Plugin:
-    """The way of ``stock``, ``plugin`` or ``plugin-unhashed``."""
+    """The way of ``stock`` or of one of ``PLUGIN``."""
     if variant == "stock":
         return Stock(server, named, bucket_mb)
-    return Plugin(server, named, bucket_mb, variant == "plugin", device)
+    return Plugin(server, named, bucket_mb, variant, device)

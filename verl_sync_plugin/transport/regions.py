@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -103,7 +103,7 @@ class Regions:
 
     def __init__(self) -> None:
         self._mapped: dict[str, int] = {}
-        self._storages: dict[str, torch.UntypedStorage] = {}
+        self._storages: dict[str, Any] = {}
 
     def map(self, wanted: Iterable[Region]) -> None:
         """Maps what is not mapped yet and unmaps all else.
@@ -133,7 +133,7 @@ class Regions:
             return cuda_driver.open_allocation(region.handle[0])
         if not os.path.isfile(region.handle[0]):  # from_file would make one
             raise FileNotFoundError(f"{region.handle[0]} is not visible here")
-        storage = torch.UntypedStorage.from_file(region.handle[0], True, region.nbytes)
+        storage: Any = torch.UntypedStorage.from_file(region.handle[0], True, region.nbytes)
         self._storages[region.key] = storage
         return storage.data_ptr()
 
