@@ -29,6 +29,7 @@ from worlds import run_world
 
 from verl_sync_plugin.lora.names import is_adapter
 from verl_sync_plugin.lora.weights import lora_weights
+from verl_sync_plugin.planner import plan_buckets
 from verl_sync_plugin.source.naming import verl_rewrite
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -142,6 +143,20 @@ def sync_often(layout: Layout, syncs: int) -> None:
     again = deliver(source, 9_001)
     assert all(torch.equal(first[name], again[name]) for name in first), "a later sync shipped something else"
     assert_unchanged(before, module)
+
+
+def count_collectives(layout: Layout) -> list[int]:
+    """What each bucket's preparation yields before."""
+    source = merging_source(shard(peft_model(VARIANTS[0]), layout), VARIANTS[0].model)
+    plan = plan_buckets(tuple(part.base for part in source.shards()), 30_001)
+    bases = [tuple(dict.fromkeys(part.base for part in bucket.slices)) for bucket in plan.buckets]
+    return [sum(1 for _ in source.prepare(each)) for each in bases]
+
+
+@pytest.mark.parametrize("layout", [Layout((2,)), Layout((2, 2)), Layout((2,), True)], ids=str)
+def test_the_factors_of_a_bucket_are_gathered_at_once(layout: Layout) -> None:
+    for counts in run_world(layout.size, count_collectives, layout):
+        assert len(counts) > 5 and max(counts) == 1, counts
 
 
 def offload_between_syncs(layout: Layout, merge: bool) -> None:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import Linear
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
+from verl_sync_plugin.lora import merge
 from verl_sync_plugin.lora.merge import Target, add_squares, merge_run
+from verl_sync_plugin.lora.scratch import Scratch, full_precision
 from verl_sync_plugin.lora.weights import LoRAWeight, lora_weights
+
+CPU = torch.device("cpu")
 
 Sizes = tuple[int, int]
 
@@ -96,15 +104,122 @@ def test_any_part_equals_pefts_merge(kind: str, data: st.DataObject) -> None:
             if target.overlaps(low, high - low):
                 add_squares(flat[low:high].clone(), low, target, factors, sums)
         scale = factors[weight.magnitude or ""].reshape(-1) / sums.sqrt()
-    merged = flat.clone()
+    reference, before, scratch = flat.clone(), flat.clone(), Scratch(CPU)
+    scales = {} if scale is None else {weight.name: scale}
+    merged = torch.cat([scratch.merge(flat[a:b], a, (target,), factors, scales).clone() for a, b in runs])
+    assert torch.equal(flat, before), "the trainer's memory was written"
     for low, high in runs:
         if target.overlaps(low, high - low):
-            merge_run(merged[low:high], low, target, factors, scale)
+            merge_run(reference[low:high], low, target, factors, scale)
     model.merge_adapter()
     expected = model.state_dict()[weight.name]
-    torch.testing.assert_close(merged[start : start + base.numel()].view(shape), expected, rtol=1e-5, atol=1e-5)
     assert not torch.equal(expected, base)
-    assert bool((merged[:start] == 5).all()) and bool((merged[start + base.numel() :] == 6).all())
+    for found in (merged, reference):
+        torch.testing.assert_close(found[start : start + base.numel()].view(shape), expected, rtol=1e-5, atol=1e-5)
+        assert bool((found[:start] == 5).all()) and bool((found[start + base.numel() :] == 6).all())
+
+
+class Operations(TorchDispatchMode):
+    """What runs: names of torch's operations without views, and in which precision fp32 is multiplied meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.precisions: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func._schema.name)
+            if "mm" in func._schema.name:
+                self.precisions.add(torch.get_float32_matmul_precision())
+        return func(*args, **(kwargs or {}))
+
+
+def merged_whole(model: torch.nn.Module, weight: LoRAWeight, scratch: Scratch, operations: Operations) -> torch.Tensor:
+    base = model.state_dict()[weight.name]
+    target, factors = Target(weight, 0, tuple(base.shape)), factors_of(model, weight)
+    scales = {weight.name: torch.ones(target.scales)} if weight.magnitude else {}
+    with operations:
+        return scratch.merge(base.reshape(-1), 0, (target,), factors, scales).view(base.shape)
+
+
+def test_a_linear_layer_takes_two_operations_and_not_pefts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third is the caller's cast. So it must stay: what PEFT does costs the host more than the device."""
+    model, _ = adapted("linear", (40, 30), 1, 4, dora=False, rslora=True)
+    (weight,) = lora_weights(model)
+    scratch, operations = Scratch(CPU), Operations()
+    merged_whole(model, weight, scratch, Operations())  # takes the memory
+    with monkeypatch.context() as patched:
+        patched.delattr(Linear, "get_delta_weight")
+        found = merged_whole(model, weight, scratch, operations)
+    assert operations.names == ["aten::copy_", "aten::addmm_"]
+    model.merge_adapter()
+    torch.testing.assert_close(found, model.state_dict()[weight.name], rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dora"), [("linear", True), *((kind, False) for kind in LAYERS if kind != "linear")], ids=str
+)
+def test_anything_else_is_left_to_peft(kind: str, dora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = adapted(kind, (6, 5), 2, 2, dora, rslora=False)
+    (weight,) = lora_weights(model)
+    asked, delta_rows = [], merge.delta_rows
+    monkeypatch.setattr(merge, "delta_rows", lambda *arguments: asked.append(1) or delta_rows(*arguments))
+    merged_whole(model, weight, Scratch(CPU), Operations())
+    assert asked == [1]
+
+
+def test_the_bias_of_a_factor_is_left_to_peft() -> None:
+    config = LoraConfig(r=2, lora_bias=True, target_modules=["layer"])
+    found = lora_weights(get_peft_model(Model(torch.nn.Linear(4, 4)), config))
+    assert {weight.name.rpartition(".")[2]: weight.plain for weight in found} == {"weight": True, "bias": False}
+
+
+def test_a_bf16_trainer_is_merged_in_fp32_within_one_ulp() -> None:
+    torch.manual_seed(1)
+    model, _ = adapted("linear", (300, 200), 1, 32, dora=False, rslora=False)
+    model = model.to(torch.bfloat16)
+    (weight,) = lora_weights(model)
+    base = model.state_dict()[weight.name]
+    target = Target(weight, 0, tuple(base.shape))
+    factors = {key: factor.float() for key, factor in factors_of(model, weight).items()}
+    scratch, runs = Scratch(CPU), base.reshape(-1).split(7_001)
+    parts = [scratch.merge(run, 7_001 * i, (target,), factors, {}).bfloat16() for i, run in enumerate(runs)]
+    model.float().merge_adapter()
+    expected = model.state_dict()[weight.name].bfloat16()
+    ulp = torch.nextafter(expected.abs(), torch.tensor(torch.inf, dtype=torch.bfloat16)) - expected.abs()
+    assert bool(((torch.cat(parts).view(base.shape) - expected).abs() <= ulp.clamp(min=4e-5)).all())
+
+
+@contextmanager
+def tf32(newer: bool) -> Iterator[None]:
+    if newer:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+    else:
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("newer", [False, True])
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_trainer_that_allows_tf32_is_merged_without_it(newer: bool, dora: bool) -> None:
+    if newer and not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("this torch has one switch only")
+    model, _ = adapted("linear", (6, 5), 1, 2, dora, rslora=False)
+    (weight,) = lora_weights(model)
+    operations = Operations()
+    with tf32(newer):
+        merged_whole(model, weight, Scratch(CPU), operations)
+        if newer:
+            assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        else:
+            assert torch.get_float32_matmul_precision() == "high"
+    assert operations.precisions == {"highest"}
+    with full_precision():
+        assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_a_grouped_convolution_is_refused_by_name() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -25,23 +27,26 @@ class Target:
     start: int
     shape: tuple[int, ...]
 
-    @property
+    @cached_property
     def stop(self) -> int:
         return self.start + math.prod(self.shape)
+
+    @cached_property
+    def columns(self) -> int:
+        """Elements per row, see ``LoRAWeight.columns``."""
+        return self.weight.columns(self.shape)
 
     @property
     def scales(self) -> int:
         """Length of DoRA's scale: rows, or columns of a transposed weight."""
-        columns = self.weight.columns(self.shape)
-        return columns if self.weight.transposed else (self.stop - self.start) // columns
+        return self.columns if self.weight.transposed else (self.stop - self.start) // self.columns
 
     def overlaps(self, first: int, count: int) -> bool:
         """Whether elements ``[first, first + count)`` of the base hold any of the weight."""
         return count > 0 and self.start < first + count and first < self.stop
 
 
-@dataclass(frozen=True)
-class _Window:
+class _Window(NamedTuple):
     """The part of a run that lies in a target, and the rows of the target it touches."""
 
     low: int
@@ -52,7 +57,7 @@ class _Window:
 
 
 def _window(target: Target, first: int, count: int) -> _Window:
-    columns = target.weight.columns(target.shape)
+    columns = target.columns
     low, high = max(first, target.start), min(first + count, target.stop)
     begin = (low - target.start) // columns
     end = -(-(high - target.start) // columns)
@@ -86,6 +91,27 @@ def merge_run(
         part *= spread[window.skip : window.skip + part.numel()]
 
 
+def add_plain(memory: torch.Tensor, origin: int, first: int, count: int, target: Target, factors: Factors) -> None:
+    """What ``merge_run`` does to a plain weight, in one launch.
+
+    PEFT rounds ``B @ A``, then its product with ``scaling``, then the sum; here all three are rounded once, to fp32.
+
+    Args:
+        memory: fp32, 1-D; its elements ``[origin, origin + count)`` are the run, written in place. A row that the run
+            cuts is multiplied whole, so ``target.columns`` elements before and behind the run are overwritten as well.
+        origin: see ``memory``.
+        first: the run's first element in the base.
+        count: its elements.
+        target: must be plain and overlap the run.
+        factors: fp32; see ``delta_rows``.
+    """
+    weight, window = target.weight, _window(target, first, count)
+    shape = (window.end - window.begin, target.columns)
+    rows = memory.as_strided(shape, (target.columns, 1), origin + window.low - window.skip)
+    b = factors[weight.b][window.begin : window.end]
+    rows.addmm_(b, factors[weight.a], alpha=weight.layer.scaling[weight.adapter])
+
+
 def add_squares(run: torch.Tensor, first: int, target: Target, factors: Factors, sums: torch.Tensor) -> None:
     """Adds the squares of the merged elements in a run to the sums of their rows (columns of a transposed weight).
 
@@ -97,7 +123,7 @@ def add_squares(run: torch.Tensor, first: int, target: Target, factors: Factors,
     merge_run(run, first, target, factors)
     window = _window(target, first, run.numel())
     part = run[window.low : window.high]
-    rows = run.new_zeros((window.end - window.begin, target.weight.columns(target.shape)))
+    rows = run.new_zeros((window.end - window.begin, target.columns))
     rows.view(-1)[window.skip : window.skip + part.numel()] = part.square()
     if target.weight.transposed:
         sums += rows.sum(0)

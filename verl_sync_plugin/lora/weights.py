@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,15 +48,24 @@ class LoRAWeight:
     b: str
     magnitude: str | None = None
 
-    @property
+    @cached_property
     def keys(self) -> tuple[str, ...]:
         """State-dict keys of everything the merge needs."""
         return tuple(key for key in (self.a, self.b, self.magnitude) if key)
 
-    @property
+    @cached_property
     def transposed(self) -> bool:
         """The weight is stored (in, out): embeddings and Conv1D. DoRA then scales columns instead of rows."""
         return self.kind is Kind.EMBEDDING or (self.kind is Kind.LINEAR and bool(self.layer.fan_in_fan_out))
+
+    @cached_property
+    def plain(self) -> bool:
+        """The delta is ``scaling * B @ A`` and nothing else: PEFT's own ``Linear``, no subclass, without a variant."""
+        from peft.tuners.lora import Linear
+
+        layer = self.layer
+        ordinary = type(layer) is Linear and layer.lora_variant.get(self.adapter) is None
+        return ordinary and self.kind is Kind.LINEAR and self.magnitude is None and not self.transposed
 
     def columns(self, shape: tuple[int, ...]) -> int:
         """Elements of the weight per row; a row is what ``delta_rows`` counts in."""

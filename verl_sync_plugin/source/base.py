@@ -53,7 +53,8 @@ class Shard:
         local: returns this rank's run, 1-D, in the trainer's dtype and on the trainer's device (host memory when
             parameters are offloaded). It aliases the live parameter: read it, never write it.
         merge: turns a part of the run, on the device, into what travels: ``merge(part, begin)`` with ``part`` the
-            elements from ``begin`` on. Returns a new tensor. ``None`` when the run travels as it is.
+            elements from ``begin`` on. Returns a tensor that the next call overwrites. ``None`` when the run travels
+            as it is.
         members: the parameters in the base; tied ones under all their names. Buffers have none.
         run: what ``local`` would return, perhaps in another shape, for callers that only need to know where it is:
             with thousands of shards a flattened view of each costs more than moving them. ``None``: ask ``local``.

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.bucket import Base
-from verl_sync_plugin.lora.merge import Target, add_squares, merge_run
+from verl_sync_plugin.lora.merge import Target, add_squares
 from verl_sync_plugin.lora.names import is_adapter
+from verl_sync_plugin.lora.scratch import Scratch, full_precision
 from verl_sync_plugin.lora.weights import LoRAWeight
 from verl_sync_plugin.source.base import Member, ParameterSource, Shard
 from verl_sync_plugin.source.factors import FactorStore, adapter_parts
@@ -41,8 +42,9 @@ class _Recipe:
 class MergingSource(ParameterSource):
     """Wraps the source of a PEFT model.
 
-    Peak device memory beside the buckets: the factors of one bucket's weights and, in fp32, three times ``MERGE_CHUNK``
-    elements, whatever the size of the model or its largest layer; of fused experts at least one whole expert.
+    Peak device memory beside the buckets: the factors of one bucket's weights, twice, and, in fp32, ``MERGE_CHUNK``
+    elements and two rows; of weights that are not ``plain`` three times ``MERGE_CHUNK`` elements, and of fused experts
+    at least one whole expert. That is whatever the size of the model or its largest layer.
 
     Args:
         inner: yields all bases, adapters under their PEFT keys.
@@ -60,6 +62,7 @@ class MergingSource(ParameterSource):
         self._device = device
         self._merges = merge
         self.factors = FactorStore(device)
+        self._scratch = Scratch(device)
         self._exported: list[tuple[Shard, tuple[Target, ...]]] = []
         self._recipes: dict[str, _Recipe] = {}
         self._checked = False
@@ -72,6 +75,7 @@ class MergingSource(ParameterSource):
 
     def release(self) -> None:
         self.factors.clear()
+        self._scratch.release()
         self._exported, self._gathered, self._scales = [], {}, {}
         self._inner.release()
 
@@ -106,7 +110,7 @@ class MergingSource(ParameterSource):
     def _merging(self, shard: Shard, targets: tuple[Target, ...]) -> Shard:
         if not targets or not self._merges:
             return shard
-        return replace(shard, merge=partial(self._merge, shard.base, targets))
+        return replace(shard, merge=partial(self._merge, self._first(shard.base), targets))
 
     def _check_complete(self) -> None:
         """An adapted weight that is not among the exported would travel unmerged."""
@@ -124,7 +128,7 @@ class MergingSource(ParameterSource):
             return
         parts = [self._exported[base] for base in bases]
         keys = [key for _, targets in parts for target in targets for key in target.weight.keys]
-        self._gathered = yield from self.factors.gather(tuple(dict.fromkeys(keys)), self.group)
+        self._gathered = yield from self.factors.gather(tuple(dict.fromkeys(keys)), self.group, torch.float32)
         self._scales = yield from self._dora_scales(parts)
 
     def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:
@@ -149,7 +153,7 @@ class MergingSource(ParameterSource):
             dist.all_reduce(sums, group=self.group)
         magnitudes = (self._gathered[target.weight.magnitude or ""] for _, target in todo)
         return {
-            target.weight.name: magnitude.float().reshape(-1) / piece.sqrt()
+            target.weight.name: magnitude.reshape(-1) / piece.sqrt()
             for (_, target), magnitude, piece in zip(todo, magnitudes, pieces, strict=True)
         }
 
@@ -159,7 +163,8 @@ class MergingSource(ParameterSource):
             chunk = run[begin : begin + MERGE_CHUNK]
             if target.overlaps(first + begin, chunk.numel()):
                 copied = chunk.to(self._device, torch.float32, copy=True)
-                add_squares(copied, first + begin, target, self._gathered, sums)
+                with full_precision():
+                    add_squares(copied, first + begin, target, self._gathered, sums)
 
     def _rank(self, base: Base) -> int:
         return dist.get_rank(self.group) if len(base.lengths) > 1 else 0
@@ -168,13 +173,8 @@ class MergingSource(ParameterSource):
         """The first element of this rank's run."""
         return sum(base.lengths[: self._rank(base)])
 
-    def _merge(self, base: Base, targets: tuple[Target, ...], part: torch.Tensor, begin: int) -> torch.Tensor:
-        first = self._first(base) + begin
-        merged = part.to(torch.float32, copy=True)
-        for target in targets:
-            if target.overlaps(first, merged.numel()):
-                merge_run(merged, first, target, self._gathered, self._scales.get(target.weight.name))
-        return merged
+    def _merge(self, first: int, targets: tuple[Target, ...], part: torch.Tensor, begin: int) -> torch.Tensor:
+        return self._scratch.merge(part, first + begin, targets, self._gathered, self._scales)
 
 
 def _without_adapters(shard: Shard) -> Part:
