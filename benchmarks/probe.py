@@ -169,7 +169,10 @@ def _wrap_own(cls: type, target: Target) -> None:
             continue
         if not inspect.iscoroutinefunction(method):
             raise TypeError(f"{cls.__name__}.{name} is not a coroutine function; the probe cannot time it")
-        setattr(cls, name, timed(target, event, method))
+        wrapper = timed(target, event, method)
+        # Hazard: by the mixin's name, pickle would find what is wrapped, and then fail to pickle the wrapper by value
+        wrapper.__module__, wrapper.__qualname__ = cls.__module__, f"{cls.__qualname__}.{name}"
+        setattr(cls, name, wrapper)
 
 
 def watch(cls: type, target: Target) -> None:

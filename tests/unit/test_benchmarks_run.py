@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -151,6 +152,23 @@ def test_probe_times_what_comes_from_a_mixin(tmp_path: Path, monkeypatch: pytest
     for worker in (Ours(), Further()):
         assert asyncio.run(worker.update_weights()) == "ours, stock"
     assert [record["class"] for record in parse.read(file)] == ["Ours", "Further"]
+
+
+PICKLED = """
+import benchmarks.probe, ray
+from ray import cloudpickle
+from verl.single_controller.ray import RayClassWithInitArgs, create_colocated_worker_cls
+from verl_sync_plugin.hooks.worker import SyncActorRolloutRefWorker as Ours
+assert Ours.update_weights._sync_probe
+made = create_colocated_worker_cls({"actor_rollout": RayClassWithInitArgs(cls=ray.remote(Ours), role="actor_rollout")})
+cloudpickle.dumps(made.cls.__ray_metadata__.modified_class)
+"""
+
+
+def test_probed_workers_still_travel_to_ray(tmp_path: Path) -> None:
+    env = {**os.environ, "SYNC_PROBE_FILE": str(tmp_path / "probe.jsonl"), "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", PICKLED], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_probe_records_a_failure_and_lets_it_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,8 +205,9 @@ class ShardingManager(BaseShardingManager):
 
     def _fill(self, stream: BucketStream) -> None:
         with self._agreement.attempt():
-            checks = self.config.verify_hashes, self.config.check_finite
-            self._sender.begin(self._planning.ready(), stream.rank, *checks)
+            if not self._direct.active:  # which begins on its own
+                checks = self.config.verify_hashes, self.config.check_finite
+                self._sender.begin(self._planning.ready(), stream.rank, *checks)
         stream.fill_ahead()
 
     def _start(self, global_steps: int | None) -> PendingLoad | None:

@@ -17,7 +17,7 @@ from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.sharding_manager.agreement import Agreement
 from verl_sync_plugin.sharding_manager.coverage import say
 from verl_sync_plugin.sharding_manager.delivery import PeersUnreachableError
-from verl_sync_plugin.source.base import ParameterSource, Shard
+from verl_sync_plugin.source.base import ParameterSource, Shard, rank_in
 from verl_sync_plugin.transport.live import LiveParameters, NotInPlaceError
 from verl_sync_plugin.transport.protocol import Committed, Hello, Live
 from verl_sync_plugin.transport.sender import BucketSender
@@ -65,6 +65,8 @@ class Direct:
         live: Live | None = None
         with self._agreement.attempt():
             live = self._look(plan, source, shards)
+            if live is not None:
+                self._read(plan, source, shards)
         new = live is not None and live.key != self._told
         flags = torch.tensor([live is None, new, unstaged], dtype=torch.int64)
         unable, moved, unstaged_ranks = self._agreement.sum("choosing the delivery", flags).tolist()
@@ -86,13 +88,20 @@ class Direct:
         if not self._wanted:
             return None
         if self._parameters is None or self._parameters.plan is not plan:
-            rank = dist.get_rank(source.group) if source.group is not None else 0
-            self._parameters = LiveParameters(self._device, plan, rank)
+            self._parameters = LiveParameters(self._device, plan, rank_in(source.group))
         try:
             return self._parameters.look(shards)
         except NotInPlaceError as error:
             self._give_up(str(error))
             return None
+
+    def _read(self, plan: Plan, source: ParameterSource, shards: list[Shard]) -> None:
+        """Waits until the parameters are final, and starts to hash and check them: as early as possible, so that it is
+        done before the engine needs the device. If they are staged after all, packing does so again."""
+        assert self._parameters is not None, "looked before"
+        checks = self._config.verify_hashes, self._config.check_finite
+        self._sender.begin(plan, rank_in(source.group), *checks)
+        self._sender.read(shards, self._parameters.found)
 
     def _give_up(self, why: str) -> None:
         """For the rest of the run: looking costs as much as a small sync."""

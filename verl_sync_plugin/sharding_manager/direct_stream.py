@@ -7,12 +7,10 @@ from verl_sync_plugin.transport.protocol import ALL
 
 
 class DirectStream(BucketStream):
-    """See ``BucketStream``. All ranks have settled between ``fill_ahead`` and ``run``."""
+    """See ``BucketStream``. All ranks' parameters are final before ``run`` (see ``Direct``)."""
 
     def fill_ahead(self) -> None:
-        """Waits until the parameters are final, and starts to hash and check them."""
-        with self._agreement.attempt(), self._report.stage("pack"):
-            self._sender.read(self._shards)
+        """There is nothing to fill."""
 
     def run(self) -> None:
         """Has the engine rank load everything; when it returns, no engine rank reads the parameters any more.

@@ -7,13 +7,11 @@ that its copies out of it have completed.
 
 from __future__ import annotations
 
-import torch.distributed as dist
-
 from verl_sync_plugin.bucket import Plan
 from verl_sync_plugin.config import KEY_PREFIX
 from verl_sync_plugin.metrics import SyncReport
 from verl_sync_plugin.sharding_manager.agreement import Agreement
-from verl_sync_plugin.source.base import ParameterSource, Shard
+from verl_sync_plugin.source.base import ParameterSource, Shard, rank_in
 from verl_sync_plugin.source.culprit import name_culprit
 from verl_sync_plugin.transport.sender import SLOTS, BucketSender
 
@@ -45,7 +43,7 @@ class BucketStream:
         self._shards = shards
         self._source = source
         self._report = report
-        self.rank = 0 if source.group is None else dist.get_rank(source.group)
+        self.rank = rank_in(source.group)
 
     def fill_ahead(self) -> None:
         """Fills all slots; may run before the engine is there.

@@ -112,5 +112,10 @@ class ParameterSource(ABC):
         return []
 
 
+def rank_in(group: dist.ProcessGroup | None) -> int:
+    """This rank's place among the owners of a sharded base; 0 where there are no others."""
+    return 0 if group is None else dist.get_rank(group)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

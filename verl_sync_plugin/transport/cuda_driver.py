@@ -45,15 +45,19 @@ def allocation_of(address: int) -> tuple[int, int]:
     return int(base.value), int(size.value)
 
 
-def allocation_id(address: int) -> int:
-    """A number that no other allocation of this process has had; another one may later lie at the same address.
+def allocation_ids(addresses: tuple[int, ...]) -> tuple[int, ...]:
+    """For each address a number that no other allocation of this process has had: another may lie there some day.
 
     Raises:
-        RuntimeError: there is no allocation.
+        RuntimeError: there is no allocation at one.
     """
     number = ctypes.c_uint64()
-    _call("cuPointerGetAttribute", ctypes.byref(number), _BUFFER_ID, ctypes.c_uint64(address))
-    return int(number.value)
+    pointer = ctypes.byref(number)
+    found = []
+    for address in addresses:
+        _call("cuPointerGetAttribute", pointer, _BUFFER_ID, ctypes.c_uint64(address))
+        found.append(int(number.value))
+    return tuple(found)
 
 
 def export_allocation(address: int) -> bytes:

@@ -12,7 +12,7 @@ from verl_sync_plugin.bucket import Bucket, Plan
 from verl_sync_plugin.source.base import Shard
 from verl_sync_plugin.transport.pack_table import ALONE, CAST, Found, segment_of
 from verl_sync_plugin.transport.protocol import Live, Region
-from verl_sync_plugin.transport.regions import exporter_for, same_memory
+from verl_sync_plugin.transport.regions import exporter_for
 
 Place = tuple[int, int]  # allocation, first byte in it
 
@@ -28,6 +28,9 @@ class LiveParameters:
         device: where the trainer computes.
         plan: all buckets.
         rank: this rank's place among the owners of a sharded base.
+
+    Attributes:
+        found: where the parameters are.
     """
 
     def __init__(self, device: torch.device, plan: Plan, rank: int) -> None:
@@ -35,10 +38,10 @@ class LiveParameters:
         self._rank = rank
         self._device = device
         held = [part for each in plan.buckets for part in each.slices if part.count(plan.bases[part.base], rank) > 0]
-        self._found = Found(list(dict.fromkeys(part.base for part in held)), device)
+        self.found = Found(list(dict.fromkeys(part.base for part in held)), device)
         self._exporter = exporter_for(device)
-        self._identities: tuple[object, ...] = ()
-        self._allocations: list[int] = []
+        self._identities: object = None
+        self._allocations: tuple[int, ...] = ()
         self._live: Live | None = None
 
     def look(self, shards: Sequence[Shard]) -> Live:
@@ -48,37 +51,37 @@ class LiveParameters:
             NotInPlaceError: a parameter is merged, on the host, of a dtype that has to be cast otherwise than from fp32
                 to bf16, or in memory that cannot be shared.
         """
-        moved = self._found.look(shards)
+        moved = self.found.look(shards)
         if not moved and self._live is not None and self._same():
             return self._live
         self._live = None
-        for base, kind in self._found.kinds.items():
+        for base, kind in self.found.kinds.items():
             if kind == ALONE:
                 raise NotInPlaceError(f"{shards[base].base.key!r} {_why(shards[base], self._device)}")
-        try:
-            self._live = self._tell(shards)
-        except RuntimeError as error:
-            raise NotInPlaceError(str(error)) from error
+        self._live = self._tell(shards)
         return self._live
 
     def _same(self) -> bool:
         try:
-            return same_memory(self._exporter, self._allocations) == self._identities
+            return self._exporter.identities(self._allocations) == self._identities
         except RuntimeError:
             return False
 
     def _tell(self, shards: Sequence[Shard]) -> Live:
         places: dict[int, Place] = {}
-        for base in self._found.bases:
-            run = self._found.run(base, shards[base])
+        for base in self.found.bases:
+            run = self.found.run(base, shards[base])
             assert run is not None, "looked up before"
             try:
                 places[base] = self._exporter.find(run)
             except RuntimeError as error:
-                raise RuntimeError(f"{shards[base].base.key!r}: {error}") from error
-        self._allocations = list(dict.fromkeys(allocation for allocation, _ in places.values()))
-        regions: list[Region] = [self._exporter.export(allocation) for allocation in self._allocations]
-        self._identities = same_memory(self._exporter, self._allocations)
+                raise NotInPlaceError(f"{shards[base].base.key!r}: {error}") from error
+        self._allocations = tuple(dict.fromkeys(allocation for allocation, _ in places.values()))
+        try:
+            regions: list[Region] = [self._exporter.export(allocation) for allocation in self._allocations]
+            self._identities = self._exporter.identities(self._allocations)
+        except RuntimeError as error:
+            raise NotInPlaceError(f"memory of parameters cannot be shared: {error}") from error
         number = {allocation: index for index, allocation in enumerate(self._allocations)}
         runs = tuple(self._runs(bucket, places, number) for bucket in self.plan.buckets)
         return Live(uuid.uuid4().hex, tuple(regions), runs)
@@ -89,7 +92,7 @@ class LiveParameters:
             base = self.plan.bases[part.base]
             count = part.count(base, self._rank)
             if count > 0:
-                grow = 2 if self._found.kinds[part.base] == CAST else 1
+                grow = 2 if self.found.kinds[part.base] == CAST else 1
                 allocation, first = places[part.base]
                 offset = segment_of(bucket, self._rank) * bucket.stride + part.offset
                 source = first + part.begin * base.itemsize * grow

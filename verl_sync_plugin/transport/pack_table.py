@@ -23,25 +23,35 @@ class Found:
         kinds: how each base's run is read.
         places: for each base, the address of its run and its dtype; 0 of one that is merged or only handed out as a
             copy, gone when we look away.
+        version: grows when any of this changes.
     """
 
     def __init__(self, bases: Sequence[int], device: torch.device) -> None:
         self.bases = tuple(bases)
         self.kinds: dict[int, int] = {}
         self.places: list[tuple[int, torch.dtype]] = []
+        self.version = 0
         self._device = device
         self._copied: set[int] = set()  # bases whose ``local`` makes a copy
         self._lasting: set[int] = set()  # and those whose does not
 
     def look(self, shards: Sequence[Shard]) -> bool:
         """Looks the runs up; returns whether any is elsewhere, or of another dtype, than the last time."""
-        runs = {base: self.run(base, shards[base]) for base in self.bases}
-        places = [(0, torch.uint8) if run is None else (run.data_ptr(), run.dtype) for run in runs.values()]
+        places = [
+            # with thousands of shards a call for each would take as long as moving them
+            (run.data_ptr(), run.dtype) if (run := shards[base].run) is not None else self._place(base, shards[base])
+            for base in self.bases
+        ]
         if places == self.places:
             return False
         self.places = places
-        self.kinds = {base: self._kind(shards[base], run) for base, run in runs.items()}
+        self.version += 1
+        self.kinds = {base: self._kind(shards[base], self.run(base, shards[base])) for base in self.bases}
         return True
+
+    def _place(self, base: int, shard: Shard) -> tuple[int, torch.dtype]:
+        run = self.run(base, shard)
+        return (0, torch.uint8) if run is None else (run.data_ptr(), run.dtype)
 
     def run(self, base: int, shard: Shard) -> torch.Tensor | None:
         """The live memory of a shard; ``None`` where there is none to speak of."""
@@ -77,6 +87,7 @@ class PackTable:
         tensors: number of each tensor; see ``hulls.numbers_of``.
         device: where the slots are.
         read_alone: whether slices packed alone are to be read by ``run`` as well.
+        found: of the buckets' bases, if somebody else looks.
     """
 
     def __init__(
@@ -87,10 +98,12 @@ class PackTable:
         tensors: dict[str, int],
         device: torch.device,
         read_alone: bool,
+        found: Found | None = None,
     ) -> None:
         self._plan, self._buckets, self._rank, self._device = plan, tuple(buckets), rank, device
         self._tensors, self._read_alone = tensors, read_alone
-        self.found = Found(list(dict.fromkeys(part.base for each in buckets for part in each.slices)), device)
+        self.found = found or Found(list(dict.fromkeys(part.base for each in buckets for part in each.slices)), device)
+        self._version = 0
         self._kinds: dict[int, int] = {}
         self._addresses: dict[int, torch.Tensor] = {}
         self._table: KernelTable | None = None
@@ -98,8 +111,14 @@ class PackTable:
 
     def find(self, shards: Sequence[Shard]) -> None:
         """Looks up where the shards are now. One that moved costs new addresses only, one of another kind a table."""
-        if not self.found.look(shards):
+        self.found.look(shards)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """After ``found`` has looked."""
+        if self._version == self.found.version:
             return
+        self._version = self.found.version
         self._addresses = {}
         if self.found.kinds != self._kinds:
             self._kinds = self.found.kinds

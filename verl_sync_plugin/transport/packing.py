@@ -15,7 +15,7 @@ from verl_sync_plugin.copies.plain import hash_bytes
 from verl_sync_plugin.copies.table import kernel_works
 from verl_sync_plugin.source.base import Shard
 from verl_sync_plugin.transport.finite import FiniteCheck
-from verl_sync_plugin.transport.pack_table import PackTable, hulls_in_segment, segment_of
+from verl_sync_plugin.transport.pack_table import Found, PackTable, hulls_in_segment, segment_of
 
 # Elements that are moved to the device or merged at a time; in fp32 a whole bucket of them would take twice its size
 MERGE_CHUNK = 1 << 24
@@ -75,11 +75,12 @@ class Packer:
             pack_slice(segment, part, shards[part.base])
         table.run(memory.data_ptr() - origin, self._sums, self._hashed, self._flags if self._finite else None)
 
-    def read(self, shards: list[Shard]) -> None:
+    def read(self, shards: list[Shard], found: Found) -> None:
         """Hashes and checks everything where it lies, for engine ranks that read it there; may return early.
 
         Args:
             shards: all shards of this rank, by base index; none that ``LiveParameters`` refuses.
+            found: where they are.
         """
         if not (self._hashed or self._finite):
             return
@@ -88,9 +89,10 @@ class Packer:
                 nbytes = bucket.stride if self.plan.sharded else bucket.nbytes
                 self.pack(index, torch.empty(nbytes, dtype=torch.uint8, device=self._device), shards)
             return
-        if self._whole is None:
-            self._whole = PackTable(self.plan, self.plan.buckets, self._rank, self._tensors, self._device, False)
-        self._whole.find(shards)
+        if self._whole is None or self._whole.found is not found:
+            parts = (self.plan, self.plan.buckets, self._rank, self._tensors, self._device)
+            self._whole = PackTable(*parts, read_alone=False, found=found)
+        self._whole.refresh()
         self._whole.run(0, self._sums, self._hashed, self._flags if self._finite else None, copy=False)
 
     def _read_plain(self, index: int, memory: torch.Tensor, origin: int) -> None:

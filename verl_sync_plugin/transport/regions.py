@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -29,8 +29,12 @@ class Exporter(Protocol):
             RuntimeError: its memory cannot be shared.
         """
 
-    def identity(self, allocation: int) -> object:
-        """Changes when another allocation has taken the place of one."""
+    def identities(self, allocations: tuple[int, ...]) -> object:
+        """Differs when another allocation has taken the place of one of these.
+
+        Raises:
+            RuntimeError: one is gone.
+        """
 
     def export(self, allocation: int) -> Region:
         """How an engine rank of this host maps it.
@@ -45,6 +49,8 @@ class CudaExporter:
 
     def __init__(self) -> None:
         self._name = uuid.uuid4().hex
+        self._asked: tuple[object, tuple[int, ...]] = (None, ())
+        self._answer: tuple[int, ...] = ()
         self._known: dict[int, tuple[int, int]] = {}
 
     def find(self, run: torch.Tensor) -> tuple[int, int]:
@@ -59,17 +65,22 @@ class CudaExporter:
         self._known = {base: (base, size), **{b: held for b, held in self._known.items() if b != base}}
         return base, address - base
 
-    def identity(self, allocation: int) -> object:
+    def identities(self, allocations: tuple[int, ...]) -> object:
         from verl_sync_plugin.transport import cuda_driver
 
-        return cuda_driver.allocation_id(allocation)
+        # As long as torch has freed nothing there is nothing to ask; there may be thousands
+        freed = torch.cuda.memory_stats_as_nested_dict().get("num_device_free")
+        if freed is None or (freed, allocations) != self._asked:
+            self._answer = cuda_driver.allocation_ids(allocations)
+            self._asked = freed, allocations
+        return self._answer
 
     def export(self, allocation: int) -> Region:
         from verl_sync_plugin.transport import cuda_driver
 
         _, size = cuda_driver.allocation_of(allocation)
-        key = f"{self._name}-{cuda_driver.allocation_id(allocation)}"
-        return Region("cuda_ipc", key, size, (cuda_driver.export_allocation(allocation),))
+        (number,) = cuda_driver.allocation_ids((allocation,))
+        return Region("cuda_ipc", f"{self._name}-{number}", size, (cuda_driver.export_allocation(allocation),))
 
 
 class SharedFileExporter:
@@ -85,8 +96,8 @@ class SharedFileExporter:
         self._storages[storage.data_ptr()] = storage
         return storage.data_ptr(), run.data_ptr() - storage.data_ptr()
 
-    def identity(self, allocation: int) -> object:
-        return allocation
+    def identities(self, allocations: tuple[int, ...]) -> object:
+        return allocations
 
     def export(self, allocation: int) -> Region:
         storage = self._storages[allocation]
@@ -144,8 +155,3 @@ class Regions:
 
             # Kernels that read it have completed: the last sync did not end before
             cuda_driver.close_allocation(address)
-
-
-def same_memory(exporter: Exporter, allocations: Sequence[int]) -> tuple[object, ...]:
-    """Equal as long as none of these allocations was freed."""
-    return tuple(exporter.identity(allocation) for allocation in allocations)

@@ -13,6 +13,7 @@ from verl_sync_plugin.bucket import Bucket, Plan
 from verl_sync_plugin.bucket_size import STAGING_BUCKETS
 from verl_sync_plugin.source.base import Shard
 from verl_sync_plugin.transport.channel import Channel
+from verl_sync_plugin.transport.pack_table import Found
 from verl_sync_plugin.transport.packing import Packer
 from verl_sync_plugin.transport.protocol import (
     Commit,
@@ -144,7 +145,7 @@ class BucketSender:
             ready = self._expect(Ready)
         return ready.unreachable
 
-    def read(self, shards: list[Shard]) -> None:
+    def read(self, shards: list[Shard], found: Found) -> None:
         """Waits for what the trainer still has to do on the device, then starts to hash and check all parameters where
         they lie.
 
@@ -154,7 +155,7 @@ class BucketSender:
         assert self._packer is not None, "begin() comes first"
         self._mark(0)
         self.drain(0)
-        self._packer.read(shards)
+        self._packer.read(shards, found)
 
     def pack(self, index: int, slot: int, shards: list[Shard]) -> None:
         """Copies this rank's runs of a bucket into its segment of the slot, cast to the wire dtype on the way; copies
