@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from verl_sync_plugin.sharding_manager.endpoint import LoadOutcome, PendingLoad,
 from verl_sync_plugin.transport.protocol import LOADER, LoadRequest
 from verl_sync_plugin.transport.request import pack_request
 
+IDLE_SECONDS = 20.0
 DUMP = "bare_engine.inspect_loader.dump"
 
 
@@ -80,7 +82,13 @@ class BareEngine:
         return [torch.load(f"{path}.{rank}") for rank in range(self.tp)]
 
     def load_from_disk(self, path: str) -> None:
-        """SGLang's own way from a checkpoint into the running engine."""
+        """SGLang's own way from a checkpoint into the running engine.
+
+        It ends the scheduler when a request is still running, and an answered one may be for a moment.
+        """
+        deadline = time.monotonic() + IDLE_SECONDS
+        while not self.call(self.engine.tokenizer_manager.flush_cache()).success and time.monotonic() < deadline:
+            time.sleep(0.05)
         success, message, *_ = self.engine.update_weights_from_disk(path, load_format="auto")
         assert success, message
 

@@ -17,7 +17,7 @@ from bare_engine.scenario import Rank
 from verl_sync_plugin.bucket import Entry
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.source.base import Shard
-from verl_sync_plugin.transport.protocol import StagingExport
+from verl_sync_plugin.transport.exports import StagingExport
 
 # HF tensors that a failing sync leaves out, and the engine's parameters they belong to
 DROPPED = {

@@ -37,7 +37,7 @@ def test_kernel_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     here = Path(__file__).parent
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", "--rootdir", str(here)]
-    files = [str(here / "test_copies.py"), str(here / "test_packing.py")]
+    files = [str(here / name) for name in ("test_copies.py", "test_packing.py", "test_direct_load.py")]
     env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([*command, *files], env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-4000:]

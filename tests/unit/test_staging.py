@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from verl_sync_plugin.transport.cuda_ipc import CudaIpcStaging
-from verl_sync_plugin.transport.protocol import StagingExport
+from verl_sync_plugin.transport.exports import StagingExport
 from verl_sync_plugin.transport.staging import create_staging, open_staging, slot_of
 
 WAIT = 60.0

@@ -13,12 +13,12 @@ import torch
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.unpacker import Unpacker
 from verl_sync_plugin.transport.channel import Channel, ChannelTimeoutError
+from verl_sync_plugin.transport.exports import Live
 from verl_sync_plugin.transport.protocol import (
     Commit,
     Committed,
     Coverage,
     Hello,
-    Live,
     Load,
     Loaded,
     LoadRequest,

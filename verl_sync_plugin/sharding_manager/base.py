@@ -25,13 +25,13 @@ from verl_sync_plugin.bucket_size import AutoBucket
 from verl_sync_plugin.config import SyncConfig
 from verl_sync_plugin.metrics import SyncReport
 from verl_sync_plugin.sharding_manager.agreement import Agreement
-from verl_sync_plugin.sharding_manager.coverage import check_coverage
 from verl_sync_plugin.sharding_manager.delivery import Delivery, PeersUnreachableError
 from verl_sync_plugin.sharding_manager.direct import Direct
 from verl_sync_plugin.sharding_manager.direct_stream import DirectStream
+from verl_sync_plugin.sharding_manager.ending import Ending
 from verl_sync_plugin.sharding_manager.endpoint import PendingLoad, RolloutEndpoint, abandon
 from verl_sync_plugin.sharding_manager.gauges import PeakMemory, note_device_memory
-from verl_sync_plugin.sharding_manager.hash_check import HashCheck, paired
+from verl_sync_plugin.sharding_manager.hash_check import HashCheck
 from verl_sync_plugin.sharding_manager.meeting import MeetingPoint
 from verl_sync_plugin.sharding_manager.planning import Planning
 from verl_sync_plugin.sharding_manager.sharded_stream import ShardedStream
@@ -84,6 +84,7 @@ class ShardingManager(BaseShardingManager):
         self._shards: list[Shard] = []
         self._planning = Planning(self._agreement, self._sender, self._delivery)
         self._direct = Direct(config, self._agreement, self._sender, device)
+        self._ending = Ending(config, self._agreement, self._sender, self._hashes, self._direct, endpoint)
         self._syncs = 0
         self._sync_id = ""
         self.report = SyncReport()
@@ -163,7 +164,7 @@ class ShardingManager(BaseShardingManager):
                         await self._connect(pending)
                     stream.run()
                     with self.report.stage("commit"):
-                        await self._commit(pending)
+                        await self._ending.commit(self._planning.ready(), self.report, pending, self._syncs == 1)
             except BaseException as error:
                 if not self._sender.hang_up() and started:
                     self._meeting.turn_away()
@@ -235,27 +236,3 @@ class ShardingManager(BaseShardingManager):
         if self._direct.active:
             return DirectStream(*parts)
         return (ShardedStream if self._planning.ready().sharded else BucketStream)(*parts)
-
-    async def _commit(self, pending: PendingLoad | None) -> None:
-        plan, verify, sums, new = self._planning.ready(), self.config.verify_hashes, torch.empty(0), False
-        with self._agreement.attempt():
-            committed = self._sender.commit(tell=verify and not self._hashes.knows(plan))
-            new = self._hashes.note(committed)
-            if verify:
-                sums = paired(self._sender.sums(), committed)
-            self._direct.note(committed, plan)
-            if self._direct.active:
-                self._sender.unstage()  # the engine rank has unmapped it
-            self.report.note(committed, plan, self._direct.active)
-            check_coverage(committed.coverage, self.config, self.endpoint.restores_uncovered, first=self._syncs == 1)
-        # Before waiting for the engine's answer: it gives none while one of its ranks waits for us to hang up
-        new = self._agreement.settle("committing", waiting=new)
-        if verify:
-            if new:
-                self._hashes.learn(plan)
-            self._hashes.compare(sums)
-        with self._agreement.attempt():
-            if pending is not None:
-                outcome = await pending.outcome(self.config.timeout_seconds)
-                self.report.stages = {"sleep": outcome.sleep_seconds, **self.report.stages}
-        self._agreement.settle("ending the engine's update")

@@ -18,7 +18,8 @@ from verl_sync_plugin.config import KEY_PREFIX, SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.sharding_manager.agreement import Agreement
 from verl_sync_plugin.sharding_manager.coverage import say
-from verl_sync_plugin.transport.protocol import Hello, StagingExport
+from verl_sync_plugin.transport.exports import StagingExport
+from verl_sync_plugin.transport.protocol import Hello
 from verl_sync_plugin.transport.sender import BucketSender
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

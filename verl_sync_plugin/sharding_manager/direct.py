@@ -18,8 +18,9 @@ from verl_sync_plugin.sharding_manager.agreement import Agreement
 from verl_sync_plugin.sharding_manager.coverage import say
 from verl_sync_plugin.sharding_manager.delivery import PeersUnreachableError
 from verl_sync_plugin.source.base import ParameterSource, Shard, rank_in
+from verl_sync_plugin.transport.exports import Live
 from verl_sync_plugin.transport.live import LiveParameters, NotInPlaceError
-from verl_sync_plugin.transport.protocol import Committed, Hello, Live
+from verl_sync_plugin.transport.protocol import Committed, Hello
 from verl_sync_plugin.transport.sender import BucketSender
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from verl_sync_plugin.transport.protocol import StagingExport
+from verl_sync_plugin.transport.exports import StagingExport
 
 
 def _uuid_of(index: int) -> str:

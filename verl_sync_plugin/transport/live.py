@@ -10,8 +10,8 @@ import torch
 
 from verl_sync_plugin.bucket import Bucket, Plan
 from verl_sync_plugin.source.base import Shard
+from verl_sync_plugin.transport.exports import Live, Region
 from verl_sync_plugin.transport.pack_table import ALONE, CAST, Found, segment_of
-from verl_sync_plugin.transport.protocol import Live, Region
 from verl_sync_plugin.transport.regions import exporter_for
 
 Place = tuple[int, int]  # allocation, first byte in it

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from verl_sync_plugin.transport.protocol import Region
+from verl_sync_plugin.transport.exports import Region
 
 
 class Exporter(Protocol):

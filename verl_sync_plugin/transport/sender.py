@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,26 +11,11 @@ import torch.distributed as dist
 from verl_sync_plugin.bucket import Bucket, Plan
 from verl_sync_plugin.bucket_size import STAGING_BUCKETS
 from verl_sync_plugin.source.base import Shard
-from verl_sync_plugin.transport.channel import Channel
+from verl_sync_plugin.transport.conversation import Conversation
+from verl_sync_plugin.transport.exports import StagingExport
 from verl_sync_plugin.transport.pack_table import Found
 from verl_sync_plugin.transport.packing import Packer
-from verl_sync_plugin.transport.protocol import (
-    Commit,
-    Committed,
-    Failed,
-    Hello,
-    Live,
-    Load,
-    Loaded,
-    Manifest,
-    Ready,
-    StagingExport,
-    Whereabouts,
-    describe,
-)
 from verl_sync_plugin.transport.staging import Staging, create_staging, slot_of
-
-T = TypeVar("T")
 
 SLOTS = 3  # one being loaded, one being filled, one on its way between the two
 SPIN_SECONDS = 0.005
@@ -42,11 +26,7 @@ def slot_limit(bucket_bytes: int) -> int:
     return bucket_bytes * STAGING_BUCKETS // SLOTS
 
 
-class EngineFailedError(RuntimeError):
-    """The engine rank beside this trainer rank reported a failure."""
-
-
-class BucketSender:
+class BucketSender(Conversation):
     """Keeps its staging memory between syncs: ``min(SLOTS, buckets)`` slots of the largest bucket's size.
 
     Give ``plan_buckets`` the size ``slot_limit`` of what the user sets, and all slots stay within two of those.
@@ -55,10 +35,9 @@ class BucketSender:
     """
 
     def __init__(self, device: torch.device, timeout_seconds: float) -> None:
+        super().__init__(timeout_seconds)
         self._device = device
-        self._timeout = timeout_seconds
         self._staging: Staging | None = None
-        self._channel: Channel | None = None
         self._packer: Packer | None = None
         self._events: dict[int, torch.cuda.Event] = {}
 
@@ -76,11 +55,6 @@ class BucketSender:
                 return
             self.unstage()
         self._staging = create_staging(self._device, slots, plan.slot_bytes)
-
-    def adopt(self, channel: Channel) -> None:
-        """Takes over a fresh channel, so that ``hang_up`` ends it whatever happens next."""
-        self.hang_up()
-        self._channel = channel
 
     def begin(self, plan: Plan, rank: int, hashed: bool, finite: bool) -> None:
         """Makes ready to pack all buckets of a plan.
@@ -105,45 +79,6 @@ class BucketSender:
         """All readers have opened their exports."""
         assert self._staging is not None, "reserve() comes first"
         self._staging.opened()
-
-    def greet(self, hello: Hello, plan: Plan) -> str:
-        """Opens a sync on the adopted channel.
-
-        Args:
-            hello: the first word.
-            plan: the buckets.
-
-        Returns:
-            Why the engine rank cannot read other trainer ranks' slots, and then the sync is over; else empty.
-
-        Raises:
-            ChannelClosedError, ChannelTimeoutError: the engine rank is gone or silent.
-            EngineFailedError: it refused.
-        """
-        channel = self._open_channel()
-        channel.send(hello)
-        ready = self._expect(Ready)
-        if ready.needs_plan:
-            channel.send(Manifest.of(plan))
-        return ready.unreachable
-
-    def greet_live(self, hello: Hello, lives: tuple[Live, ...]) -> str:
-        """Like ``greet``, when the engine rank is to read parameters where they lie.
-
-        Args:
-            hello: names the lives.
-            lives: of all ranks of the group.
-
-        Returns:
-            Why it cannot, and then the sync is over; else empty.
-        """
-        channel = self._open_channel()
-        channel.send(hello)
-        ready = self._expect(Ready)
-        if ready.needs_live and not ready.unreachable:
-            channel.send(Whereabouts(lives))
-            ready = self._expect(Ready)
-        return ready.unreachable
 
     def read(self, shards: list[Shard], found: Found) -> None:
         """Waits for what the trainer still has to do on the device, then starts to hash and check all parameters where
@@ -213,39 +148,6 @@ class BucketSender:
             if waited > SPIN_SECONDS:  # a sleep lasts some 70 us, a good part of a bucket's time
                 time.sleep(2e-5)
 
-    def load(self, bucket_index: int, slot: int) -> None:
-        """Tells the engine rank that a slot is ready."""
-        self._open_channel().send(Load(bucket_index, slot))
-
-    def wait_loaded(self, bucket_index: int) -> float:
-        """Waits until the engine rank no longer needs a bucket's slot; returns the seconds its loading took."""
-        loaded = self._expect(Loaded)
-        assert loaded.bucket == bucket_index, f"{describe(loaded)} while waiting for bucket {bucket_index}"
-        return loaded.seconds
-
-    def commit(self, tell: bool = False) -> Committed:
-        """Ends the sync on this rank.
-
-        Args:
-            tell: ask what the engine rank reads, also if it has said so before.
-
-        Returns:
-            What the engine rank did.
-        """
-        self._open_channel().send(Commit(tell))
-        return self._expect(Committed)
-
-    def hang_up(self) -> bool:
-        """Ends the sync whatever its state; the engine rank drops what is unfinished.
-
-        Returns:
-            Whether there was a channel to close.
-        """
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.close()
-        return channel is not None
-
     def unstage(self) -> None:
         """Gives the staging memory back, once no reader has it mapped."""
         if self._staging is not None:
@@ -262,15 +164,3 @@ class BucketSender:
     def _slot(self, slot: int) -> torch.Tensor:
         assert self._staging is not None, "reserve() comes first"
         return slot_of(self._staging.memory, slot, self._staging.slot_bytes)
-
-    def _open_channel(self) -> Channel:
-        assert self._channel is not None, "adopt() comes first"
-        return self._channel
-
-    def _expect(self, kind: type[T]) -> T:
-        message = self._open_channel().receive(self._timeout)
-        if isinstance(message, Failed):
-            raise EngineFailedError(f"SGLang could not load the weights: {message.text}")
-        if not isinstance(message, kind):
-            raise EngineFailedError(f"weight-sync protocol: expected {kind.__name__}, got {describe(message)}")
-        return message

@@ -10,7 +10,7 @@ import weakref
 
 import torch
 
-from verl_sync_plugin.transport.protocol import StagingExport
+from verl_sync_plugin.transport.exports import StagingExport
 
 
 class SharedMemoryStaging:

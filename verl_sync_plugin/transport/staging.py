@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from verl_sync_plugin.transport.protocol import StagingExport
+from verl_sync_plugin.transport.exports import StagingExport
 
 
 class Staging(Protocol):

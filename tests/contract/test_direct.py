@@ -1,0 +1,88 @@
+"""Whether parameters are read where they lie, decided by real process groups."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds import run_world
+
+from verl_sync_plugin.bucket import Base, View
+from verl_sync_plugin.config import SyncConfig
+from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.planner import plan_buckets
+from verl_sync_plugin.sharding_manager.agreement import Agreement
+from verl_sync_plugin.sharding_manager.delivery import PeersUnreachableError
+from verl_sync_plugin.sharding_manager.direct import Direct
+from verl_sync_plugin.source.base import ParameterSource, Shard
+from verl_sync_plugin.transport.protocol import Committed, Coverage
+from verl_sync_plugin.transport.sender import BucketSender
+
+CPU = torch.device("cpu")
+
+
+class _Source(ParameterSource):
+    def __init__(self) -> None:
+        super().__init__()
+        self._group = dist.group.WORLD
+
+    def shards(self) -> list[Shard]:
+        raise AssertionError("not asked for")
+
+
+def memory_of(shared: bool, folder: str) -> torch.Tensor:
+    if not shared:
+        return torch.ones(64)
+    storage = torch.UntypedStorage.from_file(f"{folder}/{dist.get_rank()}", True, 256)
+    return torch.empty(0).set_(storage, 0, (64,)).fill_(1.0)
+
+
+def decided(choice: str, able: tuple[bool, bool], sharded: bool, folder: str) -> tuple[list[tuple[bool, bool]], str]:
+    """(direct, staging to be made) of two syncs, before and after the engine has said that it can; and the error."""
+    agreement, sender = Agreement(20.0), BucketSender(CPU, 20.0)
+    direct = Direct(SyncConfig(delivery=choice), agreement, sender, CPU)
+    run = memory_of(able[dist.get_rank()], folder)
+    shards = [Shard(Base("w", "bfloat16", 2, (64, 64), (View("w", (128,), 0, 128),)), lambda: run, run=run)]
+    plan, found = plan_buckets((shards[0].base,), 4096, sharded), []
+    try:
+        for _ in range(2):
+            stage = direct.agree(plan, _Source(), shards, unstaged=True)
+            found.append((direct.active, stage))
+            direct.note(Committed(Coverage(1, ()), direct=True), plan)
+        if direct.active:
+            assert len(direct._lives) == 2 and direct._place == dist.get_rank()
+            direct.fall_back(PeersUnreachableError("injected"))
+            found.append((direct.active, direct.agree(plan, _Source(), shards, unstaged=True)))
+    except SyncError as error:
+        return found, str(error)
+    return found, ""
+
+
+STAGED = (False, True)
+
+
+@pytest.mark.parametrize(
+    ("choice", "able", "sharded", "found", "error"),
+    [
+        ("auto", (True, True), True, [STAGED, (True, False), STAGED], ""),
+        ("auto", (True, False), True, [STAGED, STAGED], ""),
+        ("auto", (True, True), False, [STAGED, STAGED], ""),  # the ranks are on several hosts
+        ("sharded", (True, True), True, [STAGED, STAGED], ""),
+        ("gathered", (True, True), True, [STAGED, STAGED], ""),
+        ("direct", (True, False), True, [STAGED], "rank 1: 'w': its memory is private"),
+        ("direct", (True, True), True, [STAGED, (True, False)], "custom.sync.delivery=direct: an engine rank cannot"),
+    ],
+)
+def test_all_ranks_or_none(
+    choice: str,
+    able: tuple[bool, bool],
+    sharded: bool,
+    found: list[tuple[bool, bool]],
+    error: str,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = str(tmp_path_factory.mktemp("memory"))
+    results = run_world(2, decided, choice, able, sharded, folder, timeout=60)
+    assert [of_rank for of_rank, _ in results] == [found] * 2
+    (text,) = {text for _, text in results}
+    assert error in text and bool(error) == bool(text), text

@@ -1,0 +1,183 @@
+"""Parameters read where they lie are the bytes, and give the hashes, that packing and loading buckets would."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl_sync_plugin.bucket import Base, Plan, View
+from verl_sync_plugin.copies import copier as copiers
+from verl_sync_plugin.copies.blocks import Block
+from verl_sync_plugin.copies.copier import Copier
+from verl_sync_plugin.copies.hulls import numbers_of
+from verl_sync_plugin.planner import plan_buckets
+from verl_sync_plugin.receiver.cuts import Work
+from verl_sync_plugin.receiver.direct import DirectLoad
+from verl_sync_plugin.source.base import Shard
+from verl_sync_plugin.transport.exports import Live
+from verl_sync_plugin.transport.live import LiveParameters, NotInPlaceError
+from verl_sync_plugin.transport.packing import Packer
+from verl_sync_plugin.transport.protocol import Manifest
+from verl_sync_plugin.transport.regions import Regions
+
+CPU = torch.device("cpu")
+WORLD = 3
+
+
+@pytest.fixture(params=["plain", "kernel"])
+def copier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Copier]:
+    """Both ways to copy; the kernel in Triton's interpreter, see ``test_copies.test_kernel_in_the_interpreter``."""
+    if request.param == "kernel":
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            pytest.skip("runs again in a process of its own")
+        monkeypatch.setattr(copiers, "kernel_works", lambda device: True)
+    return Copier
+
+
+def in_file(values: torch.Tensor, path: Path, before: int) -> torch.Tensor:
+    """The same values in a mapped file, some bytes after its first."""
+    storage = torch.UntypedStorage.from_file(str(path), True, before + values.nbytes)
+    offset = before // values.element_size()
+    return torch.empty(0, dtype=values.dtype).set_(storage, offset, values.shape).copy_(values)
+
+
+class Trainer:
+    """Ranks with parameters of all kinds: sharded unevenly, in fp32 and bf16, tied, held by every rank."""
+
+    def __init__(self, folder: Path, seed: int, bucket_bytes: int, sharded: bool = True) -> None:
+        chance = random.Random(seed)
+        self.full: dict[str, torch.Tensor] = {}
+        self.shards: list[list[Shard]] = [[] for _ in range(WORLD)]
+        for number in range(8):
+            kind = chance.choice(["fp32", "bf16", "tied", "everywhere"])
+            rows, columns = chance.randint(1, 40), 8 * chance.randint(1, 6)
+            value = torch.randn(rows, columns, generator=torch.Generator().manual_seed(number)).bfloat16()
+            trained = value.float() if kind == "fp32" else value
+            step = -(-rows // WORLD)
+            cuts = [max(min(step, rows - rank * step), 0) * columns for rank in range(WORLD)]
+            lengths = (rows * columns,) if kind == "everywhere" else tuple(cuts)
+            names = [f"w{number}"] + ([f"tied{number}"] if kind == "tied" else [])
+            views = tuple(View(name, (rows, columns), 0, rows * columns) for name in names)
+            base = Base(names[0], "bfloat16", 2, lengths, views)
+            self.full |= dict.fromkeys(names, value)
+            for rank in range(WORLD):
+                first = sum(lengths[:rank]) if len(lengths) > 1 else 0
+                mine = trained.reshape(-1)[first : first + lengths[rank % len(lengths)]]
+                run = in_file(mine, folder / f"{seed}-{number}-{rank}", 16 * chance.randint(0, 3))
+                self.shards[rank].append(Shard(base, lambda run=run: run, run=run))  # type: ignore[misc]
+        self.plan: Plan = plan_buckets(tuple(part.base for part in self.shards[0]), bucket_bytes, sharded)
+
+    def tell(self) -> list[Live]:
+        return [LiveParameters(CPU, self.plan, rank).look(self.shards[rank]) for rank in range(WORLD)]
+
+
+def works_of(plan: Plan, targets: dict[str, torch.Tensor], chance: random.Random) -> list[Work]:
+    """Every piece is copied: whole, or as the rows of a matrix."""
+    numbers = numbers_of(bucket.entries for bucket in plan.buckets)
+    works = []
+    for bucket in plan.buckets:
+        work = Work()
+        for entry in bucket.entries:
+            for piece in entry.pieces:
+                width = chance.choice([piece.nbytes, *(w for w in (2, 16, 48) if piece.nbytes % w == 0)])
+                target = targets[entry.name].data_ptr() + piece.target
+                rows = (width, piece.nbytes // width, width, width, width)
+                block = Block(
+                    piece.offset, target, piece.offset, *rows, base=piece.offset // bucket.stride,
+                    group=numbers[entry.name],
+                )  # fmt: skip
+                (work.bare if entry.name.startswith("tied") else work.fused).append(block)
+        works.append(work)
+    return works
+
+
+@pytest.mark.parametrize("place", range(WORLD))
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, 700])
+@pytest.mark.parametrize("seed", range(3))
+def test_everything_arrives_with_its_hash(
+    seed: int, bucket_bytes: int, place: int, copier: type[Copier], tmp_path: Path
+) -> None:
+    trainer = Trainer(tmp_path, seed, bucket_bytes)
+    targets = {name: torch.zeros_like(value) for name, value in trainer.full.items()}
+    made = copier(CPU, list(targets.values()))
+    lives, regions = trainer.tell(), Regions()
+    regions.map(region for live in lives for region in live.regions)
+    works = works_of(trainer.plan, targets, random.Random(seed))
+    load = DirectLoad(works, Manifest.of(trainer.plan), lives, place, regions, made, CPU)
+    tensors = numbers_of(bucket.entries for bucket in trainer.plan.buckets)
+    sums = torch.zeros(len(tensors), dtype=torch.int64)
+    load.run(sums, hashed=True)
+    assert all(torch.equal(targets[name], value) for name, value in trainer.full.items())
+    assert torch.equal(sums, _sent(trainer, place))
+
+
+def _sent(trainer: Trainer, place: int) -> torch.Tensor:
+    """What the ranks hash; of what every rank holds, one of them."""
+    everywhere = {base.key for base in trainer.plan.bases if len(base.lengths) == 1}
+    names = list(numbers_of(bucket.entries for bucket in trainer.plan.buckets))
+    total = torch.zeros(len(names), dtype=torch.int64)
+    for rank in range(WORLD):
+        packer = Packer(CPU, trainer.plan, rank, hashed=True, finite=False)
+        packer.begin()
+        packer.read(trainer.shards[rank], LiveParameters(CPU, trainer.plan, rank).found)
+        counts = torch.tensor([int(rank == place or name not in everywhere) for name in names])
+        total += packer.sums() * counts
+    return total
+
+
+def test_told_again_only_when_something_moved(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, 1, 700)
+    mine, parameters = trainer.shards[0], LiveParameters(CPU, trainer.plan, 0)
+    first = parameters.look(mine)
+    assert parameters.look(mine) is first
+    place = next(number for number, part in enumerate(mine) if part.local().numel())
+    mine[place] = replace(mine[place], run=in_file(mine[place].local(), tmp_path / "moved", 0))
+    assert parameters.look(mine).key != first.key
+
+
+def test_says_what_cannot_be_read_and_why(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, 1, 700)
+    mine = trainer.shards[0]
+    place = next(number for number, part in enumerate(mine) if part.local().numel())
+    run, name = mine[place].local(), mine[place].base.key
+    cases = {
+        "private to the trainer's process": replace(mine[place], run=run.clone()),
+        "is merged with its adapter": replace(mine[place], merge=lambda part, begin: part),
+        "is torch.float64 and travels as bfloat16": replace(mine[place], run=run.double(), local=run.double),
+    }
+    for why, spoiled in cases.items():
+        shards = [*mine[:place], spoiled, *mine[place + 1 :]]
+        with pytest.raises(NotInPlaceError, match=f"'{name}'.*{why}"):
+            LiveParameters(CPU, trainer.plan, 0).look(shards)
+
+
+def test_bytes_that_nobody_told_of_are_an_error(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, 0, 1 << 20)
+    lives, regions = trainer.tell(), Regions()
+    regions.map(region for live in lives for region in live.regions)
+    targets = {name: torch.zeros_like(value) for name, value in trainer.full.items()}
+    works = works_of(trainer.plan, targets, random.Random(0))
+    parts = Manifest.of(trainer.plan), 0, regions, Copier(CPU, list(targets.values())), CPU
+    manifest, place, *rest = parts
+    for broken in ([replace(lives[0], runs=(b"",) * len(lives[0].runs)), *lives[1:]], [lives[1], lives[0], lives[2]]):
+        with pytest.raises(ValueError, match="trainer rank"):
+            DirectLoad(works, manifest, broken, place, *rest)  # type: ignore[arg-type]
+
+
+def test_memory_is_mapped_once_and_given_up(tmp_path: Path) -> None:
+    (live, *_), regions = Trainer(tmp_path, 2, 700).tell(), Regions()
+    regions.map(live.regions)
+    addresses = [regions.address(region) for region in live.regions]
+    regions.map(live.regions)
+    assert addresses == [regions.address(region) for region in live.regions]
+    regions.map(live.regions[1:])
+    with pytest.raises(KeyError):
+        regions.address(live.regions[0])
+    gone = replace(live.regions[0], key="gone", handle=("/gone",))
+    with pytest.raises(FileNotFoundError, match="/gone"):
+        regions.map([gone])

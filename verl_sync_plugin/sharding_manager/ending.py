@@ -1,0 +1,79 @@
+"""The end of a sync: what the engine ranks did is proven and taken down, and the engine has answered."""
+
+from __future__ import annotations
+
+import torch
+
+from verl_sync_plugin.bucket import Plan
+from verl_sync_plugin.config import SyncConfig
+from verl_sync_plugin.metrics import SyncReport
+from verl_sync_plugin.sharding_manager.agreement import Agreement
+from verl_sync_plugin.sharding_manager.coverage import check_coverage
+from verl_sync_plugin.sharding_manager.direct import Direct
+from verl_sync_plugin.sharding_manager.endpoint import PendingLoad, RolloutEndpoint
+from verl_sync_plugin.sharding_manager.hash_check import HashCheck, paired
+from verl_sync_plugin.transport.sender import BucketSender
+
+
+class Ending:
+    """Collective over the trainer ranks.
+
+    Args:
+        config: the sync's settings.
+        agreement: where ranks settle.
+        sender: speaks to the engine rank.
+        hashes: compares.
+        direct: hears whether the engine rank can read parameters where they lie.
+        endpoint: the engine.
+    """
+
+    def __init__(
+        self,
+        config: SyncConfig,
+        agreement: Agreement,
+        sender: BucketSender,
+        hashes: HashCheck,
+        direct: Direct,
+        endpoint: RolloutEndpoint,
+    ) -> None:
+        self._config = config
+        self._agreement = agreement
+        self._sender = sender
+        self._hashes = hashes
+        self._direct = direct
+        self._endpoint = endpoint
+
+    async def commit(self, plan: Plan, report: SyncReport, pending: PendingLoad | None, first: bool) -> None:
+        """Has the engine ranks finish, compares hashes, checks coverage and waits for the engine's answer.
+
+        Args:
+            plan: what was sent.
+            report: gets what the engine rank did.
+            pending: the leader's load.
+            first: of the run; what is said once is said then.
+
+        Raises:
+            SyncError: any rank failed, or bytes changed on the way; the same text on every rank.
+        """
+        verify, sums, new = self._config.verify_hashes, torch.empty(0), False
+        with self._agreement.attempt():
+            committed = self._sender.commit(tell=verify and not self._hashes.knows(plan))
+            self._direct.note(committed, plan)
+            if self._direct.active:
+                self._sender.unstage()  # the engine rank has unmapped it
+            new = self._hashes.note(committed)
+            if verify:
+                sums = paired(self._sender.sums(), committed)
+            report.note(committed, plan, self._direct.active)
+            check_coverage(committed.coverage, self._config, self._endpoint.restores_uncovered, first)
+        # Before waiting for the engine's answer: it gives none while one of its ranks waits for us to hang up
+        new = self._agreement.settle("committing", waiting=new)
+        if verify:
+            if new:
+                self._hashes.learn(plan)
+            self._hashes.compare(sums)
+        with self._agreement.attempt():
+            if pending is not None:
+                outcome = await pending.outcome(self._config.timeout_seconds)
+                report.stages = {"sleep": outcome.sleep_seconds, **report.stages}
+        self._agreement.settle("ending the engine's update")

@@ -1,0 +1,128 @@
+"""One trainer rank's words with the engine rank beside it; the state machine is in ``protocol.py``."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from verl_sync_plugin.bucket import Plan
+from verl_sync_plugin.transport.channel import Channel
+from verl_sync_plugin.transport.exports import Live
+from verl_sync_plugin.transport.protocol import (
+    Commit,
+    Committed,
+    Failed,
+    Hello,
+    Load,
+    Loaded,
+    Manifest,
+    Ready,
+    Whereabouts,
+    describe,
+)
+
+T = TypeVar("T")
+
+
+class EngineFailedError(RuntimeError):
+    """The engine rank beside this trainer rank reported a failure."""
+
+
+class Conversation:
+    """One sync after the other, each on a channel of its own.
+
+    Args:
+        timeout_seconds: bound on every wait.
+    """
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout = timeout_seconds
+        self._channel: Channel | None = None
+
+    def adopt(self, channel: Channel) -> None:
+        """Takes over a fresh channel, so that ``hang_up`` ends it whatever happens next."""
+        self.hang_up()
+        self._channel = channel
+
+    def greet(self, hello: Hello, plan: Plan) -> str:
+        """Opens a sync on the adopted channel.
+
+        Args:
+            hello: the first word.
+            plan: the buckets.
+
+        Returns:
+            Why the engine rank cannot read other trainer ranks' slots, and then the sync is over; else empty.
+
+        Raises:
+            ChannelClosedError, ChannelTimeoutError: the engine rank is gone or silent.
+            EngineFailedError: it refused.
+        """
+        channel = self._open_channel()
+        channel.send(hello)
+        ready = self._expect(Ready)
+        if ready.needs_plan:
+            channel.send(Manifest.of(plan))
+        return ready.unreachable
+
+    def greet_live(self, hello: Hello, lives: tuple[Live, ...]) -> str:
+        """Like ``greet``, when the engine rank is to read parameters where they lie.
+
+        Args:
+            hello: names the lives.
+            lives: of all ranks of the group.
+
+        Returns:
+            Why it cannot, and then the sync is over; else empty.
+        """
+        channel = self._open_channel()
+        channel.send(hello)
+        ready = self._expect(Ready)
+        if ready.needs_live and not ready.unreachable:
+            channel.send(Whereabouts(lives))
+            ready = self._expect(Ready)
+        return ready.unreachable
+
+    def load(self, bucket_index: int, slot: int) -> None:
+        """Tells the engine rank that a slot is ready."""
+        self._open_channel().send(Load(bucket_index, slot))
+
+    def wait_loaded(self, bucket_index: int) -> float:
+        """Waits until the engine rank no longer needs a bucket's slot; returns the seconds its loading took."""
+        loaded = self._expect(Loaded)
+        assert loaded.bucket == bucket_index, f"{describe(loaded)} while waiting for bucket {bucket_index}"
+        return loaded.seconds
+
+    def commit(self, tell: bool = False) -> Committed:
+        """Ends the sync on this rank.
+
+        Args:
+            tell: ask what the engine rank reads, also if it has said so before.
+
+        Returns:
+            What the engine rank did.
+        """
+        self._open_channel().send(Commit(tell))
+        return self._expect(Committed)
+
+    def hang_up(self) -> bool:
+        """Ends the sync whatever its state; the engine rank drops what is unfinished.
+
+        Returns:
+            Whether there was a channel to close.
+        """
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+        return channel is not None
+
+    def _open_channel(self) -> Channel:
+        assert self._channel is not None, "adopt() comes first"
+        return self._channel
+
+    def _expect(self, kind: type[T]) -> T:
+        message = self._open_channel().receive(self._timeout)
+        if isinstance(message, Failed):
+            raise EngineFailedError(f"SGLang could not load the weights: {message.text}")
+        if not isinstance(message, kind):
+            raise EngineFailedError(f"weight-sync protocol: expected {kind.__name__}, got {describe(message)}")
+        return message
