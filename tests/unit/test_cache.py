@@ -201,8 +201,10 @@ def test_real_allocator(expandable: bool) -> None:
     missing = 310 * MIB
     went = release_cache(device, missing)
     assert missing <= went < 600 * MIB
-    assert torch.cuda.memory_reserved() == reserved - went >= kept.nbytes + 500 * MIB
-    assert went <= torch.cuda.mem_get_info()[0] - free < 600 * MIB
+    small = 2 * MIB  # a segment of the small pool went with the rest and may be back
+    assert reserved - went <= torch.cuda.memory_reserved() <= reserved - went + small
+    assert reserved - went >= kept.nbytes + 500 * MIB
+    assert went - small <= torch.cuda.mem_get_info()[0] - free < 600 * MIB
     assert torch.cuda.max_memory_allocated() == peak, "what was held is no peak"
     assert bool((kept == 7).all())
     assert release_cache(device, None) > 500 * MIB

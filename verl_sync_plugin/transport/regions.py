@@ -51,18 +51,15 @@ class CudaExporter:
         self._name = uuid.uuid4().hex
         self._asked: tuple[object, tuple[int, ...]] = (None, ())
         self._answer: tuple[int, ...] = ()
-        self._known: dict[int, tuple[int, int]] = {}
+        self._last = (0, 0)
 
     def find(self, run: torch.Tensor) -> tuple[int, int]:
         from verl_sync_plugin.transport import cuda_driver
 
         address = run.data_ptr()
-        for base, (_, size) in self._known.items():  # the last one found comes first: neighbours follow each other
-            if base <= address < base + size:
-                return base, address - base
-            break
-        base, size = cuda_driver.allocation_of(address)
-        self._known = {base: (base, size), **{b: held for b, held in self._known.items() if b != base}}
+        base, size = self._last
+        if not base <= address < base + size:  # neighbours follow each other
+            base, size = self._last = cuda_driver.allocation_of(address)
         return base, address - base
 
     def identities(self, allocations: tuple[int, ...]) -> object:
@@ -78,6 +75,7 @@ class CudaExporter:
     def export(self, allocation: int) -> Region:
         from verl_sync_plugin.transport import cuda_driver
 
+        self._last = (0, 0)  # what was found may be gone by the next time
         _, size = cuda_driver.allocation_of(allocation)
         (number,) = cuda_driver.allocation_ids((allocation,))
         return Region("cuda_ipc", f"{self._name}-{number}", size, (cuda_driver.export_allocation(allocation),))
