@@ -66,6 +66,8 @@ class SyncReport:
         peer_bytes: what it read from the memory of other trainer ranks (sharded delivery).
         gathered_bytes: what this rank received from others by all-gather (gathered delivery).
         direct_bytes: what the engine rank read from parameters where they lie (direct delivery); also in own or peer.
+        activation_bytes: the most device memory that the engine took beyond what it keeps since the sync before; 0 when
+            unknown.
     """
 
     global_steps: int = -1
@@ -88,11 +90,13 @@ class SyncReport:
     peer_bytes: int = 0
     gathered_bytes: int = 0
     direct_bytes: int = 0
+    activation_bytes: int = 0
 
     def note(self, committed: Committed, plan: Plan, direct: bool = False) -> None:
         """Takes over what the engine rank did."""
         self.coverage_expected, self.coverage_missing = committed.coverage.expected, len(committed.coverage.missing)
         self.replayed_tensors, self.replayed_bytes = committed.replayed_tensors, committed.replayed_bytes
+        self.activation_bytes = committed.activation_bytes
         self.own_bytes, self.peer_bytes = committed.own_bytes, committed.peer_bytes
         if direct:
             self.direct_bytes = committed.own_bytes + committed.peer_bytes
@@ -169,6 +173,7 @@ def metrics_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "sync/peer_bytes": float(sum(report.peer_bytes for report in built)),
         "sync/gathered_bytes": float(sum(report.gathered_bytes for report in built)),
         "sync/direct_bytes": float(sum(report.direct_bytes for report in built)),
+        "sync/activation_bytes": float(max(report.activation_bytes for report in built)),
         "sync/replayed_tensors": float(min(report.replayed_tensors for report in built)),
         "sync/weight_version": float(max(report.global_steps for report in built)),
     }

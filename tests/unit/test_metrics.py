@@ -109,6 +109,7 @@ def test_metrics_sum_bytes_and_take_the_worst_of_the_rest() -> None:
         "sync/peer_bytes": 2.0,
         "sync/gathered_bytes": 1.0,
         "sync/direct_bytes": 0.0,
+        "sync/activation_bytes": 0.0,
         "sync/replayed_tensors": 0.0,
         "sync/weight_version": 3.0,
     }

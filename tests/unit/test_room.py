@@ -60,6 +60,32 @@ def test_reserve(total: int, chunk: int | None, reserve: int) -> None:
     assert missing_bytes(DeviceMemory(reserve, total, GIB), 0, chunk) == 0
 
 
+@pytest.mark.parametrize(
+    ("measured", "reserve"),
+    [
+        (0, H200 // 8),  # unknown
+        (1, H200 // 32),  # never less
+        (3 * GIB, 7 * GIB),
+        (40 * GIB, H200 // 8),  # never more
+    ],
+)
+def test_reserve_by_what_the_engine_took(measured: int, reserve: int) -> None:
+    assert reserve_of(H200, None, measured) == reserve
+    room = Room(lambda: DeviceMemory(reserve - 1, H200, GIB))
+    room.note_activations(measured)
+    room.note_activations(0)  # the most counts
+    for _ in range(LEARNING_SYNCS):
+        room.learn([{REST: 0}])
+    asked: list[int | None] = []
+
+    def release(missing: int | None) -> int:
+        asked.append(missing)
+        return 0
+
+    room.make(REST, release)
+    assert asked[0] == 1 + MARGIN
+
+
 def test_unknown_memory_is_emptied() -> None:
     assert missing_bytes(None, 0) is None
     assert read_device(torch.device("cpu")) is None

@@ -180,6 +180,7 @@ class SyncServerAdapter(ServerAdapter):
         with agreement.attempt(), report.stage("offload"):
             offload()
         with agreement.attempt(), report.stage("after"):
+            self._room.note_activations(report.activation_bytes)
             self._around.note_release(self._room.make(REST, partial(release_cache, _trainer_device())))
         report.emptied_caches, report.released_bytes = self._around.emptied_caches, self._around.released_bytes
         try:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from verl_sync_plugin.receiver.activations import Activations
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.unpacker import Unpacker
 from verl_sync_plugin.transport.channel import Channel, ChannelTimeoutError
@@ -47,6 +48,7 @@ class ReceiverSession:
         self._stagings: dict[str, torch.Tensor] = {}
         self._coverage: dict[str, Coverage] = {}
         self._regions = Regions()
+        self._activations = Activations()
         self._lives: tuple[Live, ...] = ()
         self._maps = True  # trainer ranks' allocations, as far as is known
 
@@ -132,7 +134,8 @@ class ReceiverSession:
         if unpacker.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # what the model derived; its forward may use another stream
         direct = self._maps and not unpacker.reads_in_place
-        channel.send(Committed(self._coverage[hello.digest], *did, sums, readings, direct))
+        activations = self._activations.take()
+        channel.send(Committed(self._coverage[hello.digest], *did, sums, readings, direct, activations))
         unpacker.told(readings)
 
     def _open(self, hello: Hello, channel: Channel) -> list[torch.Tensor]:

@@ -13,7 +13,10 @@ Why that is safe:
   What was freed meanwhile makes it smaller (SGLang empties its own cache when it flushes), so the most of several syncs
   and of all ranks counts: all engines of a run are alike.
 - The reserve is for what the engine allocates outside of its saver, above all the activations while it generates:
-  1/``RESERVE_SHARE`` of the device, and never less than SGLang's own estimate (``reserve_of``).
+  1/``RESERVE_SHARE`` of the device, and never less than SGLang's own estimate (``reserve_of``). That is meant for any
+  model and load. An engine that says how much it really took (``receiver/activations.py``) gets twice the most of all
+  syncs and a gigabyte, and never less than 1/``LEAST_SHARE`` of the device. What it takes is bounded by its prefill
+  chunk, which the first rollouts usually fill; should one take more, the reserve grows with it.
 - The trainer's own allocations need none of this: its allocator frees its cache by itself before it gives up.
 - Nobody else's memory is counted on: another engine on the same device makes verl's trainer hook choose ``always``.
 """
@@ -27,6 +30,8 @@ import torch
 
 LEARNING_SYNCS = 2
 RESERVE_SHARE = 8
+LEAST_SHARE = 32
+MEASURED_TIMES, MEASURED_BESIDE = 2, 1 << 30
 # What goes beyond what is missing: others round what they allocate up to whole pages, and so does the driver
 MARGIN = 64 << 20
 # SGLang's estimate of what generating takes beside its static memory, per token of a prefill chunk, and on top
@@ -64,32 +69,38 @@ def read_device(device: torch.device) -> DeviceMemory | None:
     return DeviceMemory(free, total, torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
 
 
-def reserve_of(total: int, chunk: int | None = None) -> int:
+def reserve_of(total: int, chunk: int | None = None, measured: int = 0) -> int:
     """Bytes that stay free for what the engine allocates while it generates.
 
     Args:
         total: bytes of the device.
         chunk: the engine's ``chunked_prefill_size``; ``None`` for its default, not positive for none.
+        measured: the most bytes that it has taken so far; 0 when unknown.
 
     Source of the estimate and the defaults: ``ServerArgs._handle_gpu_memory_settings`` of SGLang 0.5.12.
     """
     if chunk is None:
         chunk = next((tokens for below, tokens in DEFAULT_CHUNKS if total < below << 30), LARGEST_CHUNK)
     chunk = chunk if chunk > 0 else LARGEST_CHUNK
-    return max(total // RESERVE_SHARE, chunk * CHUNK_TOKEN_BYTES + BESIDE_CHUNK_BYTES)
+    estimated = max(total // RESERVE_SHARE, chunk * CHUNK_TOKEN_BYTES + BESIDE_CHUNK_BYTES)
+    if not measured:
+        return estimated
+    return min(estimated, max(total // LEAST_SHARE, MEASURED_TIMES * measured + MEASURED_BESIDE))
 
 
-def missing_bytes(memory: DeviceMemory | None, need: int | None, chunk: int | None = None) -> int | None:
+def missing_bytes(
+    memory: DeviceMemory | None, need: int | None, chunk: int | None = None, measured: int = 0
+) -> int | None:
     """How much of the cache has to go, in bytes; ``None`` for all of it.
 
     Args:
         memory: what the device has; ``None`` when unknown.
         need: bytes that the engine is about to resume; ``None`` when unknown.
-        chunk: see ``reserve_of``.
+        chunk: see ``reserve_of``, as for ``measured``.
     """
     if memory is None or need is None:
         return None
-    missing = need + reserve_of(memory.total, chunk) - memory.free
+    missing = need + reserve_of(memory.total, chunk, measured) - memory.free
     return missing + MARGIN if memory.cached > 0 and missing > 0 else 0
 
 
@@ -113,6 +124,11 @@ class Room:
         self._chunk = chunk
         self._most: Growth = {}
         self._syncs = 0
+        self._activations = 0
+
+    def note_activations(self, nbytes: int) -> None:
+        """What the engine beside this rank allocated between two syncs; 0 when it does not know."""
+        self._activations = max(self._activations, nbytes)
 
     @property
     def learning(self) -> bool:
@@ -137,11 +153,12 @@ class Room:
             Bytes that went; ``None`` when none had to.
         """
         need = self._need(resume)
-        missing = None if self._always else missing_bytes(self._read(), need, self._chunk)
+        known = need, self._chunk, self._activations
+        missing = None if self._always else missing_bytes(self._read(), *known)
         if missing == 0:
             return None
         released = release(missing)
-        if missing is not None and missing_bytes(self._read(), need, self._chunk):
+        if missing is not None and missing_bytes(self._read(), *known):
             released += release(None)
         return released
 

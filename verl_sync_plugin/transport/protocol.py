@@ -193,6 +193,8 @@ class Committed:
         sums: the hash of what was read of each tensor, as little-endian int64; empty without hashing.
         readings: which bytes these are; ``None`` when they are those of the last time.
         direct: the next sync of this plan may have this rank read parameters where they lie.
+        activation_bytes: the most device memory that the engine allocated beyond what it keeps since the last sync; 0
+            when unknown, as in the first.
     """
 
     coverage: Coverage
@@ -203,6 +205,7 @@ class Committed:
     sums: bytes = b""
     readings: Readings | None = None
     direct: bool = False
+    activation_bytes: int = 0
 
 
 @dataclass(frozen=True)
