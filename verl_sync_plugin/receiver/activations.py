@@ -21,7 +21,7 @@ class Activations:
         if not torch.cuda.is_available():
             return 0
         counts = torch.cuda.memory_stats_as_nested_dict().get("reserved_bytes", {}).get("all", {})
+        current, peak, least = int(counts.get("current", 0)), int(counts.get("peak", 0)), self._least
         torch.cuda.reset_peak_memory_stats()
-        current, peak = int(counts.get("current", 0)), int(counts.get("peak", 0))
-        first, self._least = self._least is None, min(current, current if self._least is None else self._least)
-        return 0 if first else peak - self._least
+        self._least = current if least is None else min(current, least)
+        return 0 if least is None else peak - self._least
