@@ -1,4 +1,4 @@
-"""torch's CUDA allocator as far as its large pool, the default stream and handing back go, without a device.
+"""torch's CUDA allocator as far as its large pool, streams and handing back go, without a device.
 
 After ``get_free_block``, ``should_split``, ``try_merge_blocks`` and ``unmap_block`` of ``CUDACachingAllocator.cpp``.
 """
@@ -29,6 +29,7 @@ class Region:
     """What one ``cudaMalloc`` gave, or one expandable segment with all its address space."""
 
     expandable: bool
+    stream: int = 0
     pieces: list[Piece] = field(default_factory=list)
 
     def merge(self) -> None:
@@ -61,16 +62,16 @@ class FakeAllocator:
         self.rounds_up = 0
         self._next_address = 1 << 40
 
-    def plain(self, *sizes: int, used: tuple[int, ...] = ()) -> None:
+    def plain(self, *sizes: int, used: tuple[int, ...] = (), stream: int = 0) -> None:
         """A segment with blocks of these sizes; those at ``used`` are in use."""
-        self._add(False, sizes, used, 0)
+        self._add(False, sizes, used, 0, stream)
 
-    def grown(self, *sizes: int, used: tuple[int, ...] = (), room: int = 1 << 40) -> None:
+    def grown(self, *sizes: int, used: tuple[int, ...] = (), room: int = 1 << 40, stream: int = 0) -> None:
         """An expandable segment with blocks of these sizes, mapped up to whole pages, and ``room`` to grow into."""
-        self._add(True, sizes, used, room)
+        self._add(True, sizes, used, room, stream)
 
-    def _add(self, expandable: bool, sizes: tuple[int, ...], used: tuple[int, ...], room: int) -> None:
-        region, address = Region(expandable), self._next_address
+    def _add(self, expandable: bool, sizes: tuple[int, ...], used: tuple[int, ...], room: int, stream: int) -> None:
+        region, address = Region(expandable, stream), self._next_address
         for place, size in enumerate(sizes):
             region.pieces.append(Piece(address, size, place in used))
             address += size
@@ -95,7 +96,7 @@ class FakeAllocator:
                     run = None
                     continue
                 if run is None:
-                    run = segment(piece.address, expandable=region.expandable)
+                    run = segment(piece.address, expandable=region.expandable, stream=region.stream)
                     found.append(run)
                 run["blocks"].append({"size": piece.size, "state": "active_allocated" if piece.used else "inactive"})
         return found
@@ -104,10 +105,9 @@ class FakeAllocator:
         after = region.pieces[region.pieces.index(piece) + 1 :]
         return piece.size + (after[0].size if after and not after[0].mapped else 0)
 
-    def _find(self, size: int) -> tuple[Region, Piece] | None:
-        free = [
-            (region, piece) for region in self.regions for piece in region.pieces if not piece.used and piece.mapped
-        ]
+    def _find(self, size: int, stream: int) -> tuple[Region, Piece] | None:
+        regions = [region for region in self.regions if region.stream == stream]
+        free = [(region, piece) for region in regions for piece in region.pieces if not piece.used and piece.mapped]
         free = sorted((pair for pair in free if pair[1].size >= size), key=lambda pair: (pair[1].size, pair[1].address))
         if not self.expandable:
             return next((pair for pair in free if not pair[0].expandable), None)
@@ -118,15 +118,15 @@ class FakeAllocator:
             place += 1
         return free[place] if free else None
 
-    def allocate(self, nbytes: int) -> int:
+    def allocate(self, nbytes: int, stream: int) -> int:
         assert nbytes > MIB, "the small pool"
         nbytes = -(-(nbytes + self.rounds_up) // 512) * 512
-        found = self._find(nbytes)
+        found = self._find(nbytes, stream)
         if found is None:
             if self.device_free < nbytes:
                 self.empty()
                 raise torch.OutOfMemoryError("fake")
-            self.plain(nbytes)
+            self.plain(nbytes, stream=stream)
             found = self.regions[-1], self.regions[-1].pieces[0]
         region, piece = found
         if piece.size - nbytes >= 512 if self.expandable else piece.size - nbytes > MIB:

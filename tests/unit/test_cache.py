@@ -17,6 +17,7 @@ from verl_sync_plugin.sharding_manager.free_blocks import LARGE_PAGE, FreeBlock,
 GIB = 1 << 30
 PLAIN_SIZES = st.sampled_from([2, 6, 20, 20, 22, 64, 64, 128, 500, 1024]).map(lambda size: size * MIB)
 GROWN_SIZES = st.integers(1, 3 * 1024 * 1024).map(lambda size: size * 512)
+STREAMS = st.sampled_from([0, 0, 7])
 MISSING = st.integers(1, 12 * 1024).map(lambda size: size * MIB)
 
 
@@ -73,8 +74,8 @@ def test_what_cannot_be_kept_counts_as_gone() -> None:
     for other in others:
         other["blocks"] = [{"size": 100 * MIB, "state": "inactive"}]
     blocks = free_blocks(others)
-    assert [(block.returns // MIB, block.keepable) for block in blocks] == [(100, False), (100, False), (100, True)]
-    assert [hold.size for hold in choose(blocks, 200 * MIB)] == [100 * MIB]
+    assert [(block.returns // MIB, block.keepable) for block in blocks] == [(100, True), (100, False), (100, True)]
+    assert [(hold.size, hold.stream) for hold in choose(blocks, 200 * MIB)] == [(100 * MIB, 0)]
     assert not choose(blocks, 201 * MIB)
 
 
@@ -103,6 +104,16 @@ def test_segments_are_kept() -> None:
     assert went == 1088 * MIB and allocator.empties == 1
 
 
+def test_what_other_streams_have_cached_stays_as_well() -> None:
+    """As FSDP2's training leaves it: most of it belongs to the stream on which it gathers."""
+    allocator = FakeAllocator()
+    allocator.grown(3 * GIB, 5 * GIB, used=(0,))
+    allocator.grown(14 * GIB, stream=7)
+    allocator.plain(2 * GIB, stream=9)
+    went, _ = check_release(allocator, 6 * GIB)
+    assert 6 * GIB <= went <= 6 * GIB + LARGE_PAGE and allocator.empties == 1
+
+
 @pytest.mark.parametrize("missing", [1, 20, 21, 7000, 33990])
 def test_one_large_block_goes_in_part(missing: int) -> None:
     """As verl's training leaves it: one expandable segment, nearly all of it free."""
@@ -127,11 +138,12 @@ def allocators(draw: st.DrawFn) -> FakeAllocator:
         sizes = draw(st.lists(PLAIN_SIZES if kind == "plain" else GROWN_SIZES, min_size=1, max_size=8))
         used = draw(st.frozensets(st.integers(0, len(sizes) - 1)))
         if kind == "plain":
-            allocator.plain(*sizes, used=tuple(used))
+            allocator.plain(*sizes, used=tuple(used), stream=draw(STREAMS))
         elif draw(st.booleans()):
-            allocator.grown(*sizes, used=tuple(used))
+            allocator.grown(*sizes, used=tuple(used), stream=draw(STREAMS))
         else:  # up to a hole
-            allocator.grown(*sizes, used=tuple(used), room=draw(st.integers(1, 60)) * LARGE_PAGE)
+            room = draw(st.integers(1, 60)) * LARGE_PAGE
+            allocator.grown(*sizes, used=tuple(used), room=room, stream=draw(STREAMS))
     return allocator
 
 

@@ -12,6 +12,7 @@ itself (``PeakMemory``). After it, ``SyncReport.peak_device_bytes`` has been tak
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -19,13 +20,15 @@ import torch
 
 from verl_sync_plugin.sharding_manager.free_blocks import Hold, Segment, choose, free_blocks
 
+logger = logging.getLogger(__name__)
+
 
 class Allocator(Protocol):
     """What is needed of the allocator of one device; sizes in bytes."""
 
     def segments(self) -> Sequence[Segment]: ...
 
-    def allocate(self, nbytes: int) -> int: ...
+    def allocate(self, nbytes: int, stream: int) -> int: ...
 
     def free(self, address: int) -> None: ...
 
@@ -53,16 +56,16 @@ class CudaAllocator:
         # Every allocation first takes back blocks that other streams have done with, and merges them with their
         # neighbours. That must not happen between the snapshot and the holds.
         torch.cuda.synchronize(self._device)
-        self.free(self.allocate(1))
+        self.free(self.allocate(1, 0))
         return [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == self._device.index]
 
-    def allocate(self, nbytes: int) -> int:
-        """On the default stream.
+    def allocate(self, nbytes: int, stream: int) -> int:
+        """For a stream: its ``cudaStream_t``, as in the snapshot.
 
         Raises:
             OutOfMemoryError: neither cached nor free.
         """
-        address: int = torch.cuda.caching_allocator_alloc(nbytes, self._device, 0)
+        address: int = torch.cuda.caching_allocator_alloc(nbytes, self._device, stream)
         return address
 
     def free(self, address: int) -> None:
@@ -135,9 +138,10 @@ def _hold(allocator: Allocator, holds: Sequence[Hold], held: list[int]) -> bool:
     """Allocates into ``held``; ``False`` at the first that is not what was planned."""
     for hold in holds:
         try:
-            held.append(allocator.allocate(hold.size))
+            held.append(allocator.allocate(hold.size, hold.stream))
         except torch.OutOfMemoryError:
             return False
         if held[-1] != hold.address:
+            logger.warning("verl-sync-plugin: the whole cache goes, torch gave another block of %d bytes", hold.size)
             return False
     return True

@@ -3,8 +3,8 @@
 Emptying the cache hands back all that is free: a segment from ``cudaMalloc`` when all of it is, and of an expandable
 segment every page without a byte in use. What has been allocated for that moment stays (``cache.py``). So keeping a
 block means being given exactly that block, and the allocator gives out the smallest free one that is large enough, at
-the lowest address among equals; all here depends on that rule. To it, the last block of an expandable segment is as
-large as it may yet grow.
+the lowest address among equals, among those of the stream that asks; all here depends on that rule. To it, the last
+block of an expandable segment is as large as it may yet grow.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ class FreeBlock:
         address: where it begins.
         size: bytes.
         returns: bytes that emptying the cache hands back.
-        keepable: of the large pool and the default stream; what is not goes with any emptying.
+        keepable: of the large pool; what is not goes with any emptying.
         pages_end: where the last whole page inside ends, in an expandable segment; ``None`` elsewhere.
         last: of its expandable segment.
+        stream: whose allocations it serves.
     """
 
     address: int
@@ -57,6 +58,7 @@ class FreeBlock:
     keepable: bool = True
     pages_end: int | None = None
     last: bool = False
+    stream: int = 0
 
     def front(self, missing: int) -> int:
         """Bytes to keep at the front so that ``missing`` bytes go, in whole pages; 0 when it goes as a whole."""
@@ -68,10 +70,11 @@ class FreeBlock:
 
 @dataclass(frozen=True)
 class Hold:
-    """A request that the allocator has to serve from ``address``, or the plan has failed."""
+    """A request for a stream that the allocator has to serve from ``address``, or the plan has failed."""
 
     size: int
     address: int
+    stream: int = 0
 
 
 def free_blocks(segments: Iterable[Segment]) -> list[FreeBlock]:
@@ -81,7 +84,7 @@ def free_blocks(segments: Iterable[Segment]) -> list[FreeBlock]:
         if tuple(segment["segment_pool_id"]) != (0, 0):
             continue
         large = segment["segment_type"] == "large"
-        keepable = large and segment["stream"] == 0
+        stream = segment["stream"]
         start = address = segment["address"]
         page = LARGE_PAGE if large else SMALL_PAGE
         for place, block in enumerate(segment["blocks"], start=1):
@@ -89,9 +92,10 @@ def free_blocks(segments: Iterable[Segment]) -> list[FreeBlock]:
             if block["state"] == "inactive" and segment["is_expandable"]:
                 end = start + (address + size - start) // page * page
                 returns = max(0, end - start - -(-(address - start) // page) * page)
-                found.append(FreeBlock(address, size, returns, keepable, end, last))
+                found.append(FreeBlock(address, size, returns, large, end, last, stream))
             elif block["state"] == "inactive":
-                found.append(FreeBlock(address, size, size if len(segment["blocks"]) == 1 else 0, keepable))
+                returns = size if len(segment["blocks"]) == 1 else 0
+                found.append(FreeBlock(address, size, returns, large, stream=stream))
             address += size
     return found
 
@@ -107,7 +111,29 @@ def choose(blocks: Sequence[FreeBlock], missing: int) -> list[Hold]:
         The requests; none when everything has to go.
     """
     missing -= sum(block.returns for block in blocks if not block.keepable)
-    left = [block for block in blocks if block.keepable and block.returns]
+    streams: dict[int, list[FreeBlock]] = {}
+    for block in blocks:
+        if block.keepable:
+            streams.setdefault(block.stream, []).append(block)
+    holds = list[Hold]()
+    # FSDP gathers on a stream of its own, which may own most of the cache: the fewer streams give, the better
+    for group in sorted(streams.values(), key=_returns, reverse=True):
+        if missing < _returns(group):
+            kept = _choose(group, missing)
+            missing = 0
+            holds += kept
+        else:
+            missing -= _returns(group)
+    return holds
+
+
+def _returns(blocks: Iterable[FreeBlock]) -> int:
+    return sum(block.returns for block in blocks)
+
+
+def _choose(blocks: Sequence[FreeBlock], missing: int) -> list[Hold]:
+    """``choose`` among the blocks of one stream."""
+    left = [block for block in blocks if block.returns]
     slack, given = missing // 4, list[FreeBlock]()
     while left and missing > 0:
         giving = _next(left, missing, slack)
@@ -120,7 +146,7 @@ def choose(blocks: Sequence[FreeBlock], missing: int) -> list[Hold]:
     front = _take_back(given, left, -missing)
     if not left and front is None:
         return []
-    holds = [Hold(block.size, block.address) for block in [*left, *_in_the_way(blocks, given)]]
+    holds = [Hold(block.size, block.address, block.stream) for block in [*left, *_in_the_way(blocks, given)]]
     holds.sort(key=lambda hold: (-hold.size, hold.address))
     return holds if front is None else [*holds, front]
 
@@ -131,7 +157,7 @@ def _take_back(given: list[FreeBlock], left: list[FreeBlock], surplus: int) -> H
     for block in sorted(given, key=lambda block: (block.last, 0 if block.last else block.size, block.address)):
         if block.returns > surplus:
             front = block.front(block.returns - surplus)
-            return Hold(front, block.address) if front else None
+            return Hold(front, block.address, block.stream) if front else None
         surplus -= block.returns
         given.remove(block)
         left.append(block)
@@ -144,7 +170,7 @@ def _in_the_way(blocks: Iterable[FreeBlock], given: Iterable[FreeBlock]) -> Iter
     for block in given:
         lowest[block.size] = min(block.address, lowest.get(block.size, block.address))
     for block in blocks:
-        stays = block.keepable and not block.returns and not block.last and block.size >= SMALLEST_LARGE
+        stays = not block.returns and not block.last and block.size >= SMALLEST_LARGE
         # Beyond an equal one that is to go, a request would be served from that
         if stays and block.address < lowest.get(block.size, block.address + 1):
             yield block
