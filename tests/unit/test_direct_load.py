@@ -19,7 +19,7 @@ from verl_sync_plugin.planner import plan_buckets
 from verl_sync_plugin.receiver.cuts import Work
 from verl_sync_plugin.receiver.direct import DirectLoad
 from verl_sync_plugin.source.base import Shard
-from verl_sync_plugin.transport import packing
+from verl_sync_plugin.transport import cuda_driver, packing
 from verl_sync_plugin.transport.exports import Live
 from verl_sync_plugin.transport.live import LiveParameters, NotInPlaceError
 from verl_sync_plugin.transport.pack_table import PackTable
@@ -138,12 +138,14 @@ def _sent(trainer: Trainer, place: int) -> torch.Tensor:
 @pytest.mark.parametrize("held", [(64, 0), (0, 64)])
 def test_a_rank_that_holds_nothing_of_a_base(held: tuple[int, int], tmp_path: Path) -> None:
     views = [(View(name, (64,), 0, 64),) for name in "ab"]
-    bases = [Base(each[0].name, "bfloat16", 2, lengths, each) for each, lengths in zip(views, (held, (64, 0)))]
+    owned = zip(views, (held, (64, 0)), strict=True)
+    bases = [Base(each[0].name, "bfloat16", 2, lengths, each) for each, lengths in owned]
     plan = plan_buckets(tuple(bases), 1 << 20, True)
     numbers = numbers_of(bucket.entries for bucket in plan.buckets)
     for rank in range(2):
         runs = [in_file(torch.ones(b.lengths[rank]).bfloat16(), tmp_path / f"{b.key}{rank}", 16) for b in bases]
-        shards = [Shard(base, lambda run=run: run, run=run) for base, run in zip(bases, runs)]  # type: ignore[misc]
+        pairs = zip(bases, runs, strict=True)
+        shards = [Shard(base, lambda run=run: run, run=run) for base, run in pairs]  # type: ignore[misc]
         parameters = LiveParameters(CPU, plan, rank)
         live = parameters.look(shards)
         assert sum(len(of_bucket) for of_bucket in live.runs) == 40 * sum(base.lengths[rank] > 0 for base in bases)
@@ -203,3 +205,11 @@ def test_memory_is_mapped_once_and_given_up(tmp_path: Path) -> None:
     gone = replace(live.regions[0], key="gone", handle=("/gone",))
     with pytest.raises(FileNotFoundError, match="/gone"):
         regions.map([gone])
+
+
+def test_without_a_cuda_driver_parameters_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on AMD's devices, which torch calls cuda as well: an error of the kind that exporters and regions expect."""
+    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", lambda name: os.stat(f"/{name}"))
+    cuda_driver._driver.cache_clear()
+    with pytest.raises(RuntimeError, match="no CUDA driver"):
+        cuda_driver._driver()
