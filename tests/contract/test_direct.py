@@ -48,7 +48,7 @@ def decided(choice: str, able: tuple[bool, bool], sharded: bool, folder: str) ->
         for _ in range(2):
             stage = direct.agree(plan, _Source(), shards, unstaged=True)
             found.append((direct.active, stage))
-            direct.note(Committed(Coverage(1, ()), direct=True), plan)
+            direct.note(Committed(Coverage(1, ())), plan)
         if direct.active:
             assert len(direct._lives) == 2 and direct._place == dist.get_rank()
             direct.fall_back(PeersUnreachableError("injected"))
@@ -83,6 +83,45 @@ def test_all_ranks_or_none(
 ) -> None:
     folder = str(tmp_path_factory.mktemp("memory"))
     results = run_world(2, decided, choice, able, sharded, folder, timeout=60)
+    assert [of_rank for of_rank, _ in results] == [found] * 2
+    (text,) = {text for _, text in results}
+    assert error in text and bool(error) == bool(text), text
+
+
+def refused(answers: tuple[str | None, str | None], folder: str) -> tuple[list[bool], str]:
+    """Whether two syncs were direct, after the engine ranks have answered (``None``: the commit failed); the error."""
+    agreement, sender = Agreement(20.0), BucketSender(CPU, 20.0)
+    direct, found = Direct(SyncConfig(delivery="direct"), agreement, sender, CPU), list[bool]()
+    run = memory_of(True, folder)
+    shards = [Shard(Base("w", "bfloat16", 2, (64, 64), (View("w", (128,), 0, 128),)), lambda: run, run=run)]
+    plan = plan_buckets((shards[0].base,), 4096, True)
+    if (answer := answers[dist.get_rank()]) is not None:
+        direct.note(Committed(Coverage(1, ()), obstacle=answer), plan)
+    try:
+        for _ in range(2):
+            direct.agree(plan, _Source(), shards, unstaged=True)
+            found.append(direct.active)
+            direct.note(Committed(Coverage(1, ())), plan)
+    except SyncError as error:
+        return found, str(error)
+    return found, ""
+
+
+@pytest.mark.parametrize(
+    ("answers", "found", "error"),
+    [
+        (("", "the model loads w itself"), [], "rank 1: the model loads w itself"),
+        (("the model loads w itself",) * 2, [], "rank 0: the model loads w itself"),
+        (("", None), [False, True], ""),
+    ],
+)
+def test_ranks_whose_engines_answer_otherwise(
+    answers: tuple[str | None, str | None],
+    found: list[bool],
+    error: str,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    results = run_world(2, refused, answers, str(tmp_path_factory.mktemp("memory")), timeout=60)
     assert [of_rank for of_rank, _ in results] == [found] * 2
     (text,) = {text for _, text in results}
     assert error in text and bool(error) == bool(text), text

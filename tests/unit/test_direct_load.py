@@ -19,8 +19,10 @@ from verl_sync_plugin.planner import plan_buckets
 from verl_sync_plugin.receiver.cuts import Work
 from verl_sync_plugin.receiver.direct import DirectLoad
 from verl_sync_plugin.source.base import Shard
+from verl_sync_plugin.transport import cuda_driver, packing
 from verl_sync_plugin.transport.exports import Live
 from verl_sync_plugin.transport.live import LiveParameters, NotInPlaceError
+from verl_sync_plugin.transport.pack_table import PackTable
 from verl_sync_plugin.transport.packing import Packer
 from verl_sync_plugin.transport.protocol import Manifest
 from verl_sync_plugin.transport.regions import Regions
@@ -35,7 +37,8 @@ def copier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     if request.param == "kernel":
         if os.environ.get("TRITON_INTERPRET") != "1":
             pytest.skip("runs again in a process of its own")
-        monkeypatch.setattr(copiers, "kernel_works", lambda device: True)
+        for module in (copiers, packing):
+            monkeypatch.setattr(module, "kernel_works", lambda device: True)
     return Copier
 
 
@@ -124,10 +127,31 @@ def _sent(trainer: Trainer, place: int) -> torch.Tensor:
     for rank in range(WORLD):
         packer = Packer(CPU, trainer.plan, rank, hashed=True, finite=False)
         packer.begin()
-        packer.read(trainer.shards[rank], LiveParameters(CPU, trainer.plan, rank).found)
+        parameters = LiveParameters(CPU, trainer.plan, rank)
+        parameters.look(trainer.shards[rank])
+        packer.read(trainer.shards[rank], parameters.found)
         counts = torch.tensor([int(rank == place or name not in everywhere) for name in names])
         total += packer.sums() * counts
     return total
+
+
+@pytest.mark.parametrize("held", [(64, 0), (0, 64)])
+def test_a_rank_that_holds_nothing_of_a_base(held: tuple[int, int], tmp_path: Path) -> None:
+    views = [(View(name, (64,), 0, 64),) for name in "ab"]
+    owned = zip(views, (held, (64, 0)), strict=True)
+    bases = [Base(each[0].name, "bfloat16", 2, lengths, each) for each, lengths in owned]
+    plan = plan_buckets(tuple(bases), 1 << 20, True)
+    numbers = numbers_of(bucket.entries for bucket in plan.buckets)
+    for rank in range(2):
+        runs = [in_file(torch.ones(b.lengths[rank]).bfloat16(), tmp_path / f"{b.key}{rank}", 16) for b in bases]
+        pairs = zip(bases, runs, strict=True)
+        shards = [Shard(base, lambda run=run: run, run=run) for base, run in pairs]  # type: ignore[misc]
+        parameters = LiveParameters(CPU, plan, rank)
+        live = parameters.look(shards)
+        assert sum(len(of_bucket) for of_bucket in live.runs) == 40 * sum(base.lengths[rank] > 0 for base in bases)
+        table = PackTable(plan, plan.buckets, rank, numbers, CPU, read_alone=False, found=parameters.found)
+        table.refresh()
+        assert not table.alone and table._table is not None
 
 
 def test_told_again_only_when_something_moved(tmp_path: Path) -> None:
@@ -181,3 +205,11 @@ def test_memory_is_mapped_once_and_given_up(tmp_path: Path) -> None:
     gone = replace(live.regions[0], key="gone", handle=("/gone",))
     with pytest.raises(FileNotFoundError, match="/gone"):
         regions.map([gone])
+
+
+def test_without_a_cuda_driver_parameters_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on AMD's devices, which torch calls cuda as well: an error of the kind that exporters and regions expect."""
+    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", lambda name: os.stat(f"/{name}"))
+    cuda_driver._driver.cache_clear()
+    with pytest.raises(RuntimeError, match="no CUDA driver"):
+        cuda_driver._driver()

@@ -68,6 +68,7 @@ class ReceiverSession:
             self._run_staged(hello, channel, wait)
 
     def _run_staged(self, hello: Hello, channel: Channel, wait: float) -> None:
+        self._forget_lives()
         memories = self._open(hello, channel)
         if not memories:
             return
@@ -116,11 +117,20 @@ class ReceiverSession:
             self._regions.map(region for live in lives for region in live.regions)
         except (RuntimeError, OSError) as error:
             self._maps = False
+            self._regions.map(())  # what could be mapped would keep the trainer from freeing it
             channel.send(Ready(unreachable=f"{type(error).__name__}: {error}"))
             return None
         self._lives = lives
         channel.send(Ready())
         return unpacker
+
+    def _forget_lives(self) -> None:
+        """Unmaps parameters: the trainer may no longer have them there, and could not free what is mapped here."""
+        if self._lives:
+            self._lives = ()
+            if self._unpacker is not None:
+                self._unpacker.forget_places()
+            self._regions.map(())
 
     def _commit(self, commit: Commit, hello: Hello, channel: Channel, ledger: Ledger | None) -> None:
         unpacker = self._unpacker
@@ -133,9 +143,9 @@ class ReceiverSession:
             self._coverage[hello.digest] = ledger.coverage()
         if unpacker.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # what the model derived; its forward may use another stream
-        direct = self._maps and not unpacker.reads_in_place
+        obstacle = unpacker.reads_in_place or ("" if self._maps else "an engine rank could not map them")
         activations = self._activations.take()
-        channel.send(Committed(self._coverage[hello.digest], *did, sums, readings, direct, activations))
+        channel.send(Committed(self._coverage[hello.digest], *did, sums, readings, obstacle, activations))
         unpacker.told(readings)
 
     def _open(self, hello: Hello, channel: Channel) -> list[torch.Tensor]:

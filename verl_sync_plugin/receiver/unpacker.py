@@ -127,6 +127,8 @@ class Unpacker:
         """Why the next sync may not read parameters where they lie; empty when it may."""
         if not self._trusted or self._replay is None:
             return "the plan of this layout is not proven"
+        if self.device.type == "cuda" and self._copier is not None and not self._copier.kernel:
+            return "there is no Triton kernel in the engine"
         return obstacle(self._replay.works)
 
     def load_in_place(self, lives: tuple[Live, ...], place: int, regions: Regions) -> None:
@@ -149,6 +151,10 @@ class Unpacker:
             parts = (replay.works, self._manifest, lives, place, regions, self._copier, self.device)
             self._direct = made_for, DirectLoad(*parts)
         self._direct[1].run(self._sums, self._hashed)
+
+    def forget_places(self) -> None:
+        """Regions are about to be unmapped; mapped again, they may lie elsewhere."""
+        self._direct = None
 
     def _entries(self) -> list[Any]:
         return [entry for bucket in self._manifest.buckets for entry in bucket]

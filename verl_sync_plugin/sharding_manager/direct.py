@@ -41,7 +41,8 @@ class Direct:
         self._device = device
         self._wanted = config.delivery in ("auto", "direct") and config.copy_plan
         self._ready = ""  # the plan of which the engine rank said that it can
-        self._why = ""
+        self._answered = ""  # and the one of which it said whether it can
+        self._why = "" if config.copy_plan else f"{KEY_PREFIX}.copy_plan is off"
         self._parameters: LiveParameters | None = None
         self._told = ""
         self._lives: tuple[Live, ...] = ()
@@ -69,10 +70,15 @@ class Direct:
             if live is not None:
                 self._read(plan, source, shards)
         new = live is not None and live.key != self._told
-        flags = torch.tensor([live is None, new, unstaged], dtype=torch.int64)
-        unable, moved, unstaged_ranks = self._agreement.sum("choosing the delivery", flags).tolist()
+        # What follows hangs on sums alone: an engine rank may have answered otherwise than its peers, or not at all
+        unanswered, declined = self._answered != plan.digest, not self._wanted
+        flags = torch.tensor([live is None, new, unstaged, unanswered, declined], dtype=torch.int64)
+        unable, moved, unstaged_ranks, unanswered_ranks, declined_ranks = self._agreement.sum(
+            "choosing the delivery", flags
+        ).tolist()
         self.active = not unable
-        if unable and self._config.delivery == "direct" and self._ready:
+        self._wanted = not declined_ranks  # looking costs as much as a small sync
+        if unable and not unanswered_ranks and self._config.delivery == "direct":
             self._refuse()
         if self.active and moved:
             self._exchange(live, source.group)
@@ -105,7 +111,7 @@ class Direct:
         self._sender.read(shards, self._parameters.found)
 
     def _give_up(self, why: str) -> None:
-        """For the rest of the run: looking costs as much as a small sync."""
+        """For the rest of the run."""
         self._wanted, self._why, self._parameters = False, why, None
         say(f"parameters are staged, not read where they lie: {why}")
 
@@ -143,14 +149,17 @@ class Direct:
         Raises:
             SyncError: ``delivery=direct`` does not allow that.
         """
+        self._ready, self._answered, self.active = "", "", False
         if self._config.delivery == "direct":
             raise SyncError(
                 f"{KEY_PREFIX}.delivery=direct: an engine rank cannot read parameters where they lie ({error}). "
                 "Set it to auto."
             ) from error
         say(f"an engine rank cannot read parameters where they lie ({error}); they are staged instead")
-        self._ready, self.active = "", False
 
     def note(self, committed: Committed, plan: Plan) -> None:
         """What the engine rank said at the end of a sync."""
-        self._ready = plan.digest if committed.direct else ""
+        self._answered, self._ready = plan.digest, "" if committed.obstacle else plan.digest
+        if self._wanted and committed.obstacle not in ("", self._why):
+            self._why = committed.obstacle
+            say(f"parameters are staged, not read where they lie: {self._why}")

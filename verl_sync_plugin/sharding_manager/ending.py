@@ -59,15 +59,20 @@ class Ending:
         with self._agreement.attempt():
             committed = self._sender.commit(tell=verify and not self._hashes.knows(plan))
             self._direct.note(committed, plan)
-            if self._direct.active:
-                self._sender.unstage()  # the engine rank has unmapped it
             new = self._hashes.note(committed)
             if verify:
                 sums = paired(self._sender.sums(), committed)
             report.note(committed, plan, self._direct.active)
             check_coverage(committed.coverage, self._config, self._endpoint.restores_uncovered, first)
         # Before waiting for the engine's answer: it gives none while one of its ranks waits for us to hang up
-        new = self._agreement.settle("committing", waiting=new)
+        try:
+            new = self._agreement.settle("committing", waiting=new)
+        finally:
+            if self._direct.active:
+                # By now all engine ranks have unmapped it, also those that failed to commit; told of it again, they
+                # would open an export for the second time
+                with self._agreement.attempt():
+                    self._sender.unstage()
         if verify:
             if new:
                 self._hashes.learn(plan)

@@ -22,7 +22,10 @@ class _Handle(ctypes.Structure):
 
 @cache
 def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:  # torch calls other makers' devices cuda as well
+        raise RuntimeError(f"there is no CUDA driver: {error}") from error
 
 
 def _call(name: str, *arguments: object) -> None:

@@ -87,7 +87,7 @@ class PackTable:
         tensors: number of each tensor; see ``hulls.numbers_of``.
         device: where the slots are.
         read_alone: whether slices packed alone are to be read by ``run`` as well.
-        found: of the buckets' bases, if somebody else looks.
+        found: of the buckets' bases, if somebody else looks; may leave out those of which this rank holds nothing.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class PackTable:
         self._plan, self._buckets, self._rank, self._device = plan, tuple(buckets), rank, device
         self._tensors, self._read_alone = tensors, read_alone
         self.found = found or Found(list(dict.fromkeys(part.base for each in buckets for part in each.slices)), device)
-        self._version = 0
-        self._kinds: dict[int, int] = {}
+        self._version = -1
+        self._kinds: dict[int, int] | None = None
         self._addresses: dict[int, torch.Tensor] = {}
         self._table: KernelTable | None = None
         self.alone: list[Slice] = []
@@ -121,8 +121,8 @@ class PackTable:
         self._version = self.found.version
         self._addresses = {}
         if self.found.kinds != self._kinds:
-            self._kinds = self.found.kinds
-            self.alone = [p for bucket in self._buckets for p in bucket.slices if self._kinds[p.base] == ALONE]
+            self._kinds = kinds = self.found.kinds
+            self.alone = [p for bucket in self._buckets for p in bucket.slices if kinds.get(p.base) == ALONE]
             blocks = [block for bucket in self._buckets for block in self._blocks(bucket)]
             self._table = KernelTable(blocks, self._device)
 
@@ -146,7 +146,7 @@ class PackTable:
         segment = segment_of(bucket, self._rank)
         low = 0
         for part in bucket.slices:
-            base, kind = self._plan.bases[part.base], self._kinds[part.base]
+            base, kind = self._plan.bases[part.base], self.found.kinds.get(part.base)
             count = part.count(base, self._rank)
             if count <= 0 or (kind == ALONE and not self._read_alone):
                 continue

@@ -192,7 +192,8 @@ class Committed:
         peer_bytes: read from other trainer ranks' memory.
         sums: the hash of what was read of each tensor, as little-endian int64; empty without hashing.
         readings: which bytes these are; ``None`` when they are those of the last time.
-        direct: the next sync of this plan may have this rank read parameters where they lie.
+        obstacle: why the next sync of this plan may not have this rank read parameters where they lie; empty when it
+            may.
         activation_bytes: the most device memory that the engine allocated beyond what it keeps since the last sync; 0
             when unknown, as in the first.
     """
@@ -204,7 +205,7 @@ class Committed:
     peer_bytes: int = 0
     sums: bytes = b""
     readings: Readings | None = None
-    direct: bool = False
+    obstacle: str = ""
     activation_bytes: int = 0
 
 

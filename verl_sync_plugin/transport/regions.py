@@ -151,5 +151,5 @@ class Regions:
         if storage is None:
             from verl_sync_plugin.transport import cuda_driver
 
-            # Kernels that read it have completed: the last sync did not end before
+            torch.cuda.current_stream().synchronize()  # of a sync that failed, kernels may still read it
             cuda_driver.close_allocation(address)

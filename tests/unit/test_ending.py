@@ -1,0 +1,71 @@
+"""The end of a sync on one trainer rank, with everything around it made up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+import torch
+
+from verl_sync_plugin.bucket import Plan
+from verl_sync_plugin.config import SyncConfig
+from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.metrics import SyncReport
+from verl_sync_plugin.receiver.unpacker import Unpacker
+from verl_sync_plugin.sharding_manager.ending import Ending
+from verl_sync_plugin.transport.protocol import Committed, Coverage
+
+
+class Around:
+    """Agreement, sender, hashes, direct and endpoint in one; notes what happens."""
+
+    restores_uncovered, active = False, True
+
+    def __init__(self, fails: bool) -> None:
+        self.happened: list[str] = []
+        self._fails = fails
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        with suppress(RuntimeError):
+            yield
+
+    def settle(self, what: str, waiting: bool = False) -> bool:
+        self.happened.append(what)
+        if self._fails:
+            raise SyncError(what)
+        return waiting
+
+    def commit(self, tell: bool) -> Committed:
+        if self._fails:
+            raise RuntimeError("post_load_weights")
+        return Committed(Coverage(1, ()))
+
+    def unstage(self) -> None:
+        self.happened.append("unstage")
+
+    def note(self, *told: object) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_staging_goes_once_all_engine_ranks_have_unmapped_it(fails: bool) -> None:
+    """Also when the commit failed: engine ranks would open the same export for the second time."""
+    around: Any = Around(fails)
+    ending = Ending(SyncConfig(verify_hashes=False), around, around, around, around, around)
+    with suppress(SyncError):
+        asyncio.run(ending.commit(Plan((), (), "digest"), SyncReport(), None, first=False))
+    assert around.happened[:2] == ["committing", "unstage"]
+
+
+def test_an_engine_without_the_kernel_reads_nothing_in_place() -> None:
+    """Plain copies need tensors, and a mapped allocation of a GPU is none."""
+    unpacker: Any = Unpacker.__new__(Unpacker)
+    unpacker._trusted, unpacker.device = True, torch.device("cuda", 0)
+    unpacker._replay, unpacker._copier = (type("Made", (), {"works": (), "kernel": False}),) * 2
+    assert "Triton" in unpacker.reads_in_place
+    unpacker._copier.kernel = True
+    assert not unpacker.reads_in_place
