@@ -93,8 +93,12 @@ class ReceiverSession:
             return
         running = _Running(channel, unpacker.device)
         load = _expect(Load, running.receive(wait))
-        with running.loading(load.bucket):
-            unpacker.load_in_place(self._lives, hello.place, self._regions)
+        try:
+            with running.loading(load.bucket):
+                unpacker.load_in_place(self._lives, hello.place, self._regions)
+        except BaseException:
+            _wait_for(unpacker.device)  # the trainer goes on when it hears of this
+            raise
         message = _expect(Commit, running.receive(wait))
         # Only now: until the trainer has heard ``Committed``, it may come back to what these map
         self._stagings = {}
@@ -141,8 +145,7 @@ class ReceiverSession:
         unpacker.finish(ledger)
         if ledger is not None:
             self._coverage[hello.digest] = ledger.coverage()
-        if unpacker.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # what the model derived; its forward may use another stream
+        _wait_for(unpacker.device)  # what the model derived; its forward may use another stream
         obstacle = unpacker.reads_in_place or ("" if self._maps else "an engine rank could not map them")
         activations = self._activations.take()
         channel.send(Committed(self._coverage[hello.digest], *did, sums, readings, obstacle, activations))
@@ -216,6 +219,11 @@ class _Running:
         now = time.perf_counter()
         seconds, self._idle_since = now - max(started, self._idle_since), now
         self._channel.send(Loaded(bucket, seconds))
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream().synchronize()
 
 
 def _expect(kind: type[T], message: object) -> T:
