@@ -110,6 +110,10 @@ class FactorStore:
         """This rank's run of a factor."""
         return self._shards[key].local
 
+    def nbytes(self, keys: tuple[str, ...], itemsize: int) -> int:
+        """Of whole factors with ``itemsize`` bytes per element; the same on all ranks."""
+        return sum(self._shards[key].base.numel for key in keys) * itemsize
+
     def gather(
         self, keys: tuple[str, ...], group: dist.ProcessGroup | None, dtype: torch.dtype | None = None
     ) -> Generator[None, None, dict[str, torch.Tensor]]:
