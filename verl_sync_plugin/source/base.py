@@ -44,9 +44,11 @@ class Member:
     start: int
 
 
-@dataclass(frozen=True)
+@dataclass(
+    slots=True, eq=False
+)  # not frozen: thousands are made in every sync, and that would take three times as long
 class Shard:
-    """One base with access to this rank's run of it.
+    """One base with access to this rank's run of it. Never changed.
 
     Attributes:
         base: what the planner needs, equal on all ranks of the group.

@@ -81,6 +81,7 @@ class MergingSource(ParameterSource):
         self._scratch = Scratch(device)
         self._exported: list[tuple[Shard, tuple[Target, ...]]] = []
         self._recipes: dict[str, _Recipe] = {}
+        self._sizes: dict[str, int] = {}
         self._checked = False
         self._prepared: frozenset[int] = frozenset()
         self._gathered: dict[str, torch.Tensor] = {}
@@ -107,7 +108,7 @@ class MergingSource(ParameterSource):
             recipe = self._recipes.get(shard.base.key)
             if recipe is None or recipe.base is not shard.base:
                 recipe = self._recipes[shard.base.key] = self._recipe(shard)
-                self._checked = False
+                self._checked, self._sizes = False, {}
             for name, part in recipe.factors:
                 self.factors.keep(name, part.of(shard))
             for piece, targets, merge in recipe.exported:
@@ -175,7 +176,13 @@ class MergingSource(ParameterSource):
 
     def _nbytes(self, bases: list[int]) -> int:
         """Of the whole factors of these bases, in fp32."""
-        return sum(self.factors.nbytes(self._keys(base), torch.float32.itemsize) for base in bases)
+        return sum(self._size(target.weight) for base in bases for target in self._exported[base][1])
+
+    def _size(self, weight: LoRAWeight) -> int:
+        size = self._sizes.get(weight.name)
+        if size is None:
+            size = self._sizes[weight.name] = self.factors.nbytes(weight.keys, torch.float32.itemsize)
+        return size
 
     def _keys(self, base: int) -> tuple[str, ...]:
         """State-dict keys of what is merged into a base."""
