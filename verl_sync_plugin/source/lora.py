@@ -164,17 +164,17 @@ class MergingSource(ParameterSource):
 
     def _chosen(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """What to prepare at once. From sizes of whole factors only, so the same on every rank."""
-        chosen = list(bases)
-        nbytes = self._nbytes(chosen)
+        chosen = dict.fromkeys(bases)
+        nbytes = self._nbytes(bases)
         for bucket in ahead:
-            new = [base for base in bucket if base not in chosen]
+            new = tuple(base for base in bucket if base not in chosen)
             nbytes += self._nbytes(new)
             if nbytes > self._gather_bytes:
                 break
-            chosen.extend(new)
+            chosen.update(dict.fromkeys(new))
         return tuple(chosen)
 
-    def _nbytes(self, bases: list[int]) -> int:
+    def _nbytes(self, bases: tuple[int, ...]) -> int:
         """Of the whole factors of these bases, in fp32."""
         return sum(self._size(target.weight) for base in bases for target in self._exported[base][1])
 
