@@ -139,6 +139,11 @@ class Bucket:
     def nbytes(self) -> int:
         return self.world * self.stride
 
+    @cached_property
+    def bases(self) -> tuple[int, ...]:
+        """Of which bases the bucket holds something."""
+        return tuple(dict.fromkeys(part.base for part in self.slices))
+
 
 @dataclass(frozen=True)
 class Plan:

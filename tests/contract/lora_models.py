@@ -87,7 +87,10 @@ def rename(state: dict[str, Any]) -> dict[str, Any]:
     return {hf: value for name, value in state.items() if (hf := merged_name(name)) is not None}
 
 
-def merging_source(module: torch.nn.Module, model_type: str, merge: bool = True) -> MergingSource:
+def merging_source(
+    module: torch.nn.Module, model_type: str, merge: bool = True, gather_bytes: int = 40_000
+) -> MergingSource:
+    """As the manager opens it; so small that the factors of a few buckets are gathered at a time."""
     policy, rewrite = WirePolicy(torch.bfloat16), verl_rewrite(model_type)
     inner: FSDP1Source | FSDP2Source
     if isinstance(module, FullyShardedDataParallel):
@@ -95,7 +98,7 @@ def merging_source(module: torch.nn.Module, model_type: str, merge: bool = True)
     else:
         inner = FSDP2Source(module, policy, rewrite, rename)
     model = getattr(module, "_fsdp_wrapped_module", module)
-    return MergingSource(inner, renamed_weights(lora_weights(model), rename), CPU, merge)
+    return MergingSource(inner, renamed_weights(lora_weights(model), rename), CPU, merge, gather_bytes)
 
 
 def deliver(
@@ -109,7 +112,7 @@ def deliver(
     for index, bucket in enumerate(plan.buckets):
         if index == break_off_after:
             raise BrokenOffError
-        for _ in source.prepare(tuple(dict.fromkeys(part.base for part in bucket.slices))):
+        for _ in source.prepare(bucket.bases, [later.bases for later in plan.buckets[index + 1 :]]):
             pass
         memory = reader.receive(index, shards)
         got.update({name: t.clone() for name, t in assembler.tensors(memory, bucket.entries)})

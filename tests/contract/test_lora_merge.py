@@ -145,18 +145,55 @@ def sync_often(layout: Layout, syncs: int) -> None:
     assert_unchanged(before, module)
 
 
-def count_collectives(layout: Layout) -> list[int]:
-    """What each bucket's preparation yields before."""
-    source = merging_source(shard(peft_model(VARIANTS[0]), layout), VARIANTS[0].model)
+def count_collectives(layout: Layout, gather_bytes: int) -> tuple[list[int], list[int]]:
+    """What each bucket's preparation yields before, and the bytes of factors that are there behind it."""
+    source = merging_source(shard(peft_model(VARIANTS[0]), layout), VARIANTS[0].model, gather_bytes=gather_bytes)
     plan = plan_buckets(tuple(part.base for part in source.shards()), 30_001)
-    bases = [tuple(dict.fromkeys(part.base for part in bucket.slices)) for bucket in plan.buckets]
-    return [sum(1 for _ in source.prepare(each)) for each in bases]
+    bases = [bucket.bases for bucket in plan.buckets]
+    counts, held = [], []
+    for index, each in enumerate(bases):
+        counts.append(sum(1 for _ in source.prepare(each, bases[index + 1 :])))
+        assert {key for key, _ in source.merged_with(each)} <= source._gathered.keys()
+        held.append(sum(factor.nbytes for factor in source._gathered.values()))
+    source.release()
+    assert not source._gathered
+    return counts, held
 
 
 @pytest.mark.parametrize("layout", [Layout((2,)), Layout((2, 2)), Layout((2,), True)], ids=str)
 def test_the_factors_of_a_bucket_are_gathered_at_once(layout: Layout) -> None:
-    for counts in run_world(layout.size, count_collectives, layout):
-        assert len(counts) > 5 and max(counts) == 1, counts
+    for counts, _ in run_world(layout.size, count_collectives, layout, 0):
+        assert len(counts) > 5 and max(counts) == 1 and sum(counts) > 1, counts
+
+
+@pytest.mark.parametrize("layout", [Layout((3,)), Layout((2, 2))], ids=str)
+def test_the_factors_of_several_buckets_are_gathered_at_once_within_bounds(layout: Layout) -> None:
+    (alone, smallest), *_ = run_world(layout.size, count_collectives, layout, 0)
+    bound = 2 * max(smallest)
+    for counts, held in run_world(layout.size, count_collectives, layout, bound):
+        assert max(counts) == 1 and 1 < sum(counts) <= sum(alone) * 2 // 3, (counts, alone)
+        assert max(held) <= bound
+    for counts, _ in run_world(layout.size, count_collectives, layout, 1 << 30):
+        assert counts == [1] + [0] * (len(counts) - 1)
+
+
+def change_between_syncs(layout: Layout) -> None:
+    module = shard(peft_model(VARIANTS[0]), layout)
+    source = merging_source(module, VARIANTS[0].model, gather_bytes=1 << 30)
+    with pytest.raises(BrokenOffError):
+        deliver(source, 30_001, break_off_after=2)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if is_adapter(name):
+                parameter.mul_(1.25)
+    fresh = deliver(merging_source(module, VARIANTS[0].model), 30_001)
+    for _ in range(2):
+        got = deliver(source, 30_001)
+        assert all(torch.equal(got[name], fresh[name]) for name in fresh), "factors of the sync before"
+
+
+def test_what_was_gathered_ahead_of_a_failure_is_not_used_later() -> None:
+    run_world(2, change_between_syncs, Layout((2,)))
 
 
 def offload_between_syncs(layout: Layout, merge: bool) -> None:

@@ -66,7 +66,7 @@ def deliver(manager: ShardingManager) -> State:
     assembler = Assembler(frozenset(entry.name for bucket in plan.buckets for entry in bucket.entries))
     got: State = {}
     for index, bucket in enumerate(plan.buckets):
-        for _ in source.prepare(tuple(dict.fromkeys(part.base for part in bucket.slices))):
+        for _ in source.prepare(bucket.bases):
             pass
         memory = reader.receive(index, manager._shards)
         for name, tensor in assembler.tensors(memory, bucket.entries):

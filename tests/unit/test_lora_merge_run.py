@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from verl_sync_plugin.lora import merge
-from verl_sync_plugin.lora.merge import Target, add_squares, merge_run
+from verl_sync_plugin.lora.merge import Target, add_squares, merge_run, steps_of
 from verl_sync_plugin.lora.scratch import Scratch, full_precision
 from verl_sync_plugin.lora.weights import LoRAWeight, lora_weights
 
@@ -106,7 +106,9 @@ def test_any_part_equals_pefts_merge(kind: str, data: st.DataObject) -> None:
         scale = factors[weight.magnitude or ""].reshape(-1) / sums.sqrt()
     reference, before, scratch = flat.clone(), flat.clone(), Scratch(CPU)
     scales = {} if scale is None else {weight.name: scale}
-    merged = torch.cat([scratch.merge(flat[a:b], a, (target,), factors, scales).clone() for a, b in runs])
+    merged = torch.cat(
+        [scratch.merge(flat[a:b], steps_of((target,), a, b - a), factors, scales).clone() for a, b in runs]
+    )
     assert torch.equal(flat, before), "the trainer's memory was written"
     for low, high in runs:
         if target.overlaps(low, high - low):
@@ -140,7 +142,8 @@ def merged_whole(model: torch.nn.Module, weight: LoRAWeight, scratch: Scratch, o
     target, factors = Target(weight, 0, tuple(base.shape)), factors_of(model, weight)
     scales = {weight.name: torch.ones(target.scales)} if weight.magnitude else {}
     with operations:
-        return scratch.merge(base.reshape(-1), 0, (target,), factors, scales).view(base.shape)
+        steps = steps_of((target,), 0, base.numel())
+        return scratch.merge(base.reshape(-1), steps, factors, scales).view(base.shape)
 
 
 def test_a_linear_layer_takes_two_operations_and_not_pefts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +187,8 @@ def test_a_bf16_trainer_is_merged_in_fp32_within_one_ulp() -> None:
     target = Target(weight, 0, tuple(base.shape))
     factors = {key: factor.float() for key, factor in factors_of(model, weight).items()}
     scratch, runs = Scratch(CPU), base.reshape(-1).split(7_001)
-    parts = [scratch.merge(run, 7_001 * i, (target,), factors, {}).bfloat16() for i, run in enumerate(runs)]
+    steps = [steps_of((target,), 7_001 * i, run.numel()) for i, run in enumerate(runs)]
+    parts = [scratch.merge(run, each, factors, {}).bfloat16() for run, each in zip(runs, steps, strict=True)]
     model.float().merge_adapter()
     expected = model.state_dict()[weight.name].bfloat16()
     ulp = torch.nextafter(expected.abs(), torch.tensor(torch.inf, dtype=torch.bfloat16)) - expected.abs()

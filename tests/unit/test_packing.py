@@ -110,6 +110,27 @@ def test_without_the_kernel(bucket_bytes: int, sharded: bool) -> None:
         check(packer, seed, rank=1)
 
 
+@pytest.mark.parametrize("chunk", [64, 100, 250])
+def test_what_is_merged_in_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    merged: list[int] = []
+
+    def note(part: torch.Tensor, begin: int) -> torch.Tensor:
+        merged.append(part.numel())
+        return 2 * part + torch.arange(begin, begin + part.numel())
+
+    run = torch.arange(640, dtype=torch.float32)
+    mine = [shard("merged", run, "float32", (640,), merge=note)]
+    plan = plan_buckets((mine[0].base,), 1 << 20)
+    whole, parts = (torch.zeros(plan.buckets[0].nbytes, dtype=torch.uint8) for _ in range(2))
+    pack_segment(whole, plan.buckets[0], mine, 0)
+    monkeypatch.setattr(packing, "MERGE_CHUNK", chunk)
+    monkeypatch.setattr(packing, "LONGEST_CHUNK", chunk + chunk // 2)
+    pack_segment(parts, plan.buckets[0], mine, 0)
+    assert torch.equal(parts, whole) and torch.equal(parts.view(torch.float32)[:640], 3 * run)
+    assert merged[0] == sum(merged[1:]) == 640 and max(merged[1:]) <= chunk + chunk // 2
+    assert min(merged[1:]) > chunk // 2, "a short rest by itself"
+
+
 @pytest.mark.parametrize("name", ["as-is", "cast", "merged", "kept", "other", "handed-out", "unaligned"])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_tables_find_what_is_not_finite(name: str, value: float, interpreted: None) -> None:

@@ -12,6 +12,8 @@ import torch
 from verl_sync_plugin.lora.delta import Factors, delta_rows
 from verl_sync_plugin.lora.weights import LoRAWeight
 
+_ALIGNED = 16  # elements; cuBLAS and the copy kernels are slower on addresses that are not multiples of 16 bytes
+
 
 @dataclass(frozen=True)
 class Target:
@@ -91,25 +93,57 @@ def merge_run(
         part *= spread[window.skip : window.skip + part.numel()]
 
 
-def add_plain(memory: torch.Tensor, origin: int, first: int, count: int, target: Target, factors: Factors) -> None:
-    """What ``merge_run`` does to a plain weight, in one launch.
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A plain weight's delta on some rows of the memory in which a run is merged.
 
-    PEFT rounds ``B @ A``, then its product with ``scaling``, then the sum; here all three are rounded once, to fp32.
-
-    Args:
-        memory: fp32, 1-D; its elements ``[origin, origin + count)`` are the run, written in place. A row that the run
-            cuts is multiplied whole, so ``target.columns`` elements before and behind the run are overwritten as well.
-        origin: see ``memory``.
-        first: the run's first element in the base.
-        count: its elements.
-        target: must be plain and overlap the run.
-        factors: fp32; see ``delta_rows``.
+    Attributes:
+        weight: which one.
+        offset: of the first row in that memory, in elements.
+        shape: rows and columns.
+        rows: of the B factor; ``None`` for all of them.
     """
-    weight, window = target.weight, _window(target, first, count)
-    shape = (window.end - window.begin, target.columns)
-    rows = memory.as_strided(shape, (target.columns, 1), origin + window.low - window.skip)
-    b = factors[weight.b][window.begin : window.end]
-    rows.addmm_(b, factors[weight.a], alpha=weight.layer.scaling[weight.adapter])
+
+    weight: LoRAWeight
+    offset: int
+    shape: tuple[int, int]
+    rows: slice | None
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """How one run is merged. Depends on its place and length only, so it is worked out once.
+
+    Attributes:
+        first: its first element in the base.
+        count: its elements.
+        margin: elements of memory before and behind the run, for the rows that it cuts.
+        products: of plain weights.
+        others: weights that are left to PEFT.
+    """
+
+    first: int
+    count: int
+    margin: int
+    products: tuple[Product, ...]
+    others: tuple[Target, ...]
+
+
+def steps_of(targets: tuple[Target, ...], first: int, count: int) -> Steps:
+    """The steps for elements ``[first, first + count)`` of the base that holds these weights."""
+    inside = [target for target in targets if target.overlaps(first, count)]
+    plain = [target for target in inside if target.weight.plain]
+    margin = max((target.columns for target in plain), default=0)
+    margin = -(-margin // _ALIGNED) * _ALIGNED
+    products = tuple(_product(target, _window(target, first, count), margin) for target in plain)
+    return Steps(first, count, margin, products, tuple(target for target in inside if not target.weight.plain))
+
+
+def _product(target: Target, window: _Window, margin: int) -> Product:
+    whole = window.begin == 0 and window.end == target.shape[0]
+    count = window.end - window.begin
+    rows = None if whole else slice(window.begin, window.end)
+    return Product(target.weight, margin + window.low - window.skip, (count, target.columns), rows)
 
 
 def add_squares(run: torch.Tensor, first: int, target: Target, factors: Factors, sums: torch.Tensor) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 from verl_sync_plugin.lora.delta import Factors
-from verl_sync_plugin.lora.merge import Target, add_plain, merge_run
+from verl_sync_plugin.lora.merge import Steps, merge_run
 
-_ALIGNED = 16  # elements; cuBLAS and the copy kernels are slower on addresses that are not multiples of 16 bytes
+_NOTHING = nullcontext()
 
 
 class Scratch:
@@ -23,64 +23,79 @@ class Scratch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory: torch.Tensor | None = None
+        self._views: dict[tuple[int, ...], torch.Tensor] = {}  # a model has few shapes and many weights of each
 
     def release(self) -> None:
         """Gives the memory back."""
+        self._views = {}
         self._memory = None
 
     def merge(
-        self,
-        run: torch.Tensor,
-        first: int,
-        targets: tuple[Target, ...],
-        factors: Factors,
-        scales: Mapping[str, torch.Tensor],
+        self, run: torch.Tensor, steps: Steps, factors: Factors, scales: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """A run with the deltas of all the weights in it.
 
+        PEFT rounds ``B @ A``, then its product with ``scaling``, then the sum. Of a plain weight all three are rounded
+        once, to fp32, in one launch; a row that the run cuts is multiplied whole, over the margins beside the run.
+
         Args:
-            run: 1-D, on the device; elements ``[first, first + len(run))`` of the base. Not written.
-            first: see ``run``.
-            targets: the adapted weights of the base.
+            run: 1-D, on the device; ``steps.count`` elements of the base, from ``steps.first`` on. Not written.
+            steps: for this run.
             factors: see ``delta_rows``; those of plain weights in fp32.
             scales: DoRA's, by name of the weight; see ``merge_run``.
 
         Returns:
             fp32, 1-D; overwritten by the next call.
         """
-        count = run.numel()
-        inside = [target for target in targets if target.overlaps(first, count)]
-        margin = max((target.columns for target in inside if target.weight.plain), default=0)
-        margin = -(-margin // _ALIGNED) * _ALIGNED
-        memory = self._at_least(margin + count + margin)
-        merged = memory.narrow(0, margin, count)
+        merged = self._view(steps.margin, steps.count, steps.margin)
         merged.copy_(run)
         with full_precision():
-            for target in inside:
-                if target.weight.plain:
-                    add_plain(memory, margin, first, count, target, factors)
-                else:
-                    merge_run(merged, first, target, factors, scales.get(target.weight.name))
+            for product in steps.products:
+                weight, rows = product.weight, product.rows
+                b = factors[weight.b] if rows is None else factors[weight.b][rows]
+                place = self._rows(product.offset, product.shape)
+                place.addmm_(b, factors[weight.a], alpha=weight.layer.scaling[weight.adapter])
+            for target in steps.others:
+                merge_run(merged, steps.first, target, factors, scales.get(target.weight.name))
         return merged
 
-    def _at_least(self, count: int) -> torch.Tensor:
+    def _view(self, origin: int, count: int, margin: int) -> torch.Tensor:
+        """Elements ``[origin, origin + count)`` of memory that goes on for ``margin`` more."""
+        view = self._views.get((origin, count, margin))
+        if view is None:
+            self._reserve(origin + count + margin)
+            assert self._memory is not None
+            view = self._views[origin, count, margin] = self._memory.narrow(0, origin, count)
+        return view
+
+    def _rows(self, offset: int, shape: tuple[int, int]) -> torch.Tensor:
+        """Elements of the memory, from ``offset`` on, as a matrix; inside what a view was taken of before."""
+        rows = self._views.get((offset, *shape, 0))
+        if rows is None:
+            assert self._memory is not None
+            rows = self._views[(offset, *shape, 0)] = self._memory.as_strided(shape, (shape[1], 1), offset)
+        return rows
+
+    def _reserve(self, count: int) -> None:
         if self._memory is None or self._memory.numel() < count:
-            self._memory = None  # before more is taken
-            self._memory = torch.empty(count, dtype=torch.float32, device=self._device)
-        return self._memory
+            self.release()  # before more is taken
+            with torch.inference_mode(False):  # else it could not be written outside
+                self._memory = torch.empty(count, dtype=torch.float32, device=self._device)
 
 
-@contextmanager
-def full_precision() -> Iterator[None]:
+def full_precision() -> AbstractContextManager[None]:
     """Inside, products of fp32 matrices are fp32 products, also for a trainer that allows TF32, with its 10 bits."""
-    held = ""
     try:
         held = torch.get_float32_matmul_precision()
     except RuntimeError:  # the user has set torch's newer switch, and then torch refuses to read this one
-        newer = torch.backends.cuda.matmul.fp32_precision
-    if held == "highest":
-        yield
-        return
+        held = ""
+    return _NOTHING if held == "highest" else _without_tf32(held)
+
+
+@contextmanager
+def _without_tf32(held: str) -> Iterator[None]:
+    """Args: ``held``: what to go back to; empty where the newer switch is set."""
+    newer = "" if held else torch.backends.cuda.matmul.fp32_precision
     torch.set_float32_matmul_precision("highest")
     try:
         yield

@@ -88,8 +88,8 @@ class BucketStream:
         what = f"packing bucket {index + 1} of {len(self._plan.buckets)}"
         if type(self._source).prepare is not ParameterSource.prepare:
             with self._report.stage("prepare"):
-                bases = tuple(dict.fromkeys(part.base for part in bucket.slices))
-                self._agreement.run(what, self._source.prepare(bases))
+                ahead = [later.bases for later in self._plan.buckets[index + 1 :]]
+                self._agreement.run(what, self._source.prepare(bucket.bases, ahead))
         with self._agreement.attempt(), self._report.stage("pack"):
             self._sender.pack(index, slot, self._shards)
         self._send_off(index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,9 +44,11 @@ class Member:
     start: int
 
 
-@dataclass(frozen=True)
+@dataclass(
+    slots=True, eq=False
+)  # not frozen: thousands are made in every sync, and that would take three times as long
 class Shard:
-    """One base with access to this rank's run of it.
+    """One base with access to this rank's run of it. Never changed.
 
     Attributes:
         base: what the planner needs, equal on all ranks of the group.
@@ -94,10 +96,15 @@ class ParameterSource(ABC):
         """Cuts the bases into buckets; the same on every rank of the group."""
         return plan_buckets(bases, bucket_bytes, sharded)
 
-    def prepare(self, bases: tuple[int, ...]) -> Generator[None, None, None]:
+    def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
         """Collective over ``group``: whatever the shards with these indices need from other ranks before packing.
 
         Yields right before each collective, where all ranks settle (``Agreement.run``): what comes before may fail.
+
+        Args:
+            bases: of one bucket; what earlier calls prepared may be gone when this returns.
+            ahead: those of the buckets behind it, in order. Some may be prepared as well, to save rounds: their calls
+                then have nothing to do. Which ones, every rank decides alike. ``shards`` and ``release`` drop them.
         """
         yield from ()  # most sources need nothing
 

@@ -37,6 +37,11 @@ class _Factor:
     block: int
 
     @cached_property
+    def filled(self) -> bool:
+        """Every run is as long as its block."""
+        return sum(self.lengths) == self.block * len(self.lengths)
+
+    @cached_property
     def torn(self) -> bool:
         """A gap follows a run that is not the last."""
         return any(length < self.block and any(self.lengths[rank + 1 :]) for rank, length in enumerate(self.lengths))
@@ -46,8 +51,8 @@ class _Factor:
         if self.torn:
             parts = zip(blocks.split(self.block), self.lengths, strict=True)
             blocks = torch.cat([part[:length] for part, length in parts])
-        elif (count := sum(self.lengths)) < blocks.numel():
-            blocks = blocks[:count]
+        elif not self.filled:
+            blocks = blocks[: sum(self.lengths)]
         return blocks.view(self.shape)
 
 
@@ -110,6 +115,10 @@ class FactorStore:
         """This rank's run of a factor."""
         return self._shards[key].local
 
+    def nbytes(self, keys: tuple[str, ...], itemsize: int) -> int:
+        """Of whole factors with ``itemsize`` bytes per element; the same on all ranks."""
+        return sum(self._shards[key].base.numel for key in keys) * itemsize
+
     def gather(
         self, keys: tuple[str, ...], group: dist.ProcessGroup | None, dtype: torch.dtype | None = None
     ) -> Generator[None, None, dict[str, torch.Tensor]]:
@@ -165,5 +174,7 @@ def adapter_parts(shard: Shard, rank: int) -> tuple[tuple[str, Part], ...]:
                 part = part_of(shard.base, rank, member.name, member.start, numel, (whole,))
             dtype = shard.local().dtype  # the base's is what served weights travel in
             base = replace(part.base, dtype=dtype_name(dtype), itemsize=dtype.itemsize)
+            if base == shard.base:
+                base = shard.base  # then the shard itself will do
             found.append((member.name, replace(part, base=base)))
     return tuple(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -20,19 +20,12 @@ Rename = Callable[[dict[str, Any]], dict[str, Any]]
 Identity = tuple[Any, ...]
 
 
-@dataclass(frozen=True)
-class _Slot:
+class _Slot(NamedTuple):
     """Where a module keeps a tensor. Offloading may put another one there."""
 
     module: torch.nn.Module
+    held: str  # as what: ``_parameters`` or ``_buffers``
     attribute: str
-    parameter: bool
-
-    def tensor(self) -> torch.Tensor:
-        held = self.module._parameters if self.parameter else self.module._buffers
-        found = held[self.attribute]
-        assert found is not None, f"{self.attribute} of {type(self.module).__name__} is gone"
-        return found
 
 
 @dataclass(frozen=True)
@@ -65,7 +58,8 @@ class FSDP2Source(ParameterSource):
         self._rename = rename
         self._slots: dict[str, _Slot] = {}
         self._units: list[FSDPModule] = []
-        self._sharded: set[str] = set()
+        self._sharded: list[str] = []
+        self._groups: list[list[str]] = []
         self._parameters = set(rename(dict(module.named_parameters(remove_duplicate=False))))
         self._policy = policy
         self._rewrite = rewrite
@@ -73,17 +67,21 @@ class FSDP2Source(ParameterSource):
 
     def shards(self) -> list[Shard]:
         state = self._state()
-        return [self._shard(names, state[names[0]]) for names in _tied(state)]
+        if not _tied_alike(state, self._groups):
+            self._groups = _tied(state)
+        return [self._shard(names, state[names[0]]) for names in self._groups]
 
     def _state(self) -> dict[str, torch.Tensor]:
         if not self._slots:
-            state = self._rename(dict(self._module.state_dict()))
-            self._find_slots(state)
-            return state
+            named = self._rename(dict(self._module.state_dict()))
+            self._find_slots(named)
+            return named
         for unit in self._units:
             unit.reshard()  # as a hook of state_dict() does: after a forward pass the root is still gathered
-        state = {name: slot.tensor() for name, slot in self._slots.items()}
-        if {name for name, tensor in state.items() if isinstance(tensor, DTensor)} != self._sharded:
+        state: dict[str, torch.Tensor] = {
+            name: module.__dict__[held][attribute] for name, (module, held, attribute) in self._slots.items()
+        }
+        if [name for name, tensor in state.items() if isinstance(tensor, DTensor)] != self._sharded:
             # A forward pass that raised leaves the root gathered, and only the hook of state_dict() gets past that
             return self._rename(dict(self._module.state_dict()))
         return state
@@ -92,24 +90,28 @@ class FSDP2Source(ParameterSource):
         """Leaves none when a hook made any of the tensors; then the state dict is asked every time."""
         places: dict[Identity, _Slot] = {}
         for module in self._module.modules():
-            for parameter, held in ((True, module._parameters), (False, module._buffers)):
-                for attribute, tensor in held.items():
+            for held in ("_parameters", "_buffers"):
+                for attribute, tensor in module.__dict__[held].items():
                     if tensor is not None:
-                        places[_identity(tensor)] = _Slot(module, attribute, parameter)
+                        places[_identity(tensor)] = _Slot(module, held, attribute)
         found = {name: places.get(_identity(tensor)) for name, tensor in state.items()}
         if None not in found.values():
             self._slots = {name: slot for name, slot in found.items() if slot is not None}
-            self._sharded = {name for name, tensor in state.items() if isinstance(tensor, DTensor)}
+            self._sharded = [name for name, tensor in state.items() if isinstance(tensor, DTensor)]
             self._units = [module for module in self._module.modules() if isinstance(module, FSDPModule)]
 
     def _shard(self, names: list[str], tensor: torch.Tensor) -> Shard:
-        held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        layout = tensor._spec if isinstance(tensor, DTensor) else (tensor.shape, tensor.dtype)
+        held: torch.Tensor
+        held, layout = (
+            (tensor._local_tensor, tensor._spec)
+            if isinstance(tensor, DTensor)
+            else (tensor, (tensor.shape, tensor.dtype))
+        )
         known = self._known.get(names[0])
         if known is None or (known.layout is not layout and known.layout != layout) or known.names != names:
             known = self._known[names[0]] = self._learn(names, tensor, layout)
-        run = held.detach()
-        return Shard(known.base, partial(_flat, run), members=known.members, run=run if run.is_contiguous() else None)
+        run = held if type(held) is torch.Tensor and not held.requires_grad else held.detach()
+        return Shard(known.base, partial(_flat, run), None, known.members, run if run.is_contiguous() else None)
 
     def _learn(self, names: list[str], tensor: torch.Tensor, layout: object) -> _Known:
         lengths = self._lengths(names[0], tensor) if isinstance(tensor, DTensor) else (tensor.numel(),)
@@ -145,8 +147,12 @@ class FSDP2Source(ParameterSource):
         return lengths
 
 
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def _identity(tensor: torch.Tensor) -> Identity:
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = _local(tensor)
     return local.untyped_storage()._cdata, local.storage_offset(), tuple(tensor.shape)
 
 
@@ -156,6 +162,16 @@ def _tied(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
     for name, tensor in state.items():
         groups.setdefault(_identity(tensor), []).append(name)
     return list(groups.values())
+
+
+def _tied_alike(state: Mapping[str, torch.Tensor], groups: list[list[str]]) -> bool:
+    """Whether ``_tied`` would group the same names surely; quicker than asking each tensor for its storage."""
+    if {name for names in groups for name in names} != state.keys():
+        return False
+    if any(state[name] is not state[names[0]] for names in groups if len(names) > 1 for name in names):
+        return False
+    places = [place for names in groups if (place := _local(state[names[0]]).data_ptr())]  # 0: an empty one
+    return len(set(places)) == len(places)
 
 
 def even_chunks(rows: int, world: int, row_numel: int) -> tuple[int, ...]:

@@ -29,7 +29,9 @@ class Part:
     count: int = 0
 
     def of(self, shard: Shard) -> Shard:
-        """This part of a shard of the old base, without ``merge``."""
+        """This part of a shard of the old base, which has no ``merge``."""
+        if self.base is shard.base:
+            return shard
         if self.offset is None:
             return Shard(self.base, shard.local, members=self.members, run=shard.run)
         return Shard(self.base, partial(_narrow, shard, self.offset, self.count), members=self.members)

@@ -10,7 +10,7 @@ Hazard: a rank that fails inside the stream leaves the others in its collective,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -69,7 +69,7 @@ class StreamSource(ParameterSource):
                 bases.append(Base(name, dtype_name(wire), wire.itemsize, (tensor.numel(),), (view,)))
         self._bases = bases
 
-    def prepare(self, bases: tuple[int, ...]) -> Generator[None, None, None]:
+    def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
         """Collective: runs the stream up to the last of these bases, and keeps these. Its collectives are its own.
 
         Raises:
