@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from verl_sync_plugin.collection import no_collection
 from verl_sync_plugin.receiver.session import ReceiverSession
 from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, ChannelTimeoutError, connect
 from verl_sync_plugin.transport.protocol import Failed, Join, LoadRequest
@@ -50,7 +51,8 @@ def _receive(model: torch.nn.Module, channel: Channel, request: LoadRequest) -> 
         session = _sessions[id(model)] = ReceiverSession(model)
         logger.warning("verl-sync-plugin: loader active, rank %d of %s", tensor_parallel_rank(), type(model).__name__)
     try:
-        session.run(channel, request)
+        with no_collection():
+            session.run(channel, request)
     except ChannelClosedError:
         logger.error("verl-sync-plugin: sync %s ended by the trainer before its commit", request.sync_id)
     except Exception as error:

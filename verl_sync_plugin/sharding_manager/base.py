@@ -22,6 +22,7 @@ import torch
 from verl.utils.ulysses import BaseShardingManager
 
 from verl_sync_plugin.bucket_size import AutoBucket
+from verl_sync_plugin.collection import no_collection
 from verl_sync_plugin.config import SyncConfig
 from verl_sync_plugin.metrics import SyncReport
 from verl_sync_plugin.sharding_manager.agreement import Agreement
@@ -133,7 +134,8 @@ class ShardingManager(BaseShardingManager):
         self._syncs += 1
         self._sync_id = f"{self._syncs} (step {global_steps})"
         self.report = SyncReport(-1 if global_steps is None else int(global_steps), type(self).__name__)
-        return await self._run(wake_tags, global_steps)
+        with no_collection():
+            return await self._run(wake_tags, global_steps)
 
     async def _run(self, wake_tags: list[str], global_steps: int | None) -> SyncReport:
         try:
