@@ -1,4 +1,4 @@
-"""Processes that ``--cov`` leaves out.
+"""Processes that ``--cov`` leaves out, or measures only from some point on.
 
 Measuring costs Python processes half as much time again, imports above all. Ray's workers, SGLang's processes and the
 contract tests' worlds are killed at their end and never write what they measured, so it would be for nothing.
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _COVERAGE = "COVERAGE_PROCESS_CONFIG"  # how coverage's "subprocess" patch tells a new process to measure itself
+_LATER = "SYNC_TEST_COVERAGE"  # the same, for start()
 
 
 def environment() -> dict[str, str]:
@@ -20,10 +21,25 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def children() -> Iterator[None]:
-    """Processes started inside are not measured."""
+    """Processes started inside are not measured, unless they call ``start``."""
     config = os.environ.pop(_COVERAGE, None)
+    if config is None:
+        yield
+        return
+    os.environ[_LATER] = config
     try:
         yield
     finally:
-        if config is not None:
-            os.environ[_COVERAGE] = config
+        os.environ[_COVERAGE] = os.environ.pop(_LATER)
+
+
+def start() -> None:
+    """In such a process: it is measured from here on, and its own children are not."""
+    config = os.environ.pop(_LATER, None)
+    if config is None:
+        return
+    import coverage
+
+    os.environ[_COVERAGE] = config
+    coverage.process_startup()
+    del os.environ[_COVERAGE]

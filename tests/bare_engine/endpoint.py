@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import unmeasured
 from verl_sync_plugin import compat
 from verl_sync_plugin.hooks.awake import AwakeState
 from verl_sync_plugin.sharding_manager.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
@@ -29,28 +28,27 @@ class BareEngine:
 
         self.tp = tp
         self._lock = threading.Lock()
-        with unmeasured.children():
-            self.engine = sglang.Engine(
-                model_path=model_path,
-                tp_size=tp,
-                load_format=load_format,
-                custom_weight_loader=[LOADER, DUMP],
-                device="cpu",
-                dtype="bfloat16",
-                attention_backend="torch_native",
-                sampling_backend="pytorch",
-                grammar_backend="none",
-                skip_tokenizer_init=True,
-                disable_cuda_graph=True,
-                disable_overlap_schedule=True,
-                max_total_tokens=2048,
-                max_running_requests=4,
-                mem_fraction_static=0.1,
-                context_length=256,
-                skip_server_warmup=True,
-                sleep_on_idle=True,  # a scheduler without work would keep a core busy
-                log_level="error",
-            )
+        self.engine = sglang.Engine(
+            model_path=model_path,
+            tp_size=tp,
+            load_format=load_format,
+            custom_weight_loader=[LOADER, DUMP],
+            device="cpu",
+            dtype="bfloat16",
+            attention_backend="torch_native",
+            sampling_backend="pytorch",
+            grammar_backend="none",
+            skip_tokenizer_init=True,
+            disable_cuda_graph=True,
+            disable_overlap_schedule=True,
+            max_total_tokens=2048,
+            max_running_requests=4,
+            mem_fraction_static=0.1,
+            context_length=256,
+            skip_server_warmup=True,
+            sleep_on_idle=True,  # a scheduler without work would keep a core busy
+            log_level="error",
+        )
 
     def call(self, coroutine: Any) -> Any:
         """Runs one tokenizer-manager call in the engine's loop."""
