@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-MAKE_MODEL = Path(__file__).resolve().parent.parent / "examples" / "cpu_quickstart" / "make_model.py"
-
 # before verl or SGLang is imported anywhere, also in spawned processes
 os.environ.setdefault("VERL_PLATFORM", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Each SGLang rank would start a C++ compiler for a function of the vocabulary; nothing of the plugin is compiled
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 # What spawned ranks and SGLang's schedulers import by name lives in packages beside the tests
 TESTS = str(Path(__file__).resolve().parent)
@@ -31,11 +30,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]
     made: dict[str, str] = {}
 
     def make(kind: str) -> str:
+        # Not at the top: it imports torch, for which the environment and the path above must be set
+        from tiny_models import write
+
         if kind not in made:
-            folder = tmp_path_factory.mktemp("models") / kind
-            command = [sys.executable, str(MAKE_MODEL), kind, str(folder)]
-            subprocess.run(command, check=True, capture_output=True)
-            made[kind] = str(folder)
+            made[kind] = str(write(kind, tmp_path_factory.mktemp("models") / kind))
         return made[kind]
 
     return make

@@ -48,6 +48,7 @@ class BareEngine:
             mem_fraction_static=0.1,
             context_length=256,
             skip_server_warmup=True,
+            sleep_on_idle=True,  # a scheduler without work would keep a core busy
             log_level="error",
         )
 

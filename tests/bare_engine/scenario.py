@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import unmeasured
 from bare_engine import trainer
 from bare_engine.endpoint import BareEngine, BareEngineEndpoint
 from verl_sync_plugin.config import SyncConfig
@@ -49,6 +50,7 @@ class Rank:
         self.rank, self.folder, self.setup = rank, folder, setup
         self.trainer = trainer.build(setup.model_path, setup.strategy, **dict(setup.settings))
         self.engine = BareEngine(setup.model_path, setup.world) if rank == 0 else None
+        unmeasured.start()  # all that is slow to import is there
         self.endpoint = BareEngineEndpoint(self.engine)
         activation.take_over(True)
         self.stream, adapter = self.trainer.get_per_tensor_param()  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from bare_engine.scenario import Rank
 def three_syncs(member: Rank) -> None:
     """Three syncs with changing weights, each compared bit for bit; the last rank comes late to its listener."""
     if member.rank == dist.get_world_size() - 1:
-        _delay(member.manager, "_start", seconds=2.0)
+        _delay(member.manager, "_start", seconds=1.0)
     order = _order_of(member)
     for version in (1, 2, 3):
         trainer.perturb(member.trainer, seed=version)

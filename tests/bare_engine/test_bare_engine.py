@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch.multiprocessing as mp
 
+import unmeasured
 from bare_engine import auto_bucket, failures, in_place, stories
 from bare_engine.scenario import Rank, Setup, run_rank
 from megatron_cpu import checkpoints
@@ -22,7 +23,7 @@ def _play(setup: Setup, story: Callable[[Rank], None], folder: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with megatron_environment() if setup.strategy == "megatron" else nullcontext():
+    with megatron_environment() if setup.strategy == "megatron" else nullcontext(), unmeasured.children():
         mp.spawn(run_rank, args=(setup, str(folder), port, story), nprocs=setup.world)
 
 

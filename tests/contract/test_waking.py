@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from test_adapter_mode import Engine
+from test_lora_adapter import Engine
 from worlds import run_world
 
 from verl_sync_plugin.bucket_size import AutoBucket

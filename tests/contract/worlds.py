@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import unmeasured
+
 DIED = "died"  # result of a rank whose process ended on purpose
 
 _pool: list[tuple[Any, Connection]] = []
@@ -60,7 +62,8 @@ def _grow(size: int) -> None:
     while len(_pool) < size:
         ours, theirs = context.Pipe()
         process = context.Process(target=_member, args=(theirs,), daemon=True)
-        process.start()
+        with unmeasured.children():
+            process.start()
         theirs.close()
         _pool.append((process, ours))
 

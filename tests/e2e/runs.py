@@ -17,9 +17,13 @@ from typing import Any
 
 import psutil
 
+import unmeasured
+
 RUN_SH = Path(__file__).resolve().parents[2] / "examples" / "cpu_quickstart" / "run.sh"
 MARK = "SYNC_TEST_RUN"  # in the environment of every process of a run, and of no other
-TIMEOUT_SECONDS = 900.0  # a run takes 100 to 180 s on two idle cores
+TIMEOUT_SECONDS = 900.0  # a run takes 60 to 110 s on two idle cores
+# A scheduler without work would keep a core busy
+IDLE = "+actor_rollout_ref.rollout.engine_kwargs.sglang.sleep_on_idle=True"
 GRACE_SECONDS = 20.0  # for Ray's processes to follow their driver
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -116,7 +120,7 @@ def main_ppo(setup: Setup, folder: Path) -> Run:
         setup: what to run.
         folder: an existing, empty folder for everything the run writes.
     """
-    command = ["bash", str(RUN_SH), 'trainer.logger=["console","file"]', *setup.overrides]
+    command = ["bash", str(RUN_SH), 'trainer.logger=["console","file"]', IDLE, *setup.overrides]
     started = time.monotonic()
     process = subprocess.Popen(
         command, env=_environment(setup, folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -144,7 +148,7 @@ def main_ppo(setup: Setup, folder: Path) -> Run:
 
 def _environment(setup: Setup, folder: Path) -> dict[str, str]:
     environment = {
-        **os.environ,
+        **unmeasured.environment(),
         MARK: str(folder),
         "PYTHON": sys.executable,
         "WORK": str(folder / "work"),

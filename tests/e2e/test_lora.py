@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import tiny_models
 from e2e import checks
 from e2e.runs import Run, Setup, main_ppo
 
@@ -23,16 +24,17 @@ COMMON = (
     f"{MODEL}.lora.rank=8",
     f"{MODEL}.lora.alpha=16",
 )
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cpu_quickstart"
+END_TOKENS = [1, *range(200, 240)]
 
 
 @pytest.fixture(scope="session")
 def stopping_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Ties embedding and head, and ends its responses anywhere."""
-    folder = tmp_path_factory.mktemp("stopping") / "model"
-    for script, arguments in ((EXAMPLE / "make_model.py", ("qwen2-tied", folder)), ("make_stopping.py", (folder,))):
-        path = Path(__file__).parent / script
-        subprocess.run([sys.executable, str(path), *map(str, arguments)], check=True)
+    folder = tiny_models.write("qwen2-tied", tmp_path_factory.mktemp("stopping") / "model")
+    file = folder / "generation_config.json"
+    config = json.loads(file.read_text())
+    config.pop("_from_model_config", None)
+    file.write_text(json.dumps({**config, "eos_token_id": END_TOKENS}))
     return folder
 
 
@@ -86,10 +88,11 @@ def test_old_reference_and_current_agree_on_padded_sequences(merged: Run) -> Non
 
 
 @pytest.fixture(scope="session")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def served(tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The engine serves the adapter; it starts with random weights, so the base must have travelled."""
     backend = f"+{ROLLOUT}.engine_kwargs.sglang.lora_backend=torch_native"
-    return main_ppo(Setup((*COMMON, f"{MODEL}.lora.merge=False", backend), 2, 2), tmp_path_factory.mktemp("served"))
+    setup = Setup((*COMMON, f"{MODEL}.lora.merge=False", backend), 2, 2, Path(tiny_model("qwen2")))
+    return main_ppo(setup, tmp_path_factory.mktemp("served"))
 
 
 def test_adapter_mode_reaches_its_steps(served: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,7 @@ def test_whole_model_travels_in_buckets_smaller_than_its_tensors(trained: Run, l
 
 @pytest.fixture(scope="session")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """One step with the plugin installed and switched off."""
+    """One step with the plugin installed and switched off, of the model that the quickstart makes for itself."""
     setup = Setup((DUMMY, SMALL_BUCKETS, f"{ROLLOUT}.custom.sync.enabled=False"))
     return main_ppo(setup, tmp_path_factory.mktemp("stock"))
 
@@ -96,9 +97,10 @@ def test_switched_off_it_leaves_no_trace(stock: Run) -> None:
         assert not [name for name in metrics if name.startswith(("sync/", "timing_s/sync/"))]
 
 
-def test_a_load_that_the_engine_refuses_ends_the_run(tmp_path: Path) -> None:
+def test_a_load_that_the_engine_refuses_ends_the_run(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
     """One engine rank fails in the second sync: loud, soon, the same for both trainer ranks, and nobody is left."""
-    run = main_ppo(Setup((DUMMY, SMALL_BUCKETS), ranks=2, steps=2, modules=("e2e.wrong_shape",)), tmp_path)
+    model = Path(tiny_model("qwen2"))
+    run = main_ppo(Setup((DUMMY, SMALL_BUCKETS), 2, 2, model, modules=("e2e.wrong_shape",)), tmp_path)
     assert run.returncode != 0 and not run.timed_out, run.tail
     failures = run.matching(r"verl-sync-plugin: sync 2 \(step 1\) failed in the engine")
     assert failures, run.tail
@@ -123,8 +125,8 @@ def _refused(run: Run) -> None:
     assert "Started a local Ray instance" not in run.text and "WorkerDict" not in run.text, run.tail
 
 
-def test_another_plugin_in_our_place_ends_the_run_at_once(tmp_path: Path) -> None:
-    run = main_ppo(Setup(modules=("e2e.stranger",)), tmp_path)
+def test_another_plugin_in_our_place_ends_the_run_at_once(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
+    run = main_ppo(Setup(model=Path(tiny_model("qwen2")), modules=("e2e.stranger",)), tmp_path)
     _refused(run)
     assert run.matching(
         "^verl-sync-plugin cannot be loaded: RegistryConflictError: verl's rollout adapter for sglang is already taken "
@@ -132,8 +134,8 @@ def test_another_plugin_in_our_place_ends_the_run_at_once(tmp_path: Path) -> Non
     ), run.tail
 
 
-def test_a_wrong_key_ends_the_run_at_once(tmp_path: Path) -> None:
-    run = main_ppo(Setup((f"{ROLLOUT}.custom.sync.timeout=5",)), tmp_path)
+def test_a_wrong_key_ends_the_run_at_once(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
+    run = main_ppo(Setup((f"{ROLLOUT}.custom.sync.timeout=5",), model=Path(tiny_model("qwen2"))), tmp_path)
     _refused(run)
     key = rf"{ROLLOUT}.custom.sync.timeout".replace(".", r"\.")
     assert run.matching(rf"^verl-sync-plugin: {key}=5: unknown key\. Did you mean {key}_seconds\?"), run.tail

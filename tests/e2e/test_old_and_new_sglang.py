@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,9 +48,10 @@ def folder_of_release(release: str, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="session")
-def trained(folder_of_release: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def trained(folder_of_release: Path, tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One step, so two syncs."""
-    setup = Setup(OVERRIDES, modules=("e2e.sglang_version",), path=(str(folder_of_release),))
+    model = Path(tiny_model("qwen2"))
+    setup = Setup(OVERRIDES, model=model, modules=("e2e.sglang_version",), path=(str(folder_of_release),))
     return main_ppo(setup, tmp_path_factory.mktemp("trained"))
 
 

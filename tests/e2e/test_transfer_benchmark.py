@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+import unmeasured
 from benchmarks import growth, schema, table, transfer_models, transfer_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the three have written."""
     folder = tmp_path_factory.mktemp("transfer")
     (folder / "benchmarks").symlink_to(ROOT / "benchmarks")  # and nothing else of the checkout
-    env = {**os.environ, "PYTHONPATH": str(folder)}
+    env = {**unmeasured.environment(), "PYTHONPATH": str(folder)}
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 128 + signal.SIGTERM, done.stderr[-4000:]
