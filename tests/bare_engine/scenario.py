@@ -48,6 +48,8 @@ class Rank:
 
     def __init__(self, setup: Setup, rank: int, folder: Path) -> None:
         self.rank, self.folder, self.setup = rank, folder, setup
+        if rank > 0 and setup.strategy == "megatron":
+            unmeasured.start()  # the CPU stack corrects Megatron while it is imported
         self.trainer = trainer.build(setup.model_path, setup.strategy, **dict(setup.settings))
         self.engine = BareEngine(setup.model_path, setup.world) if rank == 0 else None
         unmeasured.start()  # all that is slow to import is there
