@@ -197,12 +197,12 @@ def bytes_change(member: Rank, version: int) -> str:
     sender, last = member.manager._sender, dist.get_world_size() - 1
     honest, packed = sender.pack, 0
 
-    def flipping(*args: Any) -> Any:
+    def flipping(index: int, slot: int, shards: list[Shard]) -> None:
         nonlocal packed
-        memory, packed = honest(*args), packed + 1
+        honest(index, slot, shards)
+        packed += 1
         if packed == 2 and member.rank == last:
-            memory[71] ^= 128  # the highest bit of a word, where a sum over ranks is weakest
-        return memory
+            sender._slot(slot)[71] ^= 128  # the highest bit of a word, where a sum over ranks is weakest
 
     # Later, in "load", the engine rank beside another trainer rank could have read it already
     sender.pack = flipping  # type: ignore[method-assign]
