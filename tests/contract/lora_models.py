@@ -12,6 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, OffloadPolicy, fully_shard
 
+from contract.fsdp_layouts import torchs_own_state
 from contract.reading import Reader
 from verl_sync_plugin.lora.names import merged_name
 from verl_sync_plugin.lora.weights import lora_weights, renamed_weights
@@ -119,3 +120,8 @@ def deliver(
     assembler.finish()
     reader.close()
     return got
+
+
+def assert_unchanged(before: dict[str, torch.Tensor], module: torch.nn.Module) -> None:
+    after = torchs_own_state(module)
+    assert all(torch.equal(before[name], after[name]) for name in before), "the sync changed the trainer"

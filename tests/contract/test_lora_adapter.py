@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from lora_models import Layout, Variant, merging_source, peft_model, shard
 from peft import LoraConfig, get_peft_model_state_dict
-from test_fsdp_sources import torchs_own_state
 from worlds import run_world
 
+from contract.fsdp_layouts import torchs_own_state
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.lora.settings import refuse_unservable
 from verl_sync_plugin.metrics import SyncReport
