@@ -56,8 +56,8 @@ def test_engine_equals_disk_load_over_three_syncs(
 @pytest.mark.parametrize(
     ("kind", "strategy", "world", "bucket_bytes", "settings", "story"),
     [
-        # also shows routers that travel in float32, and experts that are views of one parameter, read in place
-        pytest.param("qwen3-moe", "fsdp2", 1, 1 << 20, (), in_place.read_in_place, id="qwen3-moe-fsdp2-to-tp1-in-place"),
+        # read in place: routers that travel in float32, and experts that are views of one parameter
+        pytest.param("qwen3-moe", "fsdp2", 1, 1 << 20, (), in_place.read_in_place, id="qwen3-moe-fsdp2-in-place"),
         pytest.param(
             "qwen3-moe", "megatron", 2, 60_000, (("ep", 2),), failures.three_syncs_and_failures,
             id="qwen3-moe-megatron-ep2-to-tp2-failing",

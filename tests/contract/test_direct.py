@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from worlds import run_world
 
+from contract.sources import WorldSource
 from verl_sync_plugin.bucket import Base, View
 from verl_sync_plugin.config import SyncConfig
 from verl_sync_plugin.errors import SyncError
@@ -14,20 +15,11 @@ from verl_sync_plugin.planner import plan_buckets
 from verl_sync_plugin.sharding_manager.agreement import Agreement
 from verl_sync_plugin.sharding_manager.delivery import PeersUnreachableError
 from verl_sync_plugin.sharding_manager.direct import Direct
-from verl_sync_plugin.source.base import ParameterSource, Shard
+from verl_sync_plugin.source.base import Shard
 from verl_sync_plugin.transport.protocol import Committed, Coverage
 from verl_sync_plugin.transport.sender import BucketSender
 
 CPU = torch.device("cpu")
-
-
-class _Source(ParameterSource):
-    def __init__(self) -> None:
-        super().__init__()
-        self._group = dist.group.WORLD
-
-    def shards(self) -> list[Shard]:
-        raise AssertionError("not asked for")
 
 
 def memory_of(shared: bool, folder: str) -> torch.Tensor:
@@ -46,13 +38,13 @@ def decided(choice: str, able: tuple[bool, bool], sharded: bool, folder: str) ->
     plan, found = plan_buckets((shards[0].base,), 4096, sharded), []
     try:
         for _ in range(2):
-            stage = direct.agree(plan, _Source(), shards, unstaged=True)
+            stage = direct.agree(plan, WorldSource(), shards, unstaged=True)
             found.append((direct.active, stage))
             direct.note(Committed(Coverage(1, ())), plan)
         if direct.active:
             assert len(direct._lives) == 2 and direct._place == dist.get_rank()
             direct.fall_back(PeersUnreachableError("injected"))
-            found.append((direct.active, direct.agree(plan, _Source(), shards, unstaged=True)))
+            found.append((direct.active, direct.agree(plan, WorldSource(), shards, unstaged=True)))
     except SyncError as error:
         return found, str(error)
     return found, ""
@@ -99,7 +91,7 @@ def refused(answers: tuple[str | None, str | None], folder: str) -> tuple[list[b
         direct.note(Committed(Coverage(1, ()), obstacle=answer), plan)
     try:
         for _ in range(2):
-            direct.agree(plan, _Source(), shards, unstaged=True)
+            direct.agree(plan, WorldSource(), shards, unstaged=True)
             found.append(direct.active)
             direct.note(Committed(Coverage(1, ())), plan)
     except SyncError as error:

@@ -7,30 +7,17 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from worlds import run_world
 
-from verl_sync_plugin.bucket import Base, Plan, View
+from contract.sources import WorldSource
+from verl_sync_plugin.bucket import Base, View
 from verl_sync_plugin.config import SyncConfig
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.planner import plan_buckets
 from verl_sync_plugin.sharding_manager.agreement import Agreement
 from verl_sync_plugin.sharding_manager.delivery import Delivery
 from verl_sync_plugin.sharding_manager.planning import Planning
-from verl_sync_plugin.source.base import ParameterSource, Shard
+from verl_sync_plugin.source.base import Shard
 from verl_sync_plugin.transport.sender import BucketSender
-
-
-class _Source(ParameterSource):
-    def __init__(self) -> None:
-        super().__init__()
-        self._group = dist.group.WORLD
-
-    def shards(self) -> list[Shard]:
-        raise AssertionError("not asked for")
-
-    def plan(self, bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False) -> Plan:
-        return plan_buckets(bases, bucket_bytes, sharded)
 
 
 def shards_of(numel: int) -> list[Shard]:
@@ -42,7 +29,7 @@ def fail_in_between() -> tuple[bool, bool]:
     """Whether engines are told of the staging memory in use: at first, and after a plan that failed."""
     agreement, sender = Agreement(20.0), BucketSender(torch.device("cpu"), 20.0)
     delivery = Delivery(SyncConfig(), agreement)
-    planning, source = Planning(agreement, sender, delivery), _Source()
+    planning, source = Planning(agreement, sender, delivery), WorldSource()
 
     def told() -> bool:
         return delivery._stagings[delivery._place].key == sender.export().key

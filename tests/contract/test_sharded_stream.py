@@ -12,13 +12,14 @@ import pytest
 import torch.distributed as dist
 from worlds import run_world
 
+from contract.sources import WorldSource
 from verl_sync_plugin.bucket import Base, View
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.metrics import SyncReport
 from verl_sync_plugin.planner import plan_buckets
 from verl_sync_plugin.sharding_manager.agreement import Agreement
 from verl_sync_plugin.sharding_manager.sharded_stream import ShardedStream
-from verl_sync_plugin.source.base import ParameterSource, Shard
+from verl_sync_plugin.source.base import Shard
 from verl_sync_plugin.transport.sender import SLOTS
 
 SLOW = 0.03
@@ -61,22 +62,13 @@ class Noting:
         return 0.0
 
 
-class _Source(ParameterSource):
-    def __init__(self) -> None:
-        super().__init__()
-        self._group = dist.group.WORLD
-
-    def shards(self) -> list[Shard]:
-        raise AssertionError("not asked for")
-
-
 def stream(buckets: int, slow_engine: int, slow_trainer: int, broken: tuple[str, int] | None) -> tuple[list[Note], str]:
     """What this rank noted, and the error."""
     bases = tuple(Base(f"w{i}", "uint8", 1, (64, 64), (View(f"w{i}", (128,), 0, 128),)) for i in range(buckets))
     plan = plan_buckets(bases, 64, sharded=True)
     assert len(plan.buckets) == buckets
     sender = Noting(slow_engine, slow_trainer, broken)
-    running = ShardedStream(Agreement(20.0), sender, plan, [], _Source(), SyncReport())  # type: ignore[arg-type]
+    running = ShardedStream(Agreement(20.0), sender, plan, [], WorldSource(), SyncReport())  # type: ignore[arg-type]
     try:
         running.fill_ahead()
         running.run()

@@ -1,0 +1,18 @@
+"""Sources of which only the group counts."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from verl_sync_plugin.source.base import ParameterSource, Shard
+
+
+class WorldSource(ParameterSource):
+    """Shares every base out over all ranks; the shards come from the test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._group = dist.group.WORLD
+
+    def shards(self) -> list[Shard]:
+        raise AssertionError("not asked for")
