@@ -71,6 +71,9 @@ class SyncConfig:
         self._check_choice("wire_dtype", WIRE_DTYPE_CHOICES)
         self._check_choice("delivery", DELIVERY_CHOICES)
         self._check_choice("empty_cache", EMPTY_CACHE_CHOICES)
+        if self.delivery == "direct" and not self.copy_plan:
+            remedy = f"Set {KEY_PREFIX}.copy_plan=True, or {KEY_PREFIX}.delivery=auto."
+            raise _fail("delivery", self.delivery, "not possible with copy_plan=False", remedy)
         timeout = self.timeout_seconds
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
             raise _fail("timeout_seconds", timeout, "not a positive number of seconds", "Use for example 300.")

@@ -38,8 +38,16 @@ def test_every_key_is_taken_over() -> None:
         "release_cuda_graph": True,
         "copy_plan": False,
         "verify_hashes": False,
+        "delivery": "gathered",
     }
     assert SyncConfig.from_mapping(values) == SyncConfig(**{**values, "keep_dtype": ("a", "b$")})  # type: ignore[arg-type]
+
+
+def test_direct_delivery_needs_the_copy_plan() -> None:
+    remedy = rf"{KEY_PREFIX}.delivery='direct'.*copy_plan=False.*Set {KEY_PREFIX}.copy_plan=True"
+    with pytest.raises(ValueError, match=remedy):
+        SyncConfig.from_mapping({"delivery": "direct", "copy_plan": False})
+    SyncConfig.from_mapping({"delivery": "auto", "copy_plan": False})
 
 
 @pytest.mark.parametrize(
@@ -54,6 +62,7 @@ def test_every_key_is_taken_over() -> None:
         ("weights_cpu_backup", "maybe", "'maybe'", "Use one of auto, on, off."),
         ("weights_cpu_backup", 3, "3", "Use one of auto, on, off."),
         ("weights_cpu_backup", None, "None", "Use one of auto, on, off."),
+        ("delivery", "in-place", "'in-place'", "Use one of auto, direct, sharded, gathered."),
         ("empty_cache", "never", "'never'", "Use one of auto, always."),
         ("empty_cache", False, "False", "Use one of auto, always."),
         ("wire_dtype", "bf16", "'bf16'", "Use one of auto, bfloat16, float16, float32."),
