@@ -31,6 +31,34 @@ def weighed(bits, word):  # type: ignore[no-untyped-def]
     return lower + upper
 
 
+@triton.jit
+def cast_lanes(single, at, mask, LANE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """fp32 read and cast to the bits of bf16: one element per lane, or four joined to a word."""
+    if LANE == 8:
+        four = at[:, None] * 4 + tl.arange(0, 4)[None, :]
+        parts = tl.load(single + four, mask=mask[:, None], other=0.0).to(tl.bfloat16).to(tl.int16, bitcast=True)
+        shifts = (tl.arange(0, 4) * 16).to(tl.uint64)
+        value = tl.sum((parts.to(tl.uint64) & 0xFFFF) << shifts[None, :], axis=1).to(tl.int64)
+    else:
+        value = tl.load(single + at, mask=mask, other=0.0).to(tl.bfloat16).to(tl.int16, bitcast=True)
+    return value
+
+
+@triton.jit
+def placed(value, where, LANE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The number of the word that each lane belongs to, and the lane's bits in their place in it."""
+    if LANE == 8:
+        word = where
+        bits = value.to(tl.uint64)
+    elif LANE == 2:
+        word = where // 4
+        bits = (value.to(tl.uint64) & 0xFFFF) << ((where % 4) * 16).to(tl.uint64)
+    else:
+        word = where // 8
+        bits = (value.to(tl.uint64) & 0xFF) << ((where % 8) * 8).to(tl.uint64)
+    return word, bits
+
+
 @triton.jit(do_not_specialize=["rows"])
 def move_rows(  # type: ignore[no-untyped-def]
     wide,  # int64 (5, n): source, target, position of the first lane; strides of source and target, in lanes
@@ -93,27 +121,14 @@ def move_rows(  # type: ignore[no-untyped-def]
             at = lane
             to = lane
             where = position + lane
-        if CAST and LANE == 8:
-            four = at[:, None] * 4 + tl.arange(0, 4)[None, :]
-            parts = tl.load(single + four, mask=mask[:, None], other=0.0).to(tl.bfloat16).to(tl.int16, bitcast=True)
-            shifts = (tl.arange(0, 4) * 16).to(tl.uint64)
-            value = tl.sum((parts.to(tl.uint64) & 0xFFFF) << shifts[None, :], axis=1).to(tl.int64)
-        elif CAST:
-            value = tl.load(single + at, mask=mask, other=0.0).to(tl.bfloat16).to(tl.int16, bitcast=True)
+        if CAST:
+            value = cast_lanes(single, at, mask, LANE)
         else:
             value = tl.load(read + at, mask=mask, other=0)
         if COPY:
             tl.store(write + to, value, mask=mask)
         if HASH or EXPONENT:
-            if LANE == 8:
-                word = where
-                bits = value.to(tl.uint64)
-            elif LANE == 2:
-                word = where // 4
-                bits = (value.to(tl.uint64) & 0xFFFF) << ((where % 4) * 16).to(tl.uint64)
-            else:
-                word = where // 8
-                bits = (value.to(tl.uint64) & 0xFF) << ((where % 8) * 8).to(tl.uint64)
+            word, bits = placed(value, where, LANE)
             if HASH:
                 total += weighed(bits, word)
             if EXPONENT:
