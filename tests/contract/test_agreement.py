@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from worlds import DIED, run_world
 
 from verl_sync_plugin.errors import SyncError
@@ -88,8 +89,17 @@ def test_missing_rank_ends_in_a_sync_error_in_time() -> None:
         assert seconds < 5
 
 
+def all_are_connected() -> None:
+    # By the store: a rank that ends is noticed at once by ranks that still make the agreement's group or wait in a
+    # collective, so no barrier could keep a rank alive for long enough.
+    store = distributed_c10d._get_default_store()
+    store.set(f"connected-{dist.get_rank()}", "")
+    store.wait([f"connected-{rank}" for rank in range(dist.get_world_size())])
+
+
 def one_dies(where: str) -> tuple[str, float]:
     agreement = Agreement(10 / 3, slack_seconds=0)
+    all_are_connected()
     if dist.get_rank() == 2:
         os._exit(1)
     started = time.monotonic()
