@@ -128,6 +128,7 @@ class ServerEndpoint(RolloutEndpoint):
 
     def __init__(self, server: Server) -> None:
         self._server = server
+        self._flushing: Future[None] | None = None
 
     leader = True  # type: ignore[assignment]
     restores_uncovered = False  # type: ignore[assignment]
@@ -137,7 +138,11 @@ class ServerEndpoint(RolloutEndpoint):
         raise AssertionError("the benchmark's server never sleeps")
 
     async def finish(self, tags: list[str]) -> None:
-        await asyncio.to_thread(self._server.ask, "GET", "/flush_cache")
+        flushing, self._flushing = self._flushing or _asked(self._server, "GET", "/flush_cache"), None
+        await asyncio.wrap_future(flushing)
+
+    def flush_behind_load(self) -> None:
+        self._flushing = _asked(self._server, "GET", "/flush_cache")
 
     async def abandon(self, why: str) -> None:
         print(f"sync failed: {why}", flush=True)
@@ -152,19 +157,26 @@ class ServerEndpoint(RolloutEndpoint):
         return _Post(self._server, request)
 
 
+def _asked(server: Server, *question: Any) -> Future[None]:
+    """Asks in a thread."""
+    future: Future[None] = Future()
+
+    def ask() -> None:
+        try:
+            server.ask(*question)
+            future.set_result(None)
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=ask, daemon=True).start()
+    return future
+
+
 class _Post(PendingLoad):
     def __init__(self, server: Server, request: LoadRequest) -> None:
-        self._future: Future[None] = Future()
         blob = base64.b64encode(pack_request(request.to_wire())).decode()
         body = {"serialized_named_tensors": [blob], "load_format": LOADER, "flush_cache": False}
-        threading.Thread(target=self._run, args=(server, body), daemon=True).start()
-
-    def _run(self, server: Server, body: dict[str, Any]) -> None:
-        try:
-            server.ask("POST", "/update_weights_from_tensor", body)
-            self._future.set_result(None)
-        except Exception as error:
-            self._future.set_exception(error)
+        self._future = _asked(server, "POST", "/update_weights_from_tensor", body)
 
     def finished(self) -> bool:
         return self._future.done()

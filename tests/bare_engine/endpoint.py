@@ -113,6 +113,8 @@ class BareEngineEndpoint(RolloutEndpoint):
         self._awake = AwakeState()
         self.reports: list[dict[str, Any]] = []
         self.flushes = 0
+        self.flushed_behind = 0  # those of them that were asked for during the load
+        self._behind: Future[Any] | None = None
 
     @property
     def leader(self) -> bool:
@@ -156,8 +158,23 @@ class BareEngineEndpoint(RolloutEndpoint):
 
     async def finish(self, tags: list[str]) -> None:
         await self.resume(tags)
-        await asyncio.to_thread(self._bare().call, self._bare().engine.tokenizer_manager.flush_cache())
+        behind, self._behind = self._behind, None
+        if behind is None:
+            flushed = await asyncio.to_thread(self._flush)
+        else:
+            flushed = await asyncio.wrap_future(behind)
+            self.flushed_behind += 1
+        assert flushed.success
         self.flushes += 1
+
+    def _flush(self) -> Any:
+        return self._bare().call(self._bare().engine.tokenizer_manager.flush_cache())
+
+    def flush_behind_load(self) -> None:
+        if not self._awake.released:
+            self._behind = Future()
+            # the engine's loop is busy with the load until then
+            threading.Thread(target=lambda done: done.set_result(self._flush()), args=(self._behind,)).start()
 
     async def abandon(self, why: str) -> None:
         self.abandoned.append(why)
@@ -169,6 +186,7 @@ class BareEngineEndpoint(RolloutEndpoint):
         raise AssertionError("these stories move whole weights")
 
     def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
+        self._behind = None  # of a load that failed
         return _ThreadLoad(self._bare(), request, weight_version)
 
 

@@ -31,7 +31,7 @@ def fail_and_recover(member: Rank) -> None:
     trainer.perturb(member.trainer, seed=1)
     member.sync(1)
     everything = (trainer_fails, trainer_diverges, engine_refuses, engine_stalls, coverage_fails, bytes_change)
-    _fail_each(member, (nothing_starts, *everything))
+    _fail_each(member, (nothing_starts, planning_fails, *everything))
     peers_out_of_reach(member, 100)
 
 
@@ -62,7 +62,7 @@ def _failing(member: Rank, version: int) -> str:
 def nothing_starts(member: Rank, version: int) -> str:
     """The engine cannot resume; then the first bucket cannot be packed. No load starts, and none is waited for."""
     manager, last = member.manager, dist.get_world_size() - 1
-    starts, waits = stories.count(manager, "_start"), stories.count(manager._meeting, "turn_away")
+    starts, waits = stories.count(manager._meeting, "ask"), stories.count(manager._meeting, "_turn_away")
     resume, pack = member.endpoint.resume, manager._sender.pack
 
     async def broken_resume(tags: list[str]) -> None:
@@ -82,7 +82,32 @@ def nothing_starts(member: Rank, version: int) -> str:
     assert f"rank {last}: MemoryError: injected: cannot pack" in text, text
     assert not starts and not waits
     assert len(member.endpoint.abandoned) == (2 if member.endpoint.leader else 0), "the engine may not generate"
-    del manager._start, manager._meeting.turn_away  # type: ignore[misc]
+    del manager._meeting.ask, manager._meeting._turn_away  # type: ignore[misc]
+    return text
+
+
+def planning_fails(member: Rank, version: int) -> str:
+    """The last rank cannot plan, and its engine rank is on its way already, for the engine is awake."""
+    manager, last = member.manager, dist.get_world_size() - 1
+    source = manager._source
+    assert source is not None
+    honest = source.shards
+
+    def broken() -> list[Shard]:
+        assert manager._meeting.pending is not None or not member.endpoint.leader, "asked for before the ranks plan"
+        raise RuntimeError("injected: no such layer")
+
+    if member.rank == last:
+        source.shards = broken  # type: ignore[method-assign]
+    started = time.monotonic()
+    with pytest.raises(SyncError) as caught:
+        asyncio.run(manager.update_weights([], version))
+    assert time.monotonic() - started < 4, "somebody waited for an engine rank that had been turned away"
+    source.shards = honest  # type: ignore[method-assign]
+    text = str(caught.value)
+    assert f"rank {last}: RuntimeError: injected: no such layer" in text, text
+    pending = manager._meeting.pending
+    assert not member.endpoint.leader or (pending is not None and pending.finished()), "the engine has left the load"
     return text
 
 

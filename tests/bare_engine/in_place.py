@@ -22,7 +22,7 @@ def read_in_place(member: Rank) -> None:
     _synced(member, 2, in_place=True)
     assert not packs and not manager._sender.staged, "staging memory is given back"
     told = manager._direct._told
-    _synced(member, 3, in_place=True)
+    _synced(member, 3, in_place=True, awake=True)
     assert manager._direct._told == told, "told once"
 
     trainer.share(member.trainer, member.folder)
@@ -36,10 +36,10 @@ def read_in_place(member: Rank) -> None:
     _synced(member, 6, in_place=False)  # and it says so from then on
 
 
-def _synced(member: Rank, version: int, in_place: bool) -> None:
+def _synced(member: Rank, version: int, in_place: bool, awake: bool = False) -> None:
     trainer.perturb(member.trainer, seed=version)
     before = trainer.local_state(member.trainer)
-    member.sync(version)
+    member.sync(version, awake)
     assert all(map(torch.equal, before, trainer.local_state(member.trainer))), "the sync changed the trainer"
     report, world = member.manager.report, dist.get_world_size()
     assert (report.direct_bytes > 0) == in_place, (version, report)

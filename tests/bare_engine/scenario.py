@@ -62,15 +62,15 @@ class Rank:
             self.stream.engine, self.endpoint, SyncConfig(timeout_seconds=60), setup.bucket_bytes, torch.device("cpu")
         )
 
-    def sync(self, version: int) -> None:
-        """The whole phase: asleep, stage 1, weights, stage 2."""
-        if self.engine is not None:
+    def sync(self, version: int, awake: bool = False) -> None:
+        """The whole phase: asleep, stage 1, weights, stage 2; or that of an engine that stays awake."""
+        if self.engine is not None and not awake:
             self.endpoint.sleep(["kv_cache", "weights"])
-        asyncio.run(self._sync(version))
+        asyncio.run(self._sync(version, *(([], []) if awake else (["weights"], ["kv_cache"]))))
 
-    async def _sync(self, version: int) -> None:
-        await self.manager.update_weights(["weights"], version)
-        await self.manager.finish(["kv_cache"])
+    async def _sync(self, version: int, first: list[str], rest: list[str]) -> None:
+        await self.manager.update_weights(first, version)
+        await self.manager.finish(rest)
 
     def check_exact(self, tag: str) -> None:
         """Engine parameters after our sync equal those after SGLang's own load of the same weights from disk."""

@@ -13,39 +13,49 @@ from bare_engine.scenario import Rank
 
 
 def three_syncs(member: Rank) -> None:
-    """Three syncs with changing weights, each compared bit for bit; the last rank comes late to its listener."""
+    """Three syncs with changing weights, each compared bit for bit; the last rank comes late to its listener, and the
+    engine stays awake before the second."""
     if member.rank == dist.get_world_size() - 1:
-        _delay(member.manager, "_start", seconds=1.0)
+        _delay(member.manager._meeting, "ask", seconds=1.0)
     order = _order_of(member)
     for version in (1, 2, 3):
         trainer.perturb(member.trainer, seed=version)
         before = trainer.local_state(member.trainer)
-        member.sync(version)
+        member.sync(version, awake=version == 2)
         assert all(map(torch.equal, before, trainer.local_state(member.trainer))), "the sync changed the trainer"
         member.check_exact(f"v{version}")
         if version == 1:
             releases = count(member.manager._source, "release")
         if member.endpoint.leader:
-            assert order.index("pack") < order.index("resumed"), "packed while the engine resumed its weights"
+            assert order[0] == ("asked" if version == 2 else "plan"), "what is awake comes while the ranks plan"
+            assert version == 2 or order.index("pack") < order.index("resumed"), "packed while the engine resumed"
+            assert member.endpoint.flushed_behind == int(version >= 2), "only what is all awake behind the load"
         order.clear()
     assert len(releases) == 2, "the sync keeps references to the trainer's parameters"
     _check_report(member)
 
 
 def _order_of(member: Rank) -> list[str]:
-    """Gets "pack" with each bucket packed, and "resumed" when the engine has answered."""
+    """Gets "plan", "asked" and "pack" as these begin, and "resumed" when the engine has answered."""
     order: list[str] = []
-    pack, resume = member.manager._sender.pack, member.endpoint.resume
-
-    def packing(*args: Any) -> Any:
-        order.append("pack")
-        return pack(*args)
+    resume = member.endpoint.resume
 
     async def resuming(tags: list[str]) -> None:
         await resume(tags)
         order.append("resumed")
 
-    member.manager._sender.pack = packing  # type: ignore[method-assign]
+    def noted(owner: Any, method: str, word: str) -> None:
+        honest = getattr(owner, method)
+
+        def noting(*args: Any) -> Any:
+            order.append(word)
+            return honest(*args)
+
+        setattr(owner, method, noting)
+
+    noted(member.manager, "_agree_on_plan", "plan")
+    noted(member.manager._sender, "pack", "pack")
+    noted(member.endpoint, "start_load", "asked")
     member.endpoint.resume = resuming  # type: ignore[method-assign]
     return order
 

@@ -68,6 +68,8 @@ class Engine(RolloutEndpoint):
     def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
         raise AssertionError("no base travels")
 
+    def flush_behind_load(self) -> None: ...
+
 
 def send_three_times(layout: Layout) -> None:
     reference = peft_model(VARIANT)

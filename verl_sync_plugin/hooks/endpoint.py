@@ -20,13 +20,17 @@ class ServerActorEndpoint(RolloutEndpoint):
         mesh: the ``infer_tp`` dimension of the rollout mesh.
         restores_uncovered: see ``RolloutEndpoint``.
         timeout_seconds: bound on every call of the server.
+        awake_behind_load: nothing is left to be resumed after a load.
     """
 
-    def __init__(self, server: Any, mesh: DeviceMesh, restores_uncovered: bool, timeout_seconds: float) -> None:
+    def __init__(
+        self, server: Any, mesh: DeviceMesh, restores_uncovered: bool, timeout_seconds: float, awake_behind_load: bool
+    ) -> None:
         self._server = server
         self._mesh = mesh
         self._restores = restores_uncovered
         self._timeout = timeout_seconds
+        self._awake_behind_load = awake_behind_load
 
     @property
     def leader(self) -> bool:
@@ -62,6 +66,10 @@ class ServerActorEndpoint(RolloutEndpoint):
 
     def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
         return _ActorLoad(self._server.load_weights.remote(request.to_wire(), weight_version))
+
+    def flush_behind_load(self) -> None:
+        if self._awake_behind_load:
+            self._server.flush_behind_load.remote()
 
 
 class _ActorLoad(PendingLoad):

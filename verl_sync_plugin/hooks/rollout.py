@@ -209,7 +209,8 @@ class SyncServerAdapter(ServerAdapter):
         mesh, device = self.device_mesh["infer_tp"], _trainer_device()
         auto = AutoBucket(_static_fraction(self.config), device_reading(device))
         bucket = auto if megabytes is None else megabytes << 20
-        endpoint = ServerActorEndpoint(self.server_actor, mesh, restores, self._sync.timeout_seconds)
+        stays_awake = not (self.config.free_cache_engine and self._stage_two)
+        endpoint = ServerActorEndpoint(self.server_actor, mesh, restores, self._sync.timeout_seconds, stays_awake)
         _say(
             f"actor rank {torch.distributed.get_rank()}: sharding manager {manager_class.__name__}, "
             f"buckets of {megabytes or 'auto'} MiB, engine's CPU backup {'on' if backup else 'off'}"

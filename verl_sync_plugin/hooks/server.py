@@ -43,6 +43,7 @@ class SyncSGLangHttpServer(SGLangHttpServer):
         self._version: str | None = None
         self._gate = WeightsGate()
         self._report: dict[str, Any] | None = None
+        self._flushing: asyncio.Future[Any] | None = None
 
     async def launch_server(self, master_address: str | None = None, master_port: int | None = None) -> None:
         """Launches SGLang with our loader and with or without its host copy of the weights."""
@@ -121,7 +122,7 @@ class SyncSGLangHttpServer(SGLangHttpServer):
             RuntimeError: SGLang refused the update.
         """
         self._gate.begin()
-        self._version = weight_version
+        self._version, self._flushing = weight_version, None
         obj = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[pack_request(request)] * int(self.tokenizer_manager.server_args.tp_size),
             load_format=LOADER,
@@ -134,6 +135,12 @@ class SyncSGLangHttpServer(SGLangHttpServer):
         slept, self._sleep_seconds = self._sleep_seconds, 0.0
         return slept
 
+    async def flush_behind_load(self) -> None:
+        """Has SGLang flush its prefix cache as soon as the load under way has ended, for ``finish_sync`` to find."""
+        # Flushing while the KV cache is paused crashes SGLang (sglang #19029)
+        if not self._asleep:
+            self._flushing = asyncio.ensure_future(self.tokenizer_manager.flush_cache())
+
     async def load_adapter(self, settings: dict[str, Any], packed: bytes, weight_version: str | None) -> float:
         """Replaces the adapter under verl's name for it; arguments and result as ``load_weights``'s.
 
@@ -141,7 +148,7 @@ class SyncSGLangHttpServer(SGLangHttpServer):
             RuntimeError: SGLang refused the adapter.
         """
         self._gate.begin()
-        self._version = weight_version
+        self._version, self._flushing = weight_version, None
         await compat.replace_adapter(self.tokenizer_manager, SGLANG_LORA_NAME, settings, packed)
         slept, self._sleep_seconds = self._sleep_seconds, 0.0
         return slept
@@ -167,11 +174,15 @@ class SyncSGLangHttpServer(SGLangHttpServer):
         """The trainer gave a sync up: nothing is generated until a later one succeeds."""
         self._gate.fail(why)
 
+    @property
+    def _asleep(self) -> bool:
+        return bool({KV_CACHE, WEIGHTS} & self._awake.released)
+
     async def _flush(self) -> None:
-        # Flushing while the KV cache is paused crashes SGLang (sglang #19029)
-        if {KV_CACHE, WEIGHTS} & self._awake.released:
+        under_way, self._flushing = self._flushing, None
+        if self._asleep:
             return
-        flushed = await self.tokenizer_manager.flush_cache()
+        flushed = await (under_way or self.tokenizer_manager.flush_cache())
         if not getattr(flushed, "success", True):
             raise RuntimeError("SGLang could not flush its cache after the weight sync: requests are running")
 

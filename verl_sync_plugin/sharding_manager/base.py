@@ -4,12 +4,14 @@ Lifecycle of a sync (every rank; ``-- settle`` marks where all ranks agree to go
 
     enter         collect this rank's shards, plan the buckets                     -- settle, plans compared
     awake         leader resumes the engine's weights, the first slots are filled  -- settle
-    connect       leader starts the load, every rank meets its engine rank         -- settle
+    connect       leader asks for the load, every rank meets its engine rank       -- settle
     per bucket    wait until the slot is free, pack, -- settle, gather or leave where it is, hand over
     commit        engine ranks finish, hashes are compared, the ledger proves coverage -- settle
     exit          hang up, forget the shards
 
-The next buckets are packed while the engine loads the last one. Awake, stage 2, comes later (``hooks/worker.py``).
+The next buckets are packed while the engine loads the last one. Of an engine that is awake already the load is asked
+for before anything else, so that the request is on its way while the ranks plan. Awake, stage 2, comes later
+(``hooks/worker.py``).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from verl_sync_plugin.sharding_manager.delivery import Delivery, PeersUnreachabl
 from verl_sync_plugin.sharding_manager.direct import Direct
 from verl_sync_plugin.sharding_manager.direct_stream import DirectStream
 from verl_sync_plugin.sharding_manager.ending import Ending
-from verl_sync_plugin.sharding_manager.endpoint import PendingLoad, RolloutEndpoint, abandon
+from verl_sync_plugin.sharding_manager.endpoint import RolloutEndpoint
 from verl_sync_plugin.sharding_manager.gauges import PeakMemory, note_device_memory
 from verl_sync_plugin.sharding_manager.hash_check import HashCheck
 from verl_sync_plugin.sharding_manager.meeting import MeetingPoint
@@ -39,7 +41,6 @@ from verl_sync_plugin.sharding_manager.sharded_stream import ShardedStream
 from verl_sync_plugin.sharding_manager.stream import BucketStream
 from verl_sync_plugin.sharding_manager.waking import Waking
 from verl_sync_plugin.source.base import ParameterSource, Shard
-from verl_sync_plugin.transport.protocol import LoadRequest
 from verl_sync_plugin.transport.sender import BucketSender
 
 
@@ -77,7 +78,7 @@ class ShardingManager(BaseShardingManager):
         self._device = device
         self._agreement = Agreement(config.timeout_seconds)
         self._sender = BucketSender(device, config.timeout_seconds)
-        self._meeting = MeetingPoint()
+        self._meeting = MeetingPoint(self._agreement, endpoint, self._sender, config)
         self._delivery = Delivery(config, self._agreement)
         self._hashes = HashCheck(self._agreement)
         self._waking = Waking(self._agreement, endpoint, device)
@@ -150,30 +151,32 @@ class ShardingManager(BaseShardingManager):
         if isinstance(self._bucket_bytes, AutoBucket):
             self._bucket_bytes = await self._waking.choose_bucket(self._bucket_bytes, wake_tags, self.report)
             wake_tags = []
-        with self:
-            pending, started = None, False
-            try:
+        version = None if global_steps is None else str(global_steps)
+        self._meeting.begin(self._sync_id, awake=not wake_tags)
+        try:
+            if not wake_tags:  # it is awake, and comes while the ranks plan
+                self._meeting.ask(version)
+            with self:
                 stream = self._open_stream()
-                with self._agreement.attempt():
-                    self._meeting.drop_leftovers()
-                filled = await self._waking.resume(wake_tags, self.report, partial(self._fill, stream))
-                started = True
+                if wake_tags:
+                    await self._waking.resume(wake_tags, self.report, partial(self._fill, stream))
                 with self.report.stage("update_weights"):
-                    pending = self._start(global_steps)
-                    if not filled:
+                    if wake_tags:
+                        self._meeting.ask(version)
+                    else:
                         self._fill(stream)
                     with self.report.stage("connect"):
-                        await self._connect(pending)
+                        await self._meeting.meet()
+                        self._greet()
                     stream.run()
                     with self.report.stage("commit"):
-                        await self._ending.commit(self._planning.ready(), self.report, pending, self._syncs == 1)
-            except BaseException as error:
-                if not self._sender.hang_up() and started:
-                    self._meeting.turn_away()
-                await abandon(self.endpoint, str(error), pending, self.config.timeout_seconds)
-                raise
-            memory.into(self.report)
-            note_device_memory(self.report, self._device, "synced")
+                        pending, first = self._meeting.pending, self._syncs == 1
+                        await self._ending.commit(self._planning.ready(), self.report, pending, first)
+        except BaseException as error:
+            await self._meeting.give_up(str(error))
+            raise
+        memory.into(self.report)
+        note_device_memory(self.report, self._device, "synced")
         return self.report
 
     async def finish(self, tags: list[str]) -> SyncReport:
@@ -213,19 +216,7 @@ class ShardingManager(BaseShardingManager):
                 self._sender.begin(self._planning.ready(), stream.rank, *checks)
         stream.fill_ahead()
 
-    def _start(self, global_steps: int | None) -> PendingLoad | None:
-        """Collective over the engine's ranks; on the leader the engine has the request when this returns."""
-        addresses = self._meeting.addresses(self._agreement, self.endpoint)
-        pending: PendingLoad | None = None
-        with self._agreement.attempt():
-            if self.endpoint.leader:
-                version = None if global_steps is None else str(global_steps)
-                request = LoadRequest(self._sync_id, addresses, self.config.timeout_seconds)
-                pending = self.endpoint.start_load(request, version)
-        return pending
-
-    async def _connect(self, pending: PendingLoad | None) -> None:
-        await self._meeting.connect(self._sync_id, self._agreement, self._sender, pending, self.config.timeout_seconds)
+    def _greet(self) -> None:
         plan, verify = self._planning.ready(), self.config.verify_hashes
         if self._direct.active:
             self._direct.greet(self._sync_id, plan, verify, self._hashes.whole(plan))

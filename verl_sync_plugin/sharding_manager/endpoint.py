@@ -89,6 +89,11 @@ class RolloutEndpoint(ABC):
     def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
         """Leader only: makes the engine call our loader on all its ranks; returns at once."""
 
+    @abstractmethod
+    def flush_behind_load(self) -> None:
+        """Leader only: all engine ranks are in the load. If none of the engine's memory is released then, it is told to
+        flush its prefix cache as soon as it has left the load, for ``finish`` to find that done; returns at once."""
+
 
 async def abandon(
     endpoint: RolloutEndpoint, why: str, pending: PendingLoad | None = None, timeout: float = 0.0

@@ -1,15 +1,15 @@
-"""How the ranks of a trainer meet the ranks of its engine."""
+"""How the ranks of a trainer meet the ranks of its engine: the load is asked for, awaited, or given up."""
 
 from __future__ import annotations
 
 import time
 
-from verl_sync_plugin.config import KEY_PREFIX
+from verl_sync_plugin.config import KEY_PREFIX, SyncConfig
 from verl_sync_plugin.sharding_manager.agreement import Agreement
 from verl_sync_plugin.sharding_manager.coverage import say
-from verl_sync_plugin.sharding_manager.endpoint import PendingLoad, RolloutEndpoint
+from verl_sync_plugin.sharding_manager.endpoint import PendingLoad, RolloutEndpoint, abandon
 from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, ChannelTimeoutError, Listener
-from verl_sync_plugin.transport.protocol import Join
+from verl_sync_plugin.transport.protocol import Join, LoadRequest
 from verl_sync_plugin.transport.sender import BucketSender
 
 ACCEPT_SECONDS = 1.0
@@ -17,68 +17,113 @@ TURN_AWAY_SECONDS = 5.0
 
 
 class MeetingPoint:
-    """This rank's listener, kept as long as the run."""
+    """This rank's listener, kept as long as the run, and the engine's load of the sync under way.
 
-    def __init__(self) -> None:
+    Args:
+        agreement: where ranks settle.
+        endpoint: the engine.
+        sender: adopts the channel to the engine rank.
+        config: bounds the time that an engine rank may take to come.
+
+    Attributes:
+        pending: the leader's load of the sync under way.
+    """
+
+    def __init__(
+        self, agreement: Agreement, endpoint: RolloutEndpoint, sender: BucketSender, config: SyncConfig
+    ) -> None:
+        self._agreement = agreement
+        self._endpoint = endpoint
+        self._sender = sender
+        self._config = config
         self._listener = Listener()
         self._addresses: tuple[str, ...] | None = None
+        self._sync_id = ""
+        self._expected = False  # an engine rank is on its way, for all that this rank knows
+        self.pending: PendingLoad | None = None
 
-    def drop_leftovers(self) -> None:
-        """Forgets connections of earlier syncs; before the leader may start a load, whose connection is no leftover."""
-        self._listener.drop_pending()
-
-    def addresses(self, agreement: Agreement, endpoint: RolloutEndpoint) -> tuple[str, ...]:
-        """Where the ranks beside the engine listen, in tensor-parallel order. Collective at the first call."""
-        if self._addresses is None:
-            everywhere = agreement.gather("exchanging addresses", self._listener.address)
-            self._addresses = tuple(everywhere[rank] for rank in endpoint.ranks)
-        return self._addresses
-
-    async def connect(
-        self, sync_id: str, agreement: Agreement, sender: BucketSender, pending: PendingLoad | None, timeout: float
-    ) -> None:
-        """Waits for the engine rank in rounds, so that one rank's failure ends the wait of all; collective.
+    def begin(self, sync_id: str, awake: bool) -> None:
+        """A new sync, of which nothing is asked yet.
 
         Args:
-            sync_id: what the engine rank must name.
-            agreement: where ranks settle.
-            sender: adopts the channel.
-            pending: the leader's load, which may fail instead.
-            timeout: seconds that the engine rank may take.
+            sync_id: what the engine ranks must name; other than all before.
+            awake: the leader may ask before all ranks have begun. Otherwise engine ranks that are on their way to an
+                earlier sync are turned away now, for until then they do not wake up either.
+        """
+        self._sync_id, self._expected, self.pending = sync_id, False, None
+        if not awake:
+            with self._agreement.attempt():
+                self._listener.drop_pending()
+
+    def ask(self, weight_version: str | None) -> None:
+        """Has the engine start to load; collective at the first call.
+
+        On the leader the engine has the request when this returns, also when this rank has failed before: the others
+        expect their engine ranks already.
+
+        Args:
+            weight_version: see ``RolloutEndpoint.start_load``.
+        """
+        if self._addresses is None:
+            everywhere = self._agreement.gather("exchanging addresses", self._listener.address)
+            self._addresses = tuple(everywhere[rank] for rank in self._endpoint.ranks)
+        self._expected = True
+        with self._agreement.attempt():
+            if self._endpoint.leader:
+                request = LoadRequest(self._sync_id, self._addresses, self._config.timeout_seconds)
+                self.pending = self._endpoint.start_load(request, weight_version)
+
+    async def meet(self) -> None:
+        """Waits for the engine rank in rounds, so that one rank's failure ends the wait of all; collective.
 
         Raises:
             SyncError: any rank's engine rank did not come.
         """
-        deadline = time.monotonic() + timeout
+        seconds = self._config.timeout_seconds
+        deadline = time.monotonic() + seconds
         channel: Channel | None = None  # also held by the sender once there
         waiting = True
         while waiting:
-            with agreement.attempt():
-                if channel is None and (channel := self._accept(sync_id)) is not None:
-                    sender.adopt(channel)
-                if channel is None and pending is not None and pending.finished():
-                    await pending.outcome(ACCEPT_SECONDS)
+            with self._agreement.attempt():
+                if channel is None and (channel := self._accept(ACCEPT_SECONDS)) is not None:
+                    self._sender.adopt(channel)
+                if channel is None and self.pending is not None and self.pending.finished():
+                    await self.pending.outcome(ACCEPT_SECONDS)
                     raise RuntimeError("SGLang accepted the update but its loader did not connect; see its log")
                 if channel is None and time.monotonic() > deadline:
                     raise TimeoutError(
-                        f"the engine did not connect within {KEY_PREFIX}.timeout_seconds={timeout:g}; see SGLang's log"
+                        f"the engine did not connect within {KEY_PREFIX}.timeout_seconds={seconds:g}; see SGLang's log"
                     )
-            waiting = agreement.settle("connecting to the engine", waiting=channel is None)
+            waiting = self._agreement.settle("connecting to the engine", waiting=channel is None)
+        with self._agreement.attempt():
+            if self._endpoint.leader:
+                self._endpoint.flush_behind_load()
 
-    def turn_away(self) -> None:
-        """Lets an engine rank that is on its way to a sync given up find out, instead of waiting for its time limit."""
-        if (channel := self._listener.accept(TURN_AWAY_SECONDS)) is not None:
+    async def give_up(self, why: str) -> None:
+        """Ends the sync whatever its state: the engine leaves the load, and generates nothing until one succeeds.
+
+        Args:
+            why: the failure.
+        """
+        self._sender.hang_up()
+        if self._expected:
+            self._turn_away()
+        await abandon(self._endpoint, why, self.pending, self._config.timeout_seconds)
+
+    def _turn_away(self) -> None:
+        """Lets the engine rank find out, instead of waiting for its time limit."""
+        self._expected = False
+        if (channel := self._accept(TURN_AWAY_SECONDS)) is not None:
             channel.close()
 
-    def _accept(self, sync_id: str) -> Channel | None:
-        """The engine rank's channel of this sync, if it comes within the time of a round; latecomers are closed."""
-        channel = self._listener.accept(ACCEPT_SECONDS)
-        if channel is None:
-            return None
-        try:
-            if channel.receive(ACCEPT_SECONDS) == Join(sync_id):
-                return channel
-        except (ChannelClosedError, ChannelTimeoutError) as error:
-            say(f"a connection without a sync was dropped: {error}")
-        channel.close()
+    def _accept(self, seconds: float) -> Channel | None:
+        """The engine rank's channel of this sync, if it comes in time; leftovers of earlier syncs are closed."""
+        while (channel := self._listener.accept(seconds)) is not None:
+            try:
+                if channel.receive(ACCEPT_SECONDS) == Join(self._sync_id):
+                    self._expected = False
+                    return channel
+            except (ChannelClosedError, ChannelTimeoutError) as error:
+                say(f"a connection without a sync was dropped: {error}")
+            channel.close()
         return None

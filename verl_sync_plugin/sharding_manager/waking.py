@@ -29,7 +29,7 @@ class Waking:
         self._endpoint = endpoint
         self._device = device
 
-    async def resume(self, tags: list[str], report: SyncReport, work: Callable[[], None] | None = None) -> bool:
+    async def resume(self, tags: list[str], report: SyncReport, work: Callable[[], None] | None = None) -> None:
         """The leader has the engine resume ``tags`` while every rank does ``work``.
 
         Args:
@@ -37,23 +37,19 @@ class Waking:
             report: gets the seconds of ``work`` as ``update_weights``, and those beyond it as ``resume_weights``.
             work: may settle, and raise SyncError, on all ranks alike.
 
-        Returns:
-            Whether ``work`` was done; it is not when there is nothing to resume.
-
         Raises:
             SyncError: any engine failed, or ``work`` did. The engine has answered by then, so that the next sync finds
                 it idle.
         """
         note_device_memory(report, self._device, "asleep")
         before = report.stages.get("update_weights", 0.0)
-        works = work is not None and bool(tags)
         with report.stage("resume_weights"):
             waking: asyncio.Future[None] | None = None
             if tags and self._endpoint.leader:
                 waking = asyncio.ensure_future(self._endpoint.resume(tags))
                 await asyncio.sleep(0)  # it sends its request here: work blocks this loop
             try:
-                if work is not None and works:
+                if work is not None:
                     with report.stage("update_weights"):
                         work()
             except BaseException:
@@ -66,7 +62,6 @@ class Waking:
             self._agreement.settle("resuming the engine's weights")
         report.stages["resume_weights"] -= report.stages.get("update_weights", 0.0) - before
         note_device_memory(report, self._device, "weights")
-        return works
 
     async def finish(self, tags: list[str], report: SyncReport) -> None:
         """Stage 2: the engine resumes ``tags``, flushes once and gets the report.
