@@ -37,12 +37,13 @@ class Setup:
 
     Attributes:
         overrides: Hydra overrides after the quickstart's own.
-        ranks: trainer ranks; the rollout's tensor-parallel size is the same.
+        ranks: trainer ranks.
         steps: training steps.
         model: checkpoint; ``None`` for the quickstart's.
         modules: test-only modules that verl imports in each of its processes before it loads plugins.
         path: folders that come first in ``PYTHONPATH``.
         megatron: tensor and pipeline parallel size of a Megatron trainer; ``None`` for FSDP2.
+        replicas: rollout engines, among which the ranks are shared out.
     """
 
     overrides: tuple[str, ...] = ()
@@ -52,6 +53,7 @@ class Setup:
     modules: tuple[str, ...] = ()
     path: tuple[str, ...] = ()
     megatron: tuple[int, int] | None = None
+    replicas: int = 1
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ def _environment(setup: Setup, folder: Path) -> dict[str, str]:
         "PYTHON": sys.executable,
         "WORK": str(folder / "work"),
         "N_GPUS": str(setup.ranks),
-        "ROLLOUT_TP": str(setup.ranks),
+        "ROLLOUT_TP": str(setup.ranks // setup.replicas),
         "STEPS": str(setup.steps),
         "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
         "VERL_SYNC_REPORT_FILE": str(folder / "reports.jsonl"),

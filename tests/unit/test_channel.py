@@ -165,7 +165,7 @@ def test_connect_to_a_full_queue_times_out(listener: Listener) -> None:
 
     def fill() -> None:
         try:
-            held = [connect(listener.address, 0.2) for _ in range(8)]
+            held = [connect(listener.address, 0.2) for _ in range(16)]
             held.clear()
         except ChannelTimeoutError as error:
             outcome.append(error)

@@ -76,7 +76,7 @@ class Listener:
         self.address = os.path.join(self._directory, "channel")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(self.address)
-        self._socket.listen(1)
+        self._socket.listen(8)  # leftovers of failed syncs wait here too
         self._finalizer = weakref.finalize(self, _dispose, self._socket, self._directory)
 
     def accept(self, timeout: float) -> Channel | None:
