@@ -51,7 +51,7 @@ def rig(model: str, device: str, dtype: str, work: Path) -> Iterator[Rig]:
     dist.init_process_group("gloo", init_method=f"file://{work}/store-{os.getpid()}", rank=0, world_size=1)
     try:
         config = transfer_models.write_config(model, work / model)
-        named = transfer_models.weights(model, device, dtype)
+        named = transfer_models.weights(model, device, dtype, work)
         server = Server(config, device, work / f"{model}-server.log")
         try:
             yield Rig(server, named, device, sum(2 * tensor.numel() for _, tensor in named))

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,17 +106,32 @@ def _mlp(c: dict[str, Any], prefix: str) -> list[tuple[str, tuple[int, ...]]]:
     return found
 
 
-def weights(kind: str, device: str, dtype: str) -> list[tuple[str, Any]]:
-    """Random tensors, each an allocation of its own as a trainer's parameters are."""
+def weights(kind: str, device: str, dtype: str, folder: Path) -> list[tuple[str, Any]]:
+    """Random tensors: on a GPU each an allocation of its own as a trainer's parameters are, on a CPU in one file in
+    ``folder``, which other processes can map as they can all device memory."""
     import torch
 
     generator = torch.Generator(device=device).manual_seed(1)
     made = []
-    for name, shape in shapes(kind):
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+    for (name, _), tensor in zip(shapes(kind), _memory(kind, device, getattr(torch, dtype), folder), strict=True):
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
         else:
             tensor.normal_(0, 0.02, generator=generator)
         made.append((name, tensor))
     return made
+
+
+def _memory(kind: str, device: str, dtype: Any, folder: Path) -> Iterator[Any]:
+    import torch
+
+    wanted = [shape for _, shape in shapes(kind)]
+    if device != "cpu":
+        yield from (torch.empty(shape, dtype=dtype, device=device) for shape in wanted)
+        return
+    places = [0, *itertools.accumulate(math.prod(shape) + -math.prod(shape) % 8 for shape in wanted)]  # 16-byte steps
+    storage = torch.UntypedStorage.from_file(str(folder / f"{kind}.weights"), True, places[-1] * dtype.itemsize)
+    flat = torch.empty(0, dtype=dtype).set_(storage)
+    yield from (
+        flat[place : place + math.prod(shape)].view(shape) for place, shape in zip(places, wanted, strict=False)
+    )

@@ -24,7 +24,7 @@ from benchmarks import rig, soak, transfer
 
 common = ["--model", "tiny-moe", "--device", "cpu"]
 measured = transfer.arguments([*common, "--case", "smoke", "--buckets", "1", "--repeat", "1",
-    "--variants", "stock,plugin", "--profile", "profiles", "--out", "result.json"])
+    "--variants", "stock,plugin,plugin-staged", "--profile", "profiles", "--out", "result.json"])
 soaked = soak.arguments([*common, "--bucket-mb", "1", "--syncs", "30", "--every", "3", "--out", "soak.json"])
 with rig.rig("tiny-moe", "cpu", "bfloat16", Path("work").resolve()) as bench:
     result = transfer.compare(measured, bench)
@@ -53,22 +53,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_stock_and_plugin_on_one_server(folder: Path) -> None:
     result = json.loads((folder / "result.json").read_text())
     assert not schema.problems(result)
-    stock, plugin = result["runs"]
-    assert stock["samples"]["tokens"] == plugin["samples"]["tokens"]
-    (report,) = (sample["report"] for sample in plugin["samples"]["syncs"])
+    stock, *ours = result["runs"]
     tensors = len(transfer_models.shapes("tiny-moe"))
-    assert report["replayed_tensors"] == report["tensors"] == tensors == plugin["settings"]["tensors"]
-    assert report["replayed_bytes"] == plugin["bytes"] == stock["bytes"]
-    assert {"connect", "pack", "gather", "wait_engine", "engine_load", "commit"} <= report["stages"].keys()
+    for plugin, packed in zip(ours, (False, True), strict=True):
+        assert stock["samples"]["tokens"] == plugin["samples"]["tokens"]
+        (report,) = (sample["report"] for sample in plugin["samples"]["syncs"])
+        assert report["replayed_tensors"] == report["tensors"] == tensors == plugin["settings"]["tensors"]
+        assert report["replayed_bytes"] == plugin["bytes"] == stock["bytes"]
+        assert {"connect", "wait_engine", "engine_load", "commit"} <= report["stages"].keys()
+        assert (report["direct_bytes"] == 0) is ({"pack", "gather"} <= report["stages"].keys()) is packed
     (row,) = (line for line in table.render([result]).splitlines() if line.startswith("| smoke"))
     assert row.split(" | ")[1:3] == ["1 MiB", transfer_table.milliseconds(stock["stages"]["phase"])]
 
 
 @pytest.mark.slow
 def test_profile_of_one_sync_shows_both_processes(folder: Path) -> None:
-    stock, plugin = json.loads((folder / "profiles" / "smoke-profile.json").read_text())["profiles"]
-    assert (stock["variant"], plugin["variant"]) == ("stock", "plugin")
-    for profile in (stock, plugin):
+    stock, direct, plugin = json.loads((folder / "profiles" / "smoke-profile.json").read_text())["profiles"]
+    assert (stock["variant"], direct["variant"], plugin["variant"]) == ("stock", "plugin", "plugin-staged")
+    for profile in (stock, direct, plugin):
         assert profile["device_busy_share"] is None, "there is none"
         assert profile["seconds"] > 0 and profile["unprofiled_seconds"] > 0
         copies: dict[str, Any] = {
@@ -79,6 +81,7 @@ def test_profile_of_one_sync_shows_both_processes(folder: Path) -> None:
         if profile is stock:
             # of one sync, cut out of the engine's trace by the trainer's clock
             assert all(rows and rows[0]["count"] >= len(transfer_models.shapes("tiny-moe")) for rows in copies.values())
+    assert "pack" not in {row["name"] for row in direct["stages"]}
     stages = {row["name"]: row for row in plugin["stages"]}
     assert {"connect", "pack", "gather", "wait_engine", "commit"} <= stages.keys()
     assert 0 < stages["pack"]["seconds"] < stages["update_weights"]["seconds"] < plugin["seconds"]
