@@ -28,7 +28,6 @@ class Replay:
     """
 
     def __init__(self, plan: CopyPlan, manifest: Manifest, copier: Copier, whole: frozenset[str] = frozenset()) -> None:
-        self._plan = plan
         self._copier = copier
         numbers = numbers_of(manifest.buckets)
         hulls = [hulls_of(entries) for entries in manifest.buckets]
@@ -41,6 +40,8 @@ class Replay:
         self._ready = [
             (copier.prepare(work.fused), copier.prepare(work.bare), copier.prepare(work.reads)) for work in self.works
         ]
+        self._zeros = [target for target, value in plan.fills if value == 0 and target.numel()]
+        self._constants = [(target, value) for target, value in plan.fills if value != 0]
         self._manifest = manifest
         self._traffic: dict[tuple[int, bool], tuple[int, int]] = {}
         leftovers = {entry.name for work in self.works for entry in work.leftovers}
@@ -51,7 +52,9 @@ class Replay:
 
     def fill(self) -> None:
         """Writes the constants again: released memory comes back with anything in it."""
-        for target, value in self._plan.fills:
+        if self._zeros:
+            torch._foreach_zero_(self._zeros)  # a padded model has thousands
+        for target, value in self._constants:
             target.fill_(value)
 
     def run(self, index: int, memory: BucketMemory, sums: torch.Tensor, hashed: bool) -> None:

@@ -30,11 +30,16 @@ class PeakMemory:
         self._before = 0
         if self._cuda:
             torch.cuda.reset_peak_memory_stats()
-            self._before = torch.cuda.memory_allocated()
+            self._before = _allocated("current")
 
     def into(self, report: SyncReport) -> None:
         """Writes both peaks, in bytes; a higher one that is there already stays."""
         report.peak_host_bytes = max(report.peak_host_bytes, peak_resident_bytes() - self._host)
         if self._cuda:
-            peak = torch.cuda.max_memory_allocated() - self._before
+            peak = _allocated("peak") - self._before
             report.peak_device_bytes = max(report.peak_device_bytes, peak)
+
+
+def _allocated(which: str) -> int:
+    """Bytes in use; ``memory_allocated`` sorts all of the allocator's counters for one of them."""
+    return int(torch.cuda.memory_stats_as_nested_dict().get("allocated_bytes", {}).get("all", {}).get(which, 0))
