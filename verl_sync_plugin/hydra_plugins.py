@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_sync_plugin import hydra_source
 from verl_sync_plugin.config import sync_config_of
+from verl_sync_plugin.log import say
 
 
 class SyncConfigSource(ConfigSource):
@@ -101,4 +101,4 @@ class CheckKeys(Callback):
             raise SystemExit(f"verl-sync-plugin: {error}") from error
         if rollout.get("name") == "sglang":
             state = "on" if sync_config_of(rollout).enabled else "off, stock verl moves the weights"
-            print(f"[verl-sync-plugin] pid {os.getpid()} driver: weight sync {state}", flush=True)
+            say(f"driver: weight sync {state}")

@@ -20,17 +20,13 @@ BUCKET_BYTES = 1 << 20
 DUMMY = f"{ROLLOUT}.load_format=dummy"
 SMALL_BUCKETS = f"{ROLLOUT}.update_weights_bucket_megabytes=1"
 SHORT_WAIT = f"{ROLLOUT}.custom.sync.timeout_seconds=90"
-
-
-@pytest.fixture(scope="session", params=[1, 2], ids=["1-rank", "2-ranks-tp2"])
-def ranks(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
+RANKS = 2  # one alone: test_old_and_new_sglang.py
 
 
 @pytest.fixture(scope="session")
-def trained(ranks: int, larger_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def trained(larger_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two steps, so three syncs."""
-    setup = Setup((DUMMY, SMALL_BUCKETS, SHORT_WAIT), ranks=ranks, steps=2, model=larger_model)
+    setup = Setup((DUMMY, SMALL_BUCKETS, SHORT_WAIT), ranks=RANKS, steps=2, model=larger_model)
     return main_ppo(setup, tmp_path_factory.mktemp("trained"))
 
 
@@ -38,8 +34,8 @@ def test_reaches_its_steps(trained: Run) -> None:
     checks.reached(trained, steps=2)
 
 
-def test_every_process_uses_the_plugin(trained: Run, ranks: int) -> None:
-    checks.plugin_ran(trained, ranks)
+def test_every_process_uses_the_plugin(trained: Run) -> None:
+    checks.plugin_ran(trained, RANKS)
 
 
 def test_engine_has_the_weights_of_the_trainer_at_every_step(trained: Run) -> None:

@@ -49,14 +49,14 @@ def folder_of_release(release: str, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="session")
 def trained(folder_of_release: Path, tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """One step, so two syncs."""
+    """Two steps, so three syncs."""
     model = Path(tiny_model("qwen2"))
-    setup = Setup(OVERRIDES, model=model, modules=("e2e.sglang_version",), path=(str(folder_of_release),))
+    setup = Setup(OVERRIDES, steps=2, model=model, modules=("e2e.sglang_version",), path=(str(folder_of_release),))
     return main_ppo(setup, tmp_path_factory.mktemp("trained"))
 
 
 def test_release_trains(trained: Run, release: str, folder_of_release: Path) -> None:
-    checks.reached(trained, steps=1)
+    checks.reached(trained, steps=2)
     server = re.search(r"\(SyncSGLangHttpServer pid=(\d+)\)", trained.text)
     assert server is not None, trained.tail
     # Ray prints "(pid=…)" alone until it knows the actor's name
@@ -68,5 +68,6 @@ def test_release_gets_the_weights_from_the_plugin(trained: Run) -> None:
     assert trained.logged, trained.tail
     checks.plugin_ran(trained, ranks=1)
     checks.same_weights(trained)
-    checks.metrics_complete(trained.logged[1], step=1)
-    checks.reported(trained, steps=1)
+    for step in (1, 2):
+        checks.metrics_complete(trained.logged[step], step)
+    checks.reported(trained, steps=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import ray
@@ -10,6 +9,7 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 
 from verl_sync_plugin.config import sync_config_of
 from verl_sync_plugin.hooks.server import SyncSGLangHttpServer
+from verl_sync_plugin.log import say
 
 
 class SyncSGLangReplica(SGLangReplica):
@@ -21,7 +21,7 @@ class SyncSGLangReplica(SGLangReplica):
         self.syncs_weights = serves_actor and sync_config_of(self.config).enabled
         if self.syncs_weights:
             self.server_class = ray.remote(SyncSGLangHttpServer)
-            print(f"[verl-sync-plugin] pid {os.getpid()} task runner: replica {self.replica_rank} is ours", flush=True)
+            say(f"task runner: replica {self.replica_rank} is ours")
 
     async def init_standalone(self, *args: Any, **kwargs: Any) -> Any:
         """Standalone replicas are loaded by verl's checkpoint engines and keep verl's server."""

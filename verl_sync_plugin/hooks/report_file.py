@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 
+from verl_sync_plugin.log import say
 from verl_sync_plugin.metrics import SyncReport
-from verl_sync_plugin.sharding_manager.coverage import say
 
 REPORT_FILE_VARIABLE = "VERL_SYNC_REPORT_FILE"
 

@@ -7,33 +7,29 @@ weights earlier. verl's own worker knows these three calls alone, ours (``hooks/
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import ray
-import torch
 from torch.distributed.device_mesh import DeviceMesh
-from verl.utils.device import get_device_name, get_torch_device
+from verl.utils.device import get_torch_device
 from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 from verl.workers.rollout.sglang_rollout.utils import lora_served_as_adapter
 
-from verl_sync_plugin.bucket_size import AutoBucket, check_bucket_megabytes
 from verl_sync_plugin.config import TRAINERS, TURN_OFF, refuse_unsupported, sync_config_of
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.hooks import activation
 from verl_sync_plugin.hooks.awake import WEIGHTS, sleep_tags, wake_stages
-from verl_sync_plugin.hooks.backup import keep_cpu_backup
-from verl_sync_plugin.hooks.endpoint import ServerActorEndpoint
 from verl_sync_plugin.hooks.engine import ShardStream
+from verl_sync_plugin.hooks.making import make_manager, sglang_arguments, trainer_device
 from verl_sync_plugin.hooks.report_file import write_report
+from verl_sync_plugin.log import say
 from verl_sync_plugin.metrics import SyncReport
-from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sharding_manager.base import ShardingManager
 from verl_sync_plugin.sharding_manager.cache import release_cache
 from verl_sync_plugin.sharding_manager.endpoint import abandon
-from verl_sync_plugin.sharding_manager.gauges import device_reading, note_device_memory
+from verl_sync_plugin.sharding_manager.gauges import note_device_memory
 from verl_sync_plugin.sharding_manager.room import FIRST, REST, Room, growth, read_device
 
 
@@ -48,7 +44,7 @@ class SyncServerAdapter(ServerAdapter):
         activation.take_over(enabled)
         if enabled:
             return super().__new__(cls)
-        _say("custom.sync.enabled=False: stock verl moves the weights")
+        say("custom.sync.enabled=False: stock verl moves the weights")
         return ServerAdapter(config, *args, **kwargs)
 
     def __init__(self, config: Any, model_config: Any, device_mesh: DeviceMesh | None, replica_rank: int = -1) -> None:
@@ -63,8 +59,8 @@ class SyncServerAdapter(ServerAdapter):
         staged = bool(config.multi_stage_wake_up) or self._keeps_weights  # without resident weights no first stage
         self._stage_one, self._stage_two = wake_stages(staged, self._sync.release_cuda_graph)
         self._wake_tags: list[str] = []
-        chunk = _sglang_arguments(config).get("chunked_prefill_size", None)
-        self._room = Room(lambda: read_device(_trainer_device()), self._sync.empty_cache == "always", chunk)
+        chunk = sglang_arguments(config).get("chunked_prefill_size", None)
+        self._room = Room(lambda: read_device(trainer_device()), self._sync.empty_cache == "always", chunk)
         self._early: Exception | None = None
         self._around = SyncReport()  # what precedes the manager's report of the sync under way
 
@@ -119,22 +115,11 @@ class SyncServerAdapter(ServerAdapter):
             ValueError: the stream comes from an engine without sharding manager.
         """
         if not self._colocated:
-            _say("disaggregated rollout: verl's checkpoint engine and stock loading move the weights")
+            say("disaggregated rollout: verl's checkpoint engine and stock loading move the weights")
             await super().update_weights(weights, global_steps=global_steps, **kwargs)
             return
-        if not isinstance(weights, ShardStream):
-            raise ValueError(
-                "the training engine exports a plain weight stream: no sharding manager knows it "
-                f"(actor_rollout_ref.actor.strategy other than {', '.join(TRAINERS)}). Use one of these, or {TURN_OFF}."
-            )
         await self._init_server_adapter()
-        if self._manager is None:
-            self._manager = self._make_manager(weights)
-            if ends and self.config.free_cache_engine:
-                _say(
-                    "the trainer runs verl's own worker: it empties caches itself, custom.sync.empty_cache does nothing"
-                )
-        manager, early = self._manager, self._early
+        manager, early = self._manager_for(weights, ends), self._early
         self._early = None
         with manager.agreement.attempt():
             if early is not None:
@@ -161,7 +146,7 @@ class SyncServerAdapter(ServerAdapter):
             with self._around.stage("before"):
                 if offloaded:
                     get_torch_device().synchronize()
-                self._around.note_release(self._room.make(FIRST, partial(release_cache, _trainer_device())))
+                self._around.note_release(self._room.make(FIRST, partial(release_cache, trainer_device())))
         except Exception as error:
             self._early = error
 
@@ -181,7 +166,7 @@ class SyncServerAdapter(ServerAdapter):
             offload()
         with agreement.attempt(), report.stage("after"):
             self._room.note_activations(report.activation_bytes)
-            self._around.note_release(self._room.make(REST, partial(release_cache, _trainer_device())))
+            self._around.note_release(self._room.make(REST, partial(release_cache, trainer_device())))
         report.emptied_caches, report.released_bytes = self._around.emptied_caches, self._around.released_bytes
         try:
             with report.stage("barrier"):  # a leader must not wake an engine whose other ranks have no room yet
@@ -198,29 +183,29 @@ class SyncServerAdapter(ServerAdapter):
         """
         await self._finish(self._stage_two if self.config.free_cache_engine else [])
 
+    def _manager_for(self, weights: Any, ends: bool) -> ShardingManager:
+        if not isinstance(weights, ShardStream):
+            raise ValueError(
+                "the training engine exports a plain weight stream: no sharding manager knows it "
+                f"(actor_rollout_ref.actor.strategy other than {', '.join(TRAINERS)}). Use one of these, or {TURN_OFF}."
+            )
+        if self._manager is None:
+            self._manager = self._make_manager(weights)
+            if ends and self.config.free_cache_engine:
+                say(
+                    "the trainer runs verl's own worker: it empties caches itself, custom.sync.empty_cache does nothing"
+                )
+        return self._manager
+
     def _make_manager(self, stream: ShardStream) -> ShardingManager:
-        manager_class = get_sharding_manager(stream.trainer, str(self.config.name))
-        megabytes = check_bucket_megabytes(
-            self.config.get("update_weights_bucket_megabytes", None),
-            self.config.checkpoint_engine.update_weights_bucket_megabytes,
-        )
-        backup = keep_cpu_backup(self._sync, self.config, self.model_config)
-        restores = backup and not str(self.config.load_format).startswith("dummy")
-        mesh, device = self.device_mesh["infer_tp"], _trainer_device()
-        auto = AutoBucket(_static_fraction(self.config), device_reading(device))
-        bucket = auto if megabytes is None else megabytes << 20
         stays_awake = not (self.config.free_cache_engine and self._stage_two)
-        endpoint = ServerActorEndpoint(self.server_actor, mesh, restores, self._sync.timeout_seconds, stays_awake)
-        _say(
-            f"actor rank {torch.distributed.get_rank()}: sharding manager {manager_class.__name__}, "
-            f"buckets of {megabytes or 'auto'} MiB, engine's CPU backup {'on' if backup else 'off'}"
-        )
-        return manager_class(stream.engine, endpoint, self._sync, bucket, device, str(self.config.dtype))
+        mesh = self.device_mesh["infer_tp"]
+        return make_manager(stream, self.config, self.model_config, self.server_actor, mesh, stays_awake)
 
     async def _finish(self, tags: list[str]) -> None:
         manager = self._manager
         assert manager is not None
-        note_device_memory(manager.report, _trainer_device(), REST[0])
+        note_device_memory(manager.report, trainer_device(), REST[0])
         report = await manager.finish(tags)
         if self._room.learning:
             grown = growth(report.device_used_bytes)
@@ -229,22 +214,3 @@ class SyncServerAdapter(ServerAdapter):
             self._room.learn(manager.agreement.gather("what the engine resumed", grown))
         if manager.endpoint.leader:
             write_report(report)
-
-
-def _static_fraction(config: Any) -> float:
-    """The share of a device that the engine takes for weights and KV cache, as verl launches it."""
-    return float(_sglang_arguments(config).get("mem_fraction_static", None) or config.gpu_memory_utilization)
-
-
-def _sglang_arguments(config: Any) -> Any:
-    """What the user hands to SGLang beside verl's own keys."""
-    return (config.engine_kwargs or {}).get("sglang", None) or {}
-
-
-def _trainer_device() -> torch.device:
-    name = get_device_name()
-    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
-
-
-def _say(text: str) -> None:
-    print(f"[verl-sync-plugin] pid {os.getpid()} {text}", flush=True)

@@ -24,6 +24,7 @@ from verl_sync_plugin.config import sync_config_of
 from verl_sync_plugin.hooks.awake import KV_CACHE, WEIGHTS, AwakeState, sleep_tags
 from verl_sync_plugin.hooks.backup import keep_cpu_backup
 from verl_sync_plugin.hooks.gate import WeightsGate
+from verl_sync_plugin.log import say
 from verl_sync_plugin.lora.build import unties_embeddings
 from verl_sync_plugin.transport.protocol import LOADER
 from verl_sync_plugin.transport.request import pack_request
@@ -65,14 +66,14 @@ class SyncSGLangHttpServer(SGLangHttpServer):
                     "this verl does not launch SGLang the way verl-sync-plugin expects"
                 )
         word = "on" if backup else "off"
-        print(f"[verl-sync-plugin] pid {os.getpid()} rollout server: {LOADER}, CPU backup {word}", flush=True)
+        say(f"rollout server: {LOADER}, CPU backup {word}")
 
     def _untie(self, sglang_kwargs: dict[str, Any]) -> None:
         """An engine that ties embedding and head cannot hold what a merged adapter makes of one of them."""
         if not self.lora_as_adapter and unties_embeddings(self.model_config):
             given = json.loads(sglang_kwargs.get("json_model_override_args") or "{}")
             sglang_kwargs["json_model_override_args"] = json.dumps({**given, "tie_word_embeddings": False})
-            print(f"[verl-sync-plugin] pid {os.getpid()} rollout server: embedding and head untied", flush=True)
+            say("rollout server: embedding and head untied")
 
     async def sleep(self) -> None:
         """verl's sleep, once per wake; a repeated call is harmless."""

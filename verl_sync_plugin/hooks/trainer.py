@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import ray
 from omegaconf import OmegaConf
 
 from verl_sync_plugin.config import KEY_PREFIX, sync_config_of
+from verl_sync_plugin.log import say
 from verl_sync_plugin.metrics import metrics_of, timing_of
 
 
@@ -49,7 +49,7 @@ def take_workers(mapping: dict[Any, Any]) -> None:
         ours = ours_for(getattr(remote, "__ray_actor_class__", remote)) if "rollout" in str(role) else None
         if ours is not None:
             mapping[role] = ray.remote(ours)
-            print(f"[verl-sync-plugin] pid {os.getpid()} task runner: {role} is {ours.__name__}", flush=True)
+            say(f"task runner: {role} is {ours.__name__}")
 
 
 def take_reports(replicas: list[Any]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from verl_sync_plugin.config import KEY_PREFIX, SyncConfig
+from verl_sync_plugin.log import say
 from verl_sync_plugin.transport.protocol import Coverage
 
 
@@ -30,8 +31,3 @@ def check_coverage(coverage: Coverage, config: SyncConfig, restores_uncovered: b
         )
     if first:
         say(f"{text}; the engine keeps what it loaded at its start")
-
-
-def say(text: str) -> None:
-    """One line into the log of this process."""
-    print(f"[verl-sync-plugin] {text}", flush=True)

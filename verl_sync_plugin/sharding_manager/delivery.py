@@ -16,8 +16,8 @@ import torch.distributed as dist
 from verl_sync_plugin.bucket import Plan
 from verl_sync_plugin.config import KEY_PREFIX, SyncConfig
 from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.log import say
 from verl_sync_plugin.sharding_manager.agreement import Agreement
-from verl_sync_plugin.sharding_manager.coverage import say
 from verl_sync_plugin.transport.exports import StagingExport
 from verl_sync_plugin.transport.protocol import Hello
 from verl_sync_plugin.transport.sender import BucketSender

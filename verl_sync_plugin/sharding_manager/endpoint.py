@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from verl_sync_plugin.sharding_manager.coverage import say
+from verl_sync_plugin.log import say
 from verl_sync_plugin.transport.protocol import LoadRequest
 
 

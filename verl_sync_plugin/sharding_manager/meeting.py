@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from verl_sync_plugin.config import KEY_PREFIX, SyncConfig
+from verl_sync_plugin.log import say
 from verl_sync_plugin.sharding_manager.agreement import Agreement
-from verl_sync_plugin.sharding_manager.coverage import say
 from verl_sync_plugin.sharding_manager.endpoint import PendingLoad, RolloutEndpoint, abandon
 from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, ChannelTimeoutError, Listener
 from verl_sync_plugin.transport.protocol import Join, LoadRequest

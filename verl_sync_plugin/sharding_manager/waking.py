@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 
 from verl_sync_plugin.bucket_size import AutoBucket
+from verl_sync_plugin.log import say
 from verl_sync_plugin.metrics import SyncReport
 from verl_sync_plugin.sharding_manager.agreement import Agreement
-from verl_sync_plugin.sharding_manager.coverage import say
 from verl_sync_plugin.sharding_manager.endpoint import RolloutEndpoint
 from verl_sync_plugin.sharding_manager.gauges import note_device_memory
 
