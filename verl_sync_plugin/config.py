@@ -37,7 +37,8 @@ class SyncConfig:
         wire_dtype: dtype in which floating-point parameters travel; ``auto`` is ``rollout.dtype``. Buffers always
             travel in their own dtype.
         keep_dtype: regular expressions (``re.search`` on the HF name); matching parameters keep the trainer's dtype.
-        timeout_seconds: bound on every wait of a sync; when it passes, all ranks raise the same ``SyncError``.
+        timeout_seconds: bound on every wait of a rank for its engine or its device; when it passes, all ranks raise the
+            same ``SyncError``.
         release_cuda_graph: also release SGLang's CUDA graph memory during training and resume it in stage 2. Not where
             megatron-core is installed: imported by SGLang, it puts the memory saver into a mode that cannot.
         empty_cache: when the trainer hands cached device memory back around a sync. ``auto``: when the engine would not

@@ -62,7 +62,7 @@ def _failing(member: Rank, version: int) -> str:
 def nothing_starts(member: Rank, version: int) -> str:
     """The engine cannot resume; then the first bucket cannot be packed. No load starts, and none is waited for."""
     manager, last = member.manager, dist.get_world_size() - 1
-    starts, waits = stories.count(manager._meeting, "ask"), stories.count(manager._meeting, "_turn_away")
+    starts, waits = stories.count(manager._meeting, "ask"), stories.count(manager._meeting._latecomers, "turn_away")
     resume, pack = member.endpoint.resume, manager._sender.pack
 
     async def broken_resume(tags: list[str]) -> None:
@@ -82,7 +82,7 @@ def nothing_starts(member: Rank, version: int) -> str:
     assert f"rank {last}: MemoryError: injected: cannot pack" in text, text
     assert not starts and not waits
     assert len(member.endpoint.abandoned) == (2 if member.endpoint.leader else 0), "the engine may not generate"
-    del manager._meeting.ask, manager._meeting._turn_away  # type: ignore[misc]
+    del manager._meeting.ask, manager._meeting._latecomers.turn_away  # type: ignore[misc]
     return text
 
 
@@ -256,8 +256,10 @@ def peers_out_of_reach(member: Rank, version: int) -> None:
     with pytest.raises(SyncError, match="delivery=sharded: an engine rank cannot read other trainer ranks' memory"):
         member.sync(version)
     manager._delivery._choice = "auto"
+    abandoned = len(member.endpoint.abandoned)
     for again in (version + 1, version + 2):
         trainer.perturb(member.trainer, seed=again)
         member.sync(again)
         member.check_exact(f"gathered{again}")
         assert manager.report.gathered_bytes > 0 == manager.report.peer_bytes
+    assert len(member.endpoint.abandoned) == abandoned, "a sync that goes on otherwise has not failed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from typing import Any
 
@@ -15,6 +16,7 @@ from verl_sync_plugin.config import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.sharding_manager.agreement import Agreement
 from verl_sync_plugin.sharding_manager.endpoint import LoadOutcome, PendingLoad
+from verl_sync_plugin.sharding_manager.latecomers import POLL_SECONDS
 from verl_sync_plugin.sharding_manager.meeting import MeetingPoint
 from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, connect
 from verl_sync_plugin.transport.protocol import Join, LoadRequest
@@ -37,20 +39,28 @@ class Loading(PendingLoad):
 
 
 class Comer(Engine):
-    """An engine whose ranks come as soon as they are asked."""
+    """An engine whose ranks come when they are asked, the last one after some seconds; or that refuses."""
 
-    def __init__(self, comes: bool = True) -> None:
+    def __init__(self, comes: bool = True, late: float = 0.0) -> None:
         super().__init__()
-        self.comes = comes
+        self.comes, self.late = comes, late
         self.came: list[Channel] = []
         self.flushes: list[int] = []
+        self.coming: list[threading.Thread] = []
 
     def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
         load = Loading()
         load.over = not self.comes
+        self.coming = [threading.Thread(target=self._come, args=(request,), daemon=True)]
         if self.comes:
-            self.came = [joined(address, request.sync_id) for address in request.addresses]
+            self.coming[0].start()
         return load
+
+    def _come(self, request: LoadRequest) -> None:
+        for address in request.addresses:
+            if address == request.addresses[-1]:
+                time.sleep(self.late)
+            self.came.append(joined(address, request.sync_id))
 
     def flush_behind_load(self) -> None:
         self.flushes.append(len(self.came))
@@ -77,21 +87,20 @@ def meeting_of(engine: Comer) -> MeetingPoint:
 
 def meet_among_leftovers() -> tuple[list[bool], float, bool, list[int]]:
     """Whether leftovers were closed, the seconds it took, whether the right one was met, and the flushes asked for."""
-    engine = Comer()
+    engine = Comer(late=0.5)
     meeting = meeting_of(engine)
     late = joined(meeting._listener.address, "1")
     silent = connect(meeting._listener.address, WAIT)
     silent.close()
-    meeting.begin("2", awake=True)
+    meeting.begin("2")
     started = time.monotonic()
     meeting.ask("2")
     asyncio.run(meeting.meet())
     seconds = time.monotonic() - started
     met = meeting._sender._channel
     assert met is not None
-    if engine.leader:
-        for rank, channel in enumerate(engine.came):
-            channel.send(rank)
+    for rank, channel in enumerate(engine.came):
+        channel.send(rank)
     found = [is_closed(late)], seconds, met.receive(WAIT) == dist.get_rank(), engine.flushes
     meeting._sender.hang_up()
     return found
@@ -100,38 +109,84 @@ def meet_among_leftovers() -> tuple[list[bool], float, bool, list[int]]:
 def test_leftovers_of_earlier_syncs_do_not_disturb() -> None:
     for rank, (closed, seconds, right, flushes) in enumerate(run_world(2, meet_among_leftovers, timeout=60)):
         assert closed == [True] and right and seconds < 3
-        assert flushes == ([2] if rank == 0 else []), "asked for once, by the leader, with all engine ranks there"
+        assert flushes == ([2] if rank == 0 else []), "asked for once, by the leader, with all engine ranks in the load"
 
 
-def give_up(asked: bool) -> tuple[float, list[bool], int]:
-    """The seconds it took, which engine ranks were turned away, and how many are still expected."""
-    engine = Comer()
+def give_up(asked: bool, late: float) -> tuple[float, list[bool], int]:
+    """The seconds it took, which engine ranks were turned away, and how often the engine was told."""
+    engine = Comer(late=late)
     meeting = meeting_of(engine)
-    meeting.begin("1", awake=asked)
+    meeting.begin("1")
     if asked:
         meeting.ask(None)
     dist.barrier()
     started = time.monotonic()
     asyncio.run(meeting.give_up("injected"))
     seconds = time.monotonic() - started
+    if asked and engine.leader:
+        engine.coming[0].join()
+    closed = [is_closed(channel) for channel in engine.came]
     dist.barrier()
-    return seconds, [is_closed(channel) for channel in engine.came], len(engine.abandoned)
+    return seconds, closed, len(engine.abandoned)
 
 
-def test_given_up_an_engine_rank_on_its_way_is_turned_away() -> None:
-    (leading, closed, abandoned), (following, *_) = run_world(2, give_up, True, timeout=60)
+def test_given_up_engine_ranks_are_turned_away_whenever_they_come() -> None:
+    (leading, closed, abandoned), (following, *_) = run_world(2, give_up, True, 2.0, timeout=60)
     assert closed == [True, True] and abandoned == 1
-    assert max(leading, following) < 2
+    assert max(leading, following) < 1.5, "nobody waits for them"
 
 
-def test_given_up_before_it_was_asked_nobody_waits() -> None:
-    for seconds, closed, _ in run_world(2, give_up, False, timeout=60):
-        assert seconds < 1 and not closed
+def test_given_up_before_it_was_asked_nobody_is_expected() -> None:
+    for seconds, closed, _ in run_world(2, give_up, False, 0.0, timeout=60):
+        assert seconds < 1.5 and not closed
+
+
+def come_early() -> tuple[bool, bool]:
+    """Whether the engine rank of a given-up sync was turned away, and the one that came early for the next was met."""
+    engine = Comer()
+    meeting = meeting_of(engine)
+    for sync_id in ("1", "2"):
+        meeting.begin(sync_id)
+        meeting._expected = True  # as if asked for
+        asyncio.run(meeting.give_up("injected"))
+        meeting._latecomers.turn_away(sync_id)
+    closed = is_closed(joined(meeting._listener.address, "1"))
+    early = joined(meeting._listener.address, "3")  # another rank has begun the next sync
+    early.send("early")
+    time.sleep(3 * POLL_SECONDS)
+    engine.start_load = lambda *_: Loading()  # type: ignore[method-assign]
+    meeting.begin("3")
+    meeting.ask(None)
+    asyncio.run(meeting.meet())
+    met = meeting._sender._channel
+    assert met is not None
+    return closed, met.receive(WAIT) == "early"
+
+
+def test_who_comes_early_for_the_next_sync_is_met() -> None:
+    assert run_world(2, come_early, timeout=60) == [(True, True)] * 2
+
+
+def early_given_up() -> bool:
+    """Whether an engine rank that came early is let go when its sync is given up before the ranks met."""
+    meeting = meeting_of(Comer())
+    meeting._latecomers.turn_away("1")
+    early = joined(meeting._listener.address, "2")
+    time.sleep(3 * POLL_SECONDS)
+    meeting.begin("2")
+    meeting._latecomers.stop()
+    meeting._expected = True
+    asyncio.run(meeting.give_up("injected"))
+    return is_closed(early)
+
+
+def test_who_came_early_is_let_go() -> None:
+    assert run_world(1, early_given_up, timeout=60) == [True]
 
 
 def refused() -> str:
     meeting: Any = meeting_of(Comer(comes=False))
-    meeting.begin("1", awake=True)
+    meeting.begin("1")
     meeting.ask(None)
     try:
         asyncio.run(meeting.meet())

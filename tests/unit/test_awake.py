@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl_sync_plugin.hooks.awake import AwakeState, sleep_tags, wake_stages
+from verl_sync_plugin.hooks.awake import AwakeState, awake_behind_load, sleep_tags, wake_stages
 
 
 def test_nothing_is_released_at_first() -> None:
@@ -77,3 +77,12 @@ def test_a_wake_undoes_a_sleep(staged: bool, cuda_graph: bool) -> None:
     for tags in wake_stages(staged, cuda_graph):
         state.note_resumed(state.to_resume(tags))
     assert state.released == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("free_cache_engine", "staged", "awake"),
+    [(True, True, False), (True, False, True), (False, True, True), (False, False, True)],
+)
+def test_what_is_all_awake_behind_a_load(free_cache_engine: bool, staged: bool, awake: bool) -> None:
+    _, stage_two = wake_stages(staged, cuda_graph=False)
+    assert awake_behind_load(free_cache_engine, stage_two) is awake

@@ -103,20 +103,6 @@ def test_accept_returns_none_when_nobody_comes(listener: Listener) -> None:
     assert listener.accept(0.05) is None
 
 
-def test_stale_connections_are_dropped(listener: Listener) -> None:
-    stale = [connect(listener.address, WAIT) for _ in range(2)]
-    stale[0].send("from the last sync")
-    listener.drop_pending()
-    fresh = connect(listener.address, WAIT)
-    fresh.send("from this sync")
-    channel = listener.accept(WAIT)
-    assert channel is not None
-    assert channel.receive(WAIT) == "from this sync"
-    for old in stale:
-        with pytest.raises(ChannelClosedError):
-            old.receive(WAIT)
-
-
 def test_only_the_owner_can_enter(listener: Listener) -> None:
     directory = Path(listener.address).parent
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700

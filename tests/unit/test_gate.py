@@ -48,3 +48,14 @@ def test_locked_after_a_failure_until_a_sync_succeeds() -> None:
         await gate.enter()
 
     asyncio.run(story())
+
+
+def test_a_failure_without_a_word_is_one() -> None:
+    async def story() -> None:
+        gate = WeightsGate()
+        gate.begin()
+        gate.fail("")
+        with pytest.raises(RuntimeError, match="half written"):
+            await gate.enter()
+
+    asyncio.run(story())

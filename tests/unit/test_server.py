@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from verl_sync_plugin.hooks.awake import KV_CACHE, WEIGHTS, AwakeState
+from verl_sync_plugin.hooks.endpoint import ServerActorEndpoint
 from verl_sync_plugin.hooks.gate import WeightsGate
 from verl_sync_plugin.hooks.server import SyncSGLangHttpServer
 
@@ -108,3 +109,12 @@ def test_a_flush_behind_a_failed_load_is_not_taken_for_the_next_one() -> None:
         assert manager.asked == ["load", "flush", "load", "flush"]
 
     asyncio.run(syncs())
+
+
+@pytest.mark.parametrize("awake", [True, False])
+def test_only_an_engine_that_is_awake_behind_the_load_is_told_to_flush(awake: bool) -> None:
+    told: list[None] = []
+    server = SimpleNamespace(flush_behind_load=SimpleNamespace(remote=lambda: told.append(None)))
+    mesh: Any = None
+    ServerActorEndpoint(server, mesh, True, 1.0, awake).flush_behind_load()
+    assert len(told) == awake

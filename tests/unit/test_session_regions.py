@@ -11,7 +11,15 @@ import torch
 from verl_sync_plugin.receiver.session import ReceiverSession
 from verl_sync_plugin.transport.channel import ChannelClosedError
 from verl_sync_plugin.transport.exports import Live, Region
-from verl_sync_plugin.transport.protocol import Coverage, Hello, Ready, Whereabouts
+from verl_sync_plugin.transport.protocol import (
+    TOGETHER_SLACK_SECONDS,
+    TOGETHER_WAITS,
+    Coverage,
+    Hello,
+    LoadRequest,
+    Ready,
+    Whereabouts,
+)
 
 
 class Trainer:
@@ -19,11 +27,13 @@ class Trainer:
 
     def __init__(self, *words: object) -> None:
         self._words, self.heard = list(words), list[object]()
+        self.waits: list[float] = []
 
     def send(self, word: object) -> None:
         self.heard.append(word)
 
     def receive(self, timeout: float) -> object:
+        self.waits.append(timeout)
         if not self._words:
             raise ChannelClosedError("gone")
         return self._words.pop(0)
@@ -73,3 +83,11 @@ def test_a_staged_sync_lets_go_of_parameters(session: Any) -> None:
         session._run_staged(Hello("2", "plan", (None,)), Trainer(), 1.0)  # type: ignore[arg-type]
     assert not session._regions._mapped and session._lives == ()
     assert session._unpacker.forgot, "tables with addresses that are no longer mapped"
+
+
+def test_the_first_word_may_take_as_long_as_trainer_ranks_wait_for_each_other() -> None:
+    """An engine that is awake comes while they gather and plan."""
+    trainer: Any = Trainer()
+    with pytest.raises(ChannelClosedError):
+        ReceiverSession(None).run(trainer, LoadRequest("1", (), 5.0))
+    assert trainer.waits == [TOGETHER_WAITS * 5.0 + TOGETHER_SLACK_SECONDS]

@@ -58,3 +58,13 @@ def wake_stages(staged: bool, cuda_graph: bool) -> tuple[list[str], list[str]]:
     """
     late = [KV_CACHE, CUDA_GRAPH] if cuda_graph else [KV_CACHE]
     return ([WEIGHTS], late) if staged else ([WEIGHTS, *late], [])
+
+
+def awake_behind_load(free_cache_engine: bool, stage_two: list[str]) -> bool:
+    """Whether nothing of an engine is left to be resumed once it has loaded its weights.
+
+    Args:
+        free_cache_engine: ``rollout.free_cache_engine``; an engine without it never sleeps.
+        stage_two: of ``wake_stages``.
+    """
+    return not (free_cache_engine and stage_two)

@@ -11,7 +11,7 @@ class WeightsGate:
     def __init__(self) -> None:
         self._idle = asyncio.Event()
         self._idle.set()
-        self._failure = ""
+        self._failure: str | None = None
 
     def begin(self) -> None:
         """A sync starts; who enters now waits for its end."""
@@ -19,7 +19,7 @@ class WeightsGate:
 
     def succeed(self) -> None:
         """The weights are whole."""
-        self._failure = ""
+        self._failure = None
         self._idle.set()
 
     def fail(self, why: str) -> None:
@@ -34,5 +34,5 @@ class WeightsGate:
             RuntimeError: the last sync failed.
         """
         await self._idle.wait()
-        if self._failure:
+        if self._failure is not None:
             raise RuntimeError(f"the rollout engine's weights are half written: {self._failure}")

@@ -20,7 +20,7 @@ from verl_sync_plugin.sharding_manager.gauges import device_reading
 
 
 def make_manager(
-    stream: ShardStream, config: Any, model_config: Any, server: Any, mesh: DeviceMesh, stays_awake: bool
+    stream: ShardStream, config: Any, model_config: Any, server: Any, mesh: DeviceMesh, awake: bool
 ) -> ShardingManager:
     """Collective over all trainer ranks.
 
@@ -30,7 +30,7 @@ def make_manager(
         model_config: verl's.
         server: handle of the rollout server actor.
         mesh: the ``infer_tp`` dimension of the rollout mesh.
-        stays_awake: nothing of the engine is left to be resumed after a load.
+        awake: see ``awake_behind_load``.
 
     Raises:
         ValueError: a key does not fit; names it, its value and the remedy.
@@ -44,7 +44,7 @@ def make_manager(
     backup = keep_cpu_backup(sync, config, model_config)
     restores = backup and not str(config.load_format).startswith("dummy")
     bucket = AutoBucket(_static_fraction(config), device_reading(device)) if megabytes is None else megabytes << 20
-    endpoint = ServerActorEndpoint(server, mesh, restores, sync.timeout_seconds, stays_awake)
+    endpoint = ServerActorEndpoint(server, mesh, restores, sync.timeout_seconds, awake)
     say(
         f"actor rank {torch.distributed.get_rank()}: sharding manager {manager_class.__name__}, "
         f"buckets of {megabytes or 'auto'} MiB, engine's CPU backup {'on' if backup else 'off'}"

@@ -20,7 +20,7 @@ from verl.workers.rollout.sglang_rollout.utils import lora_served_as_adapter
 from verl_sync_plugin.config import TRAINERS, TURN_OFF, refuse_unsupported, sync_config_of
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.hooks import activation
-from verl_sync_plugin.hooks.awake import WEIGHTS, sleep_tags, wake_stages
+from verl_sync_plugin.hooks.awake import WEIGHTS, awake_behind_load, sleep_tags, wake_stages
 from verl_sync_plugin.hooks.engine import ShardStream
 from verl_sync_plugin.hooks.making import make_manager, sglang_arguments, trainer_device
 from verl_sync_plugin.hooks.report_file import write_report
@@ -198,9 +198,9 @@ class SyncServerAdapter(ServerAdapter):
         return self._manager
 
     def _make_manager(self, stream: ShardStream) -> ShardingManager:
-        stays_awake = not (self.config.free_cache_engine and self._stage_two)
+        awake = awake_behind_load(self.config.free_cache_engine, self._stage_two)
         mesh = self.device_mesh["infer_tp"]
-        return make_manager(stream, self.config, self.model_config, self.server_actor, mesh, stays_awake)
+        return make_manager(stream, self.config, self.model_config, self.server_actor, mesh, awake)
 
     async def _finish(self, tags: list[str]) -> None:
         manager = self._manager

@@ -61,7 +61,7 @@ class ReceiverSession:
             Exception: whatever the model's ``load_weights`` raises.
         """
         wait = request.timeout_seconds
-        hello = _expect(Hello, channel.receive(wait))
+        hello = _expect(Hello, channel.receive(request.greeting_seconds))
         if hello.live:
             self._run_in_place(hello, channel, wait)
         else:

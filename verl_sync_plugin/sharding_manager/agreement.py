@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.transport.protocol import TOGETHER_SLACK_SECONDS, TOGETHER_WAITS
 
 T = TypeVar("T")
 
@@ -23,16 +24,15 @@ class Agreement:
     error until the next point instead of letting this rank leave the others alone in a collective.
     """
 
-    def __init__(self, timeout_seconds: float, slack_seconds: float = 60.0) -> None:
+    def __init__(self, timeout_seconds: float, slack_seconds: float = TOGETHER_SLACK_SECONDS) -> None:
         """Collective: makes the group.
 
         Args:
-            timeout_seconds: bound on one local wait between two points. A rank may spend up to three of them (the
-                last buckets, the commit, the engine's answer) before it comes to report why; the group waits longer
-                than that, so that the others hear the cause instead of timing out themselves.
-            slack_seconds: how much longer.
+            timeout_seconds: bound on one local wait between two points; the group waits ``TOGETHER_WAITS`` times as
+                long, so that the others hear the cause of a failure instead of timing out themselves.
+            slack_seconds: and how much longer than that.
         """
-        self._timeout_seconds = 3 * timeout_seconds + slack_seconds
+        self._timeout_seconds = TOGETHER_WAITS * timeout_seconds + slack_seconds
         self._lost = ""
         timeout = timedelta(seconds=self._timeout_seconds)
         self._group = dist.new_group(backend="gloo", timeout=timeout) if dist.get_world_size() > 1 else None

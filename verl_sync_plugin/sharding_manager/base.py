@@ -152,10 +152,11 @@ class ShardingManager(BaseShardingManager):
             self._bucket_bytes = await self._waking.choose_bucket(self._bucket_bytes, wake_tags, self.report)
             wake_tags = []
         version = None if global_steps is None else str(global_steps)
-        self._meeting.begin(self._sync_id, awake=not wake_tags)
+        self._meeting.begin(self._sync_id)
         try:
             if not wake_tags:  # it is awake, and comes while the ranks plan
-                self._meeting.ask(version)
+                with self.report.stage("update_weights"):
+                    self._meeting.ask(version)
             with self:
                 stream = self._open_stream()
                 if wake_tags:
@@ -172,8 +173,11 @@ class ShardingManager(BaseShardingManager):
                     with self.report.stage("commit"):
                         pending, first = self._meeting.pending, self._syncs == 1
                         await self._ending.commit(self._planning.ready(), self.report, pending, first)
+        except PeersUnreachableError:
+            await self._meeting.leave()
+            raise
         except BaseException as error:
-            await self._meeting.give_up(str(error))
+            await self._meeting.give_up(str(error) or repr(error))
             raise
         memory.into(self.report)
         note_device_memory(self.report, self._device, "synced")

@@ -95,22 +95,29 @@ class RolloutEndpoint(ABC):
         flush its prefix cache as soon as it has left the load, for ``finish`` to find that done; returns at once."""
 
 
-async def abandon(
-    endpoint: RolloutEndpoint, why: str, pending: PendingLoad | None = None, timeout: float = 0.0
-) -> None:
-    """Keeps the engine from generating, and lets it leave a broken load, so that the next sync finds it idle.
+async def abandon(endpoint: RolloutEndpoint, why: str) -> None:
+    """Keeps the engine from generating until a sync succeeds.
 
     Args:
         endpoint: of any rank; only a leader does anything.
         why: the failure.
-        pending: the load that was under way, if any.
-        timeout: seconds that the engine may take to leave it.
     """
-    if not endpoint.leader:
-        return
-    try:
-        await endpoint.abandon(why)
-        if pending is not None:
+    if endpoint.leader:
+        try:
+            await endpoint.abandon(why)
+        except Exception as error:
+            say(f"the engine was not told of the failed sync: {error!r}")
+
+
+async def leave(pending: PendingLoad | None, timeout: float) -> None:
+    """Lets the engine leave a load that was given up, so that the next sync finds it idle.
+
+    Args:
+        pending: the leader's load, if there is one.
+        timeout: seconds that the engine may take.
+    """
+    if pending is not None:
+        try:
             await pending.outcome(timeout)
-    except Exception as error:
-        say(f"the engine ended the failed sync with {error!r}")
+        except Exception as error:
+            say(f"the engine ended the failed sync with {error!r}")

@@ -7,13 +7,13 @@ import time
 from verl_sync_plugin.config import KEY_PREFIX, SyncConfig
 from verl_sync_plugin.log import say
 from verl_sync_plugin.sharding_manager.agreement import Agreement
-from verl_sync_plugin.sharding_manager.endpoint import PendingLoad, RolloutEndpoint, abandon
+from verl_sync_plugin.sharding_manager.endpoint import PendingLoad, RolloutEndpoint, abandon, leave
+from verl_sync_plugin.sharding_manager.latecomers import Latecomers
 from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, ChannelTimeoutError, Listener
 from verl_sync_plugin.transport.protocol import Join, LoadRequest
 from verl_sync_plugin.transport.sender import BucketSender
 
 ACCEPT_SECONDS = 1.0
-TURN_AWAY_SECONDS = 5.0
 
 
 class MeetingPoint:
@@ -37,23 +37,19 @@ class MeetingPoint:
         self._sender = sender
         self._config = config
         self._listener = Listener()
+        self._latecomers = Latecomers(self._listener)
         self._addresses: tuple[str, ...] | None = None
         self._sync_id = ""
         self._expected = False  # an engine rank is on its way, for all that this rank knows
         self.pending: PendingLoad | None = None
 
-    def begin(self, sync_id: str, awake: bool) -> None:
+    def begin(self, sync_id: str) -> None:
         """A new sync, of which nothing is asked yet.
 
         Args:
             sync_id: what the engine ranks must name; other than all before.
-            awake: the leader may ask before all ranks have begun. Otherwise engine ranks that are on their way to an
-                earlier sync are turned away now, for until then they do not wake up either.
         """
         self._sync_id, self._expected, self.pending = sync_id, False, None
-        if not awake:
-            with self._agreement.attempt():
-                self._listener.drop_pending()
 
     def ask(self, weight_version: str | None) -> None:
         """Has the engine start to load; collective at the first call.
@@ -64,6 +60,7 @@ class MeetingPoint:
         Args:
             weight_version: see ``RolloutEndpoint.start_load``.
         """
+        self._latecomers.stop()
         if self._addresses is None:
             everywhere = self._agreement.gather("exchanging addresses", self._listener.address)
             self._addresses = tuple(everywhere[rank] for rank in self._endpoint.ranks)
@@ -85,7 +82,7 @@ class MeetingPoint:
         waiting = True
         while waiting:
             with self._agreement.attempt():
-                if channel is None and (channel := self._accept(ACCEPT_SECONDS)) is not None:
+                if channel is None and (channel := self._accept()) is not None:
                     self._sender.adopt(channel)
                 if channel is None and self.pending is not None and self.pending.finished():
                     await self.pending.outcome(ACCEPT_SECONDS)
@@ -105,23 +102,32 @@ class MeetingPoint:
         Args:
             why: the failure.
         """
+        self._part()
+        await abandon(self._endpoint, why)
+        await leave(self.pending, self._config.timeout_seconds)
+
+    async def leave(self) -> None:
+        """Ends a load of which nothing was loaded; returns when the leader's engine is ready for another one."""
+        self._part()
+        await leave(self.pending, self._config.timeout_seconds)
+
+    def _part(self) -> None:
         self._sender.hang_up()
         if self._expected:
-            self._turn_away()
-        await abandon(self._endpoint, why, self.pending, self._config.timeout_seconds)
+            self._expected = False
+            self._latecomers.turn_away(self._sync_id)
 
-    def _turn_away(self) -> None:
-        """Lets the engine rank find out, instead of waiting for its time limit."""
-        self._expected = False
-        if (channel := self._accept(TURN_AWAY_SECONDS)) is not None:
-            channel.close()
+    def _accept(self) -> Channel | None:
+        """The engine rank's channel of this sync, if it comes within the time of a round."""
+        channel = self._latecomers.take_early(self._sync_id) or self._next()
+        self._expected = channel is None
+        return channel
 
-    def _accept(self, seconds: float) -> Channel | None:
-        """The engine rank's channel of this sync, if it comes in time; leftovers of earlier syncs are closed."""
-        while (channel := self._listener.accept(seconds)) is not None:
+    def _next(self) -> Channel | None:
+        """Leftovers of earlier syncs are closed."""
+        while (channel := self._listener.accept(ACCEPT_SECONDS)) is not None:
             try:
                 if channel.receive(ACCEPT_SECONDS) == Join(self._sync_id):
-                    self._expected = False
                     return channel
             except (ChannelClosedError, ChannelTimeoutError) as error:
                 say(f"a connection without a sync was dropped: {error}")

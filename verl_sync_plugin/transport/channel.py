@@ -89,11 +89,6 @@ class Listener:
         accepted.setblocking(True)
         return Channel(Connection(accepted.detach()))
 
-    def drop_pending(self) -> None:
-        """Closes connections that a failed earlier sync left in the queue."""
-        while (stale := self.accept(timeout=0.0)) is not None:
-            stale.close()
-
     def close(self) -> None:
         self._finalizer()
 

@@ -37,6 +37,10 @@ PROTOCOL_VERSION = 4
 OMITTED = ("buckets", "sums", "readings", "lives")  # from messages for people
 LOADER = "verl_sync_plugin.receiver.loader.load"
 
+# A trainer rank may spend up to three waits (its shards, its plan, its staging memory; or the last buckets, the commit,
+# the engine's answer) before it meets the others, and who waits for it should hear why it failed instead of giving up
+TOGETHER_WAITS, TOGETHER_SLACK_SECONDS = 3, 60.0
+
 ALL = -1  # in place of a bucket: all of them at once
 
 Line = tuple[int, int, int, int]  # first byte of a tensor, width, count, bytes from one to the next
@@ -54,12 +58,18 @@ class LoadRequest:
     Attributes:
         sync_id: names the sync in messages and logs.
         addresses: control channel of the trainer rank beside each tensor-parallel rank of the engine, in rank order.
-        timeout_seconds: how long the loader waits for the next word.
+        timeout_seconds: how long the loader waits for the next word; see also ``greeting_seconds``.
     """
 
     sync_id: str
     addresses: tuple[str, ...]
     timeout_seconds: float
+
+    @property
+    def greeting_seconds(self) -> float:
+        """How long the loader waits for the first word: an engine that is awake comes while the trainer ranks gather
+        and plan. One that dies or gives up closes the channel, which ends the wait at once."""
+        return TOGETHER_WAITS * self.timeout_seconds + TOGETHER_SLACK_SECONDS
 
     def to_wire(self) -> tuple[Any, ...]:
         return (MAGIC, PROTOCOL_VERSION, self.sync_id, tuple(self.addresses), float(self.timeout_seconds))
