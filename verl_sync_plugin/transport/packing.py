@@ -117,6 +117,8 @@ class Packer:
         if not self._kernel:
             return self._check.broken()
         flagged = set(self._flags.nonzero().flatten().tolist())
+        if not flagged:  # looking through thousands of names takes milliseconds
+            return []
         broken = {name for name, number in self._tensors.items() if number in flagged}
         return [i for i, bucket in enumerate(self.plan.buckets) if any(e.name in broken for e in bucket.entries)]
 
