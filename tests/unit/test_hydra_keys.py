@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
+import unmeasured
 from verl_sync_plugin.bucket_size import DEFAULT_MEGABYTES, LONG_BUCKET_KEY, SHORT_BUCKET_KEY
 from verl_sync_plugin.config import KEY_PREFIX, SyncConfig, sync_config_of
 from verl_sync_plugin.rollout_config import SyncRolloutConfig, check_rollout
@@ -213,9 +213,11 @@ def test_disabled_plugin_leaves_the_rollout_alone() -> None:
 
 
 def run_main_ppo(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    environment: dict[str, Any] = {**os.environ, "HYDRA_FULL_ERROR": "0"}
+    environment: dict[str, Any] = {**unmeasured.environment(), "HYDRA_FULL_ERROR": "0"}
     command = [sys.executable, "-m", "verl.trainer.main_ppo", SGLANG, f"hydra.run.dir={folder}", *overrides]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import pickle
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from verl.single_controller.base.decorator import MAGIC_ATTR
 from verl.trainer.ppo.utils import Role
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
+import unmeasured
 from verl_sync_plugin.config import KEY_PREFIX
 from verl_sync_plugin.hooks import trainer, worker
 
@@ -31,7 +31,11 @@ def test_sglang_is_not_there_before_the_model() -> None:
     """Once SGLang is imported, transformers builds models with uninitialized rotary frequencies."""
     code = "import sys, verl_sync_plugin.hooks.worker, verl_sync_plugin.hooks.trainer; print('sglang' in sys.modules)"
     ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], env=os.environ, capture_output=True, text=True, timeout=120
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=unmeasured.environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert ended.stdout.split()[-1:] == ["False"], ended.stdout + ended.stderr
 
