@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +50,7 @@ def _fail_each(member: Rank, failures: tuple[Callable[[Rank, int], str], ...]) -
         assert len(set(texts)) == 1, texts
         # back and forth: ever larger weights would make their rounding show in the tokens' probabilities
         trainer.perturb(member.trainer, seed=number // 2, scale=0.05 if number % 2 else -0.05)
-        member.sync(number * 10)
+        member.sync(number * 10, awake=fail in (planning_fails, engine_stalls))  # as it was left
         member.check_exact(f"recovered{number}")
 
 
@@ -86,52 +87,54 @@ def nothing_starts(member: Rank, version: int) -> str:
     return text
 
 
+@contextmanager
+def _shards(member: Rank, spoiled: Callable[[list[Shard]], list[Shard]], rank: int | None = None) -> Iterator[None]:
+    """The source of one rank, or of all, hands out other shards meanwhile."""
+    source = member.manager._source
+    assert source is not None
+    if rank in (None, member.rank):
+        honest = source.shards
+        source.shards = lambda: spoiled(honest())  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        vars(source).pop("shards", None)
+
+
 def planning_fails(member: Rank, version: int) -> str:
     """The last rank cannot plan, and its engine rank is on its way already, for the engine is awake."""
-    manager, last = member.manager, dist.get_world_size() - 1
-    source = manager._source
-    assert source is not None
-    honest = source.shards
+    last = dist.get_world_size() - 1
 
-    def broken() -> list[Shard]:
-        assert manager._meeting.pending is not None or not member.endpoint.leader, "asked for before the ranks plan"
+    def broken(shards: list[Shard]) -> list[Shard]:
         raise RuntimeError("injected: no such layer")
 
-    if member.rank == last:
-        source.shards = broken  # type: ignore[method-assign]
     started = time.monotonic()
-    with pytest.raises(SyncError) as caught:
-        asyncio.run(manager.update_weights([], version))
+    with _shards(member, broken, last), pytest.raises(SyncError) as caught:
+        asyncio.run(member.manager.update_weights([], version))
     assert time.monotonic() - started < 4, "somebody waited for an engine rank that had been turned away"
-    source.shards = honest  # type: ignore[method-assign]
     text = str(caught.value)
     assert f"rank {last}: RuntimeError: injected: no such layer" in text, text
-    pending = manager._meeting.pending
-    assert not member.endpoint.leader or (pending is not None and pending.finished()), "the engine has left the load"
+    pending = member.manager._meeting.pending
+    assert not member.endpoint.leader or (pending is not None and pending.finished()), "asked for, and left again"
     return text
 
 
 def trainer_fails(member: Rank, version: int) -> str:
     """The last rank cannot read a shard in the middle of the stream."""
-    manager, last = member.manager, dist.get_world_size() - 1
-    source = manager._source
-    assert source is not None
-    honest = source.shards
+    last = dist.get_world_size() - 1
 
     def no_memory() -> Any:
         raise MemoryError("injected: out of memory")
 
-    def broken() -> list[Shard]:
-        shards = honest()
+    def broken(shards: list[Shard]) -> list[Shard]:
+        shards = list(shards)
         shards[len(shards) // 2] = replace(shards[len(shards) // 2], local=no_memory)
         return shards
 
-    if member.rank == last:
-        source.shards = broken  # type: ignore[method-assign]
     started = time.monotonic()
-    text = _failing(member, version)
+    with _shards(member, broken, last):
+        text = _failing(member, version)
     assert time.monotonic() - started < 30, "the engine waited for its time limit"
-    source.shards = honest  # type: ignore[method-assign]
     assert f"rank {last}: MemoryError: injected" in text
     return text
 
@@ -194,12 +197,8 @@ def engine_stalls(member: Rank, version: int) -> str:
 
 def coverage_fails(member: Rank, version: int) -> str:
     """A parameter that the sync does not write is found, unless the engine has a host copy of it."""
-    source = member.manager._source
-    assert source is not None
-    honest = source.shards
 
-    def without_one() -> list[Shard]:
-        shards = honest()
+    def without_one(shards: list[Shard]) -> list[Shard]:
         view = next(v for s in shards for v in s.base.views if v.name in DROPPED)
         kept = []
         for shard in shards:
@@ -207,12 +206,11 @@ def coverage_fails(member: Rank, version: int) -> str:
             kept.append(replace(shard, base=replace(shard.base, views=views)))
         return kept
 
-    source.shards = without_one  # type: ignore[method-assign]
-    text = _failing(member, version)
-    member.endpoint._backup = True
-    member.sync(version)
-    member.endpoint._backup = False
-    source.shards = honest  # type: ignore[method-assign]
+    with _shards(member, without_one):
+        text = _failing(member, version)
+        member.endpoint._backup = True
+        member.sync(version)
+        member.endpoint._backup = False
     assert any(parameter in text for parameter in DROPPED.values()) and "weights_cpu_backup=on" in text
     return text
 

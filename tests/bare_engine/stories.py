@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +18,13 @@ def three_syncs(member: Rank) -> None:
     """Three syncs with changing weights, each compared bit for bit; the last rank comes late to its listener, and the
     engine stays awake before the second."""
     if member.rank == dist.get_world_size() - 1:
-        _delay(member.manager._meeting, "ask", seconds=1.0)
+        before(member.manager._meeting, "ask", partial(time.sleep, 1.0))  # its engine rank has connected by then
     order = _order_of(member)
     for version in (1, 2, 3):
         trainer.perturb(member.trainer, seed=version)
-        before = trainer.local_state(member.trainer)
+        kept = trainer.local_state(member.trainer)
         member.sync(version, awake=version == 2)
-        assert all(map(torch.equal, before, trainer.local_state(member.trainer))), "the sync changed the trainer"
+        assert all(map(torch.equal, kept, trainer.local_state(member.trainer))), "the sync changed the trainer"
         member.check_exact(f"v{version}")
         if version == 1:
             releases = count(member.manager._source, "release")
@@ -44,18 +46,12 @@ def _order_of(member: Rank) -> list[str]:
         await resume(tags)
         order.append("resumed")
 
-    def noted(owner: Any, method: str, word: str) -> None:
-        honest = getattr(owner, method)
-
-        def noting(*args: Any) -> Any:
-            order.append(word)
-            return honest(*args)
-
-        setattr(owner, method, noting)
-
-    noted(member.manager, "_agree_on_plan", "plan")
-    noted(member.manager._sender, "pack", "pack")
-    noted(member.endpoint, "start_load", "asked")
+    for owner, method, word in (
+        (member.manager, "_agree_on_plan", "plan"),
+        (member.manager._sender, "pack", "pack"),
+        (member.endpoint, "start_load", "asked"),
+    ):
+        before(owner, method, partial(order.append, word))
     member.endpoint.resume = resuming  # type: ignore[method-assign]
     return order
 
@@ -63,25 +59,19 @@ def _order_of(member: Rank) -> list[str]:
 def count(owner: Any, method: str) -> list[None]:
     """Gets one more item with each call of a method."""
     calls: list[None] = []
-    honest = getattr(owner, method)
-
-    def counted(*args: Any) -> Any:
-        calls.append(None)
-        return honest(*args)
-
-    setattr(owner, method, counted)
+    before(owner, method, partial(calls.append, None))
     return calls
 
 
-def _delay(owner: Any, method: str, seconds: float) -> None:
-    """Makes this rank slow before a step, as a loaded machine would: its engine rank has connected by then."""
-    prompt = getattr(owner, method)
+def before(owner: Any, method: str, act: Callable[[], None]) -> None:
+    """Does something before each call of a method."""
+    honest = getattr(owner, method)
 
-    def slow(*args: Any) -> Any:
-        time.sleep(seconds)
-        return prompt(*args)
+    def acting(*args: Any) -> Any:
+        act()
+        return honest(*args)
 
-    setattr(owner, method, slow)
+    setattr(owner, method, acting)
 
 
 def _check_report(member: Rank) -> None:
