@@ -11,6 +11,7 @@ from pathlib import Path
 VARIANTS = ("stock", "plugin")
 STRATEGIES = ("fsdp", "fsdp2", "megatron")
 PROBE = "benchmarks.probe"
+LOCAL_MEGATRON = "benchmarks.local_megatron"
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -233,8 +234,9 @@ def environment(case: Case, variant: str, probe_file: Path, base: Mapping[str, s
     # Where the machine's memory grows as it is used, its total starts small, and Ray's monitor, which reads that, would
     # kill healthy runs.
     env["RAY_memory_monitor_refresh_ms"] = "0"
-    modules = [name for name in env.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if name and name != PROBE]
-    env["VERL_USE_EXTERNAL_MODULES"] = ",".join([*modules, PROBE])
+    ours = [PROBE, LOCAL_MEGATRON] if case.strategy == "megatron" and case.device == "cuda" else [PROBE]
+    modules = [name for name in env.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if name and name not in ours]
+    env["VERL_USE_EXTERNAL_MODULES"] = ",".join([*modules, *ours])
     if variant == "stock":
         # both hosts discover entry points; "none" is the first's word, and for the second a name nobody has
         env.update(VERL_USE_EXTERNAL_PLUGINS="none", SGLANG_PLUGINS="none")

@@ -5,7 +5,7 @@
 # Each case takes the arguments of `python -m benchmarks.phase` (or transfer, soak) but --work and --out; --profile of
 # phase and transfer takes no folder here. Run it in the repository's root, next to the payload in .gpu; results
 # (CASE.json), profiles (CASE-profile.json and .md), traces (traces.tgz) and logs (logs.tgz) go to $OUT.
-# VISIT_SECONDS bounds the whole visit.
+# VISIT_SECONDS bounds the whole visit, CASE_SECONDS a case of transfer or soak (phase has its --timeout).
 # "model --size SIZE --rows N" only makes a model for phase.
 #   COMMIT=... bash benchmarks/gpu_visit.sh --lanes FILE
 # runs several lanes at the same time, each on GPUs of its own: a line "lane 0,1" of the file opens one, every other line
@@ -15,6 +15,7 @@
 
 SECONDS=0
 LIMIT=${VISIT_SECONDS:-570}
+CASE_LIMIT=${CASE_SECONDS:-300}
 OUT=${OUT:?a folder for the results}
 REPO=$PWD
 SITE=/tmp/site
@@ -51,13 +52,13 @@ run_case() {
   done
   words+=(--work "$BENCH/work" --out "$OUT/${name:?--case is missing}.json")
   if [ "$harness" = phase ]; then
-    case " $* " in *" megatron "*) python3 /tmp/s/patch_mbridge.py ;; esac
     python3 -m benchmarks.phase "${words[@]}" --budget "$left"
   elif [ "$left" -lt 60 ]; then
     echo "no time left for $name" >&2
     return 1
   else
     mkdir -p "$BENCH/work"
+    [ "$left" -gt "$CASE_LIMIT" ] && left=$CASE_LIMIT
     # TERM lets it end its server; KILL, later, does not
     timeout -k 40 "$left" python3 -m "benchmarks.$harness" "${words[@]}" >"$BENCH/work/$name.log" 2>&1
     local status=$?

@@ -15,7 +15,8 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# 7b: the shapes of Qwen2.5-7B (7.6 B parameters); 1p8b: of Qwen2.5-1.5B with an untied head
+# 7b: the shapes of Qwen2.5-7B (7.6 B parameters); 1p8b: of Qwen2.5-1.5B with an untied head; moe-8b: half the layers
+# and half the experts of Qwen3-30B-A3B, which with Megatron's optimizer is what two devices of 141 GB hold
 SHAPES: dict[str, dict[str, int]] = {
     "7b": {
         "hidden_size": 3584,
@@ -32,6 +33,30 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_attention_heads": 12,
         "num_key_value_heads": 2,
         "vocab_size": 151936,
+    },
+    "moe-8b": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+    },
+    "tiny-moe": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 320,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
     },
     "tiny": {
         "hidden_size": 64,
@@ -68,8 +93,10 @@ def write_tokenizer(out: Path, tokenizer_dir: Path | None = None) -> None:
     fast.save_pretrained(out)
 
 
-def config_values(size: str) -> dict[str, Any]:
-    """The values of the Qwen2 configuration of ``size``."""
+def config_of(size: str) -> Any:
+    """The configuration of ``size``: a Qwen2 model, or a Qwen3-MoE one where it has experts."""
+    from transformers import Qwen2Config, Qwen3MoeConfig
+
     fixed: dict[str, Any] = {
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-6,
@@ -79,7 +106,8 @@ def config_values(size: str) -> dict[str, Any]:
         "eos_token_id": 1,
         "bos_token_id": 2,
     }
-    return {**SHAPES[size], **fixed}
+    kind = Qwen3MoeConfig if "num_experts" in SHAPES[size] else Qwen2Config
+    return kind(**SHAPES[size], **fixed)
 
 
 def write_model(size: str, out: Path, device: str, tokenizer_dir: Path | None = None) -> None:
@@ -87,14 +115,13 @@ def write_model(size: str, out: Path, device: str, tokenizer_dir: Path | None = 
     if (out / DONE).exists():
         return
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM
 
     out.mkdir(parents=True, exist_ok=True)
     write_tokenizer(out, tokenizer_dir)
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
-        model = Qwen2ForCausalLM(Qwen2Config(**config_values(size)))  # type: ignore[no-untyped-call,unused-ignore]
+        model = AutoModelForCausalLM.from_config(config_of(size), dtype=torch.bfloat16)
     model.save_pretrained(out, max_shard_size="20GB")
     (out / DONE).touch()
 

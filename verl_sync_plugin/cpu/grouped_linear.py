@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped experts without TransformerEngine: as many weights as experts, under TransformerEngine's names.
 
-Megatron's own layers for a CPU keep experts in separate modules, whose names no bridge knows.
+Megatron's own layers keep experts in separate modules, whose names no bridge knows.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,9 @@ class _GroupedLinear(torch.nn.Module):
         self, num_gemms: int, input_size: int, output_size: int, *, config: Any, init_method: Callable[..., Any]
     ) -> None:
         super().__init__()
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
         for index in range(num_gemms):
-            weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+            weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
             init_method(weight.data)
             # What TransformerEngine sets, whether the weight is split or not and along whichever dimension
             for name, value in {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}.items():
