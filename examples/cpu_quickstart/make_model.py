@@ -16,6 +16,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>"]
@@ -42,6 +44,17 @@ KINDS: dict[str, tuple[type, type[PreTrainedModel], dict[str, Any]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": False}),
     "qwen2-tied": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": False, "head_dim": 16}),
+    "qwen3-moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {
+            "tie_word_embeddings": False,
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 4,  # all: a choice of some would hang on how numbers are rounded
+            "moe_intermediate_size": 64,
+        },
+    ),
     "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
 }
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Two steps of verl's own main_ppo with a tiny random model, real Ray, FSDP and SGLang, on a machine without a GPU.
 # Usage: [N_GPUS=1] [ROLLOUT_TP=1] [STRATEGY=fsdp2] [MODEL_KIND=qwen2] [STEPS=2] [WORK=folder] run.sh [hydra overrides]
-# With STRATEGY=megatron also: [TRAIN_TP=1] [TRAIN_PP=1]
+# With STRATEGY=megatron also: [TRAIN_TP=1] [TRAIN_PP=1] [TRAIN_EP=1]; MODEL_KIND=qwen3-moe has experts
 set -euo pipefail
 
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -77,6 +77,7 @@ if [[ $STRATEGY == megatron ]]; then
     overrides+=(
         model_engine=megatron
         "$MEGATRON.tensor_model_parallel_size=${TRAIN_TP:-1}" "$MEGATRON.pipeline_model_parallel_size=${TRAIN_PP:-1}"
+        "$MEGATRON.expert_model_parallel_size=${TRAIN_EP:-1}"
         "$MEGATRON.use_mbridge=True" "$MEGATRON.vanilla_mbridge=True" "$MEGATRON.use_distributed_optimizer=True"
         "$MEGATRON.sequence_parallel=False" "$MEGATRON.use_remove_padding=False"
         "+$TRANSFORMER.sequence_parallel=False" "+$TRANSFORMER.use_cpu_initialization=True"

@@ -38,7 +38,9 @@ def same_weights(run: Run) -> None:
         assert metrics["actor/grad_norm"] > 0 and metrics["actor/lr"] == 1e-2, (step, metrics)
 
 
-def plugin_ran(run: Run, ranks: int, manager: str = "FSDP2SGLangShardingManager") -> None:
+def plugin_ran(
+    run: Run, ranks: int, manager: str = "FSDP2SGLangShardingManager", model: str = "Qwen2ForCausalLM"
+) -> None:
     """Every process role says that it is ours."""
     say = r"\[verl-sync-plugin\] pid \d+ "
     assert run.matching(say + "driver: weight sync on"), run.tail
@@ -49,7 +51,7 @@ def plugin_ran(run: Run, ranks: int, manager: str = "FSDP2SGLangShardingManager"
     for rank in range(ranks):
         actor = rf"actor rank {rank}: sharding manager {manager}, buckets of 1 MiB"
         assert run.matching(r"\(WorkerDict pid=\d+\) " + say + actor), run.tail
-        assert run.matching(rf"verl-sync-plugin: loader active, rank {rank} of Qwen2ForCausalLM"), run.tail
+        assert run.matching(rf"verl-sync-plugin: loader active, rank {rank} of {model}"), run.tail
     assert not run.matching("stock verl moves the weights"), run.tail
 
 

@@ -42,7 +42,7 @@ class Setup:
         model: checkpoint; ``None`` for the quickstart's.
         modules: test-only modules that verl imports in each of its processes before it loads plugins.
         path: folders that come first in ``PYTHONPATH``.
-        megatron: tensor and pipeline parallel size of a Megatron trainer; ``None`` for FSDP2.
+        megatron: tensor, pipeline and expert parallel size of a Megatron trainer; ``None`` for FSDP2.
         replicas: rollout engines, among which the ranks are shared out.
     """
 
@@ -52,7 +52,7 @@ class Setup:
     model: Path | None = None
     modules: tuple[str, ...] = ()
     path: tuple[str, ...] = ()
-    megatron: tuple[int, int] | None = None
+    megatron: tuple[int, int, int] | None = None
     replicas: int = 1
 
 
@@ -163,8 +163,8 @@ def _environment(setup: Setup, folder: Path) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, (*setup.path, os.environ.get("PYTHONPATH")))),
     }
     if setup.megatron is not None:
-        tp, pp = setup.megatron
-        environment.update(STRATEGY="megatron", TRAIN_TP=str(tp), TRAIN_PP=str(pp))
+        tp, pp, ep = setup.megatron
+        environment.update(STRATEGY="megatron", TRAIN_TP=str(tp), TRAIN_PP=str(pp), TRAIN_EP=str(ep))
     if setup.model is not None:
         environment["MODEL"] = str(setup.model)
     return environment

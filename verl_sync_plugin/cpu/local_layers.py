@@ -112,7 +112,7 @@ def _group_experts(backends: ModuleType) -> None:
 
 
 def _name_absent_gemm(moe_utils: ModuleType) -> None:
-    """The router asks whether TransformerEngine's multiplication ``is not None``; where it is absent, so is the name."""
+    """The router asks whether TransformerEngine's multiplication is None; where it is absent, so is the name."""
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
 

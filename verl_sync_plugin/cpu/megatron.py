@@ -139,7 +139,20 @@ def _use_cpu_rng(random: ModuleType) -> None:
     namespace._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
 
 
+def _split_by_numbers(token_dispatcher: ModuleType) -> None:
+    """Let a tensor on the CPU count as moved there: as an array, which is what collectives take their sizes from."""
+    namespace: Any = token_dispatcher
+    stock_move = namespace.maybe_move_tensor_to_cpu
+
+    @functools.wraps(stock_move)
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and hasattr(tensor, "numpy") else tensor
+
+    namespace.maybe_move_tensor_to_cpu = move
+
+
 _HOOKS: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core": _redirect_cuda,
     "megatron.core.tensor_parallel.random": _use_cpu_rng,
+    "megatron.core.transformer.moe.token_dispatcher": _split_by_numbers,
 }
