@@ -17,6 +17,7 @@ _MODEL = "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _SGLANG = f"+{_ROLLOUT}.engine_kwargs.sglang"
 _MEGATRON = f"{_ACTOR}.megatron"
+_SHARES = {"7b": 0.4, "moe-8b": 0.2}  # of the device's memory, for the engine
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def _cuda(case: Case) -> list[str]:
     overrides = [
         f"{_ACTOR}.optim.lr=1e-6",
         f"{_ROLLOUT}.n={samples_of(case.device)}",
-        f"{_ROLLOUT}.gpu_memory_utilization={0.4 if case.model_size == '7b' else 0.3}",
+        f"{_ROLLOUT}.gpu_memory_utilization={_SHARES.get(case.model_size, 0.3)}",
         f"{_ROLLOUT}.agent.num_workers=2",
         f"{_SGLANG}.attention_backend=triton",
         f"{_SGLANG}.grammar_backend=none",

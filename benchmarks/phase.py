@@ -29,6 +29,7 @@ from benchmarks import command, launch, machine, models, parse, phase_profile, p
 
 ROWS_PER_STEP = 16
 LEAST_RUN_SECONDS = 60.0
+LEAST_SYNCS = 3  # of a run that its time limit ended: then they count, and its exit status is in its settings
 # what says nothing about the measurement, only where its files lay
 LOCAL_ARGUMENTS = ("tokenizer_dir", "work", "out", "timeout", "budget", "profile")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -171,9 +172,12 @@ def run_variant(
     print(f"[{stem}] status {status} after {seconds:.0f} s", flush=True)
     settings = {**dataclasses.asdict(case), "repeat": repeat, "exit_status": status, "run_seconds": round(seconds, 1)}
     try:
-        if status != 0:
-            raise parse.ProbeError(f"exit status {status}" + (" (time limit)" if status == launch.TIMED_OUT else ""))
-        return summarize(variant, settings, probe_file, log)
+        if status not in (0, launch.TIMED_OUT):
+            raise parse.ProbeError(f"exit status {status}")
+        summary = summarize(variant, settings, probe_file, log)
+        if status != 0 and len(summary["samples"]["syncs"]) < LEAST_SYNCS:
+            raise parse.ProbeError(f"fewer than {LEAST_SYNCS} syncs within the time limit")
+        return summary
     except (parse.ProbeError, OSError, ValueError) as error:
         tail = log.read_text(encoding="utf-8", errors="replace")[-6000:] if log.exists() else ""
         print(f"[{stem}] FAILED: {error}\n{tail}", file=sys.stderr, flush=True)

@@ -117,10 +117,12 @@ class KernelTable:
             exponent, lowest = EXPONENTS.get(kind.dtype, (0, 0)) if flags is not None else (0, 0)
             if not (copy or hashed or exponent):
                 continue
-            block = kernel.CAST_BLOCK if kind.cast and kind.lane == 8 else kernel.BLOCK
+            block, warps = (kernel.BLOCK, kernel.WARPS) if copy else (kernel.READ_BLOCK, kernel.READ_WARPS)
+            if kind.cast and kind.lane == 8:
+                block, warps = kernel.CAST_BLOCK, kernel.WARPS
             kernel.move_rows[(count,)](
                 wide, narrow, count, bases, sums, self._unused if flags is None else flags,
-                kind.lane, kind.cast, kind.tall, copy, hashed, exponent, lowest, block, num_warps=kernel.WARPS,
+                kind.lane, kind.cast, kind.tall, copy, hashed, exponent, lowest, block, num_warps=warps,
             )  # fmt: skip
 
 
