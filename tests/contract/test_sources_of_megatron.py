@@ -78,6 +78,10 @@ def test_offloaded_parameters_are_read_where_they_are(layout: Layout, checkpoint
     run_world(layout.world, stories.offloaded, checkpoint("qwen2"), layout, timeout=120)
 
 
+def test_tensors_and_modules_that_are_replaced_are_found(checkpoint: Callable[[str], str]) -> None:
+    run_world(2, stories.rearranged, checkpoint("qwen2"), Layout(2, tp=2), timeout=120)
+
+
 def test_what_cannot_be_synced_is_refused_by_name(checkpoint: Callable[[str], str]) -> None:
     first, second = run_world(2, stories.refused, checkpoint("qwen2"), timeout=120)
     assert first == second, "the same error on every rank"

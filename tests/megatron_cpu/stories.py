@@ -5,6 +5,7 @@ Real verl engines, megatron-core and mbridge over gloo, the real sharding manage
 
 from __future__ import annotations
 
+import copy
 import re
 import time
 from contextlib import ExitStack
@@ -29,8 +30,9 @@ from verl_sync_plugin.receiver.assembly import Assembler
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sharding_manager.base import ShardingManager
 from verl_sync_plugin.sharding_manager.megatron_sglang import MegatronSGLangShardingManager
+from verl_sync_plugin.source import megatron_model
 from verl_sync_plugin.source.base import ParameterSource, WirePolicy
-from verl_sync_plugin.source.megatron import unwrapped
+from verl_sync_plugin.source.megatron_model import unwrapped
 from verl_sync_plugin.source.stream import StreamSource
 from verl_sync_plugin.transport.sender import SLOTS, STAGING_BUCKETS
 
@@ -157,6 +159,35 @@ def offloaded(model_path: str, layout: Layout) -> None:
         got = one_sync(manager)
         assert device_bytes(engine) == 0, "the sync loaded the parameters"
         check_same(got, expected)
+
+
+def rearranged(model_path: str, layout: Layout) -> None:
+    """Tensors get other memory, are replaced, and are replaced with the module around them; as long as nothing of that
+    happens, the model is not walked again."""
+    engine = build(model_path, layout)
+    manager = manager_of(engine, LARGE)
+    check_same(one_sync(manager), stock_export(engine))
+    with mock.patch.object(megatron_model, "held_by", side_effect=AssertionError("walked again")):
+        train_step(engine)
+        check_same(one_sync(manager), stock_export(engine))
+    layers = unwrapped(engine.module[0]).decoder.layers
+    for _ in range(2):
+        moved = layers[0].self_attention.linear_proj.weight
+        moved.data = moved.data + 1
+        check_same(one_sync(manager), stock_export(engine))
+        replaced = layers[0].self_attention.linear_qkv
+        replaced.weight = _more(replaced.weight)
+        check_same(one_sync(manager), stock_export(engine))
+        module = copy.copy(layers[0].mlp.linear_fc2)
+        module.__dict__["_parameters"] = {"weight": _more(module.weight)}
+        layers[0].mlp.linear_fc2 = module
+        check_same(one_sync(manager), stock_export(engine))
+
+
+def _more(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    other = torch.nn.Parameter(parameter.detach() + 1)
+    other.__dict__.update(parameter.__dict__)
+    return other
 
 
 def refused(model_path: str) -> list[str]:

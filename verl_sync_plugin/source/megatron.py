@@ -8,7 +8,7 @@ of tensor-parallel ranks) one sends it, chosen so that all send about as much.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from verl_sync_plugin.joint import plan_joint
 from verl_sync_plugin.source.base import ParameterSource, Shard, WirePolicy, dtype_name
 from verl_sync_plugin.source.layout import LocalParameter, RankLayout, Unit, choose_owners, match, replicas
 from verl_sync_plugin.source.mbridge import BridgeReader
+from verl_sync_plugin.source.megatron_model import ModelTensors, flat
 
 _EXPERTS = ".mlp.experts.linear_fc"
 
@@ -39,13 +40,12 @@ class MegatronSource(ParameterSource):
 
     def __init__(self, chunks: list[torch.nn.Module], bridge: Any, policy: WirePolicy) -> None:
         super().__init__()
-        self._chunks = chunks
+        self._model = ModelTensors(chunks)
         self._bridge = bridge
         self._reader = BridgeReader(bridge)
         self._policy = policy
-        self._signature: tuple[object, ...] = ()
         self._layout = RankLayout((), ())
-        self._tensors: list[torch.Tensor] = []  # of this rank, in the order of its layout, as last read
+        self._shards: list[Shard] = []  # as long as every tensor stays the object it is, and on the device
         self._bases: list[Base] = []  # empty until the ranks have agreed
         self._pending: list[Base] = []
         self._mine: dict[int, int] = {}  # base -> tensor
@@ -62,17 +62,16 @@ class MegatronSource(ParameterSource):
         Raises:
             ValueError: a parameter is stored in a way that cannot be sent; names it.
         """
-        modules = [unwrapped(chunk) for chunk in self._chunks]
-        held = [list(tensors_of(module)) for module in modules]
-        self._tensors = [tensor for of_chunk in held for _, tensor, _ in of_chunk]
-        signature = tuple((name, t.shape, t.dtype) for of_chunk in held for name, t, _ in of_chunk)
-        if self._bases and signature == self._signature:
+        other, moved = self._model.look()
+        if other or moved:
+            self._shards = []
+        if self._bases and not other:
             return False
-        self._bases, self._signature = [], signature
+        self._bases = []
         parameters = []
-        for module, of_chunk in zip(modules, held, strict=True):
+        for module, held in self._model.named():
             names = self._bridge._weight_name_mapping_mcore_local_to_global(module)
-            parameters += [self._describe(names[name], tensor, is_buffer) for name, tensor, is_buffer in of_chunk]
+            parameters += [self._describe(names[each.name], each.tensor, each.buffer) for each in held]
         self._layout = RankLayout(tuple(parameters), _model_parallel_groups())
         return True
 
@@ -137,22 +136,26 @@ class MegatronSource(ParameterSource):
     def join(self) -> None:
         """Collective over the world: makes the group of each replica. From here on the layout counts as agreed."""
         self._group = _group_of_replica(self._members)
-        self._bases = self._pending
+        self._bases, self._shards = self._pending, []
 
     def plan(self, bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False) -> Plan:
         return plan_joint(bases, bucket_bytes, sharded)
 
     def shards(self) -> list[Shard]:
         assert self._bases, "the ranks have not agreed on the layout"
-        offloaded = _offloaded(self._chunks)
-        shards = []
-        for index, base in enumerate(self._bases):
-            local: Callable[[], torch.Tensor] = _nothing
-            if index in self._mine:
-                tensor = self._tensors[self._mine[index]]
-                local = partial(_flat, tensor, offloaded.get(tensor.untyped_storage()._cdata))
-            shards.append(Shard(base, local))
-        return shards
+        offloaded = self._model.offloaded()
+        if offloaded:
+            return [self._shard(index, offloaded) for index in range(len(self._bases))]
+        if not self._shards:
+            self._shards = [self._shard(index, {}) for index in range(len(self._bases))]
+        return self._shards
+
+    def _shard(self, index: int, offloaded: dict[int, torch.Tensor]) -> Shard:
+        if index not in self._mine:
+            return Shard(self._bases[index], _nothing)
+        tensor = self._model.tensors[self._mine[index]]
+        home = offloaded.get(tensor.untyped_storage()._cdata)
+        return Shard(self._bases[index], partial(flat, tensor, home), run=None if home is not None else tensor)
 
 
 def _numel(shape: tuple[int, ...]) -> int:
@@ -161,29 +164,6 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 def _nothing() -> torch.Tensor:
     return torch.empty(0)
-
-
-def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
-    """The model inside Megatron's wrappers (DDP, mixed precision)."""
-    from verl.utils.megatron_utils import unwrap_model
-
-    module = unwrap_model(chunk)
-    assert isinstance(module, torch.nn.Module)
-    return module
-
-
-def tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """(local name, tensor, is a buffer) of everything that is a weight of the HF model.
-
-    Of the buffers that is the router's ``expert_bias``, as in mbridge's own export; Megatron has it in its state dict
-    but not among its parameters.
-    """
-    for name, parameter in module.named_parameters():
-        if parameter.numel():
-            yield name, parameter, False
-    for name, buffer in module.named_buffers():
-        if "expert_bias" in name and buffer.numel():
-            yield name, buffer, True
 
 
 def _model_parallel_groups() -> tuple[tuple[int, ...], ...]:
@@ -209,35 +189,3 @@ def _group_of_replica(members: list[tuple[int, ...]]) -> dist.ProcessGroup | Non
             return group
     groups = [dist.new_group(list(ranks)) for ranks in members]
     return next(group for ranks, group in zip(members, groups, strict=True) if rank in ranks)
-
-
-def _offloaded(chunks: list[torch.nn.Module]) -> dict[int, torch.Tensor]:
-    """Megatron's flat parameter buffers whose content verl has moved to host memory, by the identity of the storage."""
-    found = {}
-    for chunk in chunks:
-        for buffer in _parameter_buffers(chunk):
-            data = buffer.param_data
-            if data is not None and data.untyped_storage().size() == 0:
-                found[data.untyped_storage()._cdata] = data
-    return found
-
-
-def _parameter_buffers(chunk: torch.nn.Module) -> list[Any]:
-    """The flat buffers in which Megatron's DDP keeps a chunk's parameters."""
-    from megatron.core.distributed import DistributedDataParallel
-
-    if not isinstance(chunk, DistributedDataParallel):
-        return []
-    return [*chunk.buffers, *chunk.expert_parallel_buffers]
-
-
-def _flat(tensor: torch.Tensor, home: torch.Tensor | None) -> torch.Tensor:
-    """The elements of a parameter; ``home`` is the offloaded flat buffer it lives in, if it does."""
-    data = tensor.detach()
-    if home is None:
-        return data.reshape(-1)
-    # verl's offloading frees the storage and keeps its content in ``cpu_data``; views keep their place in it
-    first = data.storage_offset() - home.storage_offset()
-    held = home.cpu_data  # type: ignore[attr-defined]
-    assert isinstance(held, torch.Tensor) and data.is_contiguous()
-    return held.reshape(-1)[first : first + data.numel()]
