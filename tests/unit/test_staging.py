@@ -112,7 +112,7 @@ def test_export_describes_the_memory() -> None:
 
 def test_unknown_mechanism() -> None:
     with pytest.raises(ValueError, match="unknown staging mechanism 'pigeon'"):
-        open_staging(StagingExport("pigeon", "k", 1, 1, ()))
+        open_staging(StagingExport("pigeon", "k", 1, (), 1))
 
 
 def test_device_without_mechanism() -> None:

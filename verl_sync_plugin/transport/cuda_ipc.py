@@ -38,7 +38,7 @@ class CudaIpcStaging:
             shared = self.memory.untyped_storage()._share_cuda_()
             self._handles[reader] = (_uuid_of(self.memory.get_device()), *shared[1:])
         nbytes = self.memory.numel()
-        return StagingExport("cuda_ipc", self._key, nbytes, self.slot_bytes, self._handles[reader])
+        return StagingExport("cuda_ipc", self._key, nbytes, self._handles[reader], self.slot_bytes)
 
     def opened(self) -> None:
         """The readers have unmapped what came before, so that can go."""

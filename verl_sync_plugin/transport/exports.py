@@ -7,31 +7,12 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class StagingExport:
-    """How to open the sender's staging memory.
-
-    Attributes:
-        kind: ``cuda_ipc`` or ``shared_memory``.
-        key: changes whenever the memory behind it does; the receiver opens each key once.
-        nbytes: size of all slots together.
-        slot_bytes: size of one slot.
-        handle: what the mechanism needs, builtins only.
-    """
-
-    kind: str
-    key: str
-    nbytes: int
-    slot_bytes: int
-    handle: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
 class Region:
-    """An allocation of a trainer rank and how to map it.
+    """Memory of a trainer rank and how to map it.
 
     Attributes:
-        kind: ``cuda_ipc`` or ``shared_file``.
-        key: names the allocation, on this host and in this run; never given to another one.
+        kind: ``cuda_ipc``, ``shared_memory`` or ``shared_file``.
+        key: names the memory, on this host and in this run, and no other memory ever; the receiver maps each key once.
         nbytes: its size.
         handle: what the mechanism needs, builtins only.
     """
@@ -40,6 +21,17 @@ class Region:
     key: str
     nbytes: int
     handle: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class StagingExport(Region):
+    """The sender's staging memory.
+
+    Attributes:
+        slot_bytes: size of one of its slots.
+    """
+
+    slot_bytes: int
 
 
 @dataclass(frozen=True)

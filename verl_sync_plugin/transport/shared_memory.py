@@ -27,7 +27,7 @@ class SharedMemoryStaging:
         self.memory = torch.from_file(self._path, shared=True, size=nbytes, dtype=torch.uint8)
 
     def export(self, reader: int = 0) -> StagingExport:
-        return StagingExport("shared_memory", self._key, self.memory.numel(), self.slot_bytes, (self._path,))
+        return StagingExport("shared_memory", self._key, self.memory.numel(), (self._path,), self.slot_bytes)
 
     def opened(self) -> None:
         self._unlink()
