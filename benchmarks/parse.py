@@ -8,6 +8,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,28 @@ def syncs(records: Iterable[Record]) -> list[Sync]:
     sleeps_first = first_sleep is not None and first_sleep < first_call
     reports += [[]] * max(counts.values())  # stock verl writes none
     return [_sync(found, index, sleeps_first, reports[index]) for index in range(min(counts.values()))]
+
+
+def check_cut_short(records: list[Record], ended: float, least: int) -> None:
+    """Whether a run that was ended from outside counts: it must have gone on well until then.
+
+    Args:
+        records: of the probe file.
+        ended: when, in seconds since the epoch.
+        least: measured syncs that it needs.
+
+    Raises:
+        ProbeError: it does not; says why.
+    """
+    if not all(record.get("ok", True) for record in records):
+        raise ProbeError("a call failed before the time limit")
+    done = sorted(record["t"] for record in records if record["event"] == "sync")
+    complete = len(syncs(records)) - 1
+    if complete < least:
+        raise ProbeError(f"{complete} measured syncs within the time limit, fewer than {least}")
+    longest = max(after - before for before, after in pairwise(done))
+    if ended - done[-1] > 3 * longest:
+        raise ProbeError(f"no sync in the last {ended - done[-1]:.0f} s before the time limit: the run stood still")
 
 
 def adapter_classes(records: Iterable[Record]) -> set[str]:

@@ -66,6 +66,7 @@ def _merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """One row of repeated runs: median seconds, largest peaks."""
     devices = [run["peak_device_bytes"] for run in runs if run["peak_device_bytes"] is not None]
     return {
+        "cut_short": any(run["settings"].get("exit_status") for run in runs),
         "stages": {name: statistics.median(run["stages"][name] for run in runs) for name in STAGES},
         "peak_device_bytes": max(devices) if devices else None,
         "peak_host_bytes": max(run["peak_host_bytes"] for run in runs),
@@ -86,7 +87,7 @@ def _rows(result: dict[str, Any]) -> list[list[str]]:
         rows.append(
             [
                 result["case"],
-                variant,
+                f"{variant} (cut short)" if row["cut_short"] else variant,
                 *seconds,
                 faster,
                 transfer_table.milliseconds(lowest) if lowest else "–",

@@ -182,6 +182,23 @@ def rearranged(model_path: str, layout: Layout) -> None:
         module.__dict__["_parameters"] = {"weight": _more(module.weight)}
         layers[0].mlp.linear_fc2 = module
         check_same(one_sync(manager), stock_export(engine))
+        wrapper = engine.module[0]
+        while not hasattr(wrapper.module, "decoder"):
+            wrapper = wrapper.module
+        wrapper.module = _copied(wrapper.module)
+        layers = unwrapped(engine.module[0]).decoder.layers
+        check_same(one_sync(manager), stock_export(engine))
+
+
+def _copied(module: torch.nn.Module) -> torch.nn.Module:
+    """The same model in other memory with other weights; process groups and configurations are shared."""
+    values = [value for part in module.modules() for value in vars(part).values()]
+    shared = {id(value): value for value in values if not isinstance(value, dict | torch.nn.Module)}
+    other = copy.deepcopy(module, shared)
+    for before, parameter in zip(module.parameters(), other.parameters(), strict=True):
+        parameter.__dict__.update(before.__dict__)
+        parameter.data += 1
+    return other
 
 
 def _more(parameter: torch.nn.Parameter) -> torch.nn.Parameter:

@@ -118,6 +118,18 @@ def test_two_updates_in_one_call_are_one_stage() -> None:
     assert measured == parse.syncs(stock_lines())[1:]
 
 
+@pytest.mark.parametrize("lines", [stock_lines(), plugin_lines()], ids=["stock", "plugin"])
+def test_run_ended_by_its_time_limit_counts_if_it_went_on_until_then(lines: list[dict[str, Any]]) -> None:
+    parse.check_cut_short(lines, ended=400.0, least=3)
+    with pytest.raises(parse.ProbeError, match="3 measured syncs within the time limit, fewer than 4"):
+        parse.check_cut_short(lines, ended=400.0, least=4)
+    with pytest.raises(parse.ProbeError, match="no sync in the last 687 s before the time limit: the run stood still"):
+        parse.check_cut_short(lines, ended=1000.0, least=3)
+    failed = [*lines, line("resume", 0, 390, 1, ok=False)]
+    with pytest.raises(parse.ProbeError, match="a call failed"):
+        parse.check_cut_short(failed, ended=400.0, least=3)
+
+
 def test_sync_cut_short_is_not_counted() -> None:
     lines = [entry for entry in stock_lines() if not (entry["event"] == "sync" and entry["start"] > 300)]
     assert len(parse.syncs(lines)) == 3
@@ -202,6 +214,8 @@ def test_table_shows_both_variants_and_the_speed_up(tmp_path: Path) -> None:
     assert "**6.160 s** |  | 2.0 ms | 3080 | 1.1 GiB | 1.9 GiB |" in rows[0]
     assert "| plugin | 3.300 s | 0.010 s | 0.220 s | 0.020 s | **0.616 s** | 10.0× | 2.0 ms | 308 |" in rows[1]
     assert "2 × NVIDIA H200" in table.render([result])
+    result["runs"][0]["settings"]["exit_status"] = 124
+    assert "| stock (cut short) |" in table.render([result]) and "| plugin |" in table.render([result])
     assert table.render([]) == table.EMPTY
 
 

@@ -90,6 +90,19 @@ def test_profile_adds_steps_whose_syncs_alone_are_traced(tmp_path: Path, monkeyp
     }
 
 
+@pytest.mark.parametrize(("status", "counts"), [(0, True), (launch.TIMED_OUT, True), (1, False)])
+def test_run_counts_by_how_it_ended(status: int, counts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[int] = []
+    monkeypatch.setattr(launch, "run", lambda *_: (status, 1.0))
+    monkeypatch.setattr(phase, "summarize", lambda variant, settings, *_: settings)
+    monkeypatch.setattr(parse, "read", lambda _: [])
+    monkeypatch.setattr(parse, "check_cut_short", lambda *_: checked.append(1))
+    paths = command.Paths(model=Path("m"), prompts=Path("p"))
+    run = phase.run_variant(case(device="cpu"), "plugin", 0, paths, tmp_path, 60.0, False)
+    assert (run is not None) == counts and len(checked) == (status == launch.TIMED_OUT)
+    assert run is None or run["exit_status"] == status
+
+
 def test_probe_writes_the_outermost_call_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "probe.jsonl"
     monkeypatch.setenv("SYNC_PROBE_FILE", str(file))

@@ -44,6 +44,25 @@ def test_kernel_in_the_interpreter() -> None:
     assert "1 skipped" in done.stdout, "everything but this test must have run"
 
 
+def test_factors_are_no_simple_function_of_the_place() -> None:
+    """Patterns in which a factor linear in the place lets changes cancel out: all pairs of swapped rows of an identity
+    matrix in bfloat16, and blocks of equal words in another place."""
+    size = 512
+    row = torch.arange(size)
+    word = row[:, None] * (size // 4) + row // 4
+    halves = torch.stack(plain.factors(word))
+    one = 0x3F80 << (row % 2 * 16)
+    hashed = torch.where(row % 4 < 2, halves[0], halves[1]) * one  # [i, j]: of a one in row i and column j
+    ones = hashed.diagonal()
+    changed = hashed + hashed.T - ones[:, None] - ones
+    assert int((changed == 0).sum()) == size, "only rows swapped with themselves go unnoticed"
+    for length in (2, 16):
+        both = torch.stack(plain.factors(torch.arange(1 << 20))).sum(0)
+        blocks = both.unfold(0, length, 1).sum(1)
+        same = blocks.numel() - blocks.unique().numel()
+        assert same < 1024, f"{same} blocks of {length} words hash like another: by chance it were a hundred"
+
+
 def touched(lines: Lines) -> dict[int, int]:
     """Bytes read and where they go, one by one."""
     return {

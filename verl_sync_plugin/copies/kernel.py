@@ -17,18 +17,21 @@ READ_WARPS = 4
 
 
 @triton.jit
-def factor(word):  # type: ignore[no-untyped-def]
-    """The same factors as ``plain.factors``, in 32 bits: a product of two such is one instruction of a GPU."""
+def factors(word):  # type: ignore[no-untyped-def]
+    """The same as ``plain.factors``, of 32 bits: a product of two such is one instruction of a GPU."""
     mixed = word.to(tl.uint32) * 0x9E3779B1
-    return mixed ^ (mixed >> 15)
+    square = mixed.to(tl.uint64) * mixed.to(tl.uint64)
+    low = square.to(tl.uint32)
+    high = (square >> 32).to(tl.uint32)
+    return (low ^ high) | 1, ((low - high) ^ mixed) | 1
 
 
 @triton.jit
 def weighed(bits, word):  # type: ignore[no-untyped-def]
     """The same as ``plain._weighed``, before the sum."""
-    mixed = factor(word)
-    lower = bits.to(tl.uint32).to(tl.uint64) * (mixed | 1).to(tl.uint64)
-    upper = (bits >> 32).to(tl.uint32).to(tl.uint64) * ((mixed ^ 0x5851F42D) | 1).to(tl.uint64)
+    for_lower, for_upper = factors(word)
+    lower = bits.to(tl.uint32).to(tl.uint64) * for_lower.to(tl.uint64)
+    upper = (bits >> 32).to(tl.uint32).to(tl.uint64) * for_upper.to(tl.uint64)
     return lower + upper
 
 

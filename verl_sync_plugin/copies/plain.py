@@ -5,8 +5,9 @@ The hash of some bytes is the sum, modulo 2^64, over all 8-byte words of lower h
 to it. So the sum does not depend on how the bytes were cut into copies or in which order they ran. One changed bit
 changes it by an odd multiple of at most 2^31, which does not vanish either when up to 2^32 readers of the same bytes
 are added up (multiplied as whole words, the upper bits would). Several changed words go unnoticed where their
-differences, each times its factor, add up to zero: for what mistakes and broken memory leave behind, about one chance
-in 2^31. It is no defence against an adversary.
+differences, each times its factor, add up to zero. That is one chance in 2^31 or less where these are unrelated to
+each other; and the factors are no simple function of the place, so it is rare in patterns as well (swapped rows of
+an identity, constant blocks in the wrong place; the tests sample them). It is no defence against an adversary.
 """
 
 from __future__ import annotations
@@ -16,23 +17,28 @@ import torch
 from verl_sync_plugin.copies.blocks import Block
 
 STEP = 1 << 21  # bytes hashed at a time; bounds the memory that the hash takes
-# 2^32 by the golden ratio, as in Knuth's multiplicative hashing (The Art of Computer Programming, volume 3, 6.4). More
-# mixing costs a GPU time: with a second multiplication, reading and hashing takes 1.3 times as long as reading.
+# 2^32 by the golden ratio, as in Knuth's multiplicative hashing (The Art of Computer Programming, volume 3, 6.4)
 GOLDEN = 0x9E3779B1
-UPPER = 0x5851F42D  # between the factors of the two halves of a word
 HALF = 0xFFFFFFFF
 
 
-def factors(words: torch.Tensor) -> torch.Tensor:
-    """A pseudo-random number below 2^32 for each word number; int64 of the same shape."""
+def factors(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Odd pseudo-random numbers below 2^32 for the lower and the upper half of each word; int64 of the same shape.
+
+    A number is squared, as in Widynski's middle-square Weyl generator (https://arxiv.org/abs/1704.00358), because a GPU
+    has multiplications to spare while it hashes, but no shifts. Multiplied only, factors would be linear in the place,
+    and what is moved by the same distance in opposite directions would cancel out.
+    """
     mixed = (words & HALF) * GOLDEN & HALF
-    return mixed ^ (mixed >> 15)
+    square = mixed * mixed
+    low, high = square & HALF, (square >> 32) & HALF
+    return (low ^ high) | 1, (((low - high) & HALF) ^ mixed) | 1
 
 
 def _weighed(bits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     """Words, or parts of words in their places, times the factors of their halves."""
-    mixed = factors(words)
-    return ((bits & HALF) * (mixed | 1) + ((bits >> 32) & HALF) * ((mixed ^ UPPER) | 1)).sum()
+    lower, upper = factors(words)
+    return ((bits & HALF) * lower + ((bits >> 32) & HALF) * upper).sum()
 
 
 def hash_bytes(data: torch.Tensor, position: int) -> torch.Tensor:

@@ -111,7 +111,8 @@ class ParameterSource(ABC):
     def release(self) -> None:  # noqa: B027  (most sources hold nothing)
         """Drops every reference to the trainer's parameters; ``shards`` finds them again.
 
-        A source that kept one would keep an offloaded model in memory after the trainer has moved it elsewhere.
+        A source that kept one would keep an offloaded model in memory after the trainer has moved it elsewhere. Where
+        offloading keeps the parameters and takes their memory away (Megatron), they may be kept.
         """
 
     def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:

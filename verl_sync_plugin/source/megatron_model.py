@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,74 +23,79 @@ class Held(NamedTuple):
     buffer: bool
 
 
+class _Slot(NamedTuple):
+    """Where a module keeps a weight."""
+
+    chunk: int
+    name: str
+    buffer: bool
+    place: dict[str, Any]
+    attribute: str
+
+    def tensor(self) -> torch.Tensor:
+        found = self.place[self.attribute]
+        assert isinstance(found, torch.Tensor)
+        return found
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """What a walk over all modules found; holds as long as ``structure`` does."""
+
+    chunks: list[torch.nn.Module]
+    modules: list[torch.nn.Module]
+    structure: list[object]
+    slots: list[_Slot]
+    empty: list[_Slot]
+    tied: bool
+
+
 class ModelTensors:
-    """The weights of all chunks. Walks the modules once; later it looks where they were, as long as no module has come,
-    gone or been replaced: with thousands of experts a walk takes as long as moving them.
+    """The weights of all chunks. Walks the modules once; later it looks where they were, as long as no module or weight
+    has come, gone or changed its name: with thousands of experts a walk takes as long as moving them.
 
     Args:
         chunks: Megatron's model chunks, wrapped or not.
 
     Attributes:
-        modules: the chunks without Megatron's wrappers.
-        tensors: of all chunks, in the order of ``named``.
+        tensors: of all chunks, in the order of ``named``, as they were when last looked up.
     """
 
     def __init__(self, chunks: list[torch.nn.Module]) -> None:
         self._chunks = chunks
-        self.modules: list[torch.nn.Module] = []
+        self._walk: _Walk | None = None
+        self._kinds: list[tuple[str, torch.Size, torch.dtype]] = []
         self.tensors: list[torch.Tensor] = []
-        self._walked: list[torch.nn.Module] = []
-        self._structure: list[object] = []
-        self._slots: list[tuple[dict[str, Any], str]] = []
-        self._empty: list[tuple[dict[str, Any], str]] = []
-        self._names: list[str] = []
-        self._kinds: list[tuple[torch.Size, torch.dtype]] = []
 
     def look(self) -> tuple[bool, bool]:
-        """Looks the tensors up.
+        """Looks the tensors up; a failure leaves everything as it was.
 
         Returns:
             Whether names, shapes or dtypes are others than the last time; whether any tensor is another object.
         """
-        names, known, tensors = self._names, self._kinds, self.tensors
-        if self._stale():
-            self._walk()
-        self._look_at_slots()
-        if names == self._names and known != self._kinds:
-            self._walk()  # one may be empty now, and then does not count
-            self._look_at_slots()
-        other = names != self._names or known != self._kinds
+        walk = self._walk
+        if walk is None or self._stale(walk):
+            walk = _walk([unwrapped(chunk) for chunk in self._chunks])
+        tensors, kinds = _look_at(walk)
+        if walk is self._walk and kinds != self._kinds:
+            walk = _walk(walk.chunks)  # one may be empty now, and then does not count
+            tensors, kinds = _look_at(walk)
+        other = kinds != self._kinds
         moved = other or any(a is not b for a, b in zip(tensors, self.tensors, strict=True))
+        self._walk, self._kinds, self.tensors = walk, kinds, tensors
         return other, moved
 
-    def _stale(self) -> bool:
-        if not self._walked or self._structure != _structure(self._walked):
-            return True
-        return any(place[attribute].numel() for place, attribute in self._empty)
-
-    def _look_at_slots(self) -> None:
-        self.tensors = [place[attribute] for place, attribute in self._slots]
-        self._kinds = [(tensor.shape, tensor.dtype) for tensor in self.tensors]
-
-    def _walk(self) -> None:
-        self.modules = [unwrapped(chunk) for chunk in self._chunks]
-        self._walked = [module for chunk in self.modules for module in chunk.modules()]
-        self._structure = _structure(self._walked)
-        places = {
-            id(tensor): (place, attribute)
-            for module in self._walked
-            for place in (module.__dict__["_parameters"], module.__dict__["_buffers"])
-            for attribute, tensor in place.items()
-        }
-        found = [held for module in self.modules for held in held_by(module)]
-        self._names = [held.name for held in found if held.tensor.numel()]
-        self._slots = [places[id(held.tensor)] for held in found if held.tensor.numel()]
-        self._empty = [places[id(held.tensor)] for held in found if not held.tensor.numel()]
+    def _stale(self, walk: _Walk) -> bool:
+        if walk.tied or any(unwrapped(a) is not b for a, b in zip(self._chunks, walk.chunks, strict=True)):
+            return True  # of tied weights each may be replaced alone
+        return walk.structure != _structure(walk.modules) or any(slot.tensor().numel() for slot in walk.empty)
 
     def named(self) -> Iterator[tuple[torch.nn.Module, list[Held]]]:
-        """Each chunk without its wrappers, and what it holds."""
-        for module in self.modules:
-            yield module, [held for held in held_by(module) if held.tensor.numel()]
+        """Each chunk without its wrappers, and what it held when it was last looked at."""
+        assert self._walk is not None, "look() comes first"
+        pairs = list(zip(self._walk.slots, self.tensors, strict=True))
+        for number, module in enumerate(self._walk.chunks):
+            yield module, [Held(slot.name, tensor, slot.buffer) for slot, tensor in pairs if slot.chunk == number]
 
     def offloaded(self) -> dict[int, torch.Tensor]:
         """Megatron's flat parameter buffers whose content verl has moved to host memory, by the identity of the
@@ -103,10 +109,46 @@ class ModelTensors:
         return found
 
 
+def _walk(chunks: list[torch.nn.Module]) -> _Walk:
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    places, several = _places(modules)
+    slots: list[_Slot] = []
+    empty: list[_Slot] = []
+    for number, chunk in enumerate(chunks):
+        for held in held_by(chunk):
+            slot = _Slot(number, held.name, held.buffer, *places[id(held.tensor)])
+            (slots if held.tensor.numel() else empty).append(slot)
+    tied = any(id(slot.tensor()) in several for slot in (*slots, *empty))
+    return _Walk(chunks, modules, _structure(modules), slots, empty, tied)
+
+
+def _places(modules: list[torch.nn.Module]) -> tuple[dict[int, tuple[dict[str, Any], str]], set[int]]:
+    """Where tensors are kept, by their identity: each one's first place, and which have several."""
+    places: dict[int, tuple[dict[str, Any], str]] = {}
+    several: set[int] = set()
+    for module in modules:
+        for place in (module.__dict__["_parameters"], module.__dict__["_buffers"]):
+            for attribute, tensor in place.items():
+                if id(tensor) in places:
+                    several.add(id(tensor))
+                elif tensor is not None:
+                    places[id(tensor)] = (place, attribute)
+    return places, several
+
+
+def _look_at(walk: _Walk) -> tuple[list[torch.Tensor], list[tuple[str, torch.Size, torch.dtype]]]:
+    tensors = [slot.place[slot.attribute] for slot in walk.slots]
+    return tensors, [(slot.name, t.shape, t.dtype) for slot, t in zip(walk.slots, tensors, strict=True)]
+
+
 def _structure(modules: list[torch.nn.Module]) -> list[object]:
-    """Which modules there are and how much each holds; cheap to compare."""
+    """Which modules there are and what each holds, by name; cheap to compare."""
     return [
-        (held["_modules"].copy(), len(held["_parameters"]), len(held["_buffers"]))
+        (
+            list(held["_modules"].items()),
+            [name for name, tensor in held["_parameters"].items() if tensor is not None],
+            [name for name, tensor in held["_buffers"].items() if tensor is not None],
+        )
         for held in (module.__dict__ for module in modules)
     ]
 
