@@ -17,7 +17,7 @@ _MODEL = "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _SGLANG = f"+{_ROLLOUT}.engine_kwargs.sglang"
 _MEGATRON = f"{_ACTOR}.megatron"
-_SHARES = {"7b": 0.4, "moe-8b": 0.2}  # of the device's memory, for the engine
+_SHARES = {"7b": 0.4, "moe-8b": 0.2, "moe-16b": 0.2}  # of the device's memory, for the engine
 
 
 @dataclass(frozen=True)

@@ -121,21 +121,33 @@ save_logs() {
   (cd "$BENCH" && find . \( -path '*/work/*.log' -o -path '*/work/*.jsonl' \) -print0 | tar czf "$OUT/logs.tgz" --null -T -)
   # few files come back from such a machine: the traces as one
   find "$BENCH" -path '*/profiles/*' \( -name '*-profile.json' -o -name '*-profile.md' \) -exec cp {} "$OUT/" \;
-  (cd "$BENCH" && find . -name '*.trace.json.gz' -print0 | tar czf "$OUT/traces.tgz" --null -T -)
+  [ -z "$(find "$BENCH" -name '*.trace.json.gz' -print -quit)" ] ||
+    (cd "$BENCH" && find . -name '*.trace.json.gz' -print0 | tar czf "$OUT/traces.tgz" --null -T -)
 }
 
-bash .gpu/scripts/install.sh .gpu || exit 1
-. /tmp/s/env.sh
+# a machine that is still warm from this commit's last visit has everything, its models too
+if [ -n "$COMMIT" ] && [ "$(cat "$SITE/.commit" 2>/dev/null)" = "$COMMIT" ]; then
+  . /tmp/s/env.sh
+  find "$BENCH" \( -path '*/work/*.log' -o -path '*/work/*.jsonl' -o -path '*/profiles/*' \) -type f -delete
+  WARM=1
+else
+  bash .gpu/scripts/install.sh .gpu || exit 1
+  . /tmp/s/env.sh
+  rm -rf "$BENCH/profiles" "$BENCH"/lane-* && mkdir -p "$BENCH"
+fi
 # the probe must be importable in every process, and nothing else of the checkout: its folders would shadow packages
-rm -rf "$BENCH/benchmarks" "$BENCH/profiles" "$BENCH"/lane-* && mkdir -p "$BENCH" && cp -r benchmarks "$BENCH/"
+rm -rf "$BENCH/benchmarks" && cp -r benchmarks "$BENCH/"
 export PYTHONPATH=$BENCH:$PYTHONPATH
 [ "$1" = --lanes ] && cp "$2" "$BENCH/lanes" && set -- --lanes "$BENCH/lanes"
 cd /tmp || exit 1
-(cd "$REPO" && install_package) || exit 1
+if [ -z "$WARM" ]; then
+  (cd "$REPO" && install_package) || exit 1
+  # the payload comes without bytecode, and every process of a run imports thousands of modules
+  env -u PYTHONDONTWRITEBYTECODE python3 -m compileall -q -j 0 "$SITE" >/dev/null 2>&1
+  echo "$COMMIT" >"$SITE/.commit"
+fi
 check_package || exit 1
-# the payload comes without bytecode, and every process of a run imports thousands of modules
 unset PYTHONDONTWRITEBYTECODE
-python3 -m compileall -q -j 0 "$SITE" >/dev/null 2>&1
 echo "installed after $SECONDS s"
 trap save_logs EXIT
 
