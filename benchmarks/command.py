@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import trainer_overrides
+
 VARIANTS = ("stock", "plugin")
 STRATEGIES = ("fsdp", "fsdp2", "megatron")
 PROBE = "benchmarks.probe"
@@ -16,7 +18,6 @@ _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _SGLANG = f"+{_ROLLOUT}.engine_kwargs.sglang"
-_MEGATRON = f"{_ACTOR}.megatron"
 _SHARES = {"7b": 0.4, "moe-8b": 0.2, "moe-16b": 0.2}  # of the device's memory, for the engine
 
 
@@ -158,47 +159,6 @@ def _cpu(case: Case) -> list[str]:
     ]
 
 
-def _megatron_sizes(case: Case) -> list[str]:
-    """The parallel sizes beyond tensor and pipeline, where they are asked for."""
-    sizes = {
-        "virtual_pipeline_model_parallel_size": (case.train_vpp, 1),
-        "context_parallel_size": (case.train_cp, 1),
-        "expert_model_parallel_size": (case.train_ep, 1),
-        "expert_tensor_parallel_size": (case.train_etp, 0),
-    }
-    return [f"{_MEGATRON}.{key}={size}" for key, (size, default) in sizes.items() if size != default]
-
-
-def _trainer(case: Case) -> list[str]:
-    if case.strategy != "megatron":
-        return [f"{_ACTOR}.strategy={case.strategy}"]
-    transformer = f"{_MEGATRON}.override_transformer_config"
-    unfused = ("gradient_accumulation_fusion", "persist_layer_norm", "masked_softmax_fusion")
-    overrides = [
-        "model_engine=megatron",
-        f"{_MEGATRON}.tensor_model_parallel_size={case.train_tp}",
-        f"{_MEGATRON}.pipeline_model_parallel_size={case.train_pp}",
-        *_megatron_sizes(case),
-        f"{_MEGATRON}.vanilla_mbridge=True",
-        f"{_MEGATRON}.use_remove_padding=False",
-        "actor_rollout_ref.ref.megatron.use_remove_padding=False",
-        f"++{transformer}.attention_backend=unfused",
-        f"++{transformer}.apply_rope_fusion=False",
-        *(f"+{transformer}.{key}=False" for key in unfused),
-        # Megatron's own norm, which is all there is without TransformerEngine, refuses sequence parallelism
-        f"{_MEGATRON}.sequence_parallel=False",
-        "actor_rollout_ref.ref.megatron.sequence_parallel=False",
-        f"+{transformer}.sequence_parallel=False",
-    ]
-    if case.device == "cpu":
-        overrides += [
-            f"+{transformer}.use_cpu_initialization=True",
-            f"+{transformer}.bias_dropout_fusion=False",
-            f"+{transformer}.bias_activation_fusion=False",
-        ]
-    return overrides
-
-
 def _lora(case: Case) -> list[str]:
     if not case.lora_rank:
         return []
@@ -222,7 +182,14 @@ def _bucket(case: Case, variant: str) -> str:
 def training(case: Case, variant: str, paths: Paths) -> list[str]:
     """The command of one run."""
     device = _cpu(case) if case.device == "cpu" else _cuda(case)
-    overrides = [*_common(case, paths), *device, *_trainer(case), *_lora(case), _bucket(case, variant), *case.extra]
+    overrides = [
+        *_common(case, paths),
+        *device,
+        *trainer_overrides.of(case),
+        *_lora(case),
+        _bucket(case, variant),
+        *case.extra,
+    ]
     return [sys.executable, "-m", "verl.trainer.main_ppo", *overrides]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -15,6 +16,7 @@ import unmeasured
 from bare_engine import trainer
 from bare_engine.endpoint import BareEngine, BareEngineEndpoint
 from verl_sync_plugin.config import SyncConfig
+from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.hooks import activation
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sharding_manager.base import ShardingManager
@@ -67,6 +69,12 @@ class Rank:
         if self.engine is not None and not awake:
             self.endpoint.sleep(["kv_cache", "weights"])
         asyncio.run(self._sync(version, *(([], []) if awake else (["weights"], ["kv_cache"]))))
+
+    def failing(self, version: int) -> str:
+        """The error of a sync that must fail."""
+        with pytest.raises(SyncError) as caught:
+            self.sync(version)
+        return str(caught.value)
 
     async def _sync(self, version: int, first: list[str], rest: list[str]) -> None:
         await self.manager.update_weights(first, version)

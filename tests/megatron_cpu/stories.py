@@ -5,10 +5,8 @@ Real verl engines, megatron-core and mbridge over gloo, the real sharding manage
 
 from __future__ import annotations
 
-import copy
 import re
 import time
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from bare_engine.endpoint import BareEngineEndpoint
 from contract.reading import Reader
@@ -30,18 +26,16 @@ from verl_sync_plugin.receiver.assembly import Assembler
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sharding_manager.base import ShardingManager
 from verl_sync_plugin.sharding_manager.megatron_sglang import MegatronSGLangShardingManager
-from verl_sync_plugin.source import megatron_model
 from verl_sync_plugin.source.base import ParameterSource, WirePolicy
 from verl_sync_plugin.source.megatron_model import unwrapped
 from verl_sync_plugin.source.stream import StreamSource
-from verl_sync_plugin.transport.sender import SLOTS, STAGING_BUCKETS
+from verl_sync_plugin.transport.sender import STAGING_BUCKETS
 
 State = dict[str, torch.Tensor]
 
 CPU = torch.device("cpu")
 TINY, LARGE = 6_001, 64 << 20  # bytes; TINY is no multiple of anything
 SYNCS = 3
-COLLECTIVES = ("all_gather_object", "broadcast_object_list", "broadcast", "all_gather", "all_gather_into_tensor")
 
 
 def manager_of(engine: Any, bucket_bytes: int, wire: str = "auto", delivery: str = "auto") -> ShardingManager:
@@ -161,52 +155,6 @@ def offloaded(model_path: str, layout: Layout) -> None:
         check_same(got, expected)
 
 
-def rearranged(model_path: str, layout: Layout) -> None:
-    """Tensors get other memory, are replaced, and are replaced with the module around them; as long as nothing of that
-    happens, the model is not walked again."""
-    engine = build(model_path, layout)
-    manager = manager_of(engine, LARGE)
-    check_same(one_sync(manager), stock_export(engine))
-    with mock.patch.object(megatron_model, "held_by", side_effect=AssertionError("walked again")):
-        train_step(engine)
-        check_same(one_sync(manager), stock_export(engine))
-    layers = unwrapped(engine.module[0]).decoder.layers
-    for _ in range(2):
-        moved = layers[0].self_attention.linear_proj.weight
-        moved.data = moved.data + 1
-        check_same(one_sync(manager), stock_export(engine))
-        replaced = layers[0].self_attention.linear_qkv
-        replaced.weight = _more(replaced.weight)
-        check_same(one_sync(manager), stock_export(engine))
-        module = copy.copy(layers[0].mlp.linear_fc2)
-        module.__dict__["_parameters"] = {"weight": _more(module.weight)}
-        layers[0].mlp.linear_fc2 = module
-        check_same(one_sync(manager), stock_export(engine))
-        wrapper = engine.module[0]
-        while not hasattr(wrapper.module, "decoder"):
-            wrapper = wrapper.module
-        wrapper.module = _copied(wrapper.module)
-        layers = unwrapped(engine.module[0]).decoder.layers
-        check_same(one_sync(manager), stock_export(engine))
-
-
-def _copied(module: torch.nn.Module) -> torch.nn.Module:
-    """The same model in other memory with other weights; process groups and configurations are shared."""
-    values = [value for part in module.modules() for value in vars(part).values()]
-    shared = {id(value): value for value in values if not isinstance(value, dict | torch.nn.Module)}
-    other = copy.deepcopy(module, shared)
-    for before, parameter in zip(module.parameters(), other.parameters(), strict=True):
-        parameter.__dict__.update(before.__dict__)
-        parameter.data += 1
-    return other
-
-
-def _more(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    other = torch.nn.Parameter(parameter.detach() + 1)
-    other.__dict__.update(parameter.__dict__)
-    return other
-
-
 def refused(model_path: str) -> list[str]:
     """The errors of an engine set up in ways that cannot be synced; then it is set up well and synced."""
     engine = build(model_path, Layout(dist.get_world_size(), tp=2))
@@ -254,41 +202,3 @@ def disagreeing(model_path: str, layout: Layout, change: str) -> tuple[str, floa
     train_step(engine)
     check_same(one_sync(manager), stock_export(engine))
     return text, seconds
-
-
-class Allocations(TorchDispatchMode):
-    """Bytes of the largest storage that an operation inside has made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in known:
-                self.largest = max(self.largest, tensor.untyped_storage().nbytes())
-        return result
-
-
-def cost(model_path: str, layout: Layout, bucket_bytes: int, how: str) -> tuple[dict[str, int], int, int, int]:
-    """Of the third sync: (collectives by name, buckets, staging bytes, largest other allocation)."""
-    engine = build(model_path, layout)
-    manager = manager_of(engine, bucket_bytes, delivery=how)
-    one_sync(manager)
-    one_sync(manager)
-    with ExitStack() as stack:
-        calls = {n: stack.enter_context(mock.patch.object(dist, n, wraps=getattr(dist, n))) for n in COLLECTIVES}
-        with manager:
-            plan, source = manager._planning.plan, manager._source
-            assert plan is not None and source is not None and manager._sender._staging is not None
-            rank = 0 if source.group is None else dist.get_rank(source.group)
-            manager._sender.begin(plan, rank, hashed=False, finite=False)
-            with Allocations() as allocations:
-                for index, bucket in enumerate(plan.buckets):
-                    manager._sender.pack(index, index % SLOTS, manager._shards)
-                    if not plan.sharded:
-                        manager._sender.gather(bucket, index % SLOTS, rank, source.group)
-        counts = {name: call.call_count for name, call in calls.items() if call.call_count}
-        return counts, len(plan.buckets), manager._sender._staging.memory.numel(), allocations.largest

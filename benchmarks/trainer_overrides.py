@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hydra overrides that choose the trainer's backend and how Megatron shares out the model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from benchmarks.command import Case
+
+_ACTOR = "actor_rollout_ref.actor"
+_MEGATRON = f"{_ACTOR}.megatron"
+
+
+def _megatron_sizes(case: Case) -> list[str]:
+    """The parallel sizes beyond tensor and pipeline, where they are asked for."""
+    sizes = {
+        "virtual_pipeline_model_parallel_size": (case.train_vpp, 1),
+        "context_parallel_size": (case.train_cp, 1),
+        "expert_model_parallel_size": (case.train_ep, 1),
+        "expert_tensor_parallel_size": (case.train_etp, 0),
+    }
+    return [f"{_MEGATRON}.{key}={size}" for key, (size, default) in sizes.items() if size != default]
+
+
+def of(case: Case) -> list[str]:
+    """The overrides of ``case`` for its trainer."""
+    if case.strategy != "megatron":
+        return [f"{_ACTOR}.strategy={case.strategy}"]
+    transformer = f"{_MEGATRON}.override_transformer_config"
+    unfused = ("gradient_accumulation_fusion", "persist_layer_norm", "masked_softmax_fusion")
+    overrides = [
+        "model_engine=megatron",
+        f"{_MEGATRON}.tensor_model_parallel_size={case.train_tp}",
+        f"{_MEGATRON}.pipeline_model_parallel_size={case.train_pp}",
+        *_megatron_sizes(case),
+        f"{_MEGATRON}.vanilla_mbridge=True",
+        f"{_MEGATRON}.use_remove_padding=False",
+        "actor_rollout_ref.ref.megatron.use_remove_padding=False",
+        f"++{transformer}.attention_backend=unfused",
+        f"++{transformer}.apply_rope_fusion=False",
+        *(f"+{transformer}.{key}=False" for key in unfused),
+        # Megatron's own norm, which is all there is without TransformerEngine, refuses sequence parallelism
+        f"{_MEGATRON}.sequence_parallel=False",
+        "actor_rollout_ref.ref.megatron.sequence_parallel=False",
+        f"+{transformer}.sequence_parallel=False",
+    ]
+    if case.device == "cpu":
+        overrides += [
+            f"+{transformer}.use_cpu_initialization=True",
+            f"+{transformer}.bias_dropout_fusion=False",
+            f"+{transformer}.bias_activation_fusion=False",
+        ]
+    return overrides

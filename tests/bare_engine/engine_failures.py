@@ -1,0 +1,107 @@
+"""Failures of the engine, of what connects it, and of the bytes between; module-level, for spawned processes."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from bare_engine import trainer
+from bare_engine.scenario import Rank
+from verl_sync_plugin.bucket import Entry
+from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.source.base import Shard
+from verl_sync_plugin.transport.exports import StagingExport
+
+
+def engine_refuses(member: Rank, version: int) -> str:
+    """The engine's own loader rejects a tensor: the scheduler survives and says why."""
+    manager = member.manager
+    plan = manager._planning.plan
+    assert plan is not None
+    victim = "model.layers.1.mlp.down_proj.weight"
+    buckets = tuple(replace(b, entries=tuple(_transposed(e, victim) for e in b.entries)) for b in plan.buckets)
+    broken = replace(plan, digest="broken", buckets=buckets)
+    manager._planning.plan = broken
+    text = member.failing(version)
+    manager._planning.plan = plan
+    assert "SGLang could not load the weights" in text, text
+    return text
+
+
+def _transposed(entry: Entry, name: str) -> Entry:
+    return replace(entry, shape=entry.shape[::-1]) if entry.name == name else entry
+
+
+def engine_stalls(member: Rank, version: int) -> str:
+    """An engine rank falls silent: everyone hears it within the bound, and its late answer does not disturb later."""
+    config = member.manager.config
+    last = dist.get_world_size() - 1
+    stopped: list[psutil.Process] = []
+    if member.endpoint.leader:
+        stopped = [p for p in psutil.Process().children(recursive=True) if f"scheduler_TP{last}" in p.name()]
+        assert len(stopped) == 1, [p.name() for p in psutil.Process().children(recursive=True)]
+        stopped[0].suspend()
+    dist.barrier()
+    object.__setattr__(config, "timeout_seconds", 2.0)  # frozen; the bound of this failure only
+    try:
+        with pytest.raises(SyncError) as caught:
+            asyncio.run(member.manager.update_weights([], version))  # awake: sleeping would wait for the silent rank
+        text = str(caught.value)
+    finally:
+        object.__setattr__(config, "timeout_seconds", 60.0)
+        for process in stopped:
+            process.resume()
+    assert f"rank {last}: TimeoutError: the engine did not connect" in text
+    return text
+
+
+def bytes_change(member: Rank, version: int) -> str:
+    """One bit flips in one rank's slot after it was hashed; the engine that reads it says so, whoever packed it."""
+    sender, last = member.manager._sender, dist.get_world_size() - 1
+    honest, packed = sender.pack, 0
+
+    def flipping(index: int, slot: int, shards: list[Shard]) -> None:
+        nonlocal packed
+        honest(index, slot, shards)
+        packed += 1
+        if packed == 2 and member.rank == last:
+            sender._slot(slot)[71] ^= 128  # the highest bit of a word, where a sum over ranks is weakest
+
+    # Later, in "load", the engine rank beside another trainer rank could have read it already
+    sender.pack = flipping  # type: ignore[method-assign]
+    text = member.failing(version)
+    sender.pack = honest  # type: ignore[method-assign]
+    assert "the bytes of model." in text and "changed on the way to the engine" in text, text
+    return text
+
+
+def peers_out_of_reach(member: Rank, version: int) -> None:
+    """An engine rank cannot open another trainer rank's memory: this sync goes on gathered, and so do later ones."""
+    manager, last = member.manager, dist.get_world_size() - 1
+    assert manager.report.peer_bytes > 0 == manager.report.gathered_bytes, "the syncs before were sharded"
+    sender = manager._sender
+    honest = sender.export
+
+    def elsewhere(reader: int) -> StagingExport:
+        gone = replace(honest(reader), key=f"gone for {reader}", handle=("/nowhere/at/all",))
+        return honest(reader) if reader == last else gone
+
+    sender.close()  # what is open stays open
+    manager._planning.agreed_digest = ""
+    sender.export = elsewhere if member.rank == last else honest  # type: ignore[assignment, method-assign]
+
+    manager._delivery._choice = "sharded"
+    with pytest.raises(SyncError, match="delivery=sharded: an engine rank cannot read other trainer ranks' memory"):
+        member.sync(version)
+    manager._delivery._choice = "auto"
+    abandoned = len(member.endpoint.abandoned)
+    for again in (version + 1, version + 2):
+        trainer.perturb(member.trainer, seed=again)
+        member.sync(again)
+        member.check_exact(f"gathered{again}")
+        assert manager.report.gathered_bytes > 0 == manager.report.peer_bytes
+    assert len(member.endpoint.abandoned) == abandoned, "a sync that goes on otherwise has not failed"
