@@ -52,10 +52,10 @@ class Copier:
         self.targets = Targets(targets)
         self.kernel = kernel_works(device)
 
-    def prepare(self, blocks: list[Block]) -> Prepared:
-        """Tables for the kernel, or views."""
+    def prepare(self, blocks: list[Block], homes: Sequence[int] = ()) -> Prepared:
+        """Tables for the kernel, or views; ``homes`` as for ``KernelTable``."""
         if self.kernel:
-            return _KernelPrepared(blocks, self._device)
+            return _KernelPrepared(blocks, self._device, homes)
         return _PlainPrepared(blocks, self.targets)
 
     def hash_targets(self, blocks: list[Block], sums: torch.Tensor) -> None:
@@ -70,8 +70,8 @@ class Copier:
 
 
 class _KernelPrepared:
-    def __init__(self, blocks: list[Block], device: torch.device) -> None:
-        self._table = KernelTable(blocks, device)
+    def __init__(self, blocks: list[Block], device: torch.device, homes: Sequence[int]) -> None:
+        self._table = KernelTable(blocks, device, homes)
         self._bases: dict[tuple[int, ...], torch.Tensor] = {}
 
     def run(self, memory: Memory, sums: torch.Tensor, copy: bool = True, hashed: bool = True) -> None:

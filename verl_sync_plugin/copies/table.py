@@ -56,6 +56,24 @@ def _rows(block: Block) -> np.ndarray:
     return rows
 
 
+def alternating(homes: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
+    """An order of rows in which those of every home come evenly, by bytes, each home's in their own order.
+
+    Read one home after the other, all readers would wait for the links of the same device at a time, and would use
+    either these or their own memory.
+
+    Args:
+        homes: int of shape ``(n,)``: where each row is read.
+        nbytes: int of shape ``(n,)``: how much of it, at least 1.
+    """
+    place = np.empty(len(homes))
+    for home in np.unique(homes):
+        at = np.flatnonzero(homes == home)
+        done = np.cumsum(nbytes[at])
+        place[at] = (done - nbytes[at] / 2) / done[-1]
+    return np.lexsort((homes, place))
+
+
 @dataclass(frozen=True)
 class _Kind:
     """What a launch has in common."""
@@ -74,18 +92,26 @@ class KernelTable:
     """The rows of one bucket, resident on the device and used again every sync.
 
     Device memory: 60 bytes per ``ROW_BYTES`` copied.
+
+    Args:
+        blocks: what is copied.
+        device: where the kernel runs.
+        homes: number of the device that each base of the blocks is on, where there are several: see ``alternating``.
     """
 
-    def __init__(self, blocks: Iterable[Block], device: torch.device) -> None:
+    def __init__(self, blocks: Iterable[Block], device: torch.device, homes: Sequence[int] = ()) -> None:
         kinds: dict[_Kind, list[np.ndarray]] = {}
         for block in blocks:
             if block.lines and block.width:
                 kinds.setdefault(_Kind.of(block), []).append(_rows(block))
         self._device = device
+        self._homes = np.array(homes)
         self._unused = torch.zeros(1, dtype=torch.int64, device=device)
         self._parts = [(kind, *self._upload(np.concatenate(rows), kind)) for kind, rows in kinds.items()]
 
     def _upload(self, rows: np.ndarray, kind: _Kind) -> tuple[torch.Tensor, torch.Tensor, int]:
+        if len(self._homes):
+            rows = rows[alternating(self._homes[rows[:, 5]], rows[:, 7])]
         wide, narrow = rows[:, :5].copy(), rows[:, 5:].astype(np.int32)
         wide[:, 3] //= kind.lane * (2 if kind.cast else 1)
         wide[:, 4] //= kind.lane

@@ -69,7 +69,8 @@ class DirectLoad:
             bare = [*work.bare, *(_as_block(cast) for _, cast in work.casts)]
             for blocks, moved in zip((work.fused, bare, work.reads), parts, strict=True):
                 moved.extend(piece for block in blocks for piece in where.moved(block))
-        self._fused, self._bare, self._reads = (copier.prepare(blocks) for blocks in parts)
+        homes = [(rank - place) % len(lives) for rank, live in enumerate(lives) for _ in live.regions]
+        self._fused, self._bare, self._reads = (copier.prepare(blocks, homes) for blocks in parts)
 
     def run(self, sums: torch.Tensor, hashed: bool) -> None:
         """Starts all copies on the current stream."""
