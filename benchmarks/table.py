@@ -111,7 +111,7 @@ def _where(results: list[dict[str, Any]]) -> list[str]:
     """One line per machine and stack, with the commit and day of every case measured there."""
     cases: dict[str, list[str]] = {}
     for result in results:
-        named = f"`{result['case']}` ({result['commit'][:12]}, {result['date']})"
+        named = f"`{result['case']}` ({result['commit'][:7]}, {result['date']})"
         cases.setdefault(_stack(result), []).append(named)
     return [f"- {stack}: {', '.join(named)}." for stack, named in cases.items()]
 
