@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import command, launch, machine, models, parse, phase_profile, profiling, schema
+from benchmarks import cases, command, launch, machine, models, parse, phase_profile, profiling, schema
 
 ROWS_PER_STEP = 16
 LEAST_RUN_SECONDS = 60.0
@@ -43,7 +43,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--case", required=True)
     parser.add_argument("--model-size", choices=sorted(models.SHAPES), required=True)
     parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--strategy", choices=command.STRATEGIES, default="fsdp2")
+    parser.add_argument("--strategy", choices=cases.STRATEGIES, default="fsdp2")
     parser.add_argument("--rollout-tp", type=int, default=1)
     parser.add_argument("--train-tp", type=int, default=1, help="Megatron only")
     parser.add_argument("--train-pp", type=int, default=1, help="Megatron only")
@@ -76,16 +76,16 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def case_of(args: argparse.Namespace) -> command.Case:
+def case_of(args: argparse.Namespace) -> cases.Case:
     """The case that the command line describes."""
     values = vars(args)
-    fields = {field.name for field in dataclasses.fields(command.Case)} - {"name", "extra"}
-    return command.Case(name=args.case, extra=tuple(args.override), **{name: values[name] for name in fields})
+    fields = {field.name for field in dataclasses.fields(cases.Case)} - {"name", "extra"}
+    return cases.Case(name=args.case, extra=tuple(args.override), **{name: values[name] for name in fields})
 
 
-def prepare(case: command.Case, work: Path, tokenizer_dir: Path | None) -> command.Paths:
+def prepare(case: cases.Case, work: Path, tokenizer_dir: Path | None) -> cases.Paths:
     """Makes model and prompts in a process of its own, whose device memory goes back when it ends."""
-    paths = command.Paths(model=work / f"model-{case.model_size}", prompts=work / "prompts.parquet")
+    paths = cases.Paths(model=work / f"model-{case.model_size}", prompts=work / "prompts.parquet")
     if (paths.model / "config.json").exists() and paths.prompts.exists():
         return paths
     rows = ROWS_PER_STEP * (case.steps + 1 + phase_profile.EXTRA_SYNCS)
@@ -115,7 +115,7 @@ def _rollouts(settings: dict[str, Any], log: Path) -> list[dict[str, float]]:
     """Seconds and generated tokens of each step's rollout, from verl's console metrics."""
     text = _ANSI.sub("", log.read_text(encoding="utf-8", errors="replace"))
     device = settings.get("device", "cuda")
-    responses = command.batch_of(device) * command.samples_of(device)
+    responses = cases.batch_of(device) * cases.samples_of(device)
     return [
         {"seconds": float(seconds), "tokens": float(length) * responses} for length, seconds in _ROLLOUT.findall(text)
     ]
@@ -154,7 +154,7 @@ def summarize(variant: str, settings: dict[str, Any], probe_file: Path, log: Pat
 
 
 def run_variant(
-    case: command.Case, variant: str, repeat: int, paths: command.Paths, work: Path, timeout: float, profile: bool
+    case: cases.Case, variant: str, repeat: int, paths: cases.Paths, work: Path, timeout: float, profile: bool
 ) -> dict[str, Any] | None:
     """Runs and summarizes one training; None, with the end of its log on stderr, when it failed."""
     stem = f"{case.name}-{variant}-{repeat}"
@@ -184,7 +184,7 @@ def run_variant(
 
 
 def collect_profile(
-    case: command.Case, args: argparse.Namespace, work: Path, result: dict[str, Any], profiles: list[dict[str, Any]]
+    case: cases.Case, args: argparse.Namespace, work: Path, result: dict[str, Any], profiles: list[dict[str, Any]]
 ) -> None:
     """Adds the profile of the last run to ``profiles`` and writes them; says so where there is none."""
     run = result["runs"][-1]
@@ -210,7 +210,7 @@ def command_line(args: argparse.Namespace) -> str:
     return shlex.join([*words, *(f"--override={value}" for value in args.override)])
 
 
-def measure(case: command.Case, args: argparse.Namespace, work: Path) -> int:
+def measure(case: cases.Case, args: argparse.Namespace, work: Path) -> int:
     """Runs every variant as often as asked and writes the result after each; returns how many runs failed."""
     end = time.monotonic() + args.budget if args.budget else None
     paths = prepare(case, work, args.tokenizer_dir)

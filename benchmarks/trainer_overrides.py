@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from benchmarks.command import Case
+from benchmarks.cases import Case
 
 _ACTOR = "actor_rollout_ref.actor"
 _MEGATRON = f"{_ACTOR}.megatron"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import command, machine, parse, phase, schema, table
+from benchmarks import cases, machine, parse, phase, schema, table
 
 RESULT_FILES = sorted(table.RESULTS.glob("*.json"))
 
@@ -75,7 +75,7 @@ def result_of(tmp_path: Path) -> dict[str, Any]:
     return result
 
 
-def case() -> command.Case:
+def case() -> cases.Case:
     return phase.case_of(phase.arguments(["--case", "dense", "--model-size", "7b", "--out", "r.json"]))
 
 

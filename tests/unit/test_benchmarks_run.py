@@ -13,12 +13,12 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks import command, launch, parse, phase, phase_profile, probe
+from benchmarks import cases, command, launch, parse, phase, phase_profile, probe
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def case(**values: Any) -> command.Case:
+def case(**values: Any) -> cases.Case:
     arguments = ["--case", "dense", "--model-size", "7b", "--gpus", "2", "--rollout-tp", "2", "--out", "r.json"]
     for name, value in values.items():
         arguments += [f"--{name.replace('_', '-')}", str(value)]
@@ -26,7 +26,7 @@ def case(**values: Any) -> command.Case:
 
 
 def test_variants_differ_in_bucket_key_and_plugin_switch_alone() -> None:
-    paths = command.Paths(model=Path("m"), prompts=Path("p"))
+    paths = cases.Paths(model=Path("m"), prompts=Path("p"))
     stock, plugin = (command.training(case(), variant, paths) for variant in command.VARIANTS)
     prefix = "actor_rollout_ref.rollout."
     assert set(stock) - set(plugin) == {f"{prefix}checkpoint_engine.update_weights_bucket_megabytes=512"}
@@ -44,7 +44,7 @@ def test_variants_differ_in_bucket_key_and_plugin_switch_alone() -> None:
 
 
 def test_overrides_follow_the_case() -> None:
-    paths = command.Paths(model=Path("m"), prompts=Path("p"))
+    paths = cases.Paths(model=Path("m"), prompts=Path("p"))
     lora = command.training(case(lora_rank=32), "plugin", paths)
     assert "actor_rollout_ref.model.lora.merge=True" in lora
     megatron = command.training(case(strategy="megatron", train_tp=2, train_vpp=2, train_etp=1), "stock", paths)
@@ -79,7 +79,7 @@ def test_profile_adds_steps_whose_syncs_alone_are_traced(tmp_path: Path, monkeyp
         return 1, 0.0
 
     monkeypatch.setattr(launch, "run", run)
-    paths = command.Paths(model=Path("m"), prompts=Path("p"))
+    paths = cases.Paths(model=Path("m"), prompts=Path("p"))
     for profile in (False, True):
         assert phase.run_variant(case(device="cpu", steps=3), "plugin", 0, paths, tmp_path, 60.0, profile) is None
     (plain, without), (longer, traced) = started
@@ -97,7 +97,7 @@ def test_run_counts_by_how_it_ended(status: int, counts: bool, tmp_path: Path, m
     monkeypatch.setattr(phase, "summarize", lambda variant, settings, *_: settings)
     monkeypatch.setattr(parse, "read", lambda _: [])
     monkeypatch.setattr(parse, "check_cut_short", lambda *_: checked.append(1))
-    paths = command.Paths(model=Path("m"), prompts=Path("p"))
+    paths = cases.Paths(model=Path("m"), prompts=Path("p"))
     run = phase.run_variant(case(device="cpu"), "plugin", 0, paths, tmp_path, 60.0, False)
     assert (run is not None) == counts and len(checked) == (status == launch.TIMED_OUT)
     assert run is None or run["exit_status"] == status
