@@ -11,6 +11,7 @@
 # runs several lanes at the same time, each on GPUs of its own: a line "lane 0,1" of the file opens one, every other line
 # is a case of it, as above; a line "wait" waits for all lanes so far. Lanes share the host's processors and memory, so
 # give them a machine that has enough. A model that an earlier lane with the same first GPU has made is used again.
+# A machine that is still warm from a visit with the same package and payload keeps them, and its models.
 # Variables of NCCL and NVLink stay as the machine sets them.
 
 SECONDS=0
@@ -125,18 +126,26 @@ save_logs() {
     (cd "$BENCH" && find . -name '*.trace.json.gz' -print0 | tar czf "$OUT/traces.tgz" --null -T -)
 }
 
-# a machine that is still warm from this commit's last visit has everything, its models too
-if [ -n "$COMMIT" ] && [ "$(cat "$SITE/.commit" 2>/dev/null)" = "$COMMIT" ]; then
-  . /tmp/s/env.sh
-  find "$BENCH" \( -path '*/work/*.log' -o -path '*/work/*.jsonl' -o -path '*/profiles/*' \) -type f -delete
-  WARM=1
-else
+# what is installed: a machine that is still warm from a visit with the same has nothing to install
+stamp() {
+  {
+    echo "$COMMIT"
+    find verl_sync_plugin configs setup.py pyproject.toml -type f ! -name '*.pyc' -exec sha256sum {} + | sort
+    find .gpu -name '*.*xz' -exec sha256sum {} + | sort
+  } | sha256sum
+}
+STAMP=$(stamp)
+WARM=
+[ "$(cat "$SITE/.stamp" 2>/dev/null)" = "$STAMP" ] && WARM=1
+if [ -z "$WARM" ]; then
+  rm -f "$SITE/.stamp"
   bash .gpu/scripts/install.sh .gpu || exit 1
-  . /tmp/s/env.sh
-  rm -rf "$BENCH/profiles" "$BENCH"/lane-* && mkdir -p "$BENCH"
 fi
+. /tmp/s/env.sh
+# of an earlier visit only the models stay, which are complete or made again
+mkdir -p "$BENCH" && find "$BENCH" -path '*/model-*' -prune -o -type f -exec rm -f {} +
 # the probe must be importable in every process, and nothing else of the checkout: its folders would shadow packages
-rm -rf "$BENCH/benchmarks" && cp -r benchmarks "$BENCH/"
+cp -r benchmarks "$BENCH/"
 export PYTHONPATH=$BENCH:$PYTHONPATH
 [ "$1" = --lanes ] && cp "$2" "$BENCH/lanes" && set -- --lanes "$BENCH/lanes"
 cd /tmp || exit 1
@@ -144,7 +153,7 @@ if [ -z "$WARM" ]; then
   (cd "$REPO" && install_package) || exit 1
   # the payload comes without bytecode, and every process of a run imports thousands of modules
   env -u PYTHONDONTWRITEBYTECODE python3 -m compileall -q -j 0 "$SITE" >/dev/null 2>&1
-  echo "$COMMIT" >"$SITE/.commit"
+  echo "$STAMP" >"$SITE/.stamp"
 fi
 check_package || exit 1
 unset PYTHONDONTWRITEBYTECODE

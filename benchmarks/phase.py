@@ -86,7 +86,7 @@ def case_of(args: argparse.Namespace) -> cases.Case:
 def prepare(case: cases.Case, work: Path, tokenizer_dir: Path | None) -> cases.Paths:
     """Makes model and prompts in a process of its own, whose device memory goes back when it ends."""
     paths = cases.Paths(model=work / f"model-{case.model_size}", prompts=work / "prompts.parquet")
-    if (paths.model / "config.json").exists() and paths.prompts.exists():
+    if (paths.model / models.DONE).exists() and paths.prompts.exists():
         return paths
     rows = ROWS_PER_STEP * (case.steps + 1 + phase_profile.EXTRA_SYNCS)
     build = [sys.executable, "-m", "benchmarks.models", "--size", case.model_size, "--out", str(paths.model)]

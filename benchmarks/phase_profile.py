@@ -11,6 +11,7 @@ import asyncio
 import http.client
 import json
 import os
+import shutil
 import traceback
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -29,8 +30,9 @@ _tracing = False
 
 
 def environment(folder: Path, steps: int) -> dict[str, str]:
-    """What the training's environment needs: the syncs after the measured ones are traced."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """What the training's environment needs: the syncs after the measured ones are traced. Empties ``folder``."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     return {FOLDER: str(folder), NUMBERS: f"{steps + 1},{steps + 2}"}
 
 

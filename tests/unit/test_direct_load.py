@@ -135,6 +135,27 @@ def _sent(trainer: Trainer, place: int) -> torch.Tensor:
     return total
 
 
+@pytest.mark.parametrize("place", range(WORLD))
+def test_rows_are_read_from_all_ranks_in_turn_the_own_one_first(
+    place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which rank every region belongs to reaches the kernel's tables; one rank holds nothing."""
+    trainer = Trainer(tmp_path, 0, 1 << 20)
+    targets = {name: torch.zeros_like(value) for name, value in trainer.full.items()}
+    lives, regions = trainer.tell(), Regions()
+    lives.append(Live("none", (), tuple(b"" for _ in trainer.plan.buckets)))
+    regions.map(region for live in lives for region in live.regions)
+    told: list[list[int]] = []
+    monkeypatch.setattr(copiers, "KernelTable", lambda blocks, device, homes: told.append(list(homes)))
+    made = Copier(CPU, list(targets.values()))
+    made.kernel = True
+    works = works_of(trainer.plan, targets, random.Random(0))
+    DirectLoad(works, Manifest.of(trainer.plan), lives, place, regions, made, CPU)
+    distances = [(rank - place) % (WORLD + 1) for rank in range(WORLD)]
+    expected = [d for d, live in zip(distances, lives, strict=False) for _ in live.regions]
+    assert told == [expected] * 3 and set(expected) == set(distances)
+
+
 @pytest.mark.parametrize("held", [(64, 0), (0, 64)])
 def test_a_rank_that_holds_nothing_of_a_base(held: tuple[int, int], tmp_path: Path) -> None:
     views = [(View(name, (64,), 0, 64),) for name in "ab"]
