@@ -13,7 +13,7 @@ from e2e.runs import Run, Setup, main_ppo
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
 ROLLOUT = "actor_rollout_ref.rollout"
-AWAKE = f"{ROLLOUT}.free_cache_engine=False"
+AWAKE = "+sync=colocated_resident"
 DUMMY = f"{ROLLOUT}.load_format=dummy"
 SMALL_BUCKETS = f"{ROLLOUT}.update_weights_bucket_megabytes=1"
 

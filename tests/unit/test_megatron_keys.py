@@ -79,10 +79,11 @@ def test_unknown_rollout_dtype_is_named() -> None:
         wire_policy(config.SyncConfig(), "bfloat17")
 
 
-@pytest.mark.parametrize("composition", ["colocated", "colocated_tight_memory_megatron"])
+@pytest.mark.parametrize("composition", ["colocated", "colocated_resident", "colocated_tight_memory_megatron"])
 def test_ready_compositions(composition: str) -> None:
     actor = actor_of(f"+sync={composition}")
     settle_trainer(actor)
     stock = compose("ppo_megatron_trainer").actor_rollout_ref.actor.megatron
     assert actor.actor.megatron.keys() == stock.keys(), "verl has no such key"
-    assert actor.actor.megatron.param_offload is (composition != "colocated")
+    assert actor.actor.megatron.param_offload is ("tight_memory" in composition)
+    assert actor.rollout.free_cache_engine is (composition != "colocated_resident")
