@@ -53,10 +53,11 @@ def _transfer(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def data(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Everything that is drawn."""
+    """Everything that is drawn: all transfers, and the phases that stock and plugin were both measured in."""
     harnesses = {result["case"]: transfer_table.harness(result) for result in results}
+    phases = [_phase(result) for result in results if harnesses[result["case"]] == "phase"]
     return {
-        "phase": [_phase(result) for result in results if harnesses[result["case"]] == "phase"],
+        "phase": [phase for phase in phases if len(phase["bars"]) == len(table.VARIANTS)],
         "transfer": [_transfer(result) for result in results if harnesses[result["case"]] == "transfer"],
     }
 
