@@ -14,7 +14,7 @@ quickstart: venv ## two real training steps on the CPU
 	PYTHON=$(abspath $(BIN)/python) examples/cpu_quickstart/run.sh
 
 test: venv ## all tests that run without a GPU
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) --durations=12 -m "not gpu"
 
 test-fast: venv ## without the tests that start verl, Ray or SGLang
 	$(PYTEST) -m "not gpu and not slow"
