@@ -6,7 +6,7 @@
 # phase and transfer takes no folder here. Run it in the repository's root, next to the payload in .gpu; results
 # (CASE.json), profiles (CASE-profile.json and .md), traces (traces.tgz) and logs (logs.tgz) go to $OUT.
 # VISIT_SECONDS bounds the whole visit, CASE_SECONDS a case of transfer or soak (phase has its --timeout).
-# "model --size SIZE --rows N" only makes a model for phase.
+# "model --size SIZE" only makes a model for phase.
 #   COMMIT=... bash benchmarks/gpu_visit.sh --lanes FILE
 # runs several lanes at the same time, each on GPUs of its own: a line "lane 0,1" of the file opens one, every other line
 # is a case of it, as above; a line "wait" waits for all lanes so far. Lanes share the host's processors and memory, so
@@ -41,7 +41,7 @@ run_case() {
   local harness=phase name="" previous="" word left=$((LIMIT - SECONDS)) words=()
   if [ "$1" = model ]; then
     shift
-    python3 -m benchmarks.models "$@" --out "$BENCH/work/model-$2" --prompts "$BENCH/work/prompts.parquet" --device cuda
+    python3 -m benchmarks.models "$@" --out "$BENCH/work/model-$2" --device cuda
     return
   fi
   case "$1" in phase | transfer | soak) harness=$1 && shift ;; esac

@@ -146,19 +146,15 @@ def write_prompts(path: Path, rows: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Makes a model and its prompts; a process of its own, so that the device memory goes back."""
+    """Makes a model; a process of its own, so that the device memory goes back."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=sorted(SHAPES), required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder of the model")
-    parser.add_argument("--prompts", type=Path, help="parquet file to write prompts to")
-    parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--tokenizer-dir", type=Path)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args(argv)
     start = time.time()
     write_model(args.size, args.out, args.device, args.tokenizer_dir)
-    if args.prompts is not None:
-        write_prompts(args.prompts, args.rows)
     print(f"model {args.size} in {args.out}: {time.time() - start:.1f} s", flush=True)
 
 

@@ -84,20 +84,14 @@ def case_of(args: argparse.Namespace) -> cases.Case:
 
 
 def prepare(case: cases.Case, work: Path, tokenizer_dir: Path | None) -> cases.Paths:
-    """Makes model and prompts in a process of its own, whose device memory goes back when it ends."""
+    """Makes the case's prompts, and the model where there is none whole, in a process whose device memory goes back."""
     paths = cases.Paths(model=work / f"model-{case.model_size}", prompts=work / "prompts.parquet")
-    if (paths.model / models.DONE).exists() and paths.prompts.exists():
+    # another case may have left prompts for fewer steps, and its run would end early
+    models.write_prompts(paths.prompts, ROWS_PER_STEP * (case.steps + 1 + phase_profile.EXTRA_SYNCS))
+    if (paths.model / models.DONE).exists():
         return paths
-    rows = ROWS_PER_STEP * (case.steps + 1 + phase_profile.EXTRA_SYNCS)
     build = [sys.executable, "-m", "benchmarks.models", "--size", case.model_size, "--out", str(paths.model)]
-    build += [
-        "--prompts",
-        str(paths.prompts),
-        "--rows",
-        str(rows),
-        "--device",
-        case.device,
-    ]
+    build += ["--device", case.device]
     if tokenizer_dir is not None:
         build += ["--tokenizer-dir", str(tokenizer_dir)]
     # transformers imports torchvision, whose compiled part needs the CPU stack's help to load without CUDA
@@ -153,6 +147,16 @@ def summarize(variant: str, settings: dict[str, Any], probe_file: Path, log: Pat
     }
 
 
+def _importable(work: Path) -> Path:
+    """A folder from which every process of the training can import the probe, and nothing else of the checkout."""
+    folder = work / "importable"
+    folder.mkdir(exist_ok=True)
+    link = folder / "benchmarks"
+    link.unlink(missing_ok=True)
+    link.symlink_to(Path(__file__).resolve().parent)
+    return folder
+
+
 def run_variant(
     case: cases.Case, variant: str, repeat: int, paths: cases.Paths, work: Path, timeout: float, profile: bool
 ) -> dict[str, Any] | None:
@@ -165,6 +169,7 @@ def run_variant(
     longer = dataclasses.replace(case, steps=case.steps + (phase_profile.EXTRA_SYNCS if profile else 0))
     line = command.training(longer, variant, paths)
     env = command.environment(case, variant, probe_file, os.environ)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_importable(work)), env.get("PYTHONPATH"))))
     if profile:
         env.update(phase_profile.environment(work / f"{stem}-traces", case.steps))
     print(f"[{stem}] {shlex.join(line)}", flush=True)

@@ -80,7 +80,7 @@ def test_offloaded_parameters_are_read_where_they_are(layout: Layout, checkpoint
 
 
 def test_tensors_and_modules_that_are_replaced_are_found(checkpoint: Callable[[str], str]) -> None:
-    run_world(2, rearranged.rearranged, checkpoint("qwen2"), Layout(2, tp=2), timeout=120)
+    run_world(2, rearranged.in_every_way, checkpoint("qwen2"), Layout(2, tp=2), timeout=120)
 
 
 def test_what_cannot_be_synced_is_refused_by_name(checkpoint: Callable[[str], str]) -> None:
@@ -130,7 +130,7 @@ def test_at_most_one_collective_per_bucket_and_two_buckets_of_memory(
 ) -> None:
     bucket_bytes = 40_000 if how == "gathered" else 10_000
     for counts, buckets, staging, other in run_world(
-        4, cost.cost, checkpoint(kind), layout, bucket_bytes, how, timeout=120
+        4, cost.of_third_sync, checkpoint(kind), layout, bucket_bytes, how, timeout=120
     ):
         assert buckets > 5 and counts == ({"all_gather_into_tensor": buckets} if how == "gathered" else {})
         assert staging <= SLOTS * bucket_bytes

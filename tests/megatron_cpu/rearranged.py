@@ -13,7 +13,7 @@ from verl_sync_plugin.source import megatron_model
 from verl_sync_plugin.source.megatron_model import unwrapped
 
 
-def rearranged(model_path: str, layout: Layout) -> None:
+def in_every_way(model_path: str, layout: Layout) -> None:
     """Tensors get other memory, are replaced, and are replaced with the module around them; as long as nothing of that
     happens, the model is not walked again."""
     engine = build(model_path, layout)

@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pandas
 import psutil
 import pytest
 
-from benchmarks import cases, command, launch, parse, phase, phase_profile, probe
+from benchmarks import cases, command, launch, models, parse, phase, phase_profile, probe
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -88,6 +89,21 @@ def test_profile_adds_steps_whose_syncs_alone_are_traced(tmp_path: Path, monkeyp
         phase_profile.FOLDER: str(tmp_path / "dense-plugin-0-traces"),
         phase_profile.NUMBERS: "4,5",
     }
+
+
+def test_models_are_used_again_when_whole_and_prompts_are_the_cases_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[list[str]] = []
+    monkeypatch.setattr(phase.subprocess, "run", lambda line, **_: made.append(line))
+    folder = tmp_path / "model-7b"
+    folder.mkdir()
+    (folder / "config.json").touch()  # cut off while it was written
+    few = pandas.read_parquet(phase.prepare(case(device="cpu", steps=1), tmp_path, None).prompts)
+    assert len(made) == 1 and str(folder) in made[0]
+    (folder / models.DONE).touch()
+    many = pandas.read_parquet(phase.prepare(case(device="cpu", steps=5), tmp_path, None).prompts)
+    assert len(made) == 1 and len(many) - len(few) == 4 * phase.ROWS_PER_STEP
 
 
 @pytest.mark.parametrize(("status", "counts"), [(0, True), (launch.TIMED_OUT, True), (1, False)])

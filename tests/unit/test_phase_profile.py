@@ -61,8 +61,12 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture
 def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name, value in phase_profile.environment(tmp_path / "traces", steps=0).items():
+    stale = tmp_path / "traces" / "sync1-trainer.trace.json.gz"
+    stale.parent.mkdir()
+    stale.touch()  # of an earlier run, whose engine's trace must not stand beside a newer one of the trainer
+    for name, value in phase_profile.environment(stale.parent, steps=0).items():
         monkeypatch.setenv(name, value)
+    assert not stale.exists()
     monkeypatch.setattr(phase_profile, "_syncs", 0)
     return tmp_path / "traces"
 
