@@ -39,8 +39,7 @@ class Unpacker:
         manifest: what the buckets hold.
         device: where the slots are.
 
-    Attributes:
-        uses: tells what the model uses of the tensors.
+    Attributes: ``uses`` tells what the model uses of the tensors.
     """
 
     def __init__(self, model: Any, manifest: Manifest, device: torch.device) -> None:
