@@ -14,6 +14,7 @@ from verl_sync_plugin.copies.hulls import numbers_of
 from verl_sync_plugin.planner import plan_buckets
 from verl_sync_plugin.receiver.intervals import intervals, meet, region_of, union
 from verl_sync_plugin.receiver.recording import Copy, Recording, Source
+from verl_sync_plugin.receiver.skips import rightly_skipped
 from verl_sync_plugin.receiver.uses import own_lines, readings_of_uses, uses_in
 from verl_sync_plugin.sharding_manager.use_check import left_out
 from verl_sync_plugin.transport.protocol import Line, Used
@@ -102,6 +103,12 @@ def test_what_an_engine_rightly_leaves_alone() -> None:
     sources, buckets, numbers = plan_of(("model.layers.0.self_attn.rotary_emb.inv_freq",))
     uses = {source.name: () for source in sources}
     assert left_out(2, [Used("M", readings_of_uses(uses, sources, buckets, numbers))]) == [(1, 32, 32)]
+
+
+def test_layers_that_predict_further_tokens_may_be_left_alone() -> None:
+    for name in ("model.layers.4.mlp.up_proj.weight", "model.language_model.layers.9.mlp.up_proj.weight"):
+        assert rightly_skipped(name, 4) and not rightly_skipped(name, None) and not rightly_skipped(name, 10)
+    assert not rightly_skipped("model.visual.layers.9.mlp.up_proj.weight", 4)
 
 
 @pytest.mark.parametrize("seed", range(100))

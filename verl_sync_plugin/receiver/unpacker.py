@@ -38,8 +38,6 @@ class Unpacker:
         model: an SGLang model.
         manifest: what the buckets hold.
         device: where the slots are.
-
-    Attributes: ``uses`` tells what the model uses of the tensors.
     """
 
     def __init__(self, model: Any, manifest: Manifest, device: torch.device) -> None:

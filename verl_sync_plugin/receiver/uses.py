@@ -54,6 +54,7 @@ def readings_of_uses(
     sources: Sequence[Source],
     buckets: Sequence[Sequence[Entry]],
     numbers: Mapping[str, int],
+    layers: int | None = None,
 ) -> Readings:
     """The same by number of the tensor, tensors that are used alike together; their sizes count their elements only.
 
@@ -65,6 +66,7 @@ def readings_of_uses(
         sources: all tensors.
         buckets: the entries of all buckets.
         numbers: of the tensors.
+        layers: of the model, see ``rightly_skipped``.
     """
     by_name = {source.name: source for source in sources}
     shared = {name: set(lines) for name, lines in uses.items()}
@@ -74,7 +76,7 @@ def readings_of_uses(
             shared[name].update(line for other in alike for line in uses[other])
     found: dict[tuple[int, Lines], list[int]] = {}
     for name, number in numbers.items():
-        lines = tuple(sorted(shared[name])) or (own_lines(by_name[name]) if rightly_skipped(name) else ())
+        lines = tuple(sorted(shared[name])) or (own_lines(by_name[name]) if rightly_skipped(name, layers) else ())
         found.setdefault((by_name[name].nbytes, lines), []).append(number)
     return tuple((nbytes, lines, tuple(alike)) for (nbytes, lines), alike in found.items())
 
