@@ -246,4 +246,4 @@ class Unpacker:
         how = "the kernel" if self._copier is not None and self._copier.kernel else "plain copies"
         logger.warning("verl-sync-plugin: after the first sync %d of %d tensors go by %s", total - kept, total, how)
         for name, why in list(plan.refused.items())[:5]:
-            logger.warning("verl-sync-plugin: %s goes through load_weights: it %s", name, why)
+            logger.warning("verl-sync-plugin: %s goes through load_weights (%s)", name, why)
