@@ -124,7 +124,7 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         made = [value for value in tree_flatten(result)[0] if isinstance(value, torch.Tensor)]
         known = [storage_of(value) in self._sources or storage_of(value) in self._derived for value in made]
-        if made and all(known):
+        if made and all(known) and not func._schema.is_mutable:
             return result  # views
         if func is aten.cat.default and self._join(args, kwargs, made[0]):
             return result
