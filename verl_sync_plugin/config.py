@@ -42,7 +42,7 @@ class SyncConfig:
         release_cuda_graph: also release SGLang's CUDA graph memory during training and resume it in stage 2. Not where
             megatron-core is installed: imported by SGLang, it puts the memory saver into a mode that cannot.
         empty_cache: when the trainer hands cached device memory back around a sync. ``auto``: when the engine would not
-            have enough left, as much as is missing (``sharding_manager/room.py``); ``always``: all, as stock verl does.
+            have enough left (``sharding_manager/room.py``); ``always``: every time, as stock verl does.
         check_finite: a NaN or Inf among the packed weights fails the sync and names the parameter.
         copy_plan: from the second sync on, replay the copies that the engine model's ``load_weights`` made instead of
             calling it.

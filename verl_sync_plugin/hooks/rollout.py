@@ -27,10 +27,9 @@ from verl_sync_plugin.hooks.report_file import write_report
 from verl_sync_plugin.log import say
 from verl_sync_plugin.metrics import SyncReport
 from verl_sync_plugin.sharding_manager.base import ShardingManager
-from verl_sync_plugin.sharding_manager.cache import release_cache
 from verl_sync_plugin.sharding_manager.endpoint import abandon
 from verl_sync_plugin.sharding_manager.gauges import note_device_memory
-from verl_sync_plugin.sharding_manager.room import FIRST, REST, Room, growth, read_device
+from verl_sync_plugin.sharding_manager.room import FIRST, REST, Room, growth, read_device, release_cache
 
 
 class SyncServerAdapter(ServerAdapter):
