@@ -15,7 +15,9 @@ import torch
 
 from verl_sync_plugin.collection import no_collection
 from verl_sync_plugin.receiver.session import ReceiverSession
-from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, ChannelTimeoutError, connect
+from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, ChannelTimeoutError
+from verl_sync_plugin.transport.codec import BadMessageError
+from verl_sync_plugin.transport.listener import connect
 from verl_sync_plugin.transport.protocol import Failed, Join, LoadRequest
 
 logger = logging.getLogger(__name__)
@@ -34,7 +36,8 @@ def load(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]]) 
     """
     try:
         request = LoadRequest.from_wire(named_tensors[0][0])
-        channel = connect(request.addresses[tensor_parallel_rank()], CONNECT_TIMEOUT_SECONDS)
+        address = request.addresses[tensor_parallel_rank()]
+        channel = connect(address, CONNECT_TIMEOUT_SECONDS, request.timeout_seconds)
         channel.send(Join(request.sync_id))
     except Exception:
         logger.exception("verl-sync-plugin: the weight sync could not reach its trainer rank")
@@ -67,7 +70,7 @@ def _tell(channel: Channel, text: str, timeout: float) -> None:
         channel.send(Failed(text))
         while True:
             channel.receive(timeout)
-    except (ChannelClosedError, ChannelTimeoutError):
+    except (ChannelClosedError, ChannelTimeoutError, BadMessageError):
         logger.info("verl-sync-plugin: the trainer has left the failed sync")
 
 
