@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from sglang.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqInput,
@@ -27,13 +27,20 @@ from verl_sync_plugin.hooks.gate import WeightsGate
 from verl_sync_plugin.log import say
 from verl_sync_plugin.lora.build import unties_embeddings
 from verl_sync_plugin.transport.protocol import LOADER
-from verl_sync_plugin.transport.request import pack_request
+from verl_sync_plugin.transport.request import hand_down, new_token, pack_request
 
 CUDA_GRAPH_VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
 
 
 class SyncSGLangHttpServer(SGLangHttpServer):
-    """verl's SGLang server in hybrid mode, with the plugin's side of the resharding phase."""
+    """verl's SGLang server in hybrid mode, with the plugin's side of the resharding phase.
+
+    Attributes:
+        engine_token: what the loader knows this server's requests by; for an engine on several hosts
+            ``hooks/replica.py`` gives all its servers the same.
+    """
+
+    engine_token: ClassVar[str] = ""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -55,6 +62,7 @@ class SyncSGLangHttpServer(SGLangHttpServer):
         if self._sync.release_cuda_graph:
             os.environ[CUDA_GRAPH_VARIABLE] = "1"
         self._untie(sglang_kwargs)
+        hand_down(self.engine_token or new_token())
         backup = keep_cpu_backup(self._sync, self.config, self.model_config)
         with compat.launch_shims(), _decided(self, backup):
             await super().launch_server(master_address=master_address, master_port=master_port)

@@ -19,6 +19,7 @@ from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, Chan
 from verl_sync_plugin.transport.codec import BadMessageError
 from verl_sync_plugin.transport.listener import connect
 from verl_sync_plugin.transport.protocol import Failed, Join, LoadRequest
+from verl_sync_plugin.transport.request import admitted
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +33,14 @@ def load(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]]) 
 
     Args:
         model: this tensor-parallel rank's SGLang model.
-        named_tensors: one pair; its name is a ``LoadRequest`` in wire form, its tensor is empty.
+        named_tensors: one pair; its name is a ``LoadRequest`` as ``pack_request`` made it, its tensor is empty.
     """
     try:
-        request = LoadRequest.from_wire(named_tensors[0][0])
+        request = LoadRequest.from_wire(admitted(named_tensors[0][0]))
+    except Exception as error:
+        logger.error("verl-sync-plugin: a weight update was refused: %s", error)
+        return
+    try:
         address = request.addresses[tensor_parallel_rank()]
         channel = connect(address, CONNECT_TIMEOUT_SECONDS, request.timeout_seconds)
         channel.send(Join(request.sync_id))
