@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Renders ``benchmarks/results/*.json`` as a Markdown table, between the marks of the README.
+"""Renders ``benchmarks/results/*.json`` as a Markdown table, between the marks of ``docs/results.md``.
 
-``python -m benchmarks.table`` rewrites the README, ``--check`` fails when it is stale.
+``python -m benchmarks.table`` rewrites that page, ``--check`` fails when it is stale.
 """
 
 from __future__ import annotations
@@ -142,25 +142,25 @@ def replace(text: str, table: str) -> str:
     head, begin, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"the README has no part between {BEGIN} and {END}")
+        raise ValueError(f"the page has no part between {BEGIN} and {END}")
     return f"{head}{BEGIN}\n{table}\n{END}{tail}"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Rewrites or checks the README; returns the exit status."""
+    """Rewrites or checks the page; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--check", action="store_true", help="change nothing; fail when the README is stale")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail when the page is stale")
     args = parser.parse_args(argv)
-    text = args.readme.read_text(encoding="utf-8")
+    text = args.page.read_text(encoding="utf-8")
     fresh = replace(text, render(load(args.results)))
     if fresh == text:
         return 0
     if args.check:
-        print(f"{args.readme} is stale: run python -m benchmarks.table", file=sys.stderr)
+        print(f"{args.page} is stale: run python -m benchmarks.table", file=sys.stderr)
         return 1
-    args.readme.write_text(fresh, encoding="utf-8")
+    args.page.write_text(fresh, encoding="utf-8")
     return 0
 
 

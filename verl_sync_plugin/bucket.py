@@ -175,8 +175,13 @@ class Plan:
         return rank * bucket.stride if self.sharded and bucket.world > 1 else 0
 
     @cached_property
+    def names(self) -> frozenset[str]:
+        """All tensors, tied ones under each of their names."""
+        return frozenset(view.name for base in self.bases for view in base.views)
+
+    @property
     def tensor_count(self) -> int:
-        return len({view.name for base in self.bases for view in base.views})
+        return len(self.names)
 
 
 def align(nbytes: int) -> int:

@@ -96,6 +96,58 @@ def others_take_the_models_own_way(kind: str, config: Any) -> None:
     assert set(wire.unpacker._plan.refused) == {"model.norm.weight"}
 
 
+def _last_row_cleared(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    parameter.data.copy_(loaded)
+    parameter.data[-1].zero_()
+
+
+def _cleared_first(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    parameter.data.zero_()
+    parameter.data.copy_(loaded)
+
+
+def _as_words(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    parameter.data.view(torch.int16).copy_(loaded.view(torch.int16))
+
+
+def _as_words_of_a_part(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    parameter.data.view(torch.int16)[:32].copy_(loaded.view(torch.int16)[:32])
+    parameter.data[32:].copy_(loaded[32:])
+
+
+def _negated(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    parameter.data.copy_(torch._neg_view(loaded))
+
+
+def _changed_where_it_lies(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    loaded *= 2  # as SGLang's Gemma adds one to its norms
+    parameter.data.copy_(loaded)
+
+
+def what_a_replay_would_get_wrong_is_refused(kind: str, config: Any) -> None:
+    """By what the load does, not by values: those of the first sync are such that a wrong replay gives them, too."""
+    name = "model.norm.weight"
+    loaders = (
+        (_last_row_cleared, "is overwritten by a constant in part"),
+        (_as_words, "is copied through a view of another dtype"),
+        (_as_words_of_a_part, "is copied through a view of another dtype"),
+        (_negated, "is copied through a view of another dtype"),
+        (_changed_where_it_lies, "goes through aten.mul_.Tensor"),
+        (_cleared_first, ""),
+    )
+    for loader, why in loaders:
+        model, reference = models.build(config), models.build(config)
+        for each in (model, reference):
+            each.model.norm.weight.weight_loader = loader
+        wire = Wire(model, models.weights_of(kind, 0), 1, 1 << 30)
+        for seed in (1, 2, 3):
+            weights = [(n, t * 0 if n == name and seed == 1 else t) for n, t in models.weights_of(kind, seed)]
+            wire.sync(weights)
+            reference.load_weights((n, t.clone()) for n, t in weights)
+            assert_same(model, reference, f"{loader.__name__}, sync {seed}")
+        assert wire.unpacker._plan.refused.get(name, "") == why, loader.__name__
+
+
 def a_model_that_keeps_tensors_is_not_planned(kind: str, config: Any) -> None:
     """Neither as a parameter's data nor as an attribute: bytes of a slot are only lent."""
     sources = [copy_plan.Source(n, t.dtype, tuple(t.shape), None) for n, t in models.weights_of(kind, 0)]
@@ -183,6 +235,7 @@ def run_rank(rank: int, world: int, folder: str, port: int) -> None:
             moved_parameters_start_over,
             moved_experts_start_over,
             others_take_the_models_own_way,
+            what_a_replay_would_get_wrong_is_refused,
             a_model_that_keeps_tensors_is_not_planned,
             a_wrong_plan_is_found,
             changed_bytes_are_found,

@@ -16,6 +16,7 @@ from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.unpacker import Unpacker
 from verl_sync_plugin.sharding_manager.agreement import Agreement
 from verl_sync_plugin.sharding_manager.hash_check import HashCheck, paired
+from verl_sync_plugin.sharding_manager.use_check import UseCheck
 from verl_sync_plugin.source.base import Shard, dtype_name
 from verl_sync_plugin.source.fsdp2 import even_chunks
 from verl_sync_plugin.transport.packing import Packer
@@ -25,28 +26,36 @@ CPU = torch.device("cpu")
 
 
 class Wire:
-    """Brings checkpoints to one model the way trainer ranks do."""
+    """Brings checkpoints to one model the way trainer ranks do; a tensor that comes twice is tied and travels once."""
 
     def __init__(
-        self, model: Any, weights: models.Weights, ranks: int, bucket_bytes: int, sharded: bool = False
+        self,
+        model: Any,
+        weights: models.Weights,
+        ranks: int,
+        bucket_bytes: int,
+        sharded: bool = False,
+        copy_plan: bool = True,
     ) -> None:
         self.model = model
+        self.copy_plan = copy_plan
         self._ranks = ranks
-        bases = tuple(self._base(name, tensor) for name, tensor in weights)
+        bases = tuple(self._base(names, tensor) for names, tensor in _together(weights))
         self.plan: Plan = plan_buckets(bases, bucket_bytes, sharded)
         self._packers = [Packer(CPU, self.plan, rank, hashed=True, finite=False) for rank in range(ranks)]
         self.unpacker = Unpacker(model, Manifest.of(self.plan), CPU)
         self.coverage = Coverage(0, ())
         self.check = HashCheck(Agreement(60.0))
+        self.uses = UseCheck(Agreement(60.0), range(dist.get_world_size()))
 
-    def _base(self, name: str, tensor: torch.Tensor) -> Base:
+    def _base(self, names: tuple[str, ...], tensor: torch.Tensor) -> Base:
         lengths = even_chunks(tensor.shape[0], self._ranks, tensor.numel() // tensor.shape[0])
-        views = (View(name, tuple(tensor.shape), 0, tensor.numel()),)
-        return Base(name, dtype_name(tensor.dtype), tensor.element_size(), lengths, views)
+        views = tuple(View(name, tuple(tensor.shape), 0, tensor.numel()) for name in names)
+        return Base(names[0], dtype_name(tensor.dtype), tensor.element_size(), lengths, views)
 
     def _shards(self, weights: models.Weights, rank: int) -> list[Shard]:
         shards = []
-        for base, (_, tensor) in zip(self.plan.bases, weights, strict=True):
+        for base, (_, tensor) in zip(self.plan.bases, _together(weights), strict=True):
             run = tensor.reshape(-1)[sum(base.lengths[:rank]) :][: base.lengths[rank]]
             shards.append(Shard(base, lambda run=run: run))  # type: ignore[misc]
         return shards
@@ -59,11 +68,13 @@ class Wire:
         shards = [self._shards(weights, rank) for rank in range(self._ranks)]
         for packer in self._packers:
             packer.begin()
-        self.unpacker.begin(copy_plan=True, hashed=True, whole=self.check.whole(self.plan))
-        ledger = None if self.unpacker.settled else Ledger(self.model)
+        self.unpacker.begin(copy_plan=self.copy_plan, hashed=True, whole=self.check.whole(self.plan))
+        if self.uses.asks(self.plan):
+            self.uses.compare(self.plan, self.unpacker.uses.use(loaded=False), loaded=False)
+        ledger = Ledger(self.model) if self.unpacker.watched else None
         slots = [torch.zeros(self.plan.slot_bytes, dtype=torch.uint8)]
         slots += [slots[0].clone() for _ in range(self._ranks - 1)] if self.plan.sharded else []
-        with ledger or nullcontext():
+        with ledger or nullcontext(), self.unpacker.uses.watching():
             for index in range(len(self.plan.buckets)):
                 for rank, packer in enumerate(self._packers):
                     packer.pack(index, slots[rank % len(slots)], shards[rank])
@@ -76,6 +87,8 @@ class Wire:
         self.unpacker.finish(ledger)
         if ledger is not None:
             self.coverage = ledger.coverage()
+        if (used := self.unpacker.uses.news()) is not None:
+            self.uses.compare(self.plan, used, loaded=True)
         return replayed
 
     def _compare(self) -> None:
@@ -88,3 +101,11 @@ class Wire:
             self.check._times_sent = torch.full_like(self.check._times_sent, dist.get_world_size())
         sent = torch.stack([packer.sums() for packer in self._packers]).sum(0)
         self.check.compare(paired(sent, Committed(self.coverage, sums=self.unpacker.sums())))
+
+
+def _together(weights: models.Weights) -> list[tuple[tuple[str, ...], torch.Tensor]]:
+    found: dict[int, tuple[tuple[str, ...], torch.Tensor]] = {}
+    for name, tensor in weights:
+        names, _ = found.get(id(tensor), ((), tensor))
+        found[id(tensor)] = (*names, name), tensor
+    return list(found.values())

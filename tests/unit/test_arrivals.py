@@ -31,7 +31,7 @@ HOSTILE = {
     "more than a Join": struct.pack("!I", JOIN_BYTES + 1) + b"\0" * JOIN_BYTES,
     "http": b"GET / HTTP/1.1\r\n\r\n",
     "a pickle": struct.pack("!I", 6) + b"cos\nx.",
-    "another message": struct.pack("!IB", 0x12, 5) + b"\x82\xa6bucket\x01\xa4slot\x01",
+    "another message": struct.pack("!IB", 0x12, 6) + b"\x82\xa6bucket\x01\xa4slot\x01",
 }
 
 

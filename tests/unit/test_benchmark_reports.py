@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -97,10 +98,38 @@ def test_picture_tells_whether_it_is_out_of_date(tmp_path: Path, capsys: pytest.
     assert "python -m benchmarks.plot" in capsys.readouterr().err
 
 
-def test_readme_and_picture_of_the_repository_are_fresh() -> None:
+def test_tables_and_picture_of_the_repository_are_fresh() -> None:
     assert table.main(["--check"]) == 0
     assert plot.main(["--check"]) == 0
-    assert "benchmarks/results/plot.svg" in (table.ROOT / "README.md").read_text(encoding="utf-8")
+    assert "benchmarks/results/plot.svg" in (table.ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+
+
+QUOTED = {
+    "| 7.6 B, FSDP2 on 2 GPUs → TP2 |": "dense-7b-2gpu-fsdp2-tp2-full",
+    "| the same, LoRA of rank 32 merged on the way |": "dense-7b-2gpu-fsdp2-tp2-lora32",
+    "| 7.6 B, Megatron TP2 → TP2 |": "dense-7b-2gpu-megatron-tp2-tp2-full",
+    "| MoE 8.3 B (4827 tensors), Megatron EP2 → TP2 |": "moe-8b-2gpu-megatron-ep2-tp2-full",
+    "| MoE 16 B (9651 tensors), Megatron EP4 → TP4 |": "moe-16b-4gpu-megatron-ep4-tp4-full",
+    "| 7.6 B, FSDP2 → TP2, an engine that never sleeps |": "dense-7b-2gpu-fsdp2-tp2-resident",
+}
+
+
+@pytest.mark.parametrize(("row", "case"), QUOTED.items(), ids=QUOTED.values())
+def test_the_readme_quotes_the_results(row: str, case: str) -> None:
+    """Medians, first and second sync of stock and plugin, each to the digits that the README gives."""
+    (line,) = [line for line in (table.ROOT / "README.md").read_text(encoding="utf-8").splitlines() if row in line]
+    runs = {run["variant"]: run for run in json.loads((table.RESULTS / f"{case}.json").read_text())["runs"]}
+    measured = []
+    variants = [name for name in ("stock", "plugin") if name in runs]
+    measured += [runs[name]["stages"]["phase"] for name in variants]
+    for name in variants:
+        samples = runs[name]["samples"]
+        measured += [each["stages"]["phase"] for each in (samples["first_sync"], samples["syncs"][0])]
+    quoted = re.findall(r"\d+(?:\.\d+)?", line.removeprefix(row))
+    assert len(quoted) == len(measured)
+    for text, value in zip(quoted, measured, strict=True):
+        digits = len(text.partition(".")[2])
+        assert abs(float(text) - value) <= 0.5 * 10**-digits + 1e-9, (text, value)
 
 
 def soak_samples(**rates: float) -> list[dict[str, Any]]:

@@ -219,19 +219,19 @@ def test_table_shows_both_variants_and_the_speed_up(tmp_path: Path) -> None:
     assert table.render([]) == table.EMPTY
 
 
-def test_readme_check_tells_stale_from_fresh(tmp_path: Path) -> None:
-    readme, results = tmp_path / "README.md", tmp_path / "results"
+def test_check_tells_stale_from_fresh(tmp_path: Path) -> None:
+    page, results = tmp_path / "results.md", tmp_path / "results"
     results.mkdir()
     (results / "dense.json").write_text(json.dumps(result_of(tmp_path)))
-    readme.write_text(f"head\n{table.BEGIN}\nold\n{table.END}\ntail\n")
-    arguments = ["--readme", str(readme), "--results", str(results)]
+    page.write_text(f"head\n{table.BEGIN}\nold\n{table.END}\ntail\n")
+    arguments = ["--page", str(page), "--results", str(results)]
     assert table.main([*arguments, "--check"]) == 1
-    assert "old" in readme.read_text()
+    assert "old" in page.read_text()
     assert table.main(arguments) == 0
     assert table.main([*arguments, "--check"]) == 0
-    text = readme.read_text()
+    text = page.read_text()
     assert text.startswith(f"head\n{table.BEGIN}\n| case") and text.endswith(f"{table.END}\ntail\n")
-    readme.write_text("no marks")
+    page.write_text("no marks")
     with pytest.raises(ValueError, match="no part between"):
         table.main(arguments)
 

@@ -176,7 +176,7 @@ def test_two_that_send_at_once_do_not_wait_for_each_other(listener: Listener) ->
         (struct.pack("!I", 0), "no message"),
         (struct.pack("!IB", 1, 250), "no message"),
         (struct.pack("!I", 6) + b"\0cos\nx", "not a Join"),
-        (struct.pack("!IBB", 2, 5, 0x91), "not a Load"),
+        (struct.pack("!IBB", 2, 6, 0x91), "not a Load"),
     ],
     ids=["2 GB", "http", "empty", "unknown kind", "pickle", "cut"],
 )

@@ -25,14 +25,15 @@ REGION = Region("cuda_ipc", "key-1", (1 << 63) - 1, (b"\x00" * 64,))
 READINGS = ((1 << 40, ((0, 16, 1, 0), (64, 32, 9, 128)), (1, 2, 3)), (0, (), ()))
 MESSAGES = [
     protocol.Join("7 (step 3) once more"),
-    protocol.Hello("1", "digest", (STAGING, STAGING), 1, False, True, (3, 1), ("a", "b")),
+    protocol.Hello("1", "digest", (STAGING, STAGING), 1, False, True, (3, 1), ("a", "b"), True),
     protocol.Ready(True, "PermissionError: ü", True),
     protocol.Whereabouts((Live("key", (REGION, Region("shared_file", "/a", 1, ("/a",))), (b"\x01" * 40, b"")),)),
     manifest(2, 3),
+    protocol.Used("LlamaForCausalLM", READINGS),
     protocol.Load(protocol.ALL, 0),
     protocol.Loaded(3, 0.25),
     protocol.Commit(True),
-    protocol.Committed(protocol.Coverage(9, (("a.weight", 0, 1 << 40),)), 1, 2, 3, 4, b"\xff" * 8, READINGS, "why", 5),
+    protocol.Committed(protocol.Coverage(9, (("a.weight", 0, 1 << 40),)), 1, 2, 3, 4, b"\xff" * 8, READINGS, "why", 5, protocol.Used("", None)),
     protocol.Failed("a\nb"),
 ]
 

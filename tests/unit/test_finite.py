@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from verl_sync_plugin.bucket import Base, Bucket, Plan, Share, Slice, View
+from verl_sync_plugin.joint import plan_joint
 from verl_sync_plugin.planner import plan_buckets
 from verl_sync_plugin.source.base import ParameterSource, Shard
 from verl_sync_plugin.source.culprit import name_culprit
-from verl_sync_plugin.transport.finite import FiniteCheck
-from verl_sync_plugin.transport.packing import pack_segment
+from verl_sync_plugin.transport.packing import Packer
 
 LENGTHS = (7, 5)
 
@@ -39,13 +39,13 @@ def shards_of(runs: dict[str, torch.Tensor], wire: torch.dtype = torch.bfloat16)
 
 
 def broken(plan: Plan, shards: list[Shard], rank: int) -> list[int]:
-    """Packs every bucket into memory full of NaN, as staging memory may be, and asks the check."""
-    check = FiniteCheck(plan, rank)
-    for index, bucket in enumerate(plan.buckets):
-        memory = torch.full((bucket.nbytes,), 255, dtype=torch.uint8)
-        pack_segment(memory, bucket, shards, rank)
-        check.add(index, memory)
-    return check.broken()
+    """Packs every bucket into memory full of NaN, as staging memory may be, and asks which are broken."""
+    packer = Packer(torch.device("cpu"), plan, rank, hashed=False, finite=True)
+    for _ in range(2):  # what the sync before found is forgotten
+        packer.begin()
+        for index, bucket in enumerate(plan.buckets):
+            packer.pack(index, torch.full((bucket.nbytes,), 255, dtype=torch.uint8), shards)
+    return packer.broken()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -79,18 +79,27 @@ def test_a_factor_is_named() -> None:
     assert name_culprit(plan.buckets[index], shards, source, 0) == "'a.lora_A' holds NaN or Inf in the trainer"
 
 
-def test_integers_and_a_cleared_check_have_no_say() -> None:
+def test_integers_and_the_sync_before_have_no_say() -> None:
     shards = shards_of({"count": torch.full((7,), -1, dtype=torch.int64)}, torch.int64)
-    plan = plan_buckets(tuple(shard.base for shard in shards), 1 << 20)
-    assert broken(plan, shards, 0) == []
-    bad = shards_of({"a": torch.full((7,), float("nan"))})
-    plan = plan_buckets(tuple(shard.base for shard in bad), 1 << 20)
-    check = FiniteCheck(plan, 0)
-    memory = torch.zeros(plan.buckets[0].nbytes, dtype=torch.uint8)
-    pack_segment(memory, plan.buckets[0], bad, 0)
-    check.add(0, memory)
-    check.clear()
-    assert check.broken() == []
+    assert broken(plan_buckets(tuple(shard.base for shard in shards), 1 << 20), shards, 0) == []
+    run = torch.full((7,), float("nan"))
+    bad = shards_of({"a": run})
+    packer = Packer(torch.device("cpu"), plan_buckets((bad[0].base,), 1 << 20), 0, hashed=False, finite=True)
+    for value, found in ((float("nan"), [0]), (1.0, [])):
+        run.fill_(value)
+        packer.begin()
+        packer.pack(0, torch.zeros(64, dtype=torch.uint8), bad)
+        assert packer.broken() == found
+
+
+def test_rows_of_a_matrix_are_looked_at_row_by_row() -> None:
+    view = View("a", (2, 4), 0, 8, None, (Share(0, 0, 2, 2, 2, 4),))
+    run = torch.zeros(4)
+    shard = Shard(Base("a", "bfloat16", 2, (4, 0), (view,)), lambda: run)
+    plan = plan_joint((shard.base,), 1 << 10)
+    assert broken(plan, [shard], 0) == []
+    run[3] = float("inf")
+    assert broken(plan, [shard], 0) == [0]
 
 
 def test_a_parameter_in_shares_is_named_by_its_share() -> None:

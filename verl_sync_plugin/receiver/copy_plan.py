@@ -11,7 +11,12 @@ import torch
 
 from verl_sync_plugin.copies.blocks import Lines
 from verl_sync_plugin.receiver.assembly import partner_of
-from verl_sync_plugin.receiver.recorder import Copy, Recording, Source, model_tensors, record
+from verl_sync_plugin.receiver.intervals import intervals, region_of
+from verl_sync_plugin.receiver.order import fills_contradict, overwritten
+from verl_sync_plugin.receiver.recorder import model_tensors, record
+from verl_sync_plugin.receiver.recording import Copy, Source
+from verl_sync_plugin.receiver.uses import uses_in
+from verl_sync_plugin.transport.protocol import Line
 
 # Runs shorter than this are no business of a byte copier (a transposed copy has runs of one element)
 SHORTEST_RUN = 32
@@ -55,12 +60,14 @@ class CopyPlan:
         refused: names that take the model's own path, and why.
         fills: constants to write again (padding), with the value.
         derives: ``model.post_load_weights`` must run after the copies.
+        uses: the bytes of every tensor that the model's load uses (see ``uses``); ``None`` when unknown.
     """
 
     planned: dict[str, Planned] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     fills: list[tuple[torch.Tensor, float]] = field(default_factory=list)
     derives: bool = False
+    uses: dict[str, tuple[Line, ...]] | None = None
 
     def refuse(self, name: str, why: str) -> None:
         """Leaves a tensor to the model, with the one it is fused with: alone, the model would hold it back for good."""
@@ -72,9 +79,8 @@ class CopyPlan:
         """The bytes that a replay writes: address, width, number of lines and bytes from line to line."""
         for planned in self.planned.values():
             yield from planned.target_runs()
-        for target, _ in self.fills:
-            if target.is_contiguous():
-                yield target.data_ptr(), target.nbytes, 1, 0
+        for first, end in intervals(region_of(target) for target, _ in self.fills).tolist():
+            yield first, end - first, 1, 0
 
 
 class LayoutKey:
@@ -108,17 +114,20 @@ def make_plan(model: Any, sources: Sequence[Source]) -> CopyPlan:
     Never raises for a model that cannot be recorded: then every name takes the model's own path.
     """
     before = LayoutKey(model).now()
-    try:
-        recording = record(model, sources)
-    except Exception as error:  # whatever a model's loader makes of meta tensors
-        recording = Recording(spoiled=f"its load cannot be recorded: {type(error).__name__}: {error}")
+    recording = record(model, sources)
+    uses = uses_in(recording, sources)
     if not recording.spoiled and LayoutKey(model).now() != before:
         recording.spoiled = "its load re-lays parameters"
     if not recording.spoiled and recording.derives and not hasattr(model, "post_load_weights"):
         recording.spoiled = "its load computes from parameters, and there is no post_load_weights to do that again"
+    if not recording.spoiled and fills_contradict(recording.fills):
+        recording.spoiled = "its load writes one constant over another"
     if recording.spoiled:
-        return CopyPlan(refused={source.name: recording.spoiled for source in sources})
-    plan = CopyPlan(refused=dict(recording.refused), fills=recording.fills, derives=recording.derives)
+        return CopyPlan(refused={source.name: recording.spoiled for source in sources}, uses=uses)
+    fills = [(fill.target, fill.value) for fill in recording.fills]
+    plan = CopyPlan(refused=dict(recording.refused), fills=fills, derives=recording.derives, uses=uses)
+    for name in overwritten(recording.copies, recording.fills):
+        plan.refused.setdefault(name, "is overwritten by a constant in part")  # a replay writes constants first
     copies: dict[str, list[Copy]] = {source.name: [] for source in sources}
     for copy in recording.copies:
         copies[copy.name].append(copy)
@@ -126,6 +135,8 @@ def make_plan(model: Any, sources: Sequence[Source]) -> CopyPlan:
         if source.name not in plan.refused:
             _accept(plan, source, copies[source.name])
     _refuse_overlaps(plan)
+    for name, why in list(plan.refused.items()):
+        plan.refuse(name, why)  # with the one it is fused with
     return plan
 
 

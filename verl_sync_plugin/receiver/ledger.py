@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from verl_sync_plugin.receiver.intervals import Region, intervals, region_of, union
 from verl_sync_plugin.transport.protocol import Coverage
-
-Region = tuple[int, tuple[int, ...], tuple[int, ...], int]  # address, shape, strides, bytes per element
 
 
 class Ledger(TorchDispatchMode):
@@ -45,8 +44,7 @@ class Ledger(TorchDispatchMode):
     def _note(self, value: Any) -> None:
         for tensor in value if isinstance(value, list | tuple) else (value,):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata in self._storages:
-                region = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size())
-                self._written[tensor.untyped_storage()._cdata].add(region)
+                self._written[tensor.untyped_storage()._cdata].add(region_of(tensor))
 
     def note_bytes(self, found: Iterable[tuple[int, int, int, int]]) -> None:
         """Notes bytes that were seen to be right though no operation was seen to write them (other threads).
@@ -63,43 +61,14 @@ class Ledger(TorchDispatchMode):
 
     def coverage(self) -> Coverage:
         """What was written so far, against what the model holds."""
-        written = {storage: _intervals(regions) for storage, regions in self._written.items()}
+        written = {storage: intervals(regions) for storage, regions in self._written.items()}
         missing = []
         for name, tensor in self._expected.items():
             covered = 0
             if (found := written.get(tensor.untyped_storage()._cdata)) is not None:
                 span = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
                 first = tensor.data_ptr()
-                covered = _union(found.clamp(first, first + span * tensor.element_size())) // tensor.element_size()
+                covered = union(found.clamp(first, first + span * tensor.element_size())) // tensor.element_size()
             if covered < tensor.numel():
                 missing.append((name, covered, tensor.numel()))
         return Coverage(expected=len(self._expected), missing=tuple(missing))
-
-
-def _intervals(regions: set[Region]) -> torch.Tensor:
-    """The bytes of strided regions as intervals: int64 of shape ``(n, 2)``, first and one past the last address."""
-    parts = []
-    for address, shape, strides, itemsize in regions:
-        run = 1
-        outer: list[tuple[int, int]] = []
-        for stride, size in sorted((st, sz) for st, sz in zip(strides, shape, strict=True) if sz > 1 and st > 0):
-            if stride == run and not outer:
-                run *= size
-            else:
-                outer.append((stride, size))
-        starts = torch.zeros(0 if 0 in shape else 1, dtype=torch.int64)
-        for stride, size in outer:
-            starts = (starts[:, None] + torch.arange(size) * stride).flatten()
-        starts = address + starts * itemsize
-        parts.append(torch.stack((starts, starts + run * itemsize), dim=1))
-    return torch.cat(parts)
-
-
-def _union(intervals: torch.Tensor) -> int:
-    """Length of the union of ``(n, 2)`` intervals."""
-    if not len(intervals):
-        return 0
-    first, end = intervals[intervals[:, 0].argsort()].unbind(1)
-    reached = torch.cummax(end, dim=0).values
-    before = torch.cat((first[:1], reached[:-1]))
-    return int((reached - torch.maximum(first, before)).clamp(min=0).sum())

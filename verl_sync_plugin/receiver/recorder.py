@@ -7,57 +7,15 @@ CPU tensors in threads, which no dispatch mode sees), and every view of one shar
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from verl_sync_plugin.receiver.recording import Copy, Fill, Recording, Source
+
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Source:
-    """A tensor of the sync: its name and layout."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] | None
-
-    def meta(self) -> torch.Tensor:
-        if self.strides is None:
-            return torch.empty(self.shape, dtype=self.dtype, device="meta")
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
-
-
-@dataclass(frozen=True)
-class Copy:
-    """Elements of a source (a view of its meta tensor) and the elements of the model they go to."""
-
-    name: str
-    source: torch.Tensor
-    target: torch.Tensor
-
-
-@dataclass
-class Recording:
-    """What one dry ``load_weights`` did.
-
-    Attributes:
-        copies: plain copies from sources into the model.
-        fills: constants written into the model, with the value.
-        refused: names that something other than views and copies was done with, and what.
-        spoiled: why nothing of the recording can be used; empty when it can.
-        derives: the load also computed something from loaded parameters.
-    """
-
-    copies: list[Copy] = field(default_factory=list)
-    fills: list[tuple[torch.Tensor, float]] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
-    spoiled: str = ""
-    derives: bool = False
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -74,10 +32,12 @@ def model_tensors(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 class _Recorder(TorchDispatchMode):
     """Watches one load. Writes into the model are noted and left out; reading it is real."""
 
-    def __init__(self, sources: dict[int, str], targets: set[int]) -> None:
+    def __init__(self, sources: dict[int, Source], targets: dict[int, set[torch.dtype]]) -> None:
+        """``sources`` and ``targets`` by storage; a target's dtypes are those of the parameters in it."""
         super().__init__()
         self.recording = Recording()
-        self._sources = sources
+        self._dtypes = {storage: source.dtype for storage, source in sources.items()}
+        self._sources = {storage: source.name for storage, source in sources.items()}
         self._targets = targets
         self._derived: dict[int, set[str]] = {}  # results of anything else, by storage
         self._joined: dict[int, list[tuple[str, torch.Tensor, int, int]]] = {}  # results of cat: name, part, dim, start
@@ -112,21 +72,32 @@ class _Recorder(TorchDispatchMode):
     def _copy(self, target: torch.Tensor, source: torch.Tensor, names: set[str]) -> torch.Tensor:
         storage = storage_of(source)
         into_model = storage_of(target) in self._targets
-        if into_model and storage in self._sources:
-            self.recording.copies.append(Copy(self._sources[storage], source, target.detach()))
+        if into_model and self._reinterprets(target, source):
+            # A replay knows the dtypes of tensors and parameters, and would cast where the model moves bytes
+            self._refuse(names, "is copied through a view of another dtype")
+        elif into_model and storage in self._sources:
+            self._note(self._sources[storage], source, target.detach())
         elif into_model and storage in self._joined and source.is_contiguous() and source.shape == target.shape:
             for name, part, dim, start in self._joined[storage]:
-                piece = target.detach().narrow(dim, start, part.shape[dim])
-                self.recording.copies.append(Copy(name, part, piece))
+                self._note(name, part, target.detach().narrow(dim, start, part.shape[dim]))
         else:
             self._refuse(names, "is changed before it is copied" if into_model else "is copied elsewhere")
         return target
+
+    def _note(self, name: str, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.recording.copies.append(Copy(name, source, target, self.recording.writes))
+
+    def _reinterprets(self, target: torch.Tensor, source: torch.Tensor) -> bool:
+        """Whether either side is seen in another way than as the elements that it has."""
+        declared = self._dtypes.get(storage_of(source), source.dtype)
+        lazily_changed = source.is_neg() or source.is_conj()
+        return source.dtype != declared or target.dtype not in self._targets[storage_of(target)] or lazily_changed
 
     def _write(self, func: Any, args: Any, names: set[str]) -> Any:
         constant = func in (aten.fill_.Scalar, aten.zero_.default) and not names
         if constant:
             value = float(args[1]) if func is aten.fill_.Scalar else 0.0
-            self.recording.fills.append((args[0].detach(), value))
+            self.recording.fills.append(Fill(args[0].detach(), value, self.recording.writes))
         elif names:
             self._refuse(names, f"goes through {func}")
         else:
@@ -153,7 +124,7 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         made = [value for value in tree_flatten(result)[0] if isinstance(value, torch.Tensor)]
         known = [storage_of(value) in self._sources or storage_of(value) in self._derived for value in made]
-        if made and all(known):
+        if made and all(known) and not func._schema.is_mutable:
             return result  # views
         if func is aten.cat.default and self._join(args, kwargs, made[0]):
             return result
@@ -165,7 +136,7 @@ class _Recorder(TorchDispatchMode):
 
     def _join(self, args: Any, kwargs: Any, result: torch.Tensor) -> bool:
         parts = args[0]
-        whole = all(storage_of(part) in self._sources and part.dtype == result.dtype for part in parts)
+        whole = all(self._dtypes.get(storage_of(part)) == part.dtype == result.dtype for part in parts)
         if not whole:
             return False
         dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % max(result.dim(), 1)
@@ -182,18 +153,29 @@ class _Recorder(TorchDispatchMode):
 def record(model: Any, sources: Sequence[Source]) -> Recording:
     """One dry ``load_weights`` over all ``sources``; changes nothing in the model that a sync would keep.
 
+    Never raises: a load that does is noted as ``spoiled``.
+
     Args:
         model: an SGLang model.
         sources: the tensors of a sync, in the order they will come.
     """
     tensors = [(source.name, source.meta()) for source in sources]
-    known = {storage_of(tensor): name for name, tensor in tensors}
-    targets = {storage_of(tensor) for _, tensor in model_tensors(model) if tensor.numel()}
-    recorder = _Recorder(known, targets)
-    with torch.no_grad(), recorder:
-        model.load_weights(iter(tensors))
-    _refuse_kept(model, known, recorder.recording)
-    return recorder.recording
+    by_storage = {storage_of(tensor): source for source, (_, tensor) in zip(sources, tensors, strict=True)}
+    targets: dict[int, set[torch.dtype]] = {}
+    for _, tensor in model_tensors(model):
+        if tensor.numel():
+            targets.setdefault(storage_of(tensor), set()).add(tensor.dtype)
+    recorder = _Recorder(by_storage, targets)
+    recording = recorder.recording
+    try:
+        with torch.no_grad(), recorder:
+            model.load_weights(iter(tensors))
+        recording.ended = True
+    except Exception as error:  # whatever a model's loader makes of meta tensors
+        recording.spoiled = f"its load cannot be recorded: {type(error).__name__}: {error}"
+    if recording.ended:
+        _refuse_kept(model, {storage: source.name for storage, source in by_storage.items()}, recording)
+    return recording
 
 
 def _refuse_kept(model: torch.nn.Module, known: dict[int, str], recording: Recording) -> None:
@@ -204,3 +186,5 @@ def _refuse_kept(model: torch.nn.Module, known: dict[int, str], recording: Recor
             if isinstance(value, torch.Tensor) and value.device.type == "meta":
                 name = known.get(storage_of(value))
                 recording.spoiled = f"its load keeps {name or 'a tensor it was given'} instead of copying it"
+                if name is not None:
+                    recording.refused.setdefault(name, "is kept")

@@ -75,9 +75,11 @@ class ReceiverSession:
         device = memories[hello.place].device
         unpacker = self._unpacker_of(hello, channel, device, wait)
         unpacker.begin(hello.copy_plan, hello.hashed, hello.whole)
-        # One sync per plan is recorded; what a plan covers cannot change while names, shapes and dtypes stay
-        ledger = None if hello.digest in self._coverage and unpacker.settled else Ledger(self._model)
-        with ledger or nullcontext():
+        if hello.tell_use:
+            channel.send(unpacker.uses.use(loaded=False))
+        # What a plan covers cannot change while names, shapes and dtypes stay
+        ledger = None if hello.digest in self._coverage and not unpacker.watched else Ledger(self._model)
+        with ledger or nullcontext(), unpacker.uses.watching():
             running = _Running(channel, device)
             while isinstance(message := running.receive(wait), Load):
                 read = memories if unpacker.spread(message.bucket) else memories[hello.place : hello.place + 1]
@@ -144,12 +146,24 @@ class ReceiverSession:
         sums, readings = unpacker.sums(), unpacker.readings(always=commit.tell)
         unpacker.finish(ledger)
         if ledger is not None:
-            self._coverage[hello.digest] = ledger.coverage()
+            self._note_coverage(hello.digest, ledger.coverage())
         _wait_for(unpacker.device)  # what the model derived; its forward may use another stream
         obstacle = unpacker.reads_in_place or ("" if self._maps else "an engine rank could not map them")
         activations = self._activations.take()
-        channel.send(Committed(self._coverage[hello.digest], *did, sums, readings, obstacle, activations))
+        used = unpacker.uses.news()
+        channel.send(Committed(self._coverage[hello.digest], *did, sums, readings, obstacle, activations, used))
         unpacker.told(readings)
+
+    def _note_coverage(self, digest: str, found: Coverage) -> None:
+        known = self._coverage.get(digest)
+        if known is not None:
+            before = {name for name, *_ in known.missing}
+            if lost := [name for name, *_ in found.missing if name not in before]:
+                raise ValueError(
+                    f"given only what is not replayed, {type(self._model).__name__} no longer writes "
+                    f"{', '.join(lost[:5])}. Set actor_rollout_ref.rollout.custom.sync.copy_plan=False."
+                )
+        self._coverage[digest] = found
 
     def _open(self, hello: Hello, channel: Channel) -> list[torch.Tensor]:
         """The staging memory of every trainer rank that is read here; empty when a peer's cannot be opened."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from verl_sync_plugin.receiver.cuts import scattered
 from verl_sync_plugin.receiver.direct import DirectLoad, obstacle
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.replay import Comparison, Replay
+from verl_sync_plugin.receiver.use_teller import UseTeller
 from verl_sync_plugin.transport.exports import Live
 from verl_sync_plugin.transport.protocol import Manifest, Readings
 from verl_sync_plugin.transport.regions import Regions
@@ -51,19 +53,18 @@ class Unpacker:
         self._settled = False  # the plan of this layout has been compared, whatever came of it
         self._hashed = False
         self._copier: Copier | None = None
-        self._tensors = tuple(numbers_of(manifest.buckets))
+        numbers = numbers_of(manifest.buckets)
+        self._tensors = tuple(numbers)
         self._names = frozenset(self._tensors)
+        self._sources = sources_of([entry for bucket in manifest.buckets for entry in bucket])
+        self.uses = UseTeller(model, self._sources, manifest.buckets, numbers)
+        self._replay_watched = False
         self._assembler = Assembler(self._names)
         self._sums = torch.zeros(len(self._tensors), dtype=torch.int64, device=device)
         self._whole: frozenset[str] = frozenset()
         self._told: Readings | None = None
         self._replayed = (0, 0)
         self._direct: tuple[tuple[Replay, tuple[str, ...]], DirectLoad] | None = None
-
-    @property
-    def settled(self) -> bool:
-        """False while the plan of this layout is still to be compared: then the model's own load runs."""
-        return self._settled
 
     @property
     def replayed(self) -> tuple[int, int]:
@@ -83,7 +84,10 @@ class Unpacker:
         if layout != self._layout or not self._settled:
             self._layout, self._trusted, self._settled = layout, False, not copy_plan
             self._whole = asked
-            self._prepare(make_plan(self._model, sources_of(self._entries())) if copy_plan else CopyPlan())
+            plan = make_plan(self._model, self._sources)  # recorded also to know what the model leaves out
+            self.uses.recorded(plan.uses)
+            self._replay_watched = False
+            self._prepare(plan if copy_plan else CopyPlan(uses=plan.uses))
         elif asked != self._whole:
             self._whole = asked
             self._replay = self._compile()
@@ -93,6 +97,13 @@ class Unpacker:
         self._replayed = (self._replay.tensors, self._replay.nbytes) if self._trusted else (0, 0)
         if self._trusted:
             self._replay.fill()
+
+    @property
+    def watched(self) -> bool:
+        """Whether the writes of this sync are to be seen: of the model's whole load, and of the first that it makes of
+        leftovers alone, which a model may treat otherwise."""
+        leftovers = self._replay is not None and bool(self._replay.leftovers)
+        return not self._settled or (self._trusted and not self._replay_watched and leftovers)
 
     def sums(self) -> bytes:
         """The hash of what was read of each tensor, as little-endian int64; empty without hashing. Waits for the
@@ -156,11 +167,8 @@ class Unpacker:
         """Regions are about to be unmapped; mapped again, they may lie elsewhere."""
         self._direct = None
 
-    def _entries(self) -> list[Any]:
-        return [entry for bucket in self._manifest.buckets for entry in bucket]
-
     def _prepare(self, plan: CopyPlan) -> None:
-        for name in scattered(self._entries(), plan.planned):
+        for name in scattered([entry for bucket in self._manifest.buckets for entry in bucket], plan.planned):
             plan.refuse(name, "arrives in many small pieces")
         self._plan = plan
         self._copier = Copier(self.device, known_tensors(self._model))
@@ -193,21 +201,25 @@ class Unpacker:
                 self._comparison.note(index, memory)
             entries = self._manifest.buckets[index]
         if entries:
-            self._model.load_weights(self._assembler.tensors(memory, entries))
+            self.uses.load(self._model.load_weights, self._assembler.tensors(memory, entries))
 
     def finish(self, ledger: Ledger | None) -> None:
         """Ends the sync: derives what the model derives, trusts the plan if it proved right.
 
         Args:
-            ledger: to be told which bytes the comparison proved to be written.
+            ledger: of a watched sync; to be told which bytes were written in other ways.
 
         Raises:
             ValueError: a tensor is incomplete.
         """
         self._assembler.finish()
         if self._trusted:
-            if self._plan.derives:
-                self._model.post_load_weights()
+            with ledger or nullcontext():
+                if self._plan.derives:
+                    self._model.post_load_weights()
+            if ledger is not None:
+                ledger.note_bytes(self._plan.target_runs())
+            self._replay_watched = True
         elif self._comparison is not None:
             self._compare(self._comparison, ledger)
             self._comparison = None
@@ -234,4 +246,4 @@ class Unpacker:
         how = "the kernel" if self._copier is not None and self._copier.kernel else "plain copies"
         logger.warning("verl-sync-plugin: after the first sync %d of %d tensors go by %s", total - kept, total, how)
         for name, why in list(plan.refused.items())[:5]:
-            logger.warning("verl-sync-plugin: %s goes through load_weights: it %s", name, why)
+            logger.warning("verl-sync-plugin: %s goes through load_weights (%s)", name, why)

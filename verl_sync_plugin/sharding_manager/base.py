@@ -39,6 +39,7 @@ from verl_sync_plugin.sharding_manager.meeting import MeetingPoint
 from verl_sync_plugin.sharding_manager.planning import Planning
 from verl_sync_plugin.sharding_manager.sharded_stream import ShardedStream
 from verl_sync_plugin.sharding_manager.stream import BucketStream
+from verl_sync_plugin.sharding_manager.use_check import UseCheck
 from verl_sync_plugin.sharding_manager.waking import Waking
 from verl_sync_plugin.source.base import ParameterSource, Shard
 from verl_sync_plugin.transport.sender import BucketSender
@@ -81,12 +82,13 @@ class ShardingManager(BaseShardingManager):
         self._meeting = MeetingPoint(self._agreement, endpoint, self._sender, config)
         self._delivery = Delivery(config, self._agreement)
         self._hashes = HashCheck(self._agreement)
+        self._uses = UseCheck(self._agreement, endpoint.ranks)
         self._waking = Waking(self._agreement, endpoint, device)
         self._source: ParameterSource | None = None
         self._shards: list[Shard] = []
         self._planning = Planning(self._agreement, self._sender, self._delivery)
         self._direct = Direct(config, self._agreement, self._sender, device)
-        self._ending = Ending(config, self._agreement, self._sender, self._hashes, self._direct, endpoint)
+        self._ending = Ending(config, self._agreement, self._sender, self._hashes, self._uses, self._direct, endpoint)
         self._syncs = 0
         self._sync_id = ""
         self.report = SyncReport()
@@ -231,8 +233,11 @@ class ShardingManager(BaseShardingManager):
         plan, verify = self._planning.ready(), self.config.verify_hashes
         if self._direct.active:
             self._direct.greet(self._sync_id, plan, verify, self._hashes.whole(plan))
-        else:
-            self._delivery.greet(self._sync_id, self._sender, plan, verify, self._hashes.whole(plan))
+            return
+        asks = self._uses.asks(plan)
+        used = self._delivery.greet(self._sync_id, self._sender, plan, verify, self._hashes.whole(plan), asks)
+        if asks:
+            self._uses.compare(plan, used, loaded=False)
 
     def _open_stream(self) -> BucketStream:
         assert self._source is not None, "entered before"

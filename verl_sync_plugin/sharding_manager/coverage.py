@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-from verl_sync_plugin.config import KEY_PREFIX, SyncConfig
+from collections.abc import Collection, Sequence
+
+from verl_sync_plugin.config import KEY_PREFIX, TURN_OFF, SyncConfig
 from verl_sync_plugin.log import say
 from verl_sync_plugin.transport.protocol import Coverage
 
 
-def check_coverage(coverage: Coverage, config: SyncConfig, restores_uncovered: bool, first: bool) -> None:
-    """Accepts full coverage, or whatever the engine restores by itself.
+def check_coverage(
+    coverage: Coverage, config: SyncConfig, restores_uncovered: bool, first: bool, sent: Collection[str]
+) -> None:
+    """Accepts full coverage, or constants that the engine restores by itself.
+
+    A host copy holds what the engine loaded at its start. That justifies what no sync ever writes, not a weight that is
+    synced in part, nor one that the trainer sends under its name: these would be as old as the run.
 
     Args:
         coverage: what the engine rank's ledger found.
         config: for the message.
         restores_uncovered: the engine keeps a host copy of real weights.
         first: say in the log what is left to the host copy.
+        sent: names of the tensors that the trainer sends.
 
     Raises:
-        RuntimeError: parameters are unwritten and were lost while the engine slept; names them and the remedy.
+        RuntimeError: parameters are written in part, or unwritten and lost while the engine slept; names them and the
+            remedy.
     """
     if not coverage.missing:
         return
-    shown = ", ".join(f"{name} ({wrote} of {total} elements)" for name, wrote, total in coverage.missing[:5])
-    text = f"the sync leaves {len(coverage.missing)} of {coverage.expected} engine parameters unwritten: {shown}"
+    stale = [each for each in coverage.missing if each[1] or each[0] in sent]
+    if stale:
+        raise RuntimeError(
+            f"the sync writes {len(stale)} of {coverage.expected} engine parameters only in part: {_shown(stale)}. "
+            f"SGLang does not load this model whole from what the trainer sends. Use another model, or {TURN_OFF}."
+        )
+    text = f"the sync leaves {len(coverage.missing)} of {coverage.expected} engine parameters unwritten: "
+    text += _shown(coverage.missing)
     if not restores_uncovered:
         raise RuntimeError(
             f"{KEY_PREFIX}.weights_cpu_backup={config.weights_cpu_backup!r}: {text}. Without a host copy of real "
@@ -31,3 +46,7 @@ def check_coverage(coverage: Coverage, config: SyncConfig, restores_uncovered: b
         )
     if first:
         say(f"{text}; the engine keeps what it loaded at its start")
+
+
+def _shown(missing: Sequence[tuple[str, int, int]]) -> str:
+    return ", ".join(f"{name} ({wrote} of {total} elements)" for name, wrote, total in missing[:5])

@@ -19,7 +19,7 @@ from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.log import say
 from verl_sync_plugin.sharding_manager.agreement import Agreement
 from verl_sync_plugin.transport.exports import StagingExport
-from verl_sync_plugin.transport.protocol import Hello
+from verl_sync_plugin.transport.protocol import Hello, Used
 from verl_sync_plugin.transport.sender import BucketSender
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -81,7 +81,9 @@ class Delivery:
         self._place = ranks.index(me)
         self._new = True
 
-    def greet(self, sync_id: str, sender: BucketSender, plan: Plan, hashed: bool, whole: tuple[int, ...]) -> None:
+    def greet(
+        self, sync_id: str, sender: BucketSender, plan: Plan, hashed: bool, whole: tuple[int, ...], tell_use: bool
+    ) -> Used | None:
         """Collective: opens the sync with the engine rank beside this rank.
 
         Args:
@@ -90,22 +92,28 @@ class Delivery:
             plan: the buckets.
             hashed: whether hashes are compared.
             whole: tensors that the engine is to hash whole.
+            tell_use: ask what the engine's model uses.
+
+        Returns:
+            What the engine rank told; ``None`` when it was not asked, or this rank has failed.
 
         Raises:
             PeersUnreachableError: an engine rank cannot read the memory of other trainer ranks.
             SyncError: any rank failed.
         """
-        unreachable = ""
+        unreachable, used = "", None
         with self._agreement.attempt():
-            hello = Hello(sync_id, plan.digest, self._stagings, self._place, self._config.copy_plan, hashed, whole)
-            unreachable = sender.greet(hello, plan)
+            does = (self._config.copy_plan, hashed, whole)
+            hello = Hello(sync_id, plan.digest, self._stagings, self._place, *does, tell_use=tell_use)
+            unreachable, used = sender.greet(hello, plan)
         if not self._new:
-            return
+            return used
         if self._agreement.settle("opening the staging memory", waiting=bool(unreachable)):
             texts = self._agreement.gather("asking why memory is out of reach", unreachable)
             raise PeersUnreachableError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text))
         sender.opened()
         self._new = False
+        return used
 
     def fall_back(self, error: PeersUnreachableError) -> None:
         """From now on gathered.

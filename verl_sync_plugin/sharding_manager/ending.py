@@ -12,6 +12,7 @@ from verl_sync_plugin.sharding_manager.coverage import check_coverage
 from verl_sync_plugin.sharding_manager.direct import Direct
 from verl_sync_plugin.sharding_manager.endpoint import PendingLoad, RolloutEndpoint
 from verl_sync_plugin.sharding_manager.hash_check import HashCheck, paired
+from verl_sync_plugin.sharding_manager.use_check import UseCheck
 from verl_sync_plugin.transport.sender import BucketSender
 
 
@@ -23,6 +24,7 @@ class Ending:
         agreement: where ranks settle.
         sender: speaks to the engine rank.
         hashes: compares.
+        uses: proves that the engine takes in everything, also where only its load could tell.
         direct: hears whether the engine rank can read parameters where they lie.
         endpoint: the engine.
     """
@@ -33,6 +35,7 @@ class Ending:
         agreement: Agreement,
         sender: BucketSender,
         hashes: HashCheck,
+        uses: UseCheck,
         direct: Direct,
         endpoint: RolloutEndpoint,
     ) -> None:
@@ -40,11 +43,12 @@ class Ending:
         self._agreement = agreement
         self._sender = sender
         self._hashes = hashes
+        self._uses = uses
         self._direct = direct
         self._endpoint = endpoint
 
     async def commit(self, plan: Plan, report: SyncReport, pending: PendingLoad | None, first: bool) -> None:
-        """Has the engine ranks finish, compares hashes, checks coverage and waits for the engine's answer.
+        """Has the engine ranks finish, compares hashes, checks coverage both ways and waits for the engine's answer.
 
         Args:
             plan: what was sent.
@@ -55,15 +59,16 @@ class Ending:
         Raises:
             SyncError: any rank failed, or bytes changed on the way; the same text on every rank.
         """
-        verify, sums, new = self._config.verify_hashes, torch.empty(0), False
+        verify, sums, new, used = self._config.verify_hashes, torch.empty(0), False, None
         with self._agreement.attempt():
             committed = self._sender.commit(tell=verify and not self._hashes.knows(plan))
             self._direct.note(committed, plan)
-            new = self._hashes.note(committed)
+            used = committed.used
+            new = self._hashes.note(committed) or used is not None
             if verify:
                 sums = paired(self._sender.sums(), committed)
             report.note(committed, plan, self._direct.active)
-            check_coverage(committed.coverage, self._config, self._endpoint.restores_uncovered, first)
+            check_coverage(committed.coverage, self._config, self._endpoint.restores_uncovered, first, plan.names)
         # Before waiting for the engine's answer: it gives none while one of its ranks waits for us to hang up
         try:
             new = self._agreement.settle("committing", waiting=new)
@@ -73,6 +78,8 @@ class Ending:
                 # would open an export for the second time
                 with self._agreement.attempt():
                     self._sender.unstage()
+        if new:
+            self._uses.compare(plan, used, loaded=True)
         if verify:
             if new:
                 self._hashes.learn(plan)

@@ -102,12 +102,17 @@ class BucketStream:
     def _check_finite(self) -> None:
         """Before the commit, so the engine does not generate from what it was given."""
         buckets = [self._plan.buckets[index] for index in self._sender.broken()]
+        if not buckets:
+            return
         named = (name_culprit(bucket, self._shards, self._source, self.rank) for bucket in buckets)
-        for culprit in filter(None, named):
-            raise ValueError(
-                f"parameter {culprit}; the engine was not released to generate from it. Look at the last optimizer "
-                f"step (loss, gradient norm, learning rate), or set {KEY_PREFIX}.check_finite=False to sync it anyway"
-            )
+        culprit = next(filter(None, named), None)
+        if culprit is None:
+            names = [entry.name for entry in buckets[0].entries]
+            culprit = f"one of {names[:5]} was NaN or Inf when it was packed, and in the trainer all of them are finite"
+        raise ValueError(
+            f"parameter {culprit}; the engine was not released to generate from it. Look at the last optimizer "
+            f"step (loss, gradient norm, learning rate), or set {KEY_PREFIX}.check_finite=False to sync it anyway"
+        )
 
     def _wait(self, index: int) -> None:
         if self._agreement.failed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from verl_sync_plugin.bucket import Plan
 from verl_sync_plugin.transport.channel import Channel
@@ -16,6 +16,7 @@ from verl_sync_plugin.transport.protocol import (
     Loaded,
     Manifest,
     Ready,
+    Used,
     Whereabouts,
     describe,
 )
@@ -25,6 +26,18 @@ T = TypeVar("T")
 
 class EngineFailedError(RuntimeError):
     """The engine rank beside this trainer rank reported a failure."""
+
+
+class Greeting(NamedTuple):
+    """The engine rank's answer to a ``Hello``.
+
+    Attributes:
+        unreachable: why it cannot read other trainer ranks' slots, and then the sync is over; else empty.
+        used: what its model uses, if that was asked for.
+    """
+
+    unreachable: str
+    used: Used | None
 
 
 class Conversation:
@@ -43,15 +56,12 @@ class Conversation:
         self.hang_up()
         self._channel = channel
 
-    def greet(self, hello: Hello, plan: Plan) -> str:
+    def greet(self, hello: Hello, plan: Plan) -> Greeting:
         """Opens a sync on the adopted channel.
 
         Args:
             hello: the first word.
             plan: the buckets.
-
-        Returns:
-            Why the engine rank cannot read other trainer ranks' slots, and then the sync is over; else empty.
 
         Raises:
             ChannelClosedError, ChannelTimeoutError: the engine rank is gone or silent.
@@ -62,7 +72,8 @@ class Conversation:
         ready = self._expect(Ready)
         if ready.needs_plan:
             channel.send(Manifest.of(plan))
-        return ready.unreachable
+        asks = hello.tell_use and not ready.unreachable
+        return Greeting(ready.unreachable, self._expect(Used) if asks else None)
 
     def greet_live(self, hello: Hello, lives: tuple[Live, ...]) -> str:
         """Like ``greet``, when the engine rank is to read parameters where they lie.

@@ -13,10 +13,9 @@ import torch
 
 from verl_sync_plugin.bucket import Bucket, Plan, Slice
 from verl_sync_plugin.copies.hulls import numbers_of
-from verl_sync_plugin.copies.plain import hash_bytes
+from verl_sync_plugin.copies.plain import hash_bytes, runs
 from verl_sync_plugin.copies.table import kernel_works
 from verl_sync_plugin.source.base import Shard
-from verl_sync_plugin.transport.finite import FiniteCheck
 from verl_sync_plugin.transport.pack_table import Found, PackTable, hulls_in_segment, segment_of
 
 # Elements that are moved to the device or merged at a time, but for a short rest, which goes with those before it; in
@@ -44,7 +43,6 @@ class Packer:
         self._kernel = kernel_works(device)
         self._sums = torch.zeros(len(self._tensors), dtype=torch.int64, device=device)
         self._flags = torch.zeros(len(self._tensors), dtype=torch.int64, device=device)
-        self._check = FiniteCheck(plan, rank)
         self._tables: dict[int, PackTable] = {}
         self._whole: PackTable | None = None
 
@@ -52,7 +50,6 @@ class Packer:
         """Once per sync, before the first bucket."""
         self._sums.zero_()
         self._flags.zero_()
-        self._check.clear()
 
     def pack(self, index: int, memory: torch.Tensor, shards: list[Shard]) -> None:
         """Copies this rank's runs into its segment, cast to the wire dtype; copies may still run when it returns.
@@ -104,7 +101,21 @@ class Packer:
                 data = memory[hull.first - origin : hull.end - origin]
                 self._sums[self._tensors[hull.names[0]]] += hash_bytes(data, hull.first)
         if self._finite:
-            self._check.add(index, memory)
+            self._flag_plain(index, memory, origin)
+
+    def _flag_plain(self, index: int, memory: torch.Tensor, origin: int) -> None:
+        """Flags the tensors with a NaN or Inf in what this rank has packed; costs a read, which the kernel does not."""
+        bucket = self.plan.buckets[index]
+        low = segment_of(bucket, self._rank) * bucket.stride
+        for entry in bucket.entries:
+            dtype = getattr(torch, entry.dtype)
+            if not dtype.is_floating_point or dtype.itemsize == 1:  # there is no norm of 8-bit floats
+                continue
+            for piece in entry.pieces:
+                if low <= piece.offset < low + bucket.stride:
+                    packed = runs(memory, piece.offset - origin, piece.nbytes, piece.count, piece.step).view(dtype)
+                    largest = torch.linalg.vector_norm(packed, float("inf"), dtype=torch.float32)  # NaN stays NaN
+                    self._flags[self._tensors[entry.name]] += ~largest.isfinite()
 
     def sums(self) -> torch.Tensor:
         """The hash of what this rank packed of each tensor: int64 of shape ``(tensors,)``, numbered by ``numbers_of``,
@@ -114,8 +125,6 @@ class Packer:
     def broken(self) -> list[int]:
         """Indices of the buckets among which one has a NaN or Inf in this rank's part; none when all is finite. Waits
         for the device."""
-        if not self._kernel:
-            return self._check.broken()
         flagged = set(self._flags.nonzero().flatten().tolist())
         if not flagged:  # looking through thousands of names takes milliseconds
             return []

@@ -7,6 +7,7 @@
     Hello(sync_id, digest, staging) --->
                                     <---  Ready(needs_plan), or Ready(unreachable) and the sync is over
     Manifest (only if needed)       --->
+                                    <---  Used (only if asked for)
     per bucket: Load(bucket, slot)  --->  loads, waits until its copies are done
                                     <---  Loaded(bucket) or Failed(text)
     or, where parameters are read where they lie (Hello(live) instead of staging):
@@ -33,8 +34,8 @@ from verl_sync_plugin.bucket import Entry, Plan
 from verl_sync_plugin.transport.exports import Live, StagingExport
 
 MAGIC = "verl-sync-plugin"
-PROTOCOL_VERSION = 5
-OMITTED = ("buckets", "sums", "readings", "lives")  # from messages for people
+PROTOCOL_VERSION = 6
+OMITTED = ("buckets", "sums", "readings", "lives", "used")  # from messages for people
 LOADER = "verl_sync_plugin.receiver.loader.load"
 
 # A trainer rank may spend up to three waits (its shards, its plan, its staging memory; or the last buckets, the commit,
@@ -104,6 +105,7 @@ class Hello:
         hashed: whether to hash what is read.
         whole: numbers of tensors to be hashed whole (see ``Readings``).
         live: keys of the ``Live`` of all ranks of the group, in place of stagings.
+        tell_use: say, before anything is loaded, which bytes the model uses.
     """
 
     sync_id: str
@@ -114,6 +116,7 @@ class Hello:
     hashed: bool = False
     whole: tuple[int, ...] = ()
     live: tuple[str, ...] = ()
+    tell_use: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,19 @@ class Manifest:
             tuple(bucket.stride for bucket in plan.buckets),
             plan.sharded,
         )
+
+
+@dataclass(frozen=True)
+class Used:
+    """What the engine's model does with the tensors of a manifest.
+
+    Attributes:
+        model: its class.
+        readings: which bytes of each tensor it uses; ``None`` when only the load itself will tell.
+    """
+
+    model: str
+    readings: Readings | None
 
 
 @dataclass(frozen=True)
@@ -204,6 +220,7 @@ class Committed:
         readings: which bytes these are; ``None`` when they are those of the last time.
         obstacle: why the next sync of this plan may not have this rank read parameters where they lie; empty when it
             may.
+        used: what the model used, where that is unknown to the trainer rank; else ``None``.
         activation_bytes: the most device memory that the engine allocated beyond what it keeps since the last sync; 0
             when unknown, as in the first.
     """
@@ -217,6 +234,7 @@ class Committed:
     readings: Readings | None = None
     obstacle: str = ""
     activation_bytes: int = 0
+    used: Used | None = None
 
 
 @dataclass(frozen=True)
@@ -227,7 +245,7 @@ class Failed:
 
 
 # A message on the wire begins with the number of its kind here
-MESSAGES: tuple[type, ...] = (Join, Hello, Ready, Whereabouts, Manifest, Load, Loaded, Commit, Committed, Failed)
+MESSAGES: tuple[type, ...] = (Join, Hello, Ready, Whereabouts, Manifest, Used, Load, Loaded, Commit, Committed, Failed)
 
 
 def describe(message: Any) -> str:

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which bytes of a tensor a load uses, against sets of single bytes; and what the ranks of an engine leave out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+from verl_sync_plugin.bucket import Base, View
+from verl_sync_plugin.copies.hulls import numbers_of
+from verl_sync_plugin.planner import plan_buckets
+from verl_sync_plugin.receiver.intervals import intervals, meet, region_of, union
+from verl_sync_plugin.receiver.recording import Copy, Recording, Source
+from verl_sync_plugin.receiver.skips import rightly_skipped
+from verl_sync_plugin.receiver.uses import own_lines, readings_of_uses, uses_in
+from verl_sync_plugin.sharding_manager.use_check import left_out
+from verl_sync_plugin.transport.protocol import Line, Used
+
+
+def view_of(tensor: torch.Tensor, rng: random.Random) -> torch.Tensor:
+    """Some slices and permutations of a tensor, and perhaps a broadcast one."""
+    for _ in range(rng.randrange(4)):
+        dim = rng.randrange(tensor.dim())
+        match rng.randrange(4):
+            case 0:
+                start = rng.randrange(tensor.shape[dim])
+                tensor = tensor.narrow(dim, start, rng.randint(1, tensor.shape[dim] - start))
+            case 1:
+                tensor = tensor.transpose(dim, rng.randrange(tensor.dim()))
+            case 2:
+                tensor = tensor[(*[slice(None)] * dim, slice(None, None, 2))]
+            case 3:
+                tensor = tensor.unsqueeze(0).expand(2, *tensor.shape)
+    return tensor
+
+
+def bytes_of(view: torch.Tensor) -> set[int]:
+    elements = torch.arange(10_000).as_strided(view.shape, view.stride(), view.storage_offset()).flatten().tolist()
+    return {byte for e in elements for byte in range(e * view.element_size(), (e + 1) * view.element_size())}
+
+
+def covered(lines: Iterable[Line]) -> set[int]:
+    return {first + i * stride + b for first, width, count, stride in lines for i in range(count) for b in range(width)}
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_bytes_of_copies(seed: int) -> None:
+    rng = random.Random(seed)
+    shape = tuple(rng.randint(1, 6) for _ in range(rng.randint(1, 4)))
+    source = Source("a", rng.choice([torch.bfloat16, torch.float32]), shape, None)
+    views = [view_of(source.meta(), rng) for _ in range(rng.randint(1, 3))]
+    uses = uses_in(Recording([Copy("a", view, view) for view in views], ended=True), [source])
+    assert uses is not None
+    assert covered(uses["a"]) == set().union(*(bytes_of(view) for view in views))
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_intervals_and_whether_tensors_meet(seed: int) -> None:
+    rng = random.Random(seed)
+    memory = torch.zeros(rng.randint(2, 6), rng.randint(2, 6), 4, dtype=torch.int16)
+    one, other = view_of(memory, rng), view_of(memory, rng)
+    first = memory.data_ptr()
+    held = {b for low, high in (intervals([region_of(one)]) - first).tolist() for b in range(low, high)}
+    assert held == bytes_of(one) and union(intervals([region_of(one)])) == len(held)
+    assert meet(one, other) == bool(bytes_of(one) & bytes_of(other))
+    assert not meet(one, torch.zeros(3)) and not meet(one[:0], one)
+
+
+def test_what_is_refused_counts_as_used_and_what_is_not_recorded_is_unknown() -> None:
+    sources = [Source(name, torch.float32, (2, 3), None) for name in "ab"]
+    assert uses_in(Recording(refused={"a": "is computed with"}, ended=True), sources) == {
+        "a": ((0, 24, 1, 0),),
+        "b": (),
+    }
+    assert uses_in(Recording(spoiled="its load cannot be recorded"), sources) is None
+
+
+def test_a_tensor_with_gaps_has_only_its_own_bytes() -> None:
+    columns = Source("a", torch.bfloat16, (4, 3), (8, 1))
+    assert columns.nbytes == 24 and covered(own_lines(columns)) == bytes_of(columns.meta())
+
+
+def plan_of(names: tuple[str, ...], numel: int = 8) -> tuple[list[Source], list[tuple], dict[str, int]]:  # type: ignore[type-arg]
+    """One base under several names, and one of its own."""
+    views = tuple(View(name, (numel,), 0, numel) for name in names)
+    alone = Base("z", "float32", 4, (numel,), (View("z", (numel,), 0, numel),))
+    plan = plan_buckets((Base("tied", "float32", 4, (numel,), views), alone), 1 << 10)
+    buckets = [bucket.entries for bucket in plan.buckets]
+    return [Source(name, torch.float32, (numel,), None) for name in (*names, "z")], buckets, numbers_of(buckets)
+
+
+def test_tied_tensors_are_used_together() -> None:
+    sources, buckets, numbers = plan_of(("embed", "head"))
+    readings = readings_of_uses({"embed": ((0, 32, 1, 0),), "head": (), "z": ()}, sources, buckets, numbers)
+    assert readings == ((32, ((0, 32, 1, 0),), (0, 1)), (32, (), (2,)))
+    assert left_out(3, [Used("M", readings)]) == [(2, 32, 32)]
+
+
+def test_what_an_engine_rightly_leaves_alone() -> None:
+    sources, buckets, numbers = plan_of(("model.layers.0.self_attn.rotary_emb.inv_freq",))
+    uses = {source.name: () for source in sources}
+    assert left_out(2, [Used("M", readings_of_uses(uses, sources, buckets, numbers))]) == [(1, 32, 32)]
+
+
+def test_layers_that_predict_further_tokens_may_be_left_alone() -> None:
+    for name in ("model.layers.4.mlp.up_proj.weight", "model.language_model.layers.9.mlp.up_proj.weight"):
+        assert rightly_skipped(name, 4) and not rightly_skipped(name, None) and not rightly_skipped(name, 10)
+    assert not rightly_skipped("model.visual.layers.9.mlp.up_proj.weight", 4)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_what_the_ranks_of_an_engine_leave_out(seed: int) -> None:
+    rng, nbytes = random.Random(seed), 40
+    told = []
+    for _ in range(rng.randint(1, 4)):
+        lines = [(rng.randrange(20), rng.randint(1, 4), rng.randint(1, 4), rng.randint(0, 5)) for _ in range(3)]
+        told.append(tuple(line for line in lines if max(covered([line])) < nbytes))
+    missing = nbytes - len(set().union(*(covered(lines) for lines in told)))
+    found = left_out(1, [Used("M", ((nbytes, lines, (0,)),)) for lines in told])
+    assert found == ([(0, missing, nbytes)] if missing else [])
+    assert left_out(1, []) == [(0, 0, 0)], "a tensor that nobody speaks of is left out"

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of one dry ``load_weights``: the tensors given to it, and what it did with them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of the sync: its name and layout."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """What two tensors of the same bytes have in common."""
+        return self.dtype, self.shape, self.strides
+
+    @property
+    def nbytes(self) -> int:
+        """Of the elements, without what lies between them."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def meta(self) -> torch.Tensor:
+        """A tensor of this layout without bytes, with a storage of its own."""
+        if self.strides is None:
+            return torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Elements of a source (a view of its meta tensor) and the elements of the model they go to.
+
+    Attributes:
+        name: of the source.
+        source: what is read.
+        target: what is written.
+        order: number of this write among all copies and fills of the load.
+    """
+
+    name: str
+    source: torch.Tensor
+    target: torch.Tensor
+    order: int = 0
+
+
+@dataclass(frozen=True)
+class Fill:
+    """A constant written into elements of the model; ``order`` as of ``Copy``."""
+
+    target: torch.Tensor
+    value: float
+    order: int = 0
+
+
+@dataclass
+class Recording:
+    """What one dry ``load_weights`` did.
+
+    Attributes:
+        copies: plain copies from sources into the model.
+        fills: constants written into the model.
+        refused: names that something other than views and copies was done with, and what.
+        spoiled: why nothing of the recording can be replayed; empty when it can.
+        derives: the load also computed something from loaded parameters.
+        ended: the load came to its end, so what it left alone is known.
+    """
+
+    copies: list[Copy] = field(default_factory=list)
+    fills: list[Fill] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    spoiled: str = ""
+    derives: bool = False
+    ended: bool = False
+
+    @property
+    def writes(self) -> int:
+        """How many copies and fills there are so far."""
+        return len(self.copies) + len(self.fills)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which bytes of every sent tensor the engine's model takes in.
+
+SGLang leaves out a name that it does not know without a word. So each engine rank says what its model does with every
+tensor, from the recording of its load, before anything is loaded; the trainer ranks put this together over the ranks of
+an engine, each of which needs a part, and refuse a sync of which any byte would go nowhere
+(``sharding_manager/use_check.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from verl_sync_plugin.bucket import Entry
+from verl_sync_plugin.copies.hulls import hulls_of
+from verl_sync_plugin.receiver.recording import Recording, Source
+from verl_sync_plugin.receiver.skips import rightly_skipped
+from verl_sync_plugin.transport.protocol import Line, Readings
+
+MOST_LINES = 1 << 16
+
+Lines = tuple[Line, ...]
+
+
+def uses_in(recording: Recording, sources: Sequence[Source]) -> dict[str, Lines] | None:
+    """The bytes of each tensor that a recorded load copies, or computes with.
+
+    Args:
+        recording: of one load.
+        sources: the tensors that were given to it.
+
+    Returns:
+        Lines by name, none for a tensor that was left alone; ``None`` when the load did not come to its end, so that
+        what it would have used is unknown.
+    """
+    if not recording.ended:
+        return None
+    found: dict[str, set[Line]] = {source.name: set() for source in sources}
+    copied: dict[str, list[torch.Tensor]] = {}
+    for copy in recording.copies:
+        copied.setdefault(copy.name, []).append(copy.source)
+    for source in sources:
+        if source.name in recording.refused:
+            found[source.name].update(own_lines(source))
+        for view in copied.get(source.name, ()):
+            found[source.name].update(own_lines(source) if (lines := _lines(view)) is None else lines)
+    return {name: tuple(sorted(lines)) for name, lines in found.items()}
+
+
+def readings_of_uses(
+    uses: Mapping[str, Lines],
+    sources: Sequence[Source],
+    buckets: Sequence[Sequence[Entry]],
+    numbers: Mapping[str, int],
+    layers: int | None = None,
+) -> Readings:
+    """The same by number of the tensor, tensors that are used alike together; their sizes count their elements only.
+
+    Tied tensors, which travel once under several names, are used together: the bytes of a head that the engine ties to
+    its embedding arrive in the embedding. What ``skips`` lists with a reason counts as used.
+
+    Args:
+        uses: the result of ``uses_in``, or what ``touched.Touched`` has seen.
+        sources: all tensors.
+        buckets: the entries of all buckets.
+        numbers: of the tensors.
+        layers: of the model, see ``rightly_skipped``.
+    """
+    by_name = {source.name: source for source in sources}
+    shared = {name: set(lines) for name, lines in uses.items()}
+    for hull in (hull for entries in buckets for hull in hulls_of(entries) if len(hull.names) > 1 and hull.equal):
+        alike = [name for name in hull.names if by_name[name].layout == by_name[hull.names[0]].layout]
+        for name in alike:
+            shared[name].update(line for other in alike for line in uses[other])
+    found: dict[tuple[int, Lines], list[int]] = {}
+    for name, number in numbers.items():
+        lines = tuple(sorted(shared[name])) or (own_lines(by_name[name]) if rightly_skipped(name, layers) else ())
+        found.setdefault((by_name[name].nbytes, lines), []).append(number)
+    return tuple((nbytes, lines, tuple(alike)) for (nbytes, lines), alike in found.items())
+
+
+def own_lines(source: Source) -> Lines:
+    """The bytes of all elements of a tensor; one with gaps has other tensors' bytes in between."""
+    lines = _lines(source.meta())
+    return tuple(lines) if lines is not None else ((0, source.nbytes, 1, 0),)
+
+
+def _lines(view: torch.Tensor) -> list[Line] | None:
+    """The bytes of a view of a tensor that starts at its storage's first byte, in any order; ``None``: too many runs.
+
+    A copy in so many runs is no part that a rank chose for itself, so it counts as one of the whole tensor.
+    """
+    width = 1
+    outer: list[tuple[int, int]] = []
+    for stride, count in sorted((s, n) for s, n in zip(view.stride(), view.shape, strict=True) if n > 1 and s > 0):
+        if stride == width and not outer:
+            width *= count
+        elif outer and stride == outer[-1][0] * outer[-1][1]:
+            outer[-1] = outer[-1][0], outer[-1][1] * count
+        else:
+            outer.append((stride, count))
+    if not view.numel():
+        return []
+    step, count = outer.pop(0) if outer else (0, 1)
+    starts = [int(view.storage_offset())]
+    for stride, many in outer:
+        if len(starts) * many > MOST_LINES:
+            return None
+        starts = [start + index * stride for start in starts for index in range(many)]
+    size = view.element_size()
+    return [(start * size, width * size, count, step * size) for start in starts]
