@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from manifests import manifest
 
-from verl_sync_plugin.transport import protocol
+from verl_sync_plugin.transport import codec, protocol
 from verl_sync_plugin.transport.codec import BadMessageError, decode, encode_into
 from verl_sync_plugin.transport.exports import Live, Region, StagingExport
 
@@ -23,6 +23,7 @@ SHARED = ("GPU-0", b"\x00\xff" * 33, 1 << 40, 512, b"/torch_1_2_3", 7, b"\x80" *
 STAGING = StagingExport("cuda_ipc", "key", 1 << 40, SHARED, 1 << 39)
 REGION = Region("cuda_ipc", "key-1", (1 << 63) - 1, (b"\x00" * 64,))
 READINGS = ((1 << 40, ((0, 16, 1, 0), (64, 32, 9, 128)), (1, 2, 3)), (0, (), ()))
+COVERAGE = protocol.Coverage(9, (("a.weight", 0, 1 << 40),))
 MESSAGES = [
     protocol.Join("7 (step 3) once more"),
     protocol.Hello("1", "digest", (STAGING, STAGING), 1, False, True, (3, 1), ("a", "b"), True),
@@ -33,7 +34,18 @@ MESSAGES = [
     protocol.Load(protocol.ALL, 0),
     protocol.Loaded(3, 0.25),
     protocol.Commit(True),
-    protocol.Committed(protocol.Coverage(9, (("a.weight", 0, 1 << 40),)), 1, 2, 3, 4, b"\xff" * 8, READINGS, "why", 5, protocol.Used("", None)),
+    protocol.Committed(
+        protocol.Coverage(9, (("a.weight", 0, 1 << 40),)),
+        1,
+        2,
+        3,
+        4,
+        b"\xff" * 8,
+        READINGS,
+        "why",
+        5,
+        protocol.Used("", None),
+    ),
     protocol.Failed("a\nb"),
 ]
 
@@ -46,7 +58,7 @@ def encoded(message: Any) -> bytearray:
 
 
 def test_every_kind_of_message_is_tried() -> None:
-    assert {type(message) for message in MESSAGES} == set(protocol.MESSAGES)
+    assert {type(message) for message in MESSAGES} == set(codec.MESSAGES)
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)

@@ -53,7 +53,7 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: Any) -> None:
-        """Sends one message of ``protocol.MESSAGES``, and keeps what comes in meanwhile, so that two sides that send at
+        """Sends one message of ``codec.MESSAGES``, and keeps what comes in meanwhile, so that two sides that send at
         once do not wait for each other.
 
         Raises:

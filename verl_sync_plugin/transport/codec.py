@@ -13,8 +13,22 @@ from typing import Any
 
 import msgspec
 
-from verl_sync_plugin.transport.protocol import MESSAGES
+from verl_sync_plugin.transport import protocol
 
+# A message begins with the number of its kind here
+MESSAGES: tuple[type, ...] = (
+    protocol.Join,
+    protocol.Hello,
+    protocol.Ready,
+    protocol.Whereabouts,
+    protocol.Manifest,
+    protocol.Used,
+    protocol.Load,
+    protocol.Loaded,
+    protocol.Commit,
+    protocol.Committed,
+    protocol.Failed,
+)
 _encoder = msgspec.msgpack.Encoder()
 _kinds = {kind: number for number, kind in enumerate(MESSAGES)}
 _decoders: tuple[msgspec.msgpack.Decoder[Any], ...] = tuple(msgspec.msgpack.Decoder(kind) for kind in MESSAGES)

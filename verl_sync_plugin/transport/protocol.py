@@ -244,10 +244,6 @@ class Failed:
     text: str
 
 
-# A message on the wire begins with the number of its kind here
-MESSAGES: tuple[type, ...] = (Join, Hello, Ready, Whereabouts, Manifest, Used, Load, Loaded, Commit, Committed, Failed)
-
-
 def describe(message: Any) -> str:
     """A short form for logs and errors."""
     fields = {key: value for key, value in vars(message).items() if key not in OMITTED}
