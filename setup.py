@@ -53,7 +53,7 @@ setup(
     package_dir={"verl_sync_plugin.configs": "configs"},
     package_data={"verl_sync_plugin.configs": ["*.yaml", "*/*.yaml"]},
     # verl, torch and SGLang are expected in the environment: pinning them here would replace working builds.
-    install_requires=["wrapt>=1.14", "hydra-core>=1.3", "omegaconf>=2.3"],
+    install_requires=["wrapt>=1.14", "hydra-core>=1.3", "omegaconf>=2.3", "msgspec>=0.18"],
     extras_require={
         "verl": ["verl>=0.9.1,<0.10"],
         "sglang": ["sglang>=0.5.12"],

@@ -22,7 +22,7 @@ import psutil
 
 from verl_sync_plugin.sharding_manager.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
 from verl_sync_plugin.transport.protocol import LOADER, LoadRequest
-from verl_sync_plugin.transport.request import pack_request
+from verl_sync_plugin.transport.request import hand_down, new_token, pack_request
 
 START_SECONDS = 240.0
 _CUDA = (
@@ -43,6 +43,7 @@ class Server:
         common = "--load-format dummy --skip-tokenizer-init --sampling-backend pytorch --grammar-backend none"
         words = f"{common} --skip-server-warmup --log-level warning {_CPU if device == 'cpu' else _CUDA}".split()
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(self.port)]
+        hand_down(new_token())
         env = dict(os.environ, **({"SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else {}))
         env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "0")
         with open(log, "wb") as output:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 import time
 from concurrent.futures import Future
@@ -16,7 +17,7 @@ from verl_sync_plugin import compat
 from verl_sync_plugin.hooks.awake import AwakeState
 from verl_sync_plugin.sharding_manager.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
 from verl_sync_plugin.transport.protocol import LOADER, LoadRequest
-from verl_sync_plugin.transport.request import pack_request
+from verl_sync_plugin.transport.request import hand_down, new_token, pack_request
 
 IDLE_SECONDS = 20.0
 DUMP = "bare_engine.inspect_loader.dump"
@@ -28,6 +29,7 @@ class BareEngine:
     def __init__(self, model_path: str, tp: int, load_format: str = "dummy") -> None:
         import sglang
 
+        hand_down(new_token())
         self.tp = tp
         self._lock = threading.Lock()
         self.engine = sglang.Engine(
@@ -58,12 +60,12 @@ class BareEngine:
             asyncio.set_event_loop(self.engine.loop)
             return self.engine.loop.run_until_complete(coroutine)
 
-    async def _update(self, header: Any, loader: str, version: str | None) -> None:
+    async def _update(self, packed: bytes, loader: str, version: str | None) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         manager = self.engine.tokenizer_manager
         obj = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[pack_request(header)] * self.tp,
+            serialized_named_tensors=[packed] * self.tp,
             load_format=loader,
             flush_cache=False,
             weight_version=version,
@@ -75,11 +77,11 @@ class BareEngine:
 
     def load(self, request: LoadRequest, version: str | None) -> None:
         """Has all ranks call our loader."""
-        self.call(self._update(request.to_wire(), LOADER, version))
+        self.call(self._update(pack_request(request.to_wire()), LOADER, version))
 
     def state(self, path: Path) -> list[dict[str, torch.Tensor]]:
         """What every rank really holds."""
-        self.call(self._update(str(path), DUMP, None))
+        self.call(self._update(pickle.dumps([(str(path), torch.empty(0))]), DUMP, None))
         return [torch.load(f"{path}.{rank}") for rank in range(self.tp)]
 
     def load_from_disk(self, path: str) -> None:

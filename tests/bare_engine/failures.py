@@ -63,7 +63,7 @@ def _fail_each(member: Rank, failures: tuple[Callable[[Rank, int], str], ...]) -
 def nothing_starts(member: Rank, version: int) -> str:
     """The engine cannot resume; then the first bucket cannot be packed. No load starts, and none is waited for."""
     manager, last = member.manager, dist.get_world_size() - 1
-    starts, waits = stories.count(manager._meeting, "ask"), stories.count(manager._meeting._latecomers, "turn_away")
+    starts, waits = stories.count(manager._meeting, "ask"), stories.count(manager._meeting._arrivals, "turn_away")
     resume, pack = member.endpoint.resume, manager._sender.pack
 
     async def broken_resume(tags: list[str]) -> None:
@@ -83,7 +83,7 @@ def nothing_starts(member: Rank, version: int) -> str:
     assert f"rank {last}: MemoryError: injected: cannot pack" in text, text
     assert not starts and not waits
     assert len(member.endpoint.abandoned) == (2 if member.endpoint.leader else 0), "the engine may not generate"
-    del manager._meeting.ask, manager._meeting._latecomers.turn_away  # type: ignore[misc]
+    del manager._meeting.ask, manager._meeting._arrivals.turn_away  # type: ignore[misc]
     return text
 
 

@@ -15,11 +15,12 @@ from worlds import run_world
 from verl_sync_plugin.config import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.sharding_manager.agreement import Agreement
+from verl_sync_plugin.sharding_manager.arrivals import POLL_SECONDS
 from verl_sync_plugin.sharding_manager.endpoint import LoadOutcome, PendingLoad
-from verl_sync_plugin.sharding_manager.latecomers import POLL_SECONDS
 from verl_sync_plugin.sharding_manager.meeting import MeetingPoint
-from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, connect
-from verl_sync_plugin.transport.protocol import Join, LoadRequest
+from verl_sync_plugin.transport.channel import Channel, ChannelClosedError
+from verl_sync_plugin.transport.listener import connect
+from verl_sync_plugin.transport.protocol import Failed, Join, Load, LoadRequest
 from verl_sync_plugin.transport.sender import BucketSender
 
 WAIT = 5.0
@@ -67,7 +68,7 @@ class Comer(Engine):
 
 
 def joined(address: str, sync_id: str) -> Channel:
-    channel = connect(address, WAIT)
+    channel = connect(address, WAIT, WAIT)
     channel.send(Join(sync_id))
     return channel
 
@@ -90,7 +91,7 @@ def meet_among_leftovers() -> tuple[list[bool], float, bool, list[int]]:
     engine = Comer(late=0.5)
     meeting = meeting_of(engine)
     late = joined(meeting._listener.address, "1")
-    silent = connect(meeting._listener.address, WAIT)
+    silent = connect(meeting._listener.address, WAIT, WAIT)
     silent.close()
     meeting.begin("2")
     started = time.monotonic()
@@ -100,8 +101,8 @@ def meet_among_leftovers() -> tuple[list[bool], float, bool, list[int]]:
     met = meeting._sender._channel
     assert met is not None
     for rank, channel in enumerate(engine.came):
-        channel.send(rank)
-    found = [is_closed(late)], seconds, met.receive(WAIT) == dist.get_rank(), engine.flushes
+        channel.send(Load(rank, 0))
+    found = [is_closed(late)], seconds, met.receive(WAIT) == Load(dist.get_rank(), 0), engine.flushes
     meeting._sender.hang_up()
     return found
 
@@ -149,10 +150,10 @@ def come_early() -> tuple[bool, bool]:
         meeting.begin(sync_id)
         meeting._expected = True  # as if asked for
         asyncio.run(meeting.give_up("injected"))
-        meeting._latecomers.turn_away(sync_id)
+        meeting._arrivals.turn_away(sync_id)
     closed = is_closed(joined(meeting._listener.address, "1"))
     early = joined(meeting._listener.address, "3")  # another rank has begun the next sync
-    early.send("early")
+    early.send(Failed("early"))
     time.sleep(3 * POLL_SECONDS)
     engine.start_load = lambda *_: Loading()  # type: ignore[method-assign]
     meeting.begin("3")
@@ -160,7 +161,7 @@ def come_early() -> tuple[bool, bool]:
     asyncio.run(meeting.meet())
     met = meeting._sender._channel
     assert met is not None
-    return closed, met.receive(WAIT) == "early"
+    return closed, met.receive(WAIT) == Failed("early")
 
 
 def test_who_comes_early_for_the_next_sync_is_met() -> None:
@@ -170,11 +171,11 @@ def test_who_comes_early_for_the_next_sync_is_met() -> None:
 def early_given_up() -> bool:
     """Whether an engine rank that came early is let go when its sync is given up before the ranks met."""
     meeting = meeting_of(Comer())
-    meeting._latecomers.turn_away("1")
+    meeting._arrivals.turn_away("1")
     early = joined(meeting._listener.address, "2")
     time.sleep(3 * POLL_SECONDS)
     meeting.begin("2")
-    meeting._latecomers.stop()
+    meeting._arrivals.stop()
     meeting._expected = True
     asyncio.run(meeting.give_up("injected"))
     return is_closed(early)

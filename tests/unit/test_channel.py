@@ -1,47 +1,57 @@
-"""The control channel between two real processes."""
+"""The control channel between two real processes: what arrives, and that no wait is without a bound."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import stat
+import signal
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 import pytest
+from manifests import manifest
 
-from verl_sync_plugin.transport.channel import (
-    Channel,
-    ChannelClosedError,
-    ChannelTimeoutError,
-    Listener,
-    connect,
-)
+from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, ChannelTimeoutError
+from verl_sync_plugin.transport.codec import BadMessageError
+from verl_sync_plugin.transport.listener import Listener, connect
+from verl_sync_plugin.transport.protocol import Commit, Failed, Join, Load
 
 WAIT = 20.0
+BOUND = 0.5
 
 
 def echo(address: str) -> None:
-    """The other process: returns what it hears, doubled, until it hears ``None``."""
-    channel = connect(address, WAIT)
-    while (message := channel.receive(WAIT)) is not None:
-        channel.send((message, message))
+    """The other process: returns what it hears, until it hears ``Commit``."""
+    channel = connect(address, WAIT, WAIT)
+    while (message := channel.receive(WAIT)) != Commit():
+        channel.send(message)
     channel.close()
 
 
 def greet_and_die(address: str) -> None:
     """The other process: says one word and is gone without closing anything."""
-    connect(address, WAIT).send("hello")
+    connect(address, WAIT, WAIT).send(Join("hello"))
     os._exit(1)
+
+
+def talk(address: str) -> None:
+    """The other process: sends a manifest before it hears one."""
+    channel = connect(address, WAIT, WAIT)
+    mine = manifest(64, 8, 32)
+    channel.send(mine)
+    channel.send(Load(0, int(channel.receive(WAIT) == mine)))
+    channel.receive(WAIT)
 
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    listening = Listener()
+    listening = Listener(WAIT)
     yield listening
     listening.close()
 
@@ -54,109 +64,148 @@ def started(target: Callable[[str], None], listener: Listener) -> tuple[BaseProc
     return process, channel
 
 
+def pair() -> tuple[socket.socket, Channel]:
+    """A bare socket, and the channel at its other end."""
+    bare, other = socket.socketpair(socket.AF_UNIX)
+    return bare, Channel(other, BOUND)
+
+
+@contextmanager
+def bounded(least: float = 0.0) -> Iterator[None]:
+    before = time.monotonic()
+    yield
+    assert least <= time.monotonic() - before < BOUND + 2
+
+
 def test_messages_go_both_ways(listener: Listener) -> None:
     process, channel = started(echo, listener)
-    messages: list[Any] = ["word", {"a": (1, 2.5)}, b"x" * (1 << 20)]
+    messages: list[Any] = [Join("1 (step 1)"), Load(7, 2), Failed("x" * (1 << 20)), manifest(64, 8, 32)]
     for message in messages:
         channel.send(message)
-        assert channel.receive(WAIT) == (message, message)
-    channel.send(None)
+        assert channel.receive(WAIT) == message
+    for message in messages:
+        channel.send(message)
+    assert [channel.receive(WAIT) for _ in messages] == messages, "several that came at once"
+    channel.send(Commit())
     process.join(WAIT)
     assert process.exitcode == 0
 
 
 def test_silence_ends_in_a_timeout(listener: Listener) -> None:
     process, channel = started(echo, listener)
-    before = time.monotonic()
-    with pytest.raises(ChannelTimeoutError, match=r"within 0\.2 s"):
+    with bounded(0.2), pytest.raises(ChannelTimeoutError, match=r"no word .* within 0\.2 s$"):
         channel.receive(0.2)
-    assert 0.2 <= time.monotonic() - before < 2
-    channel.send("still usable")
-    assert channel.receive(WAIT) == ("still usable", "still usable")
-    channel.send(None)
+    channel.send(Failed("still usable"))
+    assert channel.receive(WAIT) == Failed("still usable")
+    channel.send(Commit())
     process.join(WAIT)
+
+
+def test_a_stopped_process_that_is_sent_a_manifest_ends_in_a_timeout() -> None:
+    listening = Listener(BOUND)
+    process, channel = started(echo, listening)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        with bounded(BOUND), pytest.raises(ChannelTimeoutError, match=r"did not take a Manifest of \d{7} bytes"):
+            channel.send(manifest(64, 8, 32))
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(WAIT)
+        listening.close()
+
+
+def test_a_message_of_which_only_a_part_comes_ends_in_a_timeout() -> None:
+    bare, channel = pair()
+    for part in (b"\0\0", struct.pack("!H", 1000) + b"\0some"):
+        bare.sendall(part)
+        assert channel.has_word()
+        with bounded(BOUND), pytest.raises(ChannelTimeoutError, match=r"but \d bytes of one"):
+            channel.receive(BOUND)
+
+
+def test_who_sends_ever_more_of_a_message_has_no_more_time() -> None:
+    bare, channel = pair()
+    bare.sendall(struct.pack("!I", 1 << 20))
+    over = threading.Event()
+
+    def trickle() -> None:
+        while not over.wait(0.001):
+            bare.sendall(b"x")
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    with bounded(BOUND), pytest.raises(ChannelTimeoutError):
+        channel.receive(BOUND)
+    over.set()
+    thread.join()
+
+
+def test_who_takes_a_message_bit_by_bit_has_no_more_time() -> None:
+    bare, channel = pair()
+    over = threading.Event()
+
+    def sip() -> None:
+        while not over.wait(0.01):
+            bare.recv(512)
+
+    thread = threading.Thread(target=sip)
+    thread.start()
+    with bounded(BOUND), pytest.raises(ChannelTimeoutError):
+        channel.send(Failed("x" * (8 << 20)))
+    over.set()
+    thread.join()
+
+
+def test_two_that_send_at_once_do_not_wait_for_each_other(listener: Listener) -> None:
+    process, channel = started(talk, listener)
+    time.sleep(0.5)  # until neither socket takes more
+    mine = manifest(64, 8, 32)
+    channel.send(mine)
+    assert channel.receive(WAIT) == mine
+    assert channel.receive(WAIT) == Load(0, 1), "and the other side has heard the same"
+    channel.send(Commit())
+    process.join(WAIT)
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (struct.pack("!I", (1 << 31) - 1), "2147483647 bytes is announced"),
+        (b"GET / HTTP/1.1\r\n", "is announced"),
+        (struct.pack("!I", 0), "no message"),
+        (struct.pack("!IB", 1, 250), "no message"),
+        (struct.pack("!I", 6) + b"\0cos\nx", "not a Join"),
+        (struct.pack("!IBB", 2, 6, 0x91), "not a Load"),
+    ],
+    ids=["2 GB", "http", "empty", "unknown kind", "pickle", "cut"],
+)
+def test_what_is_no_message_is_refused_at_once(data: bytes, text: str) -> None:
+    bare, channel = pair()
+    bare.sendall(data)
+    with bounded(), pytest.raises(BadMessageError, match=text):
+        channel.receive(WAIT)
+    with pytest.raises(ChannelClosedError):
+        channel.receive(WAIT)
 
 
 def test_dead_peer_is_noticed(listener: Listener) -> None:
     process, channel = started(greet_and_die, listener)
     process.join(WAIT)
-    assert channel.receive(WAIT) == "hello"
-    before = time.monotonic()
-    with pytest.raises(ChannelClosedError, match="gone"):
+    assert channel.receive(WAIT) == Join("hello")
+    with bounded(), pytest.raises(ChannelClosedError, match="gone"):
         channel.receive(WAIT)
-    with pytest.raises(ChannelClosedError, match="gone"):
+    with bounded(), pytest.raises(ChannelClosedError, match="gone"):
         for _ in range(100):
-            channel.send(b"x" * 4096)
-    assert time.monotonic() - before < 2
+            channel.send(Failed("x" * 4096))
+    assert channel.has_word(), "receive() does not wait"
 
 
-def test_own_close_is_a_closed_channel(listener: Listener) -> None:
-    client = connect(listener.address, WAIT)
-    client.close()
+def test_own_close_is_a_closed_channel() -> None:
+    _, channel = pair()
+    channel.close()
+    channel.close()
     with pytest.raises(ChannelClosedError):
-        client.send("x")
+        channel.send(Commit())
     with pytest.raises(ChannelClosedError):
-        client.receive(0.1)
-
-
-def test_accept_returns_none_when_nobody_comes(listener: Listener) -> None:
-    assert listener.accept(0.05) is None
-
-
-def test_only_the_owner_can_enter(listener: Listener) -> None:
-    directory = Path(listener.address).parent
-    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    assert stat.S_ISSOCK(os.stat(listener.address).st_mode)
-
-
-def test_close_leaves_nothing() -> None:
-    listening = Listener()
-    directory = Path(listening.address).parent
-    assert directory.exists()
-    listening.close()
-    listening.close()
-    assert not directory.exists()
-
-
-def test_forgotten_listener_leaves_nothing() -> None:
-    listening = Listener()
-    directory = Path(listening.address).parent
-    del listening
-    assert not directory.exists()
-
-
-def test_connect_without_listener_times_out(tmp_path: Path) -> None:
-    before = time.monotonic()
-    with pytest.raises(ChannelTimeoutError, match=str(tmp_path)):
-        connect(str(tmp_path / "channel"), 0.2)
-    assert 0.2 <= time.monotonic() - before < 2
-
-
-def test_connect_waits_for_a_late_listener(tmp_path: Path) -> None:
-    """The engine may be invited a moment before its trainer rank listens."""
-    listening = Listener()
-    address = str(tmp_path / "late")
-    timer = threading.Timer(0.2, os.symlink, (listening.address, address))
-    timer.start()
-    connect(address, WAIT).send("late")
-    channel = listening.accept(WAIT)
-    assert channel is not None
-    assert channel.receive(WAIT) == "late"
-    listening.close()
-
-
-def test_connect_to_a_full_queue_times_out(listener: Listener) -> None:
-    """A trainer rank that never accepts must not block the engine beyond the timeout."""
-    outcome: list[BaseException] = []
-
-    def fill() -> None:
-        try:
-            held = [connect(listener.address, 0.2) for _ in range(16)]
-            held.clear()
-        except ChannelTimeoutError as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=fill, daemon=True)
-    thread.start()
-    thread.join(5)
-    assert len(outcome) == 1, "connect() ignored its timeout"
+        channel.receive(0.1)

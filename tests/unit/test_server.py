@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.workers.rollout.replica import RolloutMode
 
-from verl_sync_plugin.hooks.awake import KV_CACHE, WEIGHTS, AwakeState
+from verl_sync_plugin.config import KEY_PREFIX
+from verl_sync_plugin.hooks.awake import KV_CACHE, WEIGHTS
 from verl_sync_plugin.hooks.endpoint import ServerActorEndpoint
-from verl_sync_plugin.hooks.gate import WeightsGate
 from verl_sync_plugin.hooks.server import SyncSGLangHttpServer
+from verl_sync_plugin.transport.request import TOKEN_VARIABLE, hand_down, new_token
 
 
 class Manager:
@@ -22,6 +27,8 @@ class Manager:
     def __init__(self, flushes: bool = True) -> None:
         self.asked: list[str] = []
         self.fed = asyncio.Event()
+        self.hangs = 0  # so many of the next requests about memory get no answer before `goes_on`
+        self.goes_on = asyncio.Event()
         self._flushes = flushes
         self._busy = asyncio.Lock()
 
@@ -38,15 +45,39 @@ class Manager:
             return SimpleNamespace(success=self._flushes)
 
     async def resume_memory_occupation(self, obj: Any, request: None) -> None:
-        self.asked.append(f"resume {','.join(obj.tags)}")
+        await self._answer(f"resume {','.join(obj.tags)}")
+
+    async def release_memory_occupation(self, obj: Any, request: None) -> None:
+        await self._answer(f"release {','.join(obj.tags)}")
+
+    async def _answer(self, asked: str) -> None:
+        self.asked.append(asked)
+        self.hangs -= 1
+        if self.hangs >= 0:
+            await self.goes_on.wait()
 
 
-def server_with(manager: Manager, released: tuple[str, ...] = ()) -> Any:
-    server = object.__new__(SyncSGLangHttpServer)
-    server.tokenizer_manager, server._awake, server._gate = manager, AwakeState(), WeightsGate()
-    server._memory_lock, server._sleep_seconds, server._flushing = asyncio.Lock(), 0.0, None
-    server._awake.note_released(released)
-    return server
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def server_with(tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Makes our real server actor, as verl makes it, on a tokenizer manager instead of launching SGLang; inside a
+    loop, for that is where its locks belong."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv(TOKEN_VARIABLE, "")
+    hand_down(new_token())
+
+    def make(manager: Manager, released: tuple[str, ...] = (), timeout_seconds: float = 60.0) -> Any:
+        sync = {"timeout_seconds": timeout_seconds}
+        config = RolloutConfig(name="sglang", custom={"sync": sync}, max_model_len=64)
+        model = HFModelConfig(path=tiny_model("qwen2"))
+        server = SyncSGLangHttpServer(config, model, RolloutMode.HYBRID, [], 0, 0, 1, "", 0)
+        server.tokenizer_manager = manager
+        server._occupation.state.note_released(released)
+        return server
+
+    return make
 
 
 async def loaded(server: Any, manager: Manager) -> None:
@@ -59,7 +90,7 @@ async def loaded(server: Any, manager: Manager) -> None:
     await load
 
 
-def test_an_awake_engine_flushes_behind_the_load_and_once() -> None:
+def test_an_awake_engine_flushes_behind_the_load_and_once(server_with: Make) -> None:
     async def sync() -> None:
         manager = Manager()
         server = server_with(manager)
@@ -73,7 +104,7 @@ def test_an_awake_engine_flushes_behind_the_load_and_once() -> None:
     asyncio.run(sync())
 
 
-def test_an_engine_without_its_cache_flushes_when_it_is_back() -> None:
+def test_an_engine_without_its_cache_flushes_when_it_is_back(server_with: Make) -> None:
     async def sync() -> None:
         manager = Manager()
         server = server_with(manager, (KV_CACHE,))
@@ -85,7 +116,7 @@ def test_an_engine_without_its_cache_flushes_when_it_is_back() -> None:
 
 
 @pytest.mark.parametrize("released", [(), (WEIGHTS, KV_CACHE)])
-def test_a_flush_that_fails_keeps_the_engine_from_generating(released: tuple[str, ...]) -> None:
+def test_a_flush_that_fails_keeps_the_engine_from_generating(released: tuple[str, ...], server_with: Make) -> None:
     async def sync() -> None:
         manager = Manager(flushes=False)
         server = server_with(manager, released)
@@ -98,7 +129,7 @@ def test_a_flush_that_fails_keeps_the_engine_from_generating(released: tuple[str
     asyncio.run(sync())
 
 
-def test_a_flush_behind_a_failed_load_is_not_taken_for_the_next_one() -> None:
+def test_a_flush_behind_a_failed_load_is_not_taken_for_the_next_one(server_with: Make) -> None:
     async def syncs() -> None:
         manager = Manager()
         server = server_with(manager)
@@ -118,3 +149,80 @@ def test_only_an_engine_that_is_awake_behind_the_load_is_told_to_flush(awake: bo
     mesh: Any = None
     ServerActorEndpoint(server, mesh, True, 1.0, awake).flush_behind_load()
     assert len(told) == awake
+
+
+BOUND = 0.3
+BOTH = f"{KV_CACHE},{WEIGHTS}"
+
+
+async def times_out(call: Any, what: str) -> None:
+    before = time.monotonic()
+    with pytest.raises(TimeoutError, match=rf"SGLang did not {what} .*{KEY_PREFIX}\.timeout_seconds=0\.3"):
+        await call
+    assert BOUND <= time.monotonic() - before < BOUND + 2
+
+
+def test_a_sleep_without_an_answer_ends_in_an_error_that_names_the_key(server_with: Make) -> None:
+    async def sleep() -> None:
+        manager = Manager()
+        server = server_with(manager, timeout_seconds=BOUND)
+        manager.hangs = 1
+        await times_out(server.sleep(), "release kv_cache, weights")
+        await times_out(server.resume_tags([WEIGHTS]), "resume weights")
+        await times_out(server.sleep(), "release kv_cache, weights")
+        assert manager.asked == [f"release {BOTH}"], "an engine that hangs is asked for nothing more"
+
+    asyncio.run(sleep())
+
+
+def test_what_was_released_late_is_known_to_be_released(server_with: Make) -> None:
+    """A second pause would end SGLang's process, and a resume without release its scheduler."""
+
+    async def sleep() -> None:
+        manager = Manager()
+        server = server_with(manager, timeout_seconds=BOUND)
+        manager.hangs = 1
+        await times_out(server.sleep(), "release")
+        manager.goes_on.set()
+        await server.sleep()
+        await server.resume_tags([WEIGHTS])
+        await server.resume_tags([WEIGHTS])
+        await server.sleep()
+        assert manager.asked == [f"release {BOTH}", f"resume {WEIGHTS}", f"release {WEIGHTS}"]
+
+    asyncio.run(sleep())
+
+
+def test_what_was_asked_late_and_failed_is_asked_again(server_with: Make) -> None:
+    async def wake() -> None:
+        manager = Manager()
+        server = server_with(manager, (KV_CACHE, WEIGHTS), BOUND)
+        manager.hangs, wait = 1, manager.goes_on.wait
+
+        async def failing() -> None:
+            await wait()
+            raise RuntimeError("injected: SGLang refused")
+
+        manager.goes_on.wait = failing  # type: ignore[method-assign, assignment]
+        await times_out(server.resume_tags([WEIGHTS]), "resume weights")
+        manager.goes_on.set()
+        await server.resume_tags([WEIGHTS])
+        assert manager.asked == [f"resume {WEIGHTS}"] * 2
+        assert server._occupation.state.released == {KV_CACHE}
+
+    asyncio.run(wake())
+
+
+def test_who_has_waited_in_vain_is_not_served_later(server_with: Make) -> None:
+    async def wake() -> None:
+        manager = Manager()
+        server = server_with(manager, (KV_CACHE, WEIGHTS), BOUND)
+        manager.hangs = 1
+        calls = [server.resume_tags([WEIGHTS]), server.resume_tags([KV_CACHE]), server.sleep()]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [TimeoutError] * 3
+        manager.goes_on.set()
+        await asyncio.sleep(BOUND)
+        assert manager.asked == [f"resume {WEIGHTS}"] and server._occupation.state.released == {KV_CACHE}
+
+    asyncio.run(wake())

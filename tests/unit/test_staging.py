@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from verl_sync_plugin.transport.cuda_ipc import CudaIpcStaging
 from verl_sync_plugin.transport.exports import StagingExport
-from verl_sync_plugin.transport.staging import create_staging, open_staging, slot_of
+from verl_sync_plugin.transport.listener import Listener, connect
+from verl_sync_plugin.transport.protocol import Hello
+from verl_sync_plugin.transport.staging import Staging, create_staging, open_staging, slot_of
 
 WAIT = 60.0
 SLOT_BYTES = 48
@@ -68,38 +76,85 @@ def test_device_memory_is_exported_once() -> None:
     assert staging.memory.numel() == 0
 
 
-def test_file_is_gone_once_opened() -> None:
+def hold(address: str, then: str) -> None:
+    """The other process: holds staging memory that nobody has opened, and tells how it could be."""
     staging = create_staging(torch.device("cpu"), 2, SLOT_BYTES)
-    (path,) = staging.export().handle
-    assert Path(path).exists()
-    mapped = open_staging(staging.export())
-    staging.opened()
-    assert not Path(path).exists()
-    staging.memory.fill_(3)
-    assert int(mapped.sum()) == 3 * 2 * SLOT_BYTES, "the mapping must outlive the file"
+    staging.memory.fill_(5)
+    channel = connect(address, WAIT, WAIT)
+    channel.send(Hello("1", "digest", (staging.export(),)))
+    if then == "fails":
+        return  # as a first sync does, with its staging memory still open
+    channel.receive(WAIT)
+
+
+def held(then: str) -> tuple[Any, StagingExport]:
+    listener = Listener(WAIT)
+    process = multiprocessing.get_context("spawn").Process(target=hold, args=(listener.address, then), daemon=True)
+    process.start()
+    channel = listener.accept(WAIT)
+    assert channel is not None
+    (export,) = channel.receive(WAIT).stagings
+    process.channel = channel
+    listener.close()
+    return process, export
+
+
+def verl_sync_files() -> set[str]:
+    folders = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+    return {str(file) for folder in folders for file in folder.glob("*verl-sync*")}
+
+
+@pytest.mark.parametrize("then", ["killed", "fails"])
+def test_nothing_is_left_of_a_process_that_nobody_has_read_from(then: str) -> None:
+    before = verl_sync_files()
+    process, export = held(then)
+    if then == "killed":
+        assert int(open_staging(export).sum()) == 5 * 2 * SLOT_BYTES, "it was there to be read"
+        assert verl_sync_files() == before, "not even while it is read"
+        process.kill()
+    process.join(WAIT)
+    assert verl_sync_files() == before and not os.path.lexists(export.handle[0])
+    with pytest.raises(FileNotFoundError, match=f"trainer's {2 * SLOT_BYTES} bytes is not visible here"):
+        open_staging(export)
+
+
+def test_memory_outlives_its_owner_where_it_is_mapped() -> None:
+    staging = create_staging(torch.device("cpu"), 2, SLOT_BYTES)
+    memory, mapped = staging.memory, open_staging(staging.export())
     staging.opened()
     staging.close()
     assert staging.memory.numel() == 0
-
-
-def test_file_is_gone_after_close_without_receiver() -> None:
-    staging = create_staging(torch.device("cpu"), 1, SLOT_BYTES)
-    (path,) = staging.export().handle
+    memory.fill_(3)
+    assert int(mapped.sum()) == 3 * 2 * SLOT_BYTES
     staging.close()
-    assert not Path(path).exists()
 
 
-def test_file_is_gone_with_its_owner() -> None:
+@pytest.mark.parametrize("act", [lambda staging: staging.close(), lambda staging: None], ids=["closed", "forgotten"])
+def test_its_file_is_closed_with_it(act: Callable[[Staging], None]) -> None:
+    before = set(os.listdir("/proc/self/fd"))
     staging = create_staging(torch.device("cpu"), 1, SLOT_BYTES)
     (path,) = staging.export().handle
+    assert os.path.lexists(path)
+    act(staging)
     del staging
-    assert not Path(path).exists()
+    assert not os.path.lexists(path) and set(os.listdir("/proc/self/fd")) <= before
 
 
-def test_file_is_readable_by_its_owner_only() -> None:
+def test_other_memory_with_the_same_number_is_not_opened() -> None:
+    """As in a container of its own, where the number of the trainer's process is another one's."""
+    first, second = (create_staging(torch.device("cpu"), 1, SLOT_BYTES) for _ in range(2))
+    with pytest.raises(FileNotFoundError, match="is not visible here"):
+        open_staging(replace(first.export(), handle=second.export().handle))
+    with pytest.raises(FileNotFoundError, match="is not visible here"):
+        open_staging(replace(first.export(), nbytes=2 * SLOT_BYTES))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_another_user_cannot_open_it() -> None:
     staging = create_staging(torch.device("cpu"), 1, SLOT_BYTES)
     (path,) = staging.export().handle
-    assert os.stat(path).st_mode & 0o077 == 0
+    code = f"import os; os.setgid(65534); os.setuid(65534); open({path!r})"
+    assert "PermissionError" in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
 
 
 def test_export_describes_the_memory() -> None:

@@ -12,11 +12,14 @@ an identity, constant blocks in the wrong place; the tests sample them). It is n
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import torch
 
 from verl_sync_plugin.copies.blocks import Block
 
-STEP = 1 << 21  # bytes hashed at a time; bounds the memory that the hash takes
+STEP = 1 << 18  # bytes hashed at a time, a multiple of 8; bounds the memory that the hash takes
 # 2^32 by the golden ratio, as in Knuth's multiplicative hashing (The Art of Computer Programming, volume 3, 6.4)
 GOLDEN = 0x9E3779B1
 HALF = 0xFFFFFFFF
@@ -51,38 +54,66 @@ def hash_bytes(data: torch.Tensor, position: int) -> torch.Tensor:
     Returns:
         int64 of shape ``()`` on the device of ``data``.
     """
-    total = torch.zeros((), dtype=torch.int64, device=data.device)
-    for begin in range(0, data.numel(), STEP):
-        part, place = data[begin : begin + STEP], position + begin
-        if place % 8 or part.numel() % 8 or part.storage_offset() % 8 or part.data_ptr() % 8:
-            bytes_at = torch.arange(place, place + part.numel(), device=data.device)
-            total += _weighed(part.long() << (bytes_at % 8 * 8), bytes_at // 8)
-        else:
-            words = torch.arange(place // 8, (place + part.numel()) // 8, device=data.device)
-            total += _weighed(part.view(torch.int64), words)
-    return total
+    return hash_block(data, 0, Block(0, 0, position, data.numel()))
 
 
 def hash_block(flat: torch.Tensor, start: int, block: Block) -> torch.Tensor:
     """The hash of a block's bytes wherever they lie; int64 of shape ``()``.
+
+    Memory: some ten times ``STEP``, whatever the size of the block.
 
     Args:
         flat: uint8 of shape ``(n,)``.
         start: first byte of the block in ``flat``; runs follow each other by ``block.source_stride``.
         block: its width, lines and position count.
     """
-    if block.lines == 1:
-        return hash_bytes(flat[start : start + block.width], block.position)
+    # Lines so far apart begin at the same byte of a word
+    apart = 8 // math.gcd(block.position_stride, 8) if block.lines > 1 else 1
+    if apart == 1:
+        return _hash_lines(flat, start, block)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    step = max(1, STEP // block.width)
-    column = torch.arange(block.width, device=flat.device)
-    for first in range(0, block.lines, step):
-        lines = min(step, block.lines - first)
-        data = runs(flat, start + first * block.source_stride, block.width, lines, block.source_stride)
-        line = torch.arange(first, first + lines, device=flat.device)[:, None]
-        place = block.position + line * block.position_stride + column
-        total += _weighed(data.long() << (place % 8 * 8), place // 8)
+    for first in range(min(apart, block.lines)):
+        total += _hash_lines(
+            flat,
+            start + first * block.source_stride,
+            replace(
+                block,
+                position=block.position + first * block.position_stride,
+                lines=len(range(first, block.lines, apart)),
+                source_stride=apart * block.source_stride,
+                position_stride=apart * block.position_stride,
+            ),
+        )
     return total
+
+
+def _hash_lines(flat: torch.Tensor, start: int, block: Block) -> torch.Tensor:
+    """``hash_block`` where all lines begin at the same byte of a word; in tiles of at most ``STEP`` bytes."""
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    shift = block.position % 8  # bytes of the first word before a line
+    padded = shift + block.width
+    rows = max(1, STEP // (padded + 8))
+    for first in range(0, block.lines, rows):
+        lines = min(rows, block.lines - first)
+        line = torch.arange(first, first + lines, device=flat.device)[:, None] * (block.position_stride // 8)
+        for begin in range(0, padded, STEP):
+            low, high = max(begin - shift, 0), min(begin + STEP - shift, block.width)
+            tile = runs(flat, start + first * block.source_stride + low, high - low, lines, block.source_stride)
+            words = _words(tile, max(shift - begin, 0))
+            word = torch.arange(words.shape[1], device=flat.device) + (block.position - shift + begin) // 8
+            total += _weighed(words, line + word)
+    return total
+
+
+def _words(tile: torch.Tensor, shift: int) -> torch.Tensor:
+    """Lines of bytes, uint8 of shape ``(lines, width)``, as int64 of shape ``(lines, words)``: ``shift`` bytes of zeros
+    before each line, and as many behind it as complete its last word."""
+    lines, width = tile.shape
+    if not (shift or any(number % 8 for number in (width, tile.stride(0), tile.storage_offset(), tile.data_ptr()))):
+        return tile.view(torch.int64)
+    copied = torch.zeros(lines, -(-(shift + width) // 8) * 8, dtype=torch.uint8, device=tile.device)
+    copied[:, shift : shift + width] = tile
+    return copied.view(torch.int64)
 
 
 def runs(flat: torch.Tensor, start: int, width: int, lines: int, stride: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import ray
 from torch.distributed.device_mesh import DeviceMesh
 
+from verl_sync_plugin.config import KEY_PREFIX
 from verl_sync_plugin.sharding_manager.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
 from verl_sync_plugin.transport.protocol import LoadRequest
 
@@ -45,7 +46,7 @@ class ServerActorEndpoint(RolloutEndpoint):
         return tuple(self._mesh.mesh.tolist())
 
     async def _bounded(self, reference: ray.ObjectRef) -> Any:
-        return await asyncio.wait_for(asyncio.wrap_future(reference.future()), self._timeout)
+        return await _answer(reference, self._timeout)
 
     async def resume(self, tags: list[str]) -> None:
         await self._bounded(self._server.resume_tags.remote(tags))
@@ -81,5 +82,18 @@ class _ActorLoad(PendingLoad):
         return bool(ready)
 
     async def outcome(self, timeout: float) -> LoadOutcome:
-        sleep_seconds = await asyncio.wait_for(asyncio.wrap_future(self._reference.future()), timeout)
-        return LoadOutcome(sleep_seconds=float(sleep_seconds))
+        return LoadOutcome(sleep_seconds=float(await _answer(self._reference, timeout)))
+
+
+async def _answer(reference: ray.ObjectRef, timeout: float) -> Any:
+    """What a call of the server actor returns.
+
+    Raises:
+        TimeoutError: it has not within ``timeout`` seconds.
+    """
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(reference.future()), timeout)
+    except asyncio.TimeoutError as error:  # not the built-in one before Python 3.11
+        raise TimeoutError(
+            f"the rollout server did not answer within {timeout:g} s ({KEY_PREFIX}.timeout_seconds); see SGLang's log"
+        ) from error

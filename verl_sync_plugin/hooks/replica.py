@@ -10,6 +10,7 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 from verl_sync_plugin.config import sync_config_of
 from verl_sync_plugin.hooks.server import SyncSGLangHttpServer
 from verl_sync_plugin.log import say
+from verl_sync_plugin.transport.request import new_token
 
 
 class SyncSGLangReplica(SGLangReplica):
@@ -20,7 +21,7 @@ class SyncSGLangReplica(SGLangReplica):
         serves_actor = not (self.is_reward_model or self.is_teacher_model)
         self.syncs_weights = serves_actor and sync_config_of(self.config).enabled
         if self.syncs_weights:
-            self.server_class = ray.remote(SyncSGLangHttpServer)
+            self.server_class = ray.remote(server_of_one_engine())
             say(f"task runner: replica {self.replica_rank} is ours")
 
     async def init_standalone(self, *args: Any, **kwargs: Any) -> Any:
@@ -36,3 +37,9 @@ class SyncSGLangReplica(SGLangReplica):
     def _be_stock(self) -> None:
         self.syncs_weights = False
         self.server_class = ray.remote(SGLangHttpServer)
+
+
+def server_of_one_engine() -> Any:
+    """Our server class with a token of its own: verl makes the servers of all hosts from one class, and hands nothing
+    else of ours to them."""
+    return type(SyncSGLangHttpServer.__name__, (SyncSGLangHttpServer,), {"engine_token": new_token()})

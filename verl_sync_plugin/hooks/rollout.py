@@ -7,6 +7,7 @@ weights earlier. verl's own worker knows these three calls alone, ours (``hooks/
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -125,8 +126,8 @@ class SyncServerAdapter(ServerAdapter):
                 raise early
         try:
             await manager.update_weights(self._wake_tags, global_steps)
-        except SyncError as error:
-            await abandon(manager.endpoint, str(error))  # whatever failed: the engine may not generate
+        except (SyncError, asyncio.CancelledError) as error:
+            await abandon(manager.endpoint, str(error) or repr(error))  # whatever failed: the engine may not generate
             raise
         self._wake_tags = []
         if ends and not self.config.free_cache_engine:
@@ -170,8 +171,8 @@ class SyncServerAdapter(ServerAdapter):
         try:
             with report.stage("barrier"):  # a leader must not wake an engine whose other ranks have no room yet
                 agreement.settle("making room for the engine")
-        except SyncError as error:
-            await abandon(manager.endpoint, str(error))
+        except (SyncError, asyncio.CancelledError) as error:
+            await abandon(manager.endpoint, str(error) or repr(error))
             raise
 
     async def end_sync(self) -> None:
@@ -204,12 +205,14 @@ class SyncServerAdapter(ServerAdapter):
     async def _finish(self, tags: list[str]) -> None:
         manager = self._manager
         assert manager is not None
-        note_device_memory(manager.report, trainer_device(), REST[0])
+        with manager.agreement.attempt():
+            note_device_memory(manager.report, trainer_device(), REST[0])
         report = await manager.finish(tags)
         if self._room.learning:
             grown = growth(report.device_used_bytes)
             if not tags:  # what changed then is none of the engine's needs
                 grown.pop(REST, None)
             self._room.learn(manager.agreement.gather("what the engine resumed", grown))
+        await manager.publish()  # no rank waits for another any more
         if manager.endpoint.leader:
             write_report(report)

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from sglang.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqInput,
@@ -21,25 +21,32 @@ from verl.workers.rollout.sglang_rollout.utils import SGLANG_LORA_NAME
 
 from verl_sync_plugin import compat
 from verl_sync_plugin.config import sync_config_of
-from verl_sync_plugin.hooks.awake import KV_CACHE, WEIGHTS, AwakeState, sleep_tags
+from verl_sync_plugin.hooks.awake import KV_CACHE, WEIGHTS, sleep_tags
 from verl_sync_plugin.hooks.backup import keep_cpu_backup
 from verl_sync_plugin.hooks.gate import WeightsGate
+from verl_sync_plugin.hooks.occupation import Occupation
 from verl_sync_plugin.log import say
 from verl_sync_plugin.lora.build import unties_embeddings
 from verl_sync_plugin.transport.protocol import LOADER
-from verl_sync_plugin.transport.request import pack_request
+from verl_sync_plugin.transport.request import hand_down, new_token, pack_request
 
 CUDA_GRAPH_VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
 
 
 class SyncSGLangHttpServer(SGLangHttpServer):
-    """verl's SGLang server in hybrid mode, with the plugin's side of the resharding phase."""
+    """verl's SGLang server in hybrid mode, with the plugin's side of the resharding phase.
+
+    Attributes:
+        engine_token: what the loader knows this server's requests by; for an engine on several hosts
+            ``hooks/replica.py`` gives all its servers the same.
+    """
+
+    engine_token: ClassVar[str] = ""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sync = sync_config_of(self.config)
-        self._awake = AwakeState()
-        self._memory_lock = asyncio.Lock()
+        self._occupation = Occupation(self._sync.timeout_seconds)
         self._sleep_seconds = 0.0
         self._version: str | None = None
         self._gate = WeightsGate()
@@ -55,6 +62,7 @@ class SyncSGLangHttpServer(SGLangHttpServer):
         if self._sync.release_cuda_graph:
             os.environ[CUDA_GRAPH_VARIABLE] = "1"
         self._untie(sglang_kwargs)
+        hand_down(self.engine_token or new_token())
         backup = keep_cpu_backup(self._sync, self.config, self.model_config)
         with compat.launch_shims(), _decided(self, backup):
             await super().launch_server(master_address=master_address, master_port=master_port)
@@ -76,27 +84,29 @@ class SyncSGLangHttpServer(SGLangHttpServer):
             say("rollout server: embedding and head untied")
 
     async def sleep(self) -> None:
-        """verl's sleep, once per wake; a repeated call is harmless."""
+        """verl's sleep, once per wake; a repeated call is harmless.
+
+        Raises:
+            TimeoutError: SGLang did not answer in time; names the key.
+        """
         if self.node_rank == 0 and self.config.free_cache_engine:
             started = time.perf_counter()
             await self.release_tags(sleep_tags(self._sync.release_cuda_graph, keep_weights=self.lora_as_adapter))
             self._sleep_seconds = time.perf_counter() - started
 
     async def release_tags(self, tags: list[str]) -> None:
-        """Releases what is still resident of ``tags``."""
-        async with self._memory_lock:
-            todo = self._awake.to_release(tags)
-            if todo:
-                await self.tokenizer_manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=todo), None)
-                self._awake.note_released(todo)
+        """Releases what is still resident of ``tags``; see ``Occupation.release``."""
+        manager = self.tokenizer_manager
+        await self._occupation.release(
+            tags, lambda todo: manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=todo), None)
+        )
 
     async def resume_tags(self, tags: list[str]) -> None:
-        """Resumes what is released of ``tags``."""
-        async with self._memory_lock:
-            todo = self._awake.to_resume(tags)
-            if todo:
-                await self.tokenizer_manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=todo), None)
-                self._awake.note_resumed(todo)
+        """Resumes what is released of ``tags``; see ``Occupation.resume``."""
+        manager = self.tokenizer_manager
+        await self._occupation.resume(
+            tags, lambda todo: manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=todo), None)
+        )
 
     async def release_kv_cache(self) -> None:
         """verl's call before a checkpoint-engine sync."""
@@ -177,7 +187,7 @@ class SyncSGLangHttpServer(SGLangHttpServer):
 
     @property
     def _asleep(self) -> bool:
-        return bool({KV_CACHE, WEIGHTS} & self._awake.released)
+        return bool({KV_CACHE, WEIGHTS} & self._occupation.state.released)
 
     async def _flush(self) -> None:
         under_way, self._flushing = self._flushing, None

@@ -108,10 +108,16 @@ def _expert_placement() -> tuple[int, ...]:
     return () if metadata is None else tuple(metadata.physical_to_logical_map_cpu.flatten().tolist())
 
 
-def make_plan(model: Any, sources: Sequence[Source]) -> CopyPlan:
+def make_plan(model: Any, sources: Sequence[Source], device: torch.device | None = None) -> CopyPlan:
     """Records the model's load and keeps of it what is plain copies.
 
     Never raises for a model that cannot be recorded: then every name takes the model's own path.
+
+    Args:
+        model: an SGLang model.
+        sources: the tensors of a sync.
+        device: where copies are made. To what the model keeps elsewhere a copier, which goes by addresses alone, must
+            not write. ``None``: nothing is elsewhere.
     """
     before = LayoutKey(model).now()
     recording = record(model, sources)
@@ -133,14 +139,18 @@ def make_plan(model: Any, sources: Sequence[Source]) -> CopyPlan:
         copies[copy.name].append(copy)
     for source in sources:
         if source.name not in plan.refused:
-            _accept(plan, source, copies[source.name])
+            _accept(plan, source, copies[source.name], device)
     _refuse_overlaps(plan)
     for name, why in list(plan.refused.items()):
         plan.refuse(name, why)  # with the one it is fused with
     return plan
 
 
-def _accept(plan: CopyPlan, source: Source, copies: Sequence[Copy]) -> None:
+def _accept(plan: CopyPlan, source: Source, copies: Sequence[Copy], device: torch.device | None) -> None:
+    elsewhere = {copy.target.device for copy in copies} - {device}
+    if device is not None and elsewhere:
+        plan.refused[source.name] = f"is kept on {', '.join(sorted(map(str, elsewhere)))}, not on {device}"
+        return
     targets = {copy.target.dtype for copy in copies}
     if len(targets) > 1:
         plan.refused[source.name] = f"is copied as {targets}"

@@ -15,8 +15,11 @@ import torch
 
 from verl_sync_plugin.collection import no_collection
 from verl_sync_plugin.receiver.session import ReceiverSession
-from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, ChannelTimeoutError, connect
+from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, ChannelTimeoutError
+from verl_sync_plugin.transport.codec import BadMessageError
+from verl_sync_plugin.transport.listener import connect
 from verl_sync_plugin.transport.protocol import Failed, Join, LoadRequest
+from verl_sync_plugin.transport.request import admitted
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +33,16 @@ def load(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]]) 
 
     Args:
         model: this tensor-parallel rank's SGLang model.
-        named_tensors: one pair; its name is a ``LoadRequest`` in wire form, its tensor is empty.
+        named_tensors: one pair; its name is a ``LoadRequest`` as ``pack_request`` made it, its tensor is empty.
     """
     try:
-        request = LoadRequest.from_wire(named_tensors[0][0])
-        channel = connect(request.addresses[tensor_parallel_rank()], CONNECT_TIMEOUT_SECONDS)
+        request = LoadRequest.from_wire(admitted(named_tensors[0][0]))
+    except Exception as error:
+        logger.error("verl-sync-plugin: a weight update was refused: %s", error)
+        return
+    try:
+        address = request.addresses[tensor_parallel_rank()]
+        channel = connect(address, CONNECT_TIMEOUT_SECONDS, request.timeout_seconds)
         channel.send(Join(request.sync_id))
     except Exception:
         logger.exception("verl-sync-plugin: the weight sync could not reach its trainer rank")
@@ -67,7 +75,7 @@ def _tell(channel: Channel, text: str, timeout: float) -> None:
         channel.send(Failed(text))
         while True:
             channel.receive(timeout)
-    except (ChannelClosedError, ChannelTimeoutError):
+    except (ChannelClosedError, ChannelTimeoutError, BadMessageError):
         logger.info("verl-sync-plugin: the trainer has left the failed sync")
 
 

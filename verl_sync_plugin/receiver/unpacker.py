@@ -84,7 +84,7 @@ class Unpacker:
         if layout != self._layout or not self._settled:
             self._layout, self._trusted, self._settled = layout, False, not copy_plan
             self._whole = asked
-            plan = make_plan(self._model, self._sources)  # recorded also to know what the model leaves out
+            plan = make_plan(self._model, self._sources, self.device)  # recorded also to know what the model leaves out
             self.uses.recorded(plan.uses)
             self._replay_watched = False
             self._prepare(plan if copy_plan else CopyPlan(uses=plan.uses))

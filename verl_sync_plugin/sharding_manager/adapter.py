@@ -6,6 +6,7 @@ deliver    the leader of every engine has its adapter replaced                  
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Generator
 from typing import Any
 
@@ -61,8 +62,8 @@ class AdapterSender:
                 if endpoint.leader:
                     await self._deliver(endpoint, factors, report, version)
             agreement.settle("loading the adapter")
-        except SyncError as error:
-            await abandon(endpoint, str(error))
+        except (SyncError, asyncio.CancelledError) as error:
+            await abandon(endpoint, str(error) or repr(error))
             raise
         finally:
             self._source.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import traceback
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -37,13 +38,22 @@ class Agreement:
         timeout = timedelta(seconds=self._timeout_seconds)
         self._group = dist.new_group(backend="gloo", timeout=timeout) if dist.get_world_size() > 1 else None
         self._rank = dist.get_rank()
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
+        self._cancelled: asyncio.CancelledError | None = None
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Keeps an exception raised inside for the next ``settle``; skips nothing by itself."""
+        """Keeps an exception raised inside for the next ``settle``; skips nothing by itself.
+
+        A cancellation counts as one: this rank goes on to the next ``settle``, so that the others hear of it, and is
+        cancelled there.
+        """
         try:
             yield
+        except asyncio.CancelledError as error:
+            self._cancelled = error
+            if self._error is None:
+                self._error = RuntimeError("this rank was cancelled")
         except Exception as error:
             if self._error is None:
                 self._error = error
@@ -85,7 +95,17 @@ class Agreement:
 
         Raises:
             SyncError: any rank failed, or did not answer in time; the same text on every rank that answers.
+            CancelledError: instead of it, on a rank that was cancelled.
         """
+        cancelled, self._cancelled = self._cancelled, None
+        try:
+            return self._exchange(what, waiting)
+        except SyncError as error:
+            if cancelled is not None:
+                raise cancelled from error
+            raise
+
+    def _exchange(self, what: str, waiting: bool) -> bool:
         mine, self._error = self._error, None
         if self._lost:
             raise SyncError(self._lost)

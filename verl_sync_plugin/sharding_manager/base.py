@@ -150,6 +150,8 @@ class ShardingManager(BaseShardingManager):
 
     async def _sync(self, wake_tags: list[str], global_steps: int | None) -> SyncReport:
         memory = PeakMemory(self._device)
+        with self._agreement.attempt():
+            memory.begin()
         if isinstance(self._bucket_bytes, AutoBucket):
             self._bucket_bytes = await self._waking.choose_bucket(self._bucket_bytes, wake_tags, self.report)
             wake_tags = []
@@ -181,18 +183,23 @@ class ShardingManager(BaseShardingManager):
         except BaseException as error:
             await self._meeting.give_up(str(error) or repr(error))
             raise
-        memory.into(self.report)
-        note_device_memory(self.report, self._device, "synced")
+        with self._agreement.attempt():  # the ranks settle once more in `finish`
+            memory.into(self.report)
+            note_device_memory(self.report, self._device, "synced")
         return self.report
 
     async def finish(self, tags: list[str]) -> SyncReport:
-        """Awake, stage 2, after the trainer has made room on all ranks: resume ``tags``, flush once, report.
+        """Awake, stage 2, after the trainer has made room on all ranks: resume ``tags``, flush once.
 
         Raises:
             SyncError: any engine failed; the same text on every rank.
         """
         await self._waking.finish(tags, self.report)
         return self.report
+
+    async def publish(self) -> None:
+        """After all else: the leader leaves the report where verl's trainer fetches it."""
+        await self._waking.publish(self.report)
 
     def _agree_on_plan(self) -> None:
         agreement = self._agreement

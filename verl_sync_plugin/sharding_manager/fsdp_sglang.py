@@ -58,9 +58,12 @@ class _FSDPManager(ShardingManager):
         else:
             self.report = SyncReport(-1 if global_steps is None else int(global_steps), type(self).__name__)
         memory = PeakMemory(self._device)
+        with self._agreement.attempt():
+            memory.begin()
         with self.report.stage("update_weights"):
             await self._send_adapter(None if global_steps is None else str(global_steps))
-        memory.into(self.report)
+        with self._agreement.attempt():
+            memory.into(self.report)
         return self.report
 
     async def _send_adapter(self, version: str | None) -> None:

@@ -22,12 +22,19 @@ def note_device_memory(report: SyncReport, device: torch.device, moment: str) ->
 
 
 class PeakMemory:
-    """Device and host memory that a sync needs beyond what was held before it."""
+    """Device and host memory that a sync needs beyond what was held before it.
+
+    The device may fail at any call, so each is made where ranks agree on failures.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._host = peak_resident_bytes()
         self._before = 0
+
+    def begin(self) -> None:
+        """What is held now was held before."""
+        self._host = peak_resident_bytes()
         if self._cuda:
             torch.cuda.reset_peak_memory_stats()
             self._before = _allocated("current")

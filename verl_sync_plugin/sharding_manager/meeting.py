@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 
 from verl_sync_plugin.config import KEY_PREFIX, SyncConfig
-from verl_sync_plugin.log import say
 from verl_sync_plugin.sharding_manager.agreement import Agreement
+from verl_sync_plugin.sharding_manager.arrivals import Arrivals
 from verl_sync_plugin.sharding_manager.endpoint import PendingLoad, RolloutEndpoint, abandon, leave
-from verl_sync_plugin.sharding_manager.latecomers import Latecomers
-from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, ChannelTimeoutError, Listener
-from verl_sync_plugin.transport.protocol import Join, LoadRequest
+from verl_sync_plugin.transport.channel import Channel
+from verl_sync_plugin.transport.listener import Listener
+from verl_sync_plugin.transport.protocol import LoadRequest
 from verl_sync_plugin.transport.sender import BucketSender
 
 ACCEPT_SECONDS = 1.0
@@ -36,8 +36,8 @@ class MeetingPoint:
         self._endpoint = endpoint
         self._sender = sender
         self._config = config
-        self._listener = Listener()
-        self._latecomers = Latecomers(self._listener)
+        self._listener = Listener(config.timeout_seconds)
+        self._arrivals = Arrivals(self._listener)
         self._addresses: tuple[str, ...] | None = None
         self._sync_id = ""
         self._expected = False  # an engine rank is on its way, for all that this rank knows
@@ -60,7 +60,7 @@ class MeetingPoint:
         Args:
             weight_version: see ``RolloutEndpoint.start_load``.
         """
-        self._latecomers.stop()
+        self._arrivals.stop()
         if self._addresses is None:
             everywhere = self._agreement.gather("exchanging addresses", self._listener.address)
             self._addresses = tuple(everywhere[rank] for rank in self._endpoint.ranks)
@@ -115,21 +115,10 @@ class MeetingPoint:
         self._sender.hang_up()
         if self._expected:
             self._expected = False
-            self._latecomers.turn_away(self._sync_id)
+            self._arrivals.turn_away(self._sync_id)
 
     def _accept(self) -> Channel | None:
         """The engine rank's channel of this sync, if it comes within the time of a round."""
-        channel = self._latecomers.take_early(self._sync_id) or self._next()
+        channel = self._arrivals.take(self._sync_id, ACCEPT_SECONDS)
         self._expected = channel is None
         return channel
-
-    def _next(self) -> Channel | None:
-        """Leftovers of earlier syncs are closed."""
-        while (channel := self._listener.accept(ACCEPT_SECONDS)) is not None:
-            try:
-                if channel.receive(ACCEPT_SECONDS) == Join(self._sync_id):
-                    return channel
-            except (ChannelClosedError, ChannelTimeoutError) as error:
-                say(f"a connection without a sync was dropped: {error}")
-            channel.close()
-        return None

@@ -16,7 +16,7 @@ from verl_sync_plugin.sharding_manager.gauges import note_device_memory
 
 
 class Waking:
-    """All methods are collective over the trainer ranks.
+    """All methods but ``publish`` are collective over the trainer ranks.
 
     Args:
         agreement: where ranks settle.
@@ -41,13 +41,15 @@ class Waking:
             SyncError: any engine failed, or ``work`` did. The engine has answered by then, so that the next sync finds
                 it idle.
         """
-        note_device_memory(report, self._device, "asleep")
+        with self._agreement.attempt():
+            note_device_memory(report, self._device, "asleep")
         before = report.stages.get("update_weights", 0.0)
         with report.stage("resume_weights"):
             waking: asyncio.Future[None] | None = None
-            if tags and self._endpoint.leader:
-                waking = asyncio.ensure_future(self._endpoint.resume(tags))
-                await asyncio.sleep(0)  # it sends its request here: work blocks this loop
+            with self._agreement.attempt():
+                if tags and self._endpoint.leader:
+                    waking = asyncio.ensure_future(self._endpoint.resume(tags))
+                    await asyncio.sleep(0)  # it sends its request here: work blocks this loop
             try:
                 if work is not None:
                     with report.stage("update_weights"):
@@ -61,10 +63,11 @@ class Waking:
                     await waking
             self._agreement.settle("resuming the engine's weights")
         report.stages["resume_weights"] -= report.stages.get("update_weights", 0.0) - before
-        note_device_memory(report, self._device, "weights")
+        with self._agreement.attempt():
+            note_device_memory(report, self._device, "weights")
 
     async def finish(self, tags: list[str], report: SyncReport) -> None:
-        """Stage 2: the engine resumes ``tags``, flushes once and gets the report.
+        """Stage 2: the engine resumes ``tags`` and flushes once.
 
         Raises:
             SyncError: any engine failed; the same text on every rank.
@@ -74,7 +77,11 @@ class Waking:
                 if self._endpoint.leader:
                     await self._endpoint.finish(tags)
             self._agreement.settle("resuming the engine's KV cache")
-        note_device_memory(report, self._device, "awake")
+        with self._agreement.attempt():  # if this fails, the next sync does
+            note_device_memory(report, self._device, "awake")
+
+    async def publish(self, report: SyncReport) -> None:
+        """The leader leaves the report with the engine; not collective."""
         if self._endpoint.leader:
             try:
                 await self._endpoint.publish(report.as_dict())

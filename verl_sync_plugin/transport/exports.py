@@ -14,7 +14,7 @@ class Region:
         kind: ``cuda_ipc``, ``shared_memory`` or ``shared_file``.
         key: names the memory, on this host and in this run, and no other memory ever; the receiver maps each key once.
         nbytes: its size.
-        handle: what the mechanism needs, builtins only.
+        handle: what the mechanism needs: numbers, texts and bytes, which travel as they are (no lists, no tuples).
     """
 
     kind: str

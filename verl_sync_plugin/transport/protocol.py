@@ -27,14 +27,14 @@ that was held up until its sync had been given up; the trainer rank closes it. A
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from verl_sync_plugin.bucket import Entry, Plan
 from verl_sync_plugin.transport.exports import Live, StagingExport
 
 MAGIC = "verl-sync-plugin"
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 OMITTED = ("buckets", "sums", "readings", "lives", "used")  # from messages for people
 LOADER = "verl_sync_plugin.receiver.loader.load"
 
@@ -246,5 +246,5 @@ class Failed:
 
 def describe(message: Any) -> str:
     """A short form for logs and errors."""
-    fields = {key: value for key, value in asdict(message).items() if key not in OMITTED}
+    fields = {key: value for key, value in vars(message).items() if key not in OMITTED}
     return f"{type(message).__name__}({str(fields)[:200]})"

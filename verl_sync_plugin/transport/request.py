@@ -1,17 +1,49 @@
-"""The one payload that goes through SGLang's ``update_weights_from_tensor``."""
+"""The one payload that goes through SGLang's ``update_weights_from_tensor``, and the token by which it is known.
+
+Whoever can reach SGLang's HTTP port can ask for a weight update, and name our loader. It follows only who knows the
+token that the processes of its engine were started with.
+"""
 
 from __future__ import annotations
 
+import hmac
+import os
 import pickle
+import secrets
 from typing import Any
 
 import torch
 
+TOKEN_VARIABLE = "VERL_SYNC_ENGINE_TOKEN"
 
-def pack_request(header: tuple[Any, ...]) -> bytes:
-    """``LoadRequest.to_wire()`` as SGLang's serialized named tensors: one pair of header and empty tensor.
+
+def new_token() -> str:
+    return secrets.token_hex(16)
+
+
+def hand_down(token: str) -> None:
+    """Before SGLang is launched from this process: its processes inherit the token. Those of one engine on several
+    hosts need the same one."""
+    os.environ[TOKEN_VARIABLE] = token
+
+
+def pack_request(request: tuple[Any, ...]) -> bytes:
+    """``LoadRequest.to_wire()`` and the token as SGLang's serialized named tensors: one pair of these and an empty
+    tensor. From the process that launched SGLang.
 
     Plain pickle on purpose: SGLang's serializer shares tensors through the multiprocessing machinery, which would
     leave a shared-memory segment behind for a tensor without bytes.
     """
-    return pickle.dumps([(header, torch.empty(0))])
+    return pickle.dumps([((*request, os.environ[TOKEN_VARIABLE]), torch.empty(0))])
+
+
+def admitted(header: Any) -> tuple[Any, ...]:
+    """What was given to ``pack_request``; in a process of the engine.
+
+    Raises:
+        PermissionError: it was not packed by who launched this engine.
+    """
+    own, given = os.environ.get(TOKEN_VARIABLE, ""), header[-1] if isinstance(header, tuple) and header else None
+    if not own or not isinstance(given, str) or not hmac.compare_digest(own.encode(), given.encode()):
+        raise PermissionError("the request does not come from the server that launched this engine")
+    return header[:-1]

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that is cancelled, or whose device fails where only readings are taken: no other waits for it in vain."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lora_models import Layout, Variant, merging_source, peft_model, shard
+from test_lora_adapter import Engine
+from test_meeting import Comer, Loading
+from worlds import run_world
+
+from verl_sync_plugin.config import SyncConfig
+from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.metrics import SyncReport
+from verl_sync_plugin.sharding_manager.adapter import AdapterSender
+from verl_sync_plugin.sharding_manager.agreement import Agreement
+from verl_sync_plugin.sharding_manager.base import ShardingManager
+from verl_sync_plugin.sharding_manager.endpoint import LoadOutcome
+from verl_sync_plugin.sharding_manager.meeting import MeetingPoint
+from verl_sync_plugin.sharding_manager.waking import Waking
+from verl_sync_plugin.source.base import ParameterSource
+from verl_sync_plugin.transport.protocol import LoadRequest
+from verl_sync_plugin.transport.sender import BucketSender
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+BOUND = 10.0
+BLOCKED = 600.0
+
+Outcome = tuple[str, str, float]  # what was raised, its text, and the seconds until then
+
+
+async def ended(work: Awaitable[Any], cancel: bool) -> Outcome:
+    """How it ends, if it is cancelled after a while or not."""
+    task, before = asyncio.ensure_future(work), time.monotonic()
+    if cancel:
+        await asyncio.sleep(0.5)
+        task.cancel()
+    try:
+        await task
+    except (Exception, asyncio.CancelledError) as error:
+        return type(error).__name__, str(error), time.monotonic() - before
+    return "", "", time.monotonic() - before
+
+
+class Hanging(Comer):
+    """Never answers."""
+
+    async def resume(self, tags: list[str]) -> None:
+        await asyncio.sleep(BLOCKED)
+
+    async def finish(self, tags: list[str]) -> None:
+        await asyncio.sleep(BLOCKED)
+
+    async def load_adapter(self, settings: dict[str, Any], packed: bytes, weight_version: str | None) -> LoadOutcome:
+        await asyncio.sleep(BLOCKED)
+        return LoadOutcome()
+
+    def start_load(self, request: LoadRequest, weight_version: str | None) -> Loading:
+        return HangingLoad()
+
+
+class HangingLoad(Loading):
+    def finished(self) -> bool:
+        return True
+
+    async def outcome(self, timeout: float) -> LoadOutcome:
+        await asyncio.sleep(BLOCKED)
+        return LoadOutcome()
+
+
+def cancel_leader(where: str) -> tuple[Outcome, int, str]:
+    """How this rank's part of a stage ends, how often the engine was told of it, and a later agreement."""
+    agreement, engine, leads = Agreement(BOUND), Hanging(), dist.get_rank() == 0
+    work: Awaitable[Any]
+    if where == "adapter":
+        variant = Variant("all-linear", config={"target_modules": "all-linear"})
+        module = shard(peft_model(variant), Layout((2,)))
+        config = peft_model(variant).peft_config["default"]
+        sender = AdapterSender(merging_source(module, "qwen2", merge=False), config, torch.bfloat16, True)
+        work = sender.send(agreement, engine, SyncReport(), "1")
+    elif where == "meet":
+        meeting = MeetingPoint(agreement, engine, BucketSender(CPU, BOUND), SyncConfig(timeout_seconds=BOUND))
+        meeting.begin("1")
+        meeting.ask("1")
+        work = meeting.meet()
+    elif where == "resume":
+        work = Waking(agreement, engine, CPU).resume(["weights"], SyncReport())
+    else:
+        work = Waking(agreement, engine, CPU).finish(["kv_cache"], SyncReport())
+    outcome = asyncio.run(ended(work, cancel=leads))
+    try:
+        agreement.settle("later")
+    except SyncError as error:
+        return outcome, len(engine.abandoned), str(error)
+    return outcome, len(engine.abandoned), ""
+
+
+@pytest.mark.parametrize("where", ["resume", "finish", "meet", "adapter"])
+def test_a_cancelled_rank_is_cancelled_and_the_others_hear_of_it(where: str) -> None:
+    (leader, told, later), (other, _, same) = run_world(2, cancel_leader, where, timeout=60)
+    assert leader[0] == "CancelledError" and other[0] == "SyncError", (leader, other)
+    assert "rank 0: RuntimeError: this rank was cancelled" in other[1]
+    assert max(leader[2], other[2]) < BOUND
+    assert told == (where == "adapter"), "an engine that may hold half an adapter does not generate"
+    assert later == same == "", "nothing is left of it for the next stage"
+
+
+class WithoutSource(ShardingManager):
+    def open_source(self) -> ParameterSource:
+        raise ValueError("no source")
+
+
+def fail_to_measure(where: str) -> Outcome:
+    device, engine = (CUDA if dist.get_rank() == 1 else CPU), Engine()
+    work: Awaitable[Any]
+    if where == "sync":
+        config = SyncConfig(timeout_seconds=BOUND)
+        work = WithoutSource(None, Comer(), config, 1 << 20, device).update_weights([], 1)
+    else:
+        work = Waking(Agreement(BOUND), engine, device).resume(["weights"], SyncReport())
+    return asyncio.run(ended(work, cancel=False))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the error is that there is no CUDA")
+@pytest.mark.parametrize("where", ["sync", "resume"])
+def test_a_device_that_cannot_be_measured_is_everybodys_failure(where: str) -> None:
+    outcomes = run_world(2, fail_to_measure, where, timeout=60)
+    assert len({text for _, text, _ in outcomes}) == 1, outcomes
+    for kind, text, seconds in outcomes:
+        assert kind == "SyncError" and seconds < BOUND
+        assert "rank 1: A" in text and "cuda" in text.lower(), text  # AssertionError or AttributeError: no such device

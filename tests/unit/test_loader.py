@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loader follows only who launched its engine; the whole way through SGLang is in ``bare_engine``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+from ray import cloudpickle
+from sglang.srt.utils import MultiprocessingSerializer
+
+from verl_sync_plugin.hooks.replica import server_of_one_engine
+from verl_sync_plugin.receiver import loader
+from verl_sync_plugin.transport.listener import Listener
+from verl_sync_plugin.transport.protocol import Join, LoadRequest
+from verl_sync_plugin.transport.request import TOKEN_VARIABLE, admitted, hand_down, new_token, pack_request
+
+WAIT = 10.0
+
+
+class Model(torch.nn.Module):
+    """Fails when it is touched."""
+
+    def load_weights(self, weights: Any) -> None:
+        raise AssertionError("the model was touched")
+
+
+@pytest.fixture(autouse=True)
+def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process launches an engine and is a process of it as well."""
+    monkeypatch.setenv(TOKEN_VARIABLE, "")
+    hand_down(new_token())
+    monkeypatch.setattr(loader, "tensor_parallel_rank", lambda: 0)
+    monkeypatch.setattr(loader, "_sessions", {})
+
+
+def asked(*addresses: str) -> Any:
+    """A request as SGLang hands it to the loader."""
+    return MultiprocessingSerializer.deserialize(pack_request(LoadRequest("1", addresses, WAIT).to_wire()))
+
+
+def test_the_requests_of_its_own_server_are_followed() -> None:
+    listener = Listener(WAIT)
+    request = asked(listener.address)
+    assert LoadRequest.from_wire(admitted(request[0][0])) == LoadRequest("1", (listener.address,), WAIT)
+    thread = threading.Thread(target=loader.load, args=(Model(), request))
+    thread.start()
+    channel = listener.accept(WAIT)
+    assert channel is not None and channel.receive(WAIT) == Join("1")
+    channel.close()
+    thread.join()
+
+
+def test_what_an_engine_is_started_with_is_inherited() -> None:
+    code = f"import os; print(os.environ[{TOKEN_VARIABLE!r}])"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert child.stdout.strip() == os.environ[TOKEN_VARIABLE] != ""
+
+
+@pytest.mark.parametrize("case", ["another server's", "none", "no text", "not launched by us", "not a request"])
+def test_any_other_request_is_refused_without_touching_the_model(
+    case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = Listener(WAIT)
+    request = asked(listener.address)
+    ((header, empty),) = request
+    if case == "another server's":
+        monkeypatch.setenv(TOKEN_VARIABLE, new_token())
+    elif case == "none":
+        request = [(header[:-1], empty)]
+    elif case == "no text":
+        request = [((*header[:-1], None), empty)]
+    elif case == "not launched by us":
+        monkeypatch.delenv(TOKEN_VARIABLE)
+        request = [((*header[:-1], ""), empty)]
+    else:
+        request = [("model.weight", empty)]
+    with caplog.at_level(logging.ERROR):
+        loader.load(Model(), request)
+    assert "a weight update was refused: the request does not come from the server that launched" in caplog.text
+    assert header[-1] not in caplog.text
+    assert listener.accept(0) is None and not loader._sessions
+
+
+SERVER = """
+import sys
+from ray import cloudpickle
+server = cloudpickle.loads(sys.stdin.buffer.read())
+from verl_sync_plugin.hooks.server import SyncSGLangHttpServer
+assert issubclass(server, SyncSGLangHttpServer)
+print(server.engine_token)
+"""
+
+
+def test_the_servers_of_all_hosts_of_an_engine_hold_one_token() -> None:
+    """verl sends the class to each host; it is a new one in every process."""
+    first, second = server_of_one_engine(), server_of_one_engine()
+    assert first.engine_token != second.engine_token != ""
+    sent = cloudpickle.dumps(first)
+    host = subprocess.run([sys.executable, "-c", SERVER], input=sent, capture_output=True, check=True)
+    assert host.stdout.decode().strip().splitlines()[-1] == first.engine_token
