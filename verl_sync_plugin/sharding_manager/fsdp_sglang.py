@@ -23,7 +23,7 @@ from verl_sync_plugin.source.base import ParameterSource, WirePolicy
 from verl_sync_plugin.source.fsdp1 import FSDP1Source
 from verl_sync_plugin.source.fsdp2 import FSDP2Source
 from verl_sync_plugin.source.lora import MergingSource
-from verl_sync_plugin.source.naming import Rewrite, verl_rewrite
+from verl_sync_plugin.source.naming import Rewrite, checkpoint_rewrite
 
 
 class _FSDPManager(ShardingManager):
@@ -113,7 +113,8 @@ class _FSDPManager(ShardingManager):
         return wire_policy(self.config, self.rollout_dtype)
 
     def _rewrite(self) -> Rewrite:
-        return verl_rewrite(self.engine.model_config.hf_config.model_type)
+        model: Any = unwrap(self.engine.module)
+        return checkpoint_rewrite(model.get_base_model() if self._peft else model)
 
     def _rename(self, state: dict[str, Any]) -> dict[str, Any]:
         if self._peft:
