@@ -9,6 +9,7 @@ import torch
 from verl.utils.model import convert_weight_keys
 
 from verl_sync_plugin.config import TURN_OFF
+from verl_sync_plugin.families import refuse_family
 from verl_sync_plugin.lora.build import unties_embeddings
 from verl_sync_plugin.lora.names import is_adapter, merged_name
 from verl_sync_plugin.lora.settings import refuse_unservable
@@ -39,6 +40,7 @@ class _FSDPManager(ShardingManager):
     def open_source(self) -> ParameterSource:
         if getattr(self.engine, "_qat_enabled", False):
             raise ValueError(f"actor.fsdp_config.qat.enable=True: weight sync does not quantize; {TURN_OFF}.")
+        refuse_family(self.engine.model_config.path, self.engine.model_config.hf_config.to_dict())
         if not self._peft:
             return self._plain_source()
         if self._serves_adapter:
@@ -112,9 +114,18 @@ class _FSDPManager(ShardingManager):
     def _policy(self) -> WirePolicy:
         return wire_policy(self.config, self.rollout_dtype)
 
-    def _rewrite(self) -> Rewrite:
+    @property
+    def _hf_model(self) -> Any:
         model: Any = unwrap(self.engine.module)
-        return checkpoint_rewrite(model.get_base_model() if self._peft else model)
+        return model.get_base_model() if self._peft else model
+
+    def _rewrite(self) -> Rewrite:
+        return checkpoint_rewrite(self._hf_model)
+
+    def _unsaved(self) -> frozenset[str]:
+        if unties_embeddings(self.engine.model_config):
+            return frozenset()  # so does the engine: what was tied travels apart
+        return frozenset(getattr(self._hf_model, "all_tied_weights_keys", None) or ())
 
     def _rename(self, state: dict[str, Any]) -> dict[str, Any]:
         if self._peft:
@@ -133,7 +144,7 @@ class FSDP2SGLangShardingManager(_FSDPManager):
     trainer = "fsdp2"
 
     def _plain_source(self) -> ParameterSource:
-        return FSDP2Source(self.engine.module, self._policy(), self._rewrite(), self._rename)
+        return FSDP2Source(self.engine.module, self._policy(), self._rewrite(), self._rename, self._unsaved())
 
 
 @register_sharding_manager(trainer="fsdp", rollout="sglang")
@@ -143,7 +154,7 @@ class FSDPSGLangShardingManager(_FSDPManager):
     trainer = "fsdp"
 
     def _plain_source(self) -> ParameterSource:
-        return FSDP1Source(self.engine.module, self._policy(), self._rewrite(), self._rename)
+        return FSDP1Source(self.engine.module, self._policy(), self._rewrite(), self._rename, self._unsaved())
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:

@@ -28,6 +28,17 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def saved_names(names: list[str], unsaved: frozenset[str]) -> list[str]:
+    """The names of one parameter under which a checkpoint holds it.
+
+    Args:
+        names: all its names; several where it is tied.
+        unsaved: names that transformers leaves out of a checkpoint, since the model ties them to others. So does an
+            engine, and some of SGLang's classes (Gemma 3) know no such name.
+    """
+    return [name for name in names if name not in unsaved] or names
+
+
 def hf_views(name: str, shape: tuple[int, ...], dtype: torch.dtype, start: int, rewrite: Rewrite) -> list[View]:
     """The HF tensors that ``rewrite`` makes of one trainer tensor.
 
