@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
 from test_hydra_keys import CONFIG_DIR
+from transformers import Llama4TextConfig
 
 from verl_sync_plugin.config import TURN_OFF
 from verl_sync_plugin.driver import settle_trainer
 from verl_sync_plugin.families import refuse_checkpoint, refuse_family
+from verl_sync_plugin.hooks.making import make_manager
 
 DENSE = {"mlp_only_layers": [0]}
 REFUSED: dict[str, dict[str, Any]] = {
@@ -61,6 +64,13 @@ def test_what_cannot_be_read_is_left_to_the_first_sync(content: str | None, tmp_
         (tmp_path / "config.json").write_text(content)
     refuse_checkpoint(str(tmp_path))
     refuse_checkpoint("Qwen/Qwen2.5-0.5B")
+
+
+def test_a_worker_refuses_what_the_driver_could_not_read() -> None:
+    model = SimpleNamespace(path="org/name", hf_config=Llama4TextConfig(architectures=["Llama4ForCausalLM"]))
+    nothing: Any = None
+    with pytest.raises(ValueError, match=r"model\.path=org/name: Llama4ForCausalLM cannot be synced to SGLang"):
+        make_manager(nothing, nothing, model, nothing, nothing, False)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2", "megatron"])

@@ -9,7 +9,6 @@ import torch
 from verl.utils.model import convert_weight_keys
 
 from verl_sync_plugin.config import TURN_OFF
-from verl_sync_plugin.families import refuse_family
 from verl_sync_plugin.lora.build import unties_embeddings
 from verl_sync_plugin.lora.names import is_adapter, merged_name
 from verl_sync_plugin.lora.settings import refuse_unservable
@@ -40,7 +39,6 @@ class _FSDPManager(ShardingManager):
     def open_source(self) -> ParameterSource:
         if getattr(self.engine, "_qat_enabled", False):
             raise ValueError(f"actor.fsdp_config.qat.enable=True: weight sync does not quantize; {TURN_OFF}.")
-        refuse_family(self.engine.model_config.path, self.engine.model_config.hf_config.to_dict())
         if not self._peft:
             return self._plain_source()
         if self._serves_adapter:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from verl_sync_plugin.config import TURN_OFF, refuse_adapter_mode, refuse_megatron_lora
-from verl_sync_plugin.families import refuse_family
 from verl_sync_plugin.sharding_manager.base import ShardingManager
 from verl_sync_plugin.sharding_manager.registry import register_sharding_manager
 from verl_sync_plugin.sharding_manager.wire import wire_policy
@@ -62,6 +61,5 @@ def refuse_engine(engine: Any) -> None:
             f"{megatron}.override_ddp_config.overlap_param_gather=True: the parameters are not up to date when verl "
             "syncs. Set it to False."
         )
-    refuse_family(engine.model_config.path, engine.model_config.hf_config.to_dict())
     refuse_adapter_mode(engine.model_config)
     refuse_megatron_lora(engine.engine_config, engine.model_config)
