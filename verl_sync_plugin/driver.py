@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from verl_sync_plugin import hydra_source
 from verl_sync_plugin.config import TRAINERS, TURN_OFF, refuse_adapter_mode, refuse_megatron_lora, sync_config_of
+from verl_sync_plugin.families import refuse_checkpoint
 from verl_sync_plugin.lora.settings import unify
 
 # verl's strategies that read the flat LoRA keys only
@@ -30,6 +31,7 @@ def settle_trainer(actor_rollout_ref: Any) -> None:
             f"actor_rollout_ref.actor.strategy={strategy}: no sharding manager moves its weights to SGLang "
             f"(there are: {', '.join(TRAINERS)}). Use one of these, or {TURN_OFF}."
         )
+    refuse_checkpoint(str(actor_rollout_ref.model.get("path")))
     if strategy in FLAT_LORA_TRAINERS:
         unify_lora_keys(actor_rollout_ref.model)
     if strategy == "megatron":

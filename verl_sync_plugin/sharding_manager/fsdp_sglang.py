@@ -23,7 +23,7 @@ from verl_sync_plugin.source.base import ParameterSource, WirePolicy
 from verl_sync_plugin.source.fsdp1 import FSDP1Source
 from verl_sync_plugin.source.fsdp2 import FSDP2Source
 from verl_sync_plugin.source.lora import MergingSource
-from verl_sync_plugin.source.naming import Rewrite, verl_rewrite
+from verl_sync_plugin.source.naming import Rewrite, checkpoint_rewrite
 
 
 class _FSDPManager(ShardingManager):
@@ -115,8 +115,18 @@ class _FSDPManager(ShardingManager):
     def _policy(self) -> WirePolicy:
         return wire_policy(self.config, self.rollout_dtype)
 
+    @property
+    def _hf_model(self) -> Any:
+        model: Any = unwrap(self.engine.module)
+        return model.get_base_model() if self._peft else model
+
     def _rewrite(self) -> Rewrite:
-        return verl_rewrite(self.engine.model_config.hf_config.model_type)
+        return checkpoint_rewrite(self._hf_model)
+
+    def _unsaved(self) -> frozenset[str]:
+        if unties_embeddings(self.engine.model_config):
+            return frozenset()  # so does the engine: what was tied travels apart
+        return frozenset(getattr(self._hf_model, "all_tied_weights_keys", None) or ())
 
     def _rename(self, state: dict[str, Any]) -> dict[str, Any]:
         if self._peft:
@@ -135,7 +145,7 @@ class FSDP2SGLangShardingManager(_FSDPManager):
     trainer = "fsdp2"
 
     def _plain_source(self) -> ParameterSource:
-        return FSDP2Source(self.engine.module, self._policy(), self._rewrite(), self._rename)
+        return FSDP2Source(self.engine.module, self._policy(), self._rewrite(), self._rename, self._unsaved())
 
 
 @register_sharding_manager(trainer="fsdp", rollout="sglang")
@@ -145,7 +155,7 @@ class FSDPSGLangShardingManager(_FSDPManager):
     trainer = "fsdp"
 
     def _plain_source(self) -> ParameterSource:
-        return FSDP1Source(self.engine.module, self._policy(), self._rewrite(), self._rename)
+        return FSDP1Source(self.engine.module, self._policy(), self._rewrite(), self._rename, self._unsaved())
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:

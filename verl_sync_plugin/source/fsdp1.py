@@ -17,7 +17,7 @@ from torch.distributed.fsdp._runtime_utils import _lazy_init
 
 from verl_sync_plugin.bucket import Base, View
 from verl_sync_plugin.source.base import Member, ParameterSource, Shard, WirePolicy, dtype_name
-from verl_sync_plugin.source.naming import Rewrite, clean_name, hf_views
+from verl_sync_plugin.source.naming import Rewrite, clean_name, hf_views, saved_names
 
 Rename = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -30,14 +30,23 @@ class FSDP1Source(ParameterSource):
         policy: wire dtypes. A flat parameter that contains a kept name travels as a whole in the trainer's dtype.
         rewrite: verl's stream rewriting.
         rename: verl's key renaming, applied to a dict keyed by name.
+        unsaved: second names of tied parameters, see ``naming.saved_names``.
     """
 
-    def __init__(self, root: FullyShardedDataParallel, policy: WirePolicy, rewrite: Rewrite, rename: Rename) -> None:
+    def __init__(
+        self,
+        root: FullyShardedDataParallel,
+        policy: WirePolicy,
+        rewrite: Rewrite,
+        rename: Rename,
+        unsaved: frozenset[str] = frozenset(),
+    ) -> None:
         super().__init__()
         self._root = root
         self._policy = policy
         self._rewrite = rewrite
         self._rename = rename
+        self._unsaved = unsaved
         self._bases: dict[tuple[object, ...], Base] = {}
         self._members: dict[tuple[object, ...], tuple[Member, ...]] = {}
 
@@ -71,6 +80,9 @@ class FSDP1Source(ParameterSource):
         wire = self._policy.of_parameter([member.name for member in members], flat.dtype)
         views: list[View] = []
         for member in members:
+            tied = [other.name for other in members if other.start == member.start]
+            if member.name not in saved_names(tied, self._unsaved):
+                continue
             views.extend(hf_views(member.name, member.shape, flat.dtype, member.start, self._rewrite))
         key = f"flat parameter of {unit or 'the root'}"
         return Base(key, dtype_name(wire), wire.itemsize, lengths, tuple(views))
