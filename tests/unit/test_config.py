@@ -7,13 +7,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from verl_sync_plugin.config import (
-    KEY_PREFIX,
-    TURN_OFF,
-    SyncConfig,
-    refuse_unsupported,
-    sync_config_of,
-)
+from verl_sync_plugin.config import KEY_PREFIX, TURN_OFF, SyncConfig, sync_config_of
+from verl_sync_plugin.refusals import refuse_unsupported
 
 
 def test_defaults() -> None:
@@ -120,7 +115,7 @@ def test_missing_sections_mean_defaults(custom: dict[str, Any] | None) -> None:
 @pytest.mark.parametrize(
     ("custom", "text"),
     [
-        (5, "actor_rollout_ref.rollout.custom=5: not a mapping. Use custom.sync.<key>=<value>."),
+        (5, "rollout.custom=5: not a mapping. Use actor_rollout_ref.rollout.custom.<key>=<value>."),
         ({"sync": 5}, f"{KEY_PREFIX}=5: not a mapping. Use {KEY_PREFIX}.<key>=<value>."),
         ({"sync": ["enabled"]}, f"{KEY_PREFIX}=['enabled']: not a mapping."),
     ],
@@ -141,7 +136,7 @@ def test_section_that_is_no_mapping(custom: Any, text: str) -> None:
 )
 def test_unsupported_is_refused_with_the_way_out(section: dict[str, Any], shown: str) -> None:
     with pytest.raises(ValueError) as caught:
-        refuse_unsupported(OmegaConf.create(section))
+        refuse_unsupported(OmegaConf.create({"dtype": "bfloat16", **section}))
     assert shown in str(caught.value)
     assert TURN_OFF in str(caught.value)
 
@@ -157,4 +152,4 @@ def test_unsupported_is_refused_with_the_way_out(section: dict[str, Any], shown:
     ],
 )
 def test_supported_passes(section: dict[str, Any]) -> None:
-    refuse_unsupported(OmegaConf.create(section))
+    refuse_unsupported(OmegaConf.create({"dtype": "bfloat16", **section}))

@@ -17,7 +17,7 @@ from verl.utils.device import get_torch_device
 from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 from verl.workers.rollout.sglang_rollout.utils import lora_served_as_adapter
 
-from verl_sync_plugin.config import TRAINERS, TURN_OFF, refuse_unsupported, sync_config_of
+from verl_sync_plugin.config import TRAINERS, TURN_OFF, sync_config_of
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.hooks import activation
 from verl_sync_plugin.hooks.awake import WEIGHTS, awake_behind_load, sleep_tags, wake_stages
@@ -26,6 +26,7 @@ from verl_sync_plugin.hooks.making import make_manager, sglang_arguments, traine
 from verl_sync_plugin.hooks.report_file import write_report
 from verl_sync_plugin.log import say
 from verl_sync_plugin.metrics import SyncReport
+from verl_sync_plugin.refusals import refuse_unsupported
 from verl_sync_plugin.sharding_manager.base import ShardingManager
 from verl_sync_plugin.sharding_manager.cache import release_cache
 from verl_sync_plugin.sharding_manager.endpoint import abandon
