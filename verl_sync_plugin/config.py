@@ -202,27 +202,6 @@ def refuse_cuda_graph(sync: SyncConfig) -> None:
         )
 
 
-def refuse_lora_values(model: Any) -> None:
-    """Raises ValueError when a LoRA key holds a value of the wrong kind; names key, value and remedy.
-
-    Args:
-        model: ``actor_rollout_ref.model``; its ``lora`` block and flat keys are looked at.
-    """
-    prefix = "actor_rollout_ref.model"
-    block = section(model, "lora", f"{prefix}.lora")
-    for holder, key, name in ((block, "rank", "lora.rank"), (model, "lora_rank", "lora_rank")):
-        rank = given_value(holder, key, f"{prefix}.{name}")
-        if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 0):
-            raise ValueError(f"{prefix}.{name}={rank!r}: not a whole number from 0 on. Use for example 32.")
-    for holder, key, name in ((block, "alpha", "lora.alpha"), (model, "lora_alpha", "lora_alpha")):
-        alpha = given_value(holder, key, f"{prefix}.{name}")
-        if alpha is not None and (isinstance(alpha, bool) or not isinstance(alpha, int | float)):
-            raise ValueError(f"{prefix}.{name}={alpha!r}: not a number. Use for example 32.")
-    merge = given_value(block, "merge", f"{prefix}.lora.merge")
-    if merge is not None and not isinstance(merge, bool):
-        raise ValueError(f"{prefix}.lora.merge={merge!r}: not a boolean. Use {prefix}.lora.merge=True or False.")
-
-
 def lora_rank_of(model: Any) -> int:
     """The LoRA rank of a model config, from the flat key or the ``lora`` block; 0 without LoRA."""
     block = model.get("lora", None) or {}

@@ -19,12 +19,12 @@ from verl_sync_plugin.config import (
     SyncConfig,
     given_value,
     refuse_adapter_mode,
-    refuse_lora_values,
     refuse_megatron_lora,
     section,
     sync_config_of,
 )
 from verl_sync_plugin.lora.settings import PEFT_KEY, unify
+from verl_sync_plugin.refusals import refuse_lora_values
 from verl_sync_plugin.rollout_config import check_rollout
 from verl_sync_plugin.sharding_manager.registry import known_trainers
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a rollout config this version cannot sync, refused by name before any worker starts. Imports no torch."""
+"""What of rollout and model config this version cannot sync, refused by name before any worker starts.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -123,6 +126,27 @@ def _refuse_second_word(rollout: Any, given: Mapping[str, Any]) -> None:
             f"{PREFIX}.data_parallel_size={parallel}: SGLang takes weights for data-parallel ranks with DP attention "
             f"only. Set +{ARGUMENTS}.enable_dp_attention=True, or {PREFIX}.data_parallel_size=1."
         )
+
+
+def refuse_lora_values(model: Any) -> None:
+    """Raises ValueError when a LoRA key holds a value of the wrong kind; names key, value and remedy.
+
+    Args:
+        model: ``actor_rollout_ref.model``; its ``lora`` block and flat keys are looked at.
+    """
+    prefix = "actor_rollout_ref.model"
+    block = section(model, "lora", f"{prefix}.lora")
+    for holder, key, name in ((block, "rank", "lora.rank"), (model, "lora_rank", "lora_rank")):
+        rank = given_value(holder, key, f"{prefix}.{name}")
+        if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 0):
+            raise ValueError(f"{prefix}.{name}={rank!r}: not a whole number from 0 on. Use for example 32.")
+    for holder, key, name in ((block, "alpha", "lora.alpha"), (model, "lora_alpha", "lora_alpha")):
+        alpha = given_value(holder, key, f"{prefix}.{name}")
+        if alpha is not None and (isinstance(alpha, bool) or not isinstance(alpha, int | float)):
+            raise ValueError(f"{prefix}.{name}={alpha!r}: not a number. Use for example 32.")
+    merge = given_value(block, "merge", f"{prefix}.lora.merge")
+    if merge is not None and not isinstance(merge, bool):
+        raise ValueError(f"{prefix}.lora.merge={merge!r}: not a boolean. Use {prefix}.lora.merge=True or False.")
 
 
 def _parsed(text: Any) -> Any:
