@@ -21,6 +21,7 @@ EMPTY_CACHE_CHOICES = ("auto", "always")
 WIRE_DTYPE_CHOICES = ("auto", "bfloat16", "float16", "float32")
 # Ranks wait three times as long and a minute for each other, and polling takes milliseconds in 32 bits: about 715000
 MOST_SECONDS = 86400
+NOT_IN_USE = "weight sync NOT IN USE"  # how a run that the plugin could not serve is told so
 MISSING = "???"  # omegaconf's mark of a value that is still to be given
 
 
@@ -151,7 +152,7 @@ def refuse_missing(holder: Any, key: str, name: str) -> None:
     from omegaconf import OmegaConf
 
     # A DictConfig does not show the mark, a dict resolved from one does
-    if OmegaConf.is_missing(holder, key) if OmegaConf.is_dict(holder) else _is_mark(holder.get(key, None)):
+    if OmegaConf.is_missing(holder, key) if OmegaConf.is_dict(holder) else str(holder.get(key, None)) == MISSING:
         raise ValueError(f"{name}={MISSING}: no value. Give it one, or remove the key.")
 
 
@@ -163,10 +164,6 @@ def given_value(holder: Any, key: str, name: str) -> Any:
     """
     refuse_missing(holder, key, name)
     return holder.get(key, None)
-
-
-def _is_mark(value: Any) -> bool:
-    return isinstance(value, str) and value == MISSING
 
 
 def sync_config_of(rollout: Any) -> SyncConfig:

@@ -16,6 +16,7 @@ from verl_sync_plugin import hydra_source
 from verl_sync_plugin.bucket_size import LONG_BUCKET_KEY, SHORT_BUCKET_KEY, settled_megabytes
 from verl_sync_plugin.config import (
     KEY_PREFIX,
+    NOT_IN_USE,
     SyncConfig,
     given_value,
     refuse_adapter_mode,
@@ -97,7 +98,7 @@ def unserved_strategy(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
         raise ValueError(
             f"{cause}, so {key} cannot be followed. Use one of these, or remove that key, and stock verl moves them."
         )
-    return f"weight sync NOT IN USE, stock verl moves the weights. {cause}; register_sharding_manager adds one."
+    return f"{NOT_IN_USE}, stock verl moves the weights. {cause}; register_sharding_manager adds one."
 
 
 def asked_for(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_sync_plugin import hydra_source
-from verl_sync_plugin.config import KEY_PREFIX
+from verl_sync_plugin.config import KEY_PREFIX, NOT_IN_USE
 from verl_sync_plugin.log import say
 
 
@@ -89,7 +89,7 @@ class CheckKeys(Callback):
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         with _end_the_driver():
-            say_who(_settle(config))
+            _say_who(_settle(config))
         self._settled = True
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -98,11 +98,11 @@ class CheckKeys(Callback):
             return
         with _end_the_driver():
             settled = copy.deepcopy(config)
-            say_who(_settle(settled))
-            _refuse_unsettled(config, settled)
+            _say_who(line := _settle(settled))
+            _refuse_unsettled(config, settled, line)
 
 
-def say_who(line: str) -> None:
+def _say_who(line: str) -> None:
     if line:
         say(f"driver: {line}")
 
@@ -114,7 +114,7 @@ def _settle(config: DictConfig) -> str:
     return settle(config, overrides, str(OmegaConf.select(config, "hydra.job.name")))
 
 
-def _refuse_unsettled(config: DictConfig, settled: DictConfig) -> None:
+def _refuse_unsettled(config: DictConfig, settled: DictConfig, line: str) -> None:
     """What verl's V1 trainers settle for themselves (``hooks/trainer.py``) and no other one does.
 
     Raises:
@@ -122,14 +122,12 @@ def _refuse_unsettled(config: DictConfig, settled: DictConfig) -> None:
     """
     if OmegaConf.select(config, "trainer.use_v1") is True and OmegaConf.select(config, "hydra.job.name") == "main_ppo":
         return
-    todo = []
-    if OmegaConf.select(settled, f"{KEY_PREFIX}.enabled") is False and OmegaConf.select(
-        config, f"{KEY_PREFIX}.enabled"
-    ):
-        todo.append(f"{KEY_PREFIX}.enabled=False")
-    model, wanted = config.actor_rollout_ref.get("model"), settled.actor_rollout_ref.get("model")
-    changed = [key for key in wanted or {} if key != "lora" and wanted.get(key) != model.get(key)]
-    todo += [f"actor_rollout_ref.model.{key}={wanted[key]}" for key in changed]
+    todo = [f"{KEY_PREFIX}.enabled=False"] if line.startswith(NOT_IN_USE) else []
+    if (wanted := OmegaConf.select(settled, "actor_rollout_ref.model")) is not None:
+        for key in (*(key for key in wanted if key != "lora"), "lora.peft"):
+            value = OmegaConf.select(wanted, key)
+            if value != OmegaConf.select(config, f"actor_rollout_ref.model.{key}"):
+                todo.append(f"++actor_rollout_ref.model.{key}={value}")
     if todo:
         raise ValueError(
             f"--multirun without verl's V1 trainers: add {' '.join(todo)}, which cannot be set for you here."

@@ -67,7 +67,8 @@ def refuse_wake_up(rollout: Any) -> None:
 
     Hydra reads ``no`` and ``off`` as words, and a word counts as true wherever it is not asked for.
     """
-    if not isinstance(value := given_value(rollout, "multi_stage_wake_up", f"{PREFIX}.multi_stage_wake_up"), bool):
+    value = given_value(rollout, "multi_stage_wake_up", f"{PREFIX}.multi_stage_wake_up")
+    if value is not None and not isinstance(value, bool):
         raise ValueError(
             f"{PREFIX}.multi_stage_wake_up={value!r}: not a boolean. Use {PREFIX}.multi_stage_wake_up=True or False."
         )
@@ -81,7 +82,7 @@ def refuse_dtype(rollout: Any) -> None:
             f"{PREFIX}.dtype='auto': says not what travels. Use {PREFIX}.dtype=bfloat16, or set "
             f"{KEY_PREFIX}.wire_dtype."
         )
-    if dtype != "auto" and dtype not in DTYPES:
+    if dtype not in (None, "auto", *DTYPES):
         raise ValueError(f"{PREFIX}.dtype={dtype!r}: not a dtype of SGLang's weights. Use one of {', '.join(DTYPES)}.")
 
 

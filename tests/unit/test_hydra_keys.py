@@ -89,19 +89,12 @@ def test_verls_bucket_where_verl_moves_the_weights(name: str, engine: tuple[str,
 
 
 @either
+@pytest.mark.parametrize("key", [SHORT_BUCKET_KEY, LONG_BUCKET_KEY])
 @pytest.mark.parametrize(("name", "engine"), TRAINERS)
-def test_short_key_reaches_the_long_one(name: str, engine: tuple[str, ...], made: Made) -> None:
-    config = built(made(*engine, f"{SHORT_BUCKET_KEY}=64", name=name))
+def test_one_key_reaches_the_other(name: str, engine: tuple[str, ...], key: str, made: Made) -> None:
+    config = built(made(*engine, f"{key}=64", name=name))
     assert config.update_weights_bucket_megabytes == 64
     assert config.checkpoint_engine.update_weights_bucket_megabytes == 64
-
-
-@either
-@pytest.mark.parametrize(("name", "engine"), TRAINERS)
-def test_long_key_alone(name: str, engine: tuple[str, ...], made: Made) -> None:
-    config = built(made(*engine, f"{LONG_BUCKET_KEY}=256", name=name))
-    assert config.update_weights_bucket_megabytes == 256
-    assert config.checkpoint_engine.update_weights_bucket_megabytes == 256
 
 
 @either
