@@ -71,9 +71,9 @@ def unties_embeddings(model: Any) -> bool:
     from peft.tuners.tuners_utils import check_target_module_exists
 
     config = lora_config(model)
-    if getattr(config, "ensure_weight_tying", False):
-        return False
     saved = [name for name in _TIED_NAMES for save in config.modules_to_save or () if f".{name}".endswith(f".{save}")]
-    if saved or config.target_modules in (None, "all-linear"):  # PEFT leaves the head out of all-linear
-        return bool(saved)
+    if saved:  # PEFT can save one module for both; the factors that it ties become parameters of their own in FSDP
+        return not getattr(config, "ensure_weight_tying", False)
+    if config.target_modules in (None, "all-linear"):  # PEFT leaves the head out of all-linear
+        return False
     return any(check_target_module_exists(config, name) for name in _TIED_NAMES)

@@ -88,11 +88,14 @@ class _FSDPManager(ShardingManager):
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
         adapted = [type(end).__name__ for end in ends if hasattr(end, "base_layer") or hasattr(end, "modules_to_save")]
         tied = getattr(config.hf_config, "tie_word_embeddings", False)
-        same = getattr(self._peft_config, "ensure_weight_tying", False)
+        saved = all(hasattr(end, "modules_to_save") for end in ends)
+        same = saved and getattr(self._peft_config, "ensure_weight_tying", False)
         if adapted and tied and not same and not unties_embeddings(config):
             raise ValueError(
                 f"the adapter changes the embedding or the head ({', '.join(adapted)}), which this model ties, and the "
-                "engine ties them too. Set actor_rollout_ref.model.exclude_modules so that neither is adapted, or "
+                "engine ties them too. Set actor_rollout_ref.model.exclude_modules so that neither is adapted, or with "
+                "actor_rollout_ref.actor.strategy=fsdp2, train the embedding whole for both: name it in "
+                "+actor_rollout_ref.model.lora.peft.modules_to_save and set "
                 "+actor_rollout_ref.model.lora.peft.ensure_weight_tying=True."
             )
 

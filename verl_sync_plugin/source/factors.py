@@ -27,12 +27,14 @@ class _Factor:
     Attributes:
         key: of the state dict.
         shape: of the whole factor.
+        strides: of the whole factor, in elements; ``None`` when it is contiguous.
         lengths: elements that each rank holds.
         block: elements of the longest of these runs.
     """
 
     key: str
     shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
     lengths: tuple[int, ...]
     block: int
 
@@ -53,7 +55,7 @@ class _Factor:
             blocks = torch.cat([part[:length] for part, length in parts])
         elif not self.filled:
             blocks = blocks[: sum(self.lengths)]
-        return blocks.view(self.shape)
+        return blocks.view(self.shape) if self.strides is None else blocks.as_strided(self.shape, self.strides)
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ class FactorStore:
         if known is None or known[0] != bases:
             together: dict[tuple[int, str], list[_Factor]] = {}
             for key, base in zip(keys, bases, strict=True):
-                factor = _Factor(key, base.views[0].shape, base.lengths, max(base.lengths))
+                factor = _Factor(key, base.views[0].shape, base.views[0].strides, base.lengths, max(base.lengths))
                 together.setdefault((len(base.lengths), base.dtype), []).append(factor)
             batches = [_Batch(world, tuple(factors)) for (world, _), factors in together.items()]
             known = self._batches[keys] = bases, batches
@@ -167,7 +169,7 @@ def adapter_parts(shard: Shard, rank: int) -> tuple[tuple[str, Part], ...]:
     for member in shard.members:
         if is_adapter(member.name):
             numel = math.prod(member.shape)
-            whole = View(member.name, member.shape, member.start, numel)
+            whole = View(member.name, member.shape, member.start, numel, member.strides)
             if numel == shard.base.numel:
                 part = Part(replace(shard.base, key=member.name, views=(whole,)))
             else:

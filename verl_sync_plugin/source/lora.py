@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.bucket import Base
+from verl_sync_plugin.config import TURN_OFF
 from verl_sync_plugin.lora.merge import Steps, Target, add_squares, steps_of
 from verl_sync_plugin.lora.scratch import Scratch, full_precision
 from verl_sync_plugin.lora.weights import LoRAWeight
@@ -133,6 +134,11 @@ class MergingSource(ParameterSource):
         for member in part.members:
             weight = self._weights.get(member.name)
             if weight is not None:
+                if self._merges and member.strides is not None:
+                    raise ValueError(
+                        f"LoRA weight {member.name!r} of shape {member.shape} has strides {member.strides}: weight "
+                        f"sync merges into contiguous weights. Make it contiguous() in the model, or {TURN_OFF}."
+                    )
                 found.setdefault(member.start, Target(weight, member.start, member.shape))
         return tuple(found.values())
 
