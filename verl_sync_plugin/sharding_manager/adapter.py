@@ -13,6 +13,7 @@ import torch
 
 from verl_sync_plugin.config import KEY_PREFIX
 from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.lora.names import adapter_of
 from verl_sync_plugin.lora.serve import pack_adapter, served_name, served_settings
 from verl_sync_plugin.metrics import SyncReport
 from verl_sync_plugin.sharding_manager.agreement import Agreement
@@ -69,7 +70,8 @@ class AdapterSender:
 
     def _gather(self) -> Generator[None, None, dict[str, torch.Tensor]]:
         factors = self._source.factors
-        found = yield from factors.gather(factors.names, self._source.group)
+        names = tuple(name for name in factors.names if adapter_of(name) == ADAPTER)
+        found = yield from factors.gather(names, self._source.group)
         if self._check_finite:
             _refuse_broken(found)
         return {served_name(key, ADAPTER): factor.to(self._dtype) for key, factor in found.items()}

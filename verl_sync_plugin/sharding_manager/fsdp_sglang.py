@@ -9,6 +9,7 @@ import torch
 from verl.utils.model import convert_weight_keys
 
 from verl_sync_plugin.config import TURN_OFF
+from verl_sync_plugin.lora.adapters import InUse, carries_adapter, copies_in_use
 from verl_sync_plugin.lora.build import unties_embeddings
 from verl_sync_plugin.lora.names import is_adapter, merged_name
 from verl_sync_plugin.lora.settings import refuse_unservable
@@ -31,6 +32,8 @@ class _FSDPManager(ShardingManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._peft = carries_adapter(unwrap(self.engine.module))
+        self._copies: dict[str, str | None] = {}
         self._serves_adapter = self._peft and not self.engine.model_config.lora.get("merge", False)
         # An engine that started from the checkpoint has the base already, and keeps it
         self._base_there = self.endpoint.restores_uncovered and not (self._serves_adapter and self._rewrites_base)
@@ -41,12 +44,17 @@ class _FSDPManager(ShardingManager):
             raise ValueError(f"actor.fsdp_config.qat.enable=True: weight sync does not quantize; {TURN_OFF}.")
         if not self._peft:
             return self._plain_source()
+        model = unwrap(self.engine.module)
+        found = lora_weights(model)
+        self._copies = copies_in_use(model)
         if self._serves_adapter:
-            refuse_unservable(vars(self._peft_config))
+            self._refuse_served({weight.adapter for weight in found})
         else:
             self._refuse_tied()
-        weights = renamed_weights(lora_weights(unwrap(self.engine.module)), self._rename)
-        return MergingSource(self._plain_source(), weights, self._device, merge=not self._serves_adapter)
+        weights = renamed_weights(found, self._rename)
+        return MergingSource(
+            self._plain_source(), weights, self._device, not self._serves_adapter, still=InUse(model).check
+        )
 
     async def update_weights(self, wake_tags: list[str], global_steps: int | None) -> SyncReport:
         """One sync; with ``lora.merge=False`` the base only if the engine has none, then the adapter."""
@@ -79,7 +87,17 @@ class _FSDPManager(ShardingManager):
     @property
     def _rewrites_base(self) -> bool:
         """PiSSA and its like take what the adapter starts with out of the base: it is no longer the checkpoint's."""
-        return self._peft_config.init_lora_weights not in (True, False, "gaussian", "eva", "orthogonal")
+        initial = getattr(self._peft_config, "init_lora_weights", True)
+        return initial not in (True, False, "gaussian", "eva", "orthogonal")
+
+    def _refuse_served(self, adapters: set[str]) -> None:
+        """Raises ValueError, with key and remedy, for an adapter that SGLang cannot serve or would misread."""
+        if adapters != {ADAPTER} or self._peft_config is None:
+            raise ValueError(
+                f"actor_rollout_ref.model.lora.merge=False: the engine serves the adapter {ADAPTER!r}, and in use are "
+                f"{sorted(adapters)}. Set actor_rollout_ref.model.lora.merge=True, which serves them merged."
+            )
+        refuse_unservable(vars(self._peft_config))
 
     def _refuse_tied(self) -> None:
         """The engine was told at its launch to untie what the adapter changes on one side; see that it was."""
@@ -104,13 +122,9 @@ class _FSDPManager(ShardingManager):
         """All bases, adapters included."""
 
     @property
-    def _peft(self) -> bool:
-        return hasattr(unwrap(self.engine.module), "peft_config")
-
-    @property
     def _peft_config(self) -> Any:
-        model: Any = unwrap(self.engine.module)
-        return model.peft_config[ADAPTER]
+        """PEFT's config of verl's adapter; ``None`` where it has another name."""
+        return (getattr(unwrap(self.engine.module), "peft_config", None) or {}).get(ADAPTER)
 
     def _policy(self) -> WirePolicy:
         return wire_policy(self.config, self.rollout_dtype)
@@ -120,7 +134,7 @@ class _FSDPManager(ShardingManager):
 
     def _rename(self, state: dict[str, Any]) -> dict[str, Any]:
         if self._peft:
-            named = ((merged_name(name), value) for name, value in state.items())
+            named = ((merged_name(name, self._copies), value) for name, value in state.items())
             state = {name: value for name, value in named if name is not None}
         # Adapters never reach the engine under these names, and PEFT's layers know them by their own
         adapters = {name: value for name, value in state.items() if is_adapter(name)}

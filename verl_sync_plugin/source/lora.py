@@ -17,7 +17,7 @@ from verl_sync_plugin.bucket import Base
 from verl_sync_plugin.config import TURN_OFF
 from verl_sync_plugin.lora.merge import Steps, Target, add_squares, steps_of
 from verl_sync_plugin.lora.scratch import Scratch, full_precision
-from verl_sync_plugin.lora.weights import LoRAWeight
+from verl_sync_plugin.lora.weights import LoRAWeight, refuse_incomplete
 from verl_sync_plugin.source.base import ParameterSource, Shard
 from verl_sync_plugin.source.factors import FactorStore, adapter_parts
 from verl_sync_plugin.source.slicing import Part
@@ -62,6 +62,7 @@ class MergingSource(ParameterSource):
         device: where packing happens.
         merge: False yields the base as it is, for an engine that serves the adapter itself.
         gather_bytes: of whole factors in fp32, gathered ahead; the same on all ranks.
+        still: raises when ``weights`` are not what the trainer adapts any more; asked in every sync.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class MergingSource(ParameterSource):
         device: torch.device,
         merge: bool = True,
         gather_bytes: int = GATHER_BYTES,
+        still: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
         self._inner = inner
@@ -78,6 +80,7 @@ class MergingSource(ParameterSource):
         self._device = device
         self._merges = merge
         self._gather_bytes = gather_bytes
+        self._still = still
         self.factors = FactorStore(device)
         self._scratch = Scratch(device)
         self._exported: list[tuple[Shard, tuple[Target, ...]]] = []
@@ -104,6 +107,7 @@ class MergingSource(ParameterSource):
 
     def shards(self) -> list[Shard]:
         self.release()
+        self._still()
         shards: list[Shard] = []
         for shard in self._inner.shards():
             recipe = self._recipes.get(shard.base.key)
@@ -146,13 +150,8 @@ class MergingSource(ParameterSource):
         return partial(self._merge, self._first(base), targets, {}) if targets and self._merges else None
 
     def _check_complete(self) -> None:
-        """An adapted weight that is not among the exported would travel unmerged."""
         found = {target.weight.name for _, targets in self._exported for target in targets}
-        kept = self.factors.names
-        lost = sorted(self._weights.keys() - found)
-        lost += [key for weight in self._weights.values() for key in weight.keys if key not in kept]
-        if lost:
-            raise ValueError(f"LoRA parameters without a counterpart in the trainer's state: {', '.join(lost[:5])}")
+        refuse_incomplete(self._weights, found, self.factors.names)
         self._checked = True
 
     def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
