@@ -132,7 +132,5 @@ def with_an_unknown_factor() -> str:
 
 def test_a_factor_that_no_merge_takes_is_refused_by_name() -> None:
     for text in run_world(2, with_an_unknown_factor):
-        assert (
-            "does not know the use of LoRA parameters: base_model.model.model.layers.1.self_attn.q_proj.lora_A.default.gain"
-            in text
-        )
+        assert "does not know the use of LoRA parameters: base_model.model.model.layers.1." in text
+        assert "lora_A.default.gain" in text

@@ -133,7 +133,7 @@ def _of_layer(name: str, layer: Any) -> Iterator[LoRAWeight]:
             yield LoRAWeight(f"{name}.base_layer.bias", layer, adapter, Kind.BIAS, "", bias)
 
 
-def _class_of(layer: Any) -> type:
+def _class_of(layer: Any) -> Any:
     """The class of a layer; FSDP2 puts one of its own before that."""
     return next(each for each in type(layer).__mro__ if not issubclass(each, FSDPModule))
 
