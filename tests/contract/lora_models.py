@@ -91,7 +91,11 @@ def rename(state: dict[str, Any], in_use: dict[str, str | None] | None = None) -
 
 
 def merging_source(
-    module: torch.nn.Module, model_type: str, merge: bool = True, gather_bytes: int = 40_000
+    module: torch.nn.Module,
+    model_type: str,
+    merge: bool = True,
+    gather_bytes: int = 40_000,
+    timeout_seconds: float = 30.0,
 ) -> MergingSource:
     """As the manager opens it; so small that the factors of a few buckets are gathered at a time."""
     policy, rewrite = WirePolicy(torch.bfloat16), verl_rewrite(model_type)
@@ -103,7 +107,7 @@ def merging_source(
     else:
         inner = FSDP2Source(module, policy, rewrite, renaming)
     weights = renamed_weights(lora_weights(model), renaming)
-    return MergingSource(inner, weights, CPU, merge, gather_bytes, InUse(model).check)
+    return MergingSource(inner, weights, CPU, merge, gather_bytes, InUse(model).check, timeout_seconds)
 
 
 def deliver(

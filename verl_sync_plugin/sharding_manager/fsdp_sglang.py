@@ -53,7 +53,12 @@ class _FSDPManager(ShardingManager):
             self._refuse_tied()
         weights = renamed_weights(found, self._rename)
         return MergingSource(
-            self._plain_source(), weights, self._device, not self._serves_adapter, still=InUse(model).check
+            self._plain_source(),
+            weights,
+            self._device,
+            merge=not self._serves_adapter,
+            still=InUse(model).check,
+            timeout_seconds=self.config.timeout_seconds,
         )
 
     async def update_weights(self, wake_tags: list[str], global_steps: int | None) -> SyncReport:
@@ -77,9 +82,7 @@ class _FSDPManager(ShardingManager):
                 self._source = self.open_source()
             if self._adapter_sender is None:
                 assert isinstance(self._source, MergingSource)
-                self._adapter_sender = AdapterSender(
-                    self._source, self._peft_config, self._policy().dtype, self.config.check_finite
-                )
+                self._adapter_sender = AdapterSender(self._source, self._peft_config, self._policy().dtype, self.config)
         self._agreement.settle("opening the adapter")
         assert self._adapter_sender is not None
         await self._adapter_sender.send(self._agreement, self.endpoint, self.report, version)

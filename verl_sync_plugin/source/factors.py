@@ -17,6 +17,7 @@ import torch.distributed as dist
 from verl_sync_plugin.bucket import Base, View
 from verl_sync_plugin.lora.names import is_adapter
 from verl_sync_plugin.source.base import Shard, dtype_name
+from verl_sync_plugin.source.bounded import take_part
 from verl_sync_plugin.source.slicing import Part, part_of
 
 
@@ -94,10 +95,12 @@ class FactorStore:
 
     Args:
         device: where the gathered factors are put.
+        timeout_seconds: bound on waiting for other ranks.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, timeout_seconds: float) -> None:
         self._device = device
+        self._timeout = timeout_seconds
         self._shards: dict[str, Shard] = {}
         self._batches: dict[tuple[str, ...], tuple[tuple[Base, ...], list[_Batch]]] = {}
 
@@ -147,7 +150,8 @@ class FactorStore:
             return mine
         parts = mine.new_empty((batch.world, mine.numel()))
         yield
-        dist.all_gather_into_tensor(parts.view(-1), mine, group=group)
+        work = dist.all_gather_into_tensor(parts.view(-1), mine, group=group, async_op=True)
+        take_part(work, self._device, self._timeout)
         return batch.join(parts)
 
     def _laid_out(self, keys: tuple[str, ...]) -> list[_Batch]:

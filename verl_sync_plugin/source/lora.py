@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.bucket import Base
-from verl_sync_plugin.config import TURN_OFF
+from verl_sync_plugin.config import TURN_OFF, SyncConfig
 from verl_sync_plugin.lora.merge import Steps, Target, add_squares, steps_of
 from verl_sync_plugin.lora.scratch import Scratch, full_precision
 from verl_sync_plugin.lora.weights import LoRAWeight, refuse_incomplete
 from verl_sync_plugin.source.base import ParameterSource, Shard
+from verl_sync_plugin.source.bounded import take_part
 from verl_sync_plugin.source.factors import FactorStore, adapter_parts
 from verl_sync_plugin.source.slicing import Part
 from verl_sync_plugin.source.untying import untied, without_adapters
@@ -63,6 +64,7 @@ class MergingSource(ParameterSource):
         merge: False yields the base as it is, for an engine that serves the adapter itself.
         gather_bytes: of whole factors in fp32, gathered ahead; the same on all ranks.
         still: raises when ``weights`` are not what the trainer adapts any more; asked in every sync.
+        timeout_seconds: bound on waiting for other ranks.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class MergingSource(ParameterSource):
         merge: bool = True,
         gather_bytes: int = GATHER_BYTES,
         still: Callable[[], None] = lambda: None,
+        timeout_seconds: float = SyncConfig.timeout_seconds,
     ) -> None:
         super().__init__()
         self._inner = inner
@@ -81,7 +84,8 @@ class MergingSource(ParameterSource):
         self._merges = merge
         self._gather_bytes = gather_bytes
         self._still = still
-        self.factors = FactorStore(device)
+        self._timeout = timeout_seconds
+        self.factors = FactorStore(device, timeout_seconds)
         self._scratch = Scratch(device)
         self._exported: list[tuple[Shard, tuple[Target, ...]]] = []
         self._recipes: dict[str, _Recipe] = {}
@@ -211,7 +215,7 @@ class MergingSource(ParameterSource):
                 piece /= dist.get_world_size(self.group)  # every rank holds all of it
         if self.group is not None:
             yield
-            dist.all_reduce(sums, group=self.group)
+            take_part(dist.all_reduce(sums, group=self.group, async_op=True), self._device, self._timeout)
         magnitudes = (self._gathered[target.weight.magnitude or ""] for _, target in todo)
         return {
             target.weight.name: magnitude.reshape(-1) / piece.sqrt()
