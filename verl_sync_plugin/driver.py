@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from verl_sync_plugin import hydra_source
 from verl_sync_plugin.config import TRAINERS, TURN_OFF, refuse_adapter_mode, refuse_megatron_lora, sync_config_of
+from verl_sync_plugin.lora.refusals import refuse_lora
 from verl_sync_plugin.lora.settings import unify
 
 # verl's strategies that read the flat LoRA keys only
@@ -32,6 +33,7 @@ def settle_trainer(actor_rollout_ref: Any) -> None:
         )
     if strategy in FLAT_LORA_TRAINERS:
         unify_lora_keys(actor_rollout_ref.model)
+        refuse_lora(actor_rollout_ref.model, strategy)
     if strategy == "megatron":
         refuse_adapter_mode(actor_rollout_ref.model)
         refuse_megatron_lora(actor_rollout_ref.actor.megatron, actor_rollout_ref.model)

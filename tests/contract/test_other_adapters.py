@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from models import build
 from peft import IA3Config, LoHaConfig, LoraConfig, PeftMixedModel, get_peft_model, inject_adapter_in_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from transformers import Gemma2Config, Gemma2ForCausalLM
 from worlds import run_world
 
 import tiny_models
@@ -111,11 +113,10 @@ def adapter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def opened(checkpoint: str, adapter: str, strategy: str, merge: bool) -> str:
-    """verl's own engine with ``lora_adapter_path``, and the first step of its first sync."""
-    model = {"lora_rank": 4, "lora_adapter_path": adapter, "lora": {"merge": merge}}
+def opened(checkpoint: str, model: dict[str, Any], strategy: str) -> str:
+    """What stops the first step of the first sync of verl's own engine."""
     settings = {"use_orig_params": True} if strategy == "fsdp" else {}
-    engine = trainer.build(checkpoint, strategy, model=model, **settings)
+    engine = trainer.build(checkpoint, strategy, model={"lora_rank": 4, **model}, **settings)
     manager = {"fsdp": FSDPSGLangShardingManager, "fsdp2": FSDP2SGLangShardingManager}[strategy]
     with pytest.raises(ValueError) as caught:
         manager(engine, Engine(), SyncConfig(), 1 << 20, torch.device("cpu")).open_source()
@@ -125,5 +126,19 @@ def opened(checkpoint: str, adapter: str, strategy: str, merge: bool) -> str:
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 def test_an_adapter_that_verl_loads_is_refused(strategy: str, merge: bool, checkpoint: Path, adapter: Path) -> None:
-    (text,) = run_world(1, opened, str(checkpoint), str(adapter), strategy, merge)
+    loaded = {"lora_adapter_path": str(adapter), "lora": {"merge": merge}}
+    (text,) = run_world(1, opened, str(checkpoint), loaded, strategy)
     assert "peft_type=IA3" in text
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_an_adapted_embedding_that_the_engine_ties_is_refused(strategy: str, checkpoint: Path, tmp_path: Path) -> None:
+    """As where the driver cannot read the model."""
+    folder = tmp_path / "gemma-2"
+    shutil.copytree(checkpoint, folder)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    Gemma2ForCausalLM(Gemma2Config(vocab_size=600, **sizes)).save_pretrained(folder)
+    adapted = {"target_modules": ["q_proj", "embed_tokens"], "lora": {"merge": True}}
+    (text,) = run_world(1, opened, str(folder), adapted, strategy)
+    assert "the adapter's Embedding: it changes the embedding or the head" in text
+    assert "SGLang's Gemma2ForCausalLM computes logits with the embedding" in text

@@ -12,6 +12,7 @@ from verl_sync_plugin.config import TURN_OFF
 from verl_sync_plugin.lora.adapters import InUse, carries_adapter, copies_in_use
 from verl_sync_plugin.lora.build import unties_embeddings
 from verl_sync_plugin.lora.names import is_adapter, merged_name
+from verl_sync_plugin.lora.refusals import refuse_always_tied
 from verl_sync_plugin.lora.settings import refuse_unservable
 from verl_sync_plugin.lora.weights import lora_weights, renamed_weights
 from verl_sync_plugin.metrics import SyncReport
@@ -111,6 +112,8 @@ class _FSDPManager(ShardingManager):
         tied = getattr(config.hf_config, "tie_word_embeddings", False)
         saved = all(hasattr(end, "modules_to_save") for end in ends)
         same = saved and getattr(self._peft_config, "ensure_weight_tying", False)
+        if adapted and not (tied and same):
+            refuse_always_tied(getattr(config.hf_config, "architectures", None) or (), f"the adapter's {adapted[0]}")
         if adapted and tied and not same and not unties_embeddings(config):
             raise ValueError(
                 f"the adapter changes the embedding or the head ({', '.join(adapted)}), which this model ties, and the "
