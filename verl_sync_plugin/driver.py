@@ -25,6 +25,7 @@ from verl_sync_plugin.config import (
     sync_config_of,
 )
 from verl_sync_plugin.families import refuse_checkpoint
+from verl_sync_plugin.lora.refusals import refuse_lora
 from verl_sync_plugin.lora.settings import PEFT_KEY, unify
 from verl_sync_plugin.refusals import refuse_lora_values
 from verl_sync_plugin.rollout_config import check_rollout
@@ -172,6 +173,7 @@ def settle_trainer(actor_rollout_ref: Any) -> None:
     refuse_lora_values(actor_rollout_ref.model)
     if strategy in FLAT_LORA_TRAINERS:
         unify_lora_keys(actor_rollout_ref.model)
+        refuse_lora(actor_rollout_ref.model, strategy)
     if strategy == "megatron":
         refuse_adapter_mode(actor_rollout_ref.model)
         refuse_megatron_lora(actor_rollout_ref.actor.megatron, actor_rollout_ref.model)

@@ -83,25 +83,26 @@ class FSDP1Source(ParameterSource):
             tied = [other.name for other in members if other.start == member.start]
             if member.name not in saved_names(tied, self._unsaved):
                 continue
-            views.extend(hf_views(member.name, member.shape, flat.dtype, member.start, self._rewrite))
+            views.extend(hf_views(member.name, member.shape, flat.dtype, member.start, self._rewrite, member.strides))
         key = f"flat parameter of {unit or 'the root'}"
         return Base(key, dtype_name(wire), wire.itemsize, lengths, tuple(views))
 
     def _find_members(self, unit: str, flat: Any) -> tuple[Member, ...]:
-        """Every parameter in a flat parameter, shared ones under all their names."""
+        """Every parameter in a flat parameter, shared ones under all their names; each in the order of its memory."""
         starts, offset = [], 0
         for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
             if not is_padding:
                 starts.append(offset)
             offset += numel
         prefix = f"{unit}." if unit else ""
-        members: dict[str, tuple[tuple[int, ...], int]] = {}
-        for fqn, shape, start in zip(flat._fqns, flat._shapes, starts, strict=True):
-            members[prefix + clean_name(fqn)] = (tuple(shape), start)
+        members: dict[str, tuple[tuple[int, ...], int, tuple[int, ...] | None]] = {}
+        for fqn, shape, start, held in zip(flat._fqns, flat._shapes, starts, flat._strides, strict=True):
+            name = prefix + clean_name(fqn)
+            members[name] = (tuple(shape), start, _strides(name, tuple(shape), tuple(held)))
         for shared in flat._shared_param_infos:
             owner = prefix + clean_name(_join(shared.prim_module_name, shared.prim_param_name))
             members[prefix + clean_name(_join(shared.module_name, shared.param_name))] = members[owner]
-        return tuple(Member(name, shape, start) for name, (shape, start) in self._rename(members).items())
+        return tuple(Member(name, *place) for name, place in self._rename(members).items())
 
     def _buffers(self) -> list[Shard]:
         found = {}
@@ -118,6 +119,25 @@ class FSDP1Source(ParameterSource):
             dtype = dtype_name(buffer.dtype)
             self._bases[key] = Base(name, dtype, buffer.dtype.itemsize, (buffer.numel(),), tuple(views))
         return Shard(self._bases[key], partial(_head, buffer, buffer.numel()))
+
+
+def _strides(name: str, shape: tuple[int, ...], held: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The strides of a parameter in the flat one; ``None`` where they are those of its shape.
+
+    Raises:
+        ValueError: its elements do not fill its memory, of which FSDP1 keeps as many elements as the parameter has.
+    """
+    if torch.empty_strided(shape, held, device="meta").is_contiguous():
+        return None
+    filled = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(held, shape, strict=True) if size > 1):
+        if stride != filled:
+            raise ValueError(
+                f"parameter {name!r} has strides {held} for shape {shape}: there are gaps or repetitions between its "
+                "elements, and FSDP1 keeps others in their place. Give the model a parameter that is contiguous()."
+            )
+        filled *= size
+    return held
 
 
 def _join(module: str, name: str) -> str:

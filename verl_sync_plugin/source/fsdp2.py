@@ -160,7 +160,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _identity(tensor: torch.Tensor) -> Identity:
     local = _local(tensor)
-    return local.untyped_storage()._cdata, local.storage_offset(), tuple(tensor.shape)
+    return local.untyped_storage()._cdata, local.storage_offset(), tuple(tensor.shape), local.stride()
 
 
 def _tied(state: Mapping[str, torch.Tensor]) -> list[list[str]]:

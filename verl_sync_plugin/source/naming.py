@@ -39,7 +39,14 @@ def saved_names(names: list[str], unsaved: frozenset[str]) -> list[str]:
     return [name for name in names if name not in unsaved] or names
 
 
-def hf_views(name: str, shape: tuple[int, ...], dtype: torch.dtype, start: int, rewrite: Rewrite) -> list[View]:
+def hf_views(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    start: int,
+    rewrite: Rewrite,
+    strides: tuple[int, ...] | None = None,
+) -> list[View]:
     """The HF tensors that ``rewrite`` makes of one trainer tensor.
 
     Args:
@@ -48,11 +55,14 @@ def hf_views(name: str, shape: tuple[int, ...], dtype: torch.dtype, start: int, 
         dtype: any; only the layout matters.
         start: first element of the tensor in its base.
         rewrite: generator function from (name, tensor) pairs to (name, tensor) pairs.
+        strides: of the tensor in its base, in elements; ``None`` when it is contiguous.
 
     Raises:
         ValueError: ``rewrite`` computes new data instead of viewing the old.
     """
     whole = torch.empty(shape, dtype=dtype, device="meta")
+    if strides is not None:
+        whole = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     views = []
     for hf_name, tensor in rewrite([(name, whole)]):
         if tensor.untyped_storage()._cdata != whole.untyped_storage()._cdata or tensor.dtype != whole.dtype:
