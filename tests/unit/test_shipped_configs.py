@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,8 @@ def test_every_main_starts_alike(found: tuple[Found, Found]) -> None:
     for module, result in stock["mains"].items():
         mine = ours["mains"][module]
         assert mine["code"] == result["code"] == 0, (module, mine["yaml"][-2000:], result["yaml"][-2000:])
+        resolvers = set(re.findall(r"\$\{([\w.]+):", mine["yaml"]))
+        assert resolvers <= {*re.findall(r"\$\{([\w.]+):", result["yaml"]), "oc.decode"}, "one that only we have"
         config, verls = OmegaConf.create(mine["yaml"]), OmegaConf.create(result["yaml"])
         if "actor_rollout_ref" in config:
             OmegaConf.resolve(config)
