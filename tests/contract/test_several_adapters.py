@@ -3,19 +3,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 import torch
 from lora_models import Layout, Variant, deliver, merging_source, peft_model, shard
 from models import build
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from test_lora_merge import assert_within_one_ulp, peft_merge
 from worlds import run_world
 
 from contract.fsdp_layouts import torchs_own_state
+from contract.test_lora_adapter import Engine
+from verl_sync_plugin.config import SyncConfig
 from verl_sync_plugin.lora.adapters import copies_in_use
 from verl_sync_plugin.lora.weights import lora_weights
+from verl_sync_plugin.metrics import SyncReport
+from verl_sync_plugin.sharding_manager.adapter import AdapterSender
+from verl_sync_plugin.sharding_manager.agreement import Agreement
 
 LAYOUTS = [Layout((1,)), Layout((2,)), Layout((2,), True)]
 HEAD = "lm_head.weight"
@@ -134,3 +140,20 @@ def test_a_factor_that_no_merge_takes_is_refused_by_name() -> None:
     for text in run_world(2, with_an_unknown_factor):
         assert "does not know the use of LoRA parameters: base_model.model.model.layers.1." in text
         assert "lora_A.default.gain" in text
+
+
+def adapter_that_is_served() -> None:
+    model: Any = get_peft_model(build("qwen2"), LoraConfig(r=3, target_modules=["q_proj"]))
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    expected = get_peft_model_state_dict(model)
+    config, engine = model.peft_config["default"], Engine()
+    source = merging_source(shard(model, Layout((2,))), "qwen2", merge=False)
+    sender = AdapterSender(source, config, torch.bfloat16, SyncConfig())
+    asyncio.run(sender.send(Agreement(20.0), engine, SyncReport(), None))
+    if engine.leader:
+        (_, sent), *_ = engine.adapters
+        assert sent.keys() == expected.keys()
+
+
+def test_the_adapter_that_the_engine_serves_comes_alone() -> None:
+    run_world(2, adapter_that_is_served)
