@@ -22,6 +22,24 @@ MOST_MEGABYTES = 2048  # on an H200, 15 GB took 29.8 ms at 512 MiB, 24.2 ms at 1
 Reading = tuple[int, int]  # free and total bytes of this rank's device
 
 
+def settled_megabytes(short: Any, long: Any, given: bool, stock: int, syncs: bool) -> tuple[Any, Any]:
+    """The values of the short and the long key, so that each says what the run uses; settling twice changes nothing.
+
+    Args:
+        short: ``rollout.update_weights_bucket_megabytes``, ``None`` when not given.
+        long: ``rollout.checkpoint_engine.update_weights_bucket_megabytes``.
+        given: somebody has set the long key.
+        stock: verl's own default of it.
+        syncs: the plugin moves the weights of this run; otherwise verl reads the long key alone.
+    """
+    if not given:
+        default = min(stock, DEFAULT_MEGABYTES) if syncs else stock
+        long = default if short is None or short == AUTO else short
+    if short is None and syncs and isinstance(long, int) and long > 0:  # else the check names the key that was given
+        short = long
+    return short, long
+
+
 def check_bucket_megabytes(short: Any, long: Any) -> int | None:
     """The bucket size in MiB from the short and the long key; ``None`` for ``auto``.
 

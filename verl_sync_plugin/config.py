@@ -19,6 +19,10 @@ CPU_BACKUP_CHOICES = ("auto", "on", "off")
 DELIVERY_CHOICES = ("auto", "direct", "sharded", "gathered")
 EMPTY_CACHE_CHOICES = ("auto", "always")
 WIRE_DTYPE_CHOICES = ("auto", "bfloat16", "float16", "float32")
+# Ranks wait three times as long and a minute for each other, and polling takes milliseconds in 32 bits: about 715000
+MOST_SECONDS = 86400
+NOT_IN_USE = "weight sync NOT IN USE"  # how a run that the plugin could not serve is told so
+MISSING = "???"  # omegaconf's mark of a value that is still to be given
 
 
 def _fail(key: str, value: Any, problem: str, remedy: str) -> ValueError:
@@ -42,7 +46,7 @@ class SyncConfig:
         release_cuda_graph: also release SGLang's CUDA graph memory during training and resume it in stage 2. Not where
             megatron-core is installed: imported by SGLang, it puts the memory saver into a mode that cannot.
         empty_cache: when the trainer hands cached device memory back around a sync. ``auto``: when the engine would not
-            have enough left, as much as is missing (``sharding_manager/room.py``); ``always``: all, as stock verl does.
+            have enough left (``sharding_manager/room.py``); ``always``: every time, as stock verl does.
         check_finite: a NaN or Inf among the packed weights fails the sync and names the parameter.
         copy_plan: from the second sync on, replay the copies that the engine model's ``load_weights`` made instead of
             calling it.
@@ -78,6 +82,8 @@ class SyncConfig:
         timeout = self.timeout_seconds
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
             raise _fail("timeout_seconds", timeout, "not a positive number of seconds", "Use for example 300.")
+        if timeout > MOST_SECONDS:
+            raise _fail("timeout_seconds", timeout, "more than a day", "Use for example 300.")
         self._check_patterns()
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
@@ -122,23 +128,57 @@ class SyncConfig:
         return cls(**given)
 
 
+def section(holder: Any, key: str, name: str) -> Any:
+    """The mapping under ``key`` of a config (dataclass, DictConfig or dict); empty where there is none.
+
+    Args:
+        holder: what has the key.
+        key: of the section.
+        name: the whole key, for messages.
+
+    Raises:
+        ValueError: something else is there; names key, value and remedy.
+    """
+    value = given_value(holder, key, name)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name}={_plain(value)!r}: not a mapping. Use {name}.<key>=<value>.")
+    return value
+
+
+def refuse_missing(holder: Any, key: str, name: str) -> None:
+    """Raises ValueError when omegaconf's mark of a missing value is under ``key``; names key, value and remedy."""
+    from omegaconf import OmegaConf
+
+    # A DictConfig does not show the mark, a dict resolved from one does
+    if OmegaConf.is_missing(holder, key) if OmegaConf.is_dict(holder) else str(holder.get(key, None)) == MISSING:
+        raise ValueError(f"{name}={MISSING}: no value. Give it one, or remove the key.")
+
+
+def given_value(holder: Any, key: str, name: str) -> Any:
+    """What is under ``key``, ``None`` for nothing.
+
+    Raises:
+        ValueError: omegaconf's mark of a missing value is there; see ``refuse_missing``.
+    """
+    refuse_missing(holder, key, name)
+    return holder.get(key, None)
+
+
 def sync_config_of(rollout: Any) -> SyncConfig:
     """The ``SyncConfig`` of a rollout config (dataclass, DictConfig or dict).
 
     Raises:
         ValueError: ``rollout.custom`` or ``rollout.custom.sync`` is not a mapping, or ``SyncConfig`` refuses it.
     """
-    custom = rollout.get("custom", None)
-    if custom is None:
-        return SyncConfig()
-    if not isinstance(custom, Mapping) and not hasattr(custom, "get"):
-        raise ValueError(f"actor_rollout_ref.rollout.custom={custom!r}: not a mapping. Use custom.sync.<key>=<value>.")
-    sync = custom.get("sync", None)
-    if sync is None:
-        return SyncConfig()
-    if hasattr(sync, "items"):
-        return SyncConfig.from_mapping({key: _plain(value) for key, value in sync.items()})
-    raise ValueError(f"{KEY_PREFIX}={sync!r}: not a mapping. Use {KEY_PREFIX}.<key>=<value>.")
+    custom = section(rollout, "custom", "actor_rollout_ref.rollout.custom")
+    sync = section(custom, "sync", KEY_PREFIX)
+    for key in sync:
+        refuse_missing(sync, key, f"{KEY_PREFIX}.{key}")
+    return SyncConfig.from_mapping(
+        {key: _plain(sync[key]) for key in sync}
+    )  # by key, so that omegaconf's errors name it
 
 
 def _plain(value: Any) -> Any:
@@ -157,30 +197,6 @@ def refuse_cuda_graph(sync: SyncConfig) -> None:
             f"{KEY_PREFIX}.release_cuda_graph=True: megatron-core is installed, and SGLang cannot capture releasable "
             f"CUDA graphs beside it. Set {KEY_PREFIX}.release_cuda_graph=False, or uninstall megatron-core."
         )
-
-
-def refuse_unsupported(rollout: Any) -> None:
-    """Names what this version cannot sync, before any worker starts.
-
-    Raises:
-        ValueError: names key, value and remedy.
-    """
-    prefix = "actor_rollout_ref.rollout"
-    disaggregation = rollout.get("disaggregation", None)
-    if disaggregation is not None and disaggregation.get("enabled", False):
-        raise ValueError(f"{prefix}.disaggregation.enabled=True: weight sync serves one engine per rank; {TURN_OFF}.")
-    if rollout.get("quantization", None) is not None:
-        raise ValueError(
-            f"{prefix}.quantization={rollout.quantization!r}: weight sync sends plain weights; {TURN_OFF}."
-        )
-    kwargs = (rollout.get("engine_kwargs", None) or {}).get("sglang", None) or {}
-    for key in ("quantization", "speculative_algorithm"):
-        value = kwargs.get(key, None)
-        if value is not None:
-            raise ValueError(f"{prefix}.engine_kwargs.sglang.{key}={value!r}: weight sync cannot serve it; {TURN_OFF}.")
-    mtp = rollout.get("mtp", None)
-    if mtp is not None and mtp.get("enable", False) and mtp.get("enable_rollout", False):
-        raise ValueError(f"{prefix}.mtp.enable_rollout=True: weight sync has no draft model; {TURN_OFF}.")
 
 
 def lora_rank_of(model: Any) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,10 @@ from hydra.experimental.callback import Callback
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from verl_sync_plugin import hydra_source
-from verl_sync_plugin.config import sync_config_of
+from verl_sync_plugin.config import KEY_PREFIX, NOT_IN_USE
 from verl_sync_plugin.log import say
 
 
@@ -75,30 +79,72 @@ class SyncSearchPath(SearchPathPlugin):
 
 
 class CheckKeys(Callback):
-    """Checks our keys in the driver, before Ray starts.
+    """Settles our keys in the driver, before Ray starts; see ``driver.py``.
 
-    Hazard: Hydra turns an exception of a callback into a warning, so a wrong key leaves as ``SystemExit``.
+    Hazard: Hydra turns an exception of a callback into a warning and goes on, so everything leaves as ``SystemExit``.
     """
 
+    def __init__(self) -> None:
+        self._settled = False
+
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        self._check(config)
+        with _end_the_driver():
+            _say_who(_settle(config))
+        self._settled = True
 
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        self._check(config)
-
-    @staticmethod
-    def _check(config: DictConfig) -> None:
-        rollout = OmegaConf.select(config, "actor_rollout_ref.rollout")
-        if rollout is None:
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """A multirun's job, of which the task already has a copy: it can be checked here, and no more."""
+        if self._settled:
             return
-        from verl_sync_plugin.driver import settle_trainer
-        from verl_sync_plugin.rollout_config import check_rollout
+        with _end_the_driver():
+            settled = copy.deepcopy(config)
+            _say_who(line := _settle(settled))
+            _refuse_unsettled(config, settled, line)
 
-        try:
-            check_rollout(rollout)
-            settle_trainer(config.actor_rollout_ref)
-        except ValueError as error:
+
+def _say_who(line: str) -> None:
+    if line:
+        say(f"driver: {line}")
+
+
+def _settle(config: DictConfig) -> str:
+    from verl_sync_plugin.driver import settle
+
+    overrides: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+    return settle(config, overrides, str(OmegaConf.select(config, "hydra.job.name")))
+
+
+def _refuse_unsettled(config: DictConfig, settled: DictConfig, line: str) -> None:
+    """What verl's V1 trainers settle for themselves (``hooks/trainer.py``) and no other one does.
+
+    Raises:
+        ValueError: names what to give on the command line instead.
+    """
+    if OmegaConf.select(config, "trainer.use_v1") is True and OmegaConf.select(config, "hydra.job.name") == "main_ppo":
+        return
+    todo = [f"{KEY_PREFIX}.enabled=False"] if line.startswith(NOT_IN_USE) else []
+    if (wanted := OmegaConf.select(settled, "actor_rollout_ref.model")) is not None:
+        for key in (*(key for key in wanted if key != "lora"), "lora.peft"):
+            value = OmegaConf.select(wanted, key)
+            if value != OmegaConf.select(config, f"actor_rollout_ref.model.{key}"):
+                todo.append(f"++actor_rollout_ref.model.{key}={value}")
+    if todo:
+        raise ValueError(
+            f"--multirun without verl's V1 trainers: add {' '.join(todo)}, which cannot be set for you here."
+        )
+
+
+@contextmanager
+def _end_the_driver() -> Iterator[None]:
+    """Ends the process with one line, whatever is raised inside."""
+    try:
+        yield
+    except Exception as error:
+        # Some of omegaconf's exceptions are ValueErrors, but have no remedy
+        if isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException):
             raise SystemExit(f"verl-sync-plugin: {error}") from error
-        if rollout.get("name") == "sglang":
-            state = "on" if sync_config_of(rollout).enabled else "off, stock verl moves the weights"
-            say(f"driver: weight sync {state}")
+        what = " ".join(f"cannot check the keys of this run: {type(error).__name__}: {error}".split())
+        raise SystemExit(
+            f"verl-sync-plugin: {what}. Correct the value, or set VERL_USE_EXTERNAL_PLUGINS=none to run verl without "
+            "plugins."
+        ) from error

@@ -2,6 +2,8 @@
 
 Registered through Hydra's documented plugin interface. The source claims one config, ``rollout/rollout``; it loads
 verl's YAML of the installed version and adds the short bucket key, ``custom.sync`` and a ``_target_`` that validates.
+What becomes of a default of ours on a key of verl's is settled in the driver (``driver.py``); until then the value is
+an interpolation that says that nobody has given one, and that every process can resolve.
 Ready compositions (``+sync=...``) come from the package's ``configs`` folder.
 """
 
@@ -12,11 +14,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from verl_sync_plugin.bucket_size import AUTO, DEFAULT_MEGABYTES
 from verl_sync_plugin.config import SyncConfig
 
 SCHEME = "verl-sync"
-BUCKET_RESOLVER = "verl_sync_bucket"
+PREFIX = "actor_rollout_ref.rollout"
+TARGET = "verl_sync_plugin.rollout_config.SyncRolloutConfig"
 CONFIG = "rollout/rollout"
 CALLBACK_CONFIG = "hydra/callbacks/verl_sync"
 
@@ -28,19 +30,17 @@ def configs_folder() -> Path:
     return inside if inside.is_dir() else package.parent / "configs"
 
 
-def bucket_default(short: int | str | None, stock: int, *, _parent_: Any) -> int | str:
-    """Resolver of the long key: the short key where it is given, else ours where the plugin syncs, else verl's.
+def not_given(default: Any) -> str:
+    """``default`` as an interpolation, which a value that somebody gives replaces."""
+    return f"${{oc.decode:'{default}'}}"
 
-    ``auto`` is ours, and verl reads a number here, so with it this is what it is without the short key.
-    """
-    if short is not None and short != AUTO:
-        return short
+
+def given(section: Any, key: str, default: Any) -> bool:
+    """Whether somebody has given ``key``, in a section of a composed config of which nothing is resolved yet."""
     from omegaconf import OmegaConf
 
-    rollout = _parent_._get_parent()
-    syncs = OmegaConf.select(rollout, "custom.sync.enabled", default=False)
-    name = OmegaConf.select(rollout, "name", default=None, throw_on_missing=False)
-    return min(stock, DEFAULT_MEGABYTES) if syncs is True and name == "sglang" else stock
+    raw: Any = OmegaConf.to_container(section, resolve=False)
+    return bool(raw[key] != not_given(default))
 
 
 def verl_configs() -> Path:
@@ -50,22 +50,27 @@ def verl_configs() -> Path:
     return Path(spec.origin).resolve().parent / "trainer" / "config"
 
 
+def stock_rollout() -> Any:
+    """verl's rollout config of the installed version, as a DictConfig."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.load(verl_configs() / f"{CONFIG}.yaml")
+
+
 def rollout_config() -> Any:
     """verl's rollout config with our keys, as a DictConfig."""
     from omegaconf import OmegaConf
 
-    config: Any = OmegaConf.load(verl_configs() / f"{CONFIG}.yaml")
-    stock = config.checkpoint_engine.update_weights_bucket_megabytes
+    config = stock_rollout()
+    engine = config.checkpoint_engine
+    engine.update_weights_bucket_megabytes = not_given(engine.update_weights_bucket_megabytes)
     config.update_weights_bucket_megabytes = None
-    config.checkpoint_engine.update_weights_bucket_megabytes = (
-        f"${{{BUCKET_RESOLVER}:${{..update_weights_bucket_megabytes}},{stock}}}"
-    )
-    config.multi_stage_wake_up = True
+    config.multi_stage_wake_up = not_given(True)
     defaults = {key: list(value) if isinstance(value, tuple) else value for key, value in _defaults().items()}
     config.custom = OmegaConf.merge(config.get("custom") or {}, {"sync": defaults})
     # An unknown key must reach our check, whose error names the known ones; Hydra's would advise to add it with "+"
     OmegaConf.set_struct(config.custom.sync, False)
-    config._target_ = "verl_sync_plugin.rollout_config.SyncRolloutConfig"
+    config._target_ = TARGET
     return config
 
 
@@ -74,12 +79,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def register() -> None:
-    """Registers resolver, config source and search path with Hydra; harmless when done before."""
-    from omegaconf import OmegaConf
-
-    if OmegaConf.has_resolver(BUCKET_RESOLVER):
-        return
-    OmegaConf.register_new_resolver(BUCKET_RESOLVER, bucket_default)
+    """Registers config source and search path with Hydra; harmless when done before."""
     from hydra.core.plugins import Plugins
 
     from verl_sync_plugin import hydra_plugins

@@ -103,12 +103,12 @@ def _taken_key(strategies: str) -> Iterator[None]:
 
 
 def _register_trainers(_: Any) -> None:
-    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, PPOTrainer
 
-    from verl_sync_plugin.hooks.trainer import reporting
+    from verl_sync_plugin.hooks.trainer import SyncTrainerMixin, reporting
 
-    for name, trainer in list(TRAINER_REGISTRY.items()):
-        if trainer.__module__.startswith("verl.trainer."):
+    for name, trainer in list(TRAINER_REGISTRY.items()):  # another plugin's too; what comes later: say_without_metrics
+        if isinstance(trainer, type) and issubclass(trainer, PPOTrainer) and not issubclass(trainer, SyncTrainerMixin):
             TRAINER_REGISTRY[name] = reporting(trainer)
 
 

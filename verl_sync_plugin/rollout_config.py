@@ -1,14 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
 """verl's ``RolloutConfig`` with the short bucket key; what ``_target_`` of the composed rollout config names."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.workers.config import RolloutConfig
+from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 
 from verl_sync_plugin import plugin
-from verl_sync_plugin.bucket_size import check_bucket_megabytes
-from verl_sync_plugin.config import refuse_cuda_graph, refuse_unsupported, sync_config_of
+from verl_sync_plugin.bucket_size import LONG_BUCKET_KEY, SHORT_BUCKET_KEY, check_bucket_megabytes, settled_megabytes
+from verl_sync_plugin.config import given_value, refuse_cuda_graph, section, sync_config_of
+from verl_sync_plugin.refusals import PREFIX, refuse_unsupported, refuse_wake_up
 
 
 @dataclass
@@ -19,7 +21,7 @@ class SyncRolloutConfig(RolloutConfig):
         update_weights_bucket_megabytes: the short key, a number or ``auto``; ``None`` when only the long one is used.
 
     Raises:
-        ValueError: see ``sync_config_of``, ``check_bucket_megabytes`` and ``refuse_unsupported``.
+        ValueError: see ``check_rollout``.
         RegistryConflictError: another plugin has taken one of our registry keys.
     """
 
@@ -27,12 +29,22 @@ class SyncRolloutConfig(RolloutConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._settle_buckets()
         check_rollout(self)
         plugin.verify_registered(self)
 
+    def _settle_buckets(self) -> None:
+        """For a config that no driver has settled: it was composed by a program of the user's, or by a multirun."""
+        engine, stock = self.checkpoint_engine, CheckpointEngineConfig().update_weights_bucket_megabytes
+        long = engine.update_weights_bucket_megabytes
+        syncs = self.name == "sglang" and sync_config_of(self).enabled
+        short, long = settled_megabytes(self.update_weights_bucket_megabytes, long, long != stock, stock, syncs)
+        object.__setattr__(self, "update_weights_bucket_megabytes", short)  # the configs are frozen
+        object.__setattr__(engine, "update_weights_bucket_megabytes", long)
+
 
 def check_rollout(rollout: object) -> None:
-    """Everything that can be wrong with the keys of a rollout config (dataclass or DictConfig).
+    """Everything that can be wrong with the keys of a rollout config (dataclass or settled DictConfig).
 
     Raises:
         ValueError: names key, value and remedy.
@@ -40,9 +52,12 @@ def check_rollout(rollout: object) -> None:
     get = rollout.get  # type: ignore[attr-defined]
     if get("name", None) != "sglang" or not sync_config_of(rollout).enabled:
         return
+    engine = section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine")
     check_bucket_megabytes(
-        get("update_weights_bucket_megabytes", None), get("checkpoint_engine").update_weights_bucket_megabytes
+        given_value(rollout, "update_weights_bucket_megabytes", SHORT_BUCKET_KEY),
+        given_value(engine, "update_weights_bucket_megabytes", LONG_BUCKET_KEY),
     )
+    refuse_wake_up(rollout)
     refuse_cuda_graph(sync_config_of(rollout))
-    if get("checkpoint_engine").get("backend", "naive") == "naive":  # the others keep verl's own transfer
+    if engine.get("backend", "naive") == "naive":  # the others keep verl's own transfer
         refuse_unsupported(rollout)

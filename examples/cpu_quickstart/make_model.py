@@ -10,6 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -54,6 +56,11 @@ KINDS: dict[str, tuple[type, type[PreTrainedModel], dict[str, Any]]] = {
             "num_experts_per_tok": 4,  # all: a choice of some would hang on how numbers are rounded
             "moe_intermediate_size": 64,
         },
+    ),
+    "mixtral": (
+        MixtralConfig,
+        MixtralForCausalLM,
+        {"tie_word_embeddings": False, "num_local_experts": 4, "num_experts_per_tok": 4},
     ),
     "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
 }

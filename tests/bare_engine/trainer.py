@@ -13,8 +13,11 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 
-def build(model_path: str, strategy: str, **settings: object) -> object:
-    """verl's registered actor engine for ``strategy``, initialized; Megatron's ``settings`` are a ``Layout``'s."""
+def build(model_path: str, strategy: str, model: dict[str, Any] | None = None, **settings: object) -> object:
+    """verl's registered actor engine for ``strategy``, initialized; Megatron's ``settings`` are a ``Layout``'s.
+
+    ``model``: more of verl's ``HFModelConfig``, for FSDP.
+    """
     if strategy == "megatron":
         from megatron_cpu import engines
 
@@ -28,6 +31,7 @@ def build(model_path: str, strategy: str, **settings: object) -> object:
         use_remove_padding=False,
         enable_gradient_checkpointing=False,
         override_config={"attn_implementation": "sdpa"},
+        **(model or {}),
     )
     engine_config = FSDPEngineConfig(strategy=strategy, use_torch_compile=False, **settings)
     optimizer = FSDPOptimizerConfig(lr=1e-2, total_training_steps=10)

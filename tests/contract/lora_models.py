@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, O
 
 from contract.fsdp_layouts import torchs_own_state
 from contract.reading import Reader
+from verl_sync_plugin.lora.adapters import InUse, copies_in_use
 from verl_sync_plugin.lora.names import merged_name
 from verl_sync_plugin.lora.weights import lora_weights, renamed_weights
 from verl_sync_plugin.planner import plan_buckets
@@ -84,22 +86,28 @@ def shard(model: PeftModel, layout: Layout) -> torch.nn.Module:
     )
 
 
-def rename(state: dict[str, Any]) -> dict[str, Any]:
-    return {hf: value for name, value in state.items() if (hf := merged_name(name)) is not None}
+def rename(state: dict[str, Any], in_use: dict[str, str | None] | None = None) -> dict[str, Any]:
+    return {hf: value for name, value in state.items() if (hf := merged_name(name, in_use or {})) is not None}
 
 
 def merging_source(
-    module: torch.nn.Module, model_type: str, merge: bool = True, gather_bytes: int = 40_000
+    module: torch.nn.Module,
+    model_type: str,
+    merge: bool = True,
+    gather_bytes: int = 40_000,
+    timeout_seconds: float = 30.0,
 ) -> MergingSource:
     """As the manager opens it; so small that the factors of a few buckets are gathered at a time."""
     policy, rewrite = WirePolicy(torch.bfloat16), verl_rewrite(model_type)
+    model = getattr(module, "_fsdp_wrapped_module", module)
+    renaming = partial(rename, in_use=copies_in_use(model))
     inner: FSDP1Source | FSDP2Source
     if isinstance(module, FullyShardedDataParallel):
-        inner = FSDP1Source(module, policy, rewrite, rename)
+        inner = FSDP1Source(module, policy, rewrite, renaming)
     else:
-        inner = FSDP2Source(module, policy, rewrite, rename)
-    model = getattr(module, "_fsdp_wrapped_module", module)
-    return MergingSource(inner, renamed_weights(lora_weights(model), rename), CPU, merge, gather_bytes)
+        inner = FSDP2Source(module, policy, rewrite, renaming)
+    weights = renamed_weights(lora_weights(model), renaming)
+    return MergingSource(inner, weights, CPU, merge, gather_bytes, InUse(model).check, timeout_seconds)
 
 
 def deliver(

@@ -177,6 +177,14 @@ def weights_of(kind: str, seed: int) -> Weights:
 
 def start(folder: Path, kind: str, rank: int, world: int, port: int) -> Any:
     """Sets SGLang up for one model in this process (again, if need be); returns its ``ModelConfig``."""
+    home = folder / f"{kind}-{rank}"
+    home.mkdir(parents=True, exist_ok=True)
+    (home / "config.json").write_text(json.dumps(config_of(kind)))
+    return start_from(home, rank, world, port)
+
+
+def start_from(home: Path, rank: int, world: int, port: int, attention: str = "torch_native") -> Any:
+    """As ``start``, for the model whose ``config.json`` lies in ``home``."""
     from sglang.srt import distributed
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import parallel_state
@@ -184,12 +192,9 @@ def start(folder: Path, kind: str, rank: int, world: int, port: int) -> Any:
     from sglang.srt.layers.moe.utils import initialize_moe_config
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-    home = folder / f"{kind}-{rank}"
-    home.mkdir(parents=True, exist_ok=True)
-    (home / "config.json").write_text(json.dumps(config_of(kind)))
     args = ServerArgs(
         model_path=str(home), device="cpu", tp_size=world, load_format="dummy", dtype="bfloat16",
-        attention_backend="torch_native", sampling_backend="pytorch", skip_tokenizer_init=True,
+        attention_backend=attention, sampling_backend="pytorch", skip_tokenizer_init=True,
         disable_cuda_graph=True,
     )  # fmt: skip
     set_global_server_args_for_scheduler(args)

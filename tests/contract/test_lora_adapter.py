@@ -17,6 +17,7 @@ from peft import LoraConfig, get_peft_model_state_dict
 from worlds import run_world
 
 from contract.fsdp_layouts import torchs_own_state
+from verl_sync_plugin.config import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.lora.settings import refuse_unservable
 from verl_sync_plugin.metrics import SyncReport
@@ -75,7 +76,7 @@ def send_three_times(layout: Layout) -> None:
     reference = peft_model(VARIANT)
     module = shard(peft_model(VARIANT), layout)
     config = reference.peft_config["default"]
-    sender = AdapterSender(merging_source(module, "qwen2", merge=False), config, torch.bfloat16, check_finite=True)
+    sender = AdapterSender(merging_source(module, "qwen2", merge=False), config, torch.bfloat16, SyncConfig())
     agreement, engine = Agreement(20.0), Engine()
     for version in (1, 2, 3):
         report = SyncReport(version)

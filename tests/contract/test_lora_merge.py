@@ -22,12 +22,15 @@ from lora_models import (
 )
 from models import build
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from worlds import run_world
 
 from contract.fsdp_layouts import torchs_own_state
 from verl_sync_plugin.lora.names import is_adapter
-from verl_sync_plugin.lora.weights import lora_weights
+from verl_sync_plugin.lora.weights import Kind, lora_weights
 from verl_sync_plugin.source.naming import verl_rewrite
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -132,6 +135,27 @@ def test_cpu_offload_policy() -> None:
         run_world(2, merge_and_compare, variant, Layout((2,), offloaded=True))
 
 
+def layers_that_are_units() -> None:
+    """FSDP2 gives a module that it shards by itself a class of its own."""
+    variant = Variant("units", config={"target_modules": ["q_proj", "down_proj", "embed_tokens"]})
+    model: Any = peft_model(variant)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in [each for each in model.modules() if isinstance(each, LoraLayer)]:
+        fully_shard(layer, mesh=mesh)  # type: ignore[arg-type]
+    module = shard(model, Layout((2,)))
+    assert {type(each).__name__ for each in module.modules()} >= {"FSDPLinear", "FSDPEmbedding"}
+    source = merging_source(module, variant.model)
+    expected = peft_merge(peft_model(variant), torchs_own_state(module))
+    for name, tensor in deliver(source, 9_001).items():
+        assert_within_one_ulp(name, tensor, expected[name])
+    weights = lora_weights(module)
+    assert weights and all(weight.plain is (weight.kind is Kind.LINEAR) for weight in weights)
+
+
+def test_adapted_layers_that_are_fsdp_units() -> None:
+    run_world(2, layers_that_are_units)
+
+
 @pytest.mark.parametrize(
     ("config", "model", "text"),
     [
@@ -141,12 +165,6 @@ def test_cpu_offload_policy() -> None:
         pytest.param(
             {"target_modules": ["q_proj"], "alora_invocation_tokens": [1]}, "qwen2", "ALoraLinearVariant", id="alora"
         ),
-        pytest.param(
-            {"target_modules": ["q_proj"], "trainable_token_indices": [1]},
-            "qwen2",
-            "trainable_token_indices",
-            id="tokens",
-        ),
     ],
 )
 def test_what_cannot_be_merged_is_refused_by_name(config: dict[str, Any], model: str, text: str) -> None:
@@ -154,6 +172,12 @@ def test_what_cannot_be_merged_is_refused_by_name(config: dict[str, Any], model:
     with pytest.raises(ValueError, match=text) as caught:
         lora_weights(adapted)
     assert "LoRA module 'base_model" in str(caught.value)
+
+
+def test_trained_tokens_are_refused_by_name() -> None:
+    adapted = get_peft_model(build("qwen2"), LoraConfig(r=3, target_modules=["q_proj"], trainable_token_indices=[1]))
+    with pytest.raises(ValueError, match=r"adapter 'default' has trainable_token_indices=\[1\]"):
+        lora_weights(adapted)
 
 
 def test_two_active_adapters_are_refused_by_name() -> None:

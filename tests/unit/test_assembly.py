@@ -130,3 +130,17 @@ def test_finish_names_half_a_pair() -> None:
     assert list(assembler.tensors(memory, (entry,))) == []
     with pytest.raises(ValueError, match=f"incomplete tensors: {name}"):
         assembler.finish()
+
+
+def test_what_a_model_does_to_a_tensor_stays_away_from_other_readers() -> None:
+    """SGLang's Gemma adds 1 to norms where they arrive, and its gpt-oss writes zeros; both ranks read this slot."""
+    whole = torch.arange(8, dtype=torch.float32)
+    base = Base("norm.weight", "float32", 4, (0, 8), (View("norm.weight", (8,), 0, 8),))
+    (bucket,) = plan_buckets((base,), 1 << 10, sharded=True).buckets
+    slots = [torch.zeros(bucket.stride, dtype=torch.uint8) for _ in range(2)]
+    slots[1][:32] = whole.view(torch.uint8)
+    for _ in range(2):
+        memory = BucketMemory(slots, bucket.stride, bucket.world)
+        ((_, tensor),) = Assembler().tensors(memory, bucket.entries)
+        assert torch.equal(tensor, whole)
+        tensor += 1

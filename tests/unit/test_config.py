@@ -7,13 +7,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from verl_sync_plugin.config import (
-    KEY_PREFIX,
-    TURN_OFF,
-    SyncConfig,
-    refuse_unsupported,
-    sync_config_of,
-)
+from verl_sync_plugin.config import KEY_PREFIX, TURN_OFF, SyncConfig, sync_config_of
+from verl_sync_plugin.refusals import refuse_unsupported
 
 
 def test_defaults() -> None:
@@ -120,7 +115,7 @@ def test_missing_sections_mean_defaults(custom: dict[str, Any] | None) -> None:
 @pytest.mark.parametrize(
     ("custom", "text"),
     [
-        (5, "actor_rollout_ref.rollout.custom=5: not a mapping. Use custom.sync.<key>=<value>."),
+        (5, "rollout.custom=5: not a mapping. Use actor_rollout_ref.rollout.custom.<key>=<value>."),
         ({"sync": 5}, f"{KEY_PREFIX}=5: not a mapping. Use {KEY_PREFIX}.<key>=<value>."),
         ({"sync": ["enabled"]}, f"{KEY_PREFIX}=['enabled']: not a mapping."),
     ],

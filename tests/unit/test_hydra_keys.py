@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from verl.utils.config import omega_conf_to_dataclass
 import unmeasured
 from verl_sync_plugin.bucket_size import DEFAULT_MEGABYTES, LONG_BUCKET_KEY, SHORT_BUCKET_KEY
 from verl_sync_plugin.config import KEY_PREFIX, SyncConfig, sync_config_of
+from verl_sync_plugin.driver import settle
 from verl_sync_plugin.rollout_config import SyncRolloutConfig, check_rollout
 
 CONFIG_DIR = Path(verl.__file__).parent / "trainer" / "config"
@@ -39,9 +40,25 @@ def hydra_in_verls_folder() -> Iterator[None]:
 
 
 def rollout_of(*overrides: str, name: str = "ppo_trainer") -> DictConfig:
+    """As composed: nothing is settled, as for a program of the user's."""
     config = compose(name, overrides=[SGLANG, *overrides])
     rollout: DictConfig = config.actor_rollout_ref.rollout
     return rollout
+
+
+def settled(*overrides: str, name: str = "ppo_trainer") -> DictConfig:
+    """As the driver leaves it."""
+    config = compose(name, overrides=[SGLANG, *overrides])
+    settle(config)
+    once = OmegaConf.to_container(config)
+    settle(config)
+    assert OmegaConf.to_container(config) == once, "settling a second time changes something"
+    rollout: DictConfig = config.actor_rollout_ref.rollout
+    return rollout
+
+
+Made = Callable[..., DictConfig]
+either = pytest.mark.parametrize("made", [rollout_of, settled])
 
 
 def built(rollout: DictConfig) -> SyncRolloutConfig:
@@ -51,55 +68,47 @@ def built(rollout: DictConfig) -> SyncRolloutConfig:
     return config
 
 
+@either
 @pytest.mark.parametrize(("name", "engine"), TRAINERS)
-def test_defaults(name: str, engine: tuple[str, ...]) -> None:
-    rollout = rollout_of(*engine, name=name)
-    stock = OmegaConf.load(CONFIG_DIR / "rollout" / "rollout.yaml")
-    config = built(rollout)
-    assert config.update_weights_bucket_megabytes is None
+def test_defaults(name: str, engine: tuple[str, ...], made: Made) -> None:
+    config = built(made(*engine, name=name))
+    assert config.update_weights_bucket_megabytes == DEFAULT_MEGABYTES
     assert config.checkpoint_engine.update_weights_bucket_megabytes == DEFAULT_MEGABYTES
+    assert config.multi_stage_wake_up is True
     assert sync_config_of(config) == SyncConfig()
-    check_rollout(rollout)
-    for stock_run in ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.custom.sync.enabled=False"):
-        untouched = rollout_of(*engine, stock_run, name=name)
-        assert (
-            untouched.checkpoint_engine.update_weights_bucket_megabytes
-            == stock.checkpoint_engine.update_weights_bucket_megabytes
-        )
 
 
+@either
+@pytest.mark.parametrize("off", [f"{ROLLOUT}.name=vllm", f"{KEY_PREFIX}.enabled=False"])
 @pytest.mark.parametrize(("name", "engine"), TRAINERS)
-def test_short_key_reaches_the_long_one(name: str, engine: tuple[str, ...]) -> None:
-    config = built(rollout_of(*engine, f"{SHORT_BUCKET_KEY}=512", name=name))
-    assert config.update_weights_bucket_megabytes == 512
-    assert config.checkpoint_engine.update_weights_bucket_megabytes == 512
+def test_verls_bucket_where_verl_moves_the_weights(name: str, engine: tuple[str, ...], off: str, made: Made) -> None:
+    stock = OmegaConf.load(CONFIG_DIR / "rollout" / "rollout.yaml").checkpoint_engine.update_weights_bucket_megabytes
+    for short, expected in (("null", stock), ("auto", stock), (64, 64)):
+        rollout = made(*engine, off, f"{SHORT_BUCKET_KEY}={short}", name=name)
+        assert omega_conf_to_dataclass(rollout).checkpoint_engine.update_weights_bucket_megabytes == expected
 
 
+@either
+@pytest.mark.parametrize("key", [SHORT_BUCKET_KEY, LONG_BUCKET_KEY])
 @pytest.mark.parametrize(("name", "engine"), TRAINERS)
-def test_long_key_alone(name: str, engine: tuple[str, ...]) -> None:
-    config = built(rollout_of(*engine, f"{LONG_BUCKET_KEY}=256", name=name))
-    assert config.update_weights_bucket_megabytes is None
-    assert config.checkpoint_engine.update_weights_bucket_megabytes == 256
+def test_one_key_reaches_the_other(name: str, engine: tuple[str, ...], key: str, made: Made) -> None:
+    config = built(made(*engine, f"{key}=64", name=name))
+    assert config.update_weights_bucket_megabytes == 64
+    assert config.checkpoint_engine.update_weights_bucket_megabytes == 64
 
 
+@either
 @pytest.mark.parametrize(("name", "engine"), TRAINERS)
-def test_auto_stays_auto_and_verl_reads_a_number(name: str, engine: tuple[str, ...]) -> None:
-    rollout = rollout_of(*engine, f"{SHORT_BUCKET_KEY}=auto", name=name)
-    check_rollout(rollout)
+def test_auto_stays_auto_and_verl_reads_a_number(name: str, engine: tuple[str, ...], made: Made) -> None:
+    rollout = made(*engine, f"{SHORT_BUCKET_KEY}=auto", name=name)
     config = built(OmegaConf.create(OmegaConf.to_yaml(rollout, resolve=True)))
     assert config.update_weights_bucket_megabytes == "auto"
     assert config.checkpoint_engine.update_weights_bucket_megabytes == DEFAULT_MEGABYTES
 
 
-def test_auto_of_a_plugin_that_is_off_is_verls_number() -> None:
-    stock = OmegaConf.load(CONFIG_DIR / "rollout" / "rollout.yaml").checkpoint_engine
-    rollout = rollout_of(f"{SHORT_BUCKET_KEY}=auto", f"{KEY_PREFIX}.enabled=False")
-    long = rollout.checkpoint_engine.update_weights_bucket_megabytes
-    assert long == stock.update_weights_bucket_megabytes
-
-
-def test_both_keys_alike() -> None:
-    config = built(rollout_of(f"{SHORT_BUCKET_KEY}=128", f"{LONG_BUCKET_KEY}=128"))
+@either
+def test_both_keys_alike(made: Made) -> None:
+    config = built(made(f"{SHORT_BUCKET_KEY}=128", f"{LONG_BUCKET_KEY}=128"))
     assert config.checkpoint_engine.update_weights_bucket_megabytes == 128
 
 
@@ -167,7 +176,7 @@ def test_everything_else_is_verls() -> None:
 )
 def test_our_check_explains_bad_keys(override: str, text: str) -> None:
     rollout = rollout_of(override)
-    for check in (check_rollout, omega_conf_to_dataclass):
+    for check in (check_rollout, omega_conf_to_dataclass, lambda _: settled(override)):
         with pytest.raises(Exception) as caught:
             check(rollout)
         assert text in str(caught.value)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,9 +18,17 @@ from verl_sync_plugin.source.factors import FactorStore
 CPU = torch.device("cpu")
 
 
+class Done(dist.Work):
+    """A collective that has come to its end."""
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        assert timeout == timedelta(seconds=30), "waited for without the bound"
+        return True
+
+
 def stores_of(wholes: dict[str, torch.Tensor], cuts: dict[str, list[int]], world: int) -> list[FactorStore]:
     """What each rank keeps."""
-    stores = [FactorStore(CPU) for _ in range(world)]
+    stores = [FactorStore(CPU, 30.0) for _ in range(world)]
     for key, whole in wholes.items():
         bounds = [0, *sorted(cuts[key]), whole.numel()]
         runs = [whole.reshape(-1)[low:high] for low, high in pairwise(bounds)]
@@ -35,11 +45,13 @@ def gathered(
     """What the last rank gets, and after how many collectives."""
     sent: list[list[torch.Tensor]] = []
 
-    def all_gather(found: torch.Tensor, mine: torch.Tensor, group: object) -> None:
+    def all_gather(found: torch.Tensor, mine: torch.Tensor, group: object, async_op: bool) -> dist.Work:
         place = len(sent[-1])
         sent[-1].append(mine)
         if len(sent) == len(stores):
             found.copy_(torch.cat([parts[place] for parts in sent]))
+        assert async_op
+        return Done()
 
     monkeypatch.setattr("torch.distributed.all_gather_into_tensor", all_gather)
     found: dict[str, torch.Tensor] = {}

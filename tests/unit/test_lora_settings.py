@@ -176,7 +176,9 @@ def test_what_pefts_config_knows_reaches_the_model() -> None:
         (("lora.target_modules=[lm_head]",), True),
         (("lora.target_modules='.*embed_tokens'",), True),
         (("+lora.peft.modules_to_save=[lm_head]",), True),
-        (("lora.target_modules=[embed_tokens]", "+lora.peft.ensure_weight_tying=True"), False),
+        # FSDP makes parameters of their own of the factors that PEFT ties
+        (("lora.target_modules=[embed_tokens]", "+lora.peft.ensure_weight_tying=True"), True),
+        (("+lora.peft.modules_to_save=[embed_tokens]", "+lora.peft.ensure_weight_tying=True"), False),
         (("lora.target_modules=[embed_tokens,q_proj]", "lora.exclude_modules=[embed_tokens]"), False),
         (("lora.target_modules=[q_proj]",), False),
         ((), False),

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
-import textwrap
 import types
 from pathlib import Path
 
 import pytest
 
 import verl_sync_plugin
+from fresh_process import other_plugin, python
 from verl_sync_plugin import compat
 from verl_sync_plugin.errors import IncompatibleHostError
 
 PACKAGE = Path(verl_sync_plugin.__file__).resolve().parent
 LIMIT = 0.1  # seconds that importing the plugin may add to importing verl
-
-
-def python(folder: Path, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs ``code`` in a fresh interpreter, away from the source tree."""
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=folder,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
 
 
 def test_import_is_quick_and_light(tmp_path: Path) -> None:
@@ -100,17 +84,6 @@ def test_broken_plugin_stops_the_process(tmp_path: Path, module: str) -> None:
     assert ended.returncode != 0
     assert ended.stderr.count("verl-sync-plugin cannot be loaded: ImportError: broken on purpose") == 1
     assert "VERL_USE_EXTERNAL_PLUGINS=none" in ended.stderr
-
-
-def other_plugin(folder: Path, code: str) -> Path:
-    """Installs another plugin of verl beside ours; it is found, and loaded, before ours."""
-    site = folder / "site"
-    metadata = site / "other_plugin-1.0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: other-plugin\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[verl.plugins]\nother = other_plugin\n")
-    (site / "other_plugin.py").write_text(textwrap.dedent(code))
-    return site
 
 
 @pytest.mark.parametrize(

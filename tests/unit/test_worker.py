@@ -6,11 +6,14 @@ import asyncio
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
+import verl
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import MAGIC_ATTR
@@ -18,9 +21,11 @@ from verl.trainer.ppo.utils import Role
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 import unmeasured
+from verl_sync_plugin.bucket_size import DEFAULT_MEGABYTES
 from verl_sync_plugin.config import KEY_PREFIX
 from verl_sync_plugin.hooks import trainer, worker
 
+CONFIG_DIR = Path(verl.__file__).parent / "trainer" / "config"
 PAIRS = [
     (ActorRolloutRefWorker, worker.SyncActorRolloutRefWorker),
     (DetachActorWorker, worker.SyncDetachActorWorker),
@@ -70,10 +75,10 @@ def test_roles_with_a_rollout_get_ours() -> None:
 class Verls:
     """The part of verl's trainer that our mixin extends."""
 
-    def __init__(self, rollout: dict[str, Any], reward: dict[str, Any]) -> None:
-        config = {"actor_rollout_ref": {"rollout": rollout}, "reward": {"reward_model": reward}}
-        self.config = OmegaConf.create(config)
-        OmegaConf.set_struct(self.config, True)
+    def __init__(self, *overrides: str) -> None:
+        with initialize_config_dir(str(CONFIG_DIR), version_base=None):
+            self.config = compose("ppo_trainer", overrides=list(overrides))
+        OmegaConf.resolve(self.config)  # as verl's task runner
         self.role_worker_mapping: dict[Any, Any] = {}
 
     def _init_resource_pool_mgr(self) -> None:
@@ -87,31 +92,58 @@ class Ours(trainer.SyncTrainerMixin, Verls):
         return found
 
 
-ALONE = {"enable": False, "enable_resource_pool": False}
+ROLLOUT = "actor_rollout_ref.rollout"
+SGLANG = f"{ROLLOUT}.name=sglang"
 
 
 @pytest.mark.parametrize(
-    ("rollout", "ours"),
+    ("overrides", "ours"),
     [
-        ({"name": "sglang"}, True),
-        ({"name": "vllm"}, False),
-        ({"name": "sglang", "custom": {"sync": {"enabled": False}}}, False),
+        ((SGLANG,), True),
+        ((SGLANG, "model_engine=megatron"), True),
+        ((f"{ROLLOUT}.name=vllm",), False),
+        ((SGLANG, f"{KEY_PREFIX}.enabled=False"), False),
+        ((SGLANG, "model_engine=veomni"), False),
     ],
 )
-def test_only_a_plugin_that_is_on_takes_the_worker(rollout: dict[str, Any], ours: bool) -> None:
-    assert Ours(rollout, ALONE).worker() is PAIRS[0][ours]
+def test_only_a_plugin_that_is_on_takes_the_worker(overrides: tuple[str, ...], ours: bool) -> None:
+    assert Ours(*overrides).worker() is PAIRS[0][ours]
+
+
+def test_a_config_that_no_driver_has_settled_is_settled_by_the_trainer() -> None:
+    """Composed by a program of the user's or by a multirun, and resolved by verl's task runner."""
+    ours = Ours(SGLANG, "actor_rollout_ref.model.lora.rank=8", "actor_rollout_ref.model.lora.merge=True")
+    ours.worker()
+    rollout = ours.config.actor_rollout_ref.rollout
+    assert ours.config.actor_rollout_ref.model.lora_rank == 8
+    assert rollout.checkpoint_engine.update_weights_bucket_megabytes == DEFAULT_MEGABYTES
+    with pytest.raises(ValueError, match=r"timeout_seconds=-1"):
+        Ours(SGLANG, f"{KEY_PREFIX}.timeout_seconds=-1").worker()
+
+
+def test_verls_flat_reference_config_has_none_of_our_keys_and_runs() -> None:
+    ours = Ours(SGLANG)
+    flat: Any = OmegaConf.load(CONFIG_DIR / "_generated_ppo_veomni_trainer.yaml")
+    flat.actor_rollout_ref.rollout.name = "sglang"
+    ours.config = OmegaConf.create(flat)
+    OmegaConf.set_struct(ours.config, True)
+    assert ours.worker() is PAIRS[0][False]
+    assert ours.config.actor_rollout_ref.rollout.custom.sync.enabled is False
+
+
+REWARD = "reward.reward_model"
 
 
 @pytest.mark.parametrize(
-    ("reward", "setting"),
+    ("overrides", "setting"),
     [
-        (ALONE, None),
-        ({"enable": True, "enable_resource_pool": True}, None),
-        ({"enable": True, "enable_resource_pool": False}, "always"),
+        ((), "auto"),
+        ((f"{REWARD}.enable=True", f"{REWARD}.enable_resource_pool=True"), "auto"),
+        ((f"{REWARD}.enable=True", f"{REWARD}.enable_resource_pool=False"), "always"),
     ],
 )
-def test_another_engine_on_the_same_device_gets_the_cache_back(reward: dict[str, Any], setting: str | None) -> None:
-    ours = Ours({"name": "sglang"}, reward)
+def test_another_engine_on_the_same_device_gets_the_cache_back(overrides: tuple[str, ...], setting: str) -> None:
+    ours = Ours(SGLANG, *overrides)
     ours.worker()
     assert OmegaConf.select(ours.config, f"{KEY_PREFIX}.empty_cache") == setting
 

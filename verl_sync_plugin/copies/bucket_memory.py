@@ -42,6 +42,11 @@ class BucketMemory:
     def device(self) -> torch.device:
         return self._slots[0].device
 
+    @property
+    def shared(self) -> bool:
+        """Other engine ranks read these slots too."""
+        return len(self._slots) > 1
+
     def at(self, offset: int) -> tuple[torch.Tensor, int]:
         """The slot that holds byte ``offset`` of the bucket, and the offset in it."""
         if len(self._slots) == 1:

@@ -10,6 +10,7 @@ from verl.utils.device import get_device_name
 
 from verl_sync_plugin.bucket_size import AutoBucket, check_bucket_megabytes
 from verl_sync_plugin.config import sync_config_of
+from verl_sync_plugin.families import refuse_family
 from verl_sync_plugin.hooks.backup import keep_cpu_backup
 from verl_sync_plugin.hooks.endpoint import ServerActorEndpoint
 from verl_sync_plugin.hooks.engine import ShardStream
@@ -33,8 +34,9 @@ def make_manager(
         awake: see ``awake_behind_load``.
 
     Raises:
-        ValueError: a key does not fit; names it, its value and the remedy.
+        ValueError: a key or the model does not fit; names it, its value and the remedy.
     """
+    refuse_family(str(model_config.path), model_config.hf_config.to_dict())  # the driver may have had no checkpoint
     sync, device = sync_config_of(config), trainer_device()
     manager_class = get_sharding_manager(stream.trainer, str(config.name))
     megabytes = check_bucket_megabytes(

@@ -9,6 +9,7 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 
 from verl_sync_plugin.config import sync_config_of
 from verl_sync_plugin.hooks.server import SyncSGLangHttpServer
+from verl_sync_plugin.hooks.trainer import say_without_metrics
 from verl_sync_plugin.log import say
 from verl_sync_plugin.transport.request import new_token
 
@@ -23,6 +24,12 @@ class SyncSGLangReplica(SGLangReplica):
         if self.syncs_weights:
             self.server_class = ray.remote(server_of_one_engine())
             say(f"task runner: replica {self.replica_rank} is ours")
+
+    async def init_hybrid(self, *args: Any, **kwargs: Any) -> Any:
+        """Hybrid replicas share GPUs and weights with the trainer that makes them, in the trainer's process."""
+        if self.syncs_weights:
+            say_without_metrics()
+        return await super().init_hybrid(*args, **kwargs)
 
     async def init_standalone(self, *args: Any, **kwargs: Any) -> Any:
         """Standalone replicas are loaded by verl's checkpoint engines and keep verl's server."""

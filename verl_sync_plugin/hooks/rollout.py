@@ -18,20 +18,21 @@ from verl.utils.device import get_torch_device
 from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 from verl.workers.rollout.sglang_rollout.utils import lora_served_as_adapter
 
-from verl_sync_plugin.config import TRAINERS, TURN_OFF, refuse_unsupported, sync_config_of
+from verl_sync_plugin.config import sync_config_of
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.hooks import activation
 from verl_sync_plugin.hooks.awake import WEIGHTS, awake_behind_load, sleep_tags, wake_stages
+from verl_sync_plugin.hooks.conflict import refuse_plain_stream
 from verl_sync_plugin.hooks.engine import ShardStream
 from verl_sync_plugin.hooks.making import make_manager, sglang_arguments, trainer_device
 from verl_sync_plugin.hooks.report_file import write_report
 from verl_sync_plugin.log import say
 from verl_sync_plugin.metrics import SyncReport
+from verl_sync_plugin.refusals import refuse_unsupported
 from verl_sync_plugin.sharding_manager.base import ShardingManager
-from verl_sync_plugin.sharding_manager.cache import release_cache
 from verl_sync_plugin.sharding_manager.endpoint import abandon
 from verl_sync_plugin.sharding_manager.gauges import note_device_memory
-from verl_sync_plugin.sharding_manager.room import FIRST, REST, Room, growth, read_device
+from verl_sync_plugin.sharding_manager.room import FIRST, REST, Room, growth, read_device, release_cache
 
 
 class SyncServerAdapter(ServerAdapter):
@@ -113,12 +114,15 @@ class SyncServerAdapter(ServerAdapter):
 
         Raises:
             SyncError: any rank failed; the same text on every rank.
+            RegistryConflictError: the stream comes from another plugin's engine.
             ValueError: the stream comes from an engine without sharding manager.
         """
         if not self._colocated:
             say("disaggregated rollout: verl's checkpoint engine and stock loading move the weights")
             await super().update_weights(weights, global_steps=global_steps, **kwargs)
             return
+        if not isinstance(weights, ShardStream):
+            refuse_plain_stream()
         await self._init_server_adapter()
         manager, early = self._manager_for(weights, ends), self._early
         self._early = None
@@ -184,12 +188,7 @@ class SyncServerAdapter(ServerAdapter):
         """
         await self._finish(self._stage_two if self.config.free_cache_engine else [])
 
-    def _manager_for(self, weights: Any, ends: bool) -> ShardingManager:
-        if not isinstance(weights, ShardStream):
-            raise ValueError(
-                "the training engine exports a plain weight stream: no sharding manager knows it "
-                f"(actor_rollout_ref.actor.strategy other than {', '.join(TRAINERS)}). Use one of these, or {TURN_OFF}."
-            )
+    def _manager_for(self, weights: ShardStream, ends: bool) -> ShardingManager:
         if self._manager is None:
             self._manager = self._make_manager(weights)
             if ends and self.config.free_cache_engine:

@@ -8,15 +8,31 @@ import ray
 from omegaconf import OmegaConf
 
 from verl_sync_plugin.config import KEY_PREFIX, sync_config_of
+from verl_sync_plugin.driver import settle
+from verl_sync_plugin.hooks.report_file import REPORT_FILE_VARIABLE
 from verl_sync_plugin.log import say
 from verl_sync_plugin.metrics import metrics_of, timing_of
+
+_logs_reports = False  # a trainer of this process puts the reports of syncs into its metrics
+_said = False
 
 
 class SyncTrainerMixin:
     """Goes before verl's trainer class."""
 
     def _init_resource_pool_mgr(self: Any) -> None:
-        """verl's step that says which class serves which role; its own ``separate_async`` trainer extends it too."""
+        """verl's step that says which class serves which role; its own ``separate_async`` trainer extends it too.
+
+        Nothing has been read before that the driver settles, so a config that no driver of ours has seen is settled
+        here: one composed by a program of the user's, or by a multirun.
+
+        Raises:
+            ValueError: see ``driver.settle``.
+        """
+        global _logs_reports
+        _logs_reports = True
+        if line := settle(self.config, resolved=True):
+            say(f"task runner: {line}")
         super()._init_resource_pool_mgr()  # type: ignore[misc]
         rollout = self.config.actor_rollout_ref.rollout
         if rollout.get("name") != "sglang" or not sync_config_of(rollout).enabled:
@@ -57,6 +73,18 @@ def take_reports(replicas: list[Any]) -> list[dict[str, Any]]:
     ours = [replica.servers[0] for replica in replicas if getattr(replica, "syncs_weights", False)]
     reports = ray.get([server.take_sync_report.remote() for server in ours])
     return [report for report in reports if report is not None]
+
+
+def say_without_metrics() -> None:
+    """Says, once per process, when no trainer of ours is there to put the reports of syncs into its metrics."""
+    global _said
+    if not _logs_reports and not _said:
+        _said = True
+        say(
+            "task runner: NO SYNC METRICS: the plugin does not extend this trainer (verl's legacy trainer, or one that "
+            "another plugin registered later), so it logs no timing_s/sync/* and sync/*. Each sync is reported in a "
+            f"log line, and in the file that {REPORT_FILE_VARIABLE} names."
+        )
 
 
 def reporting(trainer: type) -> type:

@@ -68,12 +68,22 @@ def unties_embeddings(model: Any) -> bool:
     """
     if lora_rank_of(model) == 0 or not getattr(model.hf_config, "tie_word_embeddings", False):
         return False
+    config = lora_config(model)
+    targeted, saved = adapted_ends(config)
+    if saved:  # PEFT can save one module for both; the factors that it ties become parameters of their own in FSDP
+        return not getattr(config, "ensure_weight_tying", False)
+    return bool(targeted)
+
+
+def adapted_ends(config: Any) -> tuple[list[str], list[str]]:
+    """Which of embedding and head have factors in an adapter, and which it trains whole; by name.
+
+    Args:
+        config: PEFT's ``LoraConfig``.
+    """
     from peft.tuners.tuners_utils import check_target_module_exists
 
-    config = lora_config(model)
-    if getattr(config, "ensure_weight_tying", False):
-        return False
     saved = [name for name in _TIED_NAMES for save in config.modules_to_save or () if f".{name}".endswith(f".{save}")]
-    if saved or config.target_modules in (None, "all-linear"):  # PEFT leaves the head out of all-linear
-        return bool(saved)
-    return any(check_target_module_exists(config, name) for name in _TIED_NAMES)
+    if config.target_modules in (None, "all-linear"):  # PEFT leaves the head out of all-linear
+        return [], saved
+    return [name for name in _TIED_NAMES if check_target_module_exists(config, name)], saved

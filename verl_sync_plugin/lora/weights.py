@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
+from verl_sync_plugin.lora.adapters import REMEDY, refuse_others
+from verl_sync_plugin.lora.names import adapter_of
 from verl_sync_plugin.source.naming import clean_name
-
-REMEDY = "Merge the adapter yourself, or set actor_rollout_ref.rollout.custom.sync.enabled=False to run stock verl"
 
 
 class Kind(Enum):
@@ -64,7 +65,7 @@ class LoRAWeight:
         from peft.tuners.lora import Linear
 
         layer = self.layer
-        ordinary = type(layer) is Linear and layer.lora_variant.get(self.adapter) is None
+        ordinary = _class_of(layer) is Linear and layer.lora_variant.get(self.adapter) is None
         return ordinary and self.kind is Kind.LINEAR and self.magnitude is None and not self.transposed
 
     def columns(self, shape: tuple[int, ...]) -> int:
@@ -83,21 +84,34 @@ def lora_weights(model: torch.nn.Module) -> list[LoRAWeight]:
     """All adapted weights of a PEFT model; names as PEFT's state dict has them, ``base_layer`` included.
 
     Raises:
-        ValueError: an adapter that cannot be merged; the text names the module.
+        ValueError: an adapter that cannot be merged, LoRA or not; the text names the module.
     """
     from peft.tuners.lora import LoraLayer
-    from peft.utils.other import TrainableTokensWrapper
 
+    refuse_others(model)
     found: list[LoRAWeight] = []
     for wrapped, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
             found.extend(_of_layer(clean_name(wrapped), layer))
-        elif isinstance(layer, TrainableTokensWrapper):
-            raise ValueError(
-                f"LoRA module {clean_name(wrapped)!r} has trainable_token_indices, which weight sync cannot merge. "
-                f"{REMEDY}."
-            )
     return found
+
+
+def refuse_incomplete(weights: Mapping[str, LoRAWeight], exported: Container[str], factors: Sequence[str]) -> None:
+    """Raises ValueError, with names, unless all that travels is merged with all that belongs to its adapters.
+
+    Args:
+        weights: all adapted weights by name.
+        exported: names of those that are part of what travels; another one's delta would never arrive.
+        factors: state-dict keys of all adapter parameters of the trainer, of adapters that are not in use too.
+    """
+    merged = {key for weight in weights.values() for key in weight.keys}
+    lost = [name for name in weights if name not in exported] + list(merged.difference(factors))
+    if lost:
+        raise ValueError(f"LoRA parameters without a counterpart in the trainer's state: {', '.join(sorted(lost)[:5])}")
+    adapters = {weight.adapter for weight in weights.values()}
+    left = [key for key in factors if key not in merged and adapter_of(key) in adapters]
+    if left:
+        raise ValueError(f"weight sync does not know the use of LoRA parameters: {', '.join(left[:5])}. {REMEDY}.")
 
 
 def _of_layer(name: str, layer: Any) -> Iterator[LoRAWeight]:
@@ -119,15 +133,21 @@ def _of_layer(name: str, layer: Any) -> Iterator[LoRAWeight]:
             yield LoRAWeight(f"{name}.base_layer.bias", layer, adapter, Kind.BIAS, "", bias)
 
 
+def _class_of(layer: Any) -> Any:
+    """The class of a layer; FSDP2 puts one of its own before that."""
+    return next(each for each in type(layer).__mro__ if not issubclass(each, FSDPModule))
+
+
 def _kind(name: str, layer: Any) -> Kind:
     from peft.tuners.lora.layer import Conv1d, Conv2d, Conv3d, Embedding, Linear, ParamWrapper
 
-    if type(layer) is ParamWrapper:
+    found = _class_of(layer)
+    if found is ParamWrapper:
         return Kind.EXPERTS if layer.num_experts > 1 else Kind.LINEAR
     kinds = {Linear: Kind.LINEAR, Embedding: Kind.EMBEDDING, Conv1d: Kind.CONV, Conv2d: Kind.CONV, Conv3d: Kind.CONV}
-    kind = kinds.get(type(layer))
+    kind = kinds.get(found)
     if kind is None:
-        raise ValueError(f"LoRA module {name!r} is a {type(layer).__name__}: weight sync cannot merge it. {REMEDY}.")
+        raise ValueError(f"LoRA module {name!r} is a {found.__name__}: weight sync cannot merge it. {REMEDY}.")
     return kind
 
 
@@ -135,7 +155,9 @@ def _refuse(name: str, layer: Any, adapter: str, kind: Kind) -> None:
     problem = ""
     variant = getattr(layer, "lora_variant", {}).get(adapter)
     base = layer.get_base_layer()
-    if layer.merged:
+    if layer.disable_adapters:
+        problem = "is switched off"
+    elif layer.merged:
         problem = "is merged into its base weight already"
     elif len(layer.active_adapters) > 1:
         problem = f"has several active adapters {layer.active_adapters}"

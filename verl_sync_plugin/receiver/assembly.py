@@ -45,7 +45,7 @@ class Assembler:
         self._waiting: dict[str, tuple[str, torch.Tensor]] = {}
 
     def tensors(self, memory: BucketMemory, entries: tuple[Entry, ...]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that are complete with this bucket; they may alias ``memory``.
+        """The tensors that are complete with this bucket; they may alias ``memory`` unless that is shared.
 
         Args:
             memory: the bucket.
@@ -66,7 +66,8 @@ class Assembler:
         here = sum(piece.nbytes * piece.count for piece in entry.pieces)
         if here == entry.nbytes and all(piece.count == 1 for piece in entry.pieces):
             parts = [memory.narrow(piece.offset, piece.nbytes) for piece in entry.pieces]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
+            # A copy where others read: some models write into what they are given
+            return parts[0] if len(parts) == 1 and not memory.shared else torch.cat(parts)
         partial = self._partial.get(entry.name)
         if partial is None:
             partial = self._partial[entry.name] = torch.empty(entry.nbytes, dtype=torch.uint8, device=memory.device)

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
-from verl_sync_plugin.config import KEY_PREFIX
+from verl_sync_plugin.config import KEY_PREFIX, SyncConfig
 from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.lora.names import adapter_of
 from verl_sync_plugin.lora.serve import pack_adapter, served_name, served_settings
 from verl_sync_plugin.metrics import SyncReport
 from verl_sync_plugin.sharding_manager.agreement import Agreement
 from verl_sync_plugin.sharding_manager.endpoint import RolloutEndpoint, abandon
+from verl_sync_plugin.source.bounded import reached
 from verl_sync_plugin.source.lora import MergingSource
 
 ADAPTER = "default"  # verl's name for it
@@ -33,14 +35,14 @@ class AdapterSender:
         source: of the trainer, unmerged.
         config: PEFT's ``LoraConfig``.
         dtype: in which the factors travel.
-        check_finite: refuse NaN and Inf.
+        sync: whether NaN and Inf are refused, and how long other ranks are waited for.
     """
 
-    def __init__(self, source: MergingSource, config: Any, dtype: torch.dtype, check_finite: bool) -> None:
+    def __init__(self, source: MergingSource, config: Any, dtype: torch.dtype, sync: SyncConfig) -> None:
         self._source = source
         self._settings = served_settings(config)
         self._dtype = dtype
-        self._check_finite = check_finite
+        self._sync = sync
 
     async def send(
         self, agreement: Agreement, endpoint: RolloutEndpoint, report: SyncReport, version: str | None
@@ -70,8 +72,11 @@ class AdapterSender:
 
     def _gather(self) -> Generator[None, None, dict[str, torch.Tensor]]:
         factors = self._source.factors
-        found = yield from factors.gather(factors.names, self._source.group)
-        if self._check_finite:
+        names = tuple(name for name in factors.names if adapter_of(name) == ADAPTER)
+        found = yield from factors.gather(names, self._source.group)
+        for device in {factor.device for factor in found.values()}:
+            reached(device, self._sync.timeout_seconds)  # what follows waits for it without a bound
+        if self._sync.check_finite:
             _refuse_broken(found)
         return {served_name(key, ADAPTER): factor.to(self._dtype) for key, factor in found.items()}
 

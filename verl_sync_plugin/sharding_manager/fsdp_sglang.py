@@ -9,8 +9,10 @@ import torch
 from verl.utils.model import convert_weight_keys
 
 from verl_sync_plugin.config import TURN_OFF
+from verl_sync_plugin.lora.adapters import InUse, carries_adapter, copies_in_use
 from verl_sync_plugin.lora.build import unties_embeddings
 from verl_sync_plugin.lora.names import is_adapter, merged_name
+from verl_sync_plugin.lora.refusals import refuse_always_tied
 from verl_sync_plugin.lora.settings import refuse_unservable
 from verl_sync_plugin.lora.weights import lora_weights, renamed_weights
 from verl_sync_plugin.metrics import SyncReport
@@ -23,7 +25,7 @@ from verl_sync_plugin.source.base import ParameterSource, WirePolicy
 from verl_sync_plugin.source.fsdp1 import FSDP1Source
 from verl_sync_plugin.source.fsdp2 import FSDP2Source
 from verl_sync_plugin.source.lora import MergingSource
-from verl_sync_plugin.source.naming import Rewrite, verl_rewrite
+from verl_sync_plugin.source.naming import Rewrite, checkpoint_rewrite
 
 
 class _FSDPManager(ShardingManager):
@@ -31,6 +33,8 @@ class _FSDPManager(ShardingManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._peft = carries_adapter(unwrap(self.engine.module))
+        self._copies: dict[str, str | None] = {}
         self._serves_adapter = self._peft and not self.engine.model_config.lora.get("merge", False)
         # An engine that started from the checkpoint has the base already, and keeps it
         self._base_there = self.endpoint.restores_uncovered and not (self._serves_adapter and self._rewrites_base)
@@ -41,12 +45,22 @@ class _FSDPManager(ShardingManager):
             raise ValueError(f"actor.fsdp_config.qat.enable=True: weight sync does not quantize; {TURN_OFF}.")
         if not self._peft:
             return self._plain_source()
+        model = unwrap(self.engine.module)
+        found = lora_weights(model)
+        self._copies = copies_in_use(model)
         if self._serves_adapter:
-            refuse_unservable(vars(self._peft_config))
+            self._refuse_served({weight.adapter for weight in found})
         else:
             self._refuse_tied()
-        weights = renamed_weights(lora_weights(unwrap(self.engine.module)), self._rename)
-        return MergingSource(self._plain_source(), weights, self._device, merge=not self._serves_adapter)
+        weights = renamed_weights(found, self._rename)
+        return MergingSource(
+            self._plain_source(),
+            weights,
+            self._device,
+            merge=not self._serves_adapter,
+            still=InUse(model).check,
+            timeout_seconds=self.config.timeout_seconds,
+        )
 
     async def update_weights(self, wake_tags: list[str], global_steps: int | None) -> SyncReport:
         """One sync; with ``lora.merge=False`` the base only if the engine has none, then the adapter."""
@@ -72,9 +86,7 @@ class _FSDPManager(ShardingManager):
                 self._source = self.open_source()
             if self._adapter_sender is None:
                 assert isinstance(self._source, MergingSource)
-                self._adapter_sender = AdapterSender(
-                    self._source, self._peft_config, self._policy().dtype, self.config.check_finite
-                )
+                self._adapter_sender = AdapterSender(self._source, self._peft_config, self._policy().dtype, self.config)
         self._agreement.settle("opening the adapter")
         assert self._adapter_sender is not None
         await self._adapter_sender.send(self._agreement, self.endpoint, self.report, version)
@@ -82,7 +94,17 @@ class _FSDPManager(ShardingManager):
     @property
     def _rewrites_base(self) -> bool:
         """PiSSA and its like take what the adapter starts with out of the base: it is no longer the checkpoint's."""
-        return self._peft_config.init_lora_weights not in (True, False, "gaussian", "eva", "orthogonal")
+        initial = getattr(self._peft_config, "init_lora_weights", True)
+        return initial not in (True, False, "gaussian", "eva", "orthogonal")
+
+    def _refuse_served(self, adapters: set[str]) -> None:
+        """Raises ValueError, with key and remedy, for an adapter that SGLang cannot serve or would misread."""
+        if adapters != {ADAPTER} or self._peft_config is None:
+            raise ValueError(
+                f"actor_rollout_ref.model.lora.merge=False: the engine serves the adapter {ADAPTER!r}, and in use are "
+                f"{sorted(adapters)}. Set actor_rollout_ref.model.lora.merge=True, which serves them merged."
+            )
+        refuse_unservable(vars(self._peft_config))
 
     def _refuse_tied(self) -> None:
         """The engine was told at its launch to untie what the adapter changes on one side; see that it was."""
@@ -91,11 +113,16 @@ class _FSDPManager(ShardingManager):
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
         adapted = [type(end).__name__ for end in ends if hasattr(end, "base_layer") or hasattr(end, "modules_to_save")]
         tied = getattr(config.hf_config, "tie_word_embeddings", False)
-        same = getattr(self._peft_config, "ensure_weight_tying", False)
+        saved = all(hasattr(end, "modules_to_save") for end in ends)
+        same = saved and getattr(self._peft_config, "ensure_weight_tying", False)
+        if adapted and not (tied and same):
+            refuse_always_tied(getattr(config.hf_config, "architectures", None) or (), f"the adapter's {adapted[0]}")
         if adapted and tied and not same and not unties_embeddings(config):
             raise ValueError(
                 f"the adapter changes the embedding or the head ({', '.join(adapted)}), which this model ties, and the "
-                "engine ties them too. Set actor_rollout_ref.model.exclude_modules so that neither is adapted, or "
+                "engine ties them too. Set actor_rollout_ref.model.exclude_modules so that neither is adapted, or with "
+                "actor_rollout_ref.actor.strategy=fsdp2, train the embedding whole for both: name it in "
+                "+actor_rollout_ref.model.lora.peft.modules_to_save and set "
                 "+actor_rollout_ref.model.lora.peft.ensure_weight_tying=True."
             )
 
@@ -104,23 +131,29 @@ class _FSDPManager(ShardingManager):
         """All bases, adapters included."""
 
     @property
-    def _peft(self) -> bool:
-        return hasattr(unwrap(self.engine.module), "peft_config")
-
-    @property
     def _peft_config(self) -> Any:
-        model: Any = unwrap(self.engine.module)
-        return model.peft_config[ADAPTER]
+        """PEFT's config of verl's adapter; ``None`` where it has another name."""
+        return (getattr(unwrap(self.engine.module), "peft_config", None) or {}).get(ADAPTER)
 
     def _policy(self) -> WirePolicy:
         return wire_policy(self.config, self.rollout_dtype)
 
+    @property
+    def _hf_model(self) -> Any:
+        model: Any = unwrap(self.engine.module)
+        return model.get_base_model() if self._peft else model
+
     def _rewrite(self) -> Rewrite:
-        return verl_rewrite(self.engine.model_config.hf_config.model_type)
+        return checkpoint_rewrite(self._hf_model)
+
+    def _unsaved(self) -> frozenset[str]:
+        if unties_embeddings(self.engine.model_config):
+            return frozenset()  # so does the engine: what was tied travels apart
+        return frozenset(getattr(self._hf_model, "all_tied_weights_keys", None) or ())
 
     def _rename(self, state: dict[str, Any]) -> dict[str, Any]:
         if self._peft:
-            named = ((merged_name(name), value) for name, value in state.items())
+            named = ((merged_name(name, self._copies), value) for name, value in state.items())
             state = {name: value for name, value in named if name is not None}
         # Adapters never reach the engine under these names, and PEFT's layers know them by their own
         adapters = {name: value for name, value in state.items() if is_adapter(name)}
@@ -135,7 +168,7 @@ class FSDP2SGLangShardingManager(_FSDPManager):
     trainer = "fsdp2"
 
     def _plain_source(self) -> ParameterSource:
-        return FSDP2Source(self.engine.module, self._policy(), self._rewrite(), self._rename)
+        return FSDP2Source(self.engine.module, self._policy(), self._rewrite(), self._rename, self._unsaved())
 
 
 @register_sharding_manager(trainer="fsdp", rollout="sglang")
@@ -145,7 +178,7 @@ class FSDPSGLangShardingManager(_FSDPManager):
     trainer = "fsdp"
 
     def _plain_source(self) -> ParameterSource:
-        return FSDP1Source(self.engine.module, self._policy(), self._rewrite(), self._rename)
+        return FSDP1Source(self.engine.module, self._policy(), self._rewrite(), self._rename, self._unsaved())
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from verl_sync_plugin.config import TURN_OFF
+from verl_sync_plugin.config import TRAINERS, TURN_OFF
 from verl_sync_plugin.errors import RegistryConflictError
 
 if TYPE_CHECKING:
@@ -46,6 +46,11 @@ def register_sharding_manager(*, trainer: str, rollout: str) -> Callable[[M], M]
         return cls
 
     return register
+
+
+def known_trainers(rollout: str) -> tuple[str, ...]:
+    """verl's strategies with a sharding manager to ``rollout``, without importing the built-in ones."""
+    return (*TRAINERS, *sorted({t for t, r in _managers if r == rollout} - {*TRAINERS}))
 
 
 def get_sharding_manager(trainer: str, rollout: str) -> type[ShardingManager]:

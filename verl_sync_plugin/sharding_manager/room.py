@@ -3,8 +3,8 @@
 The allocator of the trainer keeps what it has freed. The engine is another process and cannot use that: when it resumes
 more than the device has free, its memory saver ends it. So stock verl empties the cache at both ends of every sync, and
 the next training step allocates all of it anew. Here the cache stays while the device has enough free without it:
-what the engine is about to resume, and a reserve on top. When that is missing, as much of the cache goes as is missing
-(``cache.py``), and the device is read again: all of it goes if that was not enough.
+what the engine is about to resume, and a reserve on top. When that is missing, all of the cache goes; handing back a
+part of it made no training step faster (``docs/design.md``).
 
 Why that is safe:
 
@@ -32,8 +32,6 @@ LEARNING_SYNCS = 2
 RESERVE_SHARE = 8
 LEAST_SHARE = 32
 MEASURED_TIMES, MEASURED_BESIDE = 2, 1 << 30
-# What goes beyond what is missing: others round what they allocate up to whole pages, and so does the driver
-MARGIN = 64 << 20
 # SGLang's estimate of what generating takes beside its static memory, per token of a prefill chunk, and on top
 CHUNK_TOKEN_BYTES, BESIDE_CHUNK_BYTES = 1536 * 1024, 1 << 30
 # And its default chunk, by the device's memory in GiB that it is below
@@ -88,10 +86,8 @@ def reserve_of(total: int, chunk: int | None = None, measured: int = 0) -> int:
     return min(estimated, max(total // LEAST_SHARE, MEASURED_TIMES * measured + MEASURED_BESIDE))
 
 
-def missing_bytes(
-    memory: DeviceMemory | None, need: int | None, chunk: int | None = None, measured: int = 0
-) -> int | None:
-    """How much of the cache has to go, in bytes; ``None`` for all of it.
+def must_go(memory: DeviceMemory | None, need: int | None, chunk: int | None = None, measured: int = 0) -> bool:
+    """Whether the cache has to go.
 
     Args:
         memory: what the device has; ``None`` when unknown.
@@ -99,9 +95,17 @@ def missing_bytes(
         chunk: see ``reserve_of``, as for ``measured``.
     """
     if memory is None or need is None:
-        return None
-    missing = need + reserve_of(memory.total, chunk, measured) - memory.free
-    return missing + MARGIN if memory.cached > 0 and missing > 0 else 0
+        return True
+    return memory.cached > 0 and need + reserve_of(memory.total, chunk, measured) > memory.free
+
+
+def release_cache(device: torch.device) -> int:
+    """Hands back all that torch has cached of a device and says how many bytes that was; a CPU has no cache."""
+    if device.type != "cuda":
+        return 0
+    before = torch.cuda.memory_reserved(device)
+    torch.cuda.empty_cache()
+    return before - torch.cuda.memory_reserved(device)
 
 
 def growth(used: Mapping[str, int]) -> Growth:
@@ -142,25 +146,19 @@ class Room:
             for resume, grown in measured.items():
                 self._most[resume] = max(grown, self._most.get(resume, grown))
 
-    def make(self, resume: tuple[str, str], release: Callable[[int | None], int]) -> int | None:
-        """Hands back as much of the cache as the engine needs for a resume.
+    def make(self, resume: tuple[str, str], release: Callable[[], int]) -> int | None:
+        """Hands back the cache if the engine needs it for a resume.
 
         Args:
             resume: ``FIRST`` or ``REST``.
-            release: hands back so many bytes, or everything for ``None``, and says how many went.
+            release: hands back everything and says how many bytes went.
 
         Returns:
             Bytes that went; ``None`` when none had to.
         """
-        need = self._need(resume)
-        known = need, self._chunk, self._activations
-        missing = None if self._always else missing_bytes(self._read(), *known)
-        if missing == 0:
-            return None
-        released = release(missing)
-        if missing is not None and missing_bytes(self._read(), *known):
-            released += release(None)
-        return released
+        if self._always or must_go(self._read(), self._need(resume), self._chunk, self._activations):
+            return release()
+        return None
 
     def _need(self, resume: tuple[str, str]) -> int | None:
         """Unknown while learning, and when only nonsense was measured: somebody else freed more than was resumed."""

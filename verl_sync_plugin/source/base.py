@@ -37,11 +37,19 @@ class WirePolicy:
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter inside a base, as the trainer knows it: before verl's rewriting into HF tensors."""
+    """One parameter inside a base, as the trainer knows it: before verl's rewriting into HF tensors.
+
+    Attributes:
+        name: of the trainer's state dict.
+        shape: of the whole parameter.
+        start: its first element in the base.
+        strides: in elements; ``None`` when its elements lie in the order of their indices.
+    """
 
     name: str
     shape: tuple[int, ...]
     start: int
+    strides: tuple[int, ...] | None = None
 
 
 @dataclass(

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from verl_sync_plugin.bucket import Base, View
 from verl_sync_plugin.lora.names import is_adapter
 from verl_sync_plugin.source.base import Shard, dtype_name
+from verl_sync_plugin.source.bounded import take_part
 from verl_sync_plugin.source.slicing import Part, part_of
 
 
@@ -27,12 +28,14 @@ class _Factor:
     Attributes:
         key: of the state dict.
         shape: of the whole factor.
+        strides: of the whole factor, in elements; ``None`` when it is contiguous.
         lengths: elements that each rank holds.
         block: elements of the longest of these runs.
     """
 
     key: str
     shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
     lengths: tuple[int, ...]
     block: int
 
@@ -53,7 +56,7 @@ class _Factor:
             blocks = torch.cat([part[:length] for part, length in parts])
         elif not self.filled:
             blocks = blocks[: sum(self.lengths)]
-        return blocks.view(self.shape)
+        return blocks.view(self.shape) if self.strides is None else blocks.as_strided(self.shape, self.strides)
 
 
 @dataclass(frozen=True)
@@ -92,10 +95,12 @@ class FactorStore:
 
     Args:
         device: where the gathered factors are put.
+        timeout_seconds: bound on waiting for other ranks.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, timeout_seconds: float) -> None:
         self._device = device
+        self._timeout = timeout_seconds
         self._shards: dict[str, Shard] = {}
         self._batches: dict[tuple[str, ...], tuple[tuple[Base, ...], list[_Batch]]] = {}
 
@@ -145,7 +150,8 @@ class FactorStore:
             return mine
         parts = mine.new_empty((batch.world, mine.numel()))
         yield
-        dist.all_gather_into_tensor(parts.view(-1), mine, group=group)
+        work = dist.all_gather_into_tensor(parts.view(-1), mine, group=group, async_op=True)
+        take_part(work, self._device, self._timeout)
         return batch.join(parts)
 
     def _laid_out(self, keys: tuple[str, ...]) -> list[_Batch]:
@@ -154,7 +160,7 @@ class FactorStore:
         if known is None or known[0] != bases:
             together: dict[tuple[int, str], list[_Factor]] = {}
             for key, base in zip(keys, bases, strict=True):
-                factor = _Factor(key, base.views[0].shape, base.lengths, max(base.lengths))
+                factor = _Factor(key, base.views[0].shape, base.views[0].strides, base.lengths, max(base.lengths))
                 together.setdefault((len(base.lengths), base.dtype), []).append(factor)
             batches = [_Batch(world, tuple(factors)) for (world, _), factors in together.items()]
             known = self._batches[keys] = bases, batches
@@ -167,7 +173,7 @@ def adapter_parts(shard: Shard, rank: int) -> tuple[tuple[str, Part], ...]:
     for member in shard.members:
         if is_adapter(member.name):
             numel = math.prod(member.shape)
-            whole = View(member.name, member.shape, member.start, numel)
+            whole = View(member.name, member.shape, member.start, numel, member.strides)
             if numel == shard.base.numel:
                 part = Part(replace(shard.base, key=member.name, views=(whole,)))
             else:

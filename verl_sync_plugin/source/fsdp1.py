@@ -17,7 +17,7 @@ from torch.distributed.fsdp._runtime_utils import _lazy_init
 
 from verl_sync_plugin.bucket import Base, View
 from verl_sync_plugin.source.base import Member, ParameterSource, Shard, WirePolicy, dtype_name
-from verl_sync_plugin.source.naming import Rewrite, clean_name, hf_views
+from verl_sync_plugin.source.naming import Rewrite, clean_name, hf_views, saved_names
 
 Rename = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -30,14 +30,23 @@ class FSDP1Source(ParameterSource):
         policy: wire dtypes. A flat parameter that contains a kept name travels as a whole in the trainer's dtype.
         rewrite: verl's stream rewriting.
         rename: verl's key renaming, applied to a dict keyed by name.
+        unsaved: second names of tied parameters, see ``naming.saved_names``.
     """
 
-    def __init__(self, root: FullyShardedDataParallel, policy: WirePolicy, rewrite: Rewrite, rename: Rename) -> None:
+    def __init__(
+        self,
+        root: FullyShardedDataParallel,
+        policy: WirePolicy,
+        rewrite: Rewrite,
+        rename: Rename,
+        unsaved: frozenset[str] = frozenset(),
+    ) -> None:
         super().__init__()
         self._root = root
         self._policy = policy
         self._rewrite = rewrite
         self._rename = rename
+        self._unsaved = unsaved
         self._bases: dict[tuple[object, ...], Base] = {}
         self._members: dict[tuple[object, ...], tuple[Member, ...]] = {}
 
@@ -71,25 +80,29 @@ class FSDP1Source(ParameterSource):
         wire = self._policy.of_parameter([member.name for member in members], flat.dtype)
         views: list[View] = []
         for member in members:
-            views.extend(hf_views(member.name, member.shape, flat.dtype, member.start, self._rewrite))
+            tied = [other.name for other in members if other.start == member.start]
+            if member.name not in saved_names(tied, self._unsaved):
+                continue
+            views.extend(hf_views(member.name, member.shape, flat.dtype, member.start, self._rewrite, member.strides))
         key = f"flat parameter of {unit or 'the root'}"
         return Base(key, dtype_name(wire), wire.itemsize, lengths, tuple(views))
 
     def _find_members(self, unit: str, flat: Any) -> tuple[Member, ...]:
-        """Every parameter in a flat parameter, shared ones under all their names."""
+        """Every parameter in a flat parameter, shared ones under all their names; each in the order of its memory."""
         starts, offset = [], 0
         for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
             if not is_padding:
                 starts.append(offset)
             offset += numel
         prefix = f"{unit}." if unit else ""
-        members: dict[str, tuple[tuple[int, ...], int]] = {}
-        for fqn, shape, start in zip(flat._fqns, flat._shapes, starts, strict=True):
-            members[prefix + clean_name(fqn)] = (tuple(shape), start)
+        members: dict[str, tuple[tuple[int, ...], int, tuple[int, ...] | None]] = {}
+        for fqn, shape, start, held in zip(flat._fqns, flat._shapes, starts, flat._strides, strict=True):
+            name = prefix + clean_name(fqn)
+            members[name] = (tuple(shape), start, _strides(name, tuple(shape), tuple(held)))
         for shared in flat._shared_param_infos:
             owner = prefix + clean_name(_join(shared.prim_module_name, shared.prim_param_name))
             members[prefix + clean_name(_join(shared.module_name, shared.param_name))] = members[owner]
-        return tuple(Member(name, shape, start) for name, (shape, start) in self._rename(members).items())
+        return tuple(Member(name, *place) for name, place in self._rename(members).items())
 
     def _buffers(self) -> list[Shard]:
         found = {}
@@ -106,6 +119,25 @@ class FSDP1Source(ParameterSource):
             dtype = dtype_name(buffer.dtype)
             self._bases[key] = Base(name, dtype, buffer.dtype.itemsize, (buffer.numel(),), tuple(views))
         return Shard(self._bases[key], partial(_head, buffer, buffer.numel()))
+
+
+def _strides(name: str, shape: tuple[int, ...], held: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The strides of a parameter in the flat one; ``None`` where they are those of its shape.
+
+    Raises:
+        ValueError: its elements do not fill its memory, of which FSDP1 keeps as many elements as the parameter has.
+    """
+    if torch.empty_strided(shape, held, device="meta").is_contiguous():
+        return None
+    filled = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(held, shape, strict=True) if size > 1):
+        if stride != filled:
+            raise ValueError(
+                f"parameter {name!r} has strides {held} for shape {shape}: there are gaps or repetitions between its "
+                "elements, and FSDP1 keeps others in their place. Give the model a parameter that is contiguous()."
+            )
+        filled *= size
+    return held
 
 
 def _join(module: str, name: str) -> str:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 
 from verl_sync_plugin.bucket import Base, View
 from verl_sync_plugin.source.base import Member, ParameterSource, Shard, WirePolicy, dtype_name
-from verl_sync_plugin.source.naming import Rewrite, hf_views
+from verl_sync_plugin.source.naming import Rewrite, hf_views, saved_names
 
 Rename = Callable[[dict[str, Any]], dict[str, Any]]
 Identity = tuple[Any, ...]
@@ -48,10 +48,16 @@ class FSDP2Source(ParameterSource):
         policy: wire dtypes.
         rewrite: verl's stream rewriting.
         rename: verl's renaming of a state dict.
+        unsaved: second names of tied parameters, see ``naming.saved_names``.
     """
 
     def __init__(
-        self, module: torch.nn.Module, policy: WirePolicy, rewrite: Rewrite, rename: Rename = lambda state: state
+        self,
+        module: torch.nn.Module,
+        policy: WirePolicy,
+        rewrite: Rewrite,
+        rename: Rename = lambda state: state,
+        unsaved: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
         self._module = module
@@ -63,6 +69,7 @@ class FSDP2Source(ParameterSource):
         self._parameters = set(rename(dict(module.named_parameters(remove_duplicate=False))))
         self._policy = policy
         self._rewrite = rewrite
+        self._unsaved = unsaved
         self._known: dict[str, _Known] = {}
 
     def shards(self) -> list[Shard]:
@@ -123,7 +130,7 @@ class FSDP2Source(ParameterSource):
         if self._parameters.intersection(names):
             wire = self._policy.of_parameter(names, tensor.dtype)
         views: list[View] = []
-        for name in names:
+        for name in saved_names(names, self._unsaved):
             views.extend(hf_views(name, tuple(tensor.shape), tensor.dtype, 0, self._rewrite))
         return Base(names[0], dtype_name(wire), wire.itemsize, lengths, tuple(views))
 
@@ -153,7 +160,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _identity(tensor: torch.Tensor) -> Identity:
     local = _local(tensor)
-    return local.untyped_storage()._cdata, local.storage_offset(), tuple(tensor.shape)
+    return local.untyped_storage()._cdata, local.storage_offset(), tuple(tensor.shape), local.stride()
 
 
 def _tied(state: Mapping[str, torch.Tensor]) -> list[list[str]]:

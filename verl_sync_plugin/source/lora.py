@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.bucket import Base
+from verl_sync_plugin.config import TURN_OFF, SyncConfig
 from verl_sync_plugin.lora.merge import Steps, Target, add_squares, steps_of
 from verl_sync_plugin.lora.scratch import Scratch, full_precision
-from verl_sync_plugin.lora.weights import LoRAWeight
+from verl_sync_plugin.lora.weights import LoRAWeight, refuse_incomplete
 from verl_sync_plugin.source.base import ParameterSource, Shard
+from verl_sync_plugin.source.bounded import take_part
 from verl_sync_plugin.source.factors import FactorStore, adapter_parts
 from verl_sync_plugin.source.slicing import Part
 from verl_sync_plugin.source.untying import untied, without_adapters
@@ -61,6 +63,8 @@ class MergingSource(ParameterSource):
         device: where packing happens.
         merge: False yields the base as it is, for an engine that serves the adapter itself.
         gather_bytes: of whole factors in fp32, gathered ahead; the same on all ranks.
+        still: raises when ``weights`` are not what the trainer adapts any more; asked in every sync.
+        timeout_seconds: bound on waiting for other ranks.
     """
 
     def __init__(
@@ -70,6 +74,8 @@ class MergingSource(ParameterSource):
         device: torch.device,
         merge: bool = True,
         gather_bytes: int = GATHER_BYTES,
+        still: Callable[[], None] = lambda: None,
+        timeout_seconds: float = SyncConfig.timeout_seconds,
     ) -> None:
         super().__init__()
         self._inner = inner
@@ -77,7 +83,9 @@ class MergingSource(ParameterSource):
         self._device = device
         self._merges = merge
         self._gather_bytes = gather_bytes
-        self.factors = FactorStore(device)
+        self._still = still
+        self._timeout = timeout_seconds
+        self.factors = FactorStore(device, timeout_seconds)
         self._scratch = Scratch(device)
         self._exported: list[tuple[Shard, tuple[Target, ...]]] = []
         self._recipes: dict[str, _Recipe] = {}
@@ -103,6 +111,7 @@ class MergingSource(ParameterSource):
 
     def shards(self) -> list[Shard]:
         self.release()
+        self._still()
         shards: list[Shard] = []
         for shard in self._inner.shards():
             recipe = self._recipes.get(shard.base.key)
@@ -133,6 +142,11 @@ class MergingSource(ParameterSource):
         for member in part.members:
             weight = self._weights.get(member.name)
             if weight is not None:
+                if self._merges and member.strides is not None:
+                    raise ValueError(
+                        f"LoRA weight {member.name!r} of shape {member.shape} has strides {member.strides}: weight "
+                        f"sync merges into contiguous weights. Make it contiguous() in the model, or {TURN_OFF}."
+                    )
                 found.setdefault(member.start, Target(weight, member.start, member.shape))
         return tuple(found.values())
 
@@ -140,13 +154,8 @@ class MergingSource(ParameterSource):
         return partial(self._merge, self._first(base), targets, {}) if targets and self._merges else None
 
     def _check_complete(self) -> None:
-        """An adapted weight that is not among the exported would travel unmerged."""
         found = {target.weight.name for _, targets in self._exported for target in targets}
-        kept = self.factors.names
-        lost = sorted(self._weights.keys() - found)
-        lost += [key for weight in self._weights.values() for key in weight.keys if key not in kept]
-        if lost:
-            raise ValueError(f"LoRA parameters without a counterpart in the trainer's state: {', '.join(lost[:5])}")
+        refuse_incomplete(self._weights, found, self.factors.names)
         self._checked = True
 
     def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
@@ -206,7 +215,7 @@ class MergingSource(ParameterSource):
                 piece /= dist.get_world_size(self.group)  # every rank holds all of it
         if self.group is not None:
             yield
-            dist.all_reduce(sums, group=self.group)
+            take_part(dist.all_reduce(sums, group=self.group, async_op=True), self._device, self._timeout)
         magnitudes = (self._gathered[target.weight.magnitude or ""] for _, target in todo)
         return {
             target.weight.name: magnitude.reshape(-1) / piece.sqrt()

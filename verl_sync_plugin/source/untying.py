@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
+from verl_sync_plugin.bucket import View
 from verl_sync_plugin.lora.names import is_adapter
 from verl_sync_plugin.lora.weights import LoRAWeight
 from verl_sync_plugin.source.base import Member, Shard
@@ -30,11 +32,26 @@ def untied(whole: Part, rank: int, weights: dict[str, LoRAWeight]) -> list[Part]
     if not apart:
         return [whole]
     names = {member.name for member in apart}
-    rest = tuple(view for view in whole.base.views if view.name not in names)
+    moved = {member.name: _views_of(member, whole) for member in apart}
+    gone = {view.name for views in moved.values() for view in views}
+    rest = tuple(view for view in whole.base.views if view.name not in gone)
     kept = tuple(member for member in whole.members if member.name not in names)
     parts = [Part(replace(whole.base, views=rest), kept)]
     for member in apart:
-        view = next(view for view in whole.base.views if view.name == member.name)
         key = f"{whole.base.key} ({member.name})"
-        parts.append(part_of(whole.base, rank, key, view.start, view.span, (view,), (replace(member, start=0),)))
+        start, numel = member.start, math.prod(member.shape)
+        alone = (replace(member, start=0),)
+        parts.append(part_of(whole.base, rank, key, start, numel, moved[member.name], alone))
     return parts
+
+
+def _views_of(member: Member, whole: Part) -> tuple[View, ...]:
+    """What a parameter travels as; a checkpoint's name for it may be another than the trainer's.
+
+    Tied parameters have equally many views over the same elements, in the order of the members.
+    """
+    tied = [each for each in whole.members if each.start == member.start]
+    end = member.start + math.prod(member.shape)
+    views = [view for view in whole.base.views if member.start <= view.start < end]
+    each, place = len(views) // len(tied), tied.index(member)
+    return tuple(views[place * each : (place + 1) * each])

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Three syncs of one model family on one rank: real FSDP2 source, real packer, real receiver, SGLang's own class."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+from contract import sglang_models
+from contract.families import Family
+from verl_sync_plugin.config import SyncConfig
+from verl_sync_plugin.families import refuse_checkpoint
+from verl_sync_plugin.planner import plan_buckets
+from verl_sync_plugin.receiver.ledger import Ledger
+from verl_sync_plugin.receiver.unpacker import Unpacker
+from verl_sync_plugin.sharding_manager.wire import wire_policy
+from verl_sync_plugin.source.fsdp2 import FSDP2Source
+from verl_sync_plugin.source.naming import checkpoint_rewrite
+from verl_sync_plugin.transport.packing import Packer
+from verl_sync_plugin.transport.protocol import Manifest
+
+CPU = torch.device("cpu")
+BUCKET_BYTES = 20_000  # many tensors are torn
+POISON = (0x5A, 0xA5)  # unlike on purpose: what neither model loads must not pass for the same
+
+
+def publish(family: Family, folder: Path) -> None:
+    """Writes a random checkpoint as the model's authors would."""
+    config = AutoConfig.for_model(family.model_type, **family.config)
+    multimodal = type(config) in AutoModelForImageTextToText._model_mapping
+    auto = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    quantization = config.__dict__.pop("quantization_config", None)
+    model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    save(model, family, folder)
+    if family.hub is not None:
+        pattern, replacement = family.hub
+        _rewrite(folder, lambda name, tensor: (re.sub(pattern, replacement, name), tensor))
+    written = json.loads((folder / "config.json").read_text())
+    if family.architecture:
+        written["architectures"] = [family.architecture]
+    if quantization:
+        written["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(written))
+
+
+def save(model: PreTrainedModel, family: Family, folder: Path) -> None:
+    """As transformers saves it, but for what it is known to save otherwise than it is published."""
+    model.save_pretrained(folder)
+    if family.transposed:
+        _rewrite(folder, lambda name, t: (name, t.mT.contiguous() if re.search(family.transposed, name) else t))
+
+
+def _rewrite(folder: Path, change: Any) -> None:
+    file = folder / "model.safetensors"
+    save_file(dict(change(name, tensor) for name, tensor in load_file(file).items()), file, {"format": "pt"})
+
+
+@torch.no_grad()
+def train(model: PreTrainedModel, sharded: torch.nn.Module, seed: int) -> None:
+    """Gives every parameter and persistent buffer of both models the same new values, each of which bfloat16 holds."""
+    generator = torch.Generator().manual_seed(seed)
+    twins = sharded.state_dict(keep_vars=True)
+    for name, whole in model.state_dict(keep_vars=True).items():
+        if not whole.is_floating_point():
+            continue
+        whole.copy_(torch.randn(whole.shape, generator=generator).to(torch.bfloat16))
+        twin: Any = twins[name]
+        placed = hasattr(twin, "device_mesh")
+        twin.copy_(distribute_tensor(whole.detach(), twin.device_mesh, twin.placements) if placed else whole)
+
+
+def poisoned(config: Any, family: Family, byte: int) -> Any:
+    """SGLang's model, every byte of its parameters the same rubbish."""
+    model = sglang_models.build(config)
+    for parameter in model.parameters():
+        parameter.data.view(torch.uint8).fill_(byte)
+    for module in model.modules():
+        if not family.padded and hasattr(type(module), "use_padded_loading"):
+            module.use_padded_loading = False
+    return model
+
+
+def assert_same(engine: Any, reference: Any, what: str) -> None:
+    ours, theirs = sglang_models.held(engine), sglang_models.held(reference)
+    assert ours.keys() == theirs.keys()
+    different = [key for key in theirs if not torch.equal(ours[key], theirs[key])]
+    assert not different, f"{what} leaves {different[:8]} other than SGLang's own load does"
+
+
+class Pair:
+    """A trainer's model, twice: sharded as verl does it, and whole, to save checkpoints from."""
+
+    def __init__(self, folder: Path) -> None:
+        from verl.utils.fsdp_utils import apply_fsdp2
+        from verl.utils.model import convert_weight_keys, get_hf_auto_model_class
+
+        hf_config = AutoConfig.from_pretrained(folder)
+        auto = get_hf_auto_model_class(hf_config)
+        self.whole, self.sharded = (auto.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
+        apply_fsdp2(self.sharded, {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}, {})
+        rewrite, policy = checkpoint_rewrite(self.sharded), wire_policy(SyncConfig(), "bfloat16")
+        unsaved = frozenset(self.sharded.all_tied_weights_keys)
+        self.source = FSDP2Source(
+            self.sharded, policy, rewrite, lambda state: convert_weight_keys(state, self.sharded), unsaved
+        )
+        self.plan = plan_buckets(tuple(s.base for s in self.source.shards()), BUCKET_BYTES, dist.get_world_size() > 1)
+        self.packer = Packer(CPU, self.plan, dist.get_rank(), hashed=False, finite=False)
+
+    def send(self, unpacker: Unpacker, model: Any) -> None:
+        """One sync into an engine's model."""
+        shards = self.source.shards()
+        self.packer.begin()
+        unpacker.begin(copy_plan=True, hashed=False)
+        ledger = Ledger(model)
+        slots = [torch.zeros(self.plan.slot_bytes, dtype=torch.uint8) for _ in range(dist.get_world_size())]
+        for index in range(len(self.plan.buckets)):
+            self.packer.pack(index, slots[dist.get_rank()], shards)
+            dist.all_gather(slots, slots[dist.get_rank()].clone())
+            with ledger:
+                unpacker.load(index, slots if unpacker.spread(index) else [slots[dist.get_rank()]])
+        unpacker.finish(ledger)
+
+
+def outcome(family: Family, folder: Path, port: int) -> str:
+    """One cell of the table. Collective.
+
+    Args:
+        family: the model.
+        folder: for checkpoints.
+        port: where SGLang's ranks meet, the first time.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        publish(family, folder / "published")
+    dist.barrier()
+    try:
+        refuse_checkpoint(str(folder / "published"))
+    except ValueError as error:
+        return "refused: " + str(error).partition(": ")[2].partition(". ")[0]
+    pair = Pair(folder / "published")
+    config = sglang_models.start_from(folder / "published", rank, world, port, family.attention)
+    engine, reference = (poisoned(config, family, byte) for byte in POISON)
+    unpacker = Unpacker(engine, Manifest.of(pair.plan), CPU)
+    for seed in (1, 2, 3):
+        train(pair.whole, pair.sharded, seed)
+        if rank == 0:
+            save(pair.whole, family, folder / f"step-{seed}")
+        dist.barrier()
+        reference.load_weights(iter(load_file(folder / f"step-{seed}" / "model.safetensors").items()))
+        pair.send(unpacker, engine)
+        assert_same(engine, reference, f"sync {seed}")
+    assert unpacker.replayed[0] == pair.plan.tensor_count - len(unpacker._plan.refused)
+    return _how(unpacker._plan.refused, pair.plan.tensor_count)
+
+
+def _how(refused: dict[str, str], total: int) -> str:
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, refused)
+    most = max(by_rank, key=len)
+    if not most:
+        return "exact, replayed"
+    why = "; ".join(sorted({reason.partition(":")[0] for reasons in by_rank for reason in reasons.values()}))
+    return f"exact, {len(most)} of {total} tensors by the model's own path: {why}"

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table in ``docs/families.md``: what a sync does for every family that transformers and SGLang build on a CPU.
+
+``FAMILIES=write pytest tests/contract/test_families.py`` writes the table anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from contract.families import FAMILIES
+
+pytestmark = pytest.mark.slow
+TABLE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
+BEGIN, END = "<!-- families:begin -->\n", "<!-- families:end -->\n"
+WORLDS = (1, 2)
+Found = dict[int, dict[str, str]]  # by number of ranks, by family
+
+
+def run_rank(rank: int, world: int, folder: str, port: int) -> None:
+    """One trainer rank beside one tensor-parallel rank, for all families in turn; entry of a spawned process."""
+    from contract.family_syncs import outcome
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    found = {}
+    for name, family in FAMILIES.items():
+        place = Path(folder) / name.replace(" ", "-")
+        try:
+            found[name] = outcome(family, place, port)
+        except Exception as error:
+            traceback.print_exc()
+            found[name] = f"FAILED: {type(error).__name__}: {error}"
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(place, ignore_errors=True)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    by_world = {}
+    for world in WORLDS:
+        folder = tmp_path_factory.mktemp(f"families-{world}")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        mp.spawn(run_rank, args=(world, str(folder), port), nprocs=world)
+        first, *others = (json.loads((folder / f"{rank}.json").read_text()) for rank in range(world))
+        assert all(other == first for other in others), "ranks found different things"
+        by_world[world] = first
+    return by_world
+
+
+def test_every_family_is_exact_or_refused_by_name(found: Found) -> None:
+    """Never wrong, never an error from inside."""
+    odd = {
+        (name, world): what
+        for world, by_name in found.items()
+        for name, what in by_name.items()
+        if not re.match(r"exact, |refused: \w+(For\w+)? .*cannot be synced to SGLang: ", what)
+    }
+    assert not odd
+
+
+def table(found: Found) -> str:
+    rows = ["| model | one rank | two ranks |", "| --- | --- | --- |"]
+    for name in FAMILIES:
+        one, two = (found[world][name] for world in WORLDS)
+        rows.append(f"| {name} | {one} | {'the same' if two == one else two} |")
+    return "\n".join(rows) + "\n"
+
+
+def test_the_table_says_what_was_found(found: Found) -> None:
+    text = TABLE.read_text()
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    now = before + BEGIN + table(found) + END + after
+    if os.environ.get("FAMILIES") == "write":
+        TABLE.write_text(now)
+    assert TABLE.read_text() == now, "write it anew: FAMILIES=write pytest tests/contract/test_families.py"

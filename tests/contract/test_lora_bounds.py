@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that does not take part in gathering factors or adding up norms is waited for no longer than T, whatever the
+process group's own timeout is."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch.distributed as dist
+from lora_models import Layout, Variant, merging_source, peft_model, shard
+from worlds import run_world
+
+SECONDS = 1.5
+DORA = Variant("dora", config={"target_modules": ["q_proj"], "use_dora": True})
+
+
+def absent_after(collectives: int) -> float:
+    """Rank 1 leaves after so many collectives; returns how long rank 0 waited for it in the next."""
+    source = merging_source(shard(peft_model(DORA), Layout((2,))), "qwen2", timeout_seconds=SECONDS)
+    every = tuple(range(len(source.shards())))
+    work = source.prepare(every)
+    for _ in range(collectives + 1):
+        next(work)  # right before a collective
+    started = time.monotonic()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"(?i)time"):
+            next(work, None)
+    else:
+        time.sleep(SECONDS + 2)
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize("collectives", [0, 1], ids=["factors", "norms"])
+def test_an_absent_rank_is_waited_for_no_longer_than_the_bound(collectives: int) -> None:
+    waited, _ = run_world(2, absent_after, collectives, timeout=60)
+    assert SECONDS * 0.5 < waited < SECONDS + 1, waited

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of several adapters, each with modules of its own to save, what arrives is the one in use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lora_models import Layout, Variant, deliver, merging_source, peft_model, shard
+from models import build
+from peft import LoraConfig, PeftModel, get_peft_model
+from test_lora_merge import assert_within_one_ulp, peft_merge
+from worlds import run_world
+
+from contract.fsdp_layouts import torchs_own_state
+from verl_sync_plugin.lora.adapters import copies_in_use
+from verl_sync_plugin.lora.weights import lora_weights
+
+LAYOUTS = [Layout((1,)), Layout((2,)), Layout((2,), True)]
+HEAD = "lm_head.weight"
+
+
+def two_adapters(in_use: str, second_saves: bool = True) -> PeftModel:
+    """Two adapters with random factors; each may have a head of its own."""
+    model = get_peft_model(build("qwen2"), LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    saved = ["lm_head"] if second_saves else None
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=saved))
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+    model.set_adapter(in_use)
+    return model
+
+
+def delivered_is_in_use(in_use: str, second_saves: bool, layout: Layout) -> None:
+    reference = two_adapters(in_use, second_saves)
+    module = shard(two_adapters(in_use, second_saves), layout)
+    source = merging_source(module, "qwen2")
+    for _ in range(2):
+        expected = peft_merge(reference, torchs_own_state(module))
+        got = deliver(source, 9_001)
+        assert sorted(got) == sorted(expected)
+        for name, tensor in expected.items():
+            assert_within_one_ulp(name, got[name], tensor)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(1.25)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("in_use", "second_saves"), [("default", True), ("second", True), ("second", False), ("default", False)]
+)
+def test_the_adapter_in_use_arrives(in_use: str, second_saves: bool, layout: Layout) -> None:
+    run_world(layout.size, delivered_is_in_use, in_use, second_saves, layout)
+
+
+def switched_between_syncs() -> tuple[str, ...]:
+    model = two_adapters("default")
+    module: Any = shard(model, Layout((2,)))
+    source = merging_source(module, "qwen2")
+    first = deliver(source, 9_001)
+    texts = []
+    module.set_adapter("second")
+    for undo in (lambda: module.set_adapter("default"), module.base_model.enable_adapter_layers):
+        with pytest.raises(ValueError) as caught:
+            source.shards()
+        texts.append(str(caught.value))
+        undo()
+        again = deliver(source, 9_001)
+        assert all(torch.equal(first[name], again[name]) for name in first)
+        module.base_model.disable_adapter_layers()
+    return tuple(texts)
+
+
+def test_another_adapter_than_in_the_first_sync_is_refused_by_name() -> None:
+    for other, off in run_world(2, switched_between_syncs):
+        assert "self_attn.q_proj'" in other and "('default',)" in other and "now they are ('second',)" in other
+        assert "now they are ('default',) (True, " in off
+
+
+def test_an_adapter_that_is_switched_off_is_refused_by_name() -> None:
+    model = two_adapters("default")
+    model.base_model.disable_adapter_layers()
+    with pytest.raises(ValueError, match=r"q_proj' is switched off"):
+        lora_weights(model)
+
+
+def test_two_copies_of_a_module_in_use_are_refused_by_name() -> None:
+    model: Any = two_adapters("default")
+    model.get_output_embeddings()._active_adapter = ["default", "second"]
+    with pytest.raises(ValueError, match=r"lm_head', one of modules_to_save, has several active adapters"):
+        copies_in_use(model)
+
+
+def one_copy_for_both_ends() -> None:
+    """PEFT ties the copy, and it stays tied when FSDP2 shards it."""
+    config = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+    model: Any = peft_model(Variant("one-copy", "qwen2_tied", config))
+    module = shard(model, Layout((2,)))
+    source = merging_source(module, "qwen2")
+    for _ in range(2):
+        got = deliver(source, 9_001)
+        trained = torchs_own_state(module)["base_model.model.model.embed_tokens.modules_to_save.default.weight"]
+        assert torch.equal(got[HEAD], trained.bfloat16()) and torch.equal(got["model.embed_tokens.weight"], got[HEAD])
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(1.25)
+
+
+def test_one_copy_for_embedding_and_head_arrives_as_both() -> None:
+    run_world(2, one_copy_for_both_ends)
+
+
+def test_layer_replication_is_refused_by_name() -> None:
+    config = LoraConfig(r=3, target_modules=["q_proj"], layer_replication=[(0, 2), (0, 2)])
+    with pytest.raises(ValueError, match=r"adapter 'default' has layer_replication=\[\(0, 2\), \(0, 2\)\]"):
+        lora_weights(get_peft_model(build("llama"), config))
+
+
+def with_an_unknown_factor() -> str:
+    model: Any = peft_model(Variant("plain", config={"target_modules": ["q_proj"]}))
+    factor = model.get_submodule("base_model.model.model.layers.1.self_attn.q_proj.lora_A.default")
+    factor.register_parameter("gain", torch.nn.Parameter(torch.ones(3)))
+    source = merging_source(shard(model, Layout((2,))), "qwen2")
+    with pytest.raises(ValueError) as caught:
+        source.shards()
+    return str(caught.value)
+
+
+def test_a_factor_that_no_merge_takes_is_refused_by_name() -> None:
+    for text in run_world(2, with_an_unknown_factor):
+        assert "does not know the use of LoRA parameters: base_model.model.model.layers.1." in text
+        assert "lora_A.default.gain" in text

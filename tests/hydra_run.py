@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hydra's own run and multirun of a config of verl's, up to the task function: what a ``hydra.main`` of verl gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hydra
+import verl
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+CONFIG_DIR = Path(verl.__file__).parent / "trainer" / "config"
+
+
+def _hydra(config_dir: Path, program: str) -> Hydra:
+    hydra.version.setbase(None)  # as verl
+    GlobalHydra.instance().clear()
+    return Hydra.create_main_hydra2(program, create_config_search_path(f"file://{config_dir}"))
+
+
+def run(
+    folder: Path, *overrides: str, name: str = "ppo_trainer", config_dir: Path = CONFIG_DIR, program: str = "main_ppo"
+) -> DictConfig:
+    """The config that the task function of a run gets.
+
+    Args:
+        folder: where Hydra may write.
+        overrides: as on the command line.
+        name: of the config.
+        config_dir: the folder that holds it.
+        program: ``hydra.job.name``, which is the file name of the main.
+    """
+    try:
+        result = _hydra(config_dir, program).run(
+            name, lambda config: config, [f"hydra.run.dir={folder}", "hydra.output_subdir=null", *overrides], False
+        )
+        config: DictConfig = result.return_value
+        return config
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def multirun(folder: Path, *overrides: str, name: str = "ppo_trainer") -> list[DictConfig]:
+    """The configs that the task function of a multirun gets, one per job."""
+    seen: list[DictConfig] = []
+
+    def task(config: DictConfig) -> Any:
+        seen.append(config)
+
+    given = [f"hydra.sweep.dir={folder}", "hydra.output_subdir=null", *overrides]
+    try:
+        _hydra(CONFIG_DIR, "main_ppo").multirun(name, task, given, False)
+    finally:
+        GlobalHydra.instance().clear()
+        HydraConfig.instance().cfg = None
+    return seen

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the driver refuses, in real runs of Hydra; what it hands on: ``test_driver_settles.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig
+
+import hydra_run
+from verl_sync_plugin.bucket_size import LONG_BUCKET_KEY, SHORT_BUCKET_KEY
+from verl_sync_plugin.config import KEY_PREFIX
+
+ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
+SGLANG = f"{ROLLOUT}.name=sglang"
+ARGUMENTS = f"{ROLLOUT}.engine_kwargs.sglang"
+
+
+def rollout_of(folder: Path, *overrides: str, **choice: Any) -> DictConfig:
+    rollout: DictConfig = hydra_run.run(folder, SGLANG, *overrides, **choice).actor_rollout_ref.rollout
+    return rollout
+
+
+def refused(folder: Path, *overrides: str) -> str:
+    """The one line with which a run ends in the driver."""
+    with pytest.raises(SystemExit) as ended:
+        rollout_of(folder, *overrides)
+    text = str(ended.value)
+    assert text.startswith("verl-sync-plugin: ") and "\n" not in text, text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("override", "shown", "remedy"),
+    [
+        (f"{ROLLOUT}.disaggregation=True", f"{ROLLOUT}.disaggregation=True: not a mapping", "disaggregation.<key>="),
+        (f"{ROLLOUT}.mtp=True", f"{ROLLOUT}.mtp=True: not a mapping", "mtp.<key>="),
+        (f"{ROLLOUT}.engine_kwargs=5", f"{ROLLOUT}.engine_kwargs=5: not a mapping", "engine_kwargs.<key>="),
+        (f"{ARGUMENTS}=5", f"{ARGUMENTS}=5: not a mapping", "sglang.<key>="),
+        (f"{ROLLOUT}.checkpoint_engine=5", f"{ROLLOUT}.checkpoint_engine=5: not a mapping", "checkpoint_engine.<key>="),
+        (f"{KEY_PREFIX}.timeout_seconds=???", f"{KEY_PREFIX}.timeout_seconds=???: no value", "Give it one, or remove"),
+        (f"{KEY_PREFIX}=???", f"{KEY_PREFIX}=???: no value", "Give it one, or remove"),
+        (f"{ROLLOUT}.custom=???", f"{ROLLOUT}.custom=???: no value", "Give it one, or remove"),
+        (f"{SHORT_BUCKET_KEY}=???", f"{SHORT_BUCKET_KEY}=???: no value", "Give it one, or remove"),
+        (f"{LONG_BUCKET_KEY}=???", f"{LONG_BUCKET_KEY}=???: no value", "Give it one, or remove"),
+        (f"{KEY_PREFIX}.timeout_seconds=86401", f"{KEY_PREFIX}.timeout_seconds=86401: more than a day", "Use"),
+        (f"{KEY_PREFIX}.timeout_seconds=720000", f"{KEY_PREFIX}.timeout_seconds=720000: more than a day", "Use"),
+        *[
+            (f"{ROLLOUT}.multi_stage_wake_up={word}", f"{ROLLOUT}.multi_stage_wake_up={word!r}: not a boolean", "True")
+            for word in ("no", "off", "yes", "on", "maybe")
+        ],
+        (f"{ROLLOUT}.multi_stage_wake_up=1", f"{ROLLOUT}.multi_stage_wake_up=1: not a boolean", "True or False"),
+        (f"{MODEL}.lora.rank=2.5", f"{MODEL}.lora.rank=2.5: not a whole number", "for example"),
+        (f"{MODEL}.lora_rank=2.5", f"{MODEL}.lora_rank=2.5: not a whole number", "for example"),
+        (f"{MODEL}.lora.rank=-1", f"{MODEL}.lora.rank=-1: not a whole number", "for example"),
+        (f"{MODEL}.lora.rank=many", f"{MODEL}.lora.rank='many': not a whole number", "for example"),
+        (f"{MODEL}.lora.alpha=big", f"{MODEL}.lora.alpha='big': not a number", "for example"),
+        (f"{MODEL}.lora_alpha=big", f"{MODEL}.lora_alpha='big': not a number", "for example"),
+        (f"{MODEL}.lora.merge=no", f"{MODEL}.lora.merge='no': not a boolean", "True or False"),
+        (f"{MODEL}.lora=5", f"{MODEL}.lora=5: not a mapping", "lora.<key>="),
+        (f"{ROLLOUT}.dtype=bfloat17", f"{ROLLOUT}.dtype='bfloat17': not a dtype of SGLang's weights", "bfloat16"),
+        (f"{ROLLOUT}.dtype=int8", f"{ROLLOUT}.dtype='int8': not a dtype of SGLang's weights", "bfloat16"),
+        (f"{ROLLOUT}.dtype=auto", f"{ROLLOUT}.dtype='auto': says not what travels", f"{KEY_PREFIX}.wire_dtype"),
+        (f"{ROLLOUT}.data_parallel_size=2", f"{ROLLOUT}.data_parallel_size=2: ", "+" + ARGUMENTS),
+        (f"+{ARGUMENTS}.dp_size=2", f"{ARGUMENTS}.dp_size=2: ", f"{ROLLOUT}.data_parallel_size"),
+        (f"+{ARGUMENTS}.tp_size=4", f"{ARGUMENTS}.tp_size=4: ", f"{ROLLOUT}.tensor_model_parallel_size"),
+        (f"+{ARGUMENTS}.dtype=float16", f"{ARGUMENTS}.dtype='float16': ", f"{ROLLOUT}.dtype"),
+        (
+            "+" + ARGUMENTS + ".json_model_override_args='{\"quantization_config\":{}}'",
+            f"{ARGUMENTS}.json_model_override_args=",
+            "without",
+        ),
+        *[
+            (f"+{ARGUMENTS}.{key}={value}", f"{ARGUMENTS}.{key}={shown}: weight sync cannot serve it", "enabled=False")
+            for key, value, shown in [
+                ("torchao_config", "int8wo", "'int8wo'"),
+                ("modelopt_quant", "fp8", "'fp8'"),
+                ("quantize_and_serve", "True", "True"),
+                ("quantization", "fp8", "'fp8'"),
+                ("rl_quant_profile", "/p", "'/p'"),
+                ("pp_size", "2", "2"),
+                ("cpu_offload_gb", "4", "4"),
+                ("offload_group_size", "2", "2"),
+                ("kt_weight_path", "/w", "'/w'"),
+                ("disaggregation_mode", "prefill", "'prefill'"),
+                ("moe_runner_backend", "flashinfer_trtllm", "'flashinfer_trtllm'"),
+                ("speculative_algorithm", "EAGLE", "'EAGLE'"),
+                ("load_format", "bitsandbytes", "'bitsandbytes'"),
+            ]
+        ],
+    ],
+)
+def test_refused_by_name(tmp_path: Path, override: str, shown: str, remedy: str) -> None:
+    text = refused(tmp_path, override)
+    assert shown in text
+    assert remedy in text.partition(shown)[2], text
+
+
+def test_an_error_that_nobody_foresaw_ends_the_driver(tmp_path: Path) -> None:
+    """Here omegaconf's, of an interpolation; Hydra would make a warning of it and go on without any check."""
+    text = refused(tmp_path, f"{KEY_PREFIX}.timeout_seconds=${{nobody.knows}}")
+    assert "InterpolationKeyError" in text and "nobody.knows" in text and f"{KEY_PREFIX}.timeout_seconds" in text
+    assert "VERL_USE_EXTERNAL_PLUGINS=none" in text
+
+
+def test_any_exception_ends_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl_sync_plugin import driver
+
+    def broken(*_: Any) -> None:
+        raise AttributeError("nobody\nforesaw this")
+
+    monkeypatch.setattr(driver, "check_rollout", broken)
+    assert "cannot check the keys of this run: AttributeError: nobody foresaw this. Correct" in refused(tmp_path)
+
+
+def test_what_serves_is_not_refused(tmp_path: Path) -> None:
+    rollout = rollout_of(
+        tmp_path,
+        f"{KEY_PREFIX}.timeout_seconds=86400",
+        f"{ROLLOUT}.tensor_model_parallel_size=2",
+        f"{ROLLOUT}.data_parallel_size=2",
+        f"{ROLLOUT}.dtype=half",
+        f"{MODEL}.lora.alpha=32.0",
+        f"{ROLLOUT}.multi_stage_wake_up=False",
+        *(
+            f"+{ARGUMENTS}.{key}={value}"
+            for key, value in {
+                "dp_size": 2, "tp_size": 4, "enable_dp_attention": True, "torchao_config": "''", "cpu_offload_gb": 0,
+                "pp_size": 1, "quantization": "null", "kv_cache_dtype": "fp8_e5m2", "ep_size": 4, "dtype": "float16",
+                "moe_runner_backend": "triton", "disaggregation_mode": "'null'",
+            }.items()
+        ),
+    )  # fmt: skip
+    assert rollout.multi_stage_wake_up is False and rollout.custom.sync.timeout_seconds == 86400

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Under which names, and in which parts, a trainer's tensors travel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from verl_sync_plugin.bucket import Base, View
+from verl_sync_plugin.lora.weights import LoRAWeight
+from verl_sync_plugin.source.base import Member
+from verl_sync_plugin.source.naming import checkpoint_rewrite, hf_views, saved_names
+from verl_sync_plugin.source.slicing import Part
+from verl_sync_plugin.source.untying import untied
+
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 32}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+def made(model: PreTrainedModel, folder: Path) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
+    """A model as a trainer has it, and its checkpoint."""
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder), load_file(folder / "model.safetensors")
+
+
+def sent(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """What views of the state dict hold."""
+    rewrite, found = checkpoint_rewrite(model), {}
+    for name, tensor in model.state_dict().items():
+        flat = tensor.reshape(-1)
+        for view in hf_views(name, tuple(tensor.shape), tensor.dtype, 0, rewrite):
+            strides = view.strides or torch.empty(view.shape, device="meta").stride()
+            found[view.name] = flat.as_strided(view.shape, strides, view.start)
+    return found
+
+
+def test_fused_and_renamed_tensors_travel_as_the_checkpoint_has_them(tmp_path: Path) -> None:
+    config = MixtralConfig(**SIZES, **HEADS, num_local_experts=3)
+    model, checkpoint = made(MixtralForCausalLM(config), tmp_path)
+    found = sent(model)
+    assert "model.layers.0.block_sparse_moe.experts.2.w3.weight" in found
+    assert found.keys() == checkpoint.keys()
+    assert all(torch.equal(found[name], checkpoint[name]) for name in checkpoint)
+
+
+def test_what_was_loaded_under_other_names_travels_under_these(tmp_path: Path) -> None:
+    """transformers notes which of its conversions the checkpoint needed; those that it did not need are not undone."""
+    model, _ = made(MixtralForCausalLM(MixtralConfig(**SIZES, **HEADS, num_local_experts=3)), tmp_path)
+    model._weight_conversions = []
+    assert "model.layers.0.mlp.gate.weight" in sent(model)
+
+
+def test_a_model_from_no_checkpoint_keeps_its_names() -> None:
+    model = MixtralForCausalLM(MixtralConfig(**SIZES, **HEADS, num_local_experts=3))
+    assert "model.layers.0.mlp.experts.2.up_proj.weight" in sent(model)
+
+
+def test_adapters_keep_their_names(tmp_path: Path) -> None:
+    model, _ = made(MixtralForCausalLM(MixtralConfig(**SIZES, **HEADS, num_local_experts=3)), tmp_path)
+    key = "model.layers.0.mlp.experts.lora_A.default.weight"
+    assert [name for name, _ in checkpoint_rewrite(model)([(key, torch.empty(2))])] == [key]
+
+
+def test_the_second_name_of_a_tied_parameter_is_not_in_a_checkpoint(tmp_path: Path) -> None:
+    model, checkpoint = made(Qwen2ForCausalLM(Qwen2Config(**SIZES, **HEADS, tie_word_embeddings=True)), tmp_path)
+    unsaved = frozenset(model.all_tied_weights_keys)
+    assert unsaved == {"lm_head.weight"} == model.state_dict().keys() - checkpoint.keys()
+    assert saved_names(["model.embed_tokens.weight", "lm_head.weight"], unsaved) == ["model.embed_tokens.weight"]
+    assert saved_names(["lm_head.weight"], unsaved) == ["lm_head.weight"], "no longer tied: a tensor of its own"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_tied_parameters_part_under_the_names_of_the_checkpoint(rank: int) -> None:
+    """The embedding of Qwen2-VL is ``model.language_model.embed_tokens`` in the trainer and travels as another name."""
+    names = ("model.language_model.embed_tokens.weight", "lm_head.weight")
+    members = tuple(Member(name, (4, 2), 0) for name in names)
+    views = tuple(View(name, (4, 2), 0, 8) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    whole = Part(Base(names[0], "float32", 4, (4, 4), views), members)
+    adapted: LoRAWeight = object()  # type: ignore[assignment]
+    rest, apart = untied(whole, rank, {"lm_head.weight": adapted})
+    assert [view.name for view in rest.base.views] == ["model.embed_tokens.weight"]
+    assert [view.name for view in apart.base.views] == ["lm_head.weight"]
+    rest, apart = untied(whole, rank, {names[0]: adapted})
+    assert [view.name for view in rest.base.views] == ["model.embed_tokens.weight"]
+    assert [view.name for view in apart.base.views] == ["lm_head.weight"]
+    assert [member.name for member in rest.members] == [names[0]]
+    turned = Part(Base(names[0], "float32", 4, (4, 4), views[::-1]), members[::-1])
+    rest, apart = untied(turned, rank, {"lm_head.weight": adapted})
+    assert [view.name for view in apart.base.views] == ["model.embed_tokens.weight"]

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every config and main of the installed verl composes with the plugin as it does without, and to verl's own values."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import verl
+from omegaconf import OmegaConf
+
+import unmeasured
+
+PACKAGE = Path(verl.__file__).resolve().parent
+OURS = "verl_sync_plugin.rollout_config.SyncRolloutConfig"
+SERVED = ("fsdp", "fsdp2", "megatron")
+WITHOUT_SYNC = ("main_generation_server",)
+Found = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found]:
+    """What a process with the plugin finds, and one without; both run at once."""
+    running = []
+    for plugins in ("auto", "none"):
+        folder = tmp_path_factory.mktemp(plugins)
+        environment = {**unmeasured.environment(), "VERL_USE_EXTERNAL_PLUGINS": plugins}
+        command = [sys.executable, "-W", "ignore", "-m", "shipped_configs", str(folder)]
+        # Beside the package: verl's experimental configs name its folder relative to there
+        log = (folder / "log").open("w")
+        running.append((folder, subprocess.Popen(command, cwd=PACKAGE.parent, env=environment, stderr=log, stdout=log)))
+    results = []
+    for folder, process in running:
+        assert process.wait(timeout=400) == 0, (folder / "log").read_text()[-4000:]
+        results.append(json.loads((folder / "found.json").read_text()))
+    ours, stock = results
+    assert ours["plugin"] and not stock["plugin"]
+    assert ours["configs"].keys() == stock["configs"].keys() and ours["mains"].keys() == stock["mains"].keys()
+    return ours, stock
+
+
+def test_all_are_there(found: tuple[Found, Found]) -> None:
+    _, stock = found
+    for main in ("main_ppo", "main_generation_server", "main_eval", "sft_trainer", "sft_trainer_ray"):
+        assert f"verl.trainer.{main}" in stock["mains"]
+    assert len([name for name in stock["mains"] if name.startswith("verl.experimental.")]) >= 2
+    assert len(stock["configs"]) > 30
+    assert not [result for result in stock["configs"].values() if "error" in result]
+
+
+def test_every_config_ends_alike(found: tuple[Found, Found]) -> None:
+    ours, stock = found
+    for case, result in stock["configs"].items():
+        assert ours["configs"][case].get("error") == result.get("error"), case
+
+
+def test_every_config_holds_verls_values(found: tuple[Found, Found]) -> None:
+    """But for our keys where the plugin moves the weights, and a mark that it is off where it does not."""
+    ours, stock = found
+    synced = 0
+    for case, result in stock["configs"].items():
+        mine, verls = copy.deepcopy(ours["configs"][case]["config"]), copy.deepcopy(result["config"])
+        synced += without_ours(case, mine, verls)
+        assert mine == verls, case
+    assert synced >= 6
+
+
+def without_ours(case: str, mine: dict[str, Any], verls: dict[str, Any]) -> bool:
+    """Takes what may differ out of both configs; True where the plugin moves the weights."""
+    rollout = (mine.get("actor_rollout_ref") or {}).get("rollout") or {}
+    stock = (verls.get("actor_rollout_ref") or {}).get("rollout") or {}
+    if rollout.get("_target_") != OURS:
+        if "_generated_" not in case:  # these have none of our keys, so no driver's check: the trainer settles them
+            mark = rollout.pop("custom", None)
+            assert mark == ({"sync": {"enabled": False}} if rollout.get("name") == "sglang" else None), case
+        return False
+    assert rollout["name"] == "sglang" and mine["actor_rollout_ref"]["actor"]["strategy"] in SERVED, case
+    assert case.split()[0] not in WITHOUT_SYNC
+    assert "${" not in json.dumps([rollout["custom"], rollout["update_weights_bucket_megabytes"]])
+    assert rollout["checkpoint_engine"]["update_weights_bucket_megabytes"] == 512 and rollout["multi_stage_wake_up"]
+    for section, keys in (
+        (rollout, ("custom", "update_weights_bucket_megabytes", "multi_stage_wake_up", "_target_")),
+        (rollout["checkpoint_engine"], ("update_weights_bucket_megabytes",)),
+        (stock, ("multi_stage_wake_up", "_target_")),
+        (stock["checkpoint_engine"], ("update_weights_bucket_megabytes",)),
+    ):
+        for key in keys:
+            section.pop(key)
+    return True
+
+
+def test_every_main_starts_alike(found: tuple[Found, Found]) -> None:
+    """Up to the printing of its config, of which nothing needs the plugin to be read."""
+    ours, stock = found
+    for module, result in stock["mains"].items():
+        mine = ours["mains"][module]
+        assert mine["code"] == result["code"] == 0, (module, mine["yaml"][-2000:], result["yaml"][-2000:])
+        config, verls = OmegaConf.create(mine["yaml"]), OmegaConf.create(result["yaml"])
+        if "actor_rollout_ref" in config:
+            OmegaConf.resolve(config)
+            for key in ("custom", "update_weights_bucket_megabytes", "multi_stage_wake_up", "_target_"):
+                config.actor_rollout_ref.rollout.pop(key)
+                verls.actor_rollout_ref.rollout.pop(key, None)
+            OmegaConf.resolve(verls)
+        assert config == verls, module

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of an FSDP trainer's adapter cannot be trained or served, said in the driver where its files can be read there.
+
+The trainer's ranks refuse the same in words that name modules (``adapters.refuse_others``), or it ends inside verl.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from verl_sync_plugin.config import lora_rank_of
+from verl_sync_plugin.lora.settings import PEFT_KEY, PREFIX
+
+# SGLang's classes (0.5.12) that cannot be launched untied: an adapter makes two weights of embedding and head, and
+# these have one, whatever tie_word_embeddings says
+_EMBEDDING_IS_HEAD = "computes logits with the embedding"
+_SKIPS_HEAD = "skips lm_head.weight when it loads"
+ALWAYS_TIED = {
+    "CohereForCausalLM": _EMBEDDING_IS_HEAD,
+    "Cohere2ForCausalLM": _EMBEDDING_IS_HEAD,
+    "GemmaForCausalLM": _EMBEDDING_IS_HEAD,
+    "Gemma2ForCausalLM": _EMBEDDING_IS_HEAD,
+    "Gemma3ForCausalLM": _SKIPS_HEAD,
+    "Gemma3ForConditionalGeneration": _SKIPS_HEAD,
+    "Gemma3nForCausalLM": _EMBEDDING_IS_HEAD,
+    "Gemma3nForConditionalGeneration": _EMBEDDING_IS_HEAD,
+    "Gemma4ForConditionalGeneration": _EMBEDDING_IS_HEAD,
+    "GPT2LMHeadModel": _EMBEDDING_IS_HEAD,
+    "GPTBigCodeForCausalLM": _EMBEDDING_IS_HEAD,
+}
+_LEAVE_OUT = f"Leave embedding and head out (see {PREFIX}.exclude_modules)"
+_FSDP1 = "actor_rollout_ref.actor.strategy=fsdp with actor_rollout_ref.actor.fsdp_config.use_orig_params=True"
+
+
+def refuse_always_tied(architectures: Iterable[str], where: str) -> None:
+    """Raises ValueError when SGLang's class of a model has one weight for embedding and head.
+
+    Args:
+        architectures: of the model's config.
+        where: what adapts or trains one of the two, for the message.
+    """
+    for name in architectures:
+        if name in ALWAYS_TIED:
+            raise ValueError(
+                f"{where}: it changes the embedding or the head, and SGLang's {name} {ALWAYS_TIED[name]}, so it cannot "
+                f"serve two different ones. {_LEAVE_OUT}, or with actor_rollout_ref.actor.strategy=fsdp2 train one "
+                f"copy for both: +{PEFT_KEY}.modules_to_save=[embed_tokens] and +{PEFT_KEY}.ensure_weight_tying=True."
+            )
+
+
+def refuse_lora(model: Any, strategy: str) -> None:
+    """Says what is known of an adapter and its model before any worker starts. Reads local files only.
+
+    Args:
+        model: ``actor_rollout_ref.model``, its LoRA keys unified.
+        strategy: ``fsdp`` or ``fsdp2``.
+
+    Raises:
+        ValueError: names key, value and remedy.
+    """
+    if lora_rank_of(model) == 0:
+        return
+    from omegaconf import OmegaConf
+
+    plain: Any = OmegaConf.to_container(model, resolve=True)
+    path = plain.get("lora_adapter_path")
+    if path is not None:
+        settings = _settings_of(Path(path))
+        if settings is None:
+            return
+        where = f"{PREFIX}.lora_adapter_path={path!r}"
+    else:
+        settings = plain["lora"].get("peft") or {}
+        where = f"{PEFT_KEY}={settings}"
+    from verl_sync_plugin.lora.adapters import refuse_config
+
+    refuse_config(where, settings, f"Give a LoRA adapter, or merge this one into the model of {PREFIX}.path")
+    _refuse_ends(plain, where if path is not None else None, strategy)
+
+
+def _settings_of(folder: Path) -> dict[str, Any] | None:
+    """What is in an adapter's config; ``None`` where this machine cannot read it."""
+    try:
+        settings: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return settings
+
+
+def _refuse_ends(plain: Mapping[str, Any], where: str | None, strategy: str) -> None:
+    """Raises ValueError for an adapted embedding or head that trainer or engine cannot have.
+
+    Args:
+        plain: the model's keys.
+        where: the adapter that is loaded, for messages; ``None`` when the keys describe it.
+        strategy: see ``refuse_lora``.
+    """
+    from verl_sync_plugin.lora.build import adapted_ends, lora_config
+
+    keys = {"use_shm": False, "target_parameters": None, **plain}
+    config = lora_config(SimpleNamespace(**keys))
+    targeted, saved = adapted_ends(config)
+    if not targeted and not saved:
+        return
+    if where is None and targeted:
+        where = f"{PREFIX}.target_modules={plain['target_modules']!r}"
+    where = where or f"{PEFT_KEY}.modules_to_save={config.modules_to_save!r}"
+    hf_config = _hf_config(plain)
+    if hf_config is None:
+        return
+    overrides = plain.get("override_config") or {}
+    overrides = overrides.get("model_config", overrides)
+    tied = bool(overrides.get("tie_word_embeddings", getattr(hf_config, "tie_word_embeddings", False)))
+    together = bool(getattr(config, "ensure_weight_tying", False))
+    if plain["lora"].get("merge") and not (tied and together and saved):
+        refuse_always_tied(getattr(hf_config, "architectures", None) or (), where)
+    if strategy == "fsdp2":
+        _refuse_fsdp2(where, targeted, saved, tied, together)
+
+
+def _hf_config(plain: Mapping[str, Any]) -> Any:
+    """The model's config; ``None`` where it is not in a folder here, or needs code of its own."""
+    folder = Path(plain.get("hf_config_path") or plain["path"])
+    if not (folder / "config.json").is_file():
+        return None
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _refuse_fsdp2(where: str, targeted: list[str], saved: list[str], tied: bool, together: bool) -> None:
+    from verl_sync_plugin.lora.fsdp2 import takes_adapted, takes_copied
+
+    if tied:
+        if together and targeted:
+            raise ValueError(
+                f"{where} with {PEFT_KEY}.ensure_weight_tying=True: PEFT's factors of the head are transposed views, "
+                "which FSDP2 cannot shard. Leave ensure_weight_tying out: the engine is then launched untied."
+            )
+        return
+    fine = all(takes_adapted(name) for name in targeted) and all(takes_copied(name) for name in saved)
+    if not fine:
+        names = ", ".join(name.rpartition(".")[2] for name in (*targeted, *saved))
+        raise ValueError(
+            f"{where} with actor_rollout_ref.actor.strategy=fsdp2: verl shards embedding and head by themselves where "
+            f"the model does not tie them, and cannot where they are adapted ({names}). Set {_FSDP1}. Or: {_LEAVE_OUT}."
+        )
