@@ -101,22 +101,22 @@ class Arrivals:
         poller = select.poll()
         for each in (self._listener.fileno(), *(channel.fileno() for channel, _ in self._silent)):
             poller.register(each, select.POLLIN)
-        poller.poll(min(seconds, POLL_SECONDS) * 1000)
+        spoke = {number for number, _ in poller.poll(min(seconds, POLL_SECONDS) * 1000)}
         for _ in range(AT_ONCE):
             if (channel := self._listener.accept(0)) is None:
                 break
             channel.most = JOIN_BYTES
             self._silent.append((channel, time.monotonic() + JOIN_SECONDS))
-        waiting, self._silent = self._silent, []
-        joined = []
+            spoke.add(channel.fileno())
+        joined, waiting, self._silent = [], self._silent, []
         for channel, deadline in waiting:
             try:
-                joined.append((channel, _heard(channel)))
-            except ChannelTimeoutError as error:
-                if time.monotonic() < deadline:
+                if channel.fileno() in spoke and (named := _heard(channel)) is not None:
+                    joined.append((channel, named))
+                elif time.monotonic() < deadline:
                     self._silent.append((channel, deadline))
                 else:
-                    _drop(channel, error)
+                    _drop(channel, f"it did not say for which sync it is within {JOIN_SECONDS:g} s")
             except (ChannelClosedError, BadMessageError) as error:
                 _drop(channel, error)
         while len(self._silent) > MOST_SILENT:
@@ -124,14 +124,16 @@ class Arrivals:
         return joined
 
 
-def _heard(channel: Channel) -> str:
-    """The sync that a connection is for; never waits.
+def _heard(channel: Channel) -> str | None:
+    """The sync that a connection is for, ``None`` while it has not said so, or not all of it; never waits.
 
     Raises:
-        ChannelTimeoutError: it has not said so, or not all of it.
-        ChannelClosedError, BadMessageError: nor will it.
+        ChannelClosedError, BadMessageError: it will not say.
     """
-    join = channel.receive(0)
+    try:
+        join = channel.receive(0)
+    except ChannelTimeoutError:
+        return None
     if not isinstance(join, Join):
         raise BadMessageError(f"it begins with a {type(join).__name__}")
     channel.most = type(channel).most
