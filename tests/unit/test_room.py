@@ -94,7 +94,7 @@ def test_the_cache_goes_whole() -> None:
     del (gone := [torch.ones(64 << 20, device=device)])[:]
     assert not gone and release_cache(device) >= 256 << 20
     memory = read_device(device)
-    assert memory is not None and memory.cached < 4 << 20 and kept.sum() == 1 << 20
+    assert memory is not None and memory.cached < 32 << 20 and kept.sum() == 1 << 20
 
 
 def test_growth_is_what_each_resume_added() -> None:
