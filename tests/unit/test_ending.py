@@ -16,17 +16,18 @@ from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.metrics import SyncReport
 from verl_sync_plugin.receiver.unpacker import Unpacker
 from verl_sync_plugin.sharding_manager.ending import Ending
-from verl_sync_plugin.transport.protocol import Committed, Coverage
+from verl_sync_plugin.transport.protocol import Committed, Coverage, Used
 
 
 class Around:
-    """Agreement, sender, hashes, direct and endpoint in one; notes what happens."""
+    """Agreement, sender, hashes, uses, direct and endpoint in one; notes what happens."""
 
     restores_uncovered, active = False, True
 
-    def __init__(self, fails: bool) -> None:
+    def __init__(self, fails: bool, used: Used | None = None) -> None:
         self.happened: list[str] = []
         self._fails = fails
+        self._used = used
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
@@ -42,23 +43,35 @@ class Around:
     def commit(self, tell: bool) -> Committed:
         if self._fails:
             raise RuntimeError("post_load_weights")
-        return Committed(Coverage(1, ()))
+        return Committed(Coverage(1, ()), used=self._used)
 
     def unstage(self) -> None:
         self.happened.append("unstage")
 
     def note(self, *told: object) -> bool:
-        return False
+        return True
+
+    def compare(self, plan: Plan, used: Used | None, loaded: bool) -> None:
+        self.happened.append(f"compare {used} {loaded}")
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_staging_goes_once_all_engine_ranks_have_unmapped_it(fails: bool) -> None:
     """Also when the commit failed: engine ranks would open the same export for the second time."""
     around: Any = Around(fails)
-    ending = Ending(SyncConfig(verify_hashes=False), around, around, around, around, around)
+    ending = Ending(SyncConfig(verify_hashes=False), *[around] * 6)
     with suppress(SyncError):
         asyncio.run(ending.commit(Plan((), (), "digest"), SyncReport(), None, first=False))
     assert around.happened[:2] == ["committing", "unstage"]
+
+
+@pytest.mark.parametrize("used", [None, Used("Model", ())])
+def test_what_the_engine_uses_is_compared_when_there_is_news(used: Used | None) -> None:
+    """Without hashes, too, an exchange between all ranks in every sync would be one too many."""
+    around: Any = Around(False, used)
+    ending = Ending(SyncConfig(verify_hashes=False), *[around] * 6)
+    asyncio.run(ending.commit(Plan((), (), "digest"), SyncReport(), None, first=False))
+    assert [what for what in around.happened if "compare" in what] == ([f"compare {used} True"] if used else [])
 
 
 def test_an_engine_without_the_kernel_reads_nothing_in_place() -> None:

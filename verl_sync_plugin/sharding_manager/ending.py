@@ -63,8 +63,8 @@ class Ending:
         with self._agreement.attempt():
             committed = self._sender.commit(tell=verify and not self._hashes.knows(plan))
             self._direct.note(committed, plan)
-            used = committed.used
-            new = self._hashes.note(committed) or used is not None
+            used, unlearned = committed.used, self._hashes.note(committed)
+            new = used is not None or (verify and unlearned)
             if verify:
                 sums = paired(self._sender.sums(), committed)
             report.note(committed, plan, self._direct.active)
