@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.hooks.engine import ShardStream
 from verl_sync_plugin.hooks.report_file import REPORT_FILE_VARIABLE, write_report
 from verl_sync_plugin.hooks.rollout import SyncServerAdapter
+from verl_sync_plugin.hooks.shard_stream import ShardStream
 from verl_sync_plugin.metrics import SyncReport
 
 

@@ -9,7 +9,7 @@ from verl.workers.engine.base import EngineRegistry
 
 from verl_sync_plugin.config import TRAINERS, TURN_OFF
 from verl_sync_plugin.errors import RegistryConflictError
-from verl_sync_plugin.hooks.engine import VENDORS
+from verl_sync_plugin.hooks.shard_stream import VENDORS
 
 
 def refuse_plain_stream() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,32 +9,8 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_sync_plugin.hooks import activation
+from verl_sync_plugin.hooks.shard_stream import VENDORS, ShardStream, WeightStream
 from verl_sync_plugin.lora.build import build_peft_model
-
-WeightStream = Iterable[tuple[str, torch.Tensor]]
-
-# verl registers its engines for a device only; a (device, vendor) entry is looked up before it
-VENDORS = ["nvidia", "amd"]
-
-
-class ShardStream:
-    """What the engine returns as its weight stream.
-
-    The sharding manager takes the engine from it. Anyone else may iterate it and gets verl's own stream, for example a
-    checkpoint engine of a disaggregated run.
-    """
-
-    def __init__(self, engine: Any, stock: Callable[[], WeightStream]) -> None:
-        self.engine = engine
-        self._stock = stock
-
-    @property
-    def trainer(self) -> str:
-        """verl's strategy name of the engine."""
-        return str(self.engine.engine_config.strategy)
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self._stock())
 
 
 @EngineRegistry.register("language_model", ["fsdp", "fsdp2"], device="cuda", vendor=VENDORS)

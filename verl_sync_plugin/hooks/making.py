@@ -13,7 +13,7 @@ from verl_sync_plugin.config import sync_config_of
 from verl_sync_plugin.families import refuse_family
 from verl_sync_plugin.hooks.backup import keep_cpu_backup
 from verl_sync_plugin.hooks.endpoint import ServerActorEndpoint
-from verl_sync_plugin.hooks.engine import ShardStream
+from verl_sync_plugin.hooks.shard_stream import ShardStream
 from verl_sync_plugin.log import say
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sharding_manager.base import ShardingManager

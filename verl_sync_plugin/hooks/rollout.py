@@ -23,9 +23,9 @@ from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.hooks import activation
 from verl_sync_plugin.hooks.awake import WEIGHTS, awake_behind_load, sleep_tags, wake_stages
 from verl_sync_plugin.hooks.conflict import refuse_plain_stream
-from verl_sync_plugin.hooks.engine import ShardStream
 from verl_sync_plugin.hooks.making import make_manager, sglang_arguments, trainer_device
 from verl_sync_plugin.hooks.report_file import write_report
+from verl_sync_plugin.hooks.shard_stream import ShardStream
 from verl_sync_plugin.log import say
 from verl_sync_plugin.metrics import SyncReport
 from verl_sync_plugin.refusals import refuse_unsupported
