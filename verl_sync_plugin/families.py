@@ -54,8 +54,8 @@ def refuse_family(path: str, config: Mapping[str, Any]) -> None:
         why = _reason(architecture, config)
         if why:
             raise ValueError(
-                f"actor_rollout_ref.model.path={path}: {architecture} {why}. Use another model, or {TURN_OFF}, which "
-                "sends these weights in vain."
+                f"actor_rollout_ref.model.path={path}: {architecture} {why}. Use another model, or {TURN_OFF}, "
+                "which does not notice."
             )
 
 

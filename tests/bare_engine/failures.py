@@ -211,7 +211,7 @@ def coverage_fails(member: Rank, version: int) -> str:
             member.sync(version)
             assert "weights_cpu_backup=on" in text
         else:
-            assert member.failing(version) == text and "only in part" in text
+            assert member.failing(version) == text and "or only in part" in text
         member.endpoint._backup = False
     assert any(parameter in text for parameter in DROPPED.values())
     return text

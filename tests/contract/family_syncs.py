@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from verl_sync_plugin.families import refuse_checkpoint
 from verl_sync_plugin.planner import plan_buckets
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.unpacker import Unpacker
+from verl_sync_plugin.sharding_manager.agreement import Agreement
+from verl_sync_plugin.sharding_manager.coverage import check_coverage
+from verl_sync_plugin.sharding_manager.use_check import UseCheck
 from verl_sync_plugin.sharding_manager.wire import wire_policy
 from verl_sync_plugin.source.fsdp2 import FSDP2Source
 from verl_sync_plugin.source.naming import checkpoint_rewrite
@@ -55,6 +59,9 @@ def publish(family: Family, folder: Path) -> None:
 def save(model: PreTrainedModel, family: Family, folder: Path) -> None:
     """As transformers saves it, but for what it is known to save otherwise than it is published."""
     model.save_pretrained(folder)
+    # Published checkpoints have an index, in which some of SGLang's models look for a vision tower
+    names = dict.fromkeys(load_file(folder / "model.safetensors"), "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
     if family.transposed:
         _rewrite(folder, lambda name, t: (name, t.mT.contiguous() if re.search(family.transposed, name) else t))
 
@@ -114,20 +121,34 @@ class Pair:
         )
         self.plan = plan_buckets(tuple(s.base for s in self.source.shards()), BUCKET_BYTES, dist.get_world_size() > 1)
         self.packer = Packer(CPU, self.plan, dist.get_rank(), hashed=False, finite=False)
+        self.uses = UseCheck(Agreement(60.0), range(dist.get_world_size()))
 
-    def send(self, unpacker: Unpacker, model: Any) -> None:
-        """One sync into an engine's model."""
+    def send(self, unpacker: Unpacker, model: Any) -> tuple[tuple[str, int, int], ...]:
+        """One sync into an engine's model, with its proofs; what of the model is left to a host copy.
+
+        Raises:
+            SyncError: the engine leaves out what is sent.
+            RuntimeError: the sync writes a parameter not, or in part, although it is sent.
+        """
         shards = self.source.shards()
         self.packer.begin()
         unpacker.begin(copy_plan=True, hashed=False)
-        ledger = Ledger(model)
+        if self.uses.asks(self.plan):
+            self.uses.compare(self.plan, unpacker.uses.use(loaded=False), loaded=False)
+        ledger = Ledger(model) if unpacker.watched else None
         slots = [torch.zeros(self.plan.slot_bytes, dtype=torch.uint8) for _ in range(dist.get_world_size())]
         for index in range(len(self.plan.buckets)):
             self.packer.pack(index, slots[dist.get_rank()], shards)
             dist.all_gather(slots, slots[dist.get_rank()].clone())
-            with ledger:
+            with ledger or nullcontext(), unpacker.uses.watching():
                 unpacker.load(index, slots if unpacker.spread(index) else [slots[dist.get_rank()]])
         unpacker.finish(ledger)
+        if (used := unpacker.uses.news()) is not None:
+            self.uses.compare(self.plan, used, loaded=True)
+        if ledger is None:
+            return ()
+        check_coverage(ledger.coverage(), SyncConfig(), True, False, self.plan.names)
+        return ledger.coverage().missing
 
 
 def outcome(family: Family, folder: Path, port: int) -> str:
@@ -149,17 +170,18 @@ def outcome(family: Family, folder: Path, port: int) -> str:
     pair = Pair(folder / "published")
     config = sglang_models.start_from(folder / "published", rank, world, port, family.attention)
     engine, reference = (poisoned(config, family, byte) for byte in POISON)
-    unpacker = Unpacker(engine, Manifest.of(pair.plan), CPU)
+    unpacker, kept = Unpacker(engine, Manifest.of(pair.plan), CPU), dict[str, None]()
     for seed in (1, 2, 3):
         train(pair.whole, pair.sharded, seed)
         if rank == 0:
             save(pair.whole, family, folder / f"step-{seed}")
         dist.barrier()
         reference.load_weights(iter(load_file(folder / f"step-{seed}" / "model.safetensors").items()))
-        pair.send(unpacker, engine)
+        kept.update((name, None) for name, *_ in pair.send(unpacker, engine))
         assert_same(engine, reference, f"sync {seed}")
     assert unpacker.replayed[0] == pair.plan.tensor_count - len(unpacker._plan.refused)
-    return _how(unpacker._plan.refused, pair.plan.tensor_count)
+    how = _how(unpacker._plan.refused, pair.plan.tensor_count)
+    return f"{how}; {', '.join(kept)} left to the engine's host copy" if kept else how
 
 
 def _how(refused: dict[str, str], total: int) -> str:

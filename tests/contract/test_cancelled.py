@@ -83,7 +83,7 @@ def cancel_leader(where: str) -> tuple[Outcome, int, str]:
         variant = Variant("all-linear", config={"target_modules": "all-linear"})
         module = shard(peft_model(variant), Layout((2,)))
         config = peft_model(variant).peft_config["default"]
-        sender = AdapterSender(merging_source(module, "qwen2", merge=False), config, torch.bfloat16, True)
+        sender = AdapterSender(merging_source(module, "qwen2", merge=False), config, torch.bfloat16, SyncConfig())
         work = sender.send(agreement, engine, SyncReport(), "1")
     elif where == "meet":
         meeting = MeetingPoint(agreement, engine, BucketSender(CPU, BOUND), SyncConfig(timeout_seconds=BOUND))

@@ -110,11 +110,6 @@ def _as_words(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
     parameter.data.view(torch.int16).copy_(loaded.view(torch.int16))
 
 
-def _as_words_of_a_part(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
-    parameter.data.view(torch.int16)[:32].copy_(loaded.view(torch.int16)[:32])
-    parameter.data[32:].copy_(loaded[32:])
-
-
 def _negated(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
     parameter.data.copy_(torch._neg_view(loaded))
 
@@ -130,7 +125,6 @@ def what_a_replay_would_get_wrong_is_refused(kind: str, config: Any) -> None:
     loaders = (
         (_last_row_cleared, "is overwritten by a constant in part"),
         (_as_words, "is copied through a view of another dtype"),
-        (_as_words_of_a_part, "is copied through a view of another dtype"),
         (_negated, "is copied through a view of another dtype"),
         (_changed_where_it_lies, "goes through aten.mul_.Tensor"),
         (_cleared_first, ""),

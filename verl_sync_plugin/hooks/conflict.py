@@ -13,7 +13,7 @@ from verl_sync_plugin.hooks.shard_stream import VENDORS
 
 
 def refuse_plain_stream() -> None:
-    """Raises what a weight stream that is none of ours means in this process.
+    """Raises the error that explains why this process's weight stream is not ours.
 
     Raises:
         RegistryConflictError: verl's registry holds somebody else's engine for one of our strategies.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's memory occupation: releases and resumes one after the other, each asked for once and none for ever."""
+"""SGLang's memory occupation: serializes releases and resumes, never repeats a pending one, bounds every wait."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 """Whether verl's FSDP2 can shard an adapted embedding or head; asked of verl's own functions, on tiny modules.
 
 Where a model does not tie them, verl makes each an FSDP unit, by name, and every ``nn.Embedding`` too. Of an adapted
-embedding it shards the outer module before the one inside, which leaves parameters that are cut twice. And it gives
-modules with abstract base classes, as PEFT's layers are, a class whose layout Python does not accept for them.
+embedding it shards the outer module before the one inside, which leaves parameters that are cut twice. And it reassigns
+a module's ``__class__``, which Python rejects for PEFT's layers because of their abstract base classes.
 """
 
 from __future__ import annotations

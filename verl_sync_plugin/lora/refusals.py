@@ -85,7 +85,7 @@ def refuse_lora(model: Any, strategy: str) -> None:
 def _settings_of(folder: Path) -> dict[str, Any] | None:
     """What is in an adapter's config; ``None`` where this machine cannot read it."""
     try:
-        settings: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text())
+        settings: dict[str, Any] = json.loads((folder.expanduser() / "adapter_config.json").read_text())
     except (OSError, ValueError):
         return None
     return settings
@@ -124,7 +124,7 @@ def _refuse_ends(plain: Mapping[str, Any], where: str | None, strategy: str) -> 
 
 def _hf_config(plain: Mapping[str, Any]) -> Any:
     """The model's config; ``None`` where it is not in a folder here, or needs code of its own."""
-    folder = Path(plain.get("hf_config_path") or plain["path"])
+    folder = Path(plain.get("hf_config_path") or plain["path"]).expanduser()
     if not (folder / "config.json").is_file():
         return None
     from transformers import AutoConfig

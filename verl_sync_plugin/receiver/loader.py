@@ -8,6 +8,7 @@ control channel.
 from __future__ import annotations
 
 import logging
+import time
 import traceback
 from typing import Any
 
@@ -73,8 +74,9 @@ def _tell(channel: Channel, text: str, timeout: float) -> None:
     before it has read ours."""
     try:
         channel.send(Failed(text))
-        while True:
-            channel.receive(timeout)
+        deadline = time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) > 0:
+            channel.receive(left)
     except (ChannelClosedError, ChannelTimeoutError, BadMessageError):
         logger.info("verl-sync-plugin: the trainer has left the failed sync")
 

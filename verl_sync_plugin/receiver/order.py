@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the order of a load's writes matters, which a replay does not keep: it writes constants first, then copies."""
+"""Finds writes of a load whose order matters: a replay writes all constants first, then the copies."""
 
 from __future__ import annotations
 

@@ -85,10 +85,10 @@ class UseTeller:
 
 
 class Touched(TorchDispatchMode):
-    """While entered, sees which of the tensors lent to a model it does more with than view them.
+    """While entered, notes which of the lent tensors the model does more with than take views of.
 
-    For a model whose load cannot be recorded. It is the weaker proof: a tensor counts as used whole when any part of it
-    is, and what other threads do is not seen.
+    It serves models whose load cannot be recorded. It is the weaker proof: a tensor counts as used whole when any part
+    of it is, and what other threads do is not seen.
     """
 
     def __init__(self) -> None:

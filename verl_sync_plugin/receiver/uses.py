@@ -56,13 +56,13 @@ def readings_of_uses(
     numbers: Mapping[str, int],
     layers: int | None = None,
 ) -> Readings:
-    """The same by number of the tensor, tensors that are used alike together; their sizes count their elements only.
+    """``uses`` by tensor number; tensors of equal size and equal lines share an entry. Sizes leave out gaps.
 
-    Tied tensors, which travel once under several names, are used together: the bytes of a head that the engine ties to
-    its embedding arrive in the embedding. What ``skips`` lists with a reason counts as used.
+    Tied tensors travel once under several names and are used together: the bytes of a head that the engine ties to its
+    embedding arrive in the embedding. What ``skips`` lists with a reason counts as used.
 
     Args:
-        uses: the result of ``uses_in``, or what ``touched.Touched`` has seen.
+        uses: the result of ``uses_in``, or what ``use_teller.Touched`` has seen.
         sources: all tensors.
         buckets: the entries of all buckets.
         numbers: of the tensors.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who connects to a trainer rank: its engine rank of this sync, one of another sync, or nobody that belongs here."""
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ Joined = tuple[Channel, str]  # and the sync it is for
 
 
 class Arrivals:
-    """Everything that is accepted from this rank's listener is accepted here, and nobody is waited for alone: each
-    connection has its time to say for which sync it is, and one that does not, or says something else, costs a line in
-    the log.
+    """The only place that accepts connections from this rank's listener; it waits for all of them together.
+
+    Each connection has its time to say for which sync it comes. One that does not, or says something else, costs a line
+    in the log.
 
     Between two syncs a thread turns away, until the next sync is asked for, engine ranks on their way to one that was
     given up: SGLang may hold a load back for any time, and its scheduler would then wait in our loader for a trainer

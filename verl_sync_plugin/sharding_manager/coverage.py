@@ -33,7 +33,8 @@ def check_coverage(
     stale = [each for each in coverage.missing if each[1] or each[0] in sent]
     if stale:
         raise RuntimeError(
-            f"the sync writes {len(stale)} of {coverage.expected} engine parameters only in part: {_shown(stale)}. "
+            f"the sync writes {len(stale)} of {coverage.expected} engine parameters not, or only in part, although the "
+            f"trainer sends them: {_shown(stale)}. "
             f"SGLang does not load this model whole from what the trainer sends. Use another model, or {TURN_OFF}."
         )
     text = f"the sync leaves {len(coverage.missing)} of {coverage.expected} engine parameters unwritten: "

@@ -13,6 +13,7 @@ from verl_sync_plugin.sharding_manager.direct import Direct
 from verl_sync_plugin.sharding_manager.endpoint import PendingLoad, RolloutEndpoint
 from verl_sync_plugin.sharding_manager.hash_check import HashCheck, paired
 from verl_sync_plugin.sharding_manager.use_check import UseCheck
+from verl_sync_plugin.transport.protocol import Used
 from verl_sync_plugin.transport.sender import BucketSender
 
 
@@ -78,14 +79,18 @@ class Ending:
                 # would open an export for the second time
                 with self._agreement.attempt():
                     self._sender.unstage()
-        if new:
-            self._uses.compare(plan, used, loaded=True)
-        if verify:
-            if new:
-                self._hashes.learn(plan)
-            self._hashes.compare(sums)
+        self._compare(plan, used, sums, new)
         with self._agreement.attempt():
             if pending is not None:
                 outcome = await pending.outcome(self._config.timeout_seconds)
                 report.stages = {"sleep": outcome.sleep_seconds, **report.stages}
         self._agreement.settle("ending the engine's update")
+
+    def _compare(self, plan: Plan, used: Used | None, sums: torch.Tensor, new: bool) -> None:
+        """Collective: what the engine uses and which bytes it read, where any rank has ``new`` to tell, and hashes."""
+        if new:
+            self._uses.compare(plan, used, loaded=True)
+        if self._config.verify_hashes:
+            if new:
+                self._hashes.learn(plan)
+            self._hashes.compare(sums)

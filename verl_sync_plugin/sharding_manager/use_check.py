@@ -47,7 +47,7 @@ class UseCheck:
         Args:
             plan: what is sent.
             used: what the engine rank beside this rank told; ``None`` when it had nothing new to tell.
-            loaded: this is the end of the sync; before, an engine rank may not know yet.
+            loaded: True at the end of a sync, when every engine rank must know.
 
         Raises:
             SyncError: bytes of some tensors are used by no rank of an engine; names them, the same text on every rank.

@@ -98,7 +98,7 @@ def connect(address: str, timeout: float, send_seconds: float) -> Channel:
 
 
 def _abstract(address: str) -> str:
-    """What the kernel calls it: a name that begins with a zero byte, which few things carry along."""
+    """The kernel's form of an address: a leading zero byte, which most serializers do not preserve."""
     if not address.startswith("@"):
         raise ValueError(f"{address!r} is no address of a trainer rank")
     return "\0" + address[1:]

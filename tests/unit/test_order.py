@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which writes of a load a replay would bring in another order: it writes constants first, then copies."""
+
+from __future__ import annotations
+
+import torch
+
+from verl_sync_plugin.receiver.order import fills_contradict, overwritten
+from verl_sync_plugin.receiver.recording import Copy, Fill
+
+MEMORY = torch.zeros(4, 8)
+ELSEWHERE = torch.zeros(4, 8)
+
+
+def test_constants_over_one_another() -> None:
+    rows, columns = Fill(MEMORY[1:3], 0.0), Fill(MEMORY[:, 2:4], 1.0, 1)
+    assert fills_contradict([rows, columns])
+    assert not fills_contradict([rows, Fill(MEMORY[:, 2:4], 0.0, 1)]), "the same constant"
+    assert not fills_contradict([rows, Fill(MEMORY[3:], 1.0, 1), Fill(ELSEWHERE, 1.0, 2)]), "other bytes"
+    assert not fills_contradict([Fill(MEMORY[:, :2], 0.0), Fill(MEMORY[:, 2:4], 1.0, 1)]), "columns side by side"
+    assert fills_contradict([Fill(MEMORY[0], 1.0), Fill(MEMORY[1], 0.0, 1), Fill(MEMORY.flatten()[7:9], 1.0, 2)])
+
+
+def test_constants_over_copies() -> None:
+    copies = [Copy("a", MEMORY, MEMORY[:2], 0), Copy("b", MEMORY, MEMORY[2:], 2), Copy("c", ELSEWHERE, ELSEWHERE, 1)]
+    assert overwritten(copies, []) == []
+    assert overwritten(copies, [Fill(MEMORY[:, 0], 0.0, 3)]) == ["a", "b"]
+    assert overwritten(copies, [Fill(MEMORY[:, 0], 0.0, 1)]) == ["a"], "what is copied later stays"
+    assert overwritten(copies, [Fill(MEMORY[:2], 0.0, 3)]) == ["a"]
