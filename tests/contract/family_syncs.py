@@ -134,7 +134,8 @@ class Pair:
         self.packer.begin()
         unpacker.begin(copy_plan=True, hashed=False)
         if self.uses.asks(self.plan):
-            self.uses.compare(self.plan, unpacker.uses.use(loaded=False), loaded=False)
+            self.uses.note(unpacker.uses.use(loaded=False))
+            self.uses.compare(self.plan, loaded=False)
         ledger = Ledger(model) if unpacker.watched else None
         slots = [torch.zeros(self.plan.slot_bytes, dtype=torch.uint8) for _ in range(dist.get_world_size())]
         for index in range(len(self.plan.buckets)):
@@ -143,11 +144,12 @@ class Pair:
             with ledger or nullcontext(), unpacker.uses.watching():
                 unpacker.load(index, slots if unpacker.spread(index) else [slots[dist.get_rank()]])
         unpacker.finish(ledger)
-        if (used := unpacker.uses.news()) is not None:
-            self.uses.compare(self.plan, used, loaded=True)
+        if self.uses.note(unpacker.uses.news()) or self.uses.asks(self.plan):
+            self.uses.compare(self.plan, loaded=True)
         if ledger is None:
             return ()
         check_coverage(ledger.coverage(), SyncConfig(), True, False, self.plan.names)
+        unpacker.accepted()
         return ledger.coverage().missing
 
 

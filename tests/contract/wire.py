@@ -70,7 +70,8 @@ class Wire:
             packer.begin()
         self.unpacker.begin(copy_plan=self.copy_plan, hashed=True, whole=self.check.whole(self.plan))
         if self.uses.asks(self.plan):
-            self.uses.compare(self.plan, self.unpacker.uses.use(loaded=False), loaded=False)
+            self.uses.note(self.unpacker.uses.use(loaded=False))
+            self.uses.compare(self.plan, loaded=False)
         ledger = Ledger(self.model) if self.unpacker.watched else None
         slots = [torch.zeros(self.plan.slot_bytes, dtype=torch.uint8)]
         slots += [slots[0].clone() for _ in range(self._ranks - 1)] if self.plan.sharded else []
@@ -87,8 +88,10 @@ class Wire:
         self.unpacker.finish(ledger)
         if ledger is not None:
             self.coverage = ledger.coverage()
-        if (used := self.unpacker.uses.news()) is not None:
-            self.uses.compare(self.plan, used, loaded=True)
+            if not self.coverage.missing:  # as the session decides
+                self.unpacker.accepted()
+        if self.uses.note(self.unpacker.uses.news()) or self.uses.asks(self.plan):
+            self.uses.compare(self.plan, loaded=True)
         return replayed
 
     def _compare(self) -> None:

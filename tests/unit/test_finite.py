@@ -92,6 +92,16 @@ def test_integers_and_the_sync_before_have_no_say() -> None:
         assert packer.broken() == found
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_every_floating_dtype_is_looked_at(dtype: torch.dtype) -> None:
+    run = torch.ones(7, dtype=dtype)
+    shards = shards_of({"a": run}, dtype)
+    plan = plan_buckets((shards[0].base,), 1 << 20)
+    assert broken(plan, shards, 0) == []
+    run[6] = float("nan")
+    assert broken(plan, shards, 0) == [0]
+
+
 def test_rows_of_a_matrix_are_looked_at_row_by_row() -> None:
     view = View("a", (2, 4), 0, 8, None, (Share(0, 0, 2, 2, 2, 4),))
     run = torch.zeros(4)

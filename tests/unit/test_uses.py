@@ -108,6 +108,7 @@ def test_what_an_engine_rightly_leaves_alone() -> None:
 def test_layers_that_predict_further_tokens_may_be_left_alone() -> None:
     for name in ("model.layers.4.mlp.up_proj.weight", "model.language_model.layers.9.mlp.up_proj.weight"):
         assert rightly_skipped(name, 4) and not rightly_skipped(name, None) and not rightly_skipped(name, 10)
+    assert rightly_skipped("model.mtp_layers.0.mlp.up_proj.weight", 4) and rightly_skipped("mtp.fc.weight", None)
     assert not rightly_skipped("model.visual.layers.9.mlp.up_proj.weight", 4)
 
 

@@ -147,6 +147,7 @@ class ReceiverSession:
         unpacker.finish(ledger)
         if ledger is not None:
             self._note_coverage(hello.digest, ledger.coverage())
+            unpacker.accepted()
         _wait_for(unpacker.device)  # what the model derived; its forward may use another stream
         obstacle = unpacker.reads_in_place or ("" if self._maps else "an engine rank could not map them")
         activations = self._activations.take()

@@ -11,8 +11,11 @@ import re
 from typing import Any
 
 # (regular expression on the whole HF name, why no byte of it is needed)
-SKIPS = ((r".*\.rotary_emb\.inv_freq", "the engine computes rotary frequencies from its configuration"),)
 BEHIND_LAST = "a layer behind the last one predicts further tokens, and the engine's main model has none"
+SKIPS = (
+    (r".*\.rotary_emb\.inv_freq", "the engine computes rotary frequencies from its configuration"),
+    (r"(?:model\.)?mtp(?:_layers)?\..*", BEHIND_LAST),
+)
 
 _LAYER = re.compile(r"(?:language_model\.)?model\.(?:language_model\.)?layers\.(\d+)\..*")
 

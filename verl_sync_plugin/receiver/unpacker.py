@@ -84,10 +84,7 @@ class Unpacker:
         if layout != self._layout or not self._settled:
             self._layout, self._trusted, self._settled = layout, False, not copy_plan
             self._whole = asked
-            plan = make_plan(self._model, self._sources, self.device)  # recorded also to know what the model leaves out
-            self.uses.recorded(plan.uses)
-            self._replay_watched = False
-            self._prepare(plan if copy_plan else CopyPlan(uses=plan.uses))
+            self._prepare(self._recorded(copy_plan))
         elif asked != self._whole:
             self._whole = asked
             self._replay = self._compile()
@@ -97,6 +94,16 @@ class Unpacker:
         self._replayed = (self._replay.tensors, self._replay.nbytes) if self._trusted else (0, 0)
         if self._trusted:
             self._replay.fill()
+
+    def _recorded(self, copy_plan: bool) -> CopyPlan:
+        """The plan of the present layout. Without copy plans, and of a model that cannot be planned, the load is
+        recorded once all the same, to know what it leaves out."""
+        if self.uses.known and not self._plan.planned:
+            return self._plan
+        plan = make_plan(self._model, self._sources, self.device)
+        self.uses.recorded(plan.uses)
+        self._replay_watched = False
+        return plan if copy_plan else CopyPlan(uses=plan.uses)
 
     @property
     def watched(self) -> bool:
@@ -219,11 +226,14 @@ class Unpacker:
                     self._model.post_load_weights()
             if ledger is not None:
                 ledger.note_bytes(self._plan.target_runs())
-            self._replay_watched = True
         elif self._comparison is not None:
             self._compare(self._comparison, ledger)
             self._comparison = None
         self._settled = True
+
+    def accepted(self) -> None:
+        """What the ledger saw of this sync is right."""
+        self._replay_watched = self._replay_watched or self._replayed[0] > 0
 
     def _compare(self, comparison: Comparison, ledger: Ledger | None) -> None:
         assert self._replay is not None and self._copier is not None

@@ -51,6 +51,11 @@ class UseTeller:
         self._recorded, self._used = uses, None
         self._touched = Touched() if uses is None else None
 
+    @property
+    def known(self) -> bool:
+        """Whether it has been found out what the model uses."""
+        return self._used is not None and self._used.readings is not None
+
     def watching(self) -> AbstractContextManager[object]:
         """Around the loads of a sync: sees what is used where that is still to be found out."""
         return self._touched or nullcontext()

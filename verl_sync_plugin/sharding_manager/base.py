@@ -237,7 +237,8 @@ class ShardingManager(BaseShardingManager):
         asks = self._uses.asks(plan)
         used = self._delivery.greet(self._sync_id, self._sender, plan, verify, self._hashes.whole(plan), asks)
         if asks:
-            self._uses.compare(plan, used, loaded=False)
+            self._uses.note(used)
+            self._uses.compare(plan, loaded=False)
 
     def _open_stream(self) -> BucketStream:
         assert self._source is not None, "entered before"

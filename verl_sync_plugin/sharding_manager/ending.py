@@ -13,7 +13,6 @@ from verl_sync_plugin.sharding_manager.direct import Direct
 from verl_sync_plugin.sharding_manager.endpoint import PendingLoad, RolloutEndpoint
 from verl_sync_plugin.sharding_manager.hash_check import HashCheck, paired
 from verl_sync_plugin.sharding_manager.use_check import UseCheck
-from verl_sync_plugin.transport.protocol import Used
 from verl_sync_plugin.transport.sender import BucketSender
 
 
@@ -60,12 +59,12 @@ class Ending:
         Raises:
             SyncError: any rank failed, or bytes changed on the way; the same text on every rank.
         """
-        verify, sums, new, used = self._config.verify_hashes, torch.empty(0), False, None
+        verify, sums, new = self._config.verify_hashes, torch.empty(0), False
         with self._agreement.attempt():
             committed = self._sender.commit(tell=verify and not self._hashes.knows(plan))
             self._direct.note(committed, plan)
-            used, unlearned = committed.used, self._hashes.note(committed)
-            new = used is not None or (verify and unlearned)
+            unlearned, told = self._hashes.note(committed), self._uses.note(committed.used)
+            new = told or self._uses.asks(plan) or (verify and unlearned)
             if verify:
                 sums = paired(self._sender.sums(), committed)
             report.note(committed, plan, self._direct.active)
@@ -73,23 +72,26 @@ class Ending:
         # Before waiting for the engine's answer: it gives none while one of its ranks waits for us to hang up
         try:
             new = self._agreement.settle("committing", waiting=new)
+        except BaseException:
+            self._uses.forget()
+            raise
         finally:
             if self._direct.active:
                 # By now all engine ranks have unmapped it, also those that failed to commit; told of it again, they
                 # would open an export for the second time
                 with self._agreement.attempt():
                     self._sender.unstage()
-        self._compare(plan, used, sums, new)
+        self._compare(plan, sums, new)
         with self._agreement.attempt():
             if pending is not None:
                 outcome = await pending.outcome(self._config.timeout_seconds)
                 report.stages = {"sleep": outcome.sleep_seconds, **report.stages}
         self._agreement.settle("ending the engine's update")
 
-    def _compare(self, plan: Plan, used: Used | None, sums: torch.Tensor, new: bool) -> None:
+    def _compare(self, plan: Plan, sums: torch.Tensor, new: bool) -> None:
         """Collective: what the engine uses and which bytes it read, where any rank has ``new`` to tell, and hashes."""
         if new:
-            self._uses.compare(plan, used, loaded=True)
+            self._uses.compare(plan, loaded=True)
         if self._config.verify_hashes:
             if new:
                 self._hashes.learn(plan)

@@ -41,18 +41,26 @@ class UseCheck:
         """Whether the engine ranks are to tell before they load; the same on all ranks."""
         return plan.digest != self._proven
 
-    def compare(self, plan: Plan, used: Used | None, loaded: bool) -> None:
+    def note(self, used: Used | None) -> bool:
+        """Keeps what an engine rank tells, which it tells once only; returns whether that was anything."""
+        self._used = used or self._used
+        return used is not None
+
+    def forget(self) -> None:
+        """On all ranks: the sync was given up before what they were told was compared."""
+        self._proven = ""
+
+    def compare(self, plan: Plan, loaded: bool) -> None:
         """Collective: refuses a plan of which the engine leaves something out.
 
         Args:
             plan: what is sent.
-            used: what the engine rank beside this rank told; ``None`` when it had nothing new to tell.
             loaded: True at the end of a sync, when every engine rank must know.
 
         Raises:
             SyncError: bytes of some tensors are used by no rank of an engine; names them, the same text on every rank.
         """
-        self._used = used or self._used
+        self._proven = ""
         everywhere = self._agreement.gather("exchanging what the engine uses", self._used)
         known = all(each is not None and each.readings is not None for each in everywhere)
         with self._agreement.attempt():

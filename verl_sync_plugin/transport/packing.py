@@ -114,7 +114,8 @@ class Packer:
             for piece in entry.pieces:
                 if low <= piece.offset < low + bucket.stride:
                     packed = runs(memory, piece.offset - origin, piece.nbytes, piece.count, piece.step).view(dtype)
-                    largest = torch.linalg.vector_norm(packed, float("inf"), dtype=torch.float32)  # NaN stays NaN
+                    wide = torch.float32 if dtype.itemsize < 4 else None
+                    largest = torch.linalg.vector_norm(packed, float("inf"), dtype=wide)  # NaN stays NaN
                     self._flags[self._tensors[entry.name]] += ~largest.isfinite()
 
     def sums(self) -> torch.Tensor:
