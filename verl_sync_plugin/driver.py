@@ -140,7 +140,9 @@ def leave_to_verl(rollout: DictConfig, resolved: bool) -> None:
         if rollout.get("_target_") == hydra_source.TARGET:
             if OmegaConf.is_dict(rollout.checkpoint_engine):
                 _settle_buckets(rollout, resolved, syncs=False)
-            if not hydra_source.given(rollout, "multi_stage_wake_up", True):
+            if (resolved and rollout.multi_stage_wake_up is True) or not hydra_source.given(
+                rollout, "multi_stage_wake_up", True
+            ):
                 rollout.multi_stage_wake_up = stock.multi_stage_wake_up
             rollout._target_ = stock._target_
             rollout.pop("update_weights_bucket_megabytes", None)
@@ -169,11 +171,14 @@ def settle_trainer(actor_rollout_ref: Any) -> None:
     if not syncs(actor_rollout_ref):
         return
     strategy = OmegaConf.select(actor_rollout_ref, "actor.strategy")
-    refuse_checkpoint(str(actor_rollout_ref.model.get("path")))
+    moves = OmegaConf.select(actor_rollout_ref, "rollout.checkpoint_engine.backend", default="naive") == "naive"
+    if moves:
+        refuse_checkpoint(str(actor_rollout_ref.model.get("path")))
     refuse_lora_values(actor_rollout_ref.model)
     if strategy in FLAT_LORA_TRAINERS:
         unify_lora_keys(actor_rollout_ref.model)
-        refuse_lora(actor_rollout_ref.model, strategy)
+        if moves:
+            refuse_lora(actor_rollout_ref.model, strategy)
     if strategy == "megatron":
         refuse_adapter_mode(actor_rollout_ref.model)
         refuse_megatron_lora(actor_rollout_ref.actor.megatron, actor_rollout_ref.model)

@@ -114,7 +114,6 @@ def _refuse_second_word(rollout: Any, given: Mapping[str, Any]) -> None:
     ranks = (rollout.get("tensor_model_parallel_size", None) or 1) * parallel
     keys = {
         "tp_size": (ranks, f"{PREFIX}.tensor_model_parallel_size, times data_parallel_size, is {ranks}"),
-        "dp_size": (parallel, f"{PREFIX}.data_parallel_size is {parallel}"),
         "dtype": (rollout.get("dtype", None), f"{PREFIX}.dtype is {rollout.get('dtype', None)!r}"),
     }
     same = {"half": "float16", "float": "float32"}
@@ -122,10 +121,21 @@ def _refuse_second_word(rollout: Any, given: Mapping[str, Any]) -> None:
         value = given.get(key, None)
         if value is not None and expected is not None and same.get(value, value) != same.get(expected, expected):
             raise ValueError(f"{ARGUMENTS}.{key}={value!r}: {says}. Remove the former and set the latter.")
+    _refuse_data_parallel(given.get("dp_size", None), bool(given.get("enable_dp_attention", False)), parallel, ranks)
     if parallel > 1 and not given.get("enable_dp_attention", False):
         raise ValueError(
             f"{PREFIX}.data_parallel_size={parallel}: SGLang takes weights for data-parallel ranks with DP attention "
             f"only. Set +{ARGUMENTS}.enable_dp_attention=True, or {PREFIX}.data_parallel_size=1."
+        )
+
+
+def _refuse_data_parallel(value: Any, attention: bool, parallel: int, ranks: int) -> None:
+    """With DP attention SGLang shares out its own ranks and their number stays; else every one is a rank more."""
+    shared_out = attention and isinstance(value, int) and not isinstance(value, bool) and ranks % max(value, 1) == 0
+    if value is not None and value != parallel and not shared_out:
+        raise ValueError(
+            f"{ARGUMENTS}.dp_size={value!r}: {PREFIX}.data_parallel_size is {parallel}. Remove the former and set the "
+            f"latter, or set +{ARGUMENTS}.enable_dp_attention=True, by which SGLang shares out its {ranks} ranks."
         )
 
 

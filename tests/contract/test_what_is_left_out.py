@@ -52,6 +52,22 @@ def an_untied_head_is_an_error_where_the_engine_ties(config: Any) -> None:
     assert [wire.sync(models.weights_of("qwen2-tied", seed))[0] > 0 for seed in (1, 2, 3)] == [False, True, True]
 
 
+def what_lands_where_another_tensor_is_does_not_count(config: Any) -> None:
+    """Some of SGLang's models write a tied head into the embedding; an untied one would take the embedding's place."""
+    model = models.build(config)
+    honest = model.load_weights
+
+    def load(weights: Any) -> None:
+        honest(("model.embed_tokens.weight" if name == "lm_head.weight" else name, loaded) for name, loaded in weights)
+
+    model.load_weights = load
+    tied = models.weights_of("qwen2-tied", 1)
+    untied = [*tied[:-1], ("lm_head.weight", tied[-1][1] + 1)]
+    with pytest.raises(SyncError, match=r"leaves out 1 .*model\.embed_tokens\.weight"):
+        Wire(model, untied, 2, 1 << 16).sync(untied)
+    Wire(model, tied, 2, 1 << 16).sync(tied)
+
+
 def half_of_a_tensor_is_an_error(config: Any) -> None:
     """The ranks of an engine together must use every byte: here none takes the second half."""
     model = models.build(config)
@@ -117,7 +133,9 @@ def run_rank(rank: int, world: int, folder: str, port: int) -> None:
         half_of_a_tensor_is_an_error(config)
         what_cannot_be_recorded_is_watched(config)
         leftovers_that_are_not_loaded_alone_are_an_error(config)
-        an_untied_head_is_an_error_where_the_engine_ties(models.start(Path(folder), "qwen2-tied", rank, world, port))
+        tied = models.start(Path(folder), "qwen2-tied", rank, world, port)
+        an_untied_head_is_an_error_where_the_engine_ties(tied)
+        what_lands_where_another_tensor_is_does_not_count(tied)
 
 
 def test_nothing_is_left_out(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
-from verl_sync_plugin.receiver.order import fills_contradict, overwritten
+from verl_sync_plugin.receiver.order import fills_contradict, overwritten, superseded
 from verl_sync_plugin.receiver.recording import Copy, Fill
 
 MEMORY = torch.zeros(4, 8)
@@ -27,3 +29,25 @@ def test_constants_over_copies() -> None:
     assert overwritten(copies, [Fill(MEMORY[:, 0], 0.0, 3)]) == ["a", "b"]
     assert overwritten(copies, [Fill(MEMORY[:, 0], 0.0, 1)]) == ["a"], "what is copied later stays"
     assert overwritten(copies, [Fill(MEMORY[:2], 0.0, 3)]) == ["a"]
+
+
+def test_copies_over_copies_of_another_tensor() -> None:
+    first, second = Copy("a", MEMORY, MEMORY[:2], 0), Copy("b", MEMORY, MEMORY[1:3], 1)
+    assert superseded([first, second]) == superseded([second, first]) == {0}
+    assert superseded([first, Copy("a", MEMORY, MEMORY[1:3], 1)]) == set(), "its own"
+    assert superseded([first, Copy("b", MEMORY, MEMORY[2:], 1), Copy("c", ELSEWHERE, ELSEWHERE, 2)]) == set()
+    assert superseded([Copy("a", MEMORY, MEMORY[:, ::2], 0), Copy("b", MEMORY, MEMORY[:, 1::2], 1)]) == set()
+
+
+def test_thousands_of_experts_take_no_time() -> None:
+    """As many halves of one parameter as 512 experts have, and padding behind each."""
+    rows = torch.zeros(1024, 40)
+    copies = [Copy(f"{number}", rows, rows[number, :32], number) for number in range(1024)]
+    fills = [Fill(rows[number, 32:], 0.0, 2000 + number) for number in range(1024)]
+    started = time.perf_counter()
+    assert (
+        not overwritten(copies, fills)
+        and not superseded(copies)
+        and not fills_contradict([*fills, Fill(ELSEWHERE, 1.0)])
+    )
+    assert time.perf_counter() - started < 2

@@ -75,6 +75,12 @@ class CopyPlan:
             if each is not None and self.planned.pop(each, None) is not None:
                 self.refused[each] = why
 
+    def lines_for_log(self, tensors: int, how: str) -> Iterator[str]:
+        """What of ``tensors`` is replayed ``how``, and why some are not."""
+        yield f"after the first sync {tensors - len(self.refused)} of {tensors} tensors go by {how}"
+        for name, why in list(self.refused.items())[:5]:
+            yield f"{name} goes through load_weights ({why})"
+
     def target_runs(self) -> Iterator[tuple[int, int, int, int]]:
         """The bytes that a replay writes: address, width, number of lines and bytes from line to line."""
         for planned in self.planned.values():

@@ -89,8 +89,7 @@ def cut(
         chosen: see ``readings.choose``.
     """
     work = Work(leftovers=tuple(entry for entry in entries if entry.name not in planned))
-    fused: list[tuple[str, Block]] = []
-    bare: list[tuple[str, Block]] = []
+    fused, bare = list[tuple[str, Block]](), list[tuple[str, Block]]()
     hashing = {chosen[hull.names[0]]: numbers[hull.names[0]] for hull in hulls if hull.names[0] in chosen}
     for entry in entries:
         plan = planned.get(entry.name)

@@ -46,13 +46,14 @@ def union(found: torch.Tensor) -> int:
 
 def meet(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors share any byte. Costs little where the ranges that they span are disjoint."""
-    (low, high), (other_low, other_high) = _bounds(one), _bounds(other)
+    (low, high), (other_low, other_high) = bounds(one), bounds(other)
     if high <= other_low or other_high <= low:
         return False
     mine, others = intervals([region_of(one)]), intervals([region_of(other)])
     return union(torch.cat((mine, others))) < union(mine) + union(others)
 
 
-def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
+def bounds(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first byte of a tensor and one past its last."""
     span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return tensor.data_ptr(), tensor.data_ptr() + (span * tensor.element_size() if tensor.numel() else 0)

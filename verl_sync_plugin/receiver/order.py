@@ -1,41 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds writes of a load whose order matters: a replay writes all constants first, then the copies."""
+"""Finds writes of a load whose order matters: a replay writes all constants first, then the copies, in any order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import combinations
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
 
-from verl_sync_plugin.receiver.intervals import meet
+from verl_sync_plugin.receiver.intervals import bounds, meet
 from verl_sync_plugin.receiver.recording import Copy, Fill
 
-W = TypeVar("W", Copy, Fill)
+Write = Copy | Fill
 
 
 def overwritten(copies: Sequence[Copy], fills: Sequence[Fill]) -> list[str]:
     """Names of tensors of which a later constant overwrites some bytes in the model."""
-    by_storage = _by_storage(copies) if fills else {}
-    found: dict[str, None] = {}
-    for fill in fills:
-        for copy in by_storage.get(fill.target.untyped_storage()._cdata, ()):
-            if copy.name not in found and copy.order < fill.order and meet(copy.target, fill.target):
-                found[copy.name] = None
-    return list(found)
+    pairs = _overlapping([*copies, *fills]) if fills else iter(())
+    return list(dict.fromkeys(one.name for one, other in pairs if isinstance(one, Copy) and isinstance(other, Fill)))
 
 
 def fills_contradict(fills: Sequence[Fill]) -> bool:
     """Whether different constants are written to the same bytes."""
-    for together in _by_storage(fills).values():
-        if len({fill.value for fill in together}) > 1:
-            pairs = combinations(together, 2)
-            if any(one.value != other.value and meet(one.target, other.target) for one, other in pairs):
-                return True
-    return False
+    pairs = _overlapping(fills) if len({fill.value for fill in fills}) > 1 else iter(())
+    return any(isinstance(a, Fill) and isinstance(b, Fill) and a.value != b.value for a, b in pairs)
 
 
-def _by_storage(writes: Iterable[W]) -> dict[int, list[W]]:
-    found: dict[int, list[W]] = {}
-    for write in writes:
-        found.setdefault(write.target.untyped_storage()._cdata, []).append(write)
-    return found
+def superseded(copies: Sequence[Copy]) -> frozenset[int]:
+    """The ``order`` of copies of which a later copy of another tensor overwrites some bytes."""
+    pairs = _overlapping(copies)
+    return frozenset(a.order for a, b in pairs if isinstance(a, Copy) and isinstance(b, Copy) and a.name != b.name)
+
+
+def _overlapping(writes: Sequence[Write]) -> Iterator[tuple[Write, Write]]:
+    """Pairs of writes that share bytes, the earlier one first."""
+    spans = sorted((*bounds(write.target), number) for number, write in enumerate(writes))
+    reaching: list[tuple[int, Write]] = []  # those that end behind where the present one begins
+    for low, high, number in spans:
+        write = writes[number]
+        reaching = [(end, other) for end, other in reaching if end > low]
+        for _, other in reaching:
+            if meet(other.target, write.target):
+                yield (other, write) if other.order < write.order else (write, other)
+        if high > low:
+            reaching.append((high, write))

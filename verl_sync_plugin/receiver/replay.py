@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -135,6 +135,20 @@ class Comparison:
 
     def works_of(self, index: int) -> Work:
         return self._replay.works[index]
+
+    def refuse_wrong(self, plan: CopyPlan, names: Iterable[str]) -> bool:
+        """Takes out of the plan what a replay would have written otherwise; returns whether there was any.
+
+        Args:
+            plan: the one that was compared.
+            names: all tensors, of which none is replayed beside a constant that is none.
+        """
+        differing = self.differing()
+        for name in differing:
+            plan.refuse(name, "its replay differs from the model's own load")
+        if not all(bool((target == value).all()) for target, value in plan.fills):
+            plan.planned, plan.refused = {}, dict.fromkeys(names, "is loaded beside a constant that changes")
+        return bool(differing)
 
     def differing(self) -> Sequence[str]:
         """Names whose bytes in the model are not those that a replay would have written. Waits for the device."""

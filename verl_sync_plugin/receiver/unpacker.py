@@ -113,8 +113,7 @@ class Unpacker:
         return not self._settled or (self._trusted and not self._replay_watched and leftovers)
 
     def sums(self) -> bytes:
-        """The hash of what was read of each tensor, as little-endian int64; empty without hashing. Waits for the
-        device."""
+        """The hashes of what was read, as little-endian int64; empty without hashing. Waits for the device."""
         return bytes(self._sums.cpu().numpy().astype("<i8").tobytes()) if self._hashed else b""
 
     def readings(self, always: bool) -> Readings | None:
@@ -236,24 +235,16 @@ class Unpacker:
         self._replay_watched = self._replay_watched or self._replayed[0] > 0
 
     def _compare(self, comparison: Comparison, ledger: Ledger | None) -> None:
-        assert self._replay is not None and self._copier is not None
-        plan = self._plan
-        differing = comparison.differing()
-        for name in differing:
-            plan.refuse(name, "its replay differs from the model's own load")
-        if not all(bool((target == value).all()) for target, value in plan.fills):
-            plan.planned, plan.refused = {}, dict.fromkeys(self._names, "is loaded beside a constant that changes")
-        if differing or not plan.planned:
+        plan, changed = self._plan, comparison.refuse_wrong(self._plan, self._names)
+        if changed or not plan.planned:
             self._replay = self._compile()
         if ledger is not None and ledger.coverage().missing:
             ledger.note_bytes(plan.target_runs())
         self._trusted = bool(plan.planned)
-        if differing or not plan.refused:
+        if changed or not plan.refused:
             self._say(plan)
 
     def _say(self, plan: CopyPlan) -> None:
-        total, kept = len(self._names), len(plan.refused)
         how = "the kernel" if self._copier is not None and self._copier.kernel else "plain copies"
-        logger.warning("verl-sync-plugin: after the first sync %d of %d tensors go by %s", total - kept, total, how)
-        for name, why in list(plan.refused.items())[:5]:
-            logger.warning("verl-sync-plugin: %s goes through load_weights (%s)", name, why)
+        for line in plan.lines_for_log(len(self._names), how):
+            logger.warning("verl-sync-plugin: %s", line)

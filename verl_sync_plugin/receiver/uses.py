@@ -15,6 +15,7 @@ import torch
 
 from verl_sync_plugin.bucket import Entry
 from verl_sync_plugin.copies.hulls import hulls_of
+from verl_sync_plugin.receiver.order import superseded
 from verl_sync_plugin.receiver.recording import Recording, Source
 from verl_sync_plugin.receiver.skips import rightly_skipped
 from verl_sync_plugin.transport.protocol import Line, Readings
@@ -25,7 +26,7 @@ Lines = tuple[Line, ...]
 
 
 def uses_in(recording: Recording, sources: Sequence[Source]) -> dict[str, Lines] | None:
-    """The bytes of each tensor that a recorded load copies, or computes with.
+    """The bytes of each tensor that a recorded load copies, or computes with; not what another tensor then overwrites.
 
     Args:
         recording: of one load.
@@ -39,8 +40,10 @@ def uses_in(recording: Recording, sources: Sequence[Source]) -> dict[str, Lines]
         return None
     found: dict[str, set[Line]] = {source.name: set() for source in sources}
     copied: dict[str, list[torch.Tensor]] = {}
+    lost = superseded(recording.copies)
     for copy in recording.copies:
-        copied.setdefault(copy.name, []).append(copy.source)
+        if copy.order not in lost:
+            copied.setdefault(copy.name, []).append(copy.source)
     for source in sources:
         if source.name in recording.refused:
             found[source.name].update(own_lines(source))
