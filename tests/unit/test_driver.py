@@ -135,3 +135,11 @@ def test_what_serves_is_not_refused(tmp_path: Path) -> None:
         ),
     )  # fmt: skip
     assert rollout.multi_stage_wake_up is False and rollout.custom.sync.timeout_seconds == 86400
+
+
+def test_sglang_may_share_out_its_ranks_for_attention(tmp_path: Path) -> None:
+    """DP attention leaves the number of ranks what it is; refused without it, and where it does not divide them."""
+    ranks, attention = f"{ROLLOUT}.tensor_model_parallel_size=4", f"+{ARGUMENTS}.enable_dp_attention=True"
+    assert rollout_of(tmp_path, ranks, attention, f"+{ARGUMENTS}.dp_size=2").engine_kwargs.sglang.dp_size == 2
+    assert "dp_size=3: " in refused(tmp_path, ranks, attention, f"+{ARGUMENTS}.dp_size=3")
+    assert "enable_dp_attention=True" in refused(tmp_path, ranks, f"+{ARGUMENTS}.dp_size=2")

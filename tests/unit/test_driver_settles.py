@@ -15,6 +15,7 @@ import hydra_run
 import unmeasured
 from verl_sync_plugin.bucket_size import DEFAULT_MEGABYTES, LONG_BUCKET_KEY, SHORT_BUCKET_KEY
 from verl_sync_plugin.config import KEY_PREFIX
+from verl_sync_plugin.driver import settle
 
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
@@ -101,6 +102,27 @@ OFF = {"sync": {"enabled": False}}
 
 def test_switched_off_it_is_verls_own_config(tmp_path: Path) -> None:
     as_stock(rollout_of(tmp_path, f"{KEY_PREFIX}.enabled=False"), OFF)
+
+
+def test_switched_off_it_is_verls_own_config_also_where_no_driver_was(tmp_path: Path) -> None:
+    """Jobs of a multirun hold values already, and no longer what tells a default from a value that was given."""
+    (config,) = hydra_run.multirun(tmp_path, SGLANG, f"{KEY_PREFIX}.enabled=False")
+    OmegaConf.resolve(config)
+    settle(config, resolved=True)
+    rollout = config.actor_rollout_ref.rollout
+    assert rollout.multi_stage_wake_up == STOCK.multi_stage_wake_up
+    assert rollout.checkpoint_engine.update_weights_bucket_megabytes == STOCK_MEGABYTES
+    assert OmegaConf.to_container(rollout.custom) == OFF
+
+
+def test_what_verl_moves_by_itself_is_not_refused_for_its_model(tmp_path: Path) -> None:
+    """Another checkpoint engine than ``naive`` has nothing of ours, so a quantized checkpoint is verl's affair."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "quantization_config": {"bits": 4}}')
+    path = f"{MODEL}.path={model}"
+    assert "its checkpoint is quantized" in refused(tmp_path, path)
+    assert rollout_of(tmp_path, path, f"{ROLLOUT}.checkpoint_engine.backend=nccl").name == "sglang"
 
 
 def test_another_rollout_has_verls_own_config(tmp_path: Path) -> None:
