@@ -22,6 +22,7 @@ from verl_sync_plugin.config import SyncConfig
 from verl_sync_plugin.families import refuse_checkpoint
 from verl_sync_plugin.planner import plan_buckets
 from verl_sync_plugin.receiver.ledger import Ledger
+from verl_sync_plugin.receiver.skips import skipped_by
 from verl_sync_plugin.receiver.unpacker import Unpacker
 from verl_sync_plugin.sharding_manager.agreement import Agreement
 from verl_sync_plugin.sharding_manager.coverage import check_coverage
@@ -183,7 +184,9 @@ def outcome(family: Family, folder: Path, port: int) -> str:
         assert_same(engine, reference, f"sync {seed}")
     assert unpacker.replayed[0] == pair.plan.tensor_count - len(unpacker._plan.refused)
     how = _how(unpacker._plan.refused, pair.plan.tensor_count)
-    return f"{how}; {', '.join(kept)} left to the engine's host copy" if kept else how
+    why = {reason for name in pair.plan.names if (reason := skipped_by(engine)(name))}
+    left = [f"{', '.join(kept)} left to the engine's host copy"] if kept else []
+    return "; ".join([how, *left, *(f"some left alone: {reason}" for reason in sorted(why))])
 
 
 def _how(refused: dict[str, str], total: int) -> str:

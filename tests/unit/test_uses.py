@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from verl_sync_plugin.copies.hulls import numbers_of
 from verl_sync_plugin.planner import plan_buckets
 from verl_sync_plugin.receiver.intervals import intervals, meet, region_of, union
 from verl_sync_plugin.receiver.recording import Copy, Recording, Source
-from verl_sync_plugin.receiver.skips import rightly_skipped
+from verl_sync_plugin.receiver.skips import skipped_by
 from verl_sync_plugin.receiver.uses import own_lines, readings_of_uses, uses_in
 from verl_sync_plugin.sharding_manager.use_check import left_out
 from verl_sync_plugin.transport.protocol import Line, Used
@@ -94,7 +96,9 @@ def plan_of(names: tuple[str, ...], numel: int = 8) -> tuple[list[Source], list[
 
 def test_tied_tensors_are_used_together() -> None:
     sources, buckets, numbers = plan_of(("embed", "head"))
-    readings = readings_of_uses({"embed": ((0, 32, 1, 0),), "head": (), "z": ()}, sources, buckets, numbers)
+    readings = readings_of_uses(
+        {"embed": ((0, 32, 1, 0),), "head": (), "z": ()}, sources, buckets, numbers, skipped_by(None)
+    )
     assert readings == ((32, ((0, 32, 1, 0),), (0, 1)), (32, (), (2,)))
     assert left_out(3, [Used("M", readings)]) == [(2, 32, 32)]
 
@@ -102,14 +106,26 @@ def test_tied_tensors_are_used_together() -> None:
 def test_what_an_engine_rightly_leaves_alone() -> None:
     sources, buckets, numbers = plan_of(("model.layers.0.self_attn.rotary_emb.inv_freq",))
     uses = {source.name: () for source in sources}
-    assert left_out(2, [Used("M", readings_of_uses(uses, sources, buckets, numbers))]) == [(1, 32, 32)]
+    assert left_out(2, [Used("M", readings_of_uses(uses, sources, buckets, numbers, skipped_by(None)))]) == [
+        (1, 32, 32)
+    ]
+
+
+def engine(layers: int | None, **more: Any) -> Any:
+    return SimpleNamespace(config=SimpleNamespace(num_hidden_layers=layers), **more)
 
 
 def test_layers_that_predict_further_tokens_may_be_left_alone() -> None:
     for name in ("model.layers.4.mlp.up_proj.weight", "model.language_model.layers.9.mlp.up_proj.weight"):
-        assert rightly_skipped(name, 4) and not rightly_skipped(name, None) and not rightly_skipped(name, 10)
-    assert rightly_skipped("model.mtp_layers.0.mlp.up_proj.weight", 4) and rightly_skipped("mtp.fc.weight", None)
-    assert not rightly_skipped("model.visual.layers.9.mlp.up_proj.weight", 4)
+        assert [bool(skipped_by(engine(layers))(name)) for layers in (4, None, 10)] == [True, False, False]
+    assert skipped_by(engine(4))("model.mtp_layers.0.mlp.up_proj.weight") and skipped_by(engine(None))("mtp.fc.weight")
+    assert not skipped_by(engine(4))("model.visual.layers.9.mlp.up_proj.weight")
+
+
+def test_a_vision_tower_may_be_left_alone_by_an_engine_without_one() -> None:
+    for name in ("vision_model.class_embedding", "multi_modal_projector.linear_1.weight"):
+        assert skipped_by(engine(4, has_vision=False))(name) and skipped_by(engine(4, has_vision=None))(name)
+        assert not skipped_by(engine(4, has_vision=True))(name) and not skipped_by(engine(4))(name)
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -8,33 +8,39 @@ trained. A tied head needs no entry here, for its bytes travel as the embedding'
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
-# (regular expression on the whole HF name, why no byte of it is needed)
 BEHIND_LAST = "a layer behind the last one predicts further tokens, and the engine's main model has none"
+BLIND = "the engine was launched without its vision tower (see SGLang's enable_multimodal)"
+# (regular expression on the whole HF name, why no byte of it is needed)
 SKIPS = (
     (r".*\.rotary_emb\.inv_freq", "the engine computes rotary frequencies from its configuration"),
     (r"(?:model\.)?mtp(?:_layers)?\..*", BEHIND_LAST),
 )
 
 _LAYER = re.compile(r"(?:language_model\.)?model\.(?:language_model\.)?layers\.(\d+)\..*")
+_VISION = re.compile(r"(?:model\.)?(?:vision_model|multi_modal_projector)\..*")
+
+Skipped = Callable[[str], str]  # why an engine may leave a tensor of this name alone; empty when it may not
 
 
-def rightly_skipped(name: str, layers: int | None) -> str:
-    """Why an engine may leave a tensor alone; empty when it may not.
+def skipped_by(model: Any) -> Skipped:
+    """What an SGLang model rightly leaves alone, by its configuration.
 
     Args:
-        name: of the tensor.
-        layers: of the model, ``None`` when unknown.
+        model: Llama 4 says itself whether it has a vision tower (``has_vision``), which SGLang turns off by default.
     """
-    number = _LAYER.fullmatch(name)
-    if number is not None and layers is not None and int(number[1]) >= layers:
-        return BEHIND_LAST
-    return next((why for pattern, why in SKIPS if re.fullmatch(pattern, name)), "")
-
-
-def layers_of(model: Any) -> int | None:
-    """The number of decoder layers that an SGLang model was configured with; ``None`` when it does not say."""
     config = getattr(model, "config", None)
-    found = getattr(getattr(config, "text_config", config), "num_hidden_layers", None)
-    return found if isinstance(found, int) else None
+    layers = getattr(getattr(config, "text_config", config), "num_hidden_layers", None)
+    blind = not getattr(model, "has_vision", True)  # None where nobody has turned it on
+
+    def why(name: str) -> str:
+        number = _LAYER.fullmatch(name)
+        if number is not None and isinstance(layers, int) and int(number[1]) >= layers:
+            return BEHIND_LAST
+        if blind and _VISION.fullmatch(name):
+            return BLIND
+        return next((reason for pattern, reason in SKIPS if re.fullmatch(pattern, name)), "")
+
+    return why

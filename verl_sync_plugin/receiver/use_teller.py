@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from verl_sync_plugin.bucket import Entry
 from verl_sync_plugin.receiver.recording import Source
-from verl_sync_plugin.receiver.skips import layers_of
+from verl_sync_plugin.receiver.skips import skipped_by
 from verl_sync_plugin.receiver.uses import Lines, own_lines, readings_of_uses
 from verl_sync_plugin.transport.protocol import Used
 
@@ -37,7 +37,7 @@ class UseTeller:
         buckets: Sequence[Sequence[Entry]],
         numbers: Mapping[str, int],
     ) -> None:
-        self._model, self._layers = type(model).__name__, layers_of(model)
+        self._model, self._skipped = type(model).__name__, skipped_by(model)
         self._sources = sources
         self._buckets = buckets
         self._numbers = numbers
@@ -78,7 +78,7 @@ class UseTeller:
             uses = self._recorded
             if loaded and self._touched is not None:
                 uses, self._touched = self._touched.uses(self._sources), None
-            parts = self._sources, self._buckets, self._numbers, self._layers
+            parts = self._sources, self._buckets, self._numbers, self._skipped
             self._used = Used(self._model, None if uses is None else readings_of_uses(uses, *parts))
         self._told = self._used
         return self._used

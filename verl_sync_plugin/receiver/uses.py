@@ -17,7 +17,7 @@ from verl_sync_plugin.bucket import Entry
 from verl_sync_plugin.copies.hulls import hulls_of
 from verl_sync_plugin.receiver.order import superseded
 from verl_sync_plugin.receiver.recording import Recording, Source
-from verl_sync_plugin.receiver.skips import rightly_skipped
+from verl_sync_plugin.receiver.skips import Skipped
 from verl_sync_plugin.transport.protocol import Line, Readings
 
 MOST_LINES = 1 << 16
@@ -57,7 +57,7 @@ def readings_of_uses(
     sources: Sequence[Source],
     buckets: Sequence[Sequence[Entry]],
     numbers: Mapping[str, int],
-    layers: int | None = None,
+    skipped: Skipped,
 ) -> Readings:
     """``uses`` by tensor number; tensors of equal size and equal lines share an entry. Sizes leave out gaps.
 
@@ -69,7 +69,7 @@ def readings_of_uses(
         sources: all tensors.
         buckets: the entries of all buckets.
         numbers: of the tensors.
-        layers: of the model, see ``rightly_skipped``.
+        skipped: what the model rightly leaves alone.
     """
     by_name = {source.name: source for source in sources}
     shared = {name: set(lines) for name, lines in uses.items()}
@@ -79,7 +79,7 @@ def readings_of_uses(
             shared[name].update(line for other in alike for line in uses[other])
     found: dict[tuple[int, Lines], list[int]] = {}
     for name, number in numbers.items():
-        lines = tuple(sorted(shared[name])) or (own_lines(by_name[name]) if rightly_skipped(name, layers) else ())
+        lines = tuple(sorted(shared[name])) or (own_lines(by_name[name]) if skipped(name) else ())
         found.setdefault((by_name[name].nbytes, lines), []).append(number)
     return tuple((nbytes, lines, tuple(alike)) for (nbytes, lines), alike in found.items())
 
