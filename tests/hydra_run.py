@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import pytest
 import verl
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
@@ -59,3 +60,20 @@ def multirun(folder: Path, *overrides: str, name: str = "ppo_trainer") -> list[D
         GlobalHydra.instance().clear()
         HydraConfig.instance().cfg = None
     return seen
+
+
+def rollout_of(folder: Path, *overrides: str, **choice: Any) -> DictConfig:
+    """The rollout config of a run with SGLang; ``choice`` as for ``run``."""
+    rollout: DictConfig = run(
+        folder, "actor_rollout_ref.rollout.name=sglang", *overrides, **choice
+    ).actor_rollout_ref.rollout
+    return rollout
+
+
+def refused(folder: Path, *overrides: str) -> str:
+    """The one line with which a run ends in the driver."""
+    with pytest.raises(SystemExit) as ended:
+        rollout_of(folder, *overrides)
+    text = str(ended.value)
+    assert text.startswith("verl-sync-plugin: ") and "\n" not in text, text
+    return text

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import DictConfig
 
-import hydra_run
+from hydra_run import refused, rollout_of
 from verl_sync_plugin.bucket_size import LONG_BUCKET_KEY, SHORT_BUCKET_KEY
 from verl_sync_plugin.config import KEY_PREFIX
 
@@ -17,20 +16,6 @@ ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 SGLANG = f"{ROLLOUT}.name=sglang"
 ARGUMENTS = f"{ROLLOUT}.engine_kwargs.sglang"
-
-
-def rollout_of(folder: Path, *overrides: str, **choice: Any) -> DictConfig:
-    rollout: DictConfig = hydra_run.run(folder, SGLANG, *overrides, **choice).actor_rollout_ref.rollout
-    return rollout
-
-
-def refused(folder: Path, *overrides: str) -> str:
-    """The one line with which a run ends in the driver."""
-    with pytest.raises(SystemExit) as ended:
-        rollout_of(folder, *overrides)
-    text = str(ended.value)
-    assert text.startswith("verl-sync-plugin: ") and "\n" not in text, text
-    return text
 
 
 @pytest.mark.parametrize(

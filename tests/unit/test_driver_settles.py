@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import hydra_run
 import unmeasured
+from hydra_run import refused, rollout_of
 from verl_sync_plugin.bucket_size import DEFAULT_MEGABYTES, LONG_BUCKET_KEY, SHORT_BUCKET_KEY
 from verl_sync_plugin.config import KEY_PREFIX
 from verl_sync_plugin.driver import settle
@@ -24,20 +25,6 @@ SGLANG = f"{ROLLOUT}.name=sglang"
 ARGUMENTS = f"{ROLLOUT}.engine_kwargs.sglang"
 STOCK = OmegaConf.load(hydra_run.CONFIG_DIR / "rollout" / "rollout.yaml")
 STOCK_MEGABYTES = STOCK.checkpoint_engine.update_weights_bucket_megabytes
-
-
-def rollout_of(folder: Path, *overrides: str, **choice: Any) -> DictConfig:
-    rollout: DictConfig = hydra_run.run(folder, SGLANG, *overrides, **choice).actor_rollout_ref.rollout
-    return rollout
-
-
-def refused(folder: Path, *overrides: str) -> str:
-    """The one line with which a run ends in the driver."""
-    with pytest.raises(SystemExit) as ended:
-        rollout_of(folder, *overrides)
-    text = str(ended.value)
-    assert text.startswith("verl-sync-plugin: ") and "\n" not in text, text
-    return text
 
 
 def raw(rollout: DictConfig, key: str) -> Any:

@@ -18,6 +18,7 @@ TOKEN_VARIABLE = "VERL_SYNC_ENGINE_TOKEN"
 
 
 def new_token() -> str:
+    """A random token for one engine, of 32 hexadecimal digits."""
     return secrets.token_hex(16)
 
 
