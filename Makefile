@@ -19,9 +19,10 @@ test: venv ## all tests that run without a GPU
 test-fast: venv ## without the tests that start verl, Ray or SGLang
 	$(PYTEST) -m "not gpu and not slow"
 
-lint: venv ## style, formatting, types
+lint: venv ## style, formatting, layers, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 
 format: venv ## apply style and formatting

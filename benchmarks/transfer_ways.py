@@ -15,10 +15,11 @@ def _manager(server: Any, named: list[tuple[str, Any]], bucket_mb: int, hashed: 
     import torch
 
     from benchmarks.transfer_server import ServerEndpoint
-    from verl_sync_plugin.bucket import Base, View
-    from verl_sync_plugin.config import SyncConfig
-    from verl_sync_plugin.sharding_manager.base import ShardingManager
-    from verl_sync_plugin.source.base import ParameterSource, Shard
+    from verl_sync_plugin.config.settings import SyncConfig
+    from verl_sync_plugin.layout.shard import Shard
+    from verl_sync_plugin.layout.tensors import Base, View
+    from verl_sync_plugin.sync.manager import ShardingManager
+    from verl_sync_plugin.trainers.base import ParameterSource
 
     class PlainSource(ParameterSource):
         def __init__(self) -> None:

@@ -8,7 +8,7 @@ import importlib.util
 import sys
 
 from verl_sync_plugin import __version__
-from verl_sync_plugin.bucket_size import AUTO, DEFAULT_MEGABYTES, auto_megabytes
+from verl_sync_plugin.config.bucket_size import AUTO, DEFAULT_MEGABYTES, auto_megabytes
 
 PACKAGES = (
     "verl",
@@ -53,7 +53,7 @@ def _problems() -> list[str]:
         import verl  # noqa: F401  (loads the plugin)
         from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 
-        from verl_sync_plugin.plugin import OUR_ROLLOUT, ROLLOUT_KEY
+        from verl_sync_plugin.registered import OUR_ROLLOUT, ROLLOUT_KEY
     except (ImportError, SystemExit) as error:
         return [str(error)]
     if _ROLLOUT_REGISTRY[ROLLOUT_KEY] != OUR_ROLLOUT:
@@ -75,11 +75,11 @@ def plan(model: str, world: int, bucket_megabytes: int) -> int:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from verl_sync_plugin.bucket import Base
-    from verl_sync_plugin.planner import plan_buckets
-    from verl_sync_plugin.source.fsdp2 import even_chunks
-    from verl_sync_plugin.source.naming import hf_views, verl_rewrite
-    from verl_sync_plugin.transport.sender import SLOTS, slot_limit
+    from verl_sync_plugin.layout.planner import plan_buckets
+    from verl_sync_plugin.layout.tensors import Base
+    from verl_sync_plugin.sync.sender import SLOTS, slot_limit
+    from verl_sync_plugin.trainers.fsdp2 import even_chunks
+    from verl_sync_plugin.trainers.naming import hf_views, verl_rewrite
 
     config = AutoConfig.from_pretrained(model)
     with torch.device("meta"):

@@ -27,13 +27,12 @@ def _stop(error: Exception) -> NoReturn:
 try:
     import wrapt
 
-    from verl_sync_plugin import compat, hydra_source
+    from verl_sync_plugin import compat
+    from verl_sync_plugin.config import hydra_source  # noqa: F401  (a broken one is to be noticed here)
     from verl_sync_plugin.errors import RegistryConflictError
+    from verl_sync_plugin.registered import OUR_ROLLOUT, ROLLOUT_KEY, refuse_stranger
 except Exception as import_error:
     _stop(import_error)
-
-ROLLOUT_KEY = ("sglang", "async")
-OUR_ROLLOUT = "verl_sync_plugin.hooks.rollout.SyncServerAdapter"
 
 
 def load_replica() -> type:
@@ -41,7 +40,7 @@ def load_replica() -> type:
     from verl.workers.rollout.replica import _load_sglang
 
     _load_sglang()  # verl's preparation of SGLang's imports comes first
-    from verl_sync_plugin.hooks.replica import SyncSGLangReplica
+    from verl_sync_plugin.rollouts.sglang.replica import SyncSGLangReplica
 
     return SyncSGLangReplica
 
@@ -57,7 +56,7 @@ def register() -> None:
         RegistryConflictError: another plugin was there first (likewise).
     """
     hooks = {
-        "hydra": lambda _: hydra_source.register(),
+        "hydra": lambda _: _register_hydra(),
         "verl.workers.rollout.base": _register_rollout,
         "verl.workers.rollout.replica": _register_replica,
         "verl.workers.engine": _register_engines,
@@ -68,16 +67,22 @@ def register() -> None:
         wrapt.register_post_import_hook(hook, module)
 
 
+def _register_hydra() -> None:
+    from verl_sync_plugin.hooks import hydra_plugins
+
+    hydra_plugins.register()
+
+
 def _register_rollout(base: Any) -> None:
     registry = compat.offered(base, "_ROLLOUT_REGISTRY")
-    _refuse_stranger("rollout adapter", registry.get(ROLLOUT_KEY), (compat.STOCK_ROLLOUT, OUR_ROLLOUT))
+    refuse_stranger("rollout adapter", registry.get(ROLLOUT_KEY), (compat.STOCK_ROLLOUT, OUR_ROLLOUT))
     registry[ROLLOUT_KEY] = OUR_ROLLOUT
 
 
 def _register_replica(replica: Any) -> None:
     registry = compat.offered(replica, "RolloutReplicaRegistry")
     stock = compat.offered(replica, "_load_sglang")
-    _refuse_stranger("rollout replica", registry._registry.get("sglang"), (stock, load_replica))
+    refuse_stranger("rollout replica", registry._registry.get("sglang"), (stock, load_replica))
     registry.register("sglang", load_replica)
 
 
@@ -110,29 +115,6 @@ def _register_trainers(_: Any) -> None:
     for name, trainer in list(TRAINER_REGISTRY.items()):  # another plugin's too; what comes later: say_without_metrics
         if isinstance(trainer, type) and issubclass(trainer, PPOTrainer) and not issubclass(trainer, SyncTrainerMixin):
             TRAINER_REGISTRY[name] = reporting(trainer)
-
-
-def _refuse_stranger(what: str, found: Any, known: tuple[Any, ...]) -> None:
-    if found not in known:
-        raise RegistryConflictError(
-            f"verl's {what} for sglang is already taken by {found!r}; verl-sync-plugin needs it. "
-            f"Uninstall one of the two plugins, or {WITHOUT}."
-        )
-
-
-def verify_registered(rollout: Any) -> None:
-    """Checks in a process that is about to use verl's registries that our entries are still there.
-
-    Raises:
-        RegistryConflictError: a plugin that was loaded later took one of our keys.
-    """
-    if rollout.get("name") != "sglang":
-        return
-    from verl.workers.rollout.base import _ROLLOUT_REGISTRY
-    from verl.workers.rollout.replica import RolloutReplicaRegistry
-
-    _refuse_stranger("rollout adapter", _ROLLOUT_REGISTRY[ROLLOUT_KEY], (OUR_ROLLOUT,))
-    _refuse_stranger("rollout replica", RolloutReplicaRegistry._registry["sglang"], (load_replica,))
 
 
 try:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from bare_engine import stories, trainer
 from bare_engine.scenario import Rank
-from verl_sync_plugin.bucket_size import AutoBucket
+from verl_sync_plugin.config.bucket_size import AutoBucket
 from verl_sync_plugin.errors import SyncError
 
 GIB = 1 << 30

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from bare_engine import trainer
 from bare_engine.scenario import Rank
-from verl_sync_plugin.bucket import Entry
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.source.base import Shard
-from verl_sync_plugin.transport.exports import StagingExport
+from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.tensors import Entry
+from verl_sync_plugin.transport.memory.exports import StagingExport
 
 
 def engine_refuses(member: Rank, version: int) -> str:

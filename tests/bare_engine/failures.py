@@ -16,7 +16,7 @@ from bare_engine import stories, trainer
 from bare_engine.engine_failures import bytes_change, engine_refuses, engine_stalls, peers_out_of_reach
 from bare_engine.scenario import Rank
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.source.base import Shard
+from verl_sync_plugin.layout.shard import Shard
 
 # HF tensors that a failing sync leaves out, and the engine's parameters they belong to
 DROPPED = {

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from bare_engine import stories, trainer
 from bare_engine.scenario import Rank
-from verl_sync_plugin.transport.exports import Live
+from verl_sync_plugin.transport.memory.exports import Live
 
 
 def read_in_place(member: Rank) -> None:

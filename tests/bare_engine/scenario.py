@@ -15,11 +15,11 @@ import torch.distributed as dist
 import unmeasured
 from bare_engine import trainer
 from bare_engine.endpoint import BareEngine, BareEngineEndpoint
-from verl_sync_plugin.config import SyncConfig
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.hooks import activation
 from verl_sync_plugin.sharding_manager import get_sharding_manager
-from verl_sync_plugin.sharding_manager.base import ShardingManager
+from verl_sync_plugin.sync.manager import ShardingManager
+from verl_sync_plugin.trainers import activation
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 

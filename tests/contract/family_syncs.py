@@ -18,20 +18,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from contract import sglang_models
 from contract.families import Family
-from verl_sync_plugin.config import SyncConfig
-from verl_sync_plugin.families import refuse_checkpoint
-from verl_sync_plugin.planner import plan_buckets
+from verl_sync_plugin.config.settings import SyncConfig
+from verl_sync_plugin.copies.packing import Packer
+from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.skips import skipped_by
 from verl_sync_plugin.receiver.unpacker import Unpacker
-from verl_sync_plugin.sharding_manager.agreement import Agreement
-from verl_sync_plugin.sharding_manager.coverage import check_coverage
-from verl_sync_plugin.sharding_manager.use_check import UseCheck
-from verl_sync_plugin.sharding_manager.wire import wire_policy
-from verl_sync_plugin.source.fsdp2 import FSDP2Source
-from verl_sync_plugin.source.naming import checkpoint_rewrite
-from verl_sync_plugin.transport.packing import Packer
+from verl_sync_plugin.rollouts.sglang.families import refuse_checkpoint
+from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
+from verl_sync_plugin.trainers.naming import checkpoint_rewrite
+from verl_sync_plugin.trainers.wire import wire_policy
+from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Manifest
+from verl_sync_plugin.verify.coverage import check_coverage
+from verl_sync_plugin.verify.uses import UseCheck
 
 CPU = torch.device("cpu")
 BUCKET_BYTES = 20_000  # many tensors are torn

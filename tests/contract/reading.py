@@ -5,16 +5,17 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from verl_sync_plugin.bucket import Plan
 from verl_sync_plugin.copies.bucket_memory import BucketMemory
 from verl_sync_plugin.copies.hulls import hulls_of, numbers_of
 from verl_sync_plugin.copies.plain import hash_bytes
-from verl_sync_plugin.sharding_manager.agreement import Agreement
-from verl_sync_plugin.sharding_manager.hash_check import HashCheck, paired
-from verl_sync_plugin.source.base import ParameterSource, Shard
+from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.tensors import Plan
+from verl_sync_plugin.sync.sender import SLOTS, BucketSender
+from verl_sync_plugin.trainers.base import ParameterSource
+from verl_sync_plugin.transport.agreement import Agreement
+from verl_sync_plugin.transport.memory.staging import open_peer_staging, slot_of
 from verl_sync_plugin.transport.protocol import Committed, Coverage
-from verl_sync_plugin.transport.sender import SLOTS, BucketSender
-from verl_sync_plugin.transport.staging import open_peer_staging, slot_of
+from verl_sync_plugin.verify.hashes import HashCheck, paired
 
 CPU = torch.device("cpu")
 

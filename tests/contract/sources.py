@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from verl_sync_plugin.source.base import ParameterSource, Shard
+from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.trainers.base import ParameterSource
 
 
 class WorldSource(ParameterSource):

@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d
 from worlds import DIED, run_world
 
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.sharding_manager.agreement import Agreement
+from verl_sync_plugin.transport.agreement import Agreement
 
 RANKS = 3
 

@@ -16,18 +16,18 @@ from test_lora_adapter import Engine
 from test_meeting import Comer, Loading
 from worlds import run_world
 
-from verl_sync_plugin.config import SyncConfig
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.metrics import SyncReport
-from verl_sync_plugin.sharding_manager.adapter import AdapterSender
-from verl_sync_plugin.sharding_manager.agreement import Agreement
-from verl_sync_plugin.sharding_manager.base import ShardingManager
-from verl_sync_plugin.sharding_manager.endpoint import LoadOutcome
-from verl_sync_plugin.sharding_manager.meeting import MeetingPoint
-from verl_sync_plugin.sharding_manager.waking import Waking
-from verl_sync_plugin.source.base import ParameterSource
+from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.sync.adapter import AdapterSender
+from verl_sync_plugin.sync.connect import MeetingPoint
+from verl_sync_plugin.sync.endpoint import LoadOutcome
+from verl_sync_plugin.sync.manager import ShardingManager
+from verl_sync_plugin.sync.sender import BucketSender
+from verl_sync_plugin.sync.wake import Waking
+from verl_sync_plugin.trainers.base import ParameterSource
+from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import LoadRequest
-from verl_sync_plugin.transport.sender import BucketSender
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BOUND = 10.0

@@ -8,10 +8,10 @@ import pytest
 import torch.distributed as dist
 from worlds import run_world
 
-from verl_sync_plugin.config import SyncConfig
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.sharding_manager import delivery
-from verl_sync_plugin.sharding_manager.agreement import Agreement
+from verl_sync_plugin.sync.delivery import shared as delivery
+from verl_sync_plugin.transport.agreement import Agreement
 
 
 def decided(choice: str, hosts: tuple[str, ...], group_size: int) -> tuple[bool, str]:

@@ -8,16 +8,16 @@ import torch.distributed as dist
 from worlds import run_world
 
 from contract.sources import WorldSource
-from verl_sync_plugin.bucket import Base, View
-from verl_sync_plugin.config import SyncConfig
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.planner import plan_buckets
-from verl_sync_plugin.sharding_manager.agreement import Agreement
-from verl_sync_plugin.sharding_manager.delivery import PeersUnreachableError
-from verl_sync_plugin.sharding_manager.direct import Direct
-from verl_sync_plugin.source.base import Shard
+from verl_sync_plugin.layout.planner import plan_buckets
+from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.tensors import Base, View
+from verl_sync_plugin.sync.delivery.direct import Direct
+from verl_sync_plugin.sync.delivery.shared import PeersUnreachableError
+from verl_sync_plugin.sync.sender import BucketSender
+from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed, Coverage
-from verl_sync_plugin.transport.sender import BucketSender
 
 CPU = torch.device("cpu")
 

@@ -21,13 +21,14 @@ from worlds import run_world
 
 from contract.fsdp_layouts import KEEP, LAYOUTS, Layout, State, open_source, shard, torchs_own_state
 from contract.reading import Reader
-from verl_sync_plugin.bucket import Plan
-from verl_sync_plugin.planner import plan_buckets
+from verl_sync_plugin.layout.planner import plan_buckets
+from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.tensors import Plan
 from verl_sync_plugin.receiver.assembly import Assembler
-from verl_sync_plugin.source.base import ParameterSource, Shard, WirePolicy
-from verl_sync_plugin.source.fsdp2 import FSDP2Source
-from verl_sync_plugin.source.naming import verl_rewrite
-from verl_sync_plugin.transport.sender import BucketSender
+from verl_sync_plugin.sync.sender import BucketSender
+from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy
+from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
+from verl_sync_plugin.trainers.naming import verl_rewrite
 
 SYNCS = 3
 TINY, LARGE = 6_001, 64 << 20  # bytes; TINY is no multiple of anything

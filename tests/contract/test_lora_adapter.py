@@ -17,15 +17,15 @@ from peft import LoraConfig, get_peft_model_state_dict
 from worlds import run_world
 
 from contract.fsdp_layouts import torchs_own_state
-from verl_sync_plugin.config import SyncConfig
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.lora.settings import refuse_unservable
-from verl_sync_plugin.metrics import SyncReport
-from verl_sync_plugin.sharding_manager.adapter import AdapterSender
-from verl_sync_plugin.sharding_manager.agreement import Agreement
-from verl_sync_plugin.sharding_manager.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
-from verl_sync_plugin.source.base import Shard
-from verl_sync_plugin.source.lora import MergingSource
+from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.sync.adapter import AdapterSender
+from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
+from verl_sync_plugin.trainers.lora_source import MergingSource
+from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import LoadRequest
 
 VARIANT = Variant("all-linear", config={"target_modules": "all-linear"})

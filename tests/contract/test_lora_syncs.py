@@ -11,8 +11,8 @@ from lora_models import BrokenOffError, Layout, Variant, assert_unchanged, deliv
 from worlds import run_world
 
 from contract.fsdp_layouts import torchs_own_state
+from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.lora.names import is_adapter
-from verl_sync_plugin.planner import plan_buckets
 
 LINEAR = Variant("all-linear", config={"target_modules": "all-linear"})
 DORA = Variant("dora-embedding", "llama", {"target_modules": ["embed_tokens", "o_proj"], "use_dora": True})

@@ -12,16 +12,16 @@ import torch.distributed as dist
 from test_lora_adapter import Engine
 from worlds import run_world
 
-from verl_sync_plugin.config import SyncConfig
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.sharding_manager.agreement import Agreement
-from verl_sync_plugin.sharding_manager.arrivals import POLL_SECONDS
-from verl_sync_plugin.sharding_manager.endpoint import LoadOutcome, PendingLoad
-from verl_sync_plugin.sharding_manager.meeting import MeetingPoint
+from verl_sync_plugin.sync.arrivals import POLL_SECONDS
+from verl_sync_plugin.sync.connect import MeetingPoint
+from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad
+from verl_sync_plugin.sync.sender import BucketSender
+from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.channel import Channel, ChannelClosedError
 from verl_sync_plugin.transport.listener import connect
 from verl_sync_plugin.transport.protocol import Failed, Join, Load, LoadRequest
-from verl_sync_plugin.transport.sender import BucketSender
 
 WAIT = 5.0
 

@@ -19,7 +19,7 @@ from worlds import run_world
 import tiny_models
 from bare_engine import trainer
 from contract.test_lora_adapter import Engine
-from verl_sync_plugin.config import SyncConfig
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.lora.weights import lora_weights
 from verl_sync_plugin.sharding_manager.fsdp_sglang import FSDP2SGLangShardingManager, FSDPSGLangShardingManager
 

@@ -10,14 +10,14 @@ import torch
 from worlds import run_world
 
 from contract.sources import WorldSource
-from verl_sync_plugin.bucket import Base, View
-from verl_sync_plugin.config import SyncConfig
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.sharding_manager.agreement import Agreement
-from verl_sync_plugin.sharding_manager.delivery import Delivery
-from verl_sync_plugin.sharding_manager.planning import Planning
-from verl_sync_plugin.source.base import Shard
-from verl_sync_plugin.transport.sender import BucketSender
+from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.tensors import Base, View
+from verl_sync_plugin.sync.delivery.shared import Delivery
+from verl_sync_plugin.sync.planning import Planning
+from verl_sync_plugin.sync.sender import BucketSender
+from verl_sync_plugin.transport.agreement import Agreement
 
 
 def shards_of(numel: int) -> list[Shard]:

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from lora_models import CPU, Layout, Variant, deliver, merging_source, peft_model, shard
 from worlds import run_world
 
-from verl_sync_plugin.bucket import Plan
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.metrics import SyncReport
-from verl_sync_plugin.planner import plan_buckets
-from verl_sync_plugin.sharding_manager.agreement import Agreement
-from verl_sync_plugin.sharding_manager.stream import BucketStream
-from verl_sync_plugin.source.base import Shard
-from verl_sync_plugin.source.lora import MergingSource
-from verl_sync_plugin.transport.sender import BucketSender
+from verl_sync_plugin.layout.planner import plan_buckets
+from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.tensors import Plan
+from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.sync.delivery.gathered import BucketStream
+from verl_sync_plugin.sync.sender import BucketSender
+from verl_sync_plugin.trainers.lora_source import MergingSource
+from verl_sync_plugin.transport.agreement import Agreement
 
 DORA = Variant("dora", config={"target_modules": "all-linear", "use_dora": True})
 BUCKET = 64 << 10

@@ -16,12 +16,12 @@ from worlds import run_world
 
 from contract.fsdp_layouts import torchs_own_state
 from contract.test_lora_adapter import Engine
-from verl_sync_plugin.config import SyncConfig
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.lora.adapters import copies_in_use
 from verl_sync_plugin.lora.weights import lora_weights
-from verl_sync_plugin.metrics import SyncReport
-from verl_sync_plugin.sharding_manager.adapter import AdapterSender
-from verl_sync_plugin.sharding_manager.agreement import Agreement
+from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.sync.adapter import AdapterSender
+from verl_sync_plugin.transport.agreement import Agreement
 
 LAYOUTS = [Layout((1,)), Layout((2,)), Layout((2,), True)]
 HEAD = "lm_head.weight"

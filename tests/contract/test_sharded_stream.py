@@ -13,14 +13,14 @@ import torch.distributed as dist
 from worlds import run_world
 
 from contract.sources import WorldSource
-from verl_sync_plugin.bucket import Base, View
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.metrics import SyncReport
-from verl_sync_plugin.planner import plan_buckets
-from verl_sync_plugin.sharding_manager.agreement import Agreement
-from verl_sync_plugin.sharding_manager.sharded_stream import ShardedStream
-from verl_sync_plugin.source.base import Shard
-from verl_sync_plugin.transport.sender import SLOTS
+from verl_sync_plugin.layout.planner import plan_buckets
+from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.tensors import Base, View
+from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.sync.delivery.sharded import ShardedStream
+from verl_sync_plugin.sync.sender import SLOTS
+from verl_sync_plugin.transport.agreement import Agreement
 
 SLOW = 0.03
 Note = tuple[float, int, str, int]  # when, rank, what, bucket

@@ -9,7 +9,7 @@ from worlds import run_world, stop
 
 from megatron_cpu import checkpoints, cost, rearranged, stories
 from megatron_cpu.engines import Layout, megatron_environment
-from verl_sync_plugin.transport.sender import SLOTS
+from verl_sync_plugin.sync.sender import SLOTS
 
 CASES = [
     ("qwen2", Layout(1)),

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from test_lora_adapter import Engine
 from worlds import run_world
 
-from verl_sync_plugin.bucket_size import AutoBucket
+from verl_sync_plugin.config.bucket_size import AutoBucket
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.metrics import SyncReport
-from verl_sync_plugin.sharding_manager.agreement import Agreement
-from verl_sync_plugin.sharding_manager.waking import Waking
+from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.sync.wake import Waking
+from verl_sync_plugin.transport.agreement import Agreement
 
 CPU = torch.device("cpu")
 GIB = 1 << 30

@@ -10,17 +10,18 @@ import torch
 import torch.distributed as dist
 
 from contract import sglang_models as models
-from verl_sync_plugin.bucket import Base, Plan, View
-from verl_sync_plugin.planner import plan_buckets
+from verl_sync_plugin.copies.packing import Packer
+from verl_sync_plugin.layout.planner import plan_buckets
+from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.tensors import Base, Plan, View
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.unpacker import Unpacker
-from verl_sync_plugin.sharding_manager.agreement import Agreement
-from verl_sync_plugin.sharding_manager.hash_check import HashCheck, paired
-from verl_sync_plugin.sharding_manager.use_check import UseCheck
-from verl_sync_plugin.source.base import Shard, dtype_name
-from verl_sync_plugin.source.fsdp2 import even_chunks
-from verl_sync_plugin.transport.packing import Packer
+from verl_sync_plugin.trainers.base import dtype_name
+from verl_sync_plugin.trainers.fsdp2 import even_chunks
+from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed, Coverage, Manifest
+from verl_sync_plugin.verify.hashes import HashCheck, paired
+from verl_sync_plugin.verify.uses import UseCheck
 
 CPU = torch.device("cpu")
 

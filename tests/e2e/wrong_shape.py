@@ -32,4 +32,4 @@ def _transposed(shard: Any) -> Any:
     return replace(shard, base=replace(shard.base, views=views))
 
 
-wrapt.register_post_import_hook(_transpose_later, "verl_sync_plugin.source.fsdp2")
+wrapt.register_post_import_hook(_transpose_later, "verl_sync_plugin.trainers.fsdp2")

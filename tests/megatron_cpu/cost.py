@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_cpu.engines import Layout, build
 from megatron_cpu.stories import manager_of, one_sync
-from verl_sync_plugin.transport.sender import SLOTS
+from verl_sync_plugin.sync.sender import SLOTS
 
 COLLECTIVES = ("all_gather_object", "broadcast_object_list", "broadcast", "all_gather", "all_gather_into_tensor")
 

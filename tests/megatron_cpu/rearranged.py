@@ -9,8 +9,8 @@ import torch
 
 from megatron_cpu.engines import Layout, build, stock_export, train_step
 from megatron_cpu.stories import LARGE, check_same, manager_of, one_sync
-from verl_sync_plugin.source import megatron_model
-from verl_sync_plugin.source.megatron_model import unwrapped
+from verl_sync_plugin.trainers.megatron import model as megatron_model
+from verl_sync_plugin.trainers.megatron.model import unwrapped
 
 
 def in_every_way(model_path: str, layout: Layout) -> None:

@@ -19,17 +19,17 @@ from safetensors.torch import load_file
 from bare_engine.endpoint import BareEngineEndpoint
 from contract.reading import Reader
 from megatron_cpu.engines import Layout, build, stock_export, train_step
-from verl_sync_plugin.config import SyncConfig
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.hooks import activation
 from verl_sync_plugin.receiver.assembly import Assembler
 from verl_sync_plugin.sharding_manager import get_sharding_manager
-from verl_sync_plugin.sharding_manager.base import ShardingManager
 from verl_sync_plugin.sharding_manager.megatron_sglang import MegatronSGLangShardingManager
-from verl_sync_plugin.source.base import ParameterSource, WirePolicy
-from verl_sync_plugin.source.megatron_model import unwrapped
-from verl_sync_plugin.source.stream import StreamSource
-from verl_sync_plugin.transport.sender import STAGING_BUCKETS
+from verl_sync_plugin.sync.manager import ShardingManager
+from verl_sync_plugin.sync.sender import STAGING_BUCKETS
+from verl_sync_plugin.trainers import activation
+from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy
+from verl_sync_plugin.trainers.megatron.model import unwrapped
+from verl_sync_plugin.trainers.megatron.stream import StreamSource
 
 State = dict[str, torch.Tensor]
 

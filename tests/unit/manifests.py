@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from verl_sync_plugin.bucket import Base, View
-from verl_sync_plugin.planner import plan_buckets
-from verl_sync_plugin.source.fsdp2 import even_chunks
+from verl_sync_plugin.layout.planner import plan_buckets
+from verl_sync_plugin.layout.tensors import Base, View
+from verl_sync_plugin.trainers.fsdp2 import even_chunks
 from verl_sync_plugin.transport.protocol import Manifest
 
 HIDDEN = 4096

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.hooks.report_file import REPORT_FILE_VARIABLE, write_report
-from verl_sync_plugin.hooks.rollout import SyncServerAdapter
-from verl_sync_plugin.hooks.shard_stream import ShardStream
-from verl_sync_plugin.metrics import SyncReport
+from verl_sync_plugin.report.file import REPORT_FILE_VARIABLE, write_report
+from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.rollouts.sglang.adapter import SyncServerAdapter
+from verl_sync_plugin.trainers.shard_stream import ShardStream
 
 
 class Manager:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from verl_sync_plugin.sharding_manager import arrivals
-from verl_sync_plugin.sharding_manager.arrivals import JOIN_BYTES, Arrivals
+from verl_sync_plugin.sync import arrivals
+from verl_sync_plugin.sync.arrivals import JOIN_BYTES, Arrivals
 from verl_sync_plugin.transport.channel import Channel, ChannelClosedError
 from verl_sync_plugin.transport.listener import Listener, connect
 from verl_sync_plugin.transport.protocol import Failed, Join, Load

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl_sync_plugin.bucket import Base, Entry, Piece, View
 from verl_sync_plugin.copies.bucket_memory import BucketMemory
-from verl_sync_plugin.planner import plan_buckets
+from verl_sync_plugin.layout.planner import plan_buckets
+from verl_sync_plugin.layout.tensors import Base, Entry, Piece, View
 from verl_sync_plugin.receiver.assembly import FUSED_PAIRS, Assembler
 
 Loads = list[list[tuple[str, torch.Tensor]]]

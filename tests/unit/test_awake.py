@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl_sync_plugin.hooks.awake import AwakeState, awake_behind_load, sleep_tags, wake_stages
+from verl_sync_plugin.rollouts.sglang.awake import AwakeState, awake_behind_load, sleep_tags, wake_stages
 
 
 def test_nothing_is_released_at_first() -> None:

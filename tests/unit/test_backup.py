@@ -8,8 +8,8 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
-from verl_sync_plugin.config import SyncConfig
-from verl_sync_plugin.hooks.backup import COVERED_ARCHITECTURES, keep_cpu_backup
+from verl_sync_plugin.config.settings import SyncConfig
+from verl_sync_plugin.rollouts.sglang.backup import COVERED_ARCHITECTURES, keep_cpu_backup
 
 PLAIN = OmegaConf.create({"quantization": None})
 

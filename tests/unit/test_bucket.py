@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_sync_plugin.bucket import ALIGNMENT, Base, Bucket, Plan, View
-from verl_sync_plugin.planner import plan_buckets
+from verl_sync_plugin.layout.planner import plan_buckets
+from verl_sync_plugin.layout.tensors import ALIGNMENT, Base, Bucket, Plan, View
 
 DTYPES = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "int64"}
 GARBAGE = 0xAA

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from verl_sync_plugin import cli
-from verl_sync_plugin.bucket_size import (
+from verl_sync_plugin.config.bucket_size import (
     LEAST_MEGABYTES,
     LONG_BUCKET_KEY,
     MOST_MEGABYTES,
@@ -18,7 +18,7 @@ from verl_sync_plugin.bucket_size import (
     auto_megabytes,
     check_bucket_megabytes,
 )
-from verl_sync_plugin.transport.sender import SLOTS, slot_limit
+from verl_sync_plugin.sync.sender import SLOTS, slot_limit
 
 GIB = 1 << 30
 

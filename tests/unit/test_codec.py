@@ -15,7 +15,7 @@ from manifests import manifest
 
 from verl_sync_plugin.transport import codec, protocol
 from verl_sync_plugin.transport.codec import BadMessageError, decode, encode_into
-from verl_sync_plugin.transport.exports import Live, Region, StagingExport
+from verl_sync_plugin.transport.memory.exports import Live, Region, StagingExport
 
 # What torch's _share_cuda_() makes of a storage: device, memory, size, offset, counter, its offset, event, and whether
 # to wait for that

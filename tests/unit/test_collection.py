@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from verl_sync_plugin.collection import no_collection
+from verl_sync_plugin.memory.collection import no_collection
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from verl_sync_plugin.config import KEY_PREFIX, TURN_OFF, SyncConfig, sync_config_of
-from verl_sync_plugin.refusals import refuse_unsupported
+from verl_sync_plugin.config.refusals import refuse_unsupported
+from verl_sync_plugin.config.settings import KEY_PREFIX, TURN_OFF, SyncConfig, sync_config_of
 
 
 def test_defaults() -> None:

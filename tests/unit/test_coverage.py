@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from verl_sync_plugin.config import SyncConfig
-from verl_sync_plugin.sharding_manager.coverage import check_coverage
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.transport.protocol import Coverage
+from verl_sync_plugin.verify.coverage import check_coverage
 
 
 def check(missing: tuple[tuple[str, int, int], ...], backup: bool) -> None:

@@ -10,22 +10,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_sync_plugin.bucket import Base, Plan, View
 from verl_sync_plugin.copies import copier as copiers
+from verl_sync_plugin.copies import packing
 from verl_sync_plugin.copies.blocks import Block
 from verl_sync_plugin.copies.copier import Copier
 from verl_sync_plugin.copies.hulls import numbers_of
-from verl_sync_plugin.planner import plan_buckets
+from verl_sync_plugin.copies.pack_table import PackTable
+from verl_sync_plugin.copies.packing import Packer
+from verl_sync_plugin.layout.planner import plan_buckets
+from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.tensors import Base, Plan, View
 from verl_sync_plugin.receiver.cuts import Work
 from verl_sync_plugin.receiver.direct import DirectLoad
-from verl_sync_plugin.source.base import Shard
-from verl_sync_plugin.transport import cuda_driver, packing
-from verl_sync_plugin.transport.exports import Live
-from verl_sync_plugin.transport.live import LiveParameters, NotInPlaceError
-from verl_sync_plugin.transport.pack_table import PackTable
-from verl_sync_plugin.transport.packing import Packer
+from verl_sync_plugin.transport.memory import cuda_driver
+from verl_sync_plugin.transport.memory.exports import Live
+from verl_sync_plugin.transport.memory.live import LiveParameters, NotInPlaceError
+from verl_sync_plugin.transport.memory.regions import Regions
 from verl_sync_plugin.transport.protocol import Manifest
-from verl_sync_plugin.transport.regions import Regions
 
 CPU = torch.device("cpu")
 WORLD = 3

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hydra_run import refused, rollout_of
-from verl_sync_plugin.bucket_size import LONG_BUCKET_KEY, SHORT_BUCKET_KEY
-from verl_sync_plugin.config import KEY_PREFIX
+from verl_sync_plugin.config.bucket_size import LONG_BUCKET_KEY, SHORT_BUCKET_KEY
+from verl_sync_plugin.config.settings import KEY_PREFIX
 
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
@@ -92,7 +92,7 @@ def test_an_error_that_nobody_foresaw_ends_the_driver(tmp_path: Path) -> None:
 
 
 def test_any_exception_ends_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl_sync_plugin import driver
+    from verl_sync_plugin.hooks import driver
 
     def broken(*_: Any) -> None:
         raise AttributeError("nobody\nforesaw this")

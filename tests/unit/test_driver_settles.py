@@ -14,9 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 import hydra_run
 import unmeasured
 from hydra_run import refused, rollout_of
-from verl_sync_plugin.bucket_size import DEFAULT_MEGABYTES, LONG_BUCKET_KEY, SHORT_BUCKET_KEY
-from verl_sync_plugin.config import KEY_PREFIX
-from verl_sync_plugin.driver import settle
+from verl_sync_plugin.config.bucket_size import DEFAULT_MEGABYTES, LONG_BUCKET_KEY, SHORT_BUCKET_KEY
+from verl_sync_plugin.config.settings import KEY_PREFIX
+from verl_sync_plugin.hooks.driver import settle
 
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
@@ -154,8 +154,8 @@ def test_asked_for_with_such_a_strategy_it_is_refused(tmp_path: Path, asked: str
 
 
 def test_a_registered_manager_makes_its_strategy_ours(tmp_path: Path) -> None:
-    from verl_sync_plugin.sharding_manager.base import ShardingManager
     from verl_sync_plugin.sharding_manager.registry import _managers, register_sharding_manager
+    from verl_sync_plugin.sync.manager import ShardingManager
 
     class Mine(ShardingManager):
         pass

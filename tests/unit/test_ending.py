@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from verl_sync_plugin.bucket import Plan
-from verl_sync_plugin.config import SyncConfig
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.metrics import SyncReport
+from verl_sync_plugin.layout.tensors import Plan
 from verl_sync_plugin.receiver.unpacker import Unpacker
-from verl_sync_plugin.sharding_manager.ending import Ending
+from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.sync.commit import Ending
 from verl_sync_plugin.transport.protocol import Committed, Coverage, Used
 
 LAST = ["ending the engine's update"]

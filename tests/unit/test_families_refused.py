@@ -13,10 +13,10 @@ from hydra import compose, initialize_config_dir
 from test_hydra_keys import CONFIG_DIR
 from transformers import Llama4TextConfig
 
-from verl_sync_plugin.config import TURN_OFF
-from verl_sync_plugin.driver import settle_trainer
-from verl_sync_plugin.families import refuse_checkpoint, refuse_family
-from verl_sync_plugin.hooks.making import make_manager
+from verl_sync_plugin.config.settings import TURN_OFF
+from verl_sync_plugin.hooks.driver import settle_trainer
+from verl_sync_plugin.rollouts.sglang.families import refuse_checkpoint, refuse_family
+from verl_sync_plugin.rollouts.sglang.making import make_manager
 
 DENSE = {"mlp_only_layers": [0]}
 REFUSED: dict[str, dict[str, Any]] = {

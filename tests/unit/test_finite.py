@@ -8,12 +8,13 @@ from functools import partial
 import pytest
 import torch
 
-from verl_sync_plugin.bucket import Base, Bucket, Plan, Share, Slice, View
-from verl_sync_plugin.joint import plan_joint
-from verl_sync_plugin.planner import plan_buckets
-from verl_sync_plugin.source.base import ParameterSource, Shard
-from verl_sync_plugin.source.culprit import name_culprit
-from verl_sync_plugin.transport.packing import Packer
+from verl_sync_plugin.copies.packing import Packer
+from verl_sync_plugin.layout.joint import plan_joint
+from verl_sync_plugin.layout.planner import plan_buckets
+from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.tensors import Base, Bucket, Plan, Share, Slice, View
+from verl_sync_plugin.trainers.base import ParameterSource
+from verl_sync_plugin.trainers.culprit import name_culprit
 
 LENGTHS = (7, 5)
 

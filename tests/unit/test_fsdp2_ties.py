@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from verl_sync_plugin.source.base import Shard, WirePolicy
-from verl_sync_plugin.source.fsdp2 import FSDP2Source
-from verl_sync_plugin.source.naming import verl_rewrite
+from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.trainers.base import WirePolicy
+from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
+from verl_sync_plugin.trainers.naming import verl_rewrite
 
 
 def names_of(shards: list[Shard]) -> list[list[str]]:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from verl_sync_plugin.hooks.gate import WeightsGate
+from verl_sync_plugin.rollouts.sglang.gate import WeightsGate
 
 
 def test_open_at_first() -> None:

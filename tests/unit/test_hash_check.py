@@ -7,11 +7,11 @@ import random
 import pytest
 import torch
 
-from verl_sync_plugin.bucket import Base, Entry, Piece, Plan, View
 from verl_sync_plugin.copies.hulls import Hull, hulls_of, numbers_of
-from verl_sync_plugin.planner import plan_buckets
-from verl_sync_plugin.sharding_manager.hash_check import times_read
+from verl_sync_plugin.layout.planner import plan_buckets
+from verl_sync_plugin.layout.tensors import Base, Entry, Piece, Plan, View
 from verl_sync_plugin.transport.protocol import Line, Readings
+from verl_sync_plugin.verify.hashes import times_read
 
 WHOLE = ((0, 96, 1, 0),)
 COLUMNS = [((0, 4, 12, 8),), ((4, 4, 12, 8),)]  # two ranks, a matrix of 12 rows cut along dimension 1

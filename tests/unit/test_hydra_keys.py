@@ -16,10 +16,10 @@ from omegaconf import DictConfig, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
 import unmeasured
-from verl_sync_plugin.bucket_size import DEFAULT_MEGABYTES, LONG_BUCKET_KEY, SHORT_BUCKET_KEY
-from verl_sync_plugin.config import KEY_PREFIX, SyncConfig, sync_config_of
-from verl_sync_plugin.driver import settle
-from verl_sync_plugin.rollout_config import SyncRolloutConfig, check_rollout
+from verl_sync_plugin.config.bucket_size import DEFAULT_MEGABYTES, LONG_BUCKET_KEY, SHORT_BUCKET_KEY
+from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig, sync_config_of
+from verl_sync_plugin.hooks.driver import settle
+from verl_sync_plugin.hooks.rollout_config import SyncRolloutConfig, check_rollout
 
 CONFIG_DIR = Path(verl.__file__).parent / "trainer" / "config"
 ROLLOUT = "actor_rollout_ref.rollout"

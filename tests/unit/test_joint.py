@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_sync_plugin.bucket import ALIGNMENT, Base, Plan, Share, View
 from verl_sync_plugin.copies.bucket_memory import BucketMemory
-from verl_sync_plugin.joint import plan_joint
+from verl_sync_plugin.layout.joint import plan_joint
+from verl_sync_plugin.layout.tensors import ALIGNMENT, Base, Plan, Share, View
 from verl_sync_plugin.receiver.assembly import Assembler
 
 GARBAGE = 0xEE

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from verl_sync_plugin.source.layout import LocalParameter, RankLayout, choose_owners, match, replicas
+from verl_sync_plugin.trainers.megatron.layout import LocalParameter, RankLayout, choose_owners, match, replicas
 
 
 def layout(*parameters: LocalParameter, groups: tuple[tuple[int, ...], ...]) -> RankLayout:

@@ -15,11 +15,11 @@ import torch
 from ray import cloudpickle
 from sglang.srt.utils import MultiprocessingSerializer
 
-from verl_sync_plugin.hooks.replica import server_of_one_engine
-from verl_sync_plugin.receiver import loader
+from verl_sync_plugin.rollouts.sglang import loader
+from verl_sync_plugin.rollouts.sglang.replica import server_of_one_engine
+from verl_sync_plugin.rollouts.sglang.request import TOKEN_VARIABLE, admitted, hand_down, new_token, pack_request
 from verl_sync_plugin.transport.listener import Listener
 from verl_sync_plugin.transport.protocol import Join, LoadRequest
-from verl_sync_plugin.transport.request import TOKEN_VARIABLE, admitted, hand_down, new_token, pack_request
 
 WAIT = 10.0
 
@@ -92,7 +92,7 @@ SERVER = """
 import sys
 from ray import cloudpickle
 server = cloudpickle.loads(sys.stdin.buffer.read())
-from verl_sync_plugin.hooks.server import SyncSGLangHttpServer
+from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
 assert issubclass(server, SyncSGLangHttpServer)
 print(server.engine_token)
 """

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_sync_plugin.bucket import Base, View
-from verl_sync_plugin.source.base import Shard
-from verl_sync_plugin.source.factors import FactorStore
+from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.tensors import Base, View
+from verl_sync_plugin.trainers.factors import FactorStore
 
 CPU = torch.device("cpu")
 

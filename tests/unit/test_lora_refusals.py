@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 from peft import IA3Config, LoraConfig, PromptTuningConfig, VeraConfig
 from transformers import Gemma2Config, LlamaConfig, PretrainedConfig
 
-from verl_sync_plugin.driver import settle_trainer
+from verl_sync_plugin.hooks.driver import settle_trainer
 from verl_sync_plugin.lora.refusals import ALWAYS_TIED
 
 MODEL = "actor_rollout_ref.model"

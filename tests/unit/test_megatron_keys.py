@@ -11,10 +11,10 @@ import torch
 import verl
 from hydra import compose, initialize_config_dir
 
-from verl_sync_plugin import config
-from verl_sync_plugin.driver import settle_trainer
+from verl_sync_plugin.config import settings as config
+from verl_sync_plugin.hooks.driver import settle_trainer
 from verl_sync_plugin.sharding_manager.registry import get_sharding_manager
-from verl_sync_plugin.sharding_manager.wire import wire_policy
+from verl_sync_plugin.trainers.wire import wire_policy
 
 CONFIG_DIR = Path(verl.__file__).parent / "trainer" / "config"
 MODEL = "actor_rollout_ref.model"

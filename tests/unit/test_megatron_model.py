@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn import Module, Parameter
 
-from verl_sync_plugin.source import megatron_model
-from verl_sync_plugin.source.megatron_model import ModelTensors
+from verl_sync_plugin.trainers.megatron import model as megatron_model
+from verl_sync_plugin.trainers.megatron.model import ModelTensors
 
 
 class Layer(Module):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from verl_sync_plugin.metrics import PHASE_STAGES, SyncReport, metrics_of, peak_resident_bytes, timing_of
+from verl_sync_plugin.report.sync_report import PHASE_STAGES, SyncReport, metrics_of, peak_resident_bytes, timing_of
 
 
 def report(**changes: Any) -> SyncReport:

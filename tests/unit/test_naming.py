@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from verl_sync_plugin.bucket import Base, View
+from verl_sync_plugin.layout.shard import Member
+from verl_sync_plugin.layout.tensors import Base, View
 from verl_sync_plugin.lora.weights import LoRAWeight
-from verl_sync_plugin.source.base import Member
-from verl_sync_plugin.source.naming import checkpoint_rewrite, hf_views, saved_names
-from verl_sync_plugin.source.slicing import Part
-from verl_sync_plugin.source.untying import untied
+from verl_sync_plugin.trainers.naming import checkpoint_rewrite, hf_views, saved_names
+from verl_sync_plugin.trainers.slicing import Part
+from verl_sync_plugin.trainers.untying import untied
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 32}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from verl_sync_plugin.bucket import Base, Plan, View
-from verl_sync_plugin.copies import plain
+from verl_sync_plugin.copies import pack_table, packing, plain
 from verl_sync_plugin.copies.hulls import hulls_of, numbers_of, within_segment
-from verl_sync_plugin.planner import plan_buckets
-from verl_sync_plugin.source.base import Shard
-from verl_sync_plugin.transport import pack_table, packing
-from verl_sync_plugin.transport.packing import Packer, pack_segment
+from verl_sync_plugin.copies.packing import Packer, pack_segment
+from verl_sync_plugin.layout.planner import plan_buckets
+from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.tensors import Base, Plan, View
 
 CPU = torch.device("cpu")
 WORLD = 2

@@ -58,7 +58,7 @@ def test_verl_loads_the_plugin_and_not_its_engines(tmp_path: Path) -> None:
         assert "verl_sync_plugin.plugin" in sys.modules
         assert "verl.workers.engine" not in sys.modules
         from verl.workers.rollout.base import _ROLLOUT_REGISTRY
-        assert _ROLLOUT_REGISTRY["sglang", "async"] == "verl_sync_plugin.hooks.rollout.SyncServerAdapter"
+        assert _ROLLOUT_REGISTRY["sglang", "async"] == "verl_sync_plugin.rollouts.sglang.adapter.SyncServerAdapter"
         assert _ROLLOUT_REGISTRY["vllm", "async"].startswith("verl.")
         from verl.workers.rollout.replica import RolloutReplicaRegistry
         assert RolloutReplicaRegistry._registry["sglang"].__module__ == "verl_sync_plugin.plugin"
@@ -70,7 +70,7 @@ def test_verl_loads_the_plugin_and_not_its_engines(tmp_path: Path) -> None:
     assert "all there" in ended.stdout
 
 
-@pytest.mark.parametrize("module", ["hydra_source.py", "compat.py", "errors.py"])
+@pytest.mark.parametrize("module", ["config/hydra_source.py", "compat.py", "errors.py"])
 def test_broken_plugin_stops_the_process(tmp_path: Path, module: str) -> None:
     """verl swallows a plugin's exception and would go on with its own weight sync."""
     shutil.copytree(
@@ -129,7 +129,7 @@ def test_key_taken_later_is_noticed_by_the_rollout_config(tmp_path: Path, code: 
         f"""
         import verl
         from verl.workers.rollout import base, replica
-        from verl_sync_plugin.rollout_config import SyncRolloutConfig
+        from verl_sync_plugin.hooks.rollout_config import SyncRolloutConfig
         from verl_sync_plugin.errors import RegistryConflictError
         arguments = dict(name="sglang", mode="async")
         SyncRolloutConfig(**arguments)

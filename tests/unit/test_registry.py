@@ -6,8 +6,8 @@ import pytest
 
 from verl_sync_plugin.errors import RegistryConflictError
 from verl_sync_plugin.sharding_manager import get_sharding_manager, register_sharding_manager, registry
-from verl_sync_plugin.sharding_manager.base import ShardingManager
-from verl_sync_plugin.source.base import ParameterSource
+from verl_sync_plugin.sync.manager import ShardingManager
+from verl_sync_plugin.trainers.base import ParameterSource
 
 
 class Mine(ShardingManager):

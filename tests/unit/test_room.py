@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from verl_sync_plugin.hooks import worker
-from verl_sync_plugin.sharding_manager.room import (
+from verl_sync_plugin.memory.room import (
     FIRST,
     LEARNING_SYNCS,
     REST,

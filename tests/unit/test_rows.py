@@ -6,8 +6,8 @@ import random
 
 import torch
 
-from verl_sync_plugin.bucket import Entry, Piece
 from verl_sync_plugin.copies.blocks import Lines, clip
+from verl_sync_plugin.layout.tensors import Entry, Piece
 from verl_sync_plugin.receiver.copy_plan import Planned
 from verl_sync_plugin.receiver.cuts import scattered
 from verl_sync_plugin.receiver.rows import in_step, row_by_row

@@ -12,11 +12,11 @@ import pytest
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import RolloutMode
 
-from verl_sync_plugin.config import KEY_PREFIX
-from verl_sync_plugin.hooks.awake import KV_CACHE, WEIGHTS
-from verl_sync_plugin.hooks.endpoint import ServerActorEndpoint
-from verl_sync_plugin.hooks.server import SyncSGLangHttpServer
-from verl_sync_plugin.transport.request import TOKEN_VARIABLE, hand_down, new_token
+from verl_sync_plugin.config.settings import KEY_PREFIX
+from verl_sync_plugin.rollouts.sglang.awake import KV_CACHE, WEIGHTS
+from verl_sync_plugin.rollouts.sglang.endpoint import ServerActorEndpoint
+from verl_sync_plugin.rollouts.sglang.request import TOKEN_VARIABLE, hand_down, new_token
+from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
 
 
 class Manager:

@@ -10,7 +10,7 @@ import torch
 
 from verl_sync_plugin.receiver.session import ReceiverSession
 from verl_sync_plugin.transport.channel import ChannelClosedError
-from verl_sync_plugin.transport.exports import Live, Region
+from verl_sync_plugin.transport.memory.exports import Live, Region
 from verl_sync_plugin.transport.protocol import (
     TOGETHER_SLACK_SECONDS,
     TOGETHER_WAITS,

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 import unmeasured
 
 PACKAGE = Path(verl.__file__).resolve().parent
-OURS = "verl_sync_plugin.rollout_config.SyncRolloutConfig"
+OURS = "verl_sync_plugin.hooks.rollout_config.SyncRolloutConfig"
 SERVED = ("fsdp", "fsdp2", "megatron")
 WITHOUT_SYNC = ("main_generation_server",)
 Found = dict[str, dict[str, Any]]

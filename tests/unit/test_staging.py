@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from verl_sync_plugin.transport.cuda_ipc import CudaIpcStaging
-from verl_sync_plugin.transport.exports import StagingExport
 from verl_sync_plugin.transport.listener import Listener, connect
+from verl_sync_plugin.transport.memory.cuda_ipc import CudaIpcStaging
+from verl_sync_plugin.transport.memory.exports import StagingExport
+from verl_sync_plugin.transport.memory.staging import Staging, create_staging, open_staging, slot_of
 from verl_sync_plugin.transport.protocol import Hello
-from verl_sync_plugin.transport.staging import Staging, create_staging, open_staging, slot_of
 
 WAIT = 60.0
 SLOT_BYTES = 48

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_sync_plugin.source.tracing import CopyTrace, NotACopyError, Stretch
+from verl_sync_plugin.trainers.megatron.trace import CopyTrace, NotACopyError, Stretch
 
 Tensors = list[torch.Tensor]
 Function = Callable[[Tensors], Tensors]

@@ -21,8 +21,8 @@ from verl.trainer.ppo.utils import Role
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 import unmeasured
-from verl_sync_plugin.bucket_size import DEFAULT_MEGABYTES
-from verl_sync_plugin.config import KEY_PREFIX
+from verl_sync_plugin.config.bucket_size import DEFAULT_MEGABYTES
+from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.hooks import trainer, worker
 
 CONFIG_DIR = Path(verl.__file__).parent / "trainer" / "config"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from verl_sync_plugin.bucket import Entry
+from verl_sync_plugin.layout.tensors import Entry
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ import torch
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from verl_sync_plugin.hooks import activation
-from verl_sync_plugin.hooks.shard_stream import VENDORS, ShardStream, WeightStream
 from verl_sync_plugin.lora.build import build_peft_model
+from verl_sync_plugin.trainers import activation
+from verl_sync_plugin.trainers.shard_stream import VENDORS, ShardStream, WeightStream
 
 
 @EngineRegistry.register("language_model", ["fsdp", "fsdp2"], device="cuda", vendor=VENDORS)

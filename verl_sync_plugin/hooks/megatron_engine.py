@@ -7,8 +7,8 @@ from typing import Any
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
-from verl_sync_plugin.hooks import activation
-from verl_sync_plugin.hooks.shard_stream import VENDORS, ShardStream, WeightStream
+from verl_sync_plugin.trainers import activation
+from verl_sync_plugin.trainers.shard_stream import VENDORS, ShardStream, WeightStream
 
 
 @EngineRegistry.register("language_model", "megatron", device="cuda", vendor=VENDORS)

@@ -7,14 +7,11 @@ from typing import Any
 import ray
 from omegaconf import OmegaConf
 
-from verl_sync_plugin.config import KEY_PREFIX, sync_config_of
-from verl_sync_plugin.driver import settle
-from verl_sync_plugin.hooks.report_file import REPORT_FILE_VARIABLE
+from verl_sync_plugin.config.settings import KEY_PREFIX, sync_config_of
+from verl_sync_plugin.hooks.driver import settle
 from verl_sync_plugin.log import say
-from verl_sync_plugin.metrics import metrics_of, timing_of
-
-_logs_reports = False  # a trainer of this process puts the reports of syncs into its metrics
-_said = False
+from verl_sync_plugin.report.notice import expect_metrics
+from verl_sync_plugin.report.sync_report import metrics_of, timing_of
 
 
 class SyncTrainerMixin:
@@ -29,8 +26,7 @@ class SyncTrainerMixin:
         Raises:
             ValueError: see ``driver.settle``.
         """
-        global _logs_reports
-        _logs_reports = True
+        expect_metrics()
         if line := settle(self.config, resolved=True):
             say(f"task runner: {line}")
         super()._init_resource_pool_mgr()  # type: ignore[misc]
@@ -73,18 +69,6 @@ def take_reports(replicas: list[Any]) -> list[dict[str, Any]]:
     ours = [replica.servers[0] for replica in replicas if getattr(replica, "syncs_weights", False)]
     reports = ray.get([server.take_sync_report.remote() for server in ours])
     return [report for report in reports if report is not None]
-
-
-def say_without_metrics() -> None:
-    """Says, once per process, when no trainer of ours is there to put the reports of syncs into its metrics."""
-    global _said
-    if not _logs_reports and not _said:
-        _said = True
-        say(
-            "task runner: NO SYNC METRICS: the plugin does not extend this trainer (verl's legacy trainer, or one that "
-            "another plugin registered later), so it logs no timing_s/sync/* and sync/*. Each sync is reported in a "
-            f"log line, and in the file that {REPORT_FILE_VARIABLE} names."
-        )
 
 
 def reporting(trainer: type) -> type:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from verl_sync_plugin.layout.names import clean_name
 from verl_sync_plugin.lora.names import is_adapter, plain_name
-from verl_sync_plugin.source.naming import clean_name
 
 REMEDY = "Merge the adapter yourself, or set actor_rollout_ref.rollout.custom.sync.enabled=False to run stock verl"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from verl_sync_plugin.config import lora_rank_of
+from verl_sync_plugin.config.settings import lora_rank_of
 from verl_sync_plugin.lora.settings import PEFT_KEY
 
 # Input and output embeddings of the model families that tie them

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from verl_sync_plugin.config import lora_rank_of
+from verl_sync_plugin.config.settings import lora_rank_of
 from verl_sync_plugin.lora.settings import PEFT_KEY, PREFIX
 
 # SGLang's classes (0.5.12) that cannot be launched untied: an adapter makes two weights of embedding and head, and

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from verl_sync_plugin.layout.names import clean_name
 from verl_sync_plugin.lora.adapters import REMEDY, refuse_others
 from verl_sync_plugin.lora.names import adapter_of
-from verl_sync_plugin.source.naming import clean_name
 
 
 class Kind(Enum):

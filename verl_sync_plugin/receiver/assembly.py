@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from verl_sync_plugin.bucket import Entry, Piece
 from verl_sync_plugin.copies.bucket_memory import BucketMemory
+from verl_sync_plugin.layout.tensors import Entry, Piece
 
 # SGLang's DeepSeek loaders fuse these pairs inside one load_weights call; a pair torn over two calls leaves the fused
 # weight stale without a word (first of a pair waits for the second). Suffixes of the HF name.

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from verl_sync_plugin.bucket import Entry, Piece
 from verl_sync_plugin.copies.blocks import Block, Lines, clip
 from verl_sync_plugin.copies.hulls import Hull
+from verl_sync_plugin.layout.tensors import Entry, Piece
 from verl_sync_plugin.receiver.copy_plan import Planned
 from verl_sync_plugin.receiver.rows import in_step, row_by_row
 

@@ -18,9 +18,9 @@ from verl_sync_plugin.copies.blocks import Block
 from verl_sync_plugin.copies.bucket_memory import RegionMemory
 from verl_sync_plugin.copies.copier import Copier
 from verl_sync_plugin.receiver.cuts import Cast, Work
-from verl_sync_plugin.transport.exports import Live
+from verl_sync_plugin.transport.memory.exports import Live
+from verl_sync_plugin.transport.memory.regions import Regions
 from verl_sync_plugin.transport.protocol import Manifest
-from verl_sync_plugin.transport.regions import Regions
 
 
 def obstacle(works: Sequence[Work]) -> str:

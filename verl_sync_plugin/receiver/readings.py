@@ -2,15 +2,15 @@
 
 Ranks of an engine read different parts of a tensor (tensor parallelism), or all the same ones. So no rank alone can
 compare its hash with what was sent; the trainer adds up all of them, and for that it must know how often each byte was
-counted (``sharding_manager/hash_check.py``).
+counted (``verify/hashes.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verl_sync_plugin.bucket import Entry
 from verl_sync_plugin.copies.hulls import Hull
+from verl_sync_plugin.layout.tensors import Entry
 from verl_sync_plugin.receiver.copy_plan import Planned
 from verl_sync_plugin.transport.protocol import Line, Readings
 

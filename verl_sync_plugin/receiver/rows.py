@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verl_sync_plugin.bucket import Piece
 from verl_sync_plugin.copies.blocks import Lines
+from verl_sync_plugin.layout.tensors import Piece
 
 
 def in_step(lines: Lines, piece: Piece) -> bool:

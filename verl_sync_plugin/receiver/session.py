@@ -14,7 +14,9 @@ from verl_sync_plugin.receiver.activations import Activations
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.unpacker import Unpacker
 from verl_sync_plugin.transport.channel import Channel, ChannelTimeoutError
-from verl_sync_plugin.transport.exports import Live
+from verl_sync_plugin.transport.memory.exports import Live
+from verl_sync_plugin.transport.memory.regions import Regions
+from verl_sync_plugin.transport.memory.staging import decline_staging, open_peer_staging, open_staging, slot_of
 from verl_sync_plugin.transport.protocol import (
     Commit,
     Committed,
@@ -28,8 +30,6 @@ from verl_sync_plugin.transport.protocol import (
     Whereabouts,
     describe,
 )
-from verl_sync_plugin.transport.regions import Regions
-from verl_sync_plugin.transport.staging import decline_staging, open_peer_staging, open_staging, slot_of
 
 T = TypeVar("T")
 

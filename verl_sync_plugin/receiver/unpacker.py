@@ -24,9 +24,9 @@ from verl_sync_plugin.receiver.direct import DirectLoad, obstacle
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.replay import Comparison, Replay
 from verl_sync_plugin.receiver.use_teller import UseTeller
-from verl_sync_plugin.transport.exports import Live
+from verl_sync_plugin.transport.memory.exports import Live
+from verl_sync_plugin.transport.memory.regions import Regions
 from verl_sync_plugin.transport.protocol import Manifest, Readings
-from verl_sync_plugin.transport.regions import Regions
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from verl_sync_plugin.bucket import Entry
+from verl_sync_plugin.layout.tensors import Entry
 from verl_sync_plugin.receiver.recording import Source
 from verl_sync_plugin.receiver.skips import skipped_by
 from verl_sync_plugin.receiver.uses import Lines, own_lines, readings_of_uses

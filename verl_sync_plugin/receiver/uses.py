@@ -4,7 +4,7 @@
 SGLang leaves out a name that it does not know without a word. So each engine rank says what its model does with every
 tensor, from the recording of its load, before anything is loaded; the trainer ranks put this together over the ranks of
 an engine, each of which needs a part, and refuse a sync of which any byte would go nowhere
-(``sharding_manager/use_check.py``).
+(``verify/uses.py``).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from verl_sync_plugin.bucket import Entry
 from verl_sync_plugin.copies.hulls import hulls_of
+from verl_sync_plugin.layout.tensors import Entry
 from verl_sync_plugin.receiver.order import superseded
 from verl_sync_plugin.receiver.recording import Recording, Source
 from verl_sync_plugin.receiver.skips import Skipped

@@ -8,24 +8,24 @@ from typing import Any
 import torch
 from verl.utils.model import convert_weight_keys
 
-from verl_sync_plugin.config import TURN_OFF
+from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.lora.adapters import InUse, carries_adapter, copies_in_use
 from verl_sync_plugin.lora.build import unties_embeddings
 from verl_sync_plugin.lora.names import is_adapter, merged_name
 from verl_sync_plugin.lora.refusals import refuse_always_tied
 from verl_sync_plugin.lora.settings import refuse_unservable
 from verl_sync_plugin.lora.weights import lora_weights, renamed_weights
-from verl_sync_plugin.metrics import SyncReport
-from verl_sync_plugin.sharding_manager.adapter import ADAPTER, AdapterSender
-from verl_sync_plugin.sharding_manager.base import ShardingManager
-from verl_sync_plugin.sharding_manager.gauges import PeakMemory
+from verl_sync_plugin.memory.gauges import PeakMemory
+from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.sharding_manager.registry import register_sharding_manager
-from verl_sync_plugin.sharding_manager.wire import wire_policy
-from verl_sync_plugin.source.base import ParameterSource, WirePolicy
-from verl_sync_plugin.source.fsdp1 import FSDP1Source
-from verl_sync_plugin.source.fsdp2 import FSDP2Source
-from verl_sync_plugin.source.lora import MergingSource
-from verl_sync_plugin.source.naming import Rewrite, checkpoint_rewrite
+from verl_sync_plugin.sync.adapter import ADAPTER, AdapterSender
+from verl_sync_plugin.sync.manager import ShardingManager
+from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy
+from verl_sync_plugin.trainers.fsdp1 import FSDP1Source
+from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
+from verl_sync_plugin.trainers.lora_source import MergingSource
+from verl_sync_plugin.trainers.naming import Rewrite, checkpoint_rewrite
+from verl_sync_plugin.trainers.wire import wire_policy
 
 
 class _FSDPManager(ShardingManager):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl_sync_plugin.config import TURN_OFF, refuse_adapter_mode, refuse_megatron_lora
-from verl_sync_plugin.sharding_manager.base import ShardingManager
+from verl_sync_plugin.config.settings import TURN_OFF, refuse_adapter_mode, refuse_megatron_lora
 from verl_sync_plugin.sharding_manager.registry import register_sharding_manager
-from verl_sync_plugin.sharding_manager.wire import wire_policy
-from verl_sync_plugin.source.base import ParameterSource
-from verl_sync_plugin.source.megatron import MegatronSource
-from verl_sync_plugin.source.stream import Stream, StreamSource
+from verl_sync_plugin.sync.manager import ShardingManager
+from verl_sync_plugin.trainers.base import ParameterSource
+from verl_sync_plugin.trainers.megatron.source import MegatronSource
+from verl_sync_plugin.trainers.megatron.stream import Stream, StreamSource
+from verl_sync_plugin.trainers.wire import wire_policy
 
 
 @register_sharding_manager(trainer="megatron", rollout="sglang")

@@ -6,11 +6,11 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from verl_sync_plugin.config import TRAINERS, TURN_OFF
+from verl_sync_plugin.config.settings import TRAINERS, TURN_OFF
 from verl_sync_plugin.errors import RegistryConflictError
 
 if TYPE_CHECKING:
-    from verl_sync_plugin.sharding_manager.base import ShardingManager
+    from verl_sync_plugin.sync.manager import ShardingManager
 
 M = TypeVar("M", bound="type[ShardingManager]")
 
@@ -32,7 +32,7 @@ def register_sharding_manager(*, trainer: str, rollout: str) -> Callable[[M], M]
     """
 
     def register(cls: M) -> M:
-        from verl_sync_plugin.sharding_manager.base import ShardingManager
+        from verl_sync_plugin.sync.manager import ShardingManager
 
         if not (isinstance(cls, type) and issubclass(cls, ShardingManager)):
             raise TypeError(f"register_sharding_manager expects a ShardingManager subclass, got {cls!r}")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeVar
 
-from verl_sync_plugin.bucket import Plan
+from verl_sync_plugin.layout.tensors import Plan
 from verl_sync_plugin.transport.channel import Channel
-from verl_sync_plugin.transport.exports import Live
+from verl_sync_plugin.transport.memory.exports import Live
 from verl_sync_plugin.transport.protocol import (
     Commit,
     Committed,

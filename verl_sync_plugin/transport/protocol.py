@@ -30,13 +30,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_sync_plugin.bucket import Entry, Plan
-from verl_sync_plugin.transport.exports import Live, StagingExport
+from verl_sync_plugin.layout.tensors import Entry, Plan
+from verl_sync_plugin.transport.memory.exports import Live, StagingExport
 
 MAGIC = "verl-sync-plugin"
 PROTOCOL_VERSION = 6
 OMITTED = ("buckets", "sums", "readings", "lives", "used")  # from messages for people
-LOADER = "verl_sync_plugin.receiver.loader.load"
+LOADER = "verl_sync_plugin.rollouts.sglang.loader.load"
 
 # A trainer rank may spend up to three waits (its shards, its plan, its staging memory; or the last buckets, the commit,
 # the engine's answer) before it meets the others, and who waits for it should hear why it failed instead of giving up

@@ -1,0 +1,201 @@
+"""Fills this rank's segment of a bucket: by one launch of the copy kernel where it can, hashing and checking what is
+packed.
+
+A slot is uint8 and holds all of a bucket, or, where the plan is sharded, this rank's segment only; ``Plan.origin``
+tells at which byte of the bucket it begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from verl_sync_plugin.copies.hulls import numbers_of
+from verl_sync_plugin.copies.pack_table import Found, PackTable, hulls_in_segment, segment_of
+from verl_sync_plugin.copies.plain import hash_bytes, runs
+from verl_sync_plugin.copies.table import kernel_works
+from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.tensors import Bucket, Plan, Slice
+
+# Elements that are moved to the device or merged at a time, but for a short rest, which goes with those before it; in
+# fp32 a whole bucket of them would take twice its size
+MERGE_CHUNK = 1 << 24
+LONGEST_CHUNK = MERGE_CHUNK + MERGE_CHUNK // 8
+
+
+class Packer:
+    """Keeps tables from sync to sync.
+
+    Args:
+        device: where the slots are.
+        plan: all buckets.
+        rank: this rank's place among the owners of a sharded base.
+        hashed: whether to hash what is packed.
+        finite: whether to look for NaN and Inf.
+    """
+
+    def __init__(self, device: torch.device, plan: Plan, rank: int, hashed: bool, finite: bool) -> None:
+        self.plan, self.does = plan, (rank, hashed, finite)
+        self._rank, self._hashed, self._finite = rank, hashed, finite
+        self._device = device
+        self._tensors = numbers_of(bucket.entries for bucket in plan.buckets)
+        self._kernel = kernel_works(device)
+        self._sums = torch.zeros(len(self._tensors), dtype=torch.int64, device=device)
+        self._flags = torch.zeros(len(self._tensors), dtype=torch.int64, device=device)
+        self._tables: dict[int, PackTable] = {}
+        self._whole: PackTable | None = None
+
+    def begin(self) -> None:
+        """Once per sync, before the first bucket."""
+        self._sums.zero_()
+        self._flags.zero_()
+
+    def pack(self, index: int, memory: torch.Tensor, shards: list[Shard]) -> None:
+        """Copies this rank's runs into its segment, cast to the wire dtype; copies may still run when it returns.
+
+        Args:
+            index: number of the bucket.
+            memory: its slot.
+            shards: all shards of this rank, by base index.
+        """
+        bucket = self.plan.buckets[index]
+        origin = self.plan.origin(bucket, self._rank)
+        if not self._kernel:
+            pack_segment(memory, bucket, shards, segment_of(bucket, self._rank), origin)
+            self._read_plain(index, memory, origin)
+            return
+        table = self._tables.get(index)
+        if table is None:
+            table = self._tables[index] = PackTable(
+                self.plan, [bucket], self._rank, self._tensors, self._device, self._hashed or self._finite
+            )
+        table.find(shards)
+        segment = memory.narrow(0, segment_of(bucket, self._rank) * bucket.stride - origin, bucket.stride)
+        pack_slices(segment, table.alone, shards)
+        table.run(memory.data_ptr() - origin, self._sums, self._hashed, self._flags if self._finite else None)
+
+    def read(self, shards: list[Shard], found: Found) -> None:
+        """Hashes and checks everything where it lies, for engine ranks that read it there; may return early.
+
+        Args:
+            shards: all shards of this rank, by base index; none that ``LiveParameters`` refuses.
+            found: where they are.
+        """
+        if not (self._hashed or self._finite):
+            return
+        if not self._kernel:
+            for index, bucket in enumerate(self.plan.buckets):
+                nbytes = bucket.stride if self.plan.sharded else bucket.nbytes
+                self.pack(index, torch.empty(nbytes, dtype=torch.uint8, device=self._device), shards)
+            return
+        if self._whole is None or self._whole.found is not found:
+            parts = (self.plan, self.plan.buckets, self._rank, self._tensors, self._device)
+            self._whole = PackTable(*parts, read_alone=False, found=found)
+        self._whole.refresh()
+        self._whole.run(0, self._sums, self._hashed, self._flags if self._finite else None, copy=False)
+
+    def _read_plain(self, index: int, memory: torch.Tensor, origin: int) -> None:
+        if self._hashed:
+            for hull in hulls_in_segment(self.plan.buckets[index], self._rank):
+                data = memory[hull.first - origin : hull.end - origin]
+                self._sums[self._tensors[hull.names[0]]] += hash_bytes(data, hull.first)
+        if self._finite:
+            self._flag_plain(index, memory, origin)
+
+    def _flag_plain(self, index: int, memory: torch.Tensor, origin: int) -> None:
+        """Flags the tensors with a NaN or Inf in what this rank has packed; costs a read, which the kernel does not."""
+        bucket = self.plan.buckets[index]
+        low = segment_of(bucket, self._rank) * bucket.stride
+        for entry in bucket.entries:
+            dtype = getattr(torch, entry.dtype)
+            if not dtype.is_floating_point or dtype.itemsize == 1:  # there is no norm of 8-bit floats
+                continue
+            for piece in entry.pieces:
+                if low <= piece.offset < low + bucket.stride:
+                    packed = runs(memory, piece.offset - origin, piece.nbytes, piece.count, piece.step).view(dtype)
+                    wide = torch.float32 if dtype.itemsize < 4 else None
+                    largest = torch.linalg.vector_norm(packed, float("inf"), dtype=wide)  # NaN stays NaN
+                    self._flags[self._tensors[entry.name]] += ~largest.isfinite()
+
+    def sums(self) -> torch.Tensor:
+        """The hash of what this rank packed of each tensor: int64 of shape ``(tensors,)``, numbered by ``numbers_of``,
+        on the CPU. Waits for the device."""
+        return self._sums.cpu()
+
+    def broken(self) -> list[int]:
+        """Indices of the buckets among which one has a NaN or Inf in this rank's part; none when all is finite. Waits
+        for the device."""
+        flagged = set(self._flags.nonzero().flatten().tolist())
+        if not flagged:  # looking through thousands of names takes milliseconds
+            return []
+        broken = {name for name, number in self._tensors.items() if number in flagged}
+        return [i for i, bucket in enumerate(self.plan.buckets) if any(e.name in broken for e in bucket.entries)]
+
+
+@torch.inference_mode()  # a model has hundreds of them, and autograd's bookkeeping is a tenth of the host's time
+def pack_slices(segment: torch.Tensor, parts: Sequence[Slice], shards: list[Shard]) -> None:
+    """Copies slices of shards into a segment (uint8), cast and merged on the way.
+
+    Args:
+        segment: begins at a multiple of 16 bytes of its storage.
+        parts: which; of what another rank owns nothing is copied.
+        shards: all shards of this rank, by base index.
+    """
+    typed: dict[str, torch.Tensor] = {}
+    for part in parts:
+        shard = shards[part.base]
+        run, base = shard.local(), shard.base
+        count = min(part.end, run.numel()) - part.begin
+        if count <= 0:
+            continue
+        target = typed.get(base.dtype)
+        if target is None:
+            whole = segment.narrow(0, 0, segment.numel() // base.itemsize * base.itemsize)
+            target = typed[base.dtype] = whole.view(getattr(torch, base.dtype))
+        _pack_run(target, part.offset // base.itemsize, run, part.begin, count, shard.merge)
+
+
+def _pack_run(
+    target: torch.Tensor,
+    place: int,
+    run: torch.Tensor,
+    begin: int,
+    count: int,
+    merge: Callable[[torch.Tensor, int], torch.Tensor] | None,
+) -> None:
+    """Elements ``[begin, begin + count)`` of a run, to ``place`` of the target on."""
+    moves = run.device != target.device
+    if merge is None and not moves:
+        target[place : place + count].copy_(run[begin : begin + count])
+        return
+    for done, length in chunks_of(count):
+        first, low = begin + done, place + done
+        chunk = run[first : first + length]  # quicker than ``narrow``, as are all slices here
+        if moves:  # then cast: a casting copy across devices would cast on the host
+            chunk = chunk.to(target.device, non_blocking=True)
+        if merge is not None:
+            chunk = merge(chunk, first)
+        target[low : low + length].copy_(chunk)
+
+
+def chunks_of(count: int) -> Iterator[tuple[int, int]]:
+    """Cuts a run of ``count`` elements into chunks: the first element and the length of each."""
+    begin = 0
+    while begin < count:
+        length = count - begin if count - begin <= LONGEST_CHUNK else MERGE_CHUNK
+        yield begin, length
+        begin += length
+
+
+def pack_segment(memory: torch.Tensor, bucket: Bucket, shards: list[Shard], rank: int, origin: int = 0) -> None:
+    """Fills segment ``rank`` of a bucket, one slice after another.
+
+    Args:
+        memory: the slot.
+        bucket: what goes where.
+        shards: all shards of this rank, by base index.
+        rank: this rank's place in the group.
+        origin: the byte of the bucket that the slot begins with.
+    """
+    pack_slices(memory.narrow(0, rank * bucket.stride - origin, bucket.stride), bucket.slices, shards)

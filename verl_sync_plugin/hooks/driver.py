@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is settled in the driver, before Ray starts: who moves the weights, and by which plain values.
+
+Nothing of ours may be needed to read what leaves the driver: the first thing that verl's other processes do is to
+resolve the config, and not all of them have loaded plugins by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from verl_sync_plugin.config import hydra_source
+from verl_sync_plugin.config.bucket_size import LONG_BUCKET_KEY, SHORT_BUCKET_KEY, settled_megabytes
+from verl_sync_plugin.config.refusals import refuse_lora_values
+from verl_sync_plugin.config.settings import (
+    KEY_PREFIX,
+    NOT_IN_USE,
+    SyncConfig,
+    given_value,
+    refuse_adapter_mode,
+    refuse_megatron_lora,
+    section,
+    sync_config_of,
+)
+from verl_sync_plugin.hooks.rollout_config import check_rollout
+from verl_sync_plugin.lora.refusals import refuse_lora
+from verl_sync_plugin.lora.settings import PEFT_KEY, unify
+from verl_sync_plugin.rollouts.sglang.families import refuse_checkpoint
+from verl_sync_plugin.sharding_manager.registry import known_trainers
+
+# verl's strategies that read the flat LoRA keys only
+FLAT_LORA_TRAINERS = ("fsdp", "fsdp2")
+# Mains of verl with a rollout that is never given weights
+WITHOUT_SYNC = ("main_generation_server",)
+STRATEGY_KEY = "actor_rollout_ref.actor.strategy"
+OFF = "weight sync off, stock verl moves the weights"
+
+
+def settle(config: DictConfig, overrides: Sequence[str] = (), program: str = "", resolved: bool = False) -> str:
+    """Checks our keys and writes plain values into a composed config; a second time changes nothing.
+
+    For a program of your own that composes verl's config without ``hydra.main``: call it before Ray starts.
+
+    Args:
+        config: what verl's main function gets.
+        overrides: as given on the command line.
+        program: the file name of the main, without ``.py``.
+        resolved: the config's interpolations are gone, and with them the knowledge which of verl's keys were given.
+
+    Returns:
+        One line that says who moves the weights; empty where SGLang gets none.
+
+    Raises:
+        ValueError: names key, value and remedy.
+    """
+    actor_rollout_ref = OmegaConf.select(config, "actor_rollout_ref")
+    rollout = OmegaConf.select(config, "actor_rollout_ref.rollout")
+    if not isinstance(rollout, DictConfig):
+        return ""
+    if rollout.get("name") != "sglang":
+        leave_to_verl(rollout, resolved)
+        return ""
+    unserved = "" if program in WITHOUT_SYNC else unserved_strategy(actor_rollout_ref, overrides)
+    if unserved or program in WITHOUT_SYNC or not syncs(actor_rollout_ref):
+        leave_to_verl(rollout, resolved)
+        return unserved or OFF
+    settle_rollout(rollout, resolved)
+    settle_trainer(actor_rollout_ref)
+    return "weight sync on"
+
+
+def syncs(actor_rollout_ref: Any) -> bool:
+    """Whether the plugin is on for this trainer and rollout.
+
+    Raises:
+        ValueError: see ``sync_config_of``.
+    """
+    rollout = actor_rollout_ref.rollout
+    colocated = actor_rollout_ref.get("hybrid_engine", True)
+    return bool(rollout.get("name") == "sglang" and sync_config_of(rollout).enabled and colocated)
+
+
+def unserved_strategy(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
+    """Says that verl moves the weights, where no sharding manager knows the actor's strategy; empty where one does.
+
+    Raises:
+        ValueError: one of our keys was given; names it, its value and the remedy.
+    """
+    strategy = OmegaConf.select(actor_rollout_ref, "actor.strategy")
+    known = known_trainers("sglang")
+    if strategy in known or not syncs(actor_rollout_ref):
+        return ""
+    cause = (
+        f"{STRATEGY_KEY}={strategy}: no sharding manager moves its weights to SGLang (there are: {', '.join(known)})"
+    )
+    if key := asked_for(actor_rollout_ref, overrides):
+        raise ValueError(
+            f"{cause}, so {key} cannot be followed. Use one of these, or remove that key, and stock verl moves them."
+        )
+    return f"{NOT_IN_USE}, stock verl moves the weights. {cause}; register_sharding_manager adds one."
+
+
+def asked_for(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
+    """A key of ours that was given, with its value; empty when there is none."""
+    for override in overrides:
+        if override.lstrip("+~").startswith(f"{KEY_PREFIX}."):
+            return override.lstrip("+~")
+    rollout = actor_rollout_ref.rollout
+    short = given_value(rollout, "update_weights_bucket_megabytes", SHORT_BUCKET_KEY)
+    if short is not None:
+        return f"{SHORT_BUCKET_KEY}={short}"
+    if sync_config_of(rollout) != SyncConfig():
+        return f"{KEY_PREFIX}={OmegaConf.to_container(rollout.custom.sync)}"
+    peft = OmegaConf.select(actor_rollout_ref, "model.lora.peft")
+    return f"{PEFT_KEY}={peft}" if peft else ""
+
+
+def settle_rollout(rollout: DictConfig, resolved: bool) -> None:
+    """Checks the rollout config of a run in which the plugin moves the weights, and writes its values.
+
+    Raises:
+        ValueError: see ``check_rollout``.
+    """
+    section(rollout, "checkpoint_engine", f"{hydra_source.PREFIX}.checkpoint_engine")
+    with read_write(rollout), open_dict(rollout):
+        if rollout.get("_target_") == hydra_source.TARGET:
+            _settle_buckets(rollout, resolved, syncs=True)
+            if not hydra_source.given(rollout, "multi_stage_wake_up", True):
+                rollout.multi_stage_wake_up = True
+    check_rollout(rollout)
+
+
+def leave_to_verl(rollout: DictConfig, resolved: bool) -> None:
+    """Makes the rollout config verl's own again, but for a mark for our classes that the plugin is off."""
+    stock = hydra_source.stock_rollout()
+    with read_write(rollout), open_dict(rollout):
+        if rollout.get("_target_") == hydra_source.TARGET:
+            if OmegaConf.is_dict(rollout.checkpoint_engine):
+                _settle_buckets(rollout, resolved, syncs=False)
+            if (resolved and rollout.multi_stage_wake_up is True) or not hydra_source.given(
+                rollout, "multi_stage_wake_up", True
+            ):
+                rollout.multi_stage_wake_up = stock.multi_stage_wake_up
+            rollout._target_ = stock._target_
+            rollout.pop("update_weights_bucket_megabytes", None)
+            if OmegaConf.is_dict(rollout.custom):
+                rollout.custom.pop("sync", None)
+            if not rollout.custom and "custom" not in stock:
+                rollout.pop("custom")
+        if rollout.get("name") == "sglang":
+            OmegaConf.update(rollout, "custom.sync", {"enabled": False}, force_add=True)
+
+
+def _settle_buckets(rollout: DictConfig, resolved: bool, syncs: bool) -> None:
+    engine, key = rollout.checkpoint_engine, "update_weights_bucket_megabytes"
+    short, long = given_value(rollout, key, SHORT_BUCKET_KEY), given_value(engine, key, LONG_BUCKET_KEY)
+    stock = hydra_source.stock_rollout().checkpoint_engine[key]
+    given = long != stock if resolved else hydra_source.given(engine, key, stock)
+    rollout[key], engine[key] = settled_megabytes(short, long, given, stock, syncs)
+
+
+def settle_trainer(actor_rollout_ref: Any) -> None:
+    """Refuses what the sync cannot serve of the actor's model, and makes its LoRA keys one.
+
+    Raises:
+        ValueError: names key, value and remedy.
+    """
+    if not syncs(actor_rollout_ref):
+        return
+    strategy = OmegaConf.select(actor_rollout_ref, "actor.strategy")
+    moves = OmegaConf.select(actor_rollout_ref, "rollout.checkpoint_engine.backend", default="naive") == "naive"
+    if moves:
+        refuse_checkpoint(str(actor_rollout_ref.model.get("path")))
+    refuse_lora_values(actor_rollout_ref.model)
+    if strategy in FLAT_LORA_TRAINERS:
+        unify_lora_keys(actor_rollout_ref.model)
+        if moves:
+            refuse_lora(actor_rollout_ref.model, strategy)
+    if strategy == "megatron":
+        refuse_adapter_mode(actor_rollout_ref.model)
+        refuse_megatron_lora(actor_rollout_ref.actor.megatron, actor_rollout_ref.model)
+
+
+def unify_lora_keys(model: DictConfig) -> None:
+    """Makes ``model.lora.*`` and the flat keys one, where verl itself reads only the flat ones.
+
+    Written into the composed config: every process, verl's own code included, then sees the same.
+
+    Raises:
+        ValueError: see ``lora.settings.unify``.
+    """
+    stock: Any = OmegaConf.to_container(OmegaConf.load(hydra_source.verl_configs() / "model" / "hf_model.yaml"))
+    plain: Any = OmegaConf.to_container(model, resolve=True)
+    with read_write(model), open_dict(model):
+        for key, value in unify(plain, stock).items():
+            if value is not None:
+                OmegaConf.update(model, key, value, force_add=True)

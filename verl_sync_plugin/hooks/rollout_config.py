@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's ``RolloutConfig`` with the short bucket key; what ``_target_`` of the composed rollout config names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl.workers.config import CheckpointEngineConfig, RolloutConfig
+
+from verl_sync_plugin.config.bucket_size import (
+    LONG_BUCKET_KEY,
+    SHORT_BUCKET_KEY,
+    check_bucket_megabytes,
+    settled_megabytes,
+)
+from verl_sync_plugin.config.refusals import PREFIX, refuse_unsupported, refuse_wake_up
+from verl_sync_plugin.config.settings import given_value, refuse_cuda_graph, section, sync_config_of
+from verl_sync_plugin.registered import verify_registered
+
+
+@dataclass
+class SyncRolloutConfig(RolloutConfig):
+    """Every verl process that builds a rollout config passes here, so this is where a broken set-up is caught.
+
+    Attributes:
+        update_weights_bucket_megabytes: the short key, a number or ``auto``; ``None`` when only the long one is used.
+
+    Raises:
+        ValueError: see ``check_rollout``.
+        RegistryConflictError: another plugin has taken one of our registry keys.
+    """
+
+    update_weights_bucket_megabytes: int | str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._settle_buckets()
+        check_rollout(self)
+        verify_registered(self)
+
+    def _settle_buckets(self) -> None:
+        """For a config that no driver has settled: it was composed by a program of the user's, or by a multirun."""
+        engine, stock = self.checkpoint_engine, CheckpointEngineConfig().update_weights_bucket_megabytes
+        long = engine.update_weights_bucket_megabytes
+        syncs = self.name == "sglang" and sync_config_of(self).enabled
+        short, long = settled_megabytes(self.update_weights_bucket_megabytes, long, long != stock, stock, syncs)
+        object.__setattr__(self, "update_weights_bucket_megabytes", short)  # the configs are frozen
+        object.__setattr__(engine, "update_weights_bucket_megabytes", long)
+
+
+def check_rollout(rollout: object) -> None:
+    """Everything that can be wrong with the keys of a rollout config (dataclass or settled DictConfig).
+
+    Raises:
+        ValueError: names key, value and remedy.
+    """
+    get = rollout.get  # type: ignore[attr-defined]
+    if get("name", None) != "sglang" or not sync_config_of(rollout).enabled:
+        return
+    engine = section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine")
+    check_bucket_megabytes(
+        given_value(rollout, "update_weights_bucket_megabytes", SHORT_BUCKET_KEY),
+        given_value(engine, "update_weights_bucket_megabytes", LONG_BUCKET_KEY),
+    )
+    refuse_wake_up(rollout)
+    refuse_cuda_graph(sync_config_of(rollout))
+    if engine.get("backend", "naive") == "naive":  # the others keep verl's own transfer
+        refuse_unsupported(rollout)

@@ -1,0 +1,188 @@
+"""What travels: storages, tensors inside them, buckets. Imports no torch.
+
+A *base* is one piece of storage that the trainer shards (an FSDP2 parameter, an FSDP1 flat parameter, or a replicated
+buffer): a flat array whose elements the ranks of a group own in consecutive runs. A *view* is a named HF tensor inside
+a base. A *bucket* is what travels at a time: every rank fills a segment of ``stride`` bytes with its runs, and the
+bucket is the segments one after another. So the layout is rank-major, and a tensor is the concatenation of the pieces
+its owners sent. A *gathered* bucket is completed on every rank by one all-gather, in place; of a *sharded* one each
+rank keeps its own segment only, and every engine rank reads what it needs where it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+ALIGNMENT = 16  # bytes; lets any dtype be viewed in place and 16-byte loads be used
+
+
+@dataclass(frozen=True)
+class Share:
+    """``count`` times ``run`` elements: those from ``start + i * step`` of the base on are those from ``target +
+    i * stride`` of the tensor on. Runs do not overlap."""
+
+    start: int
+    target: int
+    run: int
+    count: int = 1
+    step: int = 0
+    stride: int = 0
+
+
+@dataclass(frozen=True)
+class View:
+    """One HF tensor inside a base, or the part of one that lies in this base (then it has shares).
+
+    Attributes:
+        name: HF parameter name.
+        shape: full shape.
+        start: first element of the tensor in the flat base; 0 with shares.
+        span: base elements from the tensor's first to its last, inclusive; with shares the whole tensor's elements.
+        strides: strides in elements, ``None`` when the tensor is contiguous.
+        shares: of a tensor that several bases make up (see ``layout/joint.py``), what this base holds.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    span: int
+    strides: tuple[int, ...] | None = None
+    shares: tuple[Share, ...] = ()
+
+
+@dataclass(frozen=True)
+class Base:
+    """One sharded storage.
+
+    Attributes:
+        key: unique name for messages.
+        dtype: wire dtype, for example ``bfloat16``.
+        itemsize: bytes per element on the wire.
+        lengths: elements owned by each rank of the group, in order; one entry when every rank holds all of it.
+        views: the HF tensors inside.
+    """
+
+    key: str
+    dtype: str
+    itemsize: int
+    lengths: tuple[int, ...]
+    views: tuple[View, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(self.lengths)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements ``[begin, end)`` of every rank's run of a base, at byte ``offset`` of every rank's segment."""
+
+    base: int
+    begin: int
+    end: int
+    offset: int
+
+    def count(self, base: Base, rank: int) -> int:
+        """How many of these elements a rank has; not positive when its run ends before."""
+        return min(self.end, base.lengths[rank if len(base.lengths) > 1 else 0]) - self.begin
+
+
+@dataclass(frozen=True)
+class Piece:
+    """``count`` times ``nbytes`` bytes: those from ``offset + i * step`` of the bucket on are those from
+    ``target + i * stride`` of the tensor on."""
+
+    offset: int
+    nbytes: int
+    target: int
+    count: int = 1
+    step: int = 0
+    stride: int = 0
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """The bytes of the bucket, (first, one past the last)."""
+        if self.count == 1 or self.step == self.nbytes:
+            yield self.offset, self.offset + self.nbytes * self.count
+            return
+        for piece in self.repeats():
+            yield piece.offset, piece.offset + piece.nbytes
+
+    def repeats(self) -> Iterator[Piece]:
+        """The same as pieces that do not repeat."""
+        for index in range(self.count):
+            yield Piece(self.offset + index * self.step, self.nbytes, self.target + index * self.stride)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one bucket holds of one tensor; ``nbytes`` counts the whole tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    nbytes: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One transfer: ``world`` segments of ``stride`` bytes. ``world`` is 1 when every rank holds all of it."""
+
+    world: int
+    stride: int
+    slices: tuple[Slice, ...]
+    entries: tuple[Entry, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.world * self.stride
+
+    @cached_property
+    def bases(self) -> tuple[int, ...]:
+        """Of which bases the bucket holds something."""
+        return tuple(dict.fromkeys(part.base for part in self.slices))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All buckets of one sync, the same on every rank.
+
+    Attributes:
+        bases: what they are made of.
+        buckets: in the order in which they travel.
+        digest: names the plan.
+        sharded: segments stay with their ranks; else every rank gathers every bucket.
+    """
+
+    bases: tuple[Base, ...]
+    buckets: tuple[Bucket, ...]
+    digest: str
+    sharded: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    @property
+    def slot_bytes(self) -> int:
+        """The most that a rank stages of one bucket, so the size of one staging slot."""
+        return max((bucket.stride if self.sharded else bucket.nbytes for bucket in self.buckets), default=0)
+
+    def origin(self, bucket: Bucket, rank: int) -> int:
+        """The byte of a bucket that a rank's slot begins with."""
+        return rank * bucket.stride if self.sharded and bucket.world > 1 else 0
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """All tensors, tied ones under each of their names."""
+        return frozenset(view.name for base in self.bases for view in base.views)
+
+    @property
+    def tensor_count(self) -> int:
+        return len(self.names)
+
+
+def align(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Room for the engine on the device, and readings of what is used."""

@@ -1,0 +1,52 @@
+"""Memory readings of one trainer rank for its ``SyncReport``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from verl_sync_plugin.report.sync_report import SyncReport, peak_resident_bytes
+
+
+def device_reading(device: torch.device) -> Callable[[], tuple[int, int] | None]:
+    """What reads free and total bytes of a device; the reading is ``None`` for a device without memory of its own."""
+    return torch.cuda.mem_get_info if device.type == "cuda" else lambda: None
+
+
+def note_device_memory(report: SyncReport, device: torch.device, moment: str) -> None:
+    """Device memory that all processes use now, in bytes, into ``report.device_used_bytes``; an earlier one stays."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        report.device_used_bytes.setdefault(moment, total - free)
+
+
+class PeakMemory:
+    """Device and host memory that a sync needs beyond what was held before it.
+
+    The device may fail at any call, so each is made where ranks agree on failures.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._host = peak_resident_bytes()
+        self._before = 0
+
+    def begin(self) -> None:
+        """What is held now was held before."""
+        self._host = peak_resident_bytes()
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self._before = _allocated("current")
+
+    def into(self, report: SyncReport) -> None:
+        """Writes both peaks, in bytes; a higher one that is there already stays."""
+        report.peak_host_bytes = max(report.peak_host_bytes, peak_resident_bytes() - self._host)
+        if self._cuda:
+            peak = _allocated("peak") - self._before
+            report.peak_device_bytes = max(report.peak_device_bytes, peak)
+
+
+def _allocated(which: str) -> int:
+    """Bytes in use; ``memory_allocated`` sorts all of the allocator's counters for one of them."""
+    return int(torch.cuda.memory_stats_as_nested_dict().get("allocated_bytes", {}).get("all", {}).get(which, 0))

@@ -1,0 +1,184 @@
+"""What a sync cost: one ``SyncReport`` per sync, into verl's own metrics."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from verl_sync_plugin.layout.tensors import Plan
+from verl_sync_plugin.transport.protocol import Committed
+
+# In the order of a training step; "phase" is their sum. "before" and "after" make room in device memory, "barrier" is
+# the wait for the other ranks to have done so. These three and "offload" are there where our worker runs
+# (hooks/worker.py); elsewhere verl does the same around us, and it is in verl's timing_s/update_weights alone.
+PHASE_STAGES = (
+    "sleep",
+    "before",
+    "resume_weights",
+    "update_weights",
+    "offload",
+    "after",
+    "barrier",
+    "resume_kv",
+)
+# Parts of update_weights, on the reporting rank; "engine_load" is the engine's time and overlaps with the others.
+# What is packed while the engine resumes its weights counts in update_weights; resume_weights is the rest of that wait
+DETAIL_STAGES = (
+    "plan",
+    "connect",
+    "prepare",
+    "pack",
+    "gather",
+    "drain",
+    "settle",
+    "wait_engine",
+    "engine_load",
+    "commit",
+)
+
+
+@dataclass
+class SyncReport:
+    """One sync as one trainer rank saw it.
+
+    Attributes:
+        global_steps: verl's weight version, -1 when verl gave none.
+        manager: class name of the sharding manager that ran.
+        stages: seconds by stage name (``PHASE_STAGES`` and ``DETAIL_STAGES``).
+        nbytes: bytes of all buckets; an engine rank reads ``own_bytes + peer_bytes`` of them, hashing included.
+        buckets: number of transfers.
+        bucket_bytes: bound on one of them, as configured or chosen; 0 when no base weights travelled.
+        tensors: number of HF tensors.
+        peak_device_bytes: most device memory that this rank allocated during the sync beyond what it held before.
+        device_used_bytes: device memory in use by all processes, by moment (asleep, weights, synced, room, awake).
+        emptied_caches: how often the trainer handed cached device memory back: before, after, or both.
+        released_bytes: how much that was.
+        peak_host_bytes: growth of this rank's peak resident set during the sync.
+        coverage_expected: parameters and persistent buffers of the engine's model.
+        coverage_missing: how many of them a sync does not write completely.
+        replayed_tensors: HF tensors that went by the copy plan instead of the engine's ``load_weights``.
+        replayed_bytes: their bytes.
+        own_bytes: what the engine rank read from the trainer rank on its own device.
+        peer_bytes: what it read from the memory of other trainer ranks (sharded delivery).
+        gathered_bytes: what this rank received from others by all-gather (gathered delivery).
+        direct_bytes: what the engine rank read from parameters where they lie (direct delivery); also in own or peer.
+        activation_bytes: the most device memory that the engine took beyond what it keeps since the sync before; 0 when
+            unknown.
+    """
+
+    global_steps: int = -1
+    manager: str = ""
+    stages: dict[str, float] = field(default_factory=dict)
+    nbytes: int = 0
+    buckets: int = 0
+    bucket_bytes: int = 0
+    tensors: int = 0
+    peak_device_bytes: int = 0
+    device_used_bytes: dict[str, int] = field(default_factory=dict)
+    emptied_caches: int = 0
+    released_bytes: int = 0
+    peak_host_bytes: int = 0
+    coverage_expected: int = 0
+    coverage_missing: int = 0
+    replayed_tensors: int = 0
+    replayed_bytes: int = 0
+    own_bytes: int = 0
+    peer_bytes: int = 0
+    gathered_bytes: int = 0
+    direct_bytes: int = 0
+    activation_bytes: int = 0
+
+    def note(self, committed: Committed, plan: Plan, direct: bool = False) -> None:
+        """Takes over what the engine rank did."""
+        self.coverage_expected, self.coverage_missing = committed.coverage.expected, len(committed.coverage.missing)
+        self.replayed_tensors, self.replayed_bytes = committed.replayed_tensors, committed.replayed_bytes
+        self.activation_bytes = committed.activation_bytes
+        self.own_bytes, self.peer_bytes = committed.own_bytes, committed.peer_bytes
+        if direct:
+            self.direct_bytes = committed.own_bytes + committed.peer_bytes
+        elif not plan.sharded:
+            self.gathered_bytes = sum(bucket.nbytes - bucket.stride for bucket in plan.buckets)
+
+    def note_release(self, released: int | None) -> None:
+        """Counts ``released`` bytes of cached device memory; ``None`` when there was no need."""
+        if released is not None:
+            self.emptied_caches += 1
+            self.released_bytes += released
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Adds the seconds spent inside to a stage."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stages[name] = self.stages.get(name, 0.0) + time.perf_counter() - started
+
+    @property
+    def phase_seconds(self) -> float:
+        return sum(self.stages.get(name, 0.0) for name in PHASE_STAGES)
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        seconds = self.stages.get("update_weights", 0.0)
+        return self.nbytes / seconds / 1e9 if seconds else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def line(self) -> str:
+        """The report in one log line."""
+        stages = " ".join(f"{name}={seconds:.4f}s" for name, seconds in self.stages.items())
+        return (
+            f"sync of step {self.global_steps}: phase={self.phase_seconds:.4f}s {stages} "
+            f"{self.nbytes / 1e9:.3f}GB {self.gigabytes_per_second:.2f}GB/s buckets={self.buckets} "
+            f"of={self.bucket_bytes / 2**20:g}MiB tensors={self.tensors} emptied_caches={self.emptied_caches} "
+            f"released={self.released_bytes / 2**20:.0f}MiB "
+            f"peak_device={self.peak_device_bytes / 2**20:.0f}MiB peak_host={self.peak_host_bytes / 2**20:.0f}MiB"
+        )
+
+
+def timing_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds by ``sync/<stage>`` for verl's ``timing_raw``: the slowest replica counts.
+
+    Args:
+        reports: ``SyncReport.as_dict`` of each replica's leader.
+    """
+    names = {name for report in reports for name in report["stages"]}
+    timing = {f"sync/{name}": max(report["stages"].get(name, 0.0) for report in reports) for name in sorted(names)}
+    timing["sync/phase"] = max(SyncReport(**report).phase_seconds for report in reports)
+    return timing
+
+
+def metrics_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """``sync/...`` metrics: sums of bytes over replicas, maxima of the rest."""
+    built = [SyncReport(**report) for report in reports]
+    return {
+        "sync/bytes": float(sum(report.nbytes for report in built)),
+        "sync/gigabytes_per_second": min(report.gigabytes_per_second for report in built),
+        "sync/buckets": float(max(report.buckets for report in built)),
+        "sync/bucket_bytes": float(max(report.bucket_bytes for report in built)),
+        "sync/emptied_caches": float(max(report.emptied_caches for report in built)),
+        "sync/released_bytes": float(max(report.released_bytes for report in built)),
+        "sync/tensors": float(max(report.tensors for report in built)),
+        "sync/peak_device_bytes": float(max(report.peak_device_bytes for report in built)),
+        "sync/peak_host_bytes": float(max(report.peak_host_bytes for report in built)),
+        "sync/coverage_expected": float(max(report.coverage_expected for report in built)),
+        "sync/coverage_missing": float(max(report.coverage_missing for report in built)),
+        "sync/own_bytes": float(sum(report.own_bytes for report in built)),
+        "sync/peer_bytes": float(sum(report.peer_bytes for report in built)),
+        "sync/gathered_bytes": float(sum(report.gathered_bytes for report in built)),
+        "sync/direct_bytes": float(sum(report.direct_bytes for report in built)),
+        "sync/activation_bytes": float(max(report.activation_bytes for report in built)),
+        "sync/replayed_tensors": float(min(report.replayed_tensors for report in built)),
+        "sync/weight_version": float(max(report.global_steps for report in built)),
+    }
+
+
+def peak_resident_bytes() -> int:
+    """This process's peak resident set so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

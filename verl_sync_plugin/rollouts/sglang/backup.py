@@ -1,0 +1,35 @@
+"""Whether SGLang keeps a host copy of its weights while it sleeps.
+
+The copy costs seconds per step (its allocation, not the transfer) and is overwritten by the next sync, so it is needed
+only for weights that no sync writes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.workers.rollout.sglang_rollout.utils import lora_served_as_adapter
+
+from verl_sync_plugin.config.settings import SyncConfig
+
+# Families for which tests of this project show that a sync writes every parameter and persistent buffer. The ledger
+# checks it again in every run; an architecture outside this list keeps the copy.
+COVERED_ARCHITECTURES = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"})
+
+
+def keep_cpu_backup(sync: SyncConfig, rollout: Any, model: Any) -> bool:
+    """The decision for one rollout engine; the same in every process.
+
+    Args:
+        sync: the sync's settings.
+        rollout: verl's ``RolloutConfig``.
+        model: verl's ``HFModelConfig``.
+    """
+    if lora_served_as_adapter(model):
+        return True  # the weights stay resident, so no copy is ever made; and verl's launch insists
+    if sync.weights_cpu_backup != "auto":
+        return sync.weights_cpu_backup == "on"
+    if rollout.get("quantization", None) is not None:
+        return True
+    architectures = getattr(model.hf_config, "architectures", None) or []
+    return not COVERED_ARCHITECTURES.issuperset(architectures) or not architectures

@@ -1,0 +1,99 @@
+"""verl's rollout server actor, as the sharding manager sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import ray
+from torch.distributed.device_mesh import DeviceMesh
+
+from verl_sync_plugin.config.settings import KEY_PREFIX
+from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
+from verl_sync_plugin.transport.protocol import LoadRequest
+
+
+class ServerActorEndpoint(RolloutEndpoint):
+    """One rank of the ``infer_tp`` mesh beside one ``SyncSGLangHttpServer``.
+
+    Args:
+        server: handle of the server actor; only the leader's is used.
+        mesh: the ``infer_tp`` dimension of the rollout mesh.
+        restores_uncovered: see ``RolloutEndpoint``.
+        timeout_seconds: bound on every call of the server.
+        awake_behind_load: nothing is left to be resumed after a load.
+    """
+
+    def __init__(
+        self, server: Any, mesh: DeviceMesh, restores_uncovered: bool, timeout_seconds: float, awake_behind_load: bool
+    ) -> None:
+        self._server = server
+        self._mesh = mesh
+        self._restores = restores_uncovered
+        self._timeout = timeout_seconds
+        self._awake_behind_load = awake_behind_load
+
+    @property
+    def leader(self) -> bool:
+        return self._mesh.get_local_rank() == 0
+
+    @property
+    def restores_uncovered(self) -> bool:
+        return self._restores
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(self._mesh.mesh.tolist())
+
+    async def _bounded(self, reference: ray.ObjectRef) -> Any:
+        return await _answer(reference, self._timeout)
+
+    async def resume(self, tags: list[str]) -> None:
+        await self._bounded(self._server.resume_tags.remote(tags))
+
+    async def finish(self, tags: list[str]) -> None:
+        """Stage 2: resumes ``tags`` and flushes the prefix cache once."""
+        await self._bounded(self._server.finish_sync.remote(tags))
+
+    async def abandon(self, why: str) -> None:
+        await self._bounded(self._server.abandon_sync.remote(why))
+
+    async def publish(self, report: dict[str, Any]) -> None:
+        """Leaves a report where the trainer fetches it."""
+        await self._bounded(self._server.put_sync_report.remote(report))
+
+    async def load_adapter(self, settings: dict[str, Any], packed: bytes, weight_version: str | None) -> LoadOutcome:
+        return LoadOutcome(await self._bounded(self._server.load_adapter.remote(settings, packed, weight_version)))
+
+    def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
+        return _ActorLoad(self._server.load_weights.remote(request.to_wire(), weight_version))
+
+    def flush_behind_load(self) -> None:
+        if self._awake_behind_load:
+            self._server.flush_behind_load.remote()
+
+
+class _ActorLoad(PendingLoad):
+    def __init__(self, reference: ray.ObjectRef) -> None:
+        self._reference = reference
+
+    def finished(self) -> bool:
+        ready, _ = ray.wait([self._reference], timeout=0)
+        return bool(ready)
+
+    async def outcome(self, timeout: float) -> LoadOutcome:
+        return LoadOutcome(sleep_seconds=float(await _answer(self._reference, timeout)))
+
+
+async def _answer(reference: ray.ObjectRef, timeout: float) -> Any:
+    """What a call of the server actor returns.
+
+    Raises:
+        TimeoutError: it has not within ``timeout`` seconds.
+    """
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(reference.future()), timeout)
+    except asyncio.TimeoutError as error:  # not the built-in one before Python 3.11
+        raise TimeoutError(
+            f"the rollout server did not answer within {timeout:g} s ({KEY_PREFIX}.timeout_seconds); see SGLang's log"
+        ) from error

@@ -1,0 +1,88 @@
+"""The loader SGLang calls for a weight update whose ``load_format`` is this function's name.
+
+Hazard: SGLang 0.5.12 treats an exception of a custom loader as fatal and kills the scheduler together with its parent,
+and it ignores the return value. So everything is caught here, and what went wrong travels to the trainer through the
+control channel.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from typing import Any
+
+import torch
+
+from verl_sync_plugin.memory.collection import no_collection
+from verl_sync_plugin.receiver.session import ReceiverSession
+from verl_sync_plugin.rollouts.sglang.request import admitted
+from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, ChannelTimeoutError
+from verl_sync_plugin.transport.codec import BadMessageError
+from verl_sync_plugin.transport.listener import connect
+from verl_sync_plugin.transport.protocol import Failed, Join, LoadRequest
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_SECONDS = 10.0
+
+_sessions: dict[int, ReceiverSession] = {}
+
+
+def load(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]]) -> None:
+    """Receives one whole sync into ``model``.
+
+    Args:
+        model: this tensor-parallel rank's SGLang model.
+        named_tensors: one pair; its name is a ``LoadRequest`` as ``pack_request`` made it, its tensor is empty.
+    """
+    try:
+        request = LoadRequest.from_wire(admitted(named_tensors[0][0]))
+    except Exception as error:
+        logger.error("verl-sync-plugin: a weight update was refused: %s", error)
+        return
+    try:
+        address = request.addresses[tensor_parallel_rank()]
+        channel = connect(address, CONNECT_TIMEOUT_SECONDS, request.timeout_seconds)
+        channel.send(Join(request.sync_id))
+    except Exception:
+        logger.exception("verl-sync-plugin: the weight sync could not reach its trainer rank")
+        return
+    try:
+        _receive(model, channel, request)
+    finally:
+        channel.close()
+
+
+def _receive(model: torch.nn.Module, channel: Channel, request: LoadRequest) -> None:
+    session = _sessions.get(id(model))
+    if session is None:
+        session = _sessions[id(model)] = ReceiverSession(model)
+        logger.warning("verl-sync-plugin: loader active, rank %d of %s", tensor_parallel_rank(), type(model).__name__)
+    try:
+        with no_collection():
+            session.run(channel, request)
+    except ChannelClosedError:
+        logger.error("verl-sync-plugin: sync %s ended by the trainer before its commit", request.sync_id)
+    except Exception as error:
+        logger.exception("verl-sync-plugin: sync %s failed in the engine", request.sync_id)
+        _tell(channel, f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-6)}", request.timeout_seconds)
+
+
+def _tell(channel: Channel, text: str, timeout: float) -> None:
+    """Reports a failure and waits for the trainer to hang up: closed at once, its next word would break the pipe
+    before it has read ours."""
+    try:
+        channel.send(Failed(text))
+        deadline = time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) > 0:
+            channel.receive(left)
+    except (ChannelClosedError, ChannelTimeoutError, BadMessageError):
+        logger.info("verl-sync-plugin: the trainer has left the failed sync")
+
+
+def tensor_parallel_rank() -> int:
+    """This scheduler's rank among those of its engine."""
+    from sglang.srt.distributed.parallel_state import get_tp_group
+
+    return int(get_tp_group().rank_in_group)

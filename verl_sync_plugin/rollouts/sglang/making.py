@@ -1,0 +1,70 @@
+"""Makes the sharding manager of one actor worker from verl's configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from verl.utils.device import get_device_name
+
+from verl_sync_plugin.config.bucket_size import AutoBucket, check_bucket_megabytes
+from verl_sync_plugin.config.settings import sync_config_of
+from verl_sync_plugin.log import say
+from verl_sync_plugin.memory.gauges import device_reading
+from verl_sync_plugin.rollouts.sglang.backup import keep_cpu_backup
+from verl_sync_plugin.rollouts.sglang.endpoint import ServerActorEndpoint
+from verl_sync_plugin.rollouts.sglang.families import refuse_family
+from verl_sync_plugin.sharding_manager import get_sharding_manager
+from verl_sync_plugin.sync.manager import ShardingManager
+from verl_sync_plugin.trainers.shard_stream import ShardStream
+
+
+def make_manager(
+    stream: ShardStream, config: Any, model_config: Any, server: Any, mesh: DeviceMesh, awake: bool
+) -> ShardingManager:
+    """Collective over all trainer ranks.
+
+    Args:
+        stream: of the training engine.
+        config: verl's rollout config.
+        model_config: verl's.
+        server: handle of the rollout server actor.
+        mesh: the ``infer_tp`` dimension of the rollout mesh.
+        awake: see ``awake_behind_load``.
+
+    Raises:
+        ValueError: a key or the model does not fit; names it, its value and the remedy.
+    """
+    refuse_family(str(model_config.path), model_config.hf_config.to_dict())  # the driver may have had no checkpoint
+    sync, device = sync_config_of(config), trainer_device()
+    manager_class = get_sharding_manager(stream.trainer, str(config.name))
+    megabytes = check_bucket_megabytes(
+        config.get("update_weights_bucket_megabytes", None),
+        config.checkpoint_engine.update_weights_bucket_megabytes,
+    )
+    backup = keep_cpu_backup(sync, config, model_config)
+    restores = backup and not str(config.load_format).startswith("dummy")
+    bucket = AutoBucket(_static_fraction(config), device_reading(device)) if megabytes is None else megabytes << 20
+    endpoint = ServerActorEndpoint(server, mesh, restores, sync.timeout_seconds, awake)
+    say(
+        f"actor rank {torch.distributed.get_rank()}: sharding manager {manager_class.__name__}, "
+        f"buckets of {megabytes or 'auto'} MiB, engine's CPU backup {'on' if backup else 'off'}"
+    )
+    return manager_class(stream.engine, endpoint, sync, bucket, device, str(config.dtype))
+
+
+def _static_fraction(config: Any) -> float:
+    """The share of a device that the engine takes for weights and KV cache, as verl launches it."""
+    return float(sglang_arguments(config).get("mem_fraction_static", None) or config.gpu_memory_utilization)
+
+
+def sglang_arguments(config: Any) -> Any:
+    """What the user hands to SGLang beside verl's own keys."""
+    return (config.engine_kwargs or {}).get("sglang", None) or {}
+
+
+def trainer_device() -> torch.device:
+    """Where this worker computes."""
+    name = get_device_name()
+    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)

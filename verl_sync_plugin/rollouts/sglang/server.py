@@ -1,0 +1,234 @@
+"""The rollout server actor: verl's own, plus our loader, idempotent sleep and wake, and one door for weight loads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from sglang.srt.managers.io_struct import (
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+from verl.workers.rollout.replica import RolloutMode
+from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
+from verl.workers.rollout.sglang_rollout.utils import SGLANG_LORA_NAME
+
+from verl_sync_plugin import compat
+from verl_sync_plugin.config.settings import sync_config_of
+from verl_sync_plugin.log import say
+from verl_sync_plugin.lora.build import unties_embeddings
+from verl_sync_plugin.rollouts.sglang.awake import KV_CACHE, WEIGHTS, sleep_tags
+from verl_sync_plugin.rollouts.sglang.backup import keep_cpu_backup
+from verl_sync_plugin.rollouts.sglang.gate import WeightsGate
+from verl_sync_plugin.rollouts.sglang.occupation import Occupation
+from verl_sync_plugin.rollouts.sglang.request import hand_down, new_token, pack_request
+from verl_sync_plugin.transport.protocol import LOADER
+
+CUDA_GRAPH_VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+
+
+class SyncSGLangHttpServer(SGLangHttpServer):
+    """verl's SGLang server in hybrid mode, with the plugin's side of the resharding phase.
+
+    Attributes:
+        engine_token: what the loader knows this server's requests by; for an engine on several hosts
+            ``rollouts/sglang/replica.py`` gives all its servers the same.
+    """
+
+    engine_token: ClassVar[str] = ""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sync = sync_config_of(self.config)
+        self._occupation = Occupation(self._sync.timeout_seconds)
+        self._sleep_seconds = 0.0
+        self._version: str | None = None
+        self._gate = WeightsGate()
+        self._report: dict[str, Any] | None = None
+        self._flushing: asyncio.Future[Any] | None = None
+
+    async def launch_server(self, master_address: str | None = None, master_port: int | None = None) -> None:
+        """Launches SGLang with our loader and with or without its host copy of the weights."""
+        sglang_kwargs = self.config.engine_kwargs.get("sglang", None) or {}
+        self.config.engine_kwargs["sglang"] = sglang_kwargs
+        loaders = list(sglang_kwargs.get("custom_weight_loader", None) or [])
+        sglang_kwargs["custom_weight_loader"] = [*loaders, *([] if LOADER in loaders else [LOADER])]
+        if self._sync.release_cuda_graph:
+            os.environ[CUDA_GRAPH_VARIABLE] = "1"
+        self._untie(sglang_kwargs)
+        hand_down(self.engine_token or new_token())
+        backup = keep_cpu_backup(self._sync, self.config, self.model_config)
+        with compat.launch_shims(), _decided(self, backup):
+            await super().launch_server(master_address=master_address, master_port=master_port)
+        if self.node_rank == 0:
+            launched = bool(self.tokenizer_manager.server_args.enable_weights_cpu_backup)
+            if launched and not backup and self.rollout_mode == RolloutMode.HYBRID:
+                raise RuntimeError(
+                    f"SGLang keeps a CPU backup of its weights ({launched}) although the sync decided on {backup}; "
+                    "this verl does not launch SGLang the way verl-sync-plugin expects"
+                )
+        word = "on" if backup else "off"
+        say(f"rollout server: {LOADER}, CPU backup {word}")
+
+    def _untie(self, sglang_kwargs: dict[str, Any]) -> None:
+        """An engine that ties embedding and head cannot hold what a merged adapter makes of one of them."""
+        if not self.lora_as_adapter and unties_embeddings(self.model_config):
+            given = json.loads(sglang_kwargs.get("json_model_override_args") or "{}")
+            sglang_kwargs["json_model_override_args"] = json.dumps({**given, "tie_word_embeddings": False})
+            say("rollout server: embedding and head untied")
+
+    async def sleep(self) -> None:
+        """verl's sleep, once per wake; a repeated call is harmless.
+
+        Raises:
+            TimeoutError: SGLang did not answer in time; names the key.
+        """
+        if self.node_rank == 0 and self.config.free_cache_engine:
+            started = time.perf_counter()
+            await self.release_tags(sleep_tags(self._sync.release_cuda_graph, keep_weights=self.lora_as_adapter))
+            self._sleep_seconds = time.perf_counter() - started
+
+    async def release_tags(self, tags: list[str]) -> None:
+        """Releases what is still resident of ``tags``; see ``Occupation.release``."""
+        manager = self.tokenizer_manager
+        await self._occupation.release(
+            tags, lambda todo: manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=todo), None)
+        )
+
+    async def resume_tags(self, tags: list[str]) -> None:
+        """Resumes what is released of ``tags``; see ``Occupation.resume``."""
+        manager = self.tokenizer_manager
+        await self._occupation.resume(
+            tags, lambda todo: manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=todo), None)
+        )
+
+    async def release_kv_cache(self) -> None:
+        """verl's call before a checkpoint-engine sync."""
+        if self.node_rank == 0 and self.config.free_cache_engine:
+            await self.release_tags([KV_CACHE])
+
+    async def resume_kv_cache(self) -> None:
+        """verl's counterpart of ``release_kv_cache``."""
+        if self.node_rank == 0 and self.config.free_cache_engine:
+            await self.resume_tags([KV_CACHE])
+            await self._flush()
+
+    async def load_weights(self, request: tuple[Any, ...], weight_version: str | None) -> float:
+        """Has every scheduler rank call our loader, and returns when all have left it.
+
+        Args:
+            request: ``LoadRequest.to_wire()``.
+            weight_version: what SGLang and verl report once ``finish_sync`` ends this sync.
+
+        Returns:
+            Seconds the sleep before this sync took; 0.0 without one.
+
+        Raises:
+            RuntimeError: SGLang refused the update.
+        """
+        self._gate.begin()
+        self._version, self._flushing = weight_version, None
+        obj = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[pack_request(request)] * int(self.tokenizer_manager.server_args.tp_size),
+            load_format=LOADER,
+            flush_cache=False,
+        )
+        async with compat.weight_update_session(self.tokenizer_manager):
+            success, message = await self.tokenizer_manager.update_weights_from_tensor(obj, None)
+        if not success:
+            raise RuntimeError(f"SGLang refused the weight update: {message}")
+        slept, self._sleep_seconds = self._sleep_seconds, 0.0
+        return slept
+
+    async def flush_behind_load(self) -> None:
+        """Has SGLang flush its prefix cache as soon as the load under way has ended, for ``finish_sync`` to find."""
+        # Flushing while the KV cache is paused crashes SGLang (sglang #19029)
+        if not self._asleep:
+            self._flushing = asyncio.ensure_future(self.tokenizer_manager.flush_cache())
+
+    async def load_adapter(self, settings: dict[str, Any], packed: bytes, weight_version: str | None) -> float:
+        """Replaces the adapter under verl's name for it; arguments and result as ``load_weights``'s.
+
+        Raises:
+            RuntimeError: SGLang refused the adapter.
+        """
+        self._gate.begin()
+        self._version, self._flushing = weight_version, None
+        await compat.replace_adapter(self.tokenizer_manager, SGLANG_LORA_NAME, settings, packed)
+        slept, self._sleep_seconds = self._sleep_seconds, 0.0
+        return slept
+
+    async def finish_sync(self, tags: list[str]) -> None:
+        """Ends a committed sync: resumes ``tags``, flushes the prefix cache once, allows generation again.
+
+        Raises:
+            RuntimeError: the cache cannot be flushed because requests are running.
+        """
+        try:
+            await self.resume_tags(tags)
+            await self._flush()
+        except BaseException as error:
+            self._gate.fail(f"waking up after the sync failed: {error}")
+            raise
+        if self._version is not None:
+            compat.set_weight_version(self.tokenizer_manager, self._version)
+            self.global_steps = int(self._version)
+        self._gate.succeed()
+
+    async def abandon_sync(self, why: str) -> None:
+        """The trainer gave a sync up: nothing is generated until a later one succeeds."""
+        self._gate.fail(why)
+
+    @property
+    def _asleep(self) -> bool:
+        return bool({KV_CACHE, WEIGHTS} & self._occupation.state.released)
+
+    async def _flush(self) -> None:
+        under_way, self._flushing = self._flushing, None
+        if self._asleep:
+            return
+        flushed = await (under_way or self.tokenizer_manager.flush_cache())
+        if not getattr(flushed, "success", True):
+            raise RuntimeError("SGLang could not flush its cache after the weight sync: requests are running")
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """verl's generate, through the gate: see ``WeightsGate.enter``."""
+        await self._gate.enter()
+        return await super().generate(*args, **kwargs)
+
+    async def put_sync_report(self, report: dict[str, Any]) -> None:
+        """The leader's report of the last sync."""
+        self._report = report
+
+    async def take_sync_report(self) -> dict[str, Any] | None:
+        """The report of the last sync, once."""
+        report, self._report = self._report, None
+        return report
+
+
+@contextmanager
+def _decided(server: SGLangHttpServer, backup: bool) -> Iterator[None]:
+    """Makes verl's launch decide on the CPU backup as the sync did.
+
+    verl takes no argument for it: it turns the copy on in hybrid mode and with LoRA. So a server that needs none is
+    shown as standalone and, where LoRA is merged before the sync, without LoRA; the launch reads both for nothing else.
+    """
+    mode, model = server.rollout_mode, server.model_config
+    if backup or mode != RolloutMode.HYBRID:
+        yield
+        return
+    rank = model.lora_rank
+    server.rollout_mode = RolloutMode.STANDALONE
+    if not server.lora_as_adapter:
+        object.__setattr__(model, "lora_rank", 0)  # the config is frozen
+    try:
+        yield
+    finally:
+        server.rollout_mode = mode
+        object.__setattr__(model, "lora_rank", rank)

@@ -1,1 +1,0 @@
-"""Parameter sources: what one trainer rank holds of the model, as flat shards with HF names."""

@@ -1,0 +1,101 @@
+"""Adapter mode (``lora.merge=False``): the base travels at most once, then only the adapter's factors.
+
+gather     every rank gathers all factors, whole                                -- settle
+deliver    the leader of every engine has its adapter replaced                  -- settle
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from typing import Any
+
+import torch
+
+from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
+from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.lora.names import adapter_of
+from verl_sync_plugin.lora.serve import pack_adapter, served_name, served_settings
+from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.sync.endpoint import RolloutEndpoint, abandon
+from verl_sync_plugin.trainers.bounded import reached
+from verl_sync_plugin.trainers.lora_source import MergingSource
+from verl_sync_plugin.transport.agreement import Agreement
+
+ADAPTER = "default"  # verl's name for it
+
+
+class AdapterSender:
+    """Sends one adapter, again and again.
+
+    Peak memory: the whole adapter on the device of every rank in the trainer's and the wire dtype, and twice on the
+    host of a leader.
+
+    Args:
+        source: of the trainer, unmerged.
+        config: PEFT's ``LoraConfig``.
+        dtype: in which the factors travel.
+        sync: whether NaN and Inf are refused, and how long other ranks are waited for.
+    """
+
+    def __init__(self, source: MergingSource, config: Any, dtype: torch.dtype, sync: SyncConfig) -> None:
+        self._source = source
+        self._settings = served_settings(config)
+        self._dtype = dtype
+        self._sync = sync
+
+    async def send(
+        self, agreement: Agreement, endpoint: RolloutEndpoint, report: SyncReport, version: str | None
+    ) -> None:
+        """Collective over all trainer ranks.
+
+        Raises:
+            SyncError: any rank or engine failed; the same text on every rank. The engine generates nothing until a
+                later sync succeeds.
+        """
+        try:
+            with agreement.attempt(), report.stage("plan"):
+                self._source.shards()
+            agreement.settle("planning the adapter")
+            with report.stage("gather"):
+                factors = agreement.run("gathering the adapter", self._gather()) or {}
+            agreement.settle("gathering the adapter")
+            with agreement.attempt(), report.stage("deliver_adapter"):
+                if endpoint.leader:
+                    await self._deliver(endpoint, factors, report, version)
+            agreement.settle("loading the adapter")
+        except (SyncError, asyncio.CancelledError) as error:
+            await abandon(endpoint, str(error) or repr(error))
+            raise
+        finally:
+            self._source.release()
+
+    def _gather(self) -> Generator[None, None, dict[str, torch.Tensor]]:
+        factors = self._source.factors
+        names = tuple(name for name in factors.names if adapter_of(name) == ADAPTER)
+        found = yield from factors.gather(names, self._source.group)
+        for device in {factor.device for factor in found.values()}:
+            reached(device, self._sync.timeout_seconds)  # what follows waits for it without a bound
+        if self._sync.check_finite:
+            _refuse_broken(found)
+        return {served_name(key, ADAPTER): factor.to(self._dtype) for key, factor in found.items()}
+
+    async def _deliver(
+        self, endpoint: RolloutEndpoint, factors: dict[str, torch.Tensor], report: SyncReport, version: str | None
+    ) -> None:
+        # Cloned: a view would be pickled with the whole bucket it lies in
+        blob = pack_adapter({name: factor.cpu().clone() for name, factor in factors.items()})
+        outcome = await endpoint.load_adapter(self._settings, blob, version)
+        report.stages = {"sleep": outcome.sleep_seconds, **report.stages}
+        report.nbytes += len(blob)
+        report.tensors += len(factors)
+
+
+def _refuse_broken(factors: dict[str, torch.Tensor]) -> None:
+    maxima = torch.stack([norm.float() for norm in torch._foreach_norm(list(factors.values()), float("inf"))])
+    for key, fine in zip(factors, maxima.isfinite().tolist(), strict=True):
+        if not fine:
+            raise ValueError(
+                f"parameter {key!r} holds NaN or Inf in the trainer; the engine was not given it. Look at the last "
+                f"optimizer step, or set {KEY_PREFIX}.check_finite=False to sync it anyway"
+            )

@@ -1,0 +1,166 @@
+"""One trainer rank's side of the protocol: fills slots, gathers them, tells its engine rank to load them."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from verl_sync_plugin.config.bucket_size import STAGING_BUCKETS
+from verl_sync_plugin.copies.pack_table import Found
+from verl_sync_plugin.copies.packing import Packer
+from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.tensors import Bucket, Plan
+from verl_sync_plugin.transport.conversation import Conversation
+from verl_sync_plugin.transport.memory.exports import StagingExport
+from verl_sync_plugin.transport.memory.staging import Staging, create_staging, slot_of
+
+SLOTS = 3  # one being loaded, one being filled, one on its way between the two
+SPIN_SECONDS = 0.005
+
+
+def slot_limit(bucket_bytes: int) -> int:
+    """The most bytes of one slot, so that all slots fit into ``STAGING_BUCKETS`` buckets of the user's size."""
+    return bucket_bytes * STAGING_BUCKETS // SLOTS
+
+
+class BucketSender(Conversation):
+    """Keeps its staging memory between syncs: ``min(SLOTS, buckets)`` slots of the largest bucket's size.
+
+    Give ``plan_buckets`` the size ``slot_limit`` of what the user sets, and all slots stay within two of those.
+
+    Peak device memory: the staging memory; with host-resident parameters also one shard on its way to the device.
+    """
+
+    def __init__(self, device: torch.device, timeout_seconds: float) -> None:
+        super().__init__(timeout_seconds)
+        self._device = device
+        self._staging: Staging | None = None
+        self._packer: Packer | None = None
+        self._events: dict[int, torch.cuda.Event] = {}
+
+    @property
+    def staged(self) -> bool:
+        """Whether there is staging memory."""
+        return self._staging is not None
+
+    def reserve(self, plan: Plan) -> None:
+        """Makes the staging memory fit ``plan``; keeps it when it does already."""
+        slots = min(SLOTS, len(plan.buckets))
+        if self._staging is not None:
+            held = (self._staging.slot_bytes, self._staging.memory.numel())
+            if held == (plan.slot_bytes, slots * plan.slot_bytes):
+                return
+            self.unstage()
+        self._staging = create_staging(self._device, slots, plan.slot_bytes)
+
+    def begin(self, plan: Plan, rank: int, hashed: bool, finite: bool) -> None:
+        """Makes ready to pack all buckets of a plan.
+
+        Args:
+            plan: what will be packed.
+            rank: this rank's place among the owners of a sharded base.
+            hashed: hash every byte that is packed.
+            finite: look for NaN and Inf in what is packed.
+        """
+        packer = self._packer
+        if packer is None or packer.plan is not plan or packer.does != (rank, hashed, finite):
+            packer = self._packer = Packer(self._device, plan, rank, hashed, finite)
+        packer.begin()
+
+    def export(self, reader: int = 0) -> StagingExport:
+        """How the engine rank beside a trainer rank opens this rank's slots; one export per reader."""
+        assert self._staging is not None, "reserve() comes first"
+        return self._staging.export(reader)
+
+    def opened(self) -> None:
+        """All readers have opened their exports."""
+        assert self._staging is not None, "reserve() comes first"
+        self._staging.opened()
+
+    def read(self, shards: list[Shard], found: Found) -> None:
+        """Waits for what the trainer still has to do on the device, then starts to hash and check all parameters where
+        they lie.
+
+        Raises:
+            TimeoutError: the device is busy for longer than the bound.
+        """
+        assert self._packer is not None, "begin() comes first"
+        self._mark(0)
+        self.drain(0)
+        self._packer.read(shards, found)
+
+    def pack(self, index: int, slot: int, shards: list[Shard]) -> None:
+        """Copies this rank's runs of a bucket into its segment of the slot, cast to the wire dtype on the way; copies
+        may still run until ``drain``."""
+        assert self._packer is not None, "begin() comes first"
+        self._packer.pack(index, self._slot(slot), shards)
+        self._mark(slot)
+
+    def broken(self) -> list[int]:
+        """See ``Packer.broken``."""
+        assert self._packer is not None, "begin() comes first"
+        return self._packer.broken()
+
+    def sums(self) -> torch.Tensor:
+        """The hash of what this rank packed of each tensor: int64 of shape ``(tensors,)``; zeros without hashing."""
+        assert self._packer is not None, "begin() comes first"
+        return self._packer.sums()
+
+    def gather(self, bucket: Bucket, slot: int, rank: int, group: dist.ProcessGroup | None) -> None:
+        """Completes the slot from all ranks' segments, in place; on a GPU the bytes are there after ``drain``.
+
+        Raises:
+            TimeoutError: a peer did not take part in time.
+        """
+        memory = self._slot(slot).narrow(0, 0, bucket.nbytes)
+        if bucket.world > 1:
+            mine = memory.narrow(0, rank * bucket.stride, bucket.stride)
+            work = dist.all_gather_into_tensor(memory, mine, group=group, async_op=True)
+            if memory.is_cuda:
+                work.wait()  # orders streams; does not block the host
+            else:
+                work.wait(timedelta(seconds=self._timeout))
+        self._mark(slot)
+
+    def _mark(self, slot: int) -> None:
+        if self._device.type == "cuda":
+            event = self._events[slot] = torch.cuda.Event()
+            event.record()
+
+    def drain(self, slot: int) -> None:
+        """Waits until a slot's pack and gather are done, like ``synchronize`` but with a bound: a dead peer leaves NCCL
+        hanging.
+
+        Raises:
+            TimeoutError: the bound has passed.
+        """
+        event = self._events.pop(slot, None)
+        if event is None:
+            return
+        started = time.monotonic()
+        while not event.query():
+            waited = time.monotonic() - started
+            if waited > self._timeout:
+                raise TimeoutError(f"the copies of a bucket did not complete within {self._timeout:g} s")
+            if waited > SPIN_SECONDS:  # a sleep lasts some 70 us, a good part of a bucket's time
+                time.sleep(2e-5)
+
+    def unstage(self) -> None:
+        """Gives the staging memory back, once no reader has it mapped."""
+        if self._staging is not None:
+            self._staging.close()
+            self._staging.opened()
+            self._staging = None
+
+    def close(self) -> None:
+        """Gives everything back."""
+        self.hang_up()
+        self._packer = None
+        self.unstage()
+
+    def _slot(self, slot: int) -> torch.Tensor:
+        assert self._staging is not None, "reserve() comes first"
+        return slot_of(self._staging.memory, slot, self._staging.slot_bytes)

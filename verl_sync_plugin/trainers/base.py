@@ -1,0 +1,96 @@
+"""The contract of a parameter source."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from verl_sync_plugin.layout.planner import plan_buckets
+from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.tensors import Base, Plan
+from verl_sync_plugin.lora.names import is_adapter
+
+
+@dataclass(frozen=True)
+class WirePolicy:
+    """Which dtype a parameter travels in.
+
+    Attributes:
+        dtype: for floating-point parameters.
+        keep: patterns of HF names whose parameters keep the trainer's dtype (routers and the like).
+    """
+
+    dtype: torch.dtype
+    keep: tuple[str, ...] = ()
+
+    def of_parameter(self, names: list[str], dtype: torch.dtype) -> torch.dtype:
+        """Of one storage with all its names. Adapters are exchanged among trainers only and keep their dtype."""
+        served = [name for name in names if not is_adapter(name)]
+        if not served or not dtype.is_floating_point:
+            return dtype
+        return dtype if any(re.search(p, name) for p in self.keep for name in served) else self.dtype
+
+
+class ParameterSource(ABC):
+    """Everything one trainer rank contributes to a sync.
+
+    Lives as long as the trainer's model and keeps what it learned of the layout, so that a later sync only looks up
+    where the shards are now (offloading moves them).
+    """
+
+    def __init__(self) -> None:
+        self._group: dist.ProcessGroup | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks among which bases with several owners are sharded; ``None`` when there are none."""
+        return self._group
+
+    @abstractmethod
+    def shards(self) -> list[Shard]:
+        """All bases in model order, the same on every rank.
+
+        Raises:
+            ValueError: a parameter is laid out in a way this source does not know; the text names it.
+        """
+
+    def plan(self, bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False) -> Plan:
+        """Cuts the bases into buckets; the same on every rank of the group."""
+        return plan_buckets(bases, bucket_bytes, sharded)
+
+    def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
+        """Collective over ``group``: whatever the shards with these indices need from other ranks before packing.
+
+        Yields right before each collective, where all ranks settle (``Agreement.run``): what comes before may fail.
+
+        Args:
+            bases: of one bucket; what earlier calls prepared may be gone when this returns.
+            ahead: those of the buckets behind it, in order. Some may be prepared as well, to save rounds: their calls
+                then have nothing to do. Which ones, every rank decides alike. ``shards`` and ``release`` drop them.
+        """
+        yield from ()  # most sources need nothing
+
+    def release(self) -> None:  # noqa: B027  (most sources hold nothing)
+        """Drops every reference to the trainer's parameters; ``shards`` finds them again.
+
+        A source that kept one would keep an offloaded model in memory after the trainer has moved it elsewhere. Where
+        offloading keeps the parameters and takes their memory away (Megatron), they may be kept.
+        """
+
+    def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:
+        """Names and this rank's part of what is merged into these bases; for messages."""
+        return []
+
+
+def rank_in(group: dist.ProcessGroup | None) -> int:
+    """This rank's place among the owners of a sharded base; 0 where there are no others."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

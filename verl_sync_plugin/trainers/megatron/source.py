@@ -1,0 +1,192 @@
+"""Megatron (tensor, pipeline, virtual pipeline, expert, expert-tensor, context and data parallel) through mbridge.
+
+Every rank tells the others once what it holds; from then on each rank knows which of its bytes go where, and a bucket
+carries parts of all ranks that hold the model together, whatever the mix of parallel layouts. No collective and
+no object exchange per tensor. Among ranks with the same part (data and context parallel inside a replica, layer norms
+of tensor-parallel ranks) one sends it, chosen so that all send about as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl_sync_plugin.config.settings import TURN_OFF
+from verl_sync_plugin.layout.joint import plan_joint
+from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.tensors import Base, Plan, View
+from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy, dtype_name
+from verl_sync_plugin.trainers.megatron.layout import LocalParameter, RankLayout, Unit, choose_owners, match, replicas
+from verl_sync_plugin.trainers.megatron.mbridge import BridgeReader
+from verl_sync_plugin.trainers.megatron.model import ModelTensors, flat
+
+_EXPERTS = ".mlp.experts.linear_fc"
+
+
+class MegatronSource(ParameterSource):
+    """Walks the model chunks of one rank.
+
+    Before ``shards`` the ranks must have agreed: every rank calls ``read``; when it is true on any, all ranks gather
+    ``layout``, ``adopt`` what they gathered, and ``join``.
+
+    Args:
+        chunks: Megatron's model chunks (one per virtual pipeline stage), wrapped or not.
+        bridge: mbridge's bridge of the model.
+        policy: wire dtypes.
+    """
+
+    def __init__(self, chunks: list[torch.nn.Module], bridge: Any, policy: WirePolicy) -> None:
+        super().__init__()
+        self._model = ModelTensors(chunks)
+        self._bridge = bridge
+        self._reader = BridgeReader(bridge)
+        self._policy = policy
+        self._layout = RankLayout((), ())
+        self._shards: list[Shard] = []  # as long as every tensor stays the object it is, and on the device
+        self._bases: list[Base] = []  # empty until the ranks have agreed
+        self._pending: list[Base] = []
+        self._mine: dict[int, int] = {}  # base -> tensor
+        self._members: list[tuple[int, ...]] = []
+
+    @property
+    def layout(self) -> RankLayout:
+        """What this rank held when it was last read."""
+        return self._layout
+
+    def read(self) -> bool:
+        """Reads this rank's layout; returns whether it holds anything else than what the ranks last agreed on.
+
+        Raises:
+            ValueError: a parameter is stored in a way that cannot be sent; names it.
+        """
+        other, moved = self._model.look()
+        if other or moved:
+            self._shards = []
+        if self._bases and not other:
+            return False
+        self._bases = []
+        parameters = []
+        for module, held in self._model.named():
+            names = self._bridge._weight_name_mapping_mcore_local_to_global(module)
+            parameters += [self._describe(names[each.name], each.tensor, each.buffer) for each in held]
+        self._layout = RankLayout(tuple(parameters), _model_parallel_groups())
+        return True
+
+    def _describe(self, name: str, tensor: torch.Tensor, is_buffer: bool) -> LocalParameter:
+        if type(tensor.data) is not torch.Tensor:
+            raise ValueError(
+                f"parameter {name!r} is stored as {type(tensor.data).__name__}: weight sync reads plain tensors. "
+                f"Set actor_rollout_ref.actor.megatron.override_transformer_config.fp8=null, or {TURN_OFF}."
+            )
+        shape, dtype, mpu = tuple(tensor.shape), dtype_name(tensor.dtype), self._bridge.mpu
+        part, parts = 0, 1
+        if _EXPERTS in name:
+            # TransformerEngine marks experts as split and names a dimension whether they are or not
+            part, parts = mpu.etp_rank, mpu.etp_size
+        elif getattr(tensor, "tensor_model_parallel", False):
+            part, parts = mpu.tp_rank, mpu.tp_size
+        dim = int(getattr(tensor, "partition_dim", 0)) if parts > 1 else 0
+        return LocalParameter(name, shape, dtype, part, parts, dim, is_buffer)
+
+    def adopt(self, layouts: list[RankLayout]) -> None:
+        """Works out who sends what.
+
+        Args:
+            layouts: of all ranks of the world, in rank order; the same list on every rank.
+
+        Raises:
+            ValueError: the ranks disagree, or the bridge cannot convert a parameter; the same text on every rank.
+        """
+        self._members = replicas(layouts)
+        by_replica = match(layouts)
+        place = next(index for index, ranks in enumerate(self._members) if dist.get_rank() in ranks)
+        units, ranks = by_replica[place], self._members[place]
+        nbytes = [_numel(unit.like.shape) * getattr(torch, unit.like.dtype).itemsize for unit in units]
+        owners = choose_owners(units, ranks, nbytes)
+        local = {parameter.name: index for index, parameter in enumerate(self._layout.parameters)}
+        bases: list[Base] = []
+        self._mine = {}
+        named: set[str] = set()
+        for unit, sent_by in zip(units, owners, strict=True):
+            for part, base in enumerate(self._describe_unit(unit, sent_by, len(ranks), named)):
+                if ranks[sent_by[part]] == dist.get_rank():
+                    self._mine[len(bases)] = local[unit.like.name]
+                bases.append(base)
+        self._pending = bases
+
+    def _describe_unit(self, unit: Unit, owners: tuple[int, ...], world: int, named: set[str]) -> Iterator[Base]:
+        like, numel = unit.like, _numel(unit.like.shape)
+        products = self._reader.products(like)
+        if self._reader.tied:
+            # The last pipeline stage has its own copy of a tied embedding, equal to the first stage's
+            products = [product for product in products if product.name not in named]
+        named.update(product.name for product in products)
+        wire = getattr(torch, like.dtype)
+        if not like.buffer:
+            wire = self._policy.of_parameter([product.name for product in products], wire)
+        for part, owner in enumerate(owners if products else ()):
+            views = tuple(View(p.name, p.shape, 0, _numel(p.shape), None, p.shares[part]) for p in products)
+            lengths = tuple(numel if rank == owner else 0 for rank in range(world))
+            key = f"{like.name} (part {part + 1} of {like.parts})" if like.parts > 1 else like.name
+            yield Base(key, dtype_name(wire), wire.itemsize, lengths, views)
+
+    def join(self) -> None:
+        """Collective over the world: makes the group of each replica. From here on the layout counts as agreed."""
+        self._group = _group_of_replica(self._members)
+        self._bases, self._shards = self._pending, []
+
+    def plan(self, bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False) -> Plan:
+        return plan_joint(bases, bucket_bytes, sharded)
+
+    def shards(self) -> list[Shard]:
+        assert self._bases, "the ranks have not agreed on the layout"
+        offloaded = self._model.offloaded()
+        if offloaded:
+            return [self._shard(index, offloaded) for index in range(len(self._bases))]
+        if not self._shards:
+            self._shards = [self._shard(index, {}) for index in range(len(self._bases))]
+        return self._shards
+
+    def _shard(self, index: int, offloaded: dict[int, torch.Tensor]) -> Shard:
+        if index not in self._mine:
+            return Shard(self._bases[index], _nothing)
+        tensor = self._model.tensors[self._mine[index]]
+        home = offloaded.get(tensor.untyped_storage()._cdata)
+        return Shard(self._bases[index], partial(flat, tensor, home), run=None if home is not None else tensor)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def _nothing() -> torch.Tensor:
+    return torch.empty(0)
+
+
+def _model_parallel_groups() -> tuple[tuple[int, ...], ...]:
+    from megatron.core import parallel_state as mpu
+
+    groups = (mpu.get_model_parallel_group(), mpu.get_expert_tensor_model_pipeline_parallel_group())
+    return tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
+
+
+def _group_of_replica(members: list[tuple[int, ...]]) -> dist.ProcessGroup | None:
+    """Collective. A communicator costs device memory, so Megatron's own groups are used where they fit."""
+    from megatron.core import parallel_state as mpu
+
+    rank = dist.get_rank()
+    if len(members[0]) == 1:
+        return None
+    if len(members) == 1:
+        return dist.group.WORLD
+    candidates = (mpu.get_model_parallel_group(), mpu.get_expert_tensor_model_pipeline_parallel_group())
+    for group in candidates:
+        # Replicas are alike, so all ranks come to the same choice
+        if tuple(dist.get_process_group_ranks(group)) in members:
+            return group
+    groups = [dist.new_group(list(ranks)) for ranks in members]
+    return next(group for ranks, group in zip(members, groups, strict=True) if rank in ranks)

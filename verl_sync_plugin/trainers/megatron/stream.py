@@ -1,0 +1,98 @@
+"""The trainer's own weight stream in buckets, for bridges whose conversions cannot be read in advance.
+
+The stream gathers and converts tensor by tensor, with its own collectives; what it saves is everything behind it: one
+wire dtype, byte buckets, one load per bucket. Every rank has all tensors, so nothing else is gathered.
+
+Device memory beyond the two buckets: the tensors of one bucket, and what the stream itself needs for one tensor.
+
+Hazard: a rank that fails inside the stream leaves the others in its collective, until that times out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.tensors import Base, View
+from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy, dtype_name
+
+Stream = Iterable[tuple[Any, ...]]  # (HF name, full tensor, ...)
+
+
+class StreamSource(ParameterSource):
+    """Runs a stream once to learn names, shapes and dtypes, then once per sync.
+
+    Args:
+        open_stream: starts the stream; yields full HF tensors in the same order on every rank and every time.
+        policy: wire dtypes.
+    """
+
+    def __init__(self, open_stream: Callable[[], Stream], policy: WirePolicy) -> None:
+        super().__init__()
+        self._open = open_stream
+        self._policy = policy
+        self._bases: list[Base] = []
+        self._order: list[int | None] = []  # base of each tensor of the stream; a second time is None
+        self._known: list[tuple[str, torch.Size, torch.dtype]] = []
+        self._stream: Iterator[tuple[Any, ...]] | None = None
+        self._passed = 0
+        self._held: dict[int, torch.Tensor] = {}
+
+    def shards(self) -> list[Shard]:
+        """All bases. Collective the first time."""
+        self.release()
+        if not self._bases:
+            self._learn()
+        return [Shard(base, partial(self._held_now, index)) for index, base in enumerate(self._bases)]
+
+    def release(self) -> None:
+        """Ends a stream that is under way, with all the tensors it and this source hold."""
+        if isinstance(self._stream, Generator):
+            self._stream.close()
+        self._stream, self._passed, self._held = None, 0, {}
+
+    def _learn(self) -> None:
+        places: dict[str, int] = {}
+        bases: list[Base] = []
+        self._order, self._known = [], []
+        for name, tensor, *_ in self._open():  # some releases of Megatron-Bridge add its own name
+            self._known.append((name, tensor.shape, tensor.dtype))
+            # Tied weights come under one name from the first and from the last pipeline stage
+            self._order.append(None if name in places else len(bases))
+            if name not in places:
+                places[name] = len(bases)
+                wire = self._policy.of_parameter([name], tensor.dtype)
+                view = View(name, tuple(tensor.shape), 0, tensor.numel())
+                bases.append(Base(name, dtype_name(wire), wire.itemsize, (tensor.numel(),), (view,)))
+        self._bases = bases
+
+    def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
+        """Collective: runs the stream up to the last of these bases, and keeps these. Its collectives are its own.
+
+        Raises:
+            ValueError: the stream has changed since it was learnt.
+        """
+        yield from ()
+        self._held = {index: tensor for index, tensor in self._held.items() if index >= bases[0]}
+        if self._stream is None:
+            self._stream = iter(self._open())
+        while self._passed < len(self._order) and not self._held.keys() >= set(bases):
+            name, tensor, *_ = next(self._stream, ("", torch.empty(0)))
+            known = self._known[self._passed]
+            if (name, tensor.shape, tensor.dtype) != known:
+                self._bases = []  # the next sync learns it anew
+                raise ValueError(
+                    f"the trainer's weight stream has changed: {known[0]!r} {known[2]} {tuple(known[1])} is now "
+                    f"{name!r} {tensor.dtype} {tuple(tensor.shape)}; the next sync takes it as it is then"
+                )
+            place = self._order[self._passed]
+            self._passed += 1
+            if place is not None:
+                self._held[place] = tensor.detach().reshape(-1)
+
+    def _held_now(self, index: int) -> torch.Tensor:
+        return self._held[index]

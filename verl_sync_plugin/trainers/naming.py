@@ -1,0 +1,111 @@
+"""From the trainer's state-dict names to the names of the model's checkpoint, as views.
+
+An engine's loader knows the tensors of a checkpoint. The trainer's model may hold them under other names and fused:
+transformers 5 keeps Mixtral's experts ``block_sparse_moe.experts.N.w1`` and ``w3`` as one ``mlp.experts.gate_up_proj``,
+and puts ``model.language_model.`` before the layers of many multimodal models. It undoes that when it saves a model;
+verl's stream unfuses experts, but always into the names of Qwen's. Both functions run here once, on meta tensors: a
+meta view keeps its storage, offset and strides, so what they do to the real tensor can be read off without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from verl_sync_plugin.layout.tensors import View
+from verl_sync_plugin.lora.names import is_adapter
+
+Rewrite = Callable[[Iterable[tuple[str, torch.Tensor]]], Iterator[tuple[str, torch.Tensor]]]
+
+
+def saved_names(names: list[str], unsaved: frozenset[str]) -> list[str]:
+    """The names of one parameter under which a checkpoint holds it.
+
+    Args:
+        names: all its names; several where it is tied.
+        unsaved: names that transformers leaves out of a checkpoint, since the model ties them to others. So does an
+            engine, and some of SGLang's classes (Gemma 3) know no such name.
+    """
+    return [name for name in names if name not in unsaved] or names
+
+
+def hf_views(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    start: int,
+    rewrite: Rewrite,
+    strides: tuple[int, ...] | None = None,
+) -> list[View]:
+    """The HF tensors that ``rewrite`` makes of one trainer tensor.
+
+    Args:
+        name: trainer's name.
+        shape: full shape.
+        dtype: any; only the layout matters.
+        start: first element of the tensor in its base.
+        rewrite: generator function from (name, tensor) pairs to (name, tensor) pairs.
+        strides: of the tensor in its base, in elements; ``None`` when it is contiguous.
+
+    Raises:
+        ValueError: ``rewrite`` computes new data instead of viewing the old.
+    """
+    whole = torch.empty(shape, dtype=dtype, device="meta")
+    if strides is not None:
+        whole = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    views = []
+    for hf_name, tensor in rewrite([(name, whole)]):
+        if tensor.untyped_storage()._cdata != whole.untyped_storage()._cdata or tensor.dtype != whole.dtype:
+            raise ValueError(
+                f"parameter {name!r} becomes {hf_name!r} by a computation, not by slicing; weight sync does not "
+                "support this model. Set actor_rollout_ref.rollout.custom.sync.enabled=False to run stock verl."
+            )
+        if tensor.numel():
+            views.append(_view(hf_name, tensor, start))
+    return views
+
+
+def _view(name: str, tensor: torch.Tensor, start: int) -> View:
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    strides = None if tensor.is_contiguous() else tuple(tensor.stride())
+    return View(name, tuple(tensor.shape), start + int(tensor.storage_offset()), span, strides)
+
+
+def verl_rewrite(model_type: str | None) -> Rewrite:
+    """verl's own rewriting of FSDP weight streams for a HF ``model_type``."""
+    from verl.workers.engine.fsdp.transformer_impl import unfuse_moe_params
+
+    return lambda pairs: unfuse_moe_params(pairs, model_type)
+
+
+def checkpoint_rewrite(model: Any) -> Rewrite:
+    """The names and shapes that transformers would save a model under, and then verl's own rewriting.
+
+    Args:
+        model: a HF model. Only one that ``from_pretrained`` made tells under which names its checkpoint holds what;
+            any other keeps its own names.
+    """
+    streamed = verl_rewrite(model.config.model_type)
+    # Qwen3-VL-MoE's transposes a checkpoint's tensor unless it is shaped as the model's, which its own always are
+    conversions = [each for each in getattr(model, "_weight_conversions", None) or () if not _asks_for_shape(each)]
+    if not conversions:
+        return streamed
+    from transformers.core_model_loading import revert_weight_conversion
+
+    loaded: Any = SimpleNamespace(config=model.config, _weight_conversions=conversions)
+
+    def saved(pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in pairs:
+            if is_adapter(name):
+                yield name, tensor
+            else:
+                yield from revert_weight_conversion(loaded, {name: tensor}).items()
+
+    return lambda pairs: streamed(saved(pairs))
+
+
+def _asks_for_shape(conversion: Any) -> bool:
+    return any(getattr(operation, "check_dims", False) for operation in getattr(conversion, "operations", ()))

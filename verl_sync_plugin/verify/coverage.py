@@ -1,0 +1,53 @@
+"""What a sync that does not write every engine parameter means."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from verl_sync_plugin.config.settings import KEY_PREFIX, TURN_OFF, SyncConfig
+from verl_sync_plugin.log import say
+from verl_sync_plugin.transport.protocol import Coverage
+
+
+def check_coverage(
+    coverage: Coverage, config: SyncConfig, restores_uncovered: bool, first: bool, sent: Collection[str]
+) -> None:
+    """Accepts full coverage, or constants that the engine restores by itself.
+
+    A host copy holds what the engine loaded at its start. That justifies what no sync ever writes, not a weight that is
+    synced in part, nor one that the trainer sends under its name: these would be as old as the run.
+
+    Args:
+        coverage: what the engine rank's ledger found.
+        config: for the message.
+        restores_uncovered: the engine keeps a host copy of real weights.
+        first: say in the log what is left to the host copy.
+        sent: names of the tensors that the trainer sends.
+
+    Raises:
+        RuntimeError: parameters are written in part, or unwritten and lost while the engine slept; names them and the
+            remedy.
+    """
+    if not coverage.missing:
+        return
+    stale = [each for each in coverage.missing if each[1] or each[0] in sent]
+    if stale:
+        raise RuntimeError(
+            f"the sync writes {len(stale)} of {coverage.expected} engine parameters not, or only in part, although the "
+            f"trainer sends them: {_shown(stale)}. "
+            f"SGLang does not load this model whole from what the trainer sends. Use another model, or {TURN_OFF}."
+        )
+    text = f"the sync leaves {len(coverage.missing)} of {coverage.expected} engine parameters unwritten: "
+    text += _shown(coverage.missing)
+    if not restores_uncovered:
+        raise RuntimeError(
+            f"{KEY_PREFIX}.weights_cpu_backup={config.weights_cpu_backup!r}: {text}. Without a host copy of real "
+            f"weights they were lost while the engine slept. Set {KEY_PREFIX}.weights_cpu_backup=on and "
+            "actor_rollout_ref.rollout.load_format=auto."
+        )
+    if first:
+        say(f"{text}; the engine keeps what it loaded at its start")
+
+
+def _shown(missing: Sequence[tuple[str, int, int]]) -> str:
+    return ", ".join(f"{name} ({wrote} of {total} elements)" for name, wrote, total in missing[:5])

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the engine takes in every byte that the trainer sends.
+
+The ledger proves that every parameter of the engine is written. This is the other half: SGLang's models leave out names
+that they do not know (verl streams ``mlp.experts.0.gate_proj.weight``, and a Mixtral of SGLang's expects another name),
+and go on with what they had. Each engine rank tells which bytes of every tensor its model uses (``receiver/uses.py``),
+and what the ranks of one engine use together must be everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+
+import numpy as np
+
+from verl_sync_plugin.config.settings import TURN_OFF
+from verl_sync_plugin.copies.hulls import numbers_of
+from verl_sync_plugin.layout.tensors import Plan
+from verl_sync_plugin.transport.agreement import Agreement
+from verl_sync_plugin.transport.protocol import Line, Used
+
+NAMED = 5  # tensors in a message
+
+
+class UseCheck:
+    """Asks once per plan, and again when an engine rank's model has changed.
+
+    Args:
+        agreement: where ranks settle.
+        ranks: global trainer ranks beside the ranks of this rank's engine.
+    """
+
+    def __init__(self, agreement: Agreement, ranks: Sequence[int]) -> None:
+        self._agreement = agreement
+        self._ranks = tuple(ranks)
+        self._proven = ""
+        self._used: Used | None = None
+
+    def asks(self, plan: Plan) -> bool:
+        """Whether the engine ranks are to tell before they load; the same on all ranks."""
+        return plan.digest != self._proven
+
+    def note(self, used: Used | None) -> bool:
+        """Keeps what an engine rank tells, which it tells once only; returns whether that was anything."""
+        self._used = used or self._used
+        return used is not None
+
+    def forget(self) -> None:
+        """On all ranks: the sync was given up before what they were told was compared."""
+        self._proven = ""
+
+    def compare(self, plan: Plan, loaded: bool) -> None:
+        """Collective: refuses a plan of which the engine leaves something out.
+
+        Args:
+            plan: what is sent.
+            loaded: True at the end of a sync, when every engine rank must know.
+
+        Raises:
+            SyncError: bytes of some tensors are used by no rank of an engine; names them, the same text on every rank.
+        """
+        self._proven = ""
+        everywhere = self._agreement.gather("exchanging what the engine uses", self._used)
+        known = all(each is not None and each.readings is not None for each in everywhere)
+        with self._agreement.attempt():
+            if known:
+                _refuse_left_out(plan, [each for rank in self._ranks if (each := everywhere[rank]) is not None])
+            elif loaded:
+                raise RuntimeError("the engine did not tell which of the tensors sent it uses")
+        self._agreement.settle("checking what the engine uses")
+        if known:
+            self._proven = plan.digest
+
+
+def _refuse_left_out(plan: Plan, told: list[Used]) -> None:
+    names = list(numbers_of(bucket.entries for bucket in plan.buckets))
+    found = left_out(len(names), told)
+    if not found:
+        return
+    shown = ", ".join(f"{names[number]} ({unused} of {nbytes} bytes)" for number, unused, nbytes in found[:NAMED])
+    more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+    raise ValueError(
+        f"SGLang's {told[0].model} leaves out {len(found)} of the {len(names)} tensors that the trainer sends: "
+        f"{shown}{more}. It would generate from other weights than are trained, and so it would with stock verl, which "
+        f"does not notice. Use a model that SGLang takes in whole; or, if what is left out does not matter, {TURN_OFF}."
+    )
+
+
+def left_out(tensors: int, told: Iterable[Used]) -> list[tuple[int, int, int]]:
+    """Tensors of which the ranks of one engine together use less than everything.
+
+    Args:
+        tensors: how many there are.
+        told: what each rank of the engine uses.
+
+    Returns:
+        Number, unused bytes and all bytes of each, in ascending order.
+    """
+    lines: dict[int, list[tuple[Line, ...]]] = {number: [] for number in range(tensors)}
+    sizes: dict[int, int] = {}
+    for used in told:
+        for nbytes, found, numbers in used.readings or ():
+            for number in numbers:
+                lines[number].append(found)
+                sizes[number] = nbytes
+    unused = ((n, sizes.get(n, 0) - _covered(tuple(of_rank))) for n, of_rank in lines.items())
+    return [(number, missing, sizes.get(number, 0)) for number, missing in unused if missing or number not in sizes]
+
+
+@cache
+def _covered(ranks: tuple[tuple[Line, ...], ...]) -> int:
+    """Bytes in the union of lines, of which there are a few kinds in a model of thousands of tensors."""
+    starts, ends = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for first, width, count, stride in dict.fromkeys(line for lines in ranks for line in lines):
+        begin = first + np.arange(count, dtype=np.int64) * stride
+        starts.append(begin)
+        ends.append(begin + width)
+    low, high = np.concatenate(starts), np.concatenate(ends)
+    order = np.argsort(low, kind="stable")
+    low, reached = low[order], np.maximum.accumulate(high[order])
+    before = np.concatenate((low[:1], reached[:-1]))
+    return int(np.clip(reached - np.maximum(low, before), 0, None).sum())
