@@ -75,7 +75,7 @@ class Plugin:
         return await self._manager.finish([])
 
     def close(self) -> None:
-        self._manager._sender.close()
+        self._manager.sender.close()
 
 
 def make(variant: str, server: Any, named: list[tuple[str, Any]], bucket_mb: int, device: str) -> Stock | Plugin:

@@ -33,7 +33,7 @@ def after_three_syncs(member: Rank) -> None:
     """Buckets of a set size first, then a manager that chooses: it fails once, and all ranks come to the same size."""
     stories.three_syncs(member)
     device, fixed = Device(member), member.manager
-    fixed._sender.close()
+    fixed.sender.close()
     bucket = AutoBucket(0.0, device.read)
     member.manager = type(fixed)(fixed.engine, member.endpoint, fixed.config, bucket, torch.device("cpu"))
     _fails_to_wake(member)
@@ -48,7 +48,7 @@ def after_three_syncs(member: Rank) -> None:
     if member.endpoint.leader:
         assert device.asleep == [{"kv_cache", "weights"}, {"kv_cache"}], "measured once, with the weights back"
         assert member.endpoint.reports[-1]["bucket_bytes"] == 512 << 20
-    member.manager._sender.close()
+    member.manager.sender.close()
 
 
 def _fails_to_wake(member: Rank) -> None:

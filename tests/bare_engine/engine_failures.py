@@ -20,14 +20,14 @@ from verl_sync_plugin.transport.memory.exports import StagingExport
 def engine_refuses(member: Rank, version: int) -> str:
     """The engine's own loader rejects a tensor: the scheduler survives and says why."""
     manager = member.manager
-    plan = manager._planning.plan
+    plan = manager.planning.plan
     assert plan is not None
     victim = "model.layers.1.mlp.down_proj.weight"
     buckets = tuple(replace(b, entries=tuple(_transposed(e, victim) for e in b.entries)) for b in plan.buckets)
     broken = replace(plan, digest="broken", buckets=buckets)
-    manager._planning.plan = broken
+    manager.planning.plan = broken
     text = member.failing(version)
-    manager._planning.plan = plan
+    manager.planning.plan = plan
     assert "SGLang could not load the weights" in text, text
     return text
 
@@ -61,7 +61,7 @@ def engine_stalls(member: Rank, version: int) -> str:
 
 def bytes_change(member: Rank, version: int) -> str:
     """One bit flips in one rank's slot after it was hashed; the engine that reads it says so, whoever packed it."""
-    sender, last = member.manager._sender, dist.get_world_size() - 1
+    sender, last = member.manager.sender, dist.get_world_size() - 1
     honest, packed = sender.pack, 0
 
     def flipping(index: int, slot: int, shards: list[Shard]) -> None:
@@ -83,7 +83,7 @@ def peers_out_of_reach(member: Rank, version: int) -> None:
     """An engine rank cannot open another trainer rank's memory: this sync goes on gathered, and so do later ones."""
     manager, last = member.manager, dist.get_world_size() - 1
     assert manager.report.peer_bytes > 0 == manager.report.gathered_bytes, "the syncs before were sharded"
-    sender = manager._sender
+    sender = manager.sender
     honest = sender.export
 
     def elsewhere(reader: int) -> StagingExport:
@@ -91,13 +91,13 @@ def peers_out_of_reach(member: Rank, version: int) -> None:
         return honest(reader) if reader == last else gone
 
     sender.close()  # what is open stays open
-    manager._planning.agreed_digest = ""
+    manager.planning.agreed_digest = ""
     sender.export = elsewhere if member.rank == last else honest  # type: ignore[assignment, method-assign]
 
-    manager._delivery._choice = "sharded"
+    object.__setattr__(manager.config, "delivery", "sharded")
     with pytest.raises(SyncError, match="delivery=sharded: an engine rank cannot read other trainer ranks' memory"):
         member.sync(version)
-    manager._delivery._choice = "auto"
+    object.__setattr__(manager.config, "delivery", "auto")
     abandoned = len(member.endpoint.abandoned)
     for again in (version + 1, version + 2):
         trainer.perturb(member.trainer, seed=again)

@@ -63,8 +63,8 @@ def _fail_each(member: Rank, failures: tuple[Callable[[Rank, int], str], ...]) -
 def nothing_starts(member: Rank, version: int) -> str:
     """The engine cannot resume; then the first bucket cannot be packed. No load starts, and none is waited for."""
     manager, last = member.manager, dist.get_world_size() - 1
-    starts, waits = stories.count(manager._meeting, "ask"), stories.count(manager._meeting._arrivals, "turn_away")
-    resume, pack = member.endpoint.resume, manager._sender.pack
+    starts, waits = stories.count(manager.meeting, "ask"), stories.count(manager.meeting._arrivals, "turn_away")
+    resume, pack = member.endpoint.resume, manager.sender.pack
 
     async def broken_resume(tags: list[str]) -> None:
         raise RuntimeError("injected: cannot resume")
@@ -77,20 +77,20 @@ def nothing_starts(member: Rank, version: int) -> str:
     member.endpoint.resume = resume  # type: ignore[method-assign]
     assert "rank 0: RuntimeError: injected: cannot resume" in text, text
     if member.rank == last:
-        manager._sender.pack = broken_pack  # type: ignore[method-assign]
+        manager.sender.pack = broken_pack  # type: ignore[method-assign]
     text += member.failing(version)
-    manager._sender.pack = pack  # type: ignore[method-assign]
+    manager.sender.pack = pack  # type: ignore[method-assign]
     assert f"rank {last}: MemoryError: injected: cannot pack" in text, text
     assert not starts and not waits
     assert len(member.endpoint.abandoned) == (2 if member.endpoint.leader else 0), "the engine may not generate"
-    del manager._meeting.ask, manager._meeting._arrivals.turn_away  # type: ignore[misc]
+    del manager.meeting.ask, manager.meeting._arrivals.turn_away  # type: ignore[misc]
     return text
 
 
 @contextmanager
 def _shards(member: Rank, spoiled: Callable[[list[Shard]], list[Shard]], rank: int | None = None) -> Iterator[None]:
     """The source of one rank, or of all, hands out other shards meanwhile."""
-    source = member.manager._source
+    source = member.manager.source
     assert source is not None
     if rank in (None, member.rank):
         honest = source.shards
@@ -114,7 +114,7 @@ def planning_fails(member: Rank, version: int) -> str:
     assert time.monotonic() - started < 4, "somebody waited for an engine rank that had been turned away"
     text = str(caught.value)
     assert f"rank {last}: RuntimeError: injected: no such layer" in text, text
-    pending = member.manager._meeting.pending
+    pending = member.manager.meeting.pending
     assert not member.endpoint.leader or (pending is not None and pending.finished()), "asked for, and left again"
     return text
 
@@ -156,7 +156,7 @@ def trainer_diverges(member: Rank, version: int) -> str:
 def a_nan_is_gone_again(member: Rank, version: int) -> str:
     """What was packed is what counts, also when the parameter has changed back before anybody looks it up."""
     victim, part = trainer.part_of_last_rank(member.trainer)
-    sender, honest = member.manager._sender, member.manager._sender.pack
+    sender, honest = member.manager.sender, member.manager.sender.pack
 
     def packing(index: int, slot: int, shards: list[Shard]) -> None:
         before = part[7].item()
@@ -181,14 +181,14 @@ def names_unknown_to_the_engine(member: Rank, version: int) -> str:
         views = [tuple(replace(v, name=unknown) if v.name == known else v for v in s.base.views) for s in shards]
         return [replace(s, base=replace(s.base, views=found)) for s, found in zip(shards, views, strict=True)]
 
-    loads = stories.count(member.manager._sender, "load")
+    loads = stories.count(member.manager.sender, "load")
     member.endpoint._backup = True
     with _shards(member, renamed):
         text = member.failing(version)
     member.endpoint._backup = False
-    assert f"leaves out 1 of the {len(member.manager._planning.ready().names)} tensors" in text and unknown in text
+    assert f"leaves out 1 of the {len(member.manager.planning.ready().names)} tensors" in text and unknown in text
     assert not loads, "something was loaded"
-    del member.manager._sender.load  # type: ignore[method-assign]
+    del member.manager.sender.load  # type: ignore[method-assign]
     return text
 
 

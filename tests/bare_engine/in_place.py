@@ -18,21 +18,21 @@ def read_in_place(member: Rank) -> None:
     manager = member.manager
     trainer.share(member.trainer, member.folder)
     _synced(member, 1, in_place=False)
-    packs = stories.count(manager._sender, "pack")
+    packs = stories.count(manager.sender, "pack")
     _synced(member, 2, in_place=True)
-    assert not packs and not manager._sender.staged, "staging memory is given back"
-    told = manager._direct._told
+    assert not packs and not manager.sender.staged, "staging memory is given back"
+    told = manager.choice.direct.told
     _synced(member, 3, in_place=True, awake=True)
-    assert manager._direct._told == told, "told once"
+    assert manager.choice.direct.told == told, "told once"
 
     trainer.share(member.trainer, member.folder)
     _synced(member, 4, in_place=True)
-    assert manager._direct._told != told, "what moved is told anew"
+    assert manager.choice.direct.told != told, "what moved is told anew"
 
     _spoil_next_regions(member)
     trainer.share(member.trainer, member.folder)
     _synced(member, 5, in_place=False)  # the engine cannot map what it is told of: the same sync is staged
-    assert packs and manager._sender.staged
+    assert packs and manager.sender.staged
     _synced(member, 6, in_place=False)  # and it says so from then on
 
 
@@ -51,7 +51,7 @@ def _synced(member: Rank, version: int, in_place: bool, awake: bool = False) -> 
 
 def _spoil_next_regions(member: Rank) -> None:
     """The last rank tells of memory that is not there."""
-    direct = member.manager._direct
+    direct = member.manager.choice.direct
     honest = direct._look
 
     def spoiled(*args: Any) -> Live | None:

@@ -18,7 +18,7 @@ def three_syncs(member: Rank) -> None:
     """Three syncs with changing weights, each compared bit for bit; the last rank comes late to its listener, and the
     engine stays awake before the second."""
     if member.rank == dist.get_world_size() - 1:
-        before(member.manager._meeting, "ask", partial(time.sleep, 1.0))  # its engine rank has connected by then
+        before(member.manager.meeting, "ask", partial(time.sleep, 1.0))  # its engine rank has connected by then
     order = _order_of(member)
     for version in (1, 2, 3):
         trainer.perturb(member.trainer, seed=version)
@@ -27,7 +27,7 @@ def three_syncs(member: Rank) -> None:
         assert all(map(torch.equal, kept, trainer.local_state(member.trainer))), "the sync changed the trainer"
         member.check_exact(f"v{version}")
         if version == 1:
-            releases = count(member.manager._source, "release")
+            releases = count(member.manager.source, "release")
         if member.endpoint.leader:
             assert order[0] == ("asked" if version == 2 else "plan"), "what is awake comes while the ranks plan"
             assert version == 2 or order.index("pack") < order.index("resumed"), "packed while the engine resumed"
@@ -47,8 +47,8 @@ def _order_of(member: Rank) -> list[str]:
         order.append("resumed")
 
     for owner, method, word in (
-        (member.manager, "_agree_on_plan", "plan"),
-        (member.manager._sender, "pack", "pack"),
+        (member.manager.planning, "agree", "plan"),
+        (member.manager.sender, "pack", "pack"),
         (member.endpoint, "start_load", "asked"),
     ):
         before(owner, method, partial(order.append, word))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 
 from verl_sync_plugin.layout.shard import Shard
@@ -11,9 +13,10 @@ from verl_sync_plugin.trainers.base import ParameterSource
 class WorldSource(ParameterSource):
     """Shares every base out over all ranks; the shards come from the test."""
 
-    def __init__(self) -> None:
+    def __init__(self, shards: Sequence[Shard] = ()) -> None:
         super().__init__()
         self._group = dist.group.WORLD
+        self._shards = shards
 
     def shards(self) -> list[Shard]:
-        raise AssertionError("not asked for")
+        return list(self._shards)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from worlds import run_world
 
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.sync.delivery import shared as delivery
+from verl_sync_plugin.sync.delivery import sharded
+from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.transport.agreement import Agreement
 
 
@@ -19,18 +21,19 @@ def decided(choice: str, hosts: tuple[str, ...], group_size: int) -> tuple[bool,
     rank, groups = dist.get_rank(), []
     for first in range(0, dist.get_world_size(), group_size):
         groups.append(dist.new_group(list(range(first, first + group_size)), backend="gloo"))
-    made = delivery.Delivery(SyncConfig(delivery=choice), Agreement(20))
-    with mock.patch.object(delivery, "host_name", lambda: hosts[rank]):
+    agreement = Agreement(20)
+    made = sharded.Sharded(SyncConfig(delivery=choice), agreement, BucketSender(torch.device("cpu"), 20))
+    with mock.patch.object(sharded, "host_name", lambda: hosts[rank]):
         try:
             made.decide(groups[rank // group_size])
         except SyncError as error:
-            return made.sharded, str(error)
-    assert made.decided
-    return made.sharded, ""
+            return bool(made.possible), str(error)
+    assert made.possible is not None
+    return made.possible, ""
 
 
 @pytest.mark.parametrize(
-    ("choice", "hosts", "group_size", "sharded"),
+    ("choice", "hosts", "group_size", "expected"),
     [
         ("auto", ("a",) * 4, 4, True),
         ("auto", ("a",) * 4, 2, True),
@@ -43,9 +46,9 @@ def decided(choice: str, hosts: tuple[str, ...], group_size: int) -> tuple[bool,
     ],
 )
 def test_sharded_where_every_group_is_on_one_host(
-    choice: str, hosts: tuple[str, ...], group_size: int, sharded: bool
+    choice: str, hosts: tuple[str, ...], group_size: int, expected: bool
 ) -> None:
-    assert run_world(4, decided, choice, hosts, group_size, timeout=60) == [(sharded, "")] * 4
+    assert run_world(4, decided, choice, hosts, group_size, timeout=60) == [(expected, "")] * 4
 
 
 def test_several_hosts_refuse_sharded() -> None:

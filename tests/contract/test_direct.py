@@ -13,8 +13,9 @@ from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, View
-from verl_sync_plugin.sync.delivery.direct import Direct
-from verl_sync_plugin.sync.delivery.shared import PeersUnreachableError
+from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.sync.delivery.base import PeersUnreachableError, Sync
+from verl_sync_plugin.sync.delivery.choice import Choice
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed, Coverage
@@ -29,47 +30,45 @@ def memory_of(shared: bool, folder: str) -> torch.Tensor:
     return torch.empty(0).set_(storage, 0, (64,)).fill_(1.0)
 
 
-def decided(choice: str, able: tuple[bool, bool], sharded: bool, folder: str) -> tuple[list[tuple[bool, bool]], str]:
-    """(direct, staging to be made) of two syncs, before and after the engine has said that it can; and the error."""
+def decided(choice: str, able: tuple[bool, bool], sharded: bool, folder: str) -> tuple[list[bool], str]:
+    """Whether two syncs were direct, before and after the engine has said that it can; and the error."""
     agreement, sender = Agreement(20.0), BucketSender(CPU, 20.0)
-    direct = Direct(SyncConfig(delivery=choice), agreement, sender, CPU)
+    ways = Choice(SyncConfig(delivery=choice), agreement, sender, CPU)
+    direct = ways.direct
     run = memory_of(able[dist.get_rank()], folder)
     shards = [Shard(Base("w", "bfloat16", 2, (64, 64), (View("w", (128,), 0, 128),)), lambda: run, run=run)]
-    plan, found = plan_buckets((shards[0].base,), 4096, sharded), []
+    plan, found = plan_buckets((shards[0].base,), 4096, sharded), list[bool]()
+    sync = Sync("1", plan, WorldSource(), shards, SyncReport())
     try:
         for _ in range(2):
-            stage = direct.agree(plan, WorldSource(), shards, unstaged=True)
-            found.append((direct.active, stage))
-            direct.note(Committed(Coverage(1, ())), plan)
-        if direct.active:
-            assert len(direct._lives) == 2 and direct._place == dist.get_rank()
-            direct.fall_back(PeersUnreachableError("injected"))
-            found.append((direct.active, direct.agree(plan, WorldSource(), shards, unstaged=True)))
+            found.append(ways.of(sync) is direct)
+            ways.note(Committed(Coverage(1, ())), plan)
+        if found[-1]:
+            assert direct.told
+            ways.fall_back(PeersUnreachableError("injected"))
+            found.append(ways.of(sync) is direct)
     except SyncError as error:
         return found, str(error)
     return found, ""
 
 
-STAGED = (False, True)
-
-
 @pytest.mark.parametrize(
     ("choice", "able", "sharded", "found", "error"),
     [
-        ("auto", (True, True), True, [STAGED, (True, False), STAGED], ""),
-        ("auto", (True, False), True, [STAGED, STAGED], ""),
-        ("auto", (True, True), False, [STAGED, STAGED], ""),  # the ranks are on several hosts
-        ("sharded", (True, True), True, [STAGED, STAGED], ""),
-        ("gathered", (True, True), True, [STAGED, STAGED], ""),
-        ("direct", (True, False), True, [STAGED], "rank 1: 'w': its memory is private"),
-        ("direct", (True, True), True, [STAGED, (True, False)], "custom.sync.delivery=direct: an engine rank cannot"),
+        ("auto", (True, True), True, [False, True, False], ""),
+        ("auto", (True, False), True, [False, False], ""),
+        ("auto", (True, True), False, [False, False], ""),  # the ranks are on several hosts
+        ("sharded", (True, True), True, [False, False], ""),
+        ("gathered", (True, True), True, [False, False], ""),
+        ("direct", (True, False), True, [False], "rank 1: 'w': its memory is private"),
+        ("direct", (True, True), True, [False, True], "custom.sync.delivery=direct: an engine rank cannot"),
     ],
 )
 def test_all_ranks_or_none(
     choice: str,
     able: tuple[bool, bool],
     sharded: bool,
-    found: list[tuple[bool, bool]],
+    found: list[bool],
     error: str,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
@@ -83,17 +82,17 @@ def test_all_ranks_or_none(
 def refused(answers: tuple[str | None, str | None], folder: str) -> tuple[list[bool], str]:
     """Whether two syncs were direct, after the engine ranks have answered (``None``: the commit failed); the error."""
     agreement, sender = Agreement(20.0), BucketSender(CPU, 20.0)
-    direct, found = Direct(SyncConfig(delivery="direct"), agreement, sender, CPU), list[bool]()
+    ways, found = Choice(SyncConfig(delivery="direct"), agreement, sender, CPU), list[bool]()
     run = memory_of(True, folder)
     shards = [Shard(Base("w", "bfloat16", 2, (64, 64), (View("w", (128,), 0, 128),)), lambda: run, run=run)]
     plan = plan_buckets((shards[0].base,), 4096, True)
+    sync = Sync("1", plan, WorldSource(), shards, SyncReport())
     if (answer := answers[dist.get_rank()]) is not None:
-        direct.note(Committed(Coverage(1, ()), obstacle=answer), plan)
+        ways.note(Committed(Coverage(1, ()), obstacle=answer), plan)
     try:
         for _ in range(2):
-            direct.agree(plan, WorldSource(), shards, unstaged=True)
-            found.append(direct.active)
-            direct.note(Committed(Coverage(1, ())), plan)
+            found.append(ways.of(sync) is ways.direct)
+            ways.note(Committed(Coverage(1, ())), plan)
     except SyncError as error:
         return found, str(error)
     return found, ""

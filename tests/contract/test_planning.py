@@ -14,10 +14,14 @@ from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, View
-from verl_sync_plugin.sync.delivery.shared import Delivery
+from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.sync.delivery.base import Sync
+from verl_sync_plugin.sync.delivery.choice import Choice
 from verl_sync_plugin.sync.planning import Planning
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.transport.agreement import Agreement
+
+CPU = torch.device("cpu")
 
 
 def shards_of(numel: int) -> list[Shard]:
@@ -27,17 +31,16 @@ def shards_of(numel: int) -> list[Shard]:
 
 def fail_in_between() -> tuple[bool, bool]:
     """Whether engines are told of the staging memory in use: at first, and after a plan that failed."""
-    agreement, sender = Agreement(20.0), BucketSender(torch.device("cpu"), 20.0)
-    delivery = Delivery(SyncConfig(), agreement)
-    planning, source = Planning(agreement, sender, delivery), WorldSource()
+    agreement, sender = Agreement(20.0), BucketSender(CPU, 20.0)
+    choice, planning = Choice(SyncConfig(), agreement, sender, CPU), Planning(agreement)
 
     def told() -> bool:
-        return delivery._stagings[delivery._place].key == sender.export().key
+        return choice.sharded.told.key == sender.export().key
 
     def staged(numel: int) -> None:
-        planning.agree(source, shards_of(numel), 4096)
-        if planning.unstaged:
-            planning.stage(source)
+        source = WorldSource(shards_of(numel))
+        plan, shards = planning.agree(source, 4096, choice.sharded_plans(source))
+        choice.of(Sync("1", plan, source, shards, SyncReport()))
 
     staged(64)
     first = told()

@@ -13,12 +13,14 @@ import torch.distributed as dist
 from lora_models import CPU, Layout, Variant, deliver, merging_source, peft_model, shard
 from worlds import run_world
 
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Plan
 from verl_sync_plugin.report.sync_report import SyncReport
-from verl_sync_plugin.sync.delivery.gathered import BucketStream
+from verl_sync_plugin.sync.delivery.base import Sync
+from verl_sync_plugin.sync.delivery.gathered import Gathered
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.trainers.lora_source import MergingSource
 from verl_sync_plugin.transport.agreement import Agreement
@@ -54,8 +56,8 @@ def first_buckets(
     source: MergingSource, plan: Plan, shards: list[Shard], agreement: Agreement, sender: BucketSender
 ) -> None:
     sender.reserve(plan)
-    sender.begin(plan, 0 if source.group is None else dist.get_rank(source.group), hashed=False, finite=False)
-    BucketStream(agreement, sender, plan, shards, source, SyncReport()).fill_ahead()
+    config = SyncConfig(verify_hashes=False, check_finite=False)
+    Gathered(config, agreement, sender).fill(Sync("1", plan, source, shards, SyncReport()))
 
 
 def fail_on_the_last_rank(layout: Layout, where: str) -> tuple[str, float]:

@@ -13,12 +13,14 @@ import torch.distributed as dist
 from worlds import run_world
 
 from contract.sources import WorldSource
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.layout.tensors import Base, View
+from verl_sync_plugin.layout.tensors import Base, Plan, View
 from verl_sync_plugin.report.sync_report import SyncReport
-from verl_sync_plugin.sync.delivery.sharded import ShardedStream
+from verl_sync_plugin.sync.delivery.base import Sync
+from verl_sync_plugin.sync.delivery.sharded import Sharded
 from verl_sync_plugin.sync.sender import SLOTS
 from verl_sync_plugin.transport.agreement import Agreement
 
@@ -40,6 +42,9 @@ class Noting:
         if self._broken == (what, bucket):
             raise MemoryError(f"injected: {what} {bucket}")
         self.notes.append((time.monotonic(), self.rank, what, bucket))  # one clock for all processes of a host
+
+    def begin(self, plan: Plan, rank: int, hashed: bool, finite: bool) -> None:
+        pass
 
     def pack(self, index: int, slot: int, shards: list[Shard]) -> None:
         assert index % SLOTS == slot
@@ -68,10 +73,11 @@ def stream(buckets: int, slow_engine: int, slow_trainer: int, broken: tuple[str,
     plan = plan_buckets(bases, 64, sharded=True)
     assert len(plan.buckets) == buckets
     sender = Noting(slow_engine, slow_trainer, broken)
-    running = ShardedStream(Agreement(20.0), sender, plan, [], WorldSource(), SyncReport())  # type: ignore[arg-type]
+    running = Sharded(SyncConfig(), Agreement(20.0), sender)
+    sync = Sync("1", plan, WorldSource(), [], SyncReport())
     try:
-        running.fill_ahead()
-        running.run()
+        running.fill(sync)
+        running.run(sync)
     except SyncError as error:
         return sender.notes, str(error)
     return sender.notes, ""

@@ -42,15 +42,15 @@ def of_third_sync(model_path: str, layout: Layout, bucket_bytes: int, how: str) 
     one_sync(manager)
     with ExitStack() as stack:
         calls = {n: stack.enter_context(mock.patch.object(dist, n, wraps=getattr(dist, n))) for n in COLLECTIVES}
-        with manager:
-            plan, source = manager._planning.plan, manager._source
-            assert plan is not None and source is not None and manager._sender._staging is not None
-            rank = 0 if source.group is None else dist.get_rank(source.group)
-            manager._sender.begin(plan, rank, hashed=False, finite=False)
-            with Allocations() as allocations:
-                for index, bucket in enumerate(plan.buckets):
-                    manager._sender.pack(index, index % SLOTS, manager._shards)
-                    if not plan.sharded:
-                        manager._sender.gather(bucket, index % SLOTS, rank, source.group)
+        sync = manager.plan("third")
+        manager.choice.of(sync)
+        plan = sync.plan
+        manager.sender.begin(plan, sync.rank, hashed=False, finite=False)
+        with Allocations() as allocations:
+            for index, bucket in enumerate(plan.buckets):
+                manager.sender.pack(index, index % SLOTS, sync.shards)
+                if not plan.sharded:
+                    manager.sender.gather(bucket, index % SLOTS, sync.rank, sync.source.group)
+        assert manager.sender._staging is not None
         counts = {name: call.call_count for name, call in calls.items() if call.call_count}
-        return counts, len(plan.buckets), manager._sender._staging.memory.numel(), allocations.largest
+        return counts, len(plan.buckets), manager.sender._staging.memory.numel(), allocations.largest

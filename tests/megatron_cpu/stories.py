@@ -24,12 +24,14 @@ from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.receiver.assembly import Assembler
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sharding_manager.megatron_sglang import MegatronSGLangShardingManager
+from verl_sync_plugin.sync.delivery.base import Sync
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.sender import STAGING_BUCKETS
 from verl_sync_plugin.trainers import activation
 from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy
 from verl_sync_plugin.trainers.megatron.model import unwrapped
 from verl_sync_plugin.trainers.megatron.stream import StreamSource
+from verl_sync_plugin.trainers.megatron.trainer import MegatronTrainer
 
 State = dict[str, torch.Tensor]
 
@@ -47,24 +49,25 @@ def manager_of(engine: Any, bucket_bytes: int, wire: str = "auto", delivery: str
 def one_sync(manager: ShardingManager) -> State:
     """Everything that arrives; the trainer is not written to."""
     before = [p._version for chunk in manager.engine.module for p in chunk.parameters()]
-    with manager:
-        got = deliver(manager)
+    sync = manager.plan("one")
+    manager.choice.of(sync)
+    got = deliver(manager, sync)
+    sync.source.release()
     assert before == [p._version for chunk in manager.engine.module for p in chunk.parameters()]
     return got
 
 
-def deliver(manager: ShardingManager) -> State:
+def deliver(manager: ShardingManager, sync: Sync) -> State:
     """Runs all buckets through the manager's staging memory; a mapping of its own reads it, as in the engine."""
-    plan, source, sender = manager._planning.plan, manager._source, manager._sender
-    assert plan is not None and source is not None
-    reader = Reader(plan, source, sender)
+    plan, source = sync.plan, sync.source
+    reader = Reader(plan, source, manager.sender)
     assert reader.staging_bytes <= STAGING_BUCKETS * manager._bucket_bytes
     assembler = Assembler(frozenset(entry.name for bucket in plan.buckets for entry in bucket.entries))
     got: State = {}
     for index, bucket in enumerate(plan.buckets):
         for _ in source.prepare(bucket.bases):
             pass
-        memory = reader.receive(index, manager._shards)
+        memory = reader.receive(index, sync.shards)
         for name, tensor in assembler.tensors(memory, bucket.entries):
             assert name not in got, f"{name} came twice"
             got[name] = tensor.clone()
@@ -110,7 +113,7 @@ def syncs(model_path: str, layout: Layout, wire: str = "bfloat16") -> list[str]:
             assert not same, f"training must have changed everything: {same}"
         for manager in managers:
             check_same(one_sync(manager), on_the_wire(expected, getattr(torch, wire)))
-            digests.append(manager._planning.agreed_digest)
+            digests.append(manager.planning.agreed_digest)
     return digests
 
 
@@ -118,7 +121,8 @@ class _StreamManager(MegatronSGLangShardingManager):
     """What Megatron-Bridge gets: the trainer's own stream in buckets."""
 
     def open_source(self) -> ParameterSource:
-        return StreamSource(self._bridge_stream, WirePolicy(torch.bfloat16))
+        assert isinstance(self.trainer, MegatronTrainer)
+        return StreamSource(self.trainer.bridge_stream, WirePolicy(torch.bfloat16))
 
 
 def streamed(model_path: str, layout: Layout) -> None:

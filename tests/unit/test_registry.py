@@ -8,6 +8,8 @@ from verl_sync_plugin.errors import RegistryConflictError
 from verl_sync_plugin.sharding_manager import get_sharding_manager, register_sharding_manager, registry
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.trainers.base import ParameterSource
+from verl_sync_plugin.trainers.fsdp import FSDP1Trainer, FSDP2Trainer
+from verl_sync_plugin.trainers.megatron.trainer import MegatronTrainer
 
 
 class Mine(ShardingManager):
@@ -33,10 +35,10 @@ def test_registered_manager_is_found() -> None:
 
 
 def test_built_in_managers() -> None:
-    for trainer in ("fsdp", "fsdp2"):
+    for trainer, backend in (("fsdp", FSDP1Trainer), ("fsdp2", FSDP2Trainer), ("megatron", MegatronTrainer)):
         manager = get_sharding_manager(trainer, "sglang")
         assert issubclass(manager, ShardingManager)
-        assert manager.trainer == trainer
+        assert manager.backend is backend
 
 
 def test_second_class_for_a_pair_is_refused() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+ADAPTER = "default"  # verl's name for its adapter
+
 _NOTHING: Mapping[str, str | None] = {}
 
 

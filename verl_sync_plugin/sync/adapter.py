@@ -14,15 +14,13 @@ import torch
 
 from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.lora.names import adapter_of
+from verl_sync_plugin.lora.names import ADAPTER, adapter_of
 from verl_sync_plugin.lora.serve import pack_adapter, served_name, served_settings
 from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint, abandon
 from verl_sync_plugin.trainers.bounded import reached
 from verl_sync_plugin.trainers.lora_source import MergingSource
 from verl_sync_plugin.transport.agreement import Agreement
-
-ADAPTER = "default"  # verl's name for it
 
 
 class AdapterSender:
@@ -54,16 +52,15 @@ class AdapterSender:
                 later sync succeeds.
         """
         try:
-            with agreement.attempt(), report.stage("plan"):
-                self._source.shards()
-            agreement.settle("planning the adapter")
+            with report.stage("plan"):
+                agreement.step("planning the adapter", self._source.shards)
             with report.stage("gather"):
                 factors = agreement.run("gathering the adapter", self._gather()) or {}
             agreement.settle("gathering the adapter")
-            with agreement.attempt(), report.stage("deliver_adapter"):
-                if endpoint.leader:
-                    await self._deliver(endpoint, factors, report, version)
-            agreement.settle("loading the adapter")
+            with report.stage("deliver_adapter"):
+                await agreement.step_async(
+                    "loading the adapter", lambda: self._deliver(endpoint, factors, report, version)
+                )
         except (SyncError, asyncio.CancelledError) as error:
             await abandon(endpoint, str(error) or repr(error))
             raise
@@ -83,6 +80,9 @@ class AdapterSender:
     async def _deliver(
         self, endpoint: RolloutEndpoint, factors: dict[str, torch.Tensor], report: SyncReport, version: str | None
     ) -> None:
+        """The leader of an engine has its adapter replaced."""
+        if not endpoint.leader:
+            return
         # Cloned: a view would be pickled with the whole bucket it lies in
         blob = pack_adapter({name: factor.cpu().clone() for name, factor in factors.items()})
         outcome = await endpoint.load_adapter(self._settings, blob, version)

@@ -1,4 +1,5 @@
-"""The end of a sync: what the engine ranks did is proven and taken down, and the engine has answered."""
+# SPDX-License-Identifier: Apache-2.0
+"""What is proven about a sync: before it, that the engine uses every byte; at its end, what the engine ranks did."""
 
 from __future__ import annotations
 
@@ -6,26 +7,25 @@ import torch
 
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.tensors import Plan
-from verl_sync_plugin.report.sync_report import SyncReport
-from verl_sync_plugin.sync.delivery.direct import Direct
+from verl_sync_plugin.sync.delivery.base import Delivery, Questions, Sync
+from verl_sync_plugin.sync.delivery.choice import Choice
 from verl_sync_plugin.sync.endpoint import PendingLoad, RolloutEndpoint
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.transport.agreement import Agreement
+from verl_sync_plugin.transport.protocol import Used
 from verl_sync_plugin.verify.coverage import check_coverage
 from verl_sync_plugin.verify.hashes import HashCheck, paired
 from verl_sync_plugin.verify.uses import UseCheck
 
 
-class Ending:
+class Commit:
     """Collective over the trainer ranks.
 
     Args:
         config: the sync's settings.
         agreement: where ranks settle.
         sender: speaks to the engine rank.
-        hashes: compares.
-        uses: proves that the engine takes in everything, also where only its load could tell.
-        direct: hears whether the engine rank can read parameters where they lie.
+        choice: hears what the engine rank can do in the next sync.
         endpoint: the engine.
     """
 
@@ -34,65 +34,78 @@ class Ending:
         config: SyncConfig,
         agreement: Agreement,
         sender: BucketSender,
-        hashes: HashCheck,
-        uses: UseCheck,
-        direct: Direct,
+        choice: Choice,
         endpoint: RolloutEndpoint,
     ) -> None:
         self._config = config
         self._agreement = agreement
         self._sender = sender
-        self._hashes = hashes
-        self._uses = uses
-        self._direct = direct
+        self._choice = choice
         self._endpoint = endpoint
+        self._hashes = HashCheck(agreement)
+        self._uses = UseCheck(agreement, endpoint.ranks)
+        self._told_of_coverage = False
 
-    async def commit(self, plan: Plan, report: SyncReport, pending: PendingLoad | None, first: bool) -> None:
+    def questions(self, plan: Plan) -> Questions:
+        """What the engine ranks are asked to do in a sync beside loading; the same on all ranks."""
+        return Questions(self._config.verify_hashes, self._hashes.whole(plan), self._uses.asks(plan))
+
+    def opened(self, plan: Plan, used: Used | None, questions: Questions) -> None:
+        """Refuses, before anything is loaded, a plan of which the engine leaves something out.
+
+        Raises:
+            SyncError: it does; names the tensors, the same text on every rank.
+        """
+        if questions.tell_use:
+            self._uses.note(used)
+            self._uses.compare(plan, loaded=False)
+
+    async def run(self, sync: Sync, delivery: Delivery, pending: PendingLoad | None) -> None:
         """Has the engine ranks finish, compares hashes, checks coverage both ways and waits for the engine's answer.
 
         Args:
-            plan: what was sent.
-            report: gets what the engine rank did.
+            sync: whose bytes have been loaded; its report gets what the engine rank did.
+            delivery: how they came.
             pending: the leader's load.
-            first: of the run; what is said once is said then.
 
         Raises:
             SyncError: any rank failed, or bytes changed on the way; the same text on every rank.
         """
-        verify, sums, new = self._config.verify_hashes, torch.empty(0), False
+        sums, news = torch.empty(0), False
         with self._agreement.attempt():
-            committed = self._sender.commit(tell=verify and not self._hashes.knows(plan))
-            self._direct.note(committed, plan)
-            unlearned, told = self._hashes.note(committed), self._uses.note(committed.used)
-            new = told or self._uses.asks(plan) or (verify and unlearned)
-            if verify:
-                sums = paired(self._sender.sums(), committed)
-            report.note(committed, plan, self._direct.active)
-            check_coverage(committed.coverage, self._config, self._endpoint.restores_uncovered, first, plan.names)
+            sums, news = self._ask(sync, delivery)
         # Before waiting for the engine's answer: it gives none while one of its ranks waits for us to hang up
         try:
-            new = self._agreement.settle("committing", waiting=new)
+            news = self._agreement.settle("committing", waiting=news)
         except BaseException:
             self._uses.forget()
             raise
         finally:
-            if self._direct.active:
-                # By now all engine ranks have unmapped it, also those that failed to commit; told of it again, they
-                # would open an export for the second time
-                with self._agreement.attempt():
-                    self._sender.unstage()
-        self._compare(plan, sums, new)
-        with self._agreement.attempt():
-            if pending is not None:
-                outcome = await pending.outcome(self._config.timeout_seconds)
-                report.stages = {"sleep": outcome.sleep_seconds, **report.stages}
-        self._agreement.settle("ending the engine's update")
-
-    def _compare(self, plan: Plan, sums: torch.Tensor, new: bool) -> None:
-        """Collective: what the engine uses and which bytes it read, where any rank has ``new`` to tell, and hashes."""
-        if new:
-            self._uses.compare(plan, loaded=True)
+            with self._agreement.attempt():
+                delivery.close()
+        if news:
+            self._uses.compare(sync.plan, loaded=True)
         if self._config.verify_hashes:
-            if new:
-                self._hashes.learn(plan)
+            if news:
+                self._hashes.learn(sync.plan)
             self._hashes.compare(sums)
+        await self._agreement.step_async("ending the engine's update", lambda: self._answered(sync, pending))
+
+    def _ask(self, sync: Sync, delivery: Delivery) -> tuple[torch.Tensor, bool]:
+        """Has the engine rank commit; returns both sides' hashes, and whether it told anything that the ranks have to
+        exchange."""
+        verify, plan = self._config.verify_hashes, sync.plan
+        committed = self._sender.commit(tell=verify and not self._hashes.knows(plan))
+        self._choice.note(committed, plan)
+        unlearned, told = self._hashes.note(committed), self._uses.note(committed.used)
+        news = told or self._uses.asks(plan) or (verify and unlearned)
+        sums = paired(self._sender.sums(), committed) if verify else torch.empty(0)
+        sync.report.note(committed, plan, delivery.in_place)
+        first, self._told_of_coverage = not self._told_of_coverage, True
+        check_coverage(committed.coverage, self._config, self._endpoint.restores_uncovered, first, plan.names)
+        return sums, news
+
+    async def _answered(self, sync: Sync, pending: PendingLoad | None) -> None:
+        if pending is not None:
+            outcome = await pending.outcome(self._config.timeout_seconds)
+            sync.report.stages = {"sleep": outcome.sleep_seconds, **sync.report.stages}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,21 @@ class RolloutEndpoint(ABC):
     @abstractmethod
     def ranks(self) -> tuple[int, ...]:
         """Global trainer ranks beside the engine's ranks, in tensor-parallel order."""
+
+    def refuse_adapter(self, settings: dict[str, Any]) -> None:  # noqa: B027  (an engine may serve any)
+        """Raises ValueError, with key and remedy, for an adapter that the engine cannot serve, or would misread.
+
+        Args:
+            settings: of PEFT's ``LoraConfig``.
+        """
+
+    def refuse_untied(self, architectures: Sequence[str], what: str) -> None:  # noqa: B027  (or untie all)
+        """Raises ValueError when the engine ties embedding and head of a model whatever its config says.
+
+        Args:
+            architectures: of the model's config.
+            what: makes embedding and head differ in the trainer, for the message.
+        """
 
     @abstractmethod
     async def resume(self, tags: list[str]) -> None:

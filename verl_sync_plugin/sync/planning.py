@@ -1,78 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plan of a run's syncs: made by every rank, compared between them, kept while the trainer's layout stays."""
 
 from __future__ import annotations
 
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Plan
-from verl_sync_plugin.sync.delivery.shared import Delivery
-from verl_sync_plugin.sync.sender import BucketSender, slot_limit
+from verl_sync_plugin.sync.sender import slot_limit
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.transport.agreement import Agreement
 
 
 class Planning:
-    """Keeps one plan, and on demand staging memory fit for it.
+    """Keeps one plan.
 
     Args:
         agreement: where ranks settle.
-        sender: owns the staging memory.
-        delivery: decides whether plans are sharded, and tells the ranks each other's staging memory.
+
+    Attributes:
+        plan: what this rank planned last; ``None`` before the first time.
+        agreed_digest: of the plan that all ranks have; empty when there is none.
     """
 
-    def __init__(self, agreement: Agreement, sender: BucketSender, delivery: Delivery) -> None:
+    def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
-        self._sender = sender
-        self._delivery = delivery
         self.plan: Plan | None = None
         self.agreed_digest = ""
-        self._staged = ""
 
-    def agree(self, source: ParameterSource, shards: list[Shard], bucket_bytes: int) -> Plan:
+    def agree(self, source: ParameterSource, bucket_bytes: int, sharded: bool) -> tuple[Plan, list[Shard]]:
         """Collective over the trainer ranks.
 
         Args:
-            source: what plans.
-            shards: all of this rank.
+            source: what is read, and plans.
             bucket_bytes: what the user sets.
+            sharded: see ``Plan``.
+
+        Returns:
+            The plan and all shards of this rank.
 
         Raises:
             SyncError: a rank could not plan, or planned something else; the same text on every rank.
         """
-        if not self._delivery.decided:
-            self._delivery.decide(source.group)
-        changed = True
-        with self._agreement.attempt():
-            if not self._agreement.failed:  # else the shards are none
-                changed = self._make(source, shards, bucket_bytes).digest != self.agreed_digest
-        if self._agreement.settle("planning the sync", waiting=changed):
-            digest = self.ready().digest
-            self.agreed_digest = ""
+        shards: list[Shard] = []
+
+        def changed() -> bool:
+            shards.extend(source.shards())
+            return self._make(source, shards, slot_limit(bucket_bytes), sharded).digest != self.agreed_digest
+
+        if self._agreement.any("planning the sync", changed):
+            digest, self.agreed_digest = self.ready().digest, ""
             self._agreement.same_on_all("the tensors to sync (plan digest)", digest)
             self.agreed_digest = digest
-        return self.ready()
+        return self.ready(), shards
 
-    def _make(self, source: ParameterSource, shards: list[Shard], bucket_bytes: int) -> Plan:
-        bases, sharded = tuple(shard.base for shard in shards), self._delivery.sharded
+    def _make(self, source: ParameterSource, shards: list[Shard], limit: int, sharded: bool) -> Plan:
+        bases = tuple(shard.base for shard in shards)
         if self.plan is None or self.plan.bases != bases or self.plan.sharded != sharded:
-            self.plan = source.plan(bases, slot_limit(bucket_bytes), sharded)
+            self.plan = source.plan(bases, limit, sharded)
         return self.plan
-
-    @property
-    def unstaged(self) -> bool:
-        """Whether ``stage`` is still to come for the plan, or was undone."""
-        return self._staged != self.ready().digest or not self._sender.staged
-
-    def stage(self, source: ParameterSource) -> None:
-        """Collective: makes staging memory for the plan, and tells the engine ranks where.
-
-        Raises:
-            SyncError: a rank has not enough memory, or cannot share it; the same text on every rank.
-        """
-        self._staged = ""  # what was there is gone even if this fails
-        with self._agreement.attempt():
-            self._sender.reserve(self.ready())
-        self._delivery.exchange(self._sender, source.group)
-        self._staged = self.ready().digest
 
     def ready(self) -> Plan:
         """The plan, once all ranks have settled on it."""

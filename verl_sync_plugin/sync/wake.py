@@ -29,42 +29,51 @@ class Waking:
         self._endpoint = endpoint
         self._device = device
 
-    async def resume(self, tags: list[str], report: SyncReport, work: Callable[[], None] | None = None) -> None:
-        """The leader has the engine resume ``tags`` while every rank does ``work``.
+    async def resume(self, tags: list[str], report: SyncReport, meanwhile: Callable[[], None] | None = None) -> None:
+        """The leader has the engine resume ``tags`` while every rank does something else.
 
         Args:
-            tags: memory tags, the same on all ranks.
-            report: gets the seconds of ``work`` as ``update_weights``, and those beyond it as ``resume_weights``.
-            work: may settle, and raise SyncError, on all ranks alike.
+            tags: memory tags, the same on all ranks; none when the engine is awake.
+            report: gets the seconds of ``meanwhile`` as ``update_weights``, and those beyond as ``resume_weights``.
+            meanwhile: may settle, and raise SyncError, on all ranks alike.
 
         Raises:
-            SyncError: any engine failed, or ``work`` did. The engine has answered by then, so that the next sync finds
-                it idle.
+            SyncError: any engine failed, or ``meanwhile`` did. The engine has answered by then, so that the next sync
+                finds it idle.
         """
+        if not tags:
+            if meanwhile is not None:
+                with report.stage("update_weights"):
+                    meanwhile()
+            return
         with self._agreement.attempt():
             note_device_memory(report, self._device, "asleep")
         before = report.stages.get("update_weights", 0.0)
         with report.stage("resume_weights"):
-            waking: asyncio.Future[None] | None = None
-            with self._agreement.attempt():
-                if tags and self._endpoint.leader:
-                    waking = asyncio.ensure_future(self._endpoint.resume(tags))
-                    await asyncio.sleep(0)  # it sends its request here: work blocks this loop
+            waking = await self._asked(tags)
             try:
-                if work is not None:
+                if meanwhile is not None:
                     with report.stage("update_weights"):
-                        work()
+                        meanwhile()
             except BaseException:
-                if waking is not None:
-                    await asyncio.gather(waking, return_exceptions=True)
+                await asyncio.gather(waking, return_exceptions=True)
                 raise
-            with self._agreement.attempt():
-                if waking is not None:
-                    await waking
+            with self._agreement.attempt():  # also on a rank that has failed: the engine is idle when this returns
+                await waking
             self._agreement.settle("resuming the engine's weights")
         report.stages["resume_weights"] -= report.stages.get("update_weights", 0.0) - before
         with self._agreement.attempt():
             note_device_memory(report, self._device, "weights")
+
+    async def _asked(self, tags: list[str]) -> asyncio.Future[None]:
+        """The engine's answer; on a rank that does not speak for it one that is there already."""
+        waking: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waking.set_result(None)
+        with self._agreement.attempt():
+            if self._endpoint.leader:
+                waking = asyncio.ensure_future(self._endpoint.resume(tags))
+                await asyncio.sleep(0)  # it sends its request here: what the caller does next blocks this loop
+        return waking
 
     async def finish(self, tags: list[str], report: SyncReport) -> None:
         """Stage 2: the engine resumes ``tags`` and flushes once.
@@ -73,12 +82,13 @@ class Waking:
             SyncError: any engine failed; the same text on every rank.
         """
         with report.stage("resume_kv"):
-            with self._agreement.attempt():
-                if self._endpoint.leader:
-                    await self._endpoint.finish(tags)
-            self._agreement.settle("resuming the engine's KV cache")
+            await self._agreement.step_async("resuming the engine's KV cache", lambda: self._finished(tags))
         with self._agreement.attempt():  # if this fails, the next sync does
             note_device_memory(report, self._device, "awake")
+
+    async def _finished(self, tags: list[str]) -> None:
+        if self._endpoint.leader:
+            await self._endpoint.finish(tags)
 
     async def publish(self, report: SyncReport) -> None:
         """The leader leaves the report with the engine; not collective."""
@@ -97,8 +107,5 @@ class Waking:
         with self._agreement.attempt():
             auto.before_resume()
         await self.resume(tags, report)
-        spare: int | None = None
-        with self._agreement.attempt():
-            spare = auto.spare(resumed=bool(tags))
-        self._agreement.settle("measuring free device memory")
+        spare = self._agreement.step("measuring free device memory", lambda: auto.spare(resumed=bool(tags)))
         return auto.agreed_bytes(self._agreement.gather("choosing a bucket size", spare))

@@ -6,14 +6,17 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, Plan
 from verl_sync_plugin.lora.names import is_adapter
+from verl_sync_plugin.transport.agreement import Agreement
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,12 @@ class ParameterSource(ABC):
 
     Lives as long as the trainer's model and keeps what it learned of the layout, so that a later sync only looks up
     where the shards are now (offloading moves them).
+
+    Attributes:
+        prepares: what travels is made on the way, by ``prepare``.
     """
+
+    prepares: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
@@ -50,6 +58,13 @@ class ParameterSource(ABC):
     def group(self) -> dist.ProcessGroup | None:
         """The ranks among which bases with several owners are sharded; ``None`` when there are none."""
         return self._group
+
+    def agree_on_layout(self, agreement: Agreement) -> None:  # noqa: B027  (where ranks hold alike parts)
+        """Collective, before ``shards``: the ranks tell each other who holds what, where they hold different parts.
+
+        Raises:
+            SyncError: any rank failed; the same text on every rank.
+        """
 
     @abstractmethod
     def shards(self) -> list[Shard]:
@@ -64,7 +79,7 @@ class ParameterSource(ABC):
         return plan_buckets(bases, bucket_bytes, sharded)
 
     def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
-        """Collective over ``group``: whatever the shards with these indices need from other ranks before packing.
+        """Collective over ``group``, where ``prepares``: what these shards need from other ranks before packing.
 
         Yields right before each collective, where all ranks settle (``Agreement.run``): what comes before may fail.
 
@@ -85,6 +100,31 @@ class ParameterSource(ABC):
     def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:
         """Names and this rank's part of what is merged into these bases; for messages."""
         return []
+
+
+class TrainerBackend(ABC):
+    """What one of verl's training engines brings to its syncs, on one rank.
+
+    Args:
+        engine: verl's training engine.
+        config: the sync's settings.
+        device: where the trainer computes.
+        rollout_dtype: ``rollout.dtype``, what ``wire_dtype=auto`` means.
+    """
+
+    def __init__(self, engine: Any, config: SyncConfig, device: torch.device, rollout_dtype: str) -> None:
+        self.engine = engine
+        self.config = config
+        self.device = device
+        self.rollout_dtype = rollout_dtype
+
+    @abstractmethod
+    def open_source(self) -> ParameterSource:
+        """The parameter source of the engine; called once, at the first sync.
+
+        Raises:
+            ValueError: the engine is configured in a way that cannot be synced; names key, value and remedy.
+        """
 
 
 def rank_in(group: dist.ProcessGroup | None) -> int:

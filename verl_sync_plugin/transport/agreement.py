@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Generator, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
@@ -21,8 +21,9 @@ T = TypeVar("T")
 class Agreement:
     """Status exchange over a gloo group of its own, so that it neither waits for nor blocks the payload's group.
 
-    Every rank calls ``settle`` at the same points. Work between two points runs inside ``attempt``, which keeps an
-    error until the next point instead of letting this rank leave the others alone in a collective.
+    Every rank takes the same ``step``s: it does its work and hears whether all have done theirs. Where the ranks need
+    not wait for each other yet, work runs inside ``attempt``, which keeps an error until the next ``settle`` instead
+    of letting this rank leave the others alone in a collective.
     """
 
     def __init__(self, timeout_seconds: float, slack_seconds: float = TOGETHER_SLACK_SECONDS) -> None:
@@ -57,6 +58,45 @@ class Agreement:
         except Exception as error:
             if self._error is None:
                 self._error = error
+
+    def step(self, what: str, work: Callable[[], T]) -> T:
+        """Does ``work`` on every rank; when it returns, every rank has done it. Collective.
+
+        A rank that has failed before does not begin.
+
+        Args:
+            what: the step, for the message.
+            work: this rank's.
+
+        Returns:
+            What ``work`` returned on this rank.
+
+        Raises:
+            SyncError: it failed on any rank; see ``settle``.
+        """
+        done: list[T] = []
+        if not self.failed:
+            with self.attempt():
+                done.append(work())
+        self.settle(what)
+        return done[0]
+
+    async def step_async(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
+        """Like ``step``, for work that is awaited."""
+        done: list[T] = []
+        if not self.failed:
+            with self.attempt():
+                done.append(await work())
+        self.settle(what)
+        return done[0]
+
+    def any(self, what: str, work: Callable[[], bool]) -> bool:
+        """Like ``step``; True when ``work`` returned True on any rank."""
+        found = False
+        if not self.failed:
+            with self.attempt():
+                found = work()
+        return self.settle(what, waiting=found)
 
     def run(self, what: str, work: Generator[None, None, T]) -> T | None:
         """Runs work that yields right before each of its collectives, and settles there; collective.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import ray
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_sync_plugin.config.settings import KEY_PREFIX
+from verl_sync_plugin.lora.refusals import refuse_always_tied
+from verl_sync_plugin.lora.settings import refuse_unservable
 from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
 from verl_sync_plugin.transport.protocol import LoadRequest
 
@@ -44,6 +47,12 @@ class ServerActorEndpoint(RolloutEndpoint):
     @property
     def ranks(self) -> tuple[int, ...]:
         return tuple(self._mesh.mesh.tolist())
+
+    def refuse_adapter(self, settings: dict[str, Any]) -> None:
+        refuse_unservable(settings)
+
+    def refuse_untied(self, architectures: Sequence[str], what: str) -> None:
+        refuse_always_tied(architectures, what)
 
     async def _bounded(self, reference: ray.ObjectRef) -> Any:
         return await _answer(reference, self._timeout)

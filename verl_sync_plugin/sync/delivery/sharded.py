@@ -1,40 +1,102 @@
-"""A stream whose segments stay where they were packed: every engine rank reads from all trainer ranks of its group.
+# SPDX-License-Identifier: Apache-2.0
+"""Sharded delivery: every rank keeps its own segment of a bucket, and engine ranks read from all ranks of a group.
 
-Nothing is gathered, so no rank waits in a collective of its device. Instead all ranks settle once per bucket: then
-every segment of it is packed, and every engine rank has read the bucket before the last, whose slots are free for the
-next one. Meanwhile the engines load the last bucket, so the exchange costs them no time.
+Each reads what it needs, through memory that the ranks of a host share (CUDA IPC over NVLink or PCIe, shared memory on
+CPUs). A byte that an engine rank does not need is never moved to it, and what its own trainer rank holds never leaves
+the GPU. Nothing is gathered, so no rank waits in a collective of its device. Instead all ranks settle once per bucket:
+then every segment of it is packed, and every engine rank has read the bucket before the last, whose slots are free for
+the next one. Meanwhile the engines load the last bucket, so the exchange costs them no time.
 """
 
 from __future__ import annotations
 
-from verl_sync_plugin.sync.delivery.gathered import BucketStream
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from verl_sync_plugin.config.settings import KEY_PREFIX
+from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.log import say
+from verl_sync_plugin.sync.delivery.base import PeersUnreachableError, Sync
+from verl_sync_plugin.sync.delivery.staged import Staged
 from verl_sync_plugin.sync.sender import SLOTS
 
 AHEAD = SLOTS - 1  # buckets between the one handed over and the last one that every engine rank has surely read
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class ShardedStream(BucketStream):
-    """See ``BucketStream``."""
+class Sharded(Staged):
+    """See ``Delivery``.
 
-    def run(self) -> None:
-        """Like ``BucketStream.run``; the bucket handed over may be read by all engine ranks of the group."""
-        count = len(self._plan.buckets)
+    Attributes:
+        possible: plans are to be sharded; ``None`` until ``decide``.
+    """
+
+    name = "sharded"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.possible: bool | None = None
+
+    def decide(self, group: dist.ProcessGroup | None) -> None:
+        """Collective, once: finds out whether plans are to be sharded.
+
+        Args:
+            group: among whose ranks bases are sharded; ``None`` when every rank holds everything.
+
+        Raises:
+            SyncError: ``delivery`` is neither ``auto`` nor ``gathered``, and the ranks of a group are on several hosts.
+        """
+        shared_out = group is not None and dist.get_world_size(group) > 1
+        self.possible = self._config.delivery != "gathered" and shared_out and self._on_one_host(group)
+
+    def _on_one_host(self, group: dist.ProcessGroup | None) -> bool:
+        hosts = self._agreement.gather("finding out which ranks share a host", host_name())
+        groups = self._agreement.gather("exchanging groups", tuple(dist.get_process_group_ranks(group)))
+        apart = [ranks for ranks in groups if len({hosts[rank] for rank in ranks}) > 1]
+        if apart and self._config.delivery != "auto":
+            raise SyncError(
+                f"{KEY_PREFIX}.delivery={self._config.delivery}: trainer ranks {apart[0]}, which share out the model, "
+                f"are on several hosts ({', '.join(sorted({hosts[rank] for rank in apart[0]}))}). Set it to auto."
+            )
+        return not apart
+
+    def _readers(self, sync: Sync) -> list[int]:
+        return dist.get_process_group_ranks(sync.source.group) if sync.source.group is not None else [dist.get_rank()]
+
+    def run(self, sync: Sync) -> None:
+        """Hands all buckets over, after ``fill``; each may be read by all engine ranks of the group."""
+        count = len(sync.plan.buckets)
         for index in range(count):
             with self._agreement.attempt():
                 if index >= AHEAD:
-                    self._wait(index - AHEAD)
-                with self._report.stage("drain"):
+                    self._wait(sync, index - AHEAD)
+                with sync.report.stage("drain"):
                     self._sender.drain(index % SLOTS)
-            with self._report.stage("settle"):
+            with sync.report.stage("settle"):
                 self._agreement.settle(f"packing bucket {index + 1} of {count}")
             with self._agreement.attempt():
                 self._sender.load(index, index % SLOTS)
             if AHEAD <= index < count - 1:
-                self._fill(index + 1)
+                self._fill(sync, index + 1)
         with self._agreement.attempt():
             for index in range(max(count - AHEAD, 0), count):
-                self._wait(index)
-        self._end()
+                self._wait(sync, index)
+        self._end(sync)
 
-    def _send_off(self, index: int) -> None:
-        """The bytes stay where they are."""
+    def fall_back(self, error: PeersUnreachableError) -> None:
+        if self._config.delivery != "auto":
+            raise SyncError(
+                f"{KEY_PREFIX}.delivery={self._config.delivery}: an engine rank cannot read other trainer ranks' "
+                f"memory ({error}). Set it to auto."
+            ) from error
+        say(f"an engine rank cannot read other trainer ranks' memory ({error}); buckets are gathered instead")
+        self.possible = False
+
+
+def host_name() -> str:
+    """Equal for processes that can share memory: one machine, one container."""
+    boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
+    return f"{socket.gethostname()} {boot}".strip()

@@ -23,6 +23,7 @@ from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy, dtype_na
 from verl_sync_plugin.trainers.megatron.layout import LocalParameter, RankLayout, Unit, choose_owners, match, replicas
 from verl_sync_plugin.trainers.megatron.mbridge import BridgeReader
 from verl_sync_plugin.trainers.megatron.model import ModelTensors, flat
+from verl_sync_plugin.transport.agreement import Agreement
 
 _EXPERTS = ".mlp.experts.linear_fc"
 
@@ -30,8 +31,7 @@ _EXPERTS = ".mlp.experts.linear_fc"
 class MegatronSource(ParameterSource):
     """Walks the model chunks of one rank.
 
-    Before ``shards`` the ranks must have agreed: every rank calls ``read``; when it is true on any, all ranks gather
-    ``layout``, ``adopt`` what they gathered, and ``join``.
+    Before ``shards`` comes ``agree_on_layout``.
 
     Args:
         chunks: Megatron's model chunks (one per virtual pipeline stage), wrapped or not.
@@ -52,12 +52,15 @@ class MegatronSource(ParameterSource):
         self._mine: dict[int, int] = {}  # base -> tensor
         self._members: list[tuple[int, ...]] = []
 
-    @property
-    def layout(self) -> RankLayout:
-        """What this rank held when it was last read."""
-        return self._layout
+    def agree_on_layout(self, agreement: Agreement) -> None:
+        """See ``ParameterSource``; the ranks exchange their layouts when any of them has changed."""
+        if not agreement.any("reading the layout of the trainer", self._read):
+            return
+        layouts = agreement.gather("exchanging the layout of the trainer", self._layout)
+        agreement.step("matching the layouts of all ranks", lambda: self._adopt(layouts))
+        self._join()
 
-    def read(self) -> bool:
+    def _read(self) -> bool:
         """Reads this rank's layout; returns whether it holds anything else than what the ranks last agreed on.
 
         Raises:
@@ -92,7 +95,7 @@ class MegatronSource(ParameterSource):
         dim = int(getattr(tensor, "partition_dim", 0)) if parts > 1 else 0
         return LocalParameter(name, shape, dtype, part, parts, dim, is_buffer)
 
-    def adopt(self, layouts: list[RankLayout]) -> None:
+    def _adopt(self, layouts: list[RankLayout]) -> None:
         """Works out who sends what.
 
         Args:
@@ -134,7 +137,7 @@ class MegatronSource(ParameterSource):
             key = f"{like.name} (part {part + 1} of {like.parts})" if like.parts > 1 else like.name
             yield Base(key, dtype_name(wire), wire.itemsize, lengths, views)
 
-    def join(self) -> None:
+    def _join(self) -> None:
         """Collective over the world: makes the group of each replica. From here on the layout counts as agreed."""
         self._group = _group_of_replica(self._members)
         self._bases, self._shards = self._pending, []

@@ -31,6 +31,8 @@ class StreamSource(ParameterSource):
         policy: wire dtypes.
     """
 
+    prepares = True
+
     def __init__(self, open_stream: Callable[[], Stream], policy: WirePolicy) -> None:
         super().__init__()
         self._open = open_stream

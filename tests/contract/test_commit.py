@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commit of a sync between real ranks: what is asked, in which order, and what is given back."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from test_lora_adapter import Engine
+from worlds import run_world
+
+from contract.sources import WorldSource
+from verl_sync_plugin.config.settings import SyncConfig
+from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.layout.tensors import Plan
+from verl_sync_plugin.receiver.unpacker import Unpacker
+from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.sync.commit import Commit
+from verl_sync_plugin.sync.delivery.base import Sync
+from verl_sync_plugin.sync.delivery.choice import Choice
+from verl_sync_plugin.sync.sender import BucketSender
+from verl_sync_plugin.transport.agreement import Agreement
+from verl_sync_plugin.transport.protocol import Committed, Coverage, Used
+
+CPU = torch.device("cpu")
+
+
+def committed(fails: bool, used: Used | None) -> list[str]:
+    """What happens, in this order, when the engine rank answers a commit or does not."""
+    agreement, sender = Agreement(20.0), BucketSender(CPU, 20.0)
+    config, happened = SyncConfig(verify_hashes=False), list[str]()
+    choice = Choice(config, agreement, sender, CPU)
+    commit = Commit(config, agreement, sender, choice, Engine())
+    settle, gather = agreement.settle, agreement.gather
+
+    def settling(what: str, waiting: bool = False) -> bool:
+        happened.append(what)
+        return settle(what, waiting)
+
+    def gathering(what: str, value: Any) -> list[Any]:
+        happened.append(what)
+        return gather(what, value)
+
+    def answer(tell: bool) -> Committed:
+        if fails:
+            raise RuntimeError("injected")
+        return Committed(Coverage(1, ()), used=used)
+
+    sync = Sync("1", Plan((), (), ""), WorldSource(), [], SyncReport())
+    with (
+        mock.patch.object(agreement, "settle", settling),
+        mock.patch.object(agreement, "gather", gathering),
+        mock.patch.object(sender, "commit", answer),
+        mock.patch.object(sender, "unstage", lambda: happened.append("unstage")),
+    ):
+        try:
+            asyncio.run(commit.run(sync, choice.direct, None))
+        except SyncError as error:
+            happened.append(str(error).splitlines()[-1])
+    return happened
+
+
+LAST = "ending the engine's update"
+
+
+def test_staging_goes_once_all_engine_ranks_have_unmapped_it() -> None:
+    """Also when the commit failed: engine ranks would open the same export for the second time."""
+    (happened,) = run_world(1, committed, False, None)
+    assert happened == ["committing", "unstage", LAST]
+    (happened,) = run_world(1, committed, True, None)
+    assert happened == ["committing", "unstage", "rank 0: RuntimeError: injected"]
+
+
+@pytest.mark.parametrize("used", [None, Used("Model", ())])
+def test_what_the_engine_uses_is_compared_when_there_is_news(used: Used | None) -> None:
+    """Without hashes, too, an exchange between all ranks in every sync would be one too many."""
+    (happened,) = run_world(1, committed, False, used)
+    assert ("exchanging what the engine uses" in happened) == (used is not None)
+
+
+def test_an_engine_without_the_kernel_reads_nothing_in_place() -> None:
+    """Plain copies need tensors, and a mapped allocation of a GPU is none."""
+    unpacker: Any = Unpacker.__new__(Unpacker)
+    unpacker._trusted, unpacker.device = True, torch.device("cuda", 0)
+    unpacker._replay, unpacker._copier = (type("Made", (), {"works": (), "kernel": False}),) * 2
+    assert "Triton" in unpacker.reads_in_place
+    unpacker._copier.kernel = True
+    assert not unpacker.reads_in_place

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every way of delivery does for a sync, in the order in which it is asked for it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
+from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.tensors import Plan
+from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.sync.sender import BucketSender
+from verl_sync_plugin.trainers.base import ParameterSource, rank_in
+from verl_sync_plugin.trainers.culprit import name_culprit
+from verl_sync_plugin.transport.agreement import Agreement
+from verl_sync_plugin.transport.protocol import Committed, Used
+
+
+class PeersUnreachableError(RuntimeError):
+    """An engine rank cannot read the memory of other trainer ranks; the same text on every rank."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sync:
+    """One sync on its way, of which all ranks have agreed on the plan.
+
+    Attributes:
+        sync_id: names it between trainer and engine ranks.
+        plan: what travels, in which buckets.
+        source: what prepares the shards.
+        shards: all shards of this rank, by base index.
+        report: gets the stages.
+    """
+
+    sync_id: str
+    plan: Plan
+    source: ParameterSource
+    shards: list[Shard]
+    report: SyncReport
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among the owners of a sharded base."""
+        return rank_in(self.source.group)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one rank says of one way of delivery.
+
+    Attributes:
+        obstacle: why this sync cannot go that way; empty when it can.
+        early: the engine rank has not yet said whether it can.
+        lasting: the obstacle stays for the rest of the run.
+        unready: ``Delivery.stage`` has to be called first.
+    """
+
+    obstacle: str = ""
+    early: bool = False
+    lasting: bool = False
+    unready: bool = False
+
+    @property
+    def flags(self) -> tuple[int, int, int, int]:
+        """What the ranks add up."""
+        return int(bool(self.obstacle)), int(self.early), int(self.lasting), int(self.unready)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What an engine rank is to do beside loading.
+
+    Attributes:
+        hashed: whether hashes are compared.
+        whole: numbers of the tensors that it is to hash whole.
+        tell_use: it is to tell which bytes its model uses before anything is loaded.
+    """
+
+    hashed: bool
+    whole: tuple[int, ...] = ()
+    tell_use: bool = False
+
+
+class Delivery(ABC):
+    """One way in which bytes come from the trainer ranks to the engine ranks.
+
+    Lives as long as the run. For each sync the ranks ask all ways for their offer, choose one of them, and call, all
+    ranks together: ``stage`` if any rank is unready, ``fill``, ``greet``, ``run`` and ``close``.
+
+    Args:
+        config: the sync's settings.
+        agreement: where ranks settle.
+        sender: packs, and speaks to the engine rank.
+    """
+
+    name: ClassVar[str]  # in ``custom.sync.delivery``
+    in_place: ClassVar[bool] = False  # nothing is staged: engine ranks read the trainer's own tensors
+
+    def __init__(self, config: SyncConfig, agreement: Agreement, sender: BucketSender) -> None:
+        self._config = config
+        self._agreement = agreement
+        self._sender = sender
+
+    @abstractmethod
+    def offer(self, sync: Sync) -> Offer:
+        """Whether this rank could deliver a sync this way. Not collective."""
+
+    @abstractmethod
+    def stage(self, sync: Sync) -> None:
+        """Collective: tells the ranks of the group where the engine ranks find the bytes.
+
+        Raises:
+            SyncError: any rank's memory is too small or cannot be shared.
+        """
+
+    @abstractmethod
+    def fill(self, sync: Sync) -> None:
+        """Collective: starts to bring the first bytes into place; the engine may still be asleep.
+
+        Raises:
+            SyncError: any rank failed.
+        """
+
+    @abstractmethod
+    def greet(self, sync: Sync, questions: Questions) -> Used | None:
+        """Collective: opens the sync with the engine rank beside this rank, whose channel the sender has adopted.
+
+        Returns:
+            What the engine rank told about the use of the tensors; ``None`` when it was not asked, or this rank failed.
+
+        Raises:
+            PeersUnreachableError: an engine rank cannot read other trainer ranks' memory; nothing was loaded.
+            SyncError: any rank failed.
+        """
+
+    @abstractmethod
+    def run(self, sync: Sync) -> None:
+        """Collective: hands everything over; when it returns, no engine rank reads any of it any more.
+
+        Raises:
+            SyncError: any rank failed.
+        """
+
+    def note(self, committed: Committed, plan: Plan) -> None:  # noqa: B027  (most ways learn nothing)
+        """Takes in what the engine rank said at the end of a sync, however that was delivered."""
+
+    def close(self) -> None:  # noqa: B027  (most ways keep what they have)
+        """All engine ranks have committed this sync, or failed to. Not collective."""
+
+    @abstractmethod
+    def fall_back(self, error: PeersUnreachableError) -> None:
+        """The next offer of this way has an obstacle.
+
+        Raises:
+            SyncError: ``custom.sync.delivery`` asks for this way by name.
+        """
+
+    def _wait(self, sync: Sync, index: int) -> None:
+        """Waits until the engine rank has loaded a bucket; a rank that has failed waits for nothing."""
+        if self._agreement.failed:
+            return
+        with sync.report.stage("wait_engine"):
+            seconds = self._sender.wait_loaded(index)
+        sync.report.stages["engine_load"] = sync.report.stages.get("engine_load", 0.0) + seconds
+
+    def _end(self, sync: Sync) -> None:
+        """The last word before the commit, so that the engine does not generate from a NaN that it was given."""
+        self._agreement.step("loading the last buckets", lambda: self._check_finite(sync))
+
+    def _check_finite(self, sync: Sync) -> None:
+        buckets = [sync.plan.buckets[index] for index in self._sender.broken()]
+        if not buckets:
+            return
+        named = (name_culprit(bucket, sync.shards, sync.source, sync.rank) for bucket in buckets)
+        culprit = next(filter(None, named), None)
+        if culprit is None:
+            names = [entry.name for entry in buckets[0].entries]
+            culprit = f"one of {names[:5]} was NaN or Inf when it was packed, and in the trainer all of them are finite"
+        raise ValueError(
+            f"parameter {culprit}; the engine was not released to generate from it. Look at the last optimizer "
+            f"step (loss, gradient norm, learning rate), or set {KEY_PREFIX}.check_finite=False to sync it anyway"
+        )

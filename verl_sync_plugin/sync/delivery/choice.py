@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which way of delivery a sync takes: the first of direct, sharded and gathered to which no rank has an obstacle."""
+
+from __future__ import annotations
+
+import torch
+
+from verl_sync_plugin.config.settings import SyncConfig
+from verl_sync_plugin.layout.tensors import Plan
+from verl_sync_plugin.sync.delivery.base import Delivery, Offer, PeersUnreachableError, Sync
+from verl_sync_plugin.sync.delivery.direct import Direct
+from verl_sync_plugin.sync.delivery.gathered import Gathered
+from verl_sync_plugin.sync.delivery.sharded import Sharded
+from verl_sync_plugin.sync.sender import BucketSender
+from verl_sync_plugin.trainers.base import ParameterSource
+from verl_sync_plugin.transport.agreement import Agreement
+from verl_sync_plugin.transport.protocol import Committed
+
+
+class Choice:
+    """Chooses anew in every sync: an engine rank learns what it can, and a trainer may move its parameters.
+
+    Args:
+        config: the sync's settings.
+        agreement: where ranks settle.
+        sender: packs, and speaks to the engine rank.
+        device: where the trainer computes.
+    """
+
+    def __init__(self, config: SyncConfig, agreement: Agreement, sender: BucketSender, device: torch.device) -> None:
+        self._agreement = agreement
+        self.direct = Direct(config, agreement, sender, device)
+        self.sharded = Sharded(config, agreement, sender)
+        self.gathered = Gathered(config, agreement, sender)
+        self._ways: tuple[Delivery, ...] = (self.direct, self.sharded, self.gathered)
+        self._chosen: Delivery = self.gathered
+
+    def sharded_plans(self, source: ParameterSource) -> bool:
+        """Whether segments of buckets stay with their ranks (``Plan.sharded``). Collective the first time.
+
+        Raises:
+            SyncError: see ``Sharded.decide``.
+        """
+        if self.sharded.possible is None:
+            self._agreement.step("reading the shards", source.shards)  # from then on the source knows its group
+            self.sharded.decide(source.group)
+        return bool(self.sharded.possible)
+
+    def of(self, sync: Sync) -> Delivery:
+        """Collective: the way of this sync, ready to ``fill``.
+
+        Raises:
+            SyncError: any rank failed, or ``custom.sync.delivery`` asks for a way that a rank has an obstacle to.
+        """
+        offers = [Offer("this rank failed", early=True)] * len(self._ways)
+        with self._agreement.attempt():
+            if not self._agreement.failed:
+                offers = [way.offer(sync) for way in self._ways]
+        flags = torch.tensor([offer.flags for offer in offers], dtype=torch.int64)
+        everywhere = self._agreement.sum("choosing the delivery", flags).tolist()
+        for way, (unable, early, lasting, unready) in zip(self._ways, everywhere, strict=True):
+            if not unable:
+                if unready:
+                    way.stage(sync)
+                self._chosen = way
+                return way
+            if way is self.direct:
+                self.direct.passed_over(early=bool(early), lasting=bool(lasting))
+        self._agreement.settle("choosing the delivery")
+        raise AssertionError("a rank that fits no plan has failed, and settled")
+
+    def note(self, committed: Committed, plan: Plan) -> None:
+        """Takes in what the engine rank said at the end of a sync."""
+        self.direct.note(committed, plan)
+
+    def fall_back(self, error: PeersUnreachableError) -> None:
+        """The way chosen last was out of reach: the next sync takes another one.
+
+        Raises:
+            SyncError: ``custom.sync.delivery`` asks for that way by name.
+        """
+        self._chosen.fall_back(error)

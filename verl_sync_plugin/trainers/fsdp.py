@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's FSDP and FSDP2 training engines, with or without a PEFT adapter."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from verl.utils.model import convert_weight_keys
+
+from verl_sync_plugin.config.settings import TURN_OFF
+from verl_sync_plugin.lora.adapters import InUse, carries_adapter, copies_in_use
+from verl_sync_plugin.lora.build import unties_embeddings
+from verl_sync_plugin.lora.names import ADAPTER, is_adapter, merged_name
+from verl_sync_plugin.lora.weights import lora_weights, renamed_weights
+from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend, WirePolicy
+from verl_sync_plugin.trainers.fsdp1 import FSDP1Source
+from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
+from verl_sync_plugin.trainers.lora_source import MergingSource
+from verl_sync_plugin.trainers.naming import Rewrite, checkpoint_rewrite
+from verl_sync_plugin.trainers.wire import wire_policy
+
+
+class FSDPTrainer(TrainerBackend):
+    """What both FSDP generations share.
+
+    Attributes:
+        serves_adapter: the engine serves the adapter itself (``lora.merge=False``); else it gets merged weights.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._peft = carries_adapter(self._model)
+        self._copies: dict[str, str | None] = {}
+        self.serves_adapter = self._peft and not self.engine.model_config.lora.get("merge", False)
+
+    @property
+    def _model(self) -> Any:
+        """The HF model inside an FSDP1 wrapper; an FSDP2 module is its own."""
+        return getattr(self.engine.module, "_fsdp_wrapped_module", self.engine.module)
+
+    @property
+    def adapter_config(self) -> Any:
+        """PEFT's config of verl's adapter; ``None`` where it has another name."""
+        return (getattr(self._model, "peft_config", None) or {}).get(ADAPTER)
+
+    @property
+    def rewrites_base(self) -> bool:
+        """PiSSA and its like take what the adapter starts with out of the base: it is no longer the checkpoint's."""
+        initial = getattr(self.adapter_config, "init_lora_weights", True)
+        return initial not in (True, False, "gaussian", "eva", "orthogonal")
+
+    @property
+    def policy(self) -> WirePolicy:
+        """In which dtypes parameters travel."""
+        return wire_policy(self.config, self.rollout_dtype)
+
+    def open_source(self) -> ParameterSource:
+        """See ``TrainerBackend``; with an adapter a ``MergingSource``."""
+        if getattr(self.engine, "_qat_enabled", False):
+            raise ValueError(f"actor.fsdp_config.qat.enable=True: weight sync does not quantize; {TURN_OFF}.")
+        if not self._peft:
+            return self._plain_source()
+        found = lora_weights(self._model)
+        self._copies = copies_in_use(self._model)
+        if self.serves_adapter:
+            self._refuse_other_names({weight.adapter for weight in found})
+        else:
+            self._refuse_tied()
+        return MergingSource(
+            self._plain_source(),
+            renamed_weights(found, self._rename),
+            self.device,
+            merge=not self.serves_adapter,
+            still=InUse(self._model).check,
+            timeout_seconds=self.config.timeout_seconds,
+        )
+
+    def _refuse_other_names(self, adapters: set[str]) -> None:
+        if adapters != {ADAPTER} or self.adapter_config is None:
+            raise ValueError(
+                f"actor_rollout_ref.model.lora.merge=False: the engine serves the adapter {ADAPTER!r}, and in use are "
+                f"{sorted(adapters)}. Set actor_rollout_ref.model.lora.merge=True, which serves them merged."
+            )
+
+    def untied_end(self) -> str:
+        """The adapted layer class on one side of the model (embedding or head) that makes the two sides differ; empty
+        when there is none."""
+        adapted = self._adapted_ends()
+        return adapted[0] if adapted and not (self._tied and self._saved_together()) else ""
+
+    def _adapted_ends(self) -> list[str]:
+        ends = (self._model.get_input_embeddings(), self._model.get_output_embeddings())
+        return [type(end).__name__ for end in ends if hasattr(end, "base_layer") or hasattr(end, "modules_to_save")]
+
+    @property
+    def _tied(self) -> bool:
+        return bool(getattr(self.engine.model_config.hf_config, "tie_word_embeddings", False))
+
+    def _saved_together(self) -> bool:
+        ends = (self._model.get_input_embeddings(), self._model.get_output_embeddings())
+        saved = all(hasattr(end, "modules_to_save") for end in ends)
+        return saved and bool(getattr(self.adapter_config, "ensure_weight_tying", False))
+
+    def _refuse_tied(self) -> None:
+        """The engine was told at its launch to untie what the adapter changes on one side; see that it was."""
+        adapted = self._adapted_ends()
+        if adapted and self._tied and not self._saved_together() and not unties_embeddings(self.engine.model_config):
+            raise ValueError(
+                f"the adapter changes the embedding or the head ({', '.join(adapted)}), which this model ties, and the "
+                "engine ties them too. Set actor_rollout_ref.model.exclude_modules so that neither is adapted, or with "
+                "actor_rollout_ref.actor.strategy=fsdp2, train the embedding whole for both: name it in "
+                "+actor_rollout_ref.model.lora.peft.modules_to_save and set "
+                "+actor_rollout_ref.model.lora.peft.ensure_weight_tying=True."
+            )
+
+    @abstractmethod
+    def _plain_source(self) -> ParameterSource:
+        """All bases, adapters included."""
+
+    @property
+    def _hf_model(self) -> Any:
+        return self._model.get_base_model() if self._peft else self._model
+
+    def _rewrite(self) -> Rewrite:
+        return checkpoint_rewrite(self._hf_model)
+
+    def _unsaved(self) -> frozenset[str]:
+        if unties_embeddings(self.engine.model_config):
+            return frozenset()  # so does the engine: what was tied travels apart
+        return frozenset(getattr(self._hf_model, "all_tied_weights_keys", None) or ())
+
+    def _rename(self, state: dict[str, Any]) -> dict[str, Any]:
+        if self._peft:
+            named = ((merged_name(name, self._copies), value) for name, value in state.items())
+            state = {name: value for name, value in named if name is not None}
+        # Adapters never reach the engine under these names, and PEFT's layers know them by their own
+        adapters = {name: value for name, value in state.items() if is_adapter(name)}
+        served = {name: value for name, value in state.items() if name not in adapters}
+        return {**convert_weight_keys(served, self._model), **adapters}
+
+
+class FSDP2Trainer(FSDPTrainer):
+    """Reads DTensor shards."""
+
+    def _plain_source(self) -> ParameterSource:
+        return FSDP2Source(self.engine.module, self.policy, self._rewrite(), self._rename, self._unsaved())
+
+
+class FSDP1Trainer(FSDPTrainer):
+    """Reads flat-parameter shards."""
+
+    def _plain_source(self) -> ParameterSource:
+        return FSDP1Source(self.engine.module, self.policy, self._rewrite(), self._rename, self._unsaved())

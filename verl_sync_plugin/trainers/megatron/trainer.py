@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's Megatron training engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl_sync_plugin.config.settings import TURN_OFF, refuse_adapter_mode, refuse_megatron_lora
+from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
+from verl_sync_plugin.trainers.megatron.source import MegatronSource
+from verl_sync_plugin.trainers.megatron.stream import Stream, StreamSource
+from verl_sync_plugin.trainers.wire import wire_policy
+
+
+class MegatronTrainer(TrainerBackend):
+    """Reads each rank's own parameters where mbridge converts them, and Megatron-Bridge's export elsewhere."""
+
+    def open_source(self) -> ParameterSource:
+        """See ``TrainerBackend``."""
+        refuse_engine(self.engine)
+        policy = wire_policy(self.config, self.rollout_dtype)
+        if self.engine.vanilla_bridge:
+            return MegatronSource(self.engine.module, self.engine.bridge, policy)
+        return StreamSource(self.bridge_stream, policy)
+
+    def bridge_stream(self) -> Stream:
+        """Megatron-Bridge's export, LoRA merged."""
+        stream, _ = self.engine.get_per_tensor_param()
+        return iter(stream)
+
+
+def refuse_engine(engine: Any) -> None:
+    """Raises ValueError when a Megatron engine cannot be synced; names key, value and remedy."""
+    megatron = "actor_rollout_ref.actor.megatron"
+    if getattr(engine, "_qat_enabled", False):
+        raise ValueError(f"{megatron}.qat.enable=True: weight sync does not quantize; {TURN_OFF}.")
+    if getattr(engine.engine_config, "use_megatron_fsdp", False):
+        raise ValueError(f"{megatron}.use_megatron_fsdp=True: weight sync does not read its shards; {TURN_OFF}.")
+    if any(getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False) for chunk in engine.module):
+        # Megatron then gathers updated parameters in the next forward pass, which comes after the sync
+        raise ValueError(
+            f"{megatron}.override_ddp_config.overlap_param_gather=True: the parameters are not up to date when verl "
+            "syncs. Set it to False."
+        )
+    refuse_adapter_mode(engine.model_config)
+    refuse_megatron_lora(engine.engine_config, engine.model_config)
