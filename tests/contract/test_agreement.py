@@ -155,3 +155,35 @@ def test_a_single_rank_needs_no_group() -> None:
     ((failed, later),) = run_world(1, alone, timeout=60)
     assert "rank 0: ValueError: lonely" in failed
     assert later == ""
+
+
+def steps() -> list[object]:
+    """What one rank hears of steps of which the last rank fails in some."""
+    agreement, last = Agreement(20.0), dist.get_rank() == dist.get_world_size() - 1
+    heard: list[object] = []
+    begun: list[str] = []
+
+    def work(what: str, fails: bool = False) -> int:
+        begun.append(what)
+        if fails:
+            raise ValueError(f"injected: {what}")
+        return dist.get_rank()
+
+    heard.append(agreement.step("first", lambda: work("first")))
+    heard.append(agreement.any("second", lambda: last))
+    heard.append(agreement.any("third", lambda: False))
+    with agreement.attempt():
+        work("before", fails=last)
+    for what in ("after", "again"):
+        try:
+            heard.append(agreement.step(what, lambda what=what: work(what)))
+        except SyncError as error:
+            heard.append(str(error).splitlines()[-1])
+    return [*heard, begun]
+
+
+def test_every_rank_takes_a_step_or_none() -> None:
+    first, last = run_world(2, steps, timeout=40)
+    said = "rank 1: ValueError: injected: before"
+    assert first == [0, True, False, said, 0, ["first", "before", "after", "again"]]
+    assert last == [1, True, False, said, 1, ["first", "before", "again"]], "a rank that failed before does not begin"

@@ -30,7 +30,6 @@ from verl_sync_plugin.trainers.untying import untied, without_adapters
 # an exchange over gloo and a collective
 GATHER_BYTES = 64 << 20
 
-
 Place = tuple[int, int]  # first element in a run, and how many
 Merge = Callable[[torch.Tensor, int], torch.Tensor]  # see ``Shard.merge``
 
@@ -106,11 +105,8 @@ class MergingSource(ParameterSource):
         self.factors.clear()
         self._scratch.release()
         self._exported = []
-        self._drop_prepared()
-        self._inner.release()
-
-    def _drop_prepared(self) -> None:
         self._prepared, self._gathered, self._scales = frozenset(), {}, {}
+        self._inner.release()
 
     def shards(self) -> list[Shard]:
         self.release()
@@ -166,7 +162,7 @@ class MergingSource(ParameterSource):
         buckets as well, as long as all of them stay within ``gather_bytes``."""
         if not self._merges or self._prepared.issuperset(bases):
             return
-        self._drop_prepared()  # before more is taken
+        self._prepared, self._gathered, self._scales = frozenset(), {}, {}  # before more is taken
         chosen = self._chosen(bases, ahead)
         parts = [self._exported[base] for base in chosen]
         keys = [key for base in chosen for key in self._keys(base)]

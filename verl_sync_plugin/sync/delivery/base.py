@@ -157,6 +157,17 @@ class Delivery(ABC):
             SyncError: ``custom.sync.delivery`` asks for this way by name.
         """
 
+    def _settle_reach(self, what: str, unreachable: str) -> None:
+        """Collective: raises PeersUnreachableError on all ranks when an engine rank cannot reach what it is to read.
+
+        Args:
+            what: the step, for messages.
+            unreachable: why the engine rank beside this one cannot; empty when it can.
+        """
+        if self._agreement.settle(what, waiting=bool(unreachable)):
+            texts = self._agreement.gather("asking why memory is out of reach", unreachable)
+            raise PeersUnreachableError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text))
+
     def _wait(self, sync: Sync, index: int) -> None:
         """Waits until the engine rank has loaded a bucket; a rank that has failed waits for nothing."""
         if self._agreement.failed:

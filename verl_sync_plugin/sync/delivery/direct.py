@@ -119,9 +119,7 @@ class Direct(Delivery):
             does = (self._config.copy_plan, questions.hashed, questions.whole)
             hello = Hello(sync.sync_id, sync.plan.digest, (), self._place, *does, keys)
             unreachable = self._sender.greet_live(hello, self._lives)
-        if self._agreement.settle("reading parameters where they lie", waiting=bool(unreachable)):
-            texts = self._agreement.gather("asking why parameters are out of reach", unreachable)
-            raise PeersUnreachableError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text))
+        self._settle_reach("reading parameters where they lie", unreachable)
 
     def run(self, sync: Sync) -> None:
         """Has the engine rank load everything at once."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from verl_sync_plugin.sync.delivery.base import Delivery, Offer, PeersUnreachableError, Questions, Sync
+from verl_sync_plugin.sync.delivery.base import Delivery, Offer, Questions, Sync
 from verl_sync_plugin.sync.sender import SLOTS
 from verl_sync_plugin.transport.memory.exports import StagingExport
 from verl_sync_plugin.transport.protocol import Hello, Used
@@ -88,11 +88,8 @@ class Staged(Delivery):
                 sync.sync_id, sync.plan.digest, self._stagings, self._place, *does, tell_use=questions.tell_use
             )
             unreachable, used = self._sender.greet(hello, sync.plan)
-        if not self._unopened:
-            return used
-        if self._agreement.settle("opening the staging memory", waiting=bool(unreachable)):
-            texts = self._agreement.gather("asking why memory is out of reach", unreachable)
-            raise PeersUnreachableError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text))
-        self._sender.opened()
-        self._unopened = False
+        if self._unopened:
+            self._settle_reach("opening the staging memory", unreachable)
+            self._sender.opened()
+            self._unopened = False
         return used
