@@ -60,6 +60,7 @@ def render(results: list[dict[str, Any]]) -> list[str]:
             rows.append(cells)
     if not rows:
         return []
-    title = "Seconds of a rollout with the adapter merged into the weights, and served by the engine (each known to 2 s only):"
+    title = "Seconds of a rollout with the adapter merged into the weights, and served by the engine"
+    title += f" (each known to {POLL_SECONDS} s only):"
     lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
     return ["", title, "", *lines, *("| " + " | ".join(row) + " |" for row in rows)]

@@ -25,7 +25,7 @@ PACKAGES = (
 
 
 def doctor() -> int:
-    """Prints the versions on this machine, and whether verl here loads the plugin and its rollout adapter; 0 when it does.
+    """Prints the versions on this machine, and whether verl here uses the plugin's rollout adapter; 0 when it does.
 
     Looks neither at GPUs nor at the keys of a run, nor at other machines.
     """
