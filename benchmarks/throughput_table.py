@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollout throughput of LoRA runs: the adapter merged into the weights against the adapter served by the engine."""
+"""Seconds of LoRA rollouts: the adapter merged into the weights against the adapter served by the engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 import statistics
 from typing import Any
 
-HEAD = ("cases", "variant", "merged", "adapter", "adapter / merged")
+HEAD = ("cases", "variant", "tokens", "merged", "adapter")
+POLL_SECONDS = 2  # verl's replay buffer looks for finished rollouts that often: one has ended up to this much earlier
 MERGE_KEY = "lora.merge="
 # what may differ between two runs that are compared
 _PER_RUN = ("name", "extra", "repeat", "exit_status", "run_seconds", "steps")
@@ -27,15 +28,16 @@ def _kind(result: dict[str, Any]) -> str:
     return json.dumps([kept, sorted(other)], sort_keys=True)
 
 
-def tokens_per_second(result: dict[str, Any], variant: str) -> float | None:
-    """The median rollout of all repeats; the first of each run is a warm-up."""
-    rates = [
-        rollout["tokens"] / rollout["seconds"]
-        for run in result["runs"]
-        if run["variant"] == variant
-        for rollout in run["samples"].get("rollouts", [])[1:]
-    ]
-    return statistics.median(rates) if rates else None
+def rollouts(result: dict[str, Any], variant: str) -> list[dict[str, float]]:
+    """All rollouts of all repeats but the first of each run, which is a warm-up."""
+    runs = [run for run in result["runs"] if run["variant"] == variant]
+    return [rollout for run in runs for rollout in run["samples"].get("rollouts", [])[1:]]
+
+
+def within(found: list[dict[str, float]]) -> str:
+    """The whole seconds between which the median rollout took."""
+    most = round(statistics.median(rollout["seconds"] for rollout in found))
+    return f"{max(most - POLL_SECONDS, 0)} to {most} s"
 
 
 def pairs(results: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -50,14 +52,15 @@ def render(results: list[dict[str, Any]]) -> list[str]:
     rows = []
     for one, other in pairs(results):
         for variant in ("stock", "plugin"):
-            merged, adapter = tokens_per_second(one, variant), tokens_per_second(other, variant)
-            if merged is None or adapter is None:
+            merged, adapter = rollouts(one, variant), rollouts(other, variant)
+            if not merged or not adapter:
                 continue
-            rates = [f"{merged:.0f} tokens/s", f"{adapter:.0f} tokens/s", f"{adapter / merged:.2f}"]
-            rows.append([f"`{one['case']}`, `{other['case']}`", variant, *rates])
+            tokens = statistics.median(rollout["tokens"] for rollout in (*merged, *adapter))
+            cells = [f"`{one['case']}`, `{other['case']}`", variant, f"{tokens:.0f}", within(merged), within(adapter)]
+            rows.append(cells)
     if not rows:
         return []
-    # verl's replay buffer looks for finished rollouts that often
-    title = "Rollouts with the adapter merged into the weights, and served by the engine (each known to 2 s only):"
+    title = "Seconds of a rollout with the adapter merged into the weights, and served by the engine"
+    title += f" (each known to {POLL_SECONDS} s only):"
     lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
     return ["", title, "", *lines, *("| " + " | ".join(row) + " |" for row in rows)]

@@ -25,7 +25,10 @@ PACKAGES = (
 
 
 def doctor() -> int:
-    """Says whether a run in this environment would use the plugin; 0 when it would."""
+    """Prints the versions on this machine, and whether verl here uses the plugin's rollout adapter; 0 when it does.
+
+    Looks neither at GPUs nor at the keys of a run, nor at other machines.
+    """
     print(f"verl-sync-plugin {__version__}")
     for package in PACKAGES:
         try:
@@ -65,7 +68,9 @@ def _problems() -> list[str]:
 
 
 def plan(model: str, world: int, bucket_megabytes: int) -> int:
-    """Prints the buckets an FSDP2 sync of a HF model would have; reads its config only.
+    """Prints tensors, bytes, buckets and staging memory of an FSDP2 trainer's sync; reads the model's config only.
+
+    Counts every parameter of a causal language model in bf16, without adapters, for each delivery that stages.
 
     Args:
         model: path or name of a HF model.
@@ -103,8 +108,8 @@ def main(argv: list[str] | None = None) -> int:
     """Entry of the console script."""
     parser = argparse.ArgumentParser(prog="verl-sync", description="weight sync for verl: checks and plans")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("doctor", help="would a run in this environment use the plugin?")
-    planning = commands.add_parser("plan", help="the buckets a model would travel in")
+    commands.add_parser("doctor", help="versions on this machine, and whether verl here loads the plugin")
+    planning = commands.add_parser("plan", help="the buckets in which an FSDP2 trainer would send a model")
     planning.add_argument("model")
     planning.add_argument("--world", type=int, default=8, help="FSDP ranks")
     planning.add_argument("--bucket-mb", default=str(DEFAULT_MEGABYTES), help=f"MiB, or {AUTO} with --spare-gb")

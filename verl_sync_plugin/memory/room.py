@@ -4,7 +4,7 @@ The allocator of the trainer keeps what it has freed. The engine is another proc
 more than the device has free, its memory saver ends it. So stock verl empties the cache at both ends of every sync, and
 the next training step allocates all of it anew. Here the cache stays while the device has enough free without it:
 what the engine is about to resume, and a reserve on top. When that is missing, all of the cache goes; handing back a
-part of it made no training step faster (``docs/design.md``).
+part of it made no training step faster (``docs/design/memory.md``).
 
 Why that is safe:
 

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the documentation names is there: files, links, keys, results, commands."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from hydra_run import run
+from verl_sync_plugin.config.bucket_size import LONG_BUCKET_KEY, SHORT_BUCKET_KEY
+from verl_sync_plugin.config.settings import SyncConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "verl_sync_plugin"
+DESIGN = ROOT / "docs" / "design"
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+# Sections of the changelog that name what is gone
+GONE = re.compile(r"^### (?:Dropped|Moved)\n.*?(?=^##|\Z)", re.MULTILINE | re.DOTALL)
+PATH = re.compile(r"(?<![\w./$-])((?:[\w.-]+/)+[\w-]+\.(?:py|md|yaml|sh|toml|txt|svg|json))(?![\w/])")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+RESULT = re.compile(r"`((?:dense|moe|transfer|soak)-[\w-]+)`")
+# Files of others that the package's docstrings name
+UPSTREAM = ("core/inference/contexts/dynamic_context.py",)
+
+
+def text_of(page: Path) -> str:
+    return GONE.sub("", page.read_text(encoding="utf-8"))
+
+
+def missing_paths(text: str, *folders: Path) -> list[str]:
+    """The paths in ``text`` that none of the folders has."""
+    named = sorted({path for path in PATH.findall(text) if not path.startswith("http") and path not in UPSTREAM})
+    return [path for path in named if not any((folder / path).exists() for folder in folders)]
+
+
+def heading_anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_exists(page: Path) -> None:
+    text = text_of(page)
+    assert missing_paths(LINK.sub("", text), ROOT, PACKAGE, page.parent) == []
+    for target in LINK.findall(text):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        linked = (page.parent / name).resolve() if name else page
+        assert linked.exists(), target
+        assert not anchor or anchor in heading_anchors(linked), target
+    results = [name for name in RESULT.findall(text) if not list((ROOT / "benchmarks" / "results").glob(f"{name}*"))]
+    assert results == []
+
+
+def test_a_missing_file_is_found() -> None:
+    assert missing_paths("see `sync/nowhere.py` and `sync/manager.py`", ROOT, PACKAGE) == ["sync/nowhere.py"]
+
+
+def test_what_docstrings_name_exists() -> None:
+    wrong = {
+        str(file.relative_to(ROOT)): missing
+        for file in sorted(PACKAGE.rglob("*.py"))
+        if (missing := missing_paths(file.read_text(encoding="utf-8"), ROOT, PACKAGE, file.parent))
+    }
+    assert wrong == {}
+
+
+def test_every_key_is_documented_and_every_documented_key_exists() -> None:
+    text = (ROOT / "docs" / "keys.md").read_text(encoding="utf-8")
+    section = text.partition("## The sync")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", section, re.MULTILINE)
+    fields = {field.name: field.default for field in dataclasses.fields(SyncConfig)}
+    assert [name for name, _ in rows] and sorted(name for name, _ in rows) == sorted(fields)
+    for name, default in rows:
+        values = fields[name] if isinstance(fields[name], tuple) else (fields[name],)
+        for value in values:
+            assert (f"{value:g}" if isinstance(value, float) else str(value)) in default, name
+    for key in (SHORT_BUCKET_KEY, LONG_BUCKET_KEY):
+        assert f"| `{key.removeprefix('actor_rollout_ref.rollout.')}` |" in text
+
+
+def test_every_chapter_opens_with_a_picture_and_is_listed() -> None:
+    listed = LINK.findall((DESIGN / "README.md").read_text(encoding="utf-8"))
+    for chapter in sorted(DESIGN.glob("*.md")):
+        text = chapter.read_text(encoding="utf-8")
+        assert len(text.splitlines()) <= 120, chapter
+        assert chapter.name == "README.md" or (chapter.name in listed and "```mermaid" in text[:200]), chapter
+
+
+def test_the_walk_names_every_file_once() -> None:
+    text = (ROOT / "docs" / "one-weight.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+|–) \| `([\w/]+\.py)` \|", text, re.MULTILINE)
+    files = [file for _, file in rows]
+    numbers = [int(number) for number, _ in rows if number != "–"]
+    assert len(files) == len(set(files)) and all((PACKAGE / file).is_file() for file in files)
+    assert numbers == list(range(1, len(numbers) + 1)) and 20 <= len(numbers) <= 27
+    assert not {file for file in files if text.count(f"`{file}`") > 1}
+
+
+def test_classes_that_moved_are_where_the_changelog_says() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").partition("### Moved")[2]
+    moved = re.findall(r"^\| `(verl_sync_plugin\.[\w.]+)` \| `(verl_sync_plugin\.[\w.]+)` \|", text, re.MULTILINE)
+    assert moved
+    for _, new in moved:
+        module, _, name = new.rpartition(".")
+        file = ROOT / Path(*module.split(".")).with_suffix(".py")
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        defined = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        assert name in defined, new
+
+
+def test_the_readmes_command_is_one_that_a_run_takes(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^python -m verl\.trainer\.main_ppo \\\n(?:.*\\\n)*.*$", text, re.MULTILINE)
+    overrides = shlex.split(command.replace("\\\n", " "))[3:]
+    rollout = run(tmp_path, *overrides).actor_rollout_ref.rollout
+    assert rollout.name == "sglang" and rollout.custom.sync.enabled and rollout.update_weights_bucket_megabytes == 512
