@@ -30,6 +30,11 @@ class Run(msgspec.Struct, frozen=True, array_like=True, order=True):
     source_stride: int = 0
     target_stride: int = 0
 
+    def times(self, size: int) -> Run:
+        """A run of elements of ``size`` bytes as one of bytes."""
+        strides = (self.source_stride * size, self.target_stride * size)
+        return Run(self.source * size, self.target * size, self.width * size, self.count, *strides)
+
     def repeats(self) -> Iterator[Run]:
         """The same as plain runs."""
         for i in range(self.count):
@@ -88,12 +93,12 @@ def _common(first: Run, second: Run) -> Iterator[tuple[int, int, int, int, int]]
     """
     if first.count == 1:
         window = first.target, first.target + first.width
-        for j, *rest in _within(second.source, second.width, second.count, second.source_stride, *window):
-            yield 0, j, *rest
+        for j, count, low, width in _within(second.source, second.width, second.count, second.source_stride, *window):
+            yield 0, j, count, low, width
     elif second.count == 1:
         window = second.source, second.source + second.width
-        for i, *rest in _within(first.target, first.width, first.count, first.target_stride, *window):
-            yield i, 0, *rest
+        for i, count, low, width in _within(first.target, first.width, first.count, first.target_stride, *window):
+            yield i, 0, count, low, width
     else:
         yield from _row_by_row(first, second)
 
