@@ -9,6 +9,7 @@ from verl_sync_plugin.copies.bucket_memory import BucketMemory
 from verl_sync_plugin.copies.hulls import hulls_of, numbers_of
 from verl_sync_plugin.copies.plain import hash_bytes
 from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import Plan
 from verl_sync_plugin.sync.sender import SLOTS, BucketSender
 from verl_sync_plugin.trainers.base import ParameterSource
@@ -67,7 +68,7 @@ class Reader:
         buckets = self.plan.buckets
         sizes = {entry.name: entry.nbytes for bucket in buckets for entry in bucket.entries}
         owners = {hull.names[0] for bucket in buckets for hull in hulls_of(bucket.entries)}
-        readings = tuple((sizes[name], ((0, sizes[name], 1, 0),), (self._numbers[name],)) for name in sorted(owners))
+        readings = tuple((sizes[name], (Run(0, 0, sizes[name]),), (self._numbers[name],)) for name in sorted(owners))
         check = HashCheck(Agreement(30.0))
         committed = Committed(Coverage(0, ()), sums=self._read.numpy().tobytes(), readings=readings)
         assert check.note(committed)

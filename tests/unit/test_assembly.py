@@ -7,7 +7,8 @@ import torch
 
 from verl_sync_plugin.copies.bucket_memory import BucketMemory
 from verl_sync_plugin.layout.planner import plan_buckets
-from verl_sync_plugin.layout.tensors import Base, Entry, Piece, View
+from verl_sync_plugin.layout.strided import Run
+from verl_sync_plugin.layout.tensors import Base, Entry, View
 from verl_sync_plugin.receiver.assembly import FUSED_PAIRS, Assembler
 
 Loads = list[list[tuple[str, torch.Tensor]]]
@@ -74,7 +75,7 @@ def test_strided_views_keep_their_layout(bucket_bytes: int) -> None:
 
 def test_whole_tensor_in_one_piece_is_not_copied() -> None:
     memory = torch.arange(32, dtype=torch.uint8)
-    entry = Entry("w", "float32", (4,), None, 16, (Piece(16, 16, 0),))
+    entry = Entry("w", "float32", (4,), None, 16, (Run(16, 0, 16),))
     ((name, tensor),) = Assembler().tensors(BucketMemory([memory], 32, 1), (entry,))
     assert name == "w"
     assert tensor.data_ptr() == memory.data_ptr() + 16
@@ -117,7 +118,7 @@ def test_pairs_of_different_layers_do_not_mix() -> None:
 def test_finish_names_an_incomplete_tensor() -> None:
     assembler = Assembler()
     memory = BucketMemory([torch.zeros(16, dtype=torch.uint8)], 16, 1)
-    assert list(assembler.tensors(memory, (Entry("half", "uint8", (32,), None, 32, (Piece(0, 16, 0),)),))) == []
+    assert list(assembler.tensors(memory, (Entry("half", "uint8", (32,), None, 32, (Run(0, 0, 16),)),))) == []
     with pytest.raises(ValueError, match="incomplete tensors: half"):
         assembler.finish()
 
@@ -125,7 +126,7 @@ def test_finish_names_an_incomplete_tensor() -> None:
 def test_finish_names_half_a_pair() -> None:
     assembler = Assembler()
     name = f"layers.0.{FUSED_PAIRS[0][1]}"
-    entry = Entry(name, "uint8", (16,), None, 16, (Piece(0, 16, 0),))
+    entry = Entry(name, "uint8", (16,), None, 16, (Run(0, 0, 16),))
     memory = BucketMemory([torch.zeros(16, dtype=torch.uint8)], 16, 1)
     assert list(assembler.tensors(memory, (entry,))) == []
     with pytest.raises(ValueError, match=f"incomplete tensors: {name}"):

@@ -94,8 +94,8 @@ def received(plan: Plan) -> tuple[dict[str, bytes], dict[str, Counter[int]]]:
             tensor = tensors.setdefault(entry.name, bytearray(entry.nbytes))
             assert [piece.target for piece in entry.pieces] == sorted(piece.target for piece in entry.pieces)
             for piece in entry.pieces:
-                tensor[piece.target : piece.target + piece.nbytes] = memory[piece.offset : piece.offset + piece.nbytes]
-                places = range(piece.target, piece.target + piece.nbytes)
+                tensor[piece.target : piece.target + piece.width] = memory[piece.source : piece.source + piece.width]
+                places = range(piece.target, piece.target + piece.width)
                 arrivals.setdefault(entry.name, Counter()).update(places)
     return {name: bytes(tensor) for name, tensor in tensors.items()}, arrivals
 
@@ -192,7 +192,7 @@ def test_fused_experts_are_cut_between_experts(world: int, experts: int, span: i
     plan = plan_buckets(bases, per_rank * world)
     whole = [entry for bucket in plan.buckets for entry in bucket.entries if entry.name.startswith("experts.")]
     assert sorted(entry.name for entry in whole) == sorted(view.name for view in views)
-    assert all(sum(piece.nbytes for piece in entry.pieces) == entry.nbytes == span * 2 for entry in whole)
+    assert all(sum(piece.width for piece in entry.pieces) == entry.nbytes == span * 2 for entry in whole)
 
 
 def test_aliases_travel_once_under_both_names() -> None:

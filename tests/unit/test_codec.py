@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from manifests import manifest
 
+from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.transport import codec, protocol
 from verl_sync_plugin.transport.codec import BadMessageError, decode, encode_into
 from verl_sync_plugin.transport.memory.exports import Live, Region, StagingExport
@@ -22,7 +23,7 @@ from verl_sync_plugin.transport.memory.exports import Live, Region, StagingExpor
 SHARED = ("GPU-0", b"\x00\xff" * 33, 1 << 40, 512, b"/torch_1_2_3", 7, b"\x80" * 64, True)
 STAGING = StagingExport("cuda_ipc", "key", 1 << 40, SHARED, 1 << 39)
 REGION = Region("cuda_ipc", "key-1", (1 << 63) - 1, (b"\x00" * 64,))
-READINGS = ((1 << 40, ((0, 16, 1, 0), (64, 32, 9, 128)), (1, 2, 3)), (0, (), ()))
+READINGS = ((1 << 40, (Run(0, 0, 16), Run(64, 0, 32, 9, 128)), (1, 2, 3)), (0, (), ()))
 COVERAGE = protocol.Coverage(9, (("a.weight", 0, 1 << 40),))
 MESSAGES = [
     protocol.Join("7 (step 3) once more"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 from itertools import pairwise
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from verl_sync_plugin.copies import plain, table
-from verl_sync_plugin.copies.blocks import Block, Lines, clip
+from verl_sync_plugin.copies.blocks import Block
 from verl_sync_plugin.copies.bucket_memory import BucketMemory
 from verl_sync_plugin.copies.copier import Copier
 
@@ -63,35 +62,6 @@ def test_factors_are_no_simple_function_of_the_place() -> None:
         assert same < 1024, f"{same} blocks of {length} words hash like another: by chance it were a hundred"
 
 
-def touched(lines: Lines) -> dict[int, int]:
-    """Bytes read and where they go, one by one."""
-    return {
-        lines.start + line * lines.stride + byte: lines.target + line * lines.target_stride + byte
-        for line in range(lines.count)
-        for byte in range(lines.width)
-    }
-
-
-def test_clip_keeps_exactly_the_bytes_inside() -> None:
-    chance = random.Random(5)
-    for _ in range(400):
-        width, count = chance.randint(1, 9), chance.randint(1, 6)
-        stride = width + chance.randint(0, 5)
-        lines = Lines(chance.randint(0, 7), width, count, stride, 1000, width + chance.randint(0, 3))
-        low = chance.randint(0, 40)
-        high = low + chance.randint(1, 40)
-        found: dict[int, int] = {}
-        for part in clip(lines, low, high):
-            assert found.keys().isdisjoint(touched(part))
-            found |= touched(part)
-        assert found == {byte: to for byte, to in touched(lines).items() if low <= byte < high}, (lines, low, high)
-
-
-def test_clip_of_a_cast_moves_the_target_by_its_own_bytes() -> None:
-    (part,) = clip(Lines(0, 16, 1, 0, 100, 0), 4, 12, grow=(2, 4))  # fp32 to bf16
-    assert (part.start, part.width, part.target) == (4, 8, 102)
-
-
 def test_hash_does_not_depend_on_the_cuts() -> None:
     data = torch.randint(0, 256, (5000,), dtype=torch.uint8)
     whole = plain.hash_bytes(data, 48).item()
@@ -139,8 +109,8 @@ def test_kernel_copies_and_hashes_like_plain_torch(block: Block, device: torch.d
     bases = table.addresses(target.data_ptr(), [source.data_ptr()], device)
     table.KernelTable([block], device).run(bases, sums)
     expected = torch.zeros_like(source)
-    wanted = plain.runs(source, block.source, block.width, block.lines, block.source_stride)
-    plain.runs(expected, block.target, block.width, block.lines, block.target_stride).copy_(wanted)
+    wanted = plain.runs(source, block.source, block.width, block.count, block.source_stride)
+    plain.runs(expected, block.target, block.width, block.count, block.target_stride).copy_(wanted)
     assert torch.equal(target, expected)
     assert sums.tolist() == [plain.hash_block(source, block.source, block).item(), 0]
 

@@ -88,11 +88,11 @@ def works_of(plan: Plan, targets: dict[str, torch.Tensor], chance: random.Random
         work = Work()
         for entry in bucket.entries:
             for piece in entry.pieces:
-                width = chance.choice([piece.nbytes, *(w for w in (2, 16, 48) if piece.nbytes % w == 0)])
+                width = chance.choice([piece.width, *(w for w in (2, 16, 48) if piece.width % w == 0)])
                 target = targets[entry.name].data_ptr() + piece.target
-                rows = (width, piece.nbytes // width, width, width, width)
+                rows = (width, piece.width // width, width, width, width)
                 block = Block(
-                    piece.offset, target, piece.offset, *rows, base=piece.offset // bucket.stride,
+                    piece.source, target, piece.source, *rows, base=piece.source // bucket.stride,
                     group=numbers[entry.name],
                 )  # fmt: skip
                 (work.bare if entry.name.startswith("tied") else work.fused).append(block)

@@ -12,7 +12,8 @@ from verl_sync_plugin.copies.packing import Packer
 from verl_sync_plugin.layout.joint import plan_joint
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.layout.tensors import Base, Bucket, Plan, Share, Slice, View
+from verl_sync_plugin.layout.strided import Run
+from verl_sync_plugin.layout.tensors import Base, Bucket, Plan, Slice, View
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.trainers.culprit import name_culprit
 
@@ -104,7 +105,7 @@ def test_every_floating_dtype_is_looked_at(dtype: torch.dtype) -> None:
 
 
 def test_rows_of_a_matrix_are_looked_at_row_by_row() -> None:
-    view = View("a", (2, 4), 0, 8, None, (Share(0, 0, 2, 2, 2, 4),))
+    view = View("a", (2, 4), 0, 8, None, (Run(0, 0, 2, 2, 2, 4),))
     run = torch.zeros(4)
     shard = Shard(Base("a", "bfloat16", 2, (4, 0), (view,)), lambda: run)
     plan = plan_joint((shard.base,), 1 << 10)
@@ -114,8 +115,8 @@ def test_rows_of_a_matrix_are_looked_at_row_by_row() -> None:
 
 
 def test_a_parameter_in_shares_is_named_by_its_share() -> None:
-    q = View("q", (4,), 0, 4, None, (Share(0, 0, 2, 2, 6, 2),))
-    v = View("v", (2,), 0, 2, None, (Share(4, 0, 1, 2, 6, 1),))
+    q = View("q", (4,), 0, 4, None, (Run(0, 0, 2, 2, 6, 2),))
+    v = View("v", (2,), 0, 2, None, (Run(4, 0, 1, 2, 6, 1),))
     run = torch.zeros(12)
     base = Base("qkv", "bfloat16", 2, (12,), (q, v))
     shard = Shard(base, partial(lambda held: held, run))

@@ -9,17 +9,18 @@ import torch
 
 from verl_sync_plugin.copies.hulls import Hull, hulls_of, numbers_of
 from verl_sync_plugin.layout.planner import plan_buckets
-from verl_sync_plugin.layout.tensors import Base, Entry, Piece, Plan, View
-from verl_sync_plugin.transport.protocol import Line, Readings
+from verl_sync_plugin.layout.strided import Run
+from verl_sync_plugin.layout.tensors import Base, Entry, Plan, View
+from verl_sync_plugin.transport.protocol import Readings
 from verl_sync_plugin.verify.hashes import times_read
 
-WHOLE = ((0, 96, 1, 0),)
-COLUMNS = [((0, 4, 12, 8),), ((4, 4, 12, 8),)]  # two ranks, a matrix of 12 rows cut along dimension 1
-ROWS = [((0, 48, 1, 0),), ((48, 48, 1, 0),)]
+WHOLE = (Run(0, 0, 96),)
+COLUMNS = [(Run(0, 0, 4, 12, 8),), (Run(4, 0, 4, 12, 8),)]  # two ranks, a matrix of 12 rows cut along dimension 1
+ROWS = [(Run(0, 0, 48),), (Run(48, 0, 48),)]
 
 
-def readings(*by_rank: tuple[Line, ...]) -> list[Readings]:
-    return [((96, lines, (0,)),) for lines in by_rank]
+def readings(*by_rank: tuple[Run, ...]) -> list[Readings]:
+    return [((96, runs, (0,)),) for runs in by_rank]
 
 
 @pytest.mark.parametrize(
@@ -36,11 +37,11 @@ def readings(*by_rank: tuple[Line, ...]) -> list[Readings]:
         ([ROWS[0], ROWS[0]], -1),  # as many bytes as one whole
         ([WHOLE, ROWS[0]], -1),
         ([ROWS[0]], -1),
-        ([((8, 48, 1, 0),), ((48, 48, 1, 0),)], -1),
+        ([(Run(8, 0, 48),), (Run(48, 0, 48),)], -1),
         ([COLUMNS[0], COLUMNS[0], ROWS[1]], -1),
     ],
 )
-def test_times_read(by_rank: list[tuple[Line, ...]], times: int) -> None:
+def test_times_read(by_rank: list[tuple[Run, ...]], times: int) -> None:
     assert times_read(1, readings(*by_rank)).tolist() == [times]
 
 
@@ -50,20 +51,20 @@ def test_times_read_is_what_counting_gives() -> None:
     for _ in range(300):
         by_rank, counts = [], torch.zeros(24, dtype=torch.int64)
         for _ in range(generator.randint(1, 3)):
-            lines = []
+            runs = []
             for _ in range(generator.randint(0, 2)):
                 width, stride = generator.choice([(24, 24), (12, 12), (6, 12), (12, 24), (3, 6)])
                 count = generator.randint(1, 24 // stride)
                 start = generator.choice([0, width])
                 if start + (count - 1) * stride + width > 24:
                     continue
-                lines.append((start, width, count, stride))
-                for line in range(count):
-                    counts[start + line * stride :][:width] += 1
-            by_rank.append(tuple(lines))
+                runs.append(Run(start, 0, width, count, stride))
+                for i in range(count):
+                    counts[start + i * stride :][:width] += 1
+            by_rank.append(tuple(runs))
         expected = int(counts[0]) if bool((counts == counts[0]).all()) else -1
         found.add(expected)
-        assert times_read(1, [((24, lines, (0,)),) for lines in by_rank]).tolist() == [expected], by_rank
+        assert times_read(1, [((24, runs, (0,)),) for runs in by_rank]).tolist() == [expected], by_rank
     assert {-1, 0, 1, 2} <= found
 
 
@@ -72,7 +73,7 @@ def test_tensors_that_only_some_ranks_know() -> None:
 
 
 def entry(name: str, *pieces: tuple[int, int]) -> Entry:
-    parts = tuple(Piece(offset, nbytes, 0) for offset, nbytes in pieces)
+    parts = tuple(Run(offset, 0, nbytes) for offset, nbytes in pieces)
     return Entry(name, "uint8", (64,), None, 64, parts)
 
 

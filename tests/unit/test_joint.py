@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from verl_sync_plugin.copies.bucket_memory import BucketMemory
 from verl_sync_plugin.layout.joint import plan_joint
-from verl_sync_plugin.layout.tensors import ALIGNMENT, Base, Plan, Share, View
+from verl_sync_plugin.layout.strided import Run
+from verl_sync_plugin.layout.tensors import ALIGNMENT, Base, Plan, View
 from verl_sync_plugin.receiver.assembly import Assembler
 
 GARBAGE = 0xEE
@@ -36,7 +37,7 @@ def bases_of(parameter: Parameter, world: int) -> list[Base]:
     for part, owner in enumerate(p.owners):
         lengths = tuple(numel if rank == owner else 0 for rank in range(world))
         steps = (p.rows, p.columns, p.columns * parts) if p.rows > 1 else (1, 0, 0)
-        share = Share(0, part * p.columns, p.columns, *steps)
+        share = Run(0, part * p.columns, p.columns, *steps)
         view = View(p.name, (p.rows, p.columns * parts), 0, whole, None, (share,))
         found.append(Base(f"{p.name}.{part}", p.dtype, DTYPES[p.dtype], lengths, (view,)))
     return found

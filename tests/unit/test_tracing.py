@@ -10,31 +10,32 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_sync_plugin.trainers.megatron.trace import CopyTrace, NotACopyError, Stretch
+from verl_sync_plugin.layout.strided import Run
+from verl_sync_plugin.trainers.megatron.trace import CopyTrace, NotACopyError
 
 Tensors = list[torch.Tensor]
 Function = Callable[[Tensors], Tensors]
 
 
-def traced(function: Function, shape: tuple[int, ...], count: int) -> list[tuple[Stretch, ...]]:
+def traced(function: Function, shape: tuple[int, ...], count: int) -> list[list[tuple[int, Run]]]:
     with CopyTrace(shape, torch.bfloat16, count) as trace:
-        return [trace.stretches(result) for result in function(trace.inputs)]
+        return [trace.runs(result) for result in function(trace.inputs)]
 
 
 def check(function: Function, shape: tuple[int, ...], count: int) -> None:
-    """Replays the stretches on numbered elements."""
+    """Replays the runs on numbered elements."""
     numel = int(torch.Size(shape).numel())
     inputs = [torch.arange(index * numel, (index + 1) * numel).view(shape) for index in range(count)]
-    for stretches, result in zip(traced(function, shape, count), function(inputs), strict=True):
+    for runs, result in zip(traced(function, shape, count), function(inputs), strict=True):
         copied = torch.full((result.numel(),), -1)
-        for s in stretches:
-            source = inputs[s.source].reshape(-1)
-            for repetition in range(s.count):
-                start, target = s.start + repetition * s.step, s.target + repetition * s.stride
-                assert (copied[target : target + s.run] == -1).all(), "an element comes twice"
-                copied[target : target + s.run] = source[start : start + s.run]
+        for number, run in runs:
+            source = inputs[number].reshape(-1)
+            for plain in run.repeats():
+                target = slice(plain.target, plain.target + plain.width)
+                assert (copied[target] == -1).all(), "an element comes twice"
+                copied[target] = source[plain.source : plain.source + plain.width]
         assert torch.equal(copied, result.reshape(-1))
-        assert [s.target for s in stretches] == sorted(s.target for s in stretches)
+        assert [run.target for _, run in runs] == sorted(run.target for _, run in runs)
 
 
 def split_qkv(parts: Tensors) -> Tensors:
@@ -113,7 +114,7 @@ def test_computation_is_refused(function: Function) -> None:
 def test_large_weights_take_no_memory_and_little_time() -> None:
     started = time.monotonic()
     ((whole,),) = [traced(lambda parts: [parts[0]], (152064, 8192), 1)[0]]
-    assert whole == Stretch(0, 0, 0, 152064 * 8192)
+    assert whole == (0, Run(0, 0, 152064 * 8192))
     (rows,) = traced(lambda parts: [torch.cat(parts, dim=1)], (8192, 3696), 8)
-    assert rows[1] == Stretch(1, 0, 3696, 3696, 8192, 3696, 8 * 3696)
+    assert rows[1] == (1, Run(0, 3696, 3696, 8192, 3696, 8 * 3696))
     assert len(rows) == 8 and time.monotonic() - started < 10

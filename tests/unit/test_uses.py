@@ -13,12 +13,13 @@ import torch
 
 from verl_sync_plugin.copies.hulls import numbers_of
 from verl_sync_plugin.layout.planner import plan_buckets
+from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import Base, View
 from verl_sync_plugin.receiver.intervals import intervals, meet, region_of, union
 from verl_sync_plugin.receiver.recording import Copy, Recording, Source
 from verl_sync_plugin.receiver.skips import skipped_by
-from verl_sync_plugin.receiver.uses import own_lines, readings_of_uses, uses_in
-from verl_sync_plugin.transport.protocol import Line, Used
+from verl_sync_plugin.receiver.uses import own_runs, readings_of_uses, uses_in
+from verl_sync_plugin.transport.protocol import Used
 from verl_sync_plugin.verify.uses import left_out
 
 
@@ -44,8 +45,8 @@ def bytes_of(view: torch.Tensor) -> set[int]:
     return {byte for e in elements for byte in range(e * view.element_size(), (e + 1) * view.element_size())}
 
 
-def covered(lines: Iterable[Line]) -> set[int]:
-    return {first + i * stride + b for first, width, count, stride in lines for i in range(count) for b in range(width)}
+def covered(runs: Iterable[Run]) -> set[int]:
+    return {run.source + i * run.source_stride + b for run in runs for i in range(run.count) for b in range(run.width)}
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -74,7 +75,7 @@ def test_intervals_and_whether_tensors_meet(seed: int) -> None:
 def test_what_is_refused_counts_as_used_and_what_is_not_recorded_is_unknown() -> None:
     sources = [Source(name, torch.float32, (2, 3), None) for name in "ab"]
     assert uses_in(Recording(refused={"a": "is computed with"}, ended=True), sources) == {
-        "a": ((0, 24, 1, 0),),
+        "a": (Run(0, 0, 24),),
         "b": (),
     }
     assert uses_in(Recording(spoiled="its load cannot be recorded"), sources) is None
@@ -82,7 +83,7 @@ def test_what_is_refused_counts_as_used_and_what_is_not_recorded_is_unknown() ->
 
 def test_a_tensor_with_gaps_has_only_its_own_bytes() -> None:
     columns = Source("a", torch.bfloat16, (4, 3), (8, 1))
-    assert columns.nbytes == 24 and covered(own_lines(columns)) == bytes_of(columns.meta())
+    assert columns.nbytes == 24 and covered(own_runs(columns)) == bytes_of(columns.meta())
 
 
 def plan_of(names: tuple[str, ...], numel: int = 8) -> tuple[list[Source], list[tuple], dict[str, int]]:  # type: ignore[type-arg]
@@ -97,9 +98,9 @@ def plan_of(names: tuple[str, ...], numel: int = 8) -> tuple[list[Source], list[
 def test_tied_tensors_are_used_together() -> None:
     sources, buckets, numbers = plan_of(("embed", "head"))
     readings = readings_of_uses(
-        {"embed": ((0, 32, 1, 0),), "head": (), "z": ()}, sources, buckets, numbers, skipped_by(None)
+        {"embed": (Run(0, 0, 32),), "head": (), "z": ()}, sources, buckets, numbers, skipped_by(None)
     )
-    assert readings == ((32, ((0, 32, 1, 0),), (0, 1)), (32, (), (2,)))
+    assert readings == ((32, (Run(0, 0, 32),), (0, 1)), (32, (), (2,)))
     assert left_out(3, [Used("M", readings)]) == [(2, 32, 32)]
 
 
@@ -133,9 +134,9 @@ def test_what_the_ranks_of_an_engine_leave_out(seed: int) -> None:
     rng, nbytes = random.Random(seed), 40
     told = []
     for _ in range(rng.randint(1, 4)):
-        lines = [(rng.randrange(20), rng.randint(1, 4), rng.randint(1, 4), rng.randint(0, 5)) for _ in range(3)]
-        told.append(tuple(line for line in lines if max(covered([line])) < nbytes))
-    missing = nbytes - len(set().union(*(covered(lines) for lines in told)))
-    found = left_out(1, [Used("M", ((nbytes, lines, (0,)),)) for lines in told])
+        runs = [Run(rng.randrange(20), 0, rng.randint(1, 4), rng.randint(1, 4), rng.randint(0, 5)) for _ in range(3)]
+        told.append(tuple(run for run in runs if max(covered([run])) < nbytes))
+    missing = nbytes - len(set().union(*(covered(runs) for runs in told)))
+    found = left_out(1, [Used("M", ((nbytes, runs, (0,)),)) for runs in told])
     assert found == ([(0, missing, nbytes)] if missing else [])
     assert left_out(1, []) == [(0, 0, 0)], "a tensor that nobody speaks of is left out"

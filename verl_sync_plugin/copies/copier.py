@@ -93,14 +93,14 @@ class _PlainPrepared:
                 slot, source, block = _cast(slot, source, block)
             if copy:
                 flat, start = self._targets.find(block.target)
-                target = runs(flat, start, block.width, block.lines, block.target_stride)
-                target.copy_(runs(slot, source, block.width, block.lines, block.source_stride))
+                target = runs(flat, start, block.width, block.count, block.target_stride)
+                target.copy_(runs(slot, source, block.width, block.count, block.source_stride))
             if hashed:
                 sums[block.group] += hash_block(slot, source, block)
 
 
 def _cast(slot: torch.Tensor, source: int, block: Block) -> tuple[torch.Tensor, int, Block]:
     """What the kernel does on its way: the block's bytes cast from fp32 to bf16, close together."""
-    wide = runs(slot, source, 2 * block.width, block.lines, block.source_stride).view(torch.float32)
+    wide = runs(slot, source, 2 * block.width, block.count, block.source_stride).view(torch.float32)
     flat = wide.to(torch.bfloat16).view(torch.uint8).reshape(-1)
     return flat, 0, replace(block, source_stride=block.width, grow=1)

@@ -38,7 +38,7 @@ def hulls_of(entries: Sequence[Entry]) -> list[Hull]:
         (first, end, place)
         for place, entry in enumerate(entries)
         for piece in entry.pieces
-        for first, end in piece.spans()
+        for first, end in piece.sources()
         if first < end
     )
     return [

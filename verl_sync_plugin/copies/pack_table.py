@@ -10,6 +10,7 @@ from verl_sync_plugin.copies.blocks import Block
 from verl_sync_plugin.copies.hulls import Hull, hulls_of, within_segment
 from verl_sync_plugin.copies.table import KernelTable, addresses
 from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.strided import Partition, Run
 from verl_sync_plugin.layout.tensors import Bucket, Plan, Slice
 
 # How a shard is read: by the kernel as it is, by the kernel cast from fp32 to bf16, by torch
@@ -143,32 +144,20 @@ class PackTable:
         """Only bytes that belong to a tensor are packed. What was packed alone is copied onto itself, to be read."""
         places = {base: place for place, base in enumerate(self.found.bases)}
         hulls = hulls_in_segment(bucket, self._rank)
+        partition = Partition([Run(hull.first, hull.first, hull.end - hull.first) for hull in hulls])
         segment = segment_of(bucket, self._rank)
-        low = 0
         for part in bucket.slices:
             base, kind = self._plan.bases[part.base], self.found.kinds.get(part.base)
             count = part.count(base, self._rank)
             if count <= 0 or (kind == ALONE and not self._read_alone):
                 continue
-            start = segment * bucket.stride + part.offset
-            while low < len(hulls) and hulls[low].end <= start:
-                low += 1
             grow, dtype = 2 if kind == CAST else 1, base.dtype if "float" in base.dtype else ""
-            for first, end, group in self._cut(hulls, low, start, start + count * base.itemsize):
-                if kind == ALONE:
-                    yield Block(first, first, first, end - first, base=len(places), group=group, dtype=dtype)
-                else:
-                    source = (part.begin * base.itemsize + first - start) * grow
-                    place = places[part.base]
-                    yield Block(source, first, first, end - first, base=place, group=group, grow=grow, dtype=dtype)
-
-    def _cut(self, hulls: Sequence[Hull], index: int, low: int, high: int) -> Iterator[tuple[int, int, int]]:
-        """The parts of hulls, from a known one on, that lie in ``[low, high)``, with the tensor's number."""
-        while index < len(hulls) and hulls[index].first < high:
-            hull = hulls[index]
-            if hull.end > low:
-                yield max(hull.first, low), min(hull.end, high), self._tensors[hull.names[0]]
-            index += 1
+            size = base.itemsize
+            run = Run(segment * bucket.stride + part.offset, part.begin * size, count * size)  # and where in the shard
+            for index, found in partition.meet(run):
+                at, group = found.source, self._tensors[hulls[index].names[0]]
+                place, source = (len(places), at) if kind == ALONE else (places[part.base], found.target * grow)
+                yield Block(source, at, at, found.width, base=place, group=group, grow=grow, dtype=dtype)
 
 
 def segment_of(bucket: Bucket, rank: int) -> int:

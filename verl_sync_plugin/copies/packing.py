@@ -112,8 +112,10 @@ class Packer:
             if not dtype.is_floating_point or dtype.itemsize == 1:  # there is no norm of 8-bit floats
                 continue
             for piece in entry.pieces:
-                if low <= piece.offset < low + bucket.stride:
-                    packed = runs(memory, piece.offset - origin, piece.nbytes, piece.count, piece.step).view(dtype)
+                if low <= piece.source < low + bucket.stride:
+                    packed = runs(memory, piece.source - origin, piece.width, piece.count, piece.source_stride).view(
+                        dtype
+                    )
                     wide = torch.float32 if dtype.itemsize < 4 else None
                     largest = torch.linalg.vector_norm(packed, float("inf"), dtype=wide)  # NaN stays NaN
                     self._flags[self._tensors[entry.name]] += ~largest.isfinite()

@@ -65,21 +65,21 @@ def hash_block(flat: torch.Tensor, start: int, block: Block) -> torch.Tensor:
     Args:
         flat: uint8 of shape ``(n,)``.
         start: first byte of the block in ``flat``; runs follow each other by ``block.source_stride``.
-        block: its width, lines and position count.
+        block: its width, count and position count.
     """
     # Lines so far apart begin at the same byte of a word
-    apart = 8 // math.gcd(block.position_stride, 8) if block.lines > 1 else 1
+    apart = 8 // math.gcd(block.position_stride, 8) if block.count > 1 else 1
     if apart == 1:
         return _hash_lines(flat, start, block)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for first in range(min(apart, block.lines)):
+    for first in range(min(apart, block.count)):
         total += _hash_lines(
             flat,
             start + first * block.source_stride,
             replace(
                 block,
                 position=block.position + first * block.position_stride,
-                lines=len(range(first, block.lines, apart)),
+                count=len(range(first, block.count, apart)),
                 source_stride=apart * block.source_stride,
                 position_stride=apart * block.position_stride,
             ),
@@ -93,8 +93,8 @@ def _hash_lines(flat: torch.Tensor, start: int, block: Block) -> torch.Tensor:
     shift = block.position % 8  # bytes of the first word before a line
     padded = shift + block.width
     rows = max(1, STEP // (padded + 8))
-    for first in range(0, block.lines, rows):
-        lines = min(rows, block.lines - first)
+    for first in range(0, block.count, rows):
+        lines = min(rows, block.count - first)
         line = torch.arange(first, first + lines, device=flat.device)[:, None] * (block.position_stride // 8)
         for begin in range(0, padded, STEP):
             low, high = max(begin - shift, 0), min(begin + STEP - shift, block.width)

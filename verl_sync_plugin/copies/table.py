@@ -23,7 +23,7 @@ def _lane(block: Block) -> int:
     """The widest lane that every address and length of a block allows; lanes of 8 that do not cast come in aligned
     pairs."""
     read, written = block.source, block.target | block.position | block.width
-    if block.lines > 1:
+    if block.count > 1:
         read |= block.source_stride
         written |= block.target_stride | block.position_stride
     if block.grow == 2:
@@ -35,14 +35,14 @@ def _lane(block: Block) -> int:
 
 def _rows(block: Block) -> np.ndarray:
     """A block cut into rows: int64 of shape ``(n, 10)``, in bytes."""
-    tall = block.lines > 1 and block.width <= ROW_BYTES
+    tall = block.count > 1 and block.width <= ROW_BYTES
     if tall:
         step = max(1, ROW_BYTES // block.width)
-        line = np.arange(0, block.lines, step, dtype=np.int64)
+        line = np.arange(0, block.count, step, dtype=np.int64)
         column = np.zeros(1, dtype=np.int64)
     else:
         step = 1
-        line = np.arange(block.lines, dtype=np.int64)
+        line = np.arange(block.count, dtype=np.int64)
         column = np.arange(0, block.width, ROW_BYTES, dtype=np.int64)
     first, offset = (grid.reshape(-1) for grid in np.meshgrid(line, column, indexing="ij"))
     rows = np.empty((first.size, 10), dtype=np.int64)
@@ -52,7 +52,7 @@ def _rows(block: Block) -> np.ndarray:
     rows[:, 3], rows[:, 4], rows[:, 9] = block.source_stride, block.target_stride, block.position_stride
     rows[:, 5], rows[:, 6] = block.base, block.group
     rows[:, 8] = block.width if tall else np.minimum(block.width - offset, ROW_BYTES)
-    rows[:, 7] = rows[:, 8] * (np.minimum(block.lines - first, step) if tall else 1)
+    rows[:, 7] = rows[:, 8] * (np.minimum(block.count - first, step) if tall else 1)
     return rows
 
 
@@ -85,7 +85,7 @@ class _Kind:
 
     @classmethod
     def of(cls, block: Block) -> _Kind:
-        return cls(_lane(block), block.lines > 1 and block.width <= ROW_BYTES, block.grow == 2, block.dtype)
+        return cls(_lane(block), block.count > 1 and block.width <= ROW_BYTES, block.grow == 2, block.dtype)
 
 
 class KernelTable:
@@ -102,7 +102,7 @@ class KernelTable:
     def __init__(self, blocks: Iterable[Block], device: torch.device, homes: Sequence[int] = ()) -> None:
         kinds: dict[_Kind, list[np.ndarray]] = {}
         for block in blocks:
-            if block.lines and block.width:
+            if block.count and block.width:
                 kinds.setdefault(_Kind.of(block), []).append(_rows(block))
         self._device = device
         self._homes = np.array(homes)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from verl_sync_plugin.layout.planner import digest_of, segment_capacity
-from verl_sync_plugin.layout.tensors import Base, Bucket, Entry, Piece, Plan, Share, Slice, align
+from verl_sync_plugin.layout.strided import Run, compose
+from verl_sync_plugin.layout.tensors import Base, Bucket, Entry, Plan, Slice, align
 
 
 @dataclass
@@ -113,18 +114,13 @@ def _place(unit: _Unit, used: list[int], capacity: int) -> list[Slice]:
 
 
 def _seal(bases: tuple[Base, ...], slices: list[Slice], stride: int, world: int) -> Bucket:
-    found: dict[str, tuple[Base, tuple[int, ...], int, list[Piece]]] = {}
+    found: dict[str, tuple[Base, tuple[int, ...], int, list[Run]]] = {}
     for part in slices:
         base = bases[part.base]
-        first = _owner(base) * stride + part.offset - part.begin * base.itemsize  # where element 0 would be
+        first, size = _owner(base) * stride + part.offset, base.itemsize
+        here = Run(first, part.begin * size, (part.end - part.begin) * size)  # of the bucket, and in the base
         for view in base.views:
-            pieces = [
-                Piece(first + s.start * size, s.run * size, s.target * size, s.count, s.step * size, s.stride * size)
-                for share in view.shares
-                for s in _within(share, part.begin, part.end)
-                if (size := base.itemsize)
-            ]
-            if pieces:
+            if pieces := [piece for share in view.shares for piece in compose(here, share.times(size))]:
                 _, _, _, held = found.setdefault(view.name, (base, view.shape, view.span, []))
                 held.extend(pieces)
     entries = []
@@ -132,29 +128,3 @@ def _seal(bases: tuple[Base, ...], slices: list[Slice], stride: int, world: int)
         ordered = tuple(sorted(pieces, key=lambda piece: piece.target))
         entries.append(Entry(name, base.dtype, shape, None, numel * base.itemsize, ordered))
     return Bucket(world, stride, tuple(slices), tuple(entries))
-
-
-def _within(share: Share, begin: int, end: int) -> list[Share]:
-    """What of a share lies in elements ``[begin, end)`` of its base: whole repetitions, and a cut one at either end."""
-    step = max(share.step, share.run)  # a single run has no step
-    low = max(-(-(begin - share.start) // step), 0)  # the first repetition that starts inside
-    high = min((end - share.start - share.run) // step + 1, share.count)  # one past the last that ends inside
-    found = []
-    if 0 < low <= share.count:
-        found += _cut(share, low - 1, begin, end)
-    if low < high:
-        first = (share.start + low * share.step, share.target + low * share.stride)
-        repeats = high - low
-        steps = (share.step, share.stride) if repeats > 1 else (0, 0)
-        found.append(Share(*first, share.run, repeats, *steps))
-    if max(low, high, 0) < share.count:
-        found += _cut(share, max(low, high), begin, end)
-    return found
-
-
-def _cut(share: Share, repetition: int, begin: int, end: int) -> list[Share]:
-    start = share.start + repetition * share.step
-    low, high = max(start, begin), min(start + share.run, end)
-    if low >= high:
-        return []
-    return [Share(low, share.target + repetition * share.stride + low - start, high - low)]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from itertools import accumulate
 
-from verl_sync_plugin.layout.tensors import ALIGNMENT, Base, Bucket, Entry, Piece, Plan, Slice, align
+from verl_sync_plugin.layout.strided import Partition, Run
+from verl_sync_plugin.layout.tensors import ALIGNMENT, Base, Bucket, Entry, Plan, Slice, align
 
 
 def plan_buckets(bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False) -> Plan:
@@ -107,20 +108,17 @@ def _seal(bases: tuple[Base, ...], slices: list[Slice], world: int) -> Bucket:
 def _entries(base: Base, part: Slice, stride: int) -> list[Entry]:
     """The tensors that have bytes in this slice, with their pieces in ascending target order."""
     starts = [0, *accumulate(base.lengths)]
-    runs = []  # (first element in the base, one past the last, byte offset in the bucket)
-    for rank, length in enumerate(base.lengths):
-        first, stop = starts[rank] + part.begin, starts[rank] + min(part.end, length)
-        if first < stop:
-            runs.append((first, stop, rank * stride + part.offset))
     size = base.itemsize
+    held = Partition(  # what each rank sends: where in the bucket, and of which bytes of the base
+        [
+            Run(rank * stride + part.offset, (starts[rank] + part.begin) * size, count * size)
+            for rank in range(len(base.lengths))
+            if (count := part.count(base, rank)) > 0
+        ]
+    )
     entries = []
     for view in base.views:
-        pieces = []
-        for first, stop, offset in runs:
-            low, high = max(first, view.start), min(stop, view.start + view.span)
-            if low < high:
-                piece = Piece(offset + (low - first) * size, (high - low) * size, (low - view.start) * size)
-                pieces.append(piece)
+        pieces = tuple(piece for _, piece in held.meet(Run(view.start * size, 0, view.span * size)))
         if pieces:
-            entries.append(Entry(view.name, base.dtype, view.shape, view.strides, view.span * size, tuple(pieces)))
+            entries.append(Entry(view.name, base.dtype, view.shape, view.strides, view.span * size, pieces))
     return entries

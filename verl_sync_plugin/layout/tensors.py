@@ -10,24 +10,12 @@ rank keeps its own segment only, and every engine rank reads what it needs where
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from verl_sync_plugin.layout.strided import Run
+
 ALIGNMENT = 16  # bytes; lets any dtype be viewed in place and 16-byte loads be used
-
-
-@dataclass(frozen=True)
-class Share:
-    """``count`` times ``run`` elements: those from ``start + i * step`` of the base on are those from ``target +
-    i * stride`` of the tensor on. Runs do not overlap."""
-
-    start: int
-    target: int
-    run: int
-    count: int = 1
-    step: int = 0
-    stride: int = 0
 
 
 @dataclass(frozen=True)
@@ -40,7 +28,8 @@ class View:
         start: first element of the tensor in the flat base; 0 with shares.
         span: base elements from the tensor's first to its last, inclusive; with shares the whole tensor's elements.
         strides: strides in elements, ``None`` when the tensor is contiguous.
-        shares: of a tensor that several bases make up (see ``layout/joint.py``), what this base holds.
+        shares: of a tensor that several bases make up (see ``layout/joint.py``), what this base holds: which elements
+            of the base are which of the tensor.
     """
 
     name: str
@@ -48,7 +37,7 @@ class View:
     start: int
     span: int
     strides: tuple[int, ...] | None = None
-    shares: tuple[Share, ...] = ()
+    shares: tuple[Run, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,41 +78,16 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """``count`` times ``nbytes`` bytes: those from ``offset + i * step`` of the bucket on are those from
-    ``target + i * stride`` of the tensor on."""
-
-    offset: int
-    nbytes: int
-    target: int
-    count: int = 1
-    step: int = 0
-    stride: int = 0
-
-    def spans(self) -> Iterator[tuple[int, int]]:
-        """The bytes of the bucket, (first, one past the last)."""
-        if self.count == 1 or self.step == self.nbytes:
-            yield self.offset, self.offset + self.nbytes * self.count
-            return
-        for piece in self.repeats():
-            yield piece.offset, piece.offset + piece.nbytes
-
-    def repeats(self) -> Iterator[Piece]:
-        """The same as pieces that do not repeat."""
-        for index in range(self.count):
-            yield Piece(self.offset + index * self.step, self.nbytes, self.target + index * self.stride)
-
-
-@dataclass(frozen=True)
 class Entry:
-    """What one bucket holds of one tensor; ``nbytes`` counts the whole tensor."""
+    """What one bucket holds of one tensor; ``nbytes`` counts the whole tensor. Its pieces say which bytes of the bucket
+    are which of the tensor; each lies in one segment."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
     nbytes: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Run, ...]
 
 
 @dataclass(frozen=True)

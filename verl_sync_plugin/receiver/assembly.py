@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from verl_sync_plugin.copies.bucket_memory import BucketMemory
-from verl_sync_plugin.layout.tensors import Entry, Piece
+from verl_sync_plugin.layout.strided import Run
+from verl_sync_plugin.layout.tensors import Entry
 
 # SGLang's DeepSeek loaders fuse these pairs inside one load_weights call; a pair torn over two calls leaves the fused
 # weight stale without a word (first of a pair waits for the second). Suffixes of the HF name.
@@ -63,9 +64,9 @@ class Assembler:
             yield from self._release(entry.name, tensor)
 
     def _join(self, memory: BucketMemory, entry: Entry) -> torch.Tensor | None:
-        here = sum(piece.nbytes * piece.count for piece in entry.pieces)
+        here = sum(piece.width * piece.count for piece in entry.pieces)
         if here == entry.nbytes and all(piece.count == 1 for piece in entry.pieces):
-            parts = [memory.narrow(piece.offset, piece.nbytes) for piece in entry.pieces]
+            parts = [memory.narrow(piece.source, piece.width) for piece in entry.pieces]
             # A copy where others read: some models write into what they are given
             return parts[0] if len(parts) == 1 and not memory.shared else torch.cat(parts)
         partial = self._partial.get(entry.name)
@@ -102,18 +103,18 @@ class Assembler:
             raise ValueError(f"the sync ended with incomplete tensors: {', '.join(left[:10])}")
 
 
-def _place(tensor: torch.Tensor, memory: BucketMemory, piece: Piece) -> None:
+def _place(tensor: torch.Tensor, memory: BucketMemory, piece: Run) -> None:
     """Copies one piece, with all its repetitions, from the bucket into a tensor of uint8."""
     if piece.count == 1:
-        tensor.narrow(0, piece.target, piece.nbytes).copy_(memory.narrow(piece.offset, piece.nbytes))
+        tensor.narrow(0, piece.target, piece.width).copy_(memory.narrow(piece.source, piece.width))
         return
-    slot, first = memory.at(piece.offset)
+    slot, first = memory.at(piece.source)
     # A strided copy of single bytes is slow: use the widest element that divides everything
-    numbers = (piece.nbytes, first, piece.step, piece.target, piece.stride)
+    numbers = (piece.width, first, piece.source_stride, piece.target, piece.target_stride)
     width = math.gcd(8, slot.data_ptr(), tensor.data_ptr(), slot.storage_offset(), *numbers)
-    source = _repeated(slot, first, piece.step, piece).view(_WIDTHS[width])
-    _repeated(tensor, piece.target, piece.stride, piece).view(_WIDTHS[width]).copy_(source)
+    source = _repeated(slot, first, piece.source_stride, piece).view(_WIDTHS[width])
+    _repeated(tensor, piece.target, piece.target_stride, piece).view(_WIDTHS[width]).copy_(source)
 
 
-def _repeated(flat: torch.Tensor, first: int, step: int, piece: Piece) -> torch.Tensor:
-    return flat.as_strided((piece.count, piece.nbytes), (step, 1), flat.storage_offset() + first)
+def _repeated(flat: torch.Tensor, first: int, step: int, piece: Run) -> torch.Tensor:
+    return flat.as_strided((piece.count, piece.width), (step, 1), flat.storage_offset() + first)

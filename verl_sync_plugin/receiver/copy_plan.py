@@ -9,18 +9,17 @@ from typing import Any
 
 import torch
 
-from verl_sync_plugin.copies.blocks import Lines
+from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.receiver.assembly import partner_of
 from verl_sync_plugin.receiver.intervals import intervals, region_of
 from verl_sync_plugin.receiver.order import fills_contradict, overwritten
 from verl_sync_plugin.receiver.recorder import model_tensors, record
 from verl_sync_plugin.receiver.recording import Copy, Source
 from verl_sync_plugin.receiver.uses import uses_in
-from verl_sync_plugin.transport.protocol import Line
 
 # Runs shorter than this are no business of a byte copier (a transposed copy has runs of one element)
 SHORTEST_RUN = 32
-MOST_LINES = 1 << 16
+MOST_RUNS = 1 << 16
 
 Layout = tuple[tuple[object, ...], ...]
 
@@ -32,20 +31,20 @@ class Planned:
     Attributes:
         dtype: what travels.
         target_dtype: what the model holds; the copy casts when they differ.
-        lines: the runs, with absolute target addresses.
+        runs: from the tensor's bytes to absolute addresses; their widths are of the tensor's bytes.
     """
 
     dtype: torch.dtype
     target_dtype: torch.dtype
-    lines: tuple[Lines, ...]
+    runs: tuple[Run, ...]
 
     @property
     def casts(self) -> bool:
         return self.dtype != self.target_dtype
 
     def target_runs(self) -> Iterator[tuple[int, int, int, int]]:
-        """The bytes written: address, width, number of lines and bytes from line to line."""
-        for part in self.lines:
+        """The bytes written: address, width, count and bytes from one to the next."""
+        for part in self.runs:
             width = part.width * self.target_dtype.itemsize // self.dtype.itemsize
             joined = part.count > 1 and part.target_stride == width
             yield part.target, width * part.count if joined else width, 1 if joined else part.count, part.target_stride
@@ -56,7 +55,7 @@ class CopyPlan:
     """What a sync can replay. Valid while ``layout_of`` the model stays what it was.
 
     Attributes:
-        planned: by name; a tensor that the model skips has no lines.
+        planned: by name; a tensor that the model skips has no runs.
         refused: names that take the model's own path, and why.
         fills: constants to write again (padding), with the value.
         derives: ``model.post_load_weights`` must run after the copies.
@@ -67,7 +66,7 @@ class CopyPlan:
     refused: dict[str, str] = field(default_factory=dict)
     fills: list[tuple[torch.Tensor, float]] = field(default_factory=list)
     derives: bool = False
-    uses: dict[str, tuple[Line, ...]] | None = None
+    uses: dict[str, tuple[Run, ...]] | None = None
 
     def refuse(self, name: str, why: str) -> None:
         """Leaves a tensor to the model, with the one it is fused with: alone, the model would hold it back for good."""
@@ -82,7 +81,7 @@ class CopyPlan:
             yield f"{name} goes through load_weights ({why})"
 
     def target_runs(self) -> Iterator[tuple[int, int, int, int]]:
-        """The bytes that a replay writes: address, width, number of lines and bytes from line to line."""
+        """The bytes that a replay writes: address, width, count and bytes from one to the next."""
         for planned in self.planned.values():
             yield from planned.target_runs()
         for first, end in intervals(region_of(target) for target, _ in self.fills).tolist():
@@ -161,18 +160,18 @@ def _accept(plan: CopyPlan, source: Source, copies: Sequence[Copy], device: torc
     if len(targets) > 1:
         plan.refused[source.name] = f"is copied as {targets}"
         return
-    lines: list[Lines] = []
+    runs: list[Run] = []
     for copy in copies:
-        part = lines_of(copy.source, copy.target)
+        part = runs_of(copy.source, copy.target)
         if part is None:
             plan.refused[source.name] = "is copied in runs too short"
             return
-        lines.extend(part)
+        runs.extend(part)
     target = targets.pop() if targets else source.dtype
-    plan.planned[source.name] = Planned(source.dtype, target, tuple(lines))
+    plan.planned[source.name] = Planned(source.dtype, target, tuple(runs))
 
 
-def lines_of(source: torch.Tensor, target: torch.Tensor) -> list[Lines] | None:
+def runs_of(source: torch.Tensor, target: torch.Tensor) -> list[Run] | None:
     """A copy as runs of consecutive bytes, or ``None`` when it has no long ones.
 
     Args:
@@ -195,11 +194,11 @@ def lines_of(source: torch.Tensor, target: torch.Tensor) -> list[Lines] | None:
     starts = [(0, 0)]
     for length, outer, target_outer in dims:
         starts = [(a + i * outer, b + i * target_outer) for a, b in starts for i in range(length)]
-    if (count > 1 and stride < size) or len(starts) > MOST_LINES:
+    if (count > 1 and stride < size) or len(starts) > MOST_RUNS:
         return None
     first, address = int(source.storage_offset()) * many, target.data_ptr()
     return [
-        Lines(first + a * many, size * many, count, stride * many, address + b * grown, target_stride * grown)
+        Run(first + a * many, address + b * grown, size * many, count, stride * many, target_stride * grown)
         for a, b in starts
     ]
 
@@ -221,8 +220,8 @@ def _refuse_overlaps(plan: CopyPlan) -> None:
     """Replay keeps no order between copies, so bytes that two of them write take the model's own path."""
     intervals: list[tuple[int, int, str]] = []
     for name, planned in plan.planned.items():
-        for address, width, lines, stride in planned.target_runs():
-            intervals.extend((address + line * stride, address + line * stride + width, name) for line in range(lines))
+        for address, width, count, stride in planned.target_runs():
+            intervals.extend((address + i * stride, address + i * stride + width, name) for i in range(count))
     intervals.sort()
     reached, owner = 0, ""
     for first, end, name in intervals:

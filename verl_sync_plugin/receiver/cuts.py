@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from verl_sync_plugin.copies.blocks import Block, Lines, clip
+from verl_sync_plugin.copies.blocks import Block
 from verl_sync_plugin.copies.hulls import Hull
-from verl_sync_plugin.layout.tensors import Entry, Piece
+from verl_sync_plugin.layout.strided import Run, compose, in_step
+from verl_sync_plugin.layout.tensors import Entry
 from verl_sync_plugin.receiver.copy_plan import Planned
-from verl_sync_plugin.receiver.rows import in_step, row_by_row
 
 MOST_RUNS = 512  # of one tensor in one bucket
 
 
 @dataclass(frozen=True)
 class Cast:
-    """A block whose bytes change on the way: ``width`` and ``lines`` in the source's bytes."""
+    """A block whose bytes change on the way: ``width`` counts the source's."""
 
     block: Block
     planned: Planned
@@ -47,7 +47,7 @@ class Work:
         """The bytes read from each segment."""
         read: Counter[int] = Counter()
         for block in (*self.fused, *self.bare, *self.reads, *(cast.block for _, cast in self.casts)):
-            read[block.base] += block.width * block.lines
+            read[block.base] += block.width * block.count
         read.update(bytes_of(self.leftovers, segment))
         return read
 
@@ -56,7 +56,7 @@ def bytes_of(entries: Sequence[Entry], segment: int) -> Counter[int]:
     """The bytes that each segment holds of these tensors."""
     held: Counter[int] = Counter()
     for piece in (piece for entry in entries for piece in entry.pieces):
-        held[piece.offset // segment] += piece.nbytes * piece.count
+        held[piece.source // segment] += piece.width * piece.count
     return held
 
 
@@ -64,9 +64,9 @@ def scattered(entries: Sequence[Entry], planned: dict[str, Planned]) -> frozense
     """Tensors that arrive in so many runs that a table of them would be larger than what it moves is worth."""
     runs: Counter[str] = Counter()
     for entry in entries:
-        lines = planned[entry.name].lines if entry.name in planned else ()
+        recorded = planned[entry.name].runs if entry.name in planned else ()
         for piece in entry.pieces:
-            runs[entry.name] += sum(1 if in_step(line, piece) else piece.count for line in lines)
+            runs[entry.name] += sum(1 if in_step(piece, run) else piece.count for run in recorded)
     return frozenset(name for name, count in runs.items() if count > MOST_RUNS)
 
 
@@ -97,7 +97,7 @@ def cut(
             continue
         group = hashing.get(entry.name)
         for piece in entry.pieces:
-            blocks = [(entry.name, block) for block in _blocks(plan, piece, piece.offset // segment, group or 0)]
+            blocks = [(entry.name, block) for block in _blocks(plan, piece, piece.source // segment, group or 0)]
             if plan.casts:
                 work.casts.extend((name, Cast(block, plan)) for name, block in blocks)
             else:
@@ -112,28 +112,12 @@ def cut(
     return work
 
 
-def _blocks(plan: Planned, piece: Piece, base: int, group: int) -> Iterator[Block]:
+def _blocks(plan: Planned, piece: Run, base: int, group: int) -> Iterator[Block]:
     """The plan's runs inside one piece, with offsets in the bucket as sources."""
-    grow = (plan.target_dtype.itemsize, plan.dtype.itemsize)
-    for lines in plan.lines:
-        if piece.count == 1:
-            parts = _inside(lines, piece, grow)
-        elif in_step(lines, piece):
-            parts = row_by_row(lines, piece, grow)
-        else:
-            parts = (part for single in piece.repeats() for part in _inside(lines, single, grow))
-        for part in parts:
-            if part.count > 1 and part.stride == part.width and part.target_stride == part.width and not plan.casts:
-                yield Block(part.start, part.target, part.start, part.width * part.count, base=base, group=group)
-            else:
-                strides = (part.stride, part.target_stride, part.stride)
-                yield Block(
-                    part.start, part.target, part.start, part.width, part.count, *strides, base=base, group=group
-                )
-
-
-def _inside(lines: Lines, piece: Piece, grow: tuple[int, int]) -> Iterator[Lines]:
-    """The lines in a piece that does not repeat; ``start`` and ``stride`` then are of the bucket."""
-    shift = piece.offset - piece.target
-    for part in clip(lines, piece.target, piece.target + piece.nbytes, grow):
-        yield replace(part, start=part.start + shift)
+    scale = (plan.target_dtype.itemsize, plan.dtype.itemsize)
+    for planned in plan.runs:
+        for run in compose(piece, planned, scale):
+            width, count, strides = run.width, run.count, (run.source_stride, run.target_stride, run.source_stride)
+            if count > 1 and strides == (width, width, width) and not plan.casts:
+                width, count, strides = width * count, 1, (0, 0, 0)
+            yield Block(run.source, run.target, run.source, width, count, *strides, base=base, group=group)

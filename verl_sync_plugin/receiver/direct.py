@@ -7,7 +7,6 @@ them in fp32.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -17,6 +16,7 @@ import torch
 from verl_sync_plugin.copies.blocks import Block
 from verl_sync_plugin.copies.bucket_memory import RegionMemory
 from verl_sync_plugin.copies.copier import Copier
+from verl_sync_plugin.layout.strided import Partition, Run
 from verl_sync_plugin.receiver.cuts import Cast, Work
 from verl_sync_plugin.transport.memory.exports import Live
 from verl_sync_plugin.transport.memory.regions import Regions
@@ -98,69 +98,28 @@ class _Where:
                 rows.extend((o, n, first_region + r, source, grow) for o, n, r, source, grow in held.tolist())
             first_region += len(live.regions)
         self._rows = sorted(rows)
-        self._firsts = [row[0] for row in self._rows]
+        self._partition = Partition([Run(first, first, nbytes) for first, nbytes, *_ in self._rows])
 
     def moved(self, block: Block) -> Iterator[Block]:
         """The same bytes, read from the regions."""
-        if block.lines == 1:
-            yield from self._cut(block)
-            return
-        first, nbytes, region, source, grow = self._row(block.source)
-        last = block.source + (block.lines - 1) * block.source_stride + _span(block)
-        if last <= first + nbytes:
-            yield self._at(block, (first, nbytes, region, source, grow))
-            return
-        for line in range(block.lines):  # a matrix cut between its rows
-            single = replace(
-                block,
-                source=block.source + line * block.source_stride,
-                target=block.target + line * block.target_stride,
-                position=block.position + line * block.position_stride,
-                lines=1,
+        strides = block.source_stride, block.target_stride
+        read = Run(block.source, block.target, block.width * block.grow, block.count, *strides)
+        left = read.width * read.count
+        for number, run in self._partition.meet(read, (1, block.grow)):
+            left -= run.width * run.count
+            first, _, region, source, grow = self._rows[number]
+            if grow == 2 and block.grow == 2:
+                raise ValueError(f"byte {run.source} of bucket {self._bucket} would be cast twice")
+            yield Block(
+                source + (run.source - first) * grow, run.target, run.source, run.width // block.grow, run.count,
+                run.source_stride * grow, run.target_stride, run.source_stride,
+                base=region, group=block.group, grow=block.grow * grow, dtype=block.dtype,
+            )  # fmt: skip
+        if left:
+            last = read.source + (read.count - 1) * read.source_stride + read.width - 1
+            raise ValueError(
+                f"no trainer rank told where {left} of bytes {read.source} to {last} of bucket {self._bucket} lie"
             )
-            yield from self._cut(single)
-
-    def _cut(self, block: Block) -> Iterator[Block]:
-        done = 0
-        while done < block.width:
-            read = done * block.grow
-            row = self._row(block.source + read)
-            width = min(block.width - done, (row[0] + row[1] - block.source - read) // block.grow)
-            yield self._at(
-                replace(
-                    block,
-                    source=block.source + read,
-                    target=block.target + done,
-                    position=block.position + done,
-                    width=width,
-                ),
-                row,
-            )
-            done += width
-
-    def _row(self, offset: int) -> tuple[int, int, int, int, int]:
-        index = bisect_right(self._firsts, offset) - 1
-        row = self._rows[index] if index >= 0 else (0, 0, 0, 0, 0)
-        if offset >= row[0] + row[1]:
-            raise ValueError(f"no trainer rank told where byte {offset} of bucket {self._bucket} lies")
-        return row
-
-    def _at(self, block: Block, row: tuple[int, int, int, int, int]) -> Block:
-        first, _, region, source, grow = row
-        if grow == 2 and block.grow == 2:
-            raise ValueError(f"byte {block.source} of bucket {self._bucket} would be cast twice")
-        return replace(
-            block,
-            source=source + (block.source - first) * grow,
-            source_stride=block.source_stride * grow,
-            base=region,
-            grow=block.grow * grow,
-        )
-
-
-def _span(block: Block) -> int:
-    """Bytes read of each line."""
-    return block.width * block.grow
 
 
 def _as_block(cast: Cast) -> Block:

@@ -50,14 +50,14 @@ class Ledger(TorchDispatchMode):
         """Notes bytes that were seen to be right though no operation was seen to write them (other threads).
 
         Args:
-            found: runs of bytes as address, width, number of lines and bytes from line to line.
+            found: runs of bytes as address, width, count and bytes from one to the next.
         """
         held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self._expected.values()}
         starts = sorted(held)
-        for address, width, lines, stride in found:
+        for address, width, count, stride in found:
             index = bisect_right(starts, address) - 1
             if index >= 0 and address < starts[index] + held[starts[index]].nbytes():
-                self._written[held[starts[index]]._cdata].add((address, (lines, width), (stride, 1), 1))
+                self._written[held[starts[index]]._cdata].add((address, (count, width), (stride, 1), 1))
 
     def coverage(self) -> Coverage:
         """What was written so far, against what the model holds."""

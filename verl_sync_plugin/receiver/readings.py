@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verl_sync_plugin.copies.hulls import Hull
+from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import Entry
 from verl_sync_plugin.receiver.copy_plan import Planned
-from verl_sync_plugin.transport.protocol import Line, Readings
+from verl_sync_plugin.transport.protocol import Readings
 
 
 def choose(hulls: Sequence[Sequence[Hull]], planned: dict[str, Planned], whole: frozenset[str]) -> dict[str, str]:
@@ -57,21 +58,21 @@ def readings_of(
         chosen: the result of ``choose``.
     """
     sizes = {entry.name: entry.nbytes for entries in buckets for entry in entries}
-    found: dict[tuple[int, tuple[Line, ...]], list[int]] = {}
+    found: dict[tuple[int, tuple[Run, ...]], list[int]] = {}
     for owner in dict.fromkeys(hull.names[0] for bucket in hulls for hull in bucket):
-        lines = _lines(planned[chosen[owner]]) if owner in chosen else ((0, sizes[owner], 1, 0),)
-        found.setdefault((sizes[owner], lines), []).append(numbers[owner])
-    return tuple((nbytes, lines, tuple(tensors)) for (nbytes, lines), tensors in found.items())
+        runs = _read(planned[chosen[owner]]) if owner in chosen else (Run(0, 0, sizes[owner]),)
+        found.setdefault((sizes[owner], runs), []).append(numbers[owner])
+    return tuple((nbytes, runs, tuple(tensors)) for (nbytes, runs), tensors in found.items())
 
 
 def _size(planned: Planned) -> int:
-    return sum(line.width * line.count for line in planned.lines)
+    return sum(run.width * run.count for run in planned.runs)
 
 
-def _lines(planned: Planned) -> tuple[Line, ...]:
-    lines = []
-    for line in planned.lines:
-        joined = line.count == 1 or line.stride == line.width
-        rest = (line.width * line.count, 1, 0) if joined else (line.width, line.count, line.stride)
-        lines.append((line.start, *rest))
-    return tuple(sorted(lines))
+def _read(planned: Planned) -> tuple[Run, ...]:
+    found = []
+    for run in planned.runs:
+        joined = run.count == 1 or run.source_stride == run.width
+        rest = (run.width * run.count,) if joined else (run.width, run.count, run.source_stride)
+        found.append(Run(run.source, 0, *rest))
+    return tuple(sorted(found))

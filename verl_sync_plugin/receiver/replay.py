@@ -95,13 +95,13 @@ class Replay:
     def _typed_source(self, cast: Cast, memory: BucketMemory) -> torch.Tensor:
         block = cast.block
         slot, source = memory.at(block.source)
-        return runs(slot, source, block.width, block.lines, block.source_stride).view(cast.planned.dtype)
+        return runs(slot, source, block.width, block.count, block.source_stride).view(cast.planned.dtype)
 
     def _typed_target(self, cast: Cast) -> torch.Tensor:
         block, planned = cast.block, cast.planned
         flat, start = self._copier.targets.find(block.target)
         width = block.width * planned.target_dtype.itemsize // planned.dtype.itemsize
-        return runs(flat, start, width, block.lines, block.target_stride).view(planned.target_dtype)
+        return runs(flat, start, width, block.count, block.target_stride).view(planned.target_dtype)
 
 
 class Comparison:

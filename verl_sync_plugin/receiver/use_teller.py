@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 from verl_sync_plugin.layout.tensors import Entry
 from verl_sync_plugin.receiver.recording import Source
 from verl_sync_plugin.receiver.skips import skipped_by
-from verl_sync_plugin.receiver.uses import Lines, own_lines, readings_of_uses
+from verl_sync_plugin.receiver.uses import Runs, own_runs, readings_of_uses
 from verl_sync_plugin.transport.protocol import Used
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
@@ -41,12 +41,12 @@ class UseTeller:
         self._sources = sources
         self._buckets = buckets
         self._numbers = numbers
-        self._recorded: Mapping[str, Lines] | None = None
+        self._recorded: Mapping[str, Runs] | None = None
         self._touched: Touched | None = None  # where the load could not be recorded
         self._used: Used | None = None
         self._told: Used | None = None
 
-    def recorded(self, uses: Mapping[str, Lines] | None) -> None:
+    def recorded(self, uses: Mapping[str, Runs] | None) -> None:
         """Takes in what a new recording says; ``None``: it could not be recorded."""
         self._recorded, self._used = uses, None
         self._touched = Touched() if uses is None else None
@@ -106,9 +106,9 @@ class Touched(TorchDispatchMode):
         self._lent[name] = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         return tensor
 
-    def uses(self, sources: Sequence[Source]) -> dict[str, Lines]:
+    def uses(self, sources: Sequence[Source]) -> dict[str, Runs]:
         """What was used, as ``uses_in`` has it."""
-        return {source.name: own_lines(source) if source.name in self.names else () for source in sources}
+        return {source.name: own_runs(source) if source.name in self.names else () for source in sources}
 
     def taken_back(self) -> None:
         """The memory of all tensors lent so far may hold something else from now on."""

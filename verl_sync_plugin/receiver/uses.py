@@ -14,18 +14,19 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from verl_sync_plugin.copies.hulls import hulls_of
+from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import Entry
 from verl_sync_plugin.receiver.order import superseded
 from verl_sync_plugin.receiver.recording import Recording, Source
 from verl_sync_plugin.receiver.skips import Skipped
-from verl_sync_plugin.transport.protocol import Line, Readings
+from verl_sync_plugin.transport.protocol import Readings
 
-MOST_LINES = 1 << 16
+MOST_RUNS = 1 << 16
 
-Lines = tuple[Line, ...]
+Runs = tuple[Run, ...]
 
 
-def uses_in(recording: Recording, sources: Sequence[Source]) -> dict[str, Lines] | None:
+def uses_in(recording: Recording, sources: Sequence[Source]) -> dict[str, Runs] | None:
     """The bytes of each tensor that a recorded load copies, or computes with; not what another tensor then overwrites.
 
     Args:
@@ -33,12 +34,12 @@ def uses_in(recording: Recording, sources: Sequence[Source]) -> dict[str, Lines]
         sources: the tensors that were given to it.
 
     Returns:
-        Lines by name, none for a tensor that was left alone; ``None`` when the load did not come to its end, so that
+        Runs by name, none for a tensor that was left alone; ``None`` when the load did not come to its end, so that
         what it would have used is unknown.
     """
     if not recording.ended:
         return None
-    found: dict[str, set[Line]] = {source.name: set() for source in sources}
+    found: dict[str, set[Run]] = {source.name: set() for source in sources}
     copied: dict[str, list[torch.Tensor]] = {}
     lost = superseded(recording.copies)
     for copy in recording.copies:
@@ -46,20 +47,20 @@ def uses_in(recording: Recording, sources: Sequence[Source]) -> dict[str, Lines]
             copied.setdefault(copy.name, []).append(copy.source)
     for source in sources:
         if source.name in recording.refused:
-            found[source.name].update(own_lines(source))
+            found[source.name].update(own_runs(source))
         for view in copied.get(source.name, ()):
-            found[source.name].update(own_lines(source) if (lines := _lines(view)) is None else lines)
-    return {name: tuple(sorted(lines)) for name, lines in found.items()}
+            found[source.name].update(own_runs(source) if (runs := _runs(view)) is None else runs)
+    return {name: tuple(sorted(runs)) for name, runs in found.items()}
 
 
 def readings_of_uses(
-    uses: Mapping[str, Lines],
+    uses: Mapping[str, Runs],
     sources: Sequence[Source],
     buckets: Sequence[Sequence[Entry]],
     numbers: Mapping[str, int],
     skipped: Skipped,
 ) -> Readings:
-    """``uses`` by tensor number; tensors of equal size and equal lines share an entry. Sizes leave out gaps.
+    """``uses`` by tensor number; tensors of equal size and equal runs share an entry. Sizes leave out gaps.
 
     Tied tensors travel once under several names and are used together: the bytes of a head that the engine ties to its
     embedding arrive in the embedding. What ``skips`` lists with a reason counts as used.
@@ -72,25 +73,25 @@ def readings_of_uses(
         skipped: what the model rightly leaves alone.
     """
     by_name = {source.name: source for source in sources}
-    shared = {name: set(lines) for name, lines in uses.items()}
+    shared = {name: set(runs) for name, runs in uses.items()}
     for hull in (hull for entries in buckets for hull in hulls_of(entries) if len(hull.names) > 1 and hull.equal):
         alike = [name for name in hull.names if by_name[name].layout == by_name[hull.names[0]].layout]
         for name in alike:
-            shared[name].update(line for other in alike for line in uses[other])
-    found: dict[tuple[int, Lines], list[int]] = {}
+            shared[name].update(run for other in alike for run in uses[other])
+    found: dict[tuple[int, Runs], list[int]] = {}
     for name, number in numbers.items():
-        lines = tuple(sorted(shared[name])) or (own_lines(by_name[name]) if skipped(name) else ())
-        found.setdefault((by_name[name].nbytes, lines), []).append(number)
-    return tuple((nbytes, lines, tuple(alike)) for (nbytes, lines), alike in found.items())
+        runs = tuple(sorted(shared[name])) or (own_runs(by_name[name]) if skipped(name) else ())
+        found.setdefault((by_name[name].nbytes, runs), []).append(number)
+    return tuple((nbytes, runs, tuple(alike)) for (nbytes, runs), alike in found.items())
 
 
-def own_lines(source: Source) -> Lines:
+def own_runs(source: Source) -> Runs:
     """The bytes of all elements of a tensor; one with gaps has other tensors' bytes in between."""
-    lines = _lines(source.meta())
-    return tuple(lines) if lines is not None else ((0, source.nbytes, 1, 0),)
+    runs = _runs(source.meta())
+    return tuple(runs) if runs is not None else (Run(0, 0, source.nbytes),)
 
 
-def _lines(view: torch.Tensor) -> list[Line] | None:
+def _runs(view: torch.Tensor) -> list[Run] | None:
     """The bytes of a view of a tensor that starts at its storage's first byte, in any order; ``None``: too many runs.
 
     A copy in so many runs is no part that a rank chose for itself, so it counts as one of the whole tensor.
@@ -109,8 +110,8 @@ def _lines(view: torch.Tensor) -> list[Line] | None:
     step, count = outer.pop(0) if outer else (0, 1)
     starts = [int(view.storage_offset())]
     for stride, many in outer:
-        if len(starts) * many > MOST_LINES:
+        if len(starts) * many > MOST_RUNS:
             return None
         starts = [start + index * stride for start in starts for index in range(many)]
     size = view.element_size()
-    return [(start * size, width * size, count, step * size) for start in starts]
+    return [Run(start * size, 0, width * size, count, step * size) for start in starts]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.strided import Run, compose
 from verl_sync_plugin.layout.tensors import Base, Bucket, View
 from verl_sync_plugin.trainers.base import ParameterSource
 
@@ -56,8 +57,4 @@ def _name(base: Base, element: int) -> str:
 def _holds(view: View, element: int) -> bool:
     if not view.shares:
         return view.start <= element < view.start + view.span
-    for share in view.shares:
-        repetition, inside = divmod(element - share.start, share.step or share.run)
-        if 0 <= repetition < share.count and inside < share.run:
-            return True
-    return False
+    return any(compose(Run(element, element, 1), share) for share in view.shares)

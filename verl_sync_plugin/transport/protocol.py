@@ -30,11 +30,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import Entry, Plan
 from verl_sync_plugin.transport.memory.exports import Live, StagingExport
 
 MAGIC = "verl-sync-plugin"
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 OMITTED = ("buckets", "sums", "readings", "lives", "used")  # from messages for people
 LOADER = "verl_sync_plugin.rollouts.sglang.loader.load"
 
@@ -44,9 +45,8 @@ TOGETHER_WAITS, TOGETHER_SLACK_SECONDS = 3, 60.0
 
 ALL = -1  # in place of a bucket: all of them at once
 
-Line = tuple[int, int, int, int]  # first byte of a tensor, width, count, bytes from one to the next
-# Of what size, what is read of it, and the tensors that are so: the lines may overlap
-Readings = tuple[tuple[int, tuple[Line, ...], tuple[int, ...]], ...]
+# Of what size, what is read of it, and the tensors that are so. Runs may overlap, and their targets are left out (0).
+Readings = tuple[tuple[int, tuple[Run, ...], tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.copies.hulls import numbers_of
 from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import Plan
 from verl_sync_plugin.transport.agreement import Agreement
-from verl_sync_plugin.transport.protocol import Committed, Line, Readings
+from verl_sync_plugin.transport.protocol import Committed, Readings
 
 NAMED = 5  # tensors in a message
 
@@ -109,24 +110,24 @@ def times_read(tensors: int, everywhere: list[Readings]) -> torch.Tensor:
         tensors: how many there are.
         everywhere: what each rank reads.
     """
-    lines: list[dict[int, tuple[Line, ...]]] = [
+    runs: list[dict[int, tuple[Run, ...]]] = [
         {number: found for _, found, numbers in readings for number in numbers} for readings in everywhere
     ]
     sizes = {number: nbytes for readings in everywhere for nbytes, _, numbers in readings for number in numbers}
-    readers = [tuple(of_rank.get(number, ()) for of_rank in lines) for number in range(tensors)]
+    readers = [tuple(of_rank.get(number, ()) for of_rank in runs) for number in range(tensors)]
     times = [_times(sizes.get(number, 0), found) for number, found in enumerate(readers)]
     return torch.tensor(times, dtype=torch.int64)
 
 
 @cache
-def _times(nbytes: int, readers: tuple[tuple[Line, ...], ...]) -> int:
+def _times(nbytes: int, readers: tuple[tuple[Run, ...], ...]) -> int:
     """Every byte is read ``n`` times if and only if ``n`` runs start at the first byte, ``n`` end at the last one, and
     in between as many start as end at every byte."""
     starts, ends = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for first, width, count, stride in (line for lines in readers for line in lines):
-        begin = first + np.arange(count, dtype=np.int64) * stride
+    for run in (run for runs in readers for run in runs):
+        begin = run.source + np.arange(run.count, dtype=np.int64) * run.source_stride
         starts.append(begin)
-        ends.append(begin + width)
+        ends.append(begin + run.width)
     low, high = np.sort(np.concatenate(starts)), np.sort(np.concatenate(ends))
     times, rest = divmod(int((high - low).sum()), nbytes) if nbytes else (0, 0)
     if rest or (times and (low[:times].any() or (high[-times:] != nbytes).any())):

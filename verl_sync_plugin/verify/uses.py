@@ -16,9 +16,10 @@ import numpy as np
 
 from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.copies.hulls import numbers_of
+from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import Plan
 from verl_sync_plugin.transport.agreement import Agreement
-from verl_sync_plugin.transport.protocol import Line, Used
+from verl_sync_plugin.transport.protocol import Used
 
 NAMED = 5  # tensors in a message
 
@@ -97,25 +98,25 @@ def left_out(tensors: int, told: Iterable[Used]) -> list[tuple[int, int, int]]:
     Returns:
         Number, unused bytes and all bytes of each, in ascending order.
     """
-    lines: dict[int, list[tuple[Line, ...]]] = {number: [] for number in range(tensors)}
+    runs: dict[int, list[tuple[Run, ...]]] = {number: [] for number in range(tensors)}
     sizes: dict[int, int] = {}
     for used in told:
         for nbytes, found, numbers in used.readings or ():
             for number in numbers:
-                lines[number].append(found)
+                runs[number].append(found)
                 sizes[number] = nbytes
-    unused = ((n, sizes.get(n, 0) - _covered(tuple(of_rank))) for n, of_rank in lines.items())
+    unused = ((n, sizes.get(n, 0) - _covered(tuple(of_rank))) for n, of_rank in runs.items())
     return [(number, missing, sizes.get(number, 0)) for number, missing in unused if missing or number not in sizes]
 
 
 @cache
-def _covered(ranks: tuple[tuple[Line, ...], ...]) -> int:
-    """Bytes in the union of lines, of which there are a few kinds in a model of thousands of tensors."""
+def _covered(ranks: tuple[tuple[Run, ...], ...]) -> int:
+    """Bytes in the union of runs, of which there are a few kinds in a model of thousands of tensors."""
     starts, ends = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for first, width, count, stride in dict.fromkeys(line for lines in ranks for line in lines):
-        begin = first + np.arange(count, dtype=np.int64) * stride
+    for run in dict.fromkeys(run for runs in ranks for run in runs):
+        begin = run.source + np.arange(run.count, dtype=np.int64) * run.source_stride
         starts.append(begin)
-        ends.append(begin + width)
+        ends.append(begin + run.width)
     low, high = np.concatenate(starts), np.concatenate(ends)
     order = np.argsort(low, kind="stable")
     low, reached = low[order], np.maximum.accumulate(high[order])

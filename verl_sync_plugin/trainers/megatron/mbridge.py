@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from verl_sync_plugin.config.settings import TURN_OFF
-from verl_sync_plugin.layout.tensors import Share
+from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.trainers.megatron.layout import LocalParameter
 from verl_sync_plugin.trainers.megatron.trace import CopyTrace, NotACopyError
 
@@ -32,7 +32,7 @@ class Product:
 
     name: str
     shape: tuple[int, ...]
-    shares: tuple[tuple[Share, ...], ...]
+    shares: tuple[tuple[Run, ...], ...]
 
 
 class BridgeReader:
@@ -98,7 +98,7 @@ class BridgeReader:
 
 
 def _product(trace: CopyTrace, name: str, tensor: torch.Tensor, parts: int) -> Product:
-    shares: list[list[Share]] = [[] for _ in range(parts)]
-    for s in trace.stretches(tensor):
-        shares[s.source].append(Share(s.start, s.target, s.run, s.count, s.step, s.stride))
+    shares: list[list[Run]] = [[] for _ in range(parts)]
+    for part, run in trace.runs(tensor):
+        shares[part].append(run)
     return Product(name, tuple(tensor.shape), tuple(map(tuple, shares)))

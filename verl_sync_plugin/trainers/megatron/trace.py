@@ -2,7 +2,7 @@
 
 A bridge's conversion runs once on meta tensors. Views keep their storage, offset and strides, and the few operations
 that make a new storage without computing (``cat``, ``clone``) are followed by a table: which element of which input
-each stretch of the new storage holds. So no memory is needed however large the tensors are, and what a function does
+each part of the new storage holds. So no memory is needed however large the tensors are, and what a function does
 is known exactly, or it is refused.
 """
 
@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from verl_sync_plugin.layout.strided import Run
+
 _UNKNOWN = -1
 # A table longer than this means a conversion that shuffles single elements of a large weight
 _LONGEST_TABLE = 1 << 26
@@ -27,23 +29,9 @@ class NotACopyError(ValueError):
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """``count`` times ``run`` elements of one input: repetition ``i`` goes from ``start + i * step`` of the flat input
-    to ``target + i * stride`` of the flat result."""
-
-    source: int
-    start: int
-    target: int
-    run: int
-    count: int = 1
-    step: int = 0
-    stride: int = 0
-
-
-@dataclass(frozen=True)
 class _Table:
     """Content of one storage: elements ``[i * grain, (i + 1) * grain)`` are those from ``origin[i]`` on, in the space
-    in which all inputs lie one after another, a gap of one element between them so that no stretch crosses."""
+    in which all inputs lie one after another, a gap of one element between them so that no run crosses."""
 
     grain: int
     origin: np.ndarray
@@ -80,8 +68,9 @@ class CopyTrace(TorchDispatchMode):
             self._cat(result, [args[0]], 0)
         return result
 
-    def stretches(self, result: torch.Tensor) -> tuple[Stretch, ...]:
-        """Where the elements of ``result`` come from, in ascending order of target.
+    def runs(self, result: torch.Tensor) -> list[tuple[int, Run]]:
+        """Where the elements of ``result`` come from, as numbers of inputs and runs from the flat input to the flat
+        result, in ascending order of target.
 
         Raises:
             NotACopyError: not only from the inputs.
@@ -177,37 +166,35 @@ def _refine(grain: int, origin: np.ndarray, finer: int) -> np.ndarray:
 
 
 def _coarsen(grain: int, origin: np.ndarray) -> tuple[int, np.ndarray]:
-    """The same content with the largest grain whose multiples all breaks between stretches are."""
+    """The same content with the largest grain whose multiples all breaks between runs are."""
     breaks = np.flatnonzero(np.diff(origin) != grain) + 1
     factor = math.gcd(_gcd(breaks), len(origin))
     return grain * factor, origin[::factor]
 
 
-def _compress(grain: int, origin: np.ndarray, distance: int) -> tuple[Stretch, ...]:
+def _compress(grain: int, origin: np.ndarray, distance: int) -> list[tuple[int, Run]]:
     if not len(origin):
-        return ()
+        return []
     first = np.concatenate(([0], np.flatnonzero(np.diff(origin) != grain) + 1, [len(origin)]))
-    runs = [
-        Stretch(int(origin[a]) // distance, int(origin[a]) % distance, int(a) * grain, int(b - a) * grain)
-        for a, b in pairwise(first)
-    ]
-    by_source: dict[int, list[Stretch]] = {}
-    for run in runs:
-        by_source.setdefault(run.source, []).append(run)
-    found = [repeated for alike in by_source.values() for repeated in _repetitions(alike)]
-    return tuple(sorted(found, key=lambda stretch: stretch.target))
+    by_input: dict[int, list[Run]] = {}
+    for a, b in pairwise(first):
+        number, source = divmod(int(origin[a]), distance)
+        by_input.setdefault(number, []).append(Run(source, int(a) * grain, int(b - a) * grain))
+    found = [(number, run) for number, alike in by_input.items() for run in _repetitions(alike)]
+    return sorted(found, key=lambda each: each[1].target)
 
 
-def _repetitions(runs: list[Stretch]) -> list[Stretch]:
-    """Runs of one input, joined while they are equally long and equally far apart."""
-    found: list[Stretch] = []
+def _repetitions(runs: list[Run]) -> list[Run]:
+    """Runs of one input, joined while they are equally wide and equally far apart."""
+    found: list[Run] = []
     for run in runs:
         last = found[-1] if found else None
-        if last is not None and run.run == last.run:
-            step, stride = (run.start - last.start) // last.count, (run.target - last.target) // last.count
-            exact = (run.start, run.target) == (last.start + last.count * step, last.target + last.count * stride)
-            if exact and step >= run.run and (last.count == 1 or (step, stride) == (last.step, last.stride)):
-                found[-1] = Stretch(last.source, last.start, last.target, run.run, last.count + 1, step, stride)
+        if last is not None and run.width == last.width:
+            stride, target_stride = (run.source - last.source) // last.count, (run.target - last.target) // last.count
+            next_one = (last.source + last.count * stride, last.target + last.count * target_stride)
+            alike = last.count == 1 or (stride, target_stride) == (last.source_stride, last.target_stride)
+            if (run.source, run.target) == next_one and stride >= run.width and alike:
+                found[-1] = Run(last.source, last.target, run.width, last.count + 1, stride, target_stride)
                 continue
         found.append(run)
     return found

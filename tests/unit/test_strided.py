@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What two runs have in common, against a table of single bytes."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_sync_plugin.layout.strided import Partition, Run, compose, in_step
+from verl_sync_plugin.layout.tensors import Entry
+from verl_sync_plugin.receiver.copy_plan import Planned
+from verl_sync_plugin.receiver.cuts import scattered
+
+Scale = tuple[int, int]
+SCALES: list[Scale] = [(1, 1), (2, 1), (1, 2)]
+UNIT = 2  # everything is a multiple of it, so that a scale of 1/2 is exact
+
+
+def moves(run: Run, scale: Scale = (1, 1)) -> list[tuple[int, int]]:
+    """Unit by unit, where it is read and where it goes."""
+    return [
+        (
+            run.source + i * run.source_stride + byte,
+            run.target + i * run.target_stride + byte * scale[0] // scale[1],
+        )
+        for i in range(run.count)
+        for byte in range(0, run.width, UNIT)
+    ]
+
+
+def expected(first: Run, second: Run, scale: Scale) -> list[tuple[int, int]]:
+    """What goes through both, unit by unit."""
+    origin = {target: source for source, target in moves(first)}
+    return sorted((origin[byte], to) for byte, to in moves(second, scale) if byte in origin)
+
+
+@st.composite
+def runs(draw: st.DrawFn, strides: st.SearchStrategy[int] | None = None) -> Run:
+    """``strides``: of the side that meets the other run; what is drawn is turned as needed."""
+    width = draw(st.integers(1, 8))
+    count = draw(st.integers(1, 6))
+    gap, other = draw(st.integers(0, 6)), draw(st.integers(0, 6))
+    stride = width + gap if strides is None else max(width, draw(strides))
+    far = (stride, width + other) if count > 1 else (0, 0)
+    numbers = (draw(st.integers(0, 30)), 1000 + draw(st.integers(0, 30)), width, count, *far)
+    return Run(*(number if place == 3 else UNIT * number for place, number in enumerate(numbers)))
+
+
+def turned(run: Run) -> Run:
+    """Backwards: its target is where it was read."""
+    return Run(run.target, run.source, run.width, run.count, run.target_stride, run.source_stride)
+
+
+def doubled(run: Run, scale: Scale) -> Run:
+    """With room in the target for what grows."""
+    return Run(
+        run.source, run.target, run.width, run.count, run.source_stride, run.target_stride * scale[0] // scale[1]
+    )
+
+
+SAME = st.shared(st.integers(4, 14), key="stride")
+
+
+@settings(max_examples=1000, deadline=None)
+@given(runs().map(turned) | runs(SAME).map(turned), runs() | runs(SAME), st.sampled_from(SCALES))
+def test_exactly_what_goes_through_both(first: Run, second: Run, scale: Scale) -> None:
+    second = doubled(second, scale)
+    found = compose(first, second, scale)
+    assert sorted(move for run in found for move in moves(run, scale)) == expected(first, second, scale)
+    assert all(run.count > 1 or (run.source_stride, run.target_stride) == (0, 0) for run in found)
+    if in_step(first, second):
+        assert len(found) <= 3, "one run for each row"
+    if first.count == second.count == 1:
+        assert len(found) <= 1
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 12)), max_size=12), runs(), st.sampled_from(SCALES))
+def test_a_run_meets_every_part_that_it_reads(drawn: list[tuple[int, int]], run: Run, scale: Scale) -> None:
+    parts, at = [], 0
+    for number, (gap, width) in enumerate(drawn):
+        at += UNIT * gap
+        parts.append(Run(5000 * number, at, UNIT * width))
+        at += UNIT * width
+    run = doubled(run, scale)
+    met = list(Partition(parts).meet(run, scale))
+    for number, part in enumerate(parts):
+        of_part = sorted(move for index, common in met if index == number for move in moves(common, scale))
+        assert of_part == expected(part, run, scale)
+    assert [index for index, _ in met] == sorted(index for index, _ in met)
+
+
+def test_columns_in_step_are_one_run() -> None:
+    """Half the columns of 4096 rows out of a bucket, and a quarter of them into the model."""
+    piece, columns = Run(64, 0, 64, 4096, 64, 128), Run(32, 7000, 32, 4096, 128, 32)
+    assert compose(piece, columns) == [Run(96, 7000, 32, 4096, 64, 32)]
+    assert compose(piece, Run(0, 0, 4096 * 128)) == [Run(64, 0, 64, 4096, 64, 128)]
+    assert not in_step(piece, Run(0, 0, 32, 8192, 64, 32)) and in_step(piece, columns)
+
+
+def test_a_cast_moves_the_target_by_its_own_bytes() -> None:
+    assert compose(Run(0, 4, 8), Run(0, 100, 16), (2, 4)) == [Run(0, 102, 8)]  # fp32 to bf16
+
+
+def test_intervals_of_the_source() -> None:
+    assert list(Run(8, 0, 4, 3, 4, 9).sources()) == [(8, 20)], "rows without gaps are one interval"
+    assert list(Run(8, 0, 4, 2, 6, 9).sources()) == [(8, 12), (14, 18)]
+    assert [(run.source, run.target, run.width) for run in Run(8, 0, 4, 2, 6, 9).repeats()] == [(8, 0, 4), (14, 9, 4)]
+
+
+def test_columns_of_a_tall_matrix_are_not_scattered() -> None:
+    """Half the columns of 4096 rows, to an engine rank that takes half or all of them; crosswise they are."""
+    entry = Entry("w", "bfloat16", (4096, 64), None, 4096 * 128, (Run(0, 0, 64, 4096, 64, 128),))
+    columns, everything = Run(64, 0, 64, 4096, 128, 64), Run(0, 0, 4096 * 128)
+    crosswise = Run(0, 0, 32, 8192, 64, 32)
+    for run, expected in ((columns, set()), (everything, set()), (crosswise, {"w"})):
+        planned = {"w": Planned(torch.bfloat16, torch.bfloat16, (run,))}
+        assert scattered((entry,), planned) == expected
