@@ -20,9 +20,9 @@ from typing import Any
 
 import psutil
 
-from verl_sync_plugin.rollouts.sglang.request import hand_down, new_token, pack_request
+from verl_sync_plugin.rollouts.sglang.request import LOADER, hand_down, new_token, pack_request
 from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
-from verl_sync_plugin.transport.protocol import LOADER, LoadRequest
+from verl_sync_plugin.transport.protocol import LoadRequest
 
 START_SECONDS = 240.0
 _CUDA = (

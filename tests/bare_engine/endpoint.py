@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from verl_sync_plugin import compat
 from verl_sync_plugin.rollouts.sglang.awake import AwakeState
-from verl_sync_plugin.rollouts.sglang.request import hand_down, new_token, pack_request
+from verl_sync_plugin.rollouts.sglang.request import LOADER, hand_down, new_token, pack_request
 from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
-from verl_sync_plugin.transport.protocol import LOADER, LoadRequest
+from verl_sync_plugin.transport.protocol import LoadRequest
 
 IDLE_SECONDS = 20.0
 DUMP = "bare_engine.inspect_loader.dump"

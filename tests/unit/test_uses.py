@@ -16,8 +16,8 @@ from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Base, View
 from verl_sync_plugin.receiver.intervals import intervals, meet, region_of, union
 from verl_sync_plugin.receiver.recording import Copy, Recording, Source
-from verl_sync_plugin.receiver.skips import skipped_by
 from verl_sync_plugin.receiver.uses import own_lines, readings_of_uses, uses_in
+from verl_sync_plugin.rollouts.sglang.skips import skipped_by
 from verl_sync_plugin.transport.protocol import Line, Used
 from verl_sync_plugin.verify.uses import left_out
 
