@@ -151,7 +151,7 @@ class ServerEndpoint(RolloutEndpoint):
     async def publish(self, report: dict[str, Any]) -> None:
         pass
 
-    async def load_adapter(self, settings: dict[str, Any], packed: bytes, weight_version: str | None) -> LoadOutcome:
+    async def load_adapter(self, config: Any, factors: Any, weight_version: str | None) -> LoadOutcome:
         raise AssertionError("the benchmark moves whole weights")
 
     def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:

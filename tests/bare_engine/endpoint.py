@@ -184,7 +184,7 @@ class BareEngineEndpoint(RolloutEndpoint):
     async def publish(self, report: dict[str, Any]) -> None:
         self.reports.append(report)
 
-    async def load_adapter(self, settings: dict[str, Any], packed: bytes, weight_version: str | None) -> LoadOutcome:
+    async def load_adapter(self, config: Any, factors: Any, weight_version: str | None) -> LoadOutcome:
         raise AssertionError("these stories move whole weights")
 
     def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:

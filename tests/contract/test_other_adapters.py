@@ -21,6 +21,7 @@ from bare_engine import trainer
 from contract.test_lora_adapter import Engine
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.lora.weights import lora_weights
+from verl_sync_plugin.rollouts.sglang.endpoint import ServerActorEndpoint
 from verl_sync_plugin.sharding_manager.fsdp_sglang import FSDP2SGLangShardingManager, FSDPSGLangShardingManager
 
 TARGETS = {"target_modules": ["q_proj", "down_proj"]}
@@ -113,13 +114,19 @@ def adapter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+class SGLang(Engine):
+    """Refuses what SGLang's own endpoint refuses."""
+
+    refuse_untied = ServerActorEndpoint.refuse_untied
+
+
 def opened(checkpoint: str, model: dict[str, Any], strategy: str) -> str:
     """What stops the first step of the first sync of verl's own engine."""
     settings = {"use_orig_params": True} if strategy == "fsdp" else {}
     engine = trainer.build(checkpoint, strategy, model={"lora_rank": 4, **model}, **settings)
     manager = {"fsdp": FSDPSGLangShardingManager, "fsdp2": FSDP2SGLangShardingManager}[strategy]
     with pytest.raises(ValueError) as caught:
-        manager(engine, Engine(), SyncConfig(), 1 << 20, torch.device("cpu")).open_source()
+        manager(engine, SGLang(), SyncConfig(), 1 << 20, torch.device("cpu")).open_source()
     return str(caught.value)
 
 

@@ -12,8 +12,6 @@ from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.lora.adapters import InUse, carries_adapter, copies_in_use
 from verl_sync_plugin.lora.build import unties_embeddings
 from verl_sync_plugin.lora.names import is_adapter, merged_name
-from verl_sync_plugin.lora.refusals import refuse_always_tied
-from verl_sync_plugin.lora.settings import refuse_unservable
 from verl_sync_plugin.lora.weights import lora_weights, renamed_weights
 from verl_sync_plugin.memory.gauges import PeakMemory
 from verl_sync_plugin.report.sync_report import SyncReport
@@ -98,13 +96,13 @@ class _FSDPManager(ShardingManager):
         return initial not in (True, False, "gaussian", "eva", "orthogonal")
 
     def _refuse_served(self, adapters: set[str]) -> None:
-        """Raises ValueError, with key and remedy, for an adapter that SGLang cannot serve or would misread."""
+        """Raises ValueError, with key and remedy, for an adapter that the engine cannot serve."""
         if adapters != {ADAPTER} or self._peft_config is None:
             raise ValueError(
                 f"actor_rollout_ref.model.lora.merge=False: the engine serves the adapter {ADAPTER!r}, and in use are "
                 f"{sorted(adapters)}. Set actor_rollout_ref.model.lora.merge=True, which serves them merged."
             )
-        refuse_unservable(vars(self._peft_config))
+        self.endpoint.refuse_adapter(vars(self._peft_config))
 
     def _refuse_tied(self) -> None:
         """The engine was told at its launch to untie what the adapter changes on one side; see that it was."""
@@ -116,7 +114,8 @@ class _FSDPManager(ShardingManager):
         saved = all(hasattr(end, "modules_to_save") for end in ends)
         same = saved and getattr(self._peft_config, "ensure_weight_tying", False)
         if adapted and not (tied and same):
-            refuse_always_tied(getattr(config.hf_config, "architectures", None) or (), f"the adapter's {adapted[0]}")
+            architectures = getattr(config.hf_config, "architectures", None) or ()
+            self.endpoint.refuse_untied(architectures, f"the adapter's {adapted[0]}")
         if adapted and tied and not same and not unties_embeddings(config):
             raise ValueError(
                 f"the adapter changes the embedding or the head ({', '.join(adapted)}), which this model ties, and the "
