@@ -20,9 +20,9 @@ from typing import Any
 
 import psutil
 
-from verl_sync_plugin.rollouts.sglang.request import hand_down, new_token, pack_request
+from verl_sync_plugin.rollouts.sglang.request import LOADER, hand_down, new_token, pack_request
 from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
-from verl_sync_plugin.transport.protocol import LOADER, LoadRequest
+from verl_sync_plugin.transport.protocol import LoadRequest
 
 START_SECONDS = 240.0
 _CUDA = (
@@ -151,7 +151,7 @@ class ServerEndpoint(RolloutEndpoint):
     async def publish(self, report: dict[str, Any]) -> None:
         pass
 
-    async def load_adapter(self, settings: dict[str, Any], packed: bytes, weight_version: str | None) -> LoadOutcome:
+    async def load_adapter(self, config: Any, factors: Any, weight_version: str | None) -> LoadOutcome:
         raise AssertionError("the benchmark moves whole weights")
 
     def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:

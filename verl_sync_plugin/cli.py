@@ -56,14 +56,16 @@ def _problems() -> list[str]:
         import verl  # noqa: F401  (loads the plugin)
         from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 
-        from verl_sync_plugin.registered import OUR_ROLLOUT, ROLLOUT_KEY
+        from verl_sync_plugin.registered import MODE
+        from verl_sync_plugin.rollouts import ROLLOUTS, rollout_of
     except (ImportError, SystemExit) as error:
         return [str(error)]
-    if _ROLLOUT_REGISTRY[ROLLOUT_KEY] != OUR_ROLLOUT:
-        found.append(
-            f"verl's rollout adapter for sglang is {_ROLLOUT_REGISTRY[ROLLOUT_KEY]}: "
-            "unset VERL_USE_EXTERNAL_PLUGINS, or uninstall the other plugin"
-        )
+    for name in ROLLOUTS:
+        if (adapter := _ROLLOUT_REGISTRY[name, MODE]) != rollout_of(name).adapter:
+            found.append(
+                f"verl's rollout adapter for {name} is {adapter}: "
+                "unset VERL_USE_EXTERNAL_PLUGINS, or uninstall the other plugin"
+            )
     return found
 
 

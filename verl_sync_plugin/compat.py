@@ -15,8 +15,6 @@ from typing import Any
 
 from verl_sync_plugin.errors import IncompatibleHostError
 
-STOCK_ROLLOUT = "verl.workers.rollout.sglang_rollout.sglang_rollout.ServerAdapter"
-
 
 def offered(module: Any, name: str) -> Any:
     """``module.name``, a hook of verl that the plugin cannot do without.

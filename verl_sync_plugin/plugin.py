@@ -30,19 +30,10 @@ try:
     from verl_sync_plugin import compat
     from verl_sync_plugin.config import hydra_source  # noqa: F401  (a broken one is to be noticed here)
     from verl_sync_plugin.errors import RegistryConflictError
-    from verl_sync_plugin.registered import OUR_ROLLOUT, ROLLOUT_KEY, refuse_stranger
+    from verl_sync_plugin.registered import MODE, refuse_stranger
+    from verl_sync_plugin.rollouts import ROLLOUTS, rollout_of
 except Exception as import_error:
     _stop(import_error)
-
-
-def load_replica() -> type:
-    """The loader behind verl's replica registry key ``sglang``."""
-    from verl.workers.rollout.replica import _load_sglang
-
-    _load_sglang()  # verl's preparation of SGLang's imports comes first
-    from verl_sync_plugin.rollouts.sglang.replica import SyncSGLangReplica
-
-    return SyncSGLangReplica
 
 
 def register() -> None:
@@ -75,15 +66,19 @@ def _register_hydra() -> None:
 
 def _register_rollout(base: Any) -> None:
     registry = compat.offered(base, "_ROLLOUT_REGISTRY")
-    refuse_stranger("rollout adapter", registry.get(ROLLOUT_KEY), (compat.STOCK_ROLLOUT, OUR_ROLLOUT))
-    registry[ROLLOUT_KEY] = OUR_ROLLOUT
+    for name in ROLLOUTS:
+        ours = rollout_of(name)
+        refuse_stranger("rollout adapter", name, registry.get((name, MODE)), (ours.stock_adapter, ours.adapter))
+        registry[name, MODE] = ours.adapter
 
 
 def _register_replica(replica: Any) -> None:
     registry = compat.offered(replica, "RolloutReplicaRegistry")
-    stock = compat.offered(replica, "_load_sglang")
-    refuse_stranger("rollout replica", registry._registry.get("sglang"), (stock, load_replica))
-    registry.register("sglang", load_replica)
+    for name in ROLLOUTS:
+        ours = rollout_of(name)
+        stock = compat.offered(replica, ours.stock_loader)
+        refuse_stranger("rollout replica", name, registry._registry.get(name), (stock, ours.load_replica))
+        registry.register(name, ours.load_replica)
 
 
 def _register_engines(_: Any) -> None:

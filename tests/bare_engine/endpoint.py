@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from verl_sync_plugin import compat
 from verl_sync_plugin.rollouts.sglang.awake import AwakeState
-from verl_sync_plugin.rollouts.sglang.request import hand_down, new_token, pack_request
+from verl_sync_plugin.rollouts.sglang.request import LOADER, hand_down, new_token, pack_request
 from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
-from verl_sync_plugin.transport.protocol import LOADER, LoadRequest
+from verl_sync_plugin.transport.protocol import LoadRequest
 
 IDLE_SECONDS = 20.0
 DUMP = "bare_engine.inspect_loader.dump"
@@ -184,7 +184,7 @@ class BareEngineEndpoint(RolloutEndpoint):
     async def publish(self, report: dict[str, Any]) -> None:
         self.reports.append(report)
 
-    async def load_adapter(self, settings: dict[str, Any], packed: bytes, weight_version: str | None) -> LoadOutcome:
+    async def load_adapter(self, config: Any, factors: Any, weight_version: str | None) -> LoadOutcome:
         raise AssertionError("these stories move whole weights")
 
     def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:

@@ -28,7 +28,7 @@ def engine_refuses(member: Rank, version: int) -> str:
     manager.planning.plan = broken
     text = member.failing(version)
     manager.planning.plan = plan
-    assert "SGLang could not load the weights" in text, text
+    assert "the engine could not load the weights" in text, text
     return text
 
 

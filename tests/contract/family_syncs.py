@@ -22,9 +22,9 @@ from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.copies.packing import Packer
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.receiver.ledger import Ledger
-from verl_sync_plugin.receiver.skips import skipped_by
 from verl_sync_plugin.receiver.unpacker import Unpacker
 from verl_sync_plugin.rollouts.sglang.families import refuse_checkpoint
+from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
 from verl_sync_plugin.trainers.naming import checkpoint_rewrite
 from verl_sync_plugin.trainers.wire import wire_policy
@@ -173,7 +173,8 @@ def outcome(family: Family, folder: Path, port: int) -> str:
     pair = Pair(folder / "published")
     config = sglang_models.start_from(folder / "published", rank, world, port, family.attention)
     engine, reference = (poisoned(config, family, byte) for byte in POISON)
-    unpacker, kept = Unpacker(engine, Manifest.of(pair.plan), CPU), dict[str, None]()
+    known, kept = SGLangModel(engine, rank), dict[str, None]()
+    unpacker = Unpacker(known, Manifest.of(pair.plan), CPU)
     for seed in (1, 2, 3):
         train(pair.whole, pair.sharded, seed)
         if rank == 0:
@@ -184,7 +185,7 @@ def outcome(family: Family, folder: Path, port: int) -> str:
         assert_same(engine, reference, f"sync {seed}")
     assert unpacker.replayed[0] == pair.plan.tensor_count - len(unpacker._plan.refused)
     how = _how(unpacker._plan.refused, pair.plan.tensor_count)
-    why = {reason for name in pair.plan.names if (reason := skipped_by(engine)(name))}
+    why = {reason for name in pair.plan.names if (reason := known.why_skipped(name))}
     left = [f"{', '.join(kept)} left to the engine's host copy"] if kept else []
     return "; ".join([how, *left, *(f"some left alone: {reason}" for reason in sorted(why))])
 

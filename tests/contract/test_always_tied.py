@@ -15,7 +15,7 @@ import torch
 import torch.multiprocessing as mp
 
 from contract import sglang_models as models
-from verl_sync_plugin.lora.refusals import ALWAYS_TIED
+from verl_sync_plugin.rollouts.sglang.families import ALWAYS_TIED
 
 pytestmark = pytest.mark.slow
 

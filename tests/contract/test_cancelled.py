@@ -58,7 +58,7 @@ class Hanging(Comer):
     async def finish(self, tags: list[str]) -> None:
         await asyncio.sleep(BLOCKED)
 
-    async def load_adapter(self, settings: dict[str, Any], packed: bytes, weight_version: str | None) -> LoadOutcome:
+    async def load_adapter(self, config: Any, factors: Any, weight_version: str | None) -> LoadOutcome:
         await asyncio.sleep(BLOCKED)
         return LoadOutcome()
 

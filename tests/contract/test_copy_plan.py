@@ -22,6 +22,7 @@ from contract.wire import Wire
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.receiver import copy_plan, unpacker
 from verl_sync_plugin.receiver.copy_plan import CopyPlan
+from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 
 pytestmark = pytest.mark.slow
 # trainer ranks, bucket size, sharded: whole tensors in one piece; many torn ones; a few
@@ -153,7 +154,7 @@ def a_model_that_keeps_tensors_is_not_planned(kind: str, config: Any) -> None:
         model = models.build(config)
         norm = model.model.norm
         norm.weight.weight_loader = keep
-        plan = copy_plan.make_plan(model, sources)
+        plan = copy_plan.make_plan(SGLangModel(model, dist.get_rank()), sources)
         assert not plan.planned and len(plan.refused) == len(sources)
         assert all(why in reason for reason in plan.refused.values()), plan.refused
 

@@ -20,8 +20,8 @@ from contract.fsdp_layouts import torchs_own_state
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.lora.settings import refuse_unservable
 from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.rollouts.sglang.served_lora import pack_adapter, refuse_adapter, served_settings
 from verl_sync_plugin.sync.adapter import AdapterSender
 from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
 from verl_sync_plugin.trainers.lora_source import MergingSource
@@ -60,11 +60,12 @@ class Engine(RolloutEndpoint):
     async def abandon(self, why: str) -> None:
         self.abandoned.append(why)
 
-    async def load_adapter(self, settings: dict[str, Any], packed: bytes, weight_version: str | None) -> LoadOutcome:
+    async def load_adapter(self, config: Any, factors: Any, weight_version: str | None) -> LoadOutcome:
         if self.refuses:
             raise RuntimeError("SGLang refused the adapter: rank too high")
-        self.adapters.append((settings, pickle.loads(packed)))
-        return LoadOutcome(0.5)
+        packed = pack_adapter(factors)
+        self.adapters.append((served_settings(config), pickle.loads(packed)))
+        return LoadOutcome(0.5, len(packed))
 
     def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
         raise AssertionError("no base travels")
@@ -157,9 +158,9 @@ def test_the_engine_gets_pefts_own_adapter(layout: Layout) -> None:
 )
 def test_what_sglang_would_misread_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))) as caught:
-        refuse_unservable(vars(LoraConfig(r=3, target_modules=["q_proj"], **settings)))
+        refuse_adapter(vars(LoraConfig(r=3, target_modules=["q_proj"], **settings)), {})
     assert "lora.merge=True" in str(caught.value)
 
 
 def test_a_plain_adapter_is_servable() -> None:
-    refuse_unservable(vars(LoraConfig(r=3, target_modules=["q_proj"], lora_dropout=0.1)))
+    refuse_adapter(vars(LoraConfig(r=3, target_modules=["q_proj"], lora_dropout=0.1)), {})

@@ -115,7 +115,7 @@ def adapter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class SGLang(Engine):
-    """Refuses what SGLang cannot serve."""
+    """Refuses what SGLang's own endpoint refuses."""
 
     refuse_adapter = ServerActorEndpoint.refuse_adapter
     refuse_untied = ServerActorEndpoint.refuse_untied

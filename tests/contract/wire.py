@@ -16,6 +16,7 @@ from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, Plan, View
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.unpacker import Unpacker
+from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.trainers.base import dtype_name
 from verl_sync_plugin.trainers.fsdp2 import even_chunks
 from verl_sync_plugin.transport.agreement import Agreement
@@ -44,7 +45,7 @@ class Wire:
         bases = tuple(self._base(names, tensor) for names, tensor in _together(weights))
         self.plan: Plan = plan_buckets(bases, bucket_bytes, sharded)
         self._packers = [Packer(CPU, self.plan, rank, hashed=True, finite=False) for rank in range(ranks)]
-        self.unpacker = Unpacker(model, Manifest.of(self.plan), CPU)
+        self.unpacker = Unpacker(SGLangModel(model, dist.get_rank()), Manifest.of(self.plan), CPU)
         self.coverage = Coverage(0, ())
         self.check = HashCheck(Agreement(60.0))
         self.uses = UseCheck(Agreement(60.0), range(dist.get_world_size()))

@@ -51,7 +51,7 @@ def plugin_ran(
     for rank in range(ranks):
         actor = rf"actor rank {rank}: sharding manager {manager}, buckets of 1 MiB"
         assert run.matching(r"\(WorkerDict pid=\d+\) " + say + actor), run.tail
-        assert run.matching(rf"verl-sync-plugin: loader active, rank {rank} of {model}"), run.tail
+        assert run.matching(rf"\[verl-sync-plugin\] pid \d+ loader active, rank {rank} of {model}"), run.tail
     assert not run.matching("stock verl moves the weights"), run.tail
 
 

@@ -98,7 +98,7 @@ def test_a_load_that_the_engine_refuses_ends_the_run(tiny_model: Callable[[str],
     model = Path(tiny_model("qwen2"))
     run = main_ppo(Setup((DUMMY, SMALL_BUCKETS), 2, 2, model, modules=("e2e.wrong_shape",)), tmp_path)
     assert run.returncode != 0 and not run.timed_out, run.tail
-    failures = run.matching(r"verl-sync-plugin: sync 2 \(step 1\) failed in the engine")
+    failures = run.matching(r"\[verl-sync-plugin\] pid \d+ sync 2 \(step 1\) failed in the engine")
     assert failures, run.tail
     assert run.seconds - failures[0].seconds < 60, run.tail
     assert [report["global_steps"] for report in run.reports] == [0], "only the first sync has succeeded"
@@ -112,7 +112,7 @@ def _one_error(run: Run) -> None:
     errors = {line.text.partition("SyncError: ")[2] for line in run.matching("SyncError: ")}
     assert len(errors) == 1, run.tail
     assert re.fullmatch(r"weight sync failed at '[^']+'; trainer weights are unchanged\.", errors.pop()), run.tail
-    assert run.matching(r"^rank 0: .*SGLang could not load the weights: AssertionError"), run.tail
+    assert run.matching(r"^rank 0: .*the engine could not load the weights: AssertionError"), run.tail
 
 
 def _refused(run: Run) -> None:

@@ -30,7 +30,9 @@ def test_both_engines_have_the_weights_of_the_trainer_at_every_step(awake: Run) 
     checks.same_weights(awake)
     for replica in (0, 1):
         assert awake.matching(rf"task runner: replica {replica} is ours"), awake.tail
-    assert len(awake.matching("verl-sync-plugin: loader active, rank 0 of Qwen2ForCausalLM")) == 2, awake.tail
+    assert len(awake.matching(r"\[verl-sync-plugin\] pid \d+ loader active, rank 0 of Qwen2ForCausalLM")) == 2, (
+        awake.tail
+    )
 
 
 def test_each_engine_is_synced_once_a_step_and_nothing_is_resumed(awake: Run) -> None:

@@ -9,7 +9,8 @@ from verl_sync_plugin.copies.bucket_memory import BucketMemory
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import Base, Entry, View
-from verl_sync_plugin.receiver.assembly import FUSED_PAIRS, Assembler
+from verl_sync_plugin.receiver.assembly import Assembler
+from verl_sync_plugin.rollouts.sglang.model import FUSED_PAIRS
 
 Loads = list[list[tuple[str, torch.Tensor]]]
 
@@ -88,7 +89,7 @@ def test_torn_pair_arrives_in_one_load(pair: tuple[str, str], swapped: bool, wor
     names = [f"model.layers.3.self_attn.{suffix}" for suffix in (reversed(pair) if swapped else pair)]
     ordered = [names[0], "model.between", names[1], "model.after"]
     tensors = [torch.randn(8, 4) for _ in ordered]
-    assembler = Assembler()
+    assembler = Assembler(pairs=FUSED_PAIRS)
     bases = [base_of(n, t, world=world) for n, t in zip(ordered, tensors, strict=True)]
     loads = ship(tensors, bases, 128, assembler)
     assembler.finish()
@@ -100,7 +101,7 @@ def test_torn_pair_arrives_in_one_load(pair: tuple[str, str], swapped: bool, wor
 def test_split_halves_of_a_pair_arrive_in_one_load() -> None:
     names = [f"layers.0.{suffix}" for suffix in FUSED_PAIRS[0]]
     tensors = [torch.randn(8, 8), torch.randn(8, 8)]
-    assembler = Assembler()
+    assembler = Assembler(pairs=FUSED_PAIRS)
     loads = ship(tensors, [base_of(n, t) for n, t in zip(names, tensors, strict=True)], 96, assembler)
     assembler.finish()
     assert [[name for name, _ in load] for load in loads if load] == [names]
@@ -111,7 +112,9 @@ def test_pairs_of_different_layers_do_not_mix() -> None:
     first, second = FUSED_PAIRS[0]
     ordered = [f"layers.0.{first}", f"layers.1.{first}", f"layers.1.{second}", f"layers.0.{second}"]
     tensors = [torch.randn(8, 4) for _ in ordered]
-    loads = ship(tensors, [base_of(n, t) for n, t in zip(ordered, tensors, strict=True)], 128, Assembler())
+    loads = ship(
+        tensors, [base_of(n, t) for n, t in zip(ordered, tensors, strict=True)], 128, Assembler(pairs=FUSED_PAIRS)
+    )
     assert [[name for name, _ in load] for load in loads] == [[], [], ordered[1:3], [ordered[0], ordered[3]]]
 
 
@@ -124,7 +127,7 @@ def test_finish_names_an_incomplete_tensor() -> None:
 
 
 def test_finish_names_half_a_pair() -> None:
-    assembler = Assembler()
+    assembler = Assembler(pairs=FUSED_PAIRS)
     name = f"layers.0.{FUSED_PAIRS[0][1]}"
     entry = Entry(name, "uint8", (16,), None, 16, (Run(0, 0, 16),))
     memory = BucketMemory([torch.zeros(16, dtype=torch.uint8)], 16, 1)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from verl_sync_plugin.config.refusals import refuse_unsupported
 from verl_sync_plugin.config.settings import KEY_PREFIX, TURN_OFF, SyncConfig, sync_config_of
+from verl_sync_plugin.rollouts.sglang.arguments import refuse_keys
 
 
 def test_defaults() -> None:
@@ -136,7 +136,7 @@ def test_section_that_is_no_mapping(custom: Any, text: str) -> None:
 )
 def test_unsupported_is_refused_with_the_way_out(section: dict[str, Any], shown: str) -> None:
     with pytest.raises(ValueError) as caught:
-        refuse_unsupported(OmegaConf.create(section))
+        refuse_keys(OmegaConf.create(section), moves=True)
     assert shown in str(caught.value)
     assert TURN_OFF in str(caught.value)
 
@@ -152,4 +152,4 @@ def test_unsupported_is_refused_with_the_way_out(section: dict[str, Any], shown:
     ],
 )
 def test_supported_passes(section: dict[str, Any]) -> None:
-    refuse_unsupported(OmegaConf.create(section))
+    refuse_keys(OmegaConf.create(section), moves=True)

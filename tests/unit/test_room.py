@@ -21,10 +21,16 @@ from verl_sync_plugin.memory.room import (
     release_cache,
     reserve_of,
 )
+from verl_sync_plugin.rollouts.sglang.limits import generating_bytes
 
 GIB = 1 << 30
 H200 = 141 * GIB
 EIGHTH = H200 // 8
+
+
+def unknown(total: int) -> int:
+    """The estimate of an engine that makes none."""
+    return 0
 
 
 @pytest.mark.parametrize(
@@ -40,7 +46,7 @@ EIGHTH = H200 // 8
     ],
 )
 def test_decision(free: int, cached: int, need: int | None, goes: bool) -> None:
-    assert must_go(DeviceMemory(free, H200, cached), need) == goes
+    assert must_go(DeviceMemory(free, H200, cached), need, unknown) == goes
 
 
 @pytest.mark.parametrize(
@@ -55,9 +61,11 @@ def test_decision(free: int, cached: int, need: int | None, goes: bool) -> None:
     ],
 )
 def test_reserve(total: int, chunk: int | None, reserve: int) -> None:
-    assert reserve_of(total, chunk) == reserve
-    assert must_go(DeviceMemory(reserve - 1, total, GIB), 0, chunk)
-    assert not must_go(DeviceMemory(reserve, total, GIB), 0, chunk)
+    given = {} if chunk is None else {"sglang": {"chunked_prefill_size": chunk}}
+    estimate = generating_bytes(SimpleNamespace(engine_kwargs=given))
+    assert reserve_of(total, estimate) == reserve
+    assert must_go(DeviceMemory(reserve - 1, total, GIB), 0, estimate)
+    assert not must_go(DeviceMemory(reserve, total, GIB), 0, estimate)
 
 
 @pytest.mark.parametrize(
@@ -70,9 +78,9 @@ def test_reserve(total: int, chunk: int | None, reserve: int) -> None:
     ],
 )
 def test_reserve_by_what_the_engine_took(measured: int, reserve: int) -> None:
-    assert reserve_of(H200, None, measured) == reserve
+    assert reserve_of(H200, unknown, measured) == reserve
     for free, went in ((reserve - 1, GIB), (reserve, None)):
-        room = Room(lambda free=free: DeviceMemory(free, H200, GIB))  # type: ignore[misc]
+        room = Room(lambda free=free: DeviceMemory(free, H200, GIB), unknown)  # type: ignore[misc]
         room.note_activations(measured)
         room.note_activations(0)  # the most counts
         for _ in range(LEARNING_SYNCS):
@@ -81,7 +89,7 @@ def test_reserve_by_what_the_engine_took(measured: int, reserve: int) -> None:
 
 
 def test_unknown_memory_is_emptied() -> None:
-    assert must_go(None, 0)
+    assert must_go(None, 0, unknown)
     assert read_device(torch.device("cpu")) is None
     assert release_cache(torch.device("cpu")) == 0
 
@@ -109,7 +117,7 @@ class Trainer:
 
     def __init__(self, always: bool = False) -> None:
         self.memory = DeviceMemory(60 * GIB, H200, 30 * GIB)
-        self.room = Room(lambda: self.memory, always)
+        self.room = Room(lambda: self.memory, unknown, always)
 
     def empties(self, resume: tuple[str, str]) -> bool:
         """Whether the cache goes for a resume, in the present state of the device."""

@@ -9,6 +9,7 @@ import torch
 
 from verl_sync_plugin.receiver.copy_plan import make_plan
 from verl_sync_plugin.receiver.recorder import Source
+from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 
 SHAPE = (8, 64)
 NAMES = ("one.weight", "two.q_a_proj.weight", "two.kv_a_proj_with_mqa.weight")
@@ -30,10 +31,10 @@ class Model(torch.nn.Module):
 
 def test_an_address_on_another_device_is_in_no_plan() -> None:
     sources = [Source(name, torch.float32, SHAPE, None) for name in NAMES]
-    here = make_plan(Model(), sources, torch.device("cpu"))
+    here = make_plan(SGLangModel(Model(), 0), sources, torch.device("cpu"))
     assert set(here.planned) == set(NAMES) and not here.refused
     # As an engine whose slots are on a GPU sees a parameter in host memory; no GPU is needed to make a plan
-    there = make_plan(Model(), sources, torch.device("cuda", 0))
+    there = make_plan(SGLangModel(Model(), 0), sources, torch.device("cuda", 0))
     assert not there.planned
     assert there.refused == dict.fromkeys(NAMES, "is kept on cpu, not on cuda:0")
     assert [value for _, value in there.fills] == [0.0], "torch writes constants, wherever they are"

@@ -1,46 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of rollout and model config this version cannot sync, refused by name before any worker starts.
+"""What of rollout and model config this version cannot sync to any engine, refused by name before any worker starts.
 
 Imports no torch.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from typing import Any
 
-from verl_sync_plugin.config.settings import KEY_PREFIX, TURN_OFF, given_value, section, sync_config_of
+from verl_sync_plugin.config.settings import TURN_OFF, given_value, section
 
 PREFIX = "actor_rollout_ref.rollout"
-ARGUMENTS = f"{PREFIX}.engine_kwargs.sglang"
-
-# SGLang's choices for its ``dtype``, but for "auto"
-DTYPES = ("bfloat16", "float16", "half", "float32", "float")
-# Arguments of SGLang 0.5.12 (``ServerArgs``) that put something else than the model's plain weights into its
-# parameters, keep these elsewhere, or share them out over ranks that no trainer rank answers; with the values that do
-# nothing of the kind
-UNSERVED: Mapping[str, tuple[Any, ...]] = {
-    "quantization": (None,),
-    "torchao_config": (None, ""),
-    "modelopt_quant": (None,),
-    "quantize_and_serve": (None, False),
-    "rl_quant_profile": (None,),
-    "speculative_algorithm": (None,),
-    "cpu_offload_gb": (None, 0),
-    "offload_group_size": (None, -1, 0),
-    "kt_weight_path": (None,),
-    "pp_size": (None, 1),
-    "disaggregation_mode": (None, "null"),
-}
-# Loaders that quantize on the way
-QUANTIZING_FORMATS = ("bitsandbytes", "gguf", "flash_rl")
-# Mixture-of-Experts backends that reorder the experts once they are loaded; a sync writes the order of the checkpoint
-REORDERING_BACKENDS = ("flashinfer_trtllm", "flashinfer_trtllm_routed", "aiter")
 
 
 def refuse_unsupported(rollout: Any) -> None:
-    """Names what this version cannot sync, before any worker starts.
+    """Names what of verl's rollout keys no rollout engine is served with.
 
     Args:
         rollout: verl's rollout config (dataclass, DictConfig or dict).
@@ -58,8 +32,6 @@ def refuse_unsupported(rollout: Any) -> None:
     mtp = section(rollout, "mtp", f"{PREFIX}.mtp")
     if mtp.get("enable", False) and mtp.get("enable_rollout", False):
         raise ValueError(f"{PREFIX}.mtp.enable_rollout=True: weight sync has no draft model; {TURN_OFF}.")
-    refuse_dtype(rollout)
-    refuse_engine_arguments(rollout)
 
 
 def refuse_wake_up(rollout: Any) -> None:
@@ -71,71 +43,6 @@ def refuse_wake_up(rollout: Any) -> None:
     if value is not None and not isinstance(value, bool):
         raise ValueError(
             f"{PREFIX}.multi_stage_wake_up={value!r}: not a boolean. Use {PREFIX}.multi_stage_wake_up=True or False."
-        )
-
-
-def refuse_dtype(rollout: Any) -> None:
-    """Raises ValueError when ``rollout.dtype`` is none that SGLang holds weights in; names key, value and remedy."""
-    dtype = given_value(rollout, "dtype", f"{PREFIX}.dtype")
-    if dtype == "auto" and sync_config_of(rollout).wire_dtype == "auto":
-        raise ValueError(
-            f"{PREFIX}.dtype='auto': says not what travels. Use {PREFIX}.dtype=bfloat16, or set "
-            f"{KEY_PREFIX}.wire_dtype."
-        )
-    if dtype not in (None, "auto", *DTYPES):
-        raise ValueError(f"{PREFIX}.dtype={dtype!r}: not a dtype of SGLang's weights. Use one of {', '.join(DTYPES)}.")
-
-
-def refuse_engine_arguments(rollout: Any) -> None:
-    """Names an argument for SGLang under which its weights are not the model's, or lie where no sync reaches them.
-
-    Raises:
-        ValueError: names key, value and remedy.
-    """
-    given = section(section(rollout, "engine_kwargs", f"{PREFIX}.engine_kwargs"), "sglang", ARGUMENTS)
-    for key, harmless in UNSERVED.items():
-        if (value := given.get(key, None)) not in harmless:
-            raise ValueError(f"{ARGUMENTS}.{key}={value!r}: weight sync cannot serve it; {TURN_OFF}.")
-    for key, refused in (("moe_runner_backend", REORDERING_BACKENDS), ("load_format", QUANTIZING_FORMATS)):
-        if (value := given.get(key, None)) in refused:
-            raise ValueError(f"{ARGUMENTS}.{key}={value!r}: weight sync cannot serve it; {TURN_OFF}.")
-    overrides = given.get("json_model_override_args", None)
-    if overrides and "quantization_config" in _parsed(overrides):
-        raise ValueError(
-            f"{ARGUMENTS}.json_model_override_args={overrides!r}: weight sync sends plain weights. Give it without "
-            f"quantization_config, or {TURN_OFF}."
-        )
-    _refuse_second_word(rollout, given)
-
-
-def _refuse_second_word(rollout: Any, given: Mapping[str, Any]) -> None:
-    """Arguments for which verl has a key: verl plans its ranks, and we the bytes, by that key and not by these."""
-    parallel = rollout.get("data_parallel_size", None) or 1
-    ranks = (rollout.get("tensor_model_parallel_size", None) or 1) * parallel
-    keys = {
-        "tp_size": (ranks, f"{PREFIX}.tensor_model_parallel_size, times data_parallel_size, is {ranks}"),
-        "dtype": (rollout.get("dtype", None), f"{PREFIX}.dtype is {rollout.get('dtype', None)!r}"),
-    }
-    same = {"half": "float16", "float": "float32"}
-    for key, (expected, says) in keys.items():
-        value = given.get(key, None)
-        if value is not None and expected is not None and same.get(value, value) != same.get(expected, expected):
-            raise ValueError(f"{ARGUMENTS}.{key}={value!r}: {says}. Remove the former and set the latter.")
-    _refuse_data_parallel(given.get("dp_size", None), bool(given.get("enable_dp_attention", False)), parallel, ranks)
-    if parallel > 1 and not given.get("enable_dp_attention", False):
-        raise ValueError(
-            f"{PREFIX}.data_parallel_size={parallel}: SGLang takes weights for data-parallel ranks with DP attention "
-            f"only. Set +{ARGUMENTS}.enable_dp_attention=True, or {PREFIX}.data_parallel_size=1."
-        )
-
-
-def _refuse_data_parallel(value: Any, attention: bool, parallel: int, ranks: int) -> None:
-    """With DP attention SGLang shares out its own ranks and their number stays; else every one is a rank more."""
-    shared_out = attention and isinstance(value, int) and not isinstance(value, bool) and ranks % max(value, 1) == 0
-    if value is not None and value != parallel and not shared_out:
-        raise ValueError(
-            f"{ARGUMENTS}.dp_size={value!r}: {PREFIX}.data_parallel_size is {parallel}. Remove the former and set the "
-            f"latter, or set +{ARGUMENTS}.enable_dp_attention=True, by which SGLang shares out its {ranks} ranks."
         )
 
 
@@ -158,11 +65,3 @@ def refuse_lora_values(model: Any) -> None:
     merge = given_value(block, "merge", f"{prefix}.lora.merge")
     if merge is not None and not isinstance(merge, bool):
         raise ValueError(f"{prefix}.lora.merge={merge!r}: not a boolean. Use {prefix}.lora.merge=True or False.")
-
-
-def _parsed(text: Any) -> Any:
-    """JSON of SGLang's; what is none is SGLang's to refuse."""
-    try:
-        return json.loads(text) or {}
-    except (TypeError, ValueError):
-        return {}

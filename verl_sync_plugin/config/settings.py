@@ -186,19 +186,6 @@ def _plain(value: Any) -> Any:
     return list(value) if type(value).__name__ == "ListConfig" else value
 
 
-def refuse_cuda_graph(sync: SyncConfig) -> None:
-    """Raises ValueError when CUDA graphs cannot be released in this environment; names key, value and remedy.
-
-    SGLang imports megatron-core where it finds it, and megatron-core 0.16 (core/inference/contexts/dynamic_context.py)
-    sets torch_memory_saver's hook mode to "torch", in which a graph capture under the saver fails an assertion.
-    """
-    if sync.release_cuda_graph and importlib.util.find_spec("megatron") is not None:
-        raise ValueError(
-            f"{KEY_PREFIX}.release_cuda_graph=True: megatron-core is installed, and SGLang cannot capture releasable "
-            f"CUDA graphs beside it. Set {KEY_PREFIX}.release_cuda_graph=False, or uninstall megatron-core."
-        )
-
-
 def lora_rank_of(model: Any) -> int:
     """The LoRA rank of a model config, from the flat key or the ``lora`` block; 0 without LoRA."""
     block = model.get("lora", None) or {}

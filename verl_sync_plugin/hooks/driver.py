@@ -27,8 +27,8 @@ from verl_sync_plugin.config.settings import (
 )
 from verl_sync_plugin.hooks.rollout_config import check_rollout
 from verl_sync_plugin.lora.refusals import refuse_lora
-from verl_sync_plugin.lora.settings import PEFT_KEY, unify
-from verl_sync_plugin.rollouts.sglang.families import refuse_checkpoint
+from verl_sync_plugin.lora.settings import PEFT_KEY, RefuseAdapter, unify
+from verl_sync_plugin.rollouts import rollout_of, serves
 from verl_sync_plugin.sharding_manager.registry import known_trainers
 
 # verl's strategies that read the flat LoRA keys only
@@ -51,7 +51,7 @@ def settle(config: DictConfig, overrides: Sequence[str] = (), program: str = "",
         resolved: the config's interpolations are gone, and with them the knowledge which of verl's keys were given.
 
     Returns:
-        One line that says who moves the weights; empty where SGLang gets none.
+        One line that says who moves the weights; empty where no engine of ours gets any.
 
     Raises:
         ValueError: names key, value and remedy.
@@ -60,7 +60,7 @@ def settle(config: DictConfig, overrides: Sequence[str] = (), program: str = "",
     rollout = OmegaConf.select(config, "actor_rollout_ref.rollout")
     if not isinstance(rollout, DictConfig):
         return ""
-    if rollout.get("name") != "sglang":
+    if not serves(rollout.get("name")):
         leave_to_verl(rollout, resolved)
         return ""
     unserved = "" if program in WITHOUT_SYNC else unserved_strategy(actor_rollout_ref, overrides)
@@ -80,7 +80,7 @@ def syncs(actor_rollout_ref: Any) -> bool:
     """
     rollout = actor_rollout_ref.rollout
     colocated = actor_rollout_ref.get("hybrid_engine", True)
-    return bool(rollout.get("name") == "sglang" and sync_config_of(rollout).enabled and colocated)
+    return bool(serves(rollout.get("name")) and sync_config_of(rollout).enabled and colocated)
 
 
 def unserved_strategy(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
@@ -90,12 +90,12 @@ def unserved_strategy(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
         ValueError: one of our keys was given; names it, its value and the remedy.
     """
     strategy = OmegaConf.select(actor_rollout_ref, "actor.strategy")
-    known = known_trainers("sglang")
+    name = actor_rollout_ref.rollout.name
+    known = known_trainers(name)
     if strategy in known or not syncs(actor_rollout_ref):
         return ""
-    cause = (
-        f"{STRATEGY_KEY}={strategy}: no sharding manager moves its weights to SGLang (there are: {', '.join(known)})"
-    )
+    engine, there_are = rollout_of(name).engine, ", ".join(known)
+    cause = f"{STRATEGY_KEY}={strategy}: no sharding manager moves its weights to {engine} (there are: {there_are})"
     if key := asked_for(actor_rollout_ref, overrides):
         raise ValueError(
             f"{cause}, so {key} cannot be followed. Use one of these, or remove that key, and stock verl moves them."
@@ -150,7 +150,7 @@ def leave_to_verl(rollout: DictConfig, resolved: bool) -> None:
                 rollout.custom.pop("sync", None)
             if not rollout.custom and "custom" not in stock:
                 rollout.pop("custom")
-        if rollout.get("name") == "sglang":
+        if serves(rollout.get("name")):
             OmegaConf.update(rollout, "custom.sync", {"enabled": False}, force_add=True)
 
 
@@ -172,19 +172,20 @@ def settle_trainer(actor_rollout_ref: Any) -> None:
         return
     strategy = OmegaConf.select(actor_rollout_ref, "actor.strategy")
     moves = OmegaConf.select(actor_rollout_ref, "rollout.checkpoint_engine.backend", default="naive") == "naive"
+    engine = rollout_of(actor_rollout_ref.rollout.name)
     if moves:
-        refuse_checkpoint(str(actor_rollout_ref.model.get("path")))
+        engine.refuse_checkpoint(str(actor_rollout_ref.model.get("path")))
     refuse_lora_values(actor_rollout_ref.model)
     if strategy in FLAT_LORA_TRAINERS:
-        unify_lora_keys(actor_rollout_ref.model)
+        unify_lora_keys(actor_rollout_ref.model, engine.refuse_adapter)
         if moves:
-            refuse_lora(actor_rollout_ref.model, strategy)
+            refuse_lora(actor_rollout_ref.model, strategy, engine.refuse_untied)
     if strategy == "megatron":
         refuse_adapter_mode(actor_rollout_ref.model)
         refuse_megatron_lora(actor_rollout_ref.actor.megatron, actor_rollout_ref.model)
 
 
-def unify_lora_keys(model: DictConfig) -> None:
+def unify_lora_keys(model: DictConfig, refuse_adapter: RefuseAdapter) -> None:
     """Makes ``model.lora.*`` and the flat keys one, where verl itself reads only the flat ones.
 
     Written into the composed config: every process, verl's own code included, then sees the same.
@@ -195,6 +196,6 @@ def unify_lora_keys(model: DictConfig) -> None:
     stock: Any = OmegaConf.to_container(OmegaConf.load(hydra_source.verl_configs() / "model" / "hf_model.yaml"))
     plain: Any = OmegaConf.to_container(model, resolve=True)
     with read_write(model), open_dict(model):
-        for key, value in unify(plain, stock).items():
+        for key, value in unify(plain, stock, refuse_adapter).items():
             if value is not None:
                 OmegaConf.update(model, key, value, force_add=True)

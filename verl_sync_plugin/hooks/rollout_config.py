@@ -13,9 +13,10 @@ from verl_sync_plugin.config.bucket_size import (
     check_bucket_megabytes,
     settled_megabytes,
 )
-from verl_sync_plugin.config.refusals import PREFIX, refuse_unsupported, refuse_wake_up
-from verl_sync_plugin.config.settings import given_value, refuse_cuda_graph, section, sync_config_of
+from verl_sync_plugin.config.refusals import PREFIX, refuse_wake_up
+from verl_sync_plugin.config.settings import given_value, section, sync_config_of
 from verl_sync_plugin.registered import verify_registered
+from verl_sync_plugin.rollouts import rollout_of, serves
 
 
 @dataclass
@@ -42,7 +43,7 @@ class SyncRolloutConfig(RolloutConfig):
         """For a config that no driver has settled: it was composed by a program of the user's, or by a multirun."""
         engine, stock = self.checkpoint_engine, CheckpointEngineConfig().update_weights_bucket_megabytes
         long = engine.update_weights_bucket_megabytes
-        syncs = self.name == "sglang" and sync_config_of(self).enabled
+        syncs = serves(self.name) and sync_config_of(self).enabled
         short, long = settled_megabytes(self.update_weights_bucket_megabytes, long, long != stock, stock, syncs)
         object.__setattr__(self, "update_weights_bucket_megabytes", short)  # the configs are frozen
         object.__setattr__(engine, "update_weights_bucket_megabytes", long)
@@ -55,7 +56,7 @@ def check_rollout(rollout: object) -> None:
         ValueError: names key, value and remedy.
     """
     get = rollout.get  # type: ignore[attr-defined]
-    if get("name", None) != "sglang" or not sync_config_of(rollout).enabled:
+    if not serves(get("name", None)) or not sync_config_of(rollout).enabled:
         return
     engine = section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine")
     check_bucket_megabytes(
@@ -63,6 +64,5 @@ def check_rollout(rollout: object) -> None:
         given_value(engine, "update_weights_bucket_megabytes", LONG_BUCKET_KEY),
     )
     refuse_wake_up(rollout)
-    refuse_cuda_graph(sync_config_of(rollout))
-    if engine.get("backend", "naive") == "naive":  # the others keep verl's own transfer
-        refuse_unsupported(rollout)
+    moves = engine.get("backend", "naive") == "naive"  # the others keep verl's own transfer
+    rollout_of(get("name")).refuse_keys(rollout, moves)

@@ -12,6 +12,7 @@ from verl_sync_plugin.hooks.driver import settle
 from verl_sync_plugin.log import say
 from verl_sync_plugin.report.notice import expect_metrics
 from verl_sync_plugin.report.sync_report import metrics_of, timing_of
+from verl_sync_plugin.rollouts import serves
 
 
 class SyncTrainerMixin:
@@ -31,7 +32,7 @@ class SyncTrainerMixin:
             say(f"task runner: {line}")
         super()._init_resource_pool_mgr()  # type: ignore[misc]
         rollout = self.config.actor_rollout_ref.rollout
-        if rollout.get("name") != "sglang" or not sync_config_of(rollout).enabled:
+        if not serves(rollout.get("name")) or not sync_config_of(rollout).enabled:
             return
         take_workers(self.role_worker_mapping)
         reward = self.config.reward.reward_model

@@ -20,6 +20,11 @@ def adapter_of(name: str) -> str:
     return rest.split(".")[1]
 
 
+def served_name(key: str, adapter: str) -> str:
+    """The name of a factor in an adapter checkpoint: PEFT's state-dict key without the adapter's own name."""
+    return key.replace(f".{adapter}.", ".").removesuffix(f".{adapter}")
+
+
 def plain_name(name: str) -> str:
     """The name of a module or a state-dict key in the model that PEFT has wrapped."""
     return name.removeprefix("base_model.model.")

@@ -7,7 +7,7 @@ The trainer's ranks refuse the same in words that name modules (``adapters.refus
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,49 +15,20 @@ from typing import Any
 from verl_sync_plugin.config.settings import lora_rank_of
 from verl_sync_plugin.lora.settings import PEFT_KEY, PREFIX
 
-# SGLang's classes (0.5.12) that cannot be launched untied: an adapter makes two weights of embedding and head, and
-# these have one, whatever tie_word_embeddings says
-_EMBEDDING_IS_HEAD = "computes logits with the embedding"
-_SKIPS_HEAD = "skips lm_head.weight when it loads"
-ALWAYS_TIED = {
-    "CohereForCausalLM": _EMBEDDING_IS_HEAD,
-    "Cohere2ForCausalLM": _EMBEDDING_IS_HEAD,
-    "GemmaForCausalLM": _EMBEDDING_IS_HEAD,
-    "Gemma2ForCausalLM": _EMBEDDING_IS_HEAD,
-    "Gemma3ForCausalLM": _SKIPS_HEAD,
-    "Gemma3ForConditionalGeneration": _SKIPS_HEAD,
-    "Gemma3nForCausalLM": _EMBEDDING_IS_HEAD,
-    "Gemma3nForConditionalGeneration": _EMBEDDING_IS_HEAD,
-    "Gemma4ForConditionalGeneration": _EMBEDDING_IS_HEAD,
-    "GPT2LMHeadModel": _EMBEDDING_IS_HEAD,
-    "GPTBigCodeForCausalLM": _EMBEDDING_IS_HEAD,
-}
-_LEAVE_OUT = f"Leave embedding and head out (see {PREFIX}.exclude_modules)"
+LEAVE_OUT = f"Leave embedding and head out (see {PREFIX}.exclude_modules)"
+# Refuses a model whose embedding and head the engine cannot hold apart: architectures, and what makes them differ
+# (``RolloutEndpoint.refuse_untied``)
+RefuseUntied = Callable[[Iterable[str], str], None]
 _FSDP1 = "actor_rollout_ref.actor.strategy=fsdp with actor_rollout_ref.actor.fsdp_config.use_orig_params=True"
 
 
-def refuse_always_tied(architectures: Iterable[str], where: str) -> None:
-    """Raises ValueError when SGLang's class of a model has one weight for embedding and head.
-
-    Args:
-        architectures: of the model's config.
-        where: what adapts or trains one of the two, for the message.
-    """
-    for name in architectures:
-        if name in ALWAYS_TIED:
-            raise ValueError(
-                f"{where}: it changes the embedding or the head, and SGLang's {name} {ALWAYS_TIED[name]}, so it cannot "
-                f"serve two different ones. {_LEAVE_OUT}, or with actor_rollout_ref.actor.strategy=fsdp2 train one "
-                f"copy for both: +{PEFT_KEY}.modules_to_save=[embed_tokens] and +{PEFT_KEY}.ensure_weight_tying=True."
-            )
-
-
-def refuse_lora(model: Any, strategy: str) -> None:
+def refuse_lora(model: Any, strategy: str, refuse_untied: RefuseUntied) -> None:
     """Says what is known of an adapter and its model before any worker starts. Reads local files only.
 
     Args:
         model: ``actor_rollout_ref.model``, its LoRA keys unified.
         strategy: ``fsdp`` or ``fsdp2``.
+        refuse_untied: is asked where the engine would need embedding and head apart.
 
     Raises:
         ValueError: names key, value and remedy.
@@ -79,7 +50,7 @@ def refuse_lora(model: Any, strategy: str) -> None:
     from verl_sync_plugin.lora.adapters import refuse_config
 
     refuse_config(where, settings, f"Give a LoRA adapter, or merge this one into the model of {PREFIX}.path")
-    _refuse_ends(plain, where if path is not None else None, strategy)
+    _refuse_ends(plain, where if path is not None else None, strategy, refuse_untied)
 
 
 def _settings_of(folder: Path) -> dict[str, Any] | None:
@@ -91,13 +62,13 @@ def _settings_of(folder: Path) -> dict[str, Any] | None:
     return settings
 
 
-def _refuse_ends(plain: Mapping[str, Any], where: str | None, strategy: str) -> None:
+def _refuse_ends(plain: Mapping[str, Any], where: str | None, strategy: str, refuse_untied: RefuseUntied) -> None:
     """Raises ValueError for an adapted embedding or head that trainer or engine cannot have.
 
     Args:
         plain: the model's keys.
         where: the adapter that is loaded, for messages; ``None`` when the keys describe it.
-        strategy: see ``refuse_lora``.
+        strategy: see ``refuse_lora``, as for ``refuse_untied``.
     """
     from verl_sync_plugin.lora.build import adapted_ends, lora_config
 
@@ -117,7 +88,7 @@ def _refuse_ends(plain: Mapping[str, Any], where: str | None, strategy: str) -> 
     tied = bool(overrides.get("tie_word_embeddings", getattr(hf_config, "tie_word_embeddings", False)))
     together = bool(getattr(config, "ensure_weight_tying", False))
     if plain["lora"].get("merge") and not (tied and together and saved):
-        refuse_always_tied(getattr(hf_config, "architectures", None) or (), where)
+        refuse_untied(getattr(hf_config, "architectures", None) or (), where)
     if strategy == "fsdp2":
         _refuse_fsdp2(where, targeted, saved, tied, together)
 
@@ -150,5 +121,5 @@ def _refuse_fsdp2(where: str, targeted: list[str], saved: list[str], tied: bool,
         names = ", ".join(name.rpartition(".")[2] for name in (*targeted, *saved))
         raise ValueError(
             f"{where} with actor_rollout_ref.actor.strategy=fsdp2: verl shards embedding and head by themselves where "
-            f"the model does not tie them, and cannot where they are adapted ({names}). Set {_FSDP1}. Or: {_LEAVE_OUT}."
+            f"the model does not tie them, and cannot where they are adapted ({names}). Set {_FSDP1}. Or: {LEAVE_OUT}."
         )

@@ -7,7 +7,7 @@ an FSDP trainer takes either. A value counts as given when it differs from verl'
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 PREFIX = "actor_rollout_ref.model"
@@ -25,56 +25,30 @@ _OWN_KEY = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", **{ke
 _INITIAL_A = {"xavier": True, "kaiming": True, "gaussian": "gaussian", "normal": "gaussian"}
 # What FSDP has no counterpart for: key of the block, the only value it can have
 _FIXED = {"dropout_position": "pre", "lora_B_init_method": "zero", "a2a_experimental": False, "dtype": None}
-# Fields of LoraConfig that SGLang drops or misreads when it serves an adapter itself
-_UNSERVABLE = (
-    "use_dora",
-    "use_rslora",  # it scales by alpha / r whatever this says
-    "modules_to_save",
-    "bias",
-    "lora_bias",
-    "target_parameters",
-    "rank_pattern",
-    "alpha_pattern",
-    "fan_in_fan_out",
-)
+
+# Refuses an adapter that the engine cannot serve itself: fields of PEFT's ``LoraConfig``, and the keys under which the
+# user gave them (``RolloutEndpoint.refuse_adapter``)
+RefuseAdapter = Callable[[Mapping[str, Any], Mapping[str, str]], None]
 
 
 def _fail(key: str, value: Any, problem: str, remedy: str) -> ValueError:
     return ValueError(f"{key}={value!r}: {problem}. {remedy}")
 
 
-def refuse_unservable(settings: Mapping[str, Any], keys: Mapping[str, str] | None = None) -> None:
-    """What of an adapter SGLang would drop or misread.
-
-    Args:
-        settings: fields of PEFT's ``LoraConfig``.
-        keys: under which the user gave them; the fields' own names where there is none.
-
-    Raises:
-        ValueError: names the setting, its value and the remedy.
-    """
-    for field in _UNSERVABLE:
-        value = settings.get(field)
-        if value and value != "none":
-            key = (keys or {}).get(field, f"{field}={value!r}")
-            raise ValueError(
-                f"{PREFIX}.lora.merge=False: SGLang cannot serve an adapter with {key}. "
-                f"Set {PREFIX}.lora.merge=True, which serves it merged."
-            )
-
-
-def unify(model: Mapping[str, Any], stock: Mapping[str, Any]) -> dict[str, Any]:
+def unify(model: Mapping[str, Any], stock: Mapping[str, Any], refuse_adapter: RefuseAdapter) -> dict[str, Any]:
     """The flat keys that an FSDP trainer needs, from the block and the flat keys together.
 
     Args:
         model: ``actor_rollout_ref.model``, with a ``lora`` mapping.
         stock: verl's defaults of the same keys.
+        refuse_adapter: is asked where the engine is to serve the adapter itself.
 
     Returns:
         Values by flat key, and under ``lora.peft`` more arguments for PEFT's ``LoraConfig``; empty without LoRA.
 
     Raises:
-        ValueError: both given and different, or a setting that FSDP or PEFT does not know; names key, value, remedy.
+        ValueError: both given and different, a setting that FSDP or PEFT does not know, or one that the engine cannot
+            serve; names key, value, remedy.
     """
     block, stock_block = model.get("lora") or {}, stock.get("lora") or {}
     rank = _one(model, block, "rank", "lora_rank", 0, 0)
@@ -95,7 +69,7 @@ def unify(model: Mapping[str, Any], stock: Mapping[str, Any]) -> dict[str, Any]:
     found["lora.peft"] = _peft_arguments(block, path)
     if not block.get("merge"):
         given = {**found["lora.peft"], "target_parameters": found["target_parameters"]}
-        refuse_unservable(given, {field: _key_of(field, value, block) for field, value in given.items()})
+        refuse_adapter(given, {field: _key_of(field, value, block) for field, value in given.items()})
     return found
 
 

@@ -10,10 +10,10 @@ Why that is safe:
 
 - What the engine resumes has the same size in every step. It is measured where it happens, on this rank's device, in
   the first syncs, during which the cache is always emptied; what else was allocated meanwhile only makes it larger.
-  What was freed meanwhile makes it smaller (SGLang empties its own cache when it flushes), so the most of several syncs
+  What was freed meanwhile makes it smaller (an engine empties its cache when it flushes), so the most of several syncs
   and of all ranks counts: all engines of a run are alike.
 - The reserve is for what the engine allocates outside of its saver, above all the activations while it generates:
-  1/``RESERVE_SHARE`` of the device, and never less than SGLang's own estimate (``reserve_of``). That is meant for any
+  1/``RESERVE_SHARE`` of the device, and never less than the engine's own estimate (``Estimate``). That is meant for any
   model and load. An engine that says how much it really took (``receiver/activations.py``) gets twice the most of all
   syncs and a gigabyte, and never less than 1/``LEAST_SHARE`` of the device. What it takes is bounded by its prefill
   chunk, which the first rollouts usually fill; should one take more, the reserve grows with it.
@@ -32,16 +32,14 @@ LEARNING_SYNCS = 2
 RESERVE_SHARE = 8
 LEAST_SHARE = 32
 MEASURED_TIMES, MEASURED_BESIDE = 2, 1 << 30
-# SGLang's estimate of what generating takes beside its static memory, per token of a prefill chunk, and on top
-CHUNK_TOKEN_BYTES, BESIDE_CHUNK_BYTES = 1536 * 1024, 1 << 30
-# And its default chunk, by the device's memory in GiB that it is below
-DEFAULT_CHUNKS, LARGEST_CHUNK = ((35, 2048), (60, 4096), (160, 8192)), 16384
 
 # (before, after) of each resume, as moments of ``SyncReport.device_used_bytes``
 FIRST = ("asleep", "weights")
 REST = ("room", "awake")
 
 Growth = dict[tuple[str, str], int]
+# What an engine says that generating takes beside what it resumes, in bytes, on a device of so many bytes
+Estimate = Callable[[int], int]
 
 
 @dataclass(frozen=True)
@@ -67,36 +65,31 @@ def read_device(device: torch.device) -> DeviceMemory | None:
     return DeviceMemory(free, total, torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
 
 
-def reserve_of(total: int, chunk: int | None = None, measured: int = 0) -> int:
+def reserve_of(total: int, estimate: Estimate, measured: int = 0) -> int:
     """Bytes that stay free for what the engine allocates while it generates.
 
     Args:
         total: bytes of the device.
-        chunk: the engine's ``chunked_prefill_size``; ``None`` for its default, not positive for none.
+        estimate: the engine's own.
         measured: the most bytes that it has taken so far; 0 when unknown.
-
-    Source of the estimate and the defaults: ``ServerArgs._handle_gpu_memory_settings`` of SGLang 0.5.12.
     """
-    if chunk is None:
-        chunk = next((tokens for below, tokens in DEFAULT_CHUNKS if total < below << 30), LARGEST_CHUNK)
-    chunk = chunk if chunk > 0 else LARGEST_CHUNK
-    estimated = max(total // RESERVE_SHARE, chunk * CHUNK_TOKEN_BYTES + BESIDE_CHUNK_BYTES)
+    most = max(total // RESERVE_SHARE, estimate(total))
     if not measured:
-        return estimated
-    return min(estimated, max(total // LEAST_SHARE, MEASURED_TIMES * measured + MEASURED_BESIDE))
+        return most
+    return min(most, max(total // LEAST_SHARE, MEASURED_TIMES * measured + MEASURED_BESIDE))
 
 
-def must_go(memory: DeviceMemory | None, need: int | None, chunk: int | None = None, measured: int = 0) -> bool:
+def must_go(memory: DeviceMemory | None, need: int | None, estimate: Estimate, measured: int = 0) -> bool:
     """Whether the cache has to go.
 
     Args:
         memory: what the device has; ``None`` when unknown.
         need: bytes that the engine is about to resume; ``None`` when unknown.
-        chunk: see ``reserve_of``, as for ``measured``.
+        estimate: see ``reserve_of``, as for ``measured``.
     """
     if memory is None or need is None:
         return True
-    return memory.cached > 0 and need + reserve_of(memory.total, chunk, measured) > memory.free
+    return memory.cached > 0 and need + reserve_of(memory.total, estimate, measured) > memory.free
 
 
 def release_cache(device: torch.device) -> int:
@@ -118,14 +111,14 @@ class Room:
 
     Args:
         read: the device's memory.
+        estimate: the engine's own, of what generating takes.
         always: decide like stock verl.
-        chunk: the engine's ``chunked_prefill_size``, if set.
     """
 
-    def __init__(self, read: Callable[[], DeviceMemory | None], always: bool = False, chunk: int | None = None) -> None:
+    def __init__(self, read: Callable[[], DeviceMemory | None], estimate: Estimate, always: bool = False) -> None:
         self._read = read
+        self._estimate = estimate
         self._always = always
-        self._chunk = chunk
         self._most: Growth = {}
         self._syncs = 0
         self._activations = 0
@@ -156,7 +149,7 @@ class Room:
         Returns:
             Bytes that went; ``None`` when none had to.
         """
-        if self._always or must_go(self._read(), self._need(resume), self._chunk, self._activations):
+        if self._always or must_go(self._read(), self._need(resume), self._estimate, self._activations):
             return release()
         return None
 

@@ -1,1 +1,1 @@
-"""What runs inside SGLang's scheduler process. Never imports verl."""
+"""What runs inside the engine's process, on every one of its ranks. Imports neither verl nor an engine."""

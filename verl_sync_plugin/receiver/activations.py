@@ -6,10 +6,11 @@ import torch
 
 
 class Activations:
-    """Of this scheduler rank, from sync to sync.
+    """Of this engine rank, from sync to sync.
 
     What the engine keeps (weights, KV cache, CUDA graphs) is in its allocator's count also while it is asleep, so the
-    least count at any sync stands for it. Resets the allocator's peaks, which nothing in SGLang reads.
+    least count at any sync stands for it. Resets the allocator's peaks, which nobody else in the
+    engine's process may count on.
     """
 
     def __init__(self) -> None:

@@ -10,23 +10,7 @@ import torch
 from verl_sync_plugin.copies.bucket_memory import BucketMemory
 from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import Entry
-
-# SGLang's DeepSeek loaders fuse these pairs inside one load_weights call; a pair torn over two calls leaves the fused
-# weight stale without a word (first of a pair waits for the second). Suffixes of the HF name.
-FUSED_PAIRS = (
-    ("q_a_proj.weight", "kv_a_proj_with_mqa.weight"),
-    ("q_a_proj.weight_scale_inv", "kv_a_proj_with_mqa.weight_scale_inv"),
-)
-
-
-def partner_of(name: str) -> str | None:
-    """The other of a fused pair."""
-    for pair in FUSED_PAIRS:
-        for suffix, other in (pair, pair[::-1]):
-            if name.endswith(f".{suffix}"):
-                return name.removesuffix(suffix) + other
-    return None
-
+from verl_sync_plugin.receiver.engine_model import FusedPairs, partner_of
 
 _WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -38,9 +22,13 @@ class Assembler:
     over buckets and not yet complete, plus one half of a fused pair.
     """
 
-    def __init__(self, names: frozenset[str] | None = None) -> None:
-        """``names``: all tensors of the sync; half of a fused pair waits only for a partner among them."""
+    def __init__(self, names: frozenset[str] | None = None, pairs: FusedPairs = ()) -> None:
+        """``names``: all tensors of the sync; half of a fused pair waits only for a partner among them.
+
+        ``pairs``: ``EngineModel.fused_pairs``.
+        """
         self._names = names
+        self._pairs = pairs
         self._partial: dict[str, torch.Tensor] = {}
         self._arrived: dict[str, int] = {}
         self._waiting: dict[str, tuple[str, torch.Tensor]] = {}
@@ -82,7 +70,7 @@ class Assembler:
         return self._partial.pop(entry.name)
 
     def _release(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        partner = partner_of(name)
+        partner = partner_of(name, self._pairs)
         if partner is None or (self._names is not None and partner not in self._names):
             yield name, tensor  # without q_lora_rank there is nothing to fuse with
         elif partner in self._waiting:

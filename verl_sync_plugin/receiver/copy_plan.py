@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from verl_sync_plugin.layout.strided import Run
-from verl_sync_plugin.receiver.assembly import partner_of
+from verl_sync_plugin.receiver.engine_model import EngineModel, FusedPairs, partner_of
 from verl_sync_plugin.receiver.intervals import intervals, region_of
 from verl_sync_plugin.receiver.order import fills_contradict, overwritten
 from verl_sync_plugin.receiver.recorder import model_tensors, record
@@ -58,8 +57,9 @@ class CopyPlan:
         planned: by name; a tensor that the model skips has no runs.
         refused: names that take the model's own path, and why.
         fills: constants to write again (padding), with the value.
-        derives: ``model.post_load_weights`` must run after the copies.
+        derives: the model must derive again what it computes from parameters, after the copies.
         uses: the bytes of every tensor that the model's load uses (see ``uses``); ``None`` when unknown.
+        pairs: of tensors that are refused together.
     """
 
     planned: dict[str, Planned] = field(default_factory=dict)
@@ -67,10 +67,11 @@ class CopyPlan:
     fills: list[tuple[torch.Tensor, float]] = field(default_factory=list)
     derives: bool = False
     uses: dict[str, tuple[Run, ...]] | None = None
+    pairs: FusedPairs = ()
 
     def refuse(self, name: str, why: str) -> None:
         """Leaves a tensor to the model, with the one it is fused with: alone, the model would hold it back for good."""
-        for each in (name, partner_of(name)):
+        for each in (name, partner_of(name, self.pairs)):
             if each is not None and self.planned.pop(each, None) is not None:
                 self.refused[each] = why
 
@@ -89,11 +90,12 @@ class CopyPlan:
 
 
 class LayoutKey:
-    """Where all parameters and buffers of a model lie. ``param.data = tensor`` makes no operation, so this is compared
-    at every sync; the walk over modules is done once."""
+    """Where all parameters and buffers of a model lie, and what the engine adds to that. ``param.data = tensor`` makes
+    no operation, so this is compared at every sync; the walk over modules is done once."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._modules = list(model.modules())
+    def __init__(self, model: EngineModel) -> None:
+        self._model = model
+        self._modules = list(model.module.modules())
 
     def now(self) -> Layout:
         tensors = tuple(
@@ -103,23 +105,16 @@ class LayoutKey:
             for tensor in owned.values()
             if tensor is not None
         )
-        return (_expert_placement(), *tensors)
+        return (self._model.layout_token(), *tensors)
 
 
-def _expert_placement() -> tuple[int, ...]:
-    """SGLang's load balancing moves experts between the places of a parameter that stays where it is."""
-    module = sys.modules.get("sglang.srt.eplb.expert_location")
-    metadata = None if module is None else module.get_global_expert_location_metadata()
-    return () if metadata is None else tuple(metadata.physical_to_logical_map_cpu.flatten().tolist())
-
-
-def make_plan(model: Any, sources: Sequence[Source], device: torch.device | None = None) -> CopyPlan:
+def make_plan(model: EngineModel, sources: Sequence[Source], device: torch.device | None = None) -> CopyPlan:
     """Records the model's load and keeps of it what is plain copies.
 
     Never raises for a model that cannot be recorded: then every name takes the model's own path.
 
     Args:
-        model: an SGLang model.
+        model: of this engine rank.
         sources: the tensors of a sync.
         device: where copies are made. To what the model keeps elsewhere a copier, which goes by addresses alone, must
             not write. ``None``: nothing is elsewhere.
@@ -129,14 +124,14 @@ def make_plan(model: Any, sources: Sequence[Source], device: torch.device | None
     uses = uses_in(recording, sources)
     if not recording.spoiled and LayoutKey(model).now() != before:
         recording.spoiled = "its load re-lays parameters"
-    if not recording.spoiled and recording.derives and not hasattr(model, "post_load_weights"):
-        recording.spoiled = "its load computes from parameters, and there is no post_load_weights to do that again"
+    if not recording.spoiled and recording.derives and not model.can_derive:
+        recording.spoiled = "its load computes from parameters, and the model cannot do that again without loading"
     if not recording.spoiled and fills_contradict(recording.fills):
         recording.spoiled = "its load writes one constant over another"
     if recording.spoiled:
         return CopyPlan(refused={source.name: recording.spoiled for source in sources}, uses=uses)
     fills = [(fill.target, fill.value) for fill in recording.fills]
-    plan = CopyPlan(refused=dict(recording.refused), fills=fills, derives=recording.derives, uses=uses)
+    plan = CopyPlan({}, dict(recording.refused), fills, recording.derives, uses, model.fused_pairs)
     for name in overwritten(recording.copies, recording.fills):
         plan.refused.setdefault(name, "is overwritten by a constant in part")  # a replay writes constants first
     copies: dict[str, list[Copy]] = {source.name: [] for source in sources}

@@ -1,6 +1,6 @@
 """Proves that a sync writes every element of every parameter and persistent buffer of the engine's model.
 
-SGLang skips names it does not know without a word, so what was *sent* proves nothing; the ledger watches what is
+An engine may skip names it does not know without a word, so what was *sent* proves nothing; the ledger watches what is
 *written*. A dispatch mode sees every operation that mutates a tensor; tensors are matched by storage, so tied weights
 count as written together.
 

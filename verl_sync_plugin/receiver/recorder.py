@@ -1,7 +1,7 @@
 """Records what a model's own ``load_weights`` would copy where, without copying anything.
 
-The sources are meta tensors, one per name of the sync: they hold no bytes, they are on no CPU (SGLang's DeepSeek loads
-CPU tensors in threads, which no dispatch mode sees), and every view of one shares its storage, by which it is known.
+The sources are meta tensors, one per name of the sync: they hold no bytes, they are on no CPU (some models load CPU
+tensors in threads, which no dispatch mode sees), and every view of one shares its storage, by which it is known.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from verl_sync_plugin.receiver.engine_model import EngineModel
 from verl_sync_plugin.receiver.recording import Copy, Fill, Recording, Source
 
 aten = torch.ops.aten
@@ -150,19 +151,19 @@ class _Recorder(TorchDispatchMode):
         return True
 
 
-def record(model: Any, sources: Sequence[Source]) -> Recording:
+def record(model: EngineModel, sources: Sequence[Source]) -> Recording:
     """One dry ``load_weights`` over all ``sources``; changes nothing in the model that a sync would keep.
 
     Never raises: a load that does is noted as ``spoiled``.
 
     Args:
-        model: an SGLang model.
+        model: of this engine rank.
         sources: the tensors of a sync, in the order they will come.
     """
     tensors = [(source.name, source.meta()) for source in sources]
     by_storage = {storage_of(tensor): source for source, (_, tensor) in zip(sources, tensors, strict=True)}
     targets: dict[int, set[torch.dtype]] = {}
-    for _, tensor in model_tensors(model):
+    for _, tensor in model_tensors(model.module):
         if tensor.numel():
             targets.setdefault(storage_of(tensor), set()).add(tensor.dtype)
     recorder = _Recorder(by_storage, targets)
@@ -174,7 +175,7 @@ def record(model: Any, sources: Sequence[Source]) -> Recording:
     except Exception as error:  # whatever a model's loader makes of meta tensors
         recording.spoiled = f"its load cannot be recorded: {type(error).__name__}: {error}"
     if recording.ended:
-        _refuse_kept(model, {storage: source.name for storage, source in by_storage.items()}, recording)
+        _refuse_kept(model.module, {storage: source.name for storage, source in by_storage.items()}, recording)
     return recording
 
 

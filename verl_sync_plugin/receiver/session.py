@@ -1,4 +1,4 @@
-"""One scheduler rank's side of the protocol (see ``transport/protocol.py``)."""
+"""One engine rank's side of the protocol (see ``transport/protocol.py``)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from verl_sync_plugin.receiver.activations import Activations
+from verl_sync_plugin.receiver.engine_model import EngineModel
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.unpacker import Unpacker
 from verl_sync_plugin.transport.channel import Channel, ChannelTimeoutError
@@ -41,8 +42,8 @@ class ReceiverSession:
     Holds no reference to the trainer's tensors; the staging memory it maps belongs to the trainer.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model = model  # an SGLang model: a torch module with load_weights
+    def __init__(self, model: EngineModel) -> None:
+        self._model = model
         self._digest = ""
         self._unpacker: Unpacker | None = None
         self._stagings: dict[str, torch.Tensor] = {}
@@ -78,7 +79,7 @@ class ReceiverSession:
         if hello.tell_use:
             channel.send(unpacker.uses.use(loaded=False))
         # What a plan covers cannot change while names, shapes and dtypes stay
-        ledger = None if hello.digest in self._coverage and not unpacker.watched else Ledger(self._model)
+        ledger = None if hello.digest in self._coverage and not unpacker.watched else Ledger(self._model.module)
         with ledger or nullcontext(), unpacker.uses.watching():
             running = _Running(channel, device)
             while isinstance(message := running.receive(wait), Load):
@@ -161,7 +162,7 @@ class ReceiverSession:
             before = {name for name, *_ in known.missing}
             if lost := [name for name, *_ in found.missing if name not in before]:
                 raise ValueError(
-                    f"given only what is not replayed, {type(self._model).__name__} no longer writes "
+                    f"given only what is not replayed, {self._model.name} no longer writes "
                     f"{', '.join(lost[:5])}. Set actor_rollout_ref.rollout.custom.sync.copy_plan=False."
                 )
         self._coverage[digest] = found

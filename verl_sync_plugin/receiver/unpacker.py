@@ -7,20 +7,20 @@ buckets are replayed. A model whose parameters moved starts over.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 
 from verl_sync_plugin.copies.bucket_memory import BucketMemory
 from verl_sync_plugin.copies.copier import Copier
 from verl_sync_plugin.copies.hulls import numbers_of
+from verl_sync_plugin.log import say
 from verl_sync_plugin.receiver.assembly import Assembler
 from verl_sync_plugin.receiver.copy_plan import CopyPlan, LayoutKey, known_tensors, make_plan, sources_of
 from verl_sync_plugin.receiver.cuts import scattered
 from verl_sync_plugin.receiver.direct import DirectLoad, obstacle
+from verl_sync_plugin.receiver.engine_model import EngineModel
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.replay import Comparison, Replay
 from verl_sync_plugin.receiver.use_teller import UseTeller
@@ -28,19 +28,17 @@ from verl_sync_plugin.transport.memory.exports import Live
 from verl_sync_plugin.transport.memory.regions import Regions
 from verl_sync_plugin.transport.protocol import Manifest, Readings
 
-logger = logging.getLogger(__name__)
-
 
 class Unpacker:
     """Belongs to one model and one manifest.
 
     Args:
-        model: an SGLang model.
+        model: of this engine rank.
         manifest: what the buckets hold.
         device: where the slots are.
     """
 
-    def __init__(self, model: Any, manifest: Manifest, device: torch.device) -> None:
+    def __init__(self, model: EngineModel, manifest: Manifest, device: torch.device) -> None:
         self._model = model
         self._manifest = manifest
         self.device = device
@@ -59,7 +57,7 @@ class Unpacker:
         self._sources = sources_of([entry for bucket in manifest.buckets for entry in bucket])
         self.uses = UseTeller(model, self._sources, manifest.buckets, numbers)
         self._replay_watched = False
-        self._assembler = Assembler(self._names)
+        self._assembler = Assembler(self._names, model.fused_pairs)
         self._sums = torch.zeros(len(self._tensors), dtype=torch.int64, device=device)
         self._whole: frozenset[str] = frozenset()
         self._told: Readings | None = None
@@ -89,7 +87,8 @@ class Unpacker:
             self._whole = asked
             self._replay = self._compile()
         assert self._replay is not None
-        self._assembler = Assembler(self._replay.leftovers if self._trusted else self._names)
+        names = self._replay.leftovers if self._trusted else self._names
+        self._assembler = Assembler(names, self._model.fused_pairs)
         self._sums.zero_()
         self._replayed = (self._replay.tensors, self._replay.nbytes) if self._trusted else (0, 0)
         if self._trusted:
@@ -177,7 +176,7 @@ class Unpacker:
         for name in scattered([entry for bucket in self._manifest.buckets for entry in bucket], plan.planned):
             plan.refuse(name, "arrives in many small pieces")
         self._plan = plan
-        self._copier = Copier(self.device, known_tensors(self._model))
+        self._copier = Copier(self.device, known_tensors(self._model.module))
         self._replay = self._compile()
         self._comparison = Comparison(self._replay, self._copier, self.device) if plan.planned else None
         if plan.refused:
@@ -222,7 +221,7 @@ class Unpacker:
         if self._trusted:
             with ledger or nullcontext():
                 if self._plan.derives:
-                    self._model.post_load_weights()
+                    self._model.derive_after_load()
             if ledger is not None:
                 ledger.note_bytes(self._plan.target_runs())
         elif self._comparison is not None:
@@ -247,4 +246,4 @@ class Unpacker:
     def _say(self, plan: CopyPlan) -> None:
         how = "the kernel" if self._copier is not None and self._copier.kernel else "plain copies"
         for line in plan.lines_for_log(len(self._names), how):
-            logger.warning("verl-sync-plugin: %s", line)
+            say(line)

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from verl_sync_plugin.layout.tensors import Entry
+from verl_sync_plugin.receiver.engine_model import EngineModel
 from verl_sync_plugin.receiver.recording import Source
-from verl_sync_plugin.receiver.skips import skipped_by
 from verl_sync_plugin.receiver.uses import Runs, own_runs, readings_of_uses
 from verl_sync_plugin.transport.protocol import Used
 
@@ -24,7 +24,7 @@ class UseTeller:
     """Of one model and one manifest.
 
     Args:
-        model: its class is named to the trainer.
+        model: is named to the trainer, and knows what it rightly leaves alone.
         sources: the tensors.
         buckets: the entries of all buckets.
         numbers: of the tensors.
@@ -32,12 +32,12 @@ class UseTeller:
 
     def __init__(
         self,
-        model: object,
+        model: EngineModel,
         sources: Sequence[Source],
         buckets: Sequence[Sequence[Entry]],
         numbers: Mapping[str, int],
     ) -> None:
-        self._model, self._skipped = type(model).__name__, skipped_by(model)
+        self._model = model
         self._sources = sources
         self._buckets = buckets
         self._numbers = numbers
@@ -78,8 +78,9 @@ class UseTeller:
             uses = self._recorded
             if loaded and self._touched is not None:
                 uses, self._touched = self._touched.uses(self._sources), None
-            parts = self._sources, self._buckets, self._numbers, self._skipped
-            self._used = Used(self._model, None if uses is None else readings_of_uses(uses, *parts))
+            parts = self._sources, self._buckets, self._numbers, self._model.why_skipped
+            readings = None if uses is None else readings_of_uses(uses, *parts)
+            self._used = Used(f"{self._model.engine}'s {self._model.name}", readings)
         self._told = self._used
         return self._used
 

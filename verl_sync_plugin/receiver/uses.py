@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which bytes of every sent tensor the engine's model takes in.
 
-SGLang leaves out a name that it does not know without a word. So each engine rank says what its model does with every
-tensor, from the recording of its load, before anything is loaded; the trainer ranks put this together over the ranks of
-an engine, each of which needs a part, and refuse a sync of which any byte would go nowhere
+An engine may leave out a name that it does not know without a word. So each engine rank says what its model does with
+every tensor, from the recording of its load, before anything is loaded; the trainer ranks put this together over the
+ranks of an engine, each of which needs a part, and refuse a sync of which any byte would go nowhere
 (``verify/uses.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -18,12 +18,12 @@ from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import Entry
 from verl_sync_plugin.receiver.order import superseded
 from verl_sync_plugin.receiver.recording import Recording, Source
-from verl_sync_plugin.receiver.skips import Skipped
 from verl_sync_plugin.transport.protocol import Readings
 
 MOST_RUNS = 1 << 16
 
 Runs = tuple[Run, ...]
+Skipped = Callable[[str], str]  # EngineModel.why_skipped
 
 
 def uses_in(recording: Recording, sources: Sequence[Source]) -> dict[str, Runs] | None:
@@ -63,7 +63,7 @@ def readings_of_uses(
     """``uses`` by tensor number; tensors of equal size and equal runs share an entry. Sizes leave out gaps.
 
     Tied tensors travel once under several names and are used together: the bytes of a head that the engine ties to its
-    embedding arrive in the embedding. What ``skips`` lists with a reason counts as used.
+    embedding arrive in the embedding. What the engine skips with a reason counts as used.
 
     Args:
         uses: the result of ``uses_in``, or what ``use_teller.Touched`` has seen.

@@ -1,2 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollout engines, one folder each: how an engine is asked, how it loads, what it needs."""
+"""Rollout engines, one folder each: how an engine is asked, how it loads, what it needs.
+
+An engine is added by a folder here, its line in ``ROLLOUTS``, and a pair with every trainer in ``sharding_manager/``.
+No other room knows which engines there are. The folder provides:
+
+    Rollout           (``base``)                   what is registered with verl, and which keys, checkpoints and
+                                                   adapters the engine cannot serve, known before anything runs
+    an adapter        (verl's ``BaseRollout``)     in every actor worker: makes the sharding manager at the first
+                                                   sync and calls it from ``resume``, ``update_weights``, ``release``
+    a replica         (verl's ``RolloutReplica``)  launches the engine with what follows in it
+    RolloutEndpoint   (``sync/endpoint``)          one trainer rank's view of its engine: has it wake, load, flush,
+                                                   answer, and refuse
+    EngineModel       (``receiver/engine_model``)  the model of one engine rank: its load, and what a plan hangs on
+    a loader          (``ReceiverSession.run``)    what the engine calls on all its ranks for one load: it connects
+                                                   to the trainer rank beside, says ``Join`` and runs the session
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+
+from verl_sync_plugin.rollouts.base import Rollout
+
+# By verl's ``rollout.name``: module and class of the Rollout
+ROLLOUTS = {"sglang": ("verl_sync_plugin.rollouts.sglang.rollout", "SGLangRollout")}
+
+
+def serves(name: object) -> bool:
+    """Whether the plugin has a rollout for verl's ``rollout.name``."""
+    return name in ROLLOUTS
+
+
+@cache
+def rollout_of(name: str) -> Rollout:
+    """The rollout of that name, for which ``serves`` holds."""
+    module, kind = ROLLOUTS[name]
+    made: Rollout = getattr(importlib.import_module(module), kind)()
+    return made

@@ -14,8 +14,7 @@ import torch
 
 from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.lora.names import ADAPTER, adapter_of
-from verl_sync_plugin.lora.serve import pack_adapter, served_name, served_settings
+from verl_sync_plugin.lora.names import ADAPTER, adapter_of, served_name
 from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint, abandon
 from verl_sync_plugin.trainers.bounded import reached
@@ -38,7 +37,7 @@ class AdapterSender:
 
     def __init__(self, source: MergingSource, config: Any, dtype: torch.dtype, sync: SyncConfig) -> None:
         self._source = source
-        self._settings = served_settings(config)
+        self._config = config
         self._dtype = dtype
         self._sync = sync
 
@@ -84,10 +83,10 @@ class AdapterSender:
         if not endpoint.leader:
             return
         # Cloned: a view would be pickled with the whole bucket it lies in
-        blob = pack_adapter({name: factor.cpu().clone() for name, factor in factors.items()})
-        outcome = await endpoint.load_adapter(self._settings, blob, version)
+        on_host = {name: factor.cpu().clone() for name, factor in factors.items()}
+        outcome = await endpoint.load_adapter(self._config, on_host, version)
         report.stages = {"sleep": outcome.sleep_seconds, **report.stages}
-        report.nbytes += len(blob)
+        report.nbytes += outcome.nbytes
         report.tensors += len(factors)
 
 

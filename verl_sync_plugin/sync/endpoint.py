@@ -1,11 +1,13 @@
-"""What a sharding manager needs from the rollout side. verl's server actor is one, a bare SGLang engine another."""
+"""What a sharding manager needs from the rollout side: one class per rollout engine, in ``rollouts/``."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from verl_sync_plugin.log import say
 from verl_sync_plugin.transport.protocol import LoadRequest
@@ -17,9 +19,11 @@ class LoadOutcome:
 
     Attributes:
         sleep_seconds: how long the engine took to fall asleep before this sync; 0.0 when unknown.
+        nbytes: what the engine was handed of an adapter, as it travelled; 0 for a load that a trainer feeds.
     """
 
     sleep_seconds: float = 0.0
+    nbytes: int = 0
 
 
 class PendingLoad(ABC):
@@ -40,7 +44,13 @@ class PendingLoad(ABC):
 
 
 class RolloutEndpoint(ABC):
-    """One trainer rank's view of its rollout engine. Only the leader of an engine's ranks talks to the engine."""
+    """One trainer rank's view of its rollout engine. Only the leader of an engine's ranks talks to the engine.
+
+    Attributes:
+        name: of the engine, for messages.
+    """
+
+    name: str = "the engine"
 
     @property
     @abstractmethod
@@ -56,21 +66,6 @@ class RolloutEndpoint(ABC):
     @abstractmethod
     def ranks(self) -> tuple[int, ...]:
         """Global trainer ranks beside the engine's ranks, in tensor-parallel order."""
-
-    def refuse_adapter(self, settings: dict[str, Any]) -> None:  # noqa: B027  (an engine may serve any)
-        """Raises ValueError, with key and remedy, for an adapter that the engine cannot serve, or would misread.
-
-        Args:
-            settings: of PEFT's ``LoraConfig``.
-        """
-
-    def refuse_untied(self, architectures: Sequence[str], what: str) -> None:  # noqa: B027  (or untie all)
-        """Raises ValueError when the engine ties embedding and head of a model whatever its config says.
-
-        Args:
-            architectures: of the model's config.
-            what: makes embedding and head differ in the trainer, for the message.
-        """
 
     @abstractmethod
     async def resume(self, tags: list[str]) -> None:
@@ -89,12 +84,14 @@ class RolloutEndpoint(ABC):
         """Leader only: leaves ``SyncReport.as_dict()`` where the trainer fetches it."""
 
     @abstractmethod
-    async def load_adapter(self, settings: dict[str, Any], packed: bytes, weight_version: str | None) -> LoadOutcome:
+    async def load_adapter(
+        self, config: Any, factors: dict[str, torch.Tensor], weight_version: str | None
+    ) -> LoadOutcome:
         """Leader only: replaces the adapter that the engine serves.
 
         Args:
-            settings: what ``adapter_config.json`` holds.
-            packed: ``lora.serve.pack_adapter`` of the factors.
+            config: PEFT's ``LoraConfig``, which ``refuse_adapter`` has accepted.
+            factors: by their names in an adapter checkpoint; on the host.
             weight_version: see ``start_load``.
 
         Raises:
@@ -109,6 +106,27 @@ class RolloutEndpoint(ABC):
     def flush_behind_load(self) -> None:
         """Leader only: all engine ranks are in the load. If none of the engine's memory is released then, it is told to
         flush its prefix cache as soon as it has left the load, for ``finish`` to find that done; returns at once."""
+
+    def refuse_untied(self, architectures: Iterable[str], where: str) -> None:  # noqa: B027
+        """Any rank: refuses a model whose embedding and head the engine cannot hold apart; by default it can.
+
+        Args:
+            architectures: of the model's config.
+            where: what adapts or trains one of the two, for the message.
+
+        Raises:
+            ValueError: names the architecture, the reason and the remedy.
+        """
+
+    def refuse_adapter(self, settings: Mapping[str, Any]) -> None:  # noqa: B027
+        """Any rank: refuses an adapter that the engine cannot serve itself; by default it serves any.
+
+        Args:
+            settings: fields of PEFT's ``LoraConfig``.
+
+        Raises:
+            ValueError: names the setting, its value and the remedy.
+        """
 
 
 async def abandon(endpoint: RolloutEndpoint, why: str) -> None:

@@ -133,7 +133,7 @@ class Conversation:
     def _expect(self, kind: type[T]) -> T:
         message = self._open_channel().receive(self._timeout)
         if isinstance(message, Failed):
-            raise EngineFailedError(f"SGLang could not load the weights: {message.text}")
+            raise EngineFailedError(f"the engine could not load the weights: {message.text}")
         if not isinstance(message, kind):
             raise EngineFailedError(f"weight-sync protocol: expected {kind.__name__}, got {describe(message)}")
         return message

@@ -1,8 +1,8 @@
-"""The words on the wire, written down as a state machine. Imported by both sides; imports neither verl nor SGLang.
+"""The words on the wire, written down as a state machine. Imported by both sides; imports neither verl nor an engine.
 
-    trainer rank                          SGLang scheduler rank (inside the loader)
-    ------------                          -----------------------------------------
-    LoadRequest (through SGLang's update_weights_from_tensor)
+    trainer rank                          engine rank (in its process)
+    ------------                          ----------------------------
+    LoadRequest (through a request of the engine's own)
                                     <---  connects to its trainer rank's address, Join(sync_id)
     Hello(sync_id, digest, staging) --->
                                     <---  Ready(needs_plan), or Ready(unreachable) and the sync is over
@@ -37,7 +37,6 @@ from verl_sync_plugin.transport.memory.exports import Live, StagingExport
 MAGIC = "verl-sync-plugin"
 PROTOCOL_VERSION = 7
 OMITTED = ("buckets", "sums", "readings", "lives", "used")  # from messages for people
-LOADER = "verl_sync_plugin.rollouts.sglang.loader.load"
 
 # A trainer rank may spend up to three waits (its shards, its plan, its staging memory; or the last buckets, the commit,
 # the engine's answer) before it meets the others, and who waits for it should hear why it failed instead of giving up
@@ -51,10 +50,10 @@ Readings = tuple[tuple[int, tuple[Run, ...], tuple[int, ...]], ...]
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """Invites all scheduler ranks of one engine to a sync.
+    """Invites all ranks of one engine to a sync.
 
-    Travels in the name slot of ``update_weights_from_tensor``, so it must consist of builtins that pass SGLang's
-    ``SafeUnpickler``.
+    Travels in a request of the engine's own, so it must consist of builtins that pass any unpickler (see
+    ``rollouts/sglang/request.py``).
 
     Attributes:
         sync_id: names the sync in messages and logs.
@@ -81,7 +80,7 @@ class LoadRequest:
         if not isinstance(header, tuple) or len(header) != 5 or header[:2] != (MAGIC, PROTOCOL_VERSION):
             raise ValueError(
                 f"not a request of weight-sync protocol {PROTOCOL_VERSION}: {str(header)[:200]}. "
-                "Trainer and SGLang must run the same version of verl-sync-plugin."
+                "Trainer and engine must run the same version of verl-sync-plugin."
             )
         return cls(*header[2:])
 
@@ -166,7 +165,7 @@ class Used:
     """What the engine's model does with the tensors of a manifest.
 
     Attributes:
-        model: its class.
+        model: engine and class, such as "SGLang's LlamaForCausalLM".
         readings: which bytes of each tensor it uses; ``None`` when only the load itself will tell.
     """
 
@@ -195,7 +194,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What the ledger of one scheduler rank found.
+    """What the ledger of one engine rank found.
 
     Attributes:
         expected: number of parameters and persistent buffers of the engine's model.

@@ -35,7 +35,7 @@ def check_coverage(
         raise RuntimeError(
             f"the sync writes {len(stale)} of {coverage.expected} engine parameters not, or only in part, although the "
             f"trainer sends them: {_shown(stale)}. "
-            f"SGLang does not load this model whole from what the trainer sends. Use another model, or {TURN_OFF}."
+            f"The engine does not load this model whole from what the trainer sends. Use another model, or {TURN_OFF}."
         )
     text = f"the sync leaves {len(coverage.missing)} of {coverage.expected} engine parameters unwritten: "
     text += _shown(coverage.missing)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the engine takes in every byte that the trainer sends.
 
-The ledger proves that every parameter of the engine is written. This is the other half: SGLang's models leave out names
-that they do not know (verl streams ``mlp.experts.0.gate_proj.weight``, and a Mixtral of SGLang's expects another name),
+The ledger proves that every parameter of the engine is written. This is the other half: an engine's models leave out
+names that they do not know (verl streams ``mlp.experts.0.gate_proj.weight``, and a Mixtral may expect another name),
 and go on with what they had. Each engine rank tells which bytes of every tensor its model uses (``receiver/uses.py``),
 and what the ranks of one engine use together must be everything.
 """
@@ -82,9 +82,10 @@ def _refuse_left_out(plan: Plan, told: list[Used]) -> None:
     shown = ", ".join(f"{names[number]} ({unused} of {nbytes} bytes)" for number, unused, nbytes in found[:NAMED])
     more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
     raise ValueError(
-        f"SGLang's {told[0].model} leaves out {len(found)} of the {len(names)} tensors that the trainer sends: "
+        f"{told[0].model} leaves out {len(found)} of the {len(names)} tensors that the trainer sends: "
         f"{shown}{more}. It would generate from other weights than are trained, and so it would with stock verl, which "
-        f"does not notice. Use a model that SGLang takes in whole; or, if what is left out does not matter, {TURN_OFF}."
+        "does not notice. Use a model that the engine takes in whole; or, if what is left out does not matter, "
+        f"{TURN_OFF}."
     )
 
 

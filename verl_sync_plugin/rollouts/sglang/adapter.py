@@ -18,7 +18,6 @@ from verl.utils.device import get_torch_device
 from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 from verl.workers.rollout.sglang_rollout.utils import lora_served_as_adapter
 
-from verl_sync_plugin.config.refusals import refuse_unsupported
 from verl_sync_plugin.config.settings import sync_config_of
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.log import say
@@ -26,8 +25,10 @@ from verl_sync_plugin.memory.gauges import note_device_memory
 from verl_sync_plugin.memory.room import FIRST, REST, Room, growth, read_device, release_cache
 from verl_sync_plugin.report.file import write_report
 from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.rollouts.sglang.arguments import refuse_keys
 from verl_sync_plugin.rollouts.sglang.awake import WEIGHTS, awake_behind_load, sleep_tags, wake_stages
-from verl_sync_plugin.rollouts.sglang.making import make_manager, sglang_arguments, trainer_device
+from verl_sync_plugin.rollouts.sglang.limits import generating_bytes
+from verl_sync_plugin.rollouts.sglang.making import make_manager, trainer_device
 from verl_sync_plugin.sync.endpoint import abandon
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.trainers import activation
@@ -53,7 +54,7 @@ class SyncServerAdapter(ServerAdapter):
         # verl's base class fills in device_mesh later, also for a disaggregated rollout: fix the role now
         self._colocated = device_mesh is not None
         if self._colocated:
-            refuse_unsupported(config)
+            refuse_keys(config, moves=True)
         super().__init__(config, model_config, device_mesh, replica_rank)
         self._sync = sync_config_of(config)
         self._manager: ShardingManager | None = None
@@ -61,8 +62,8 @@ class SyncServerAdapter(ServerAdapter):
         staged = bool(config.multi_stage_wake_up) or self._keeps_weights  # without resident weights no first stage
         self._stage_one, self._stage_two = wake_stages(staged, self._sync.release_cuda_graph)
         self._wake_tags: list[str] = []
-        chunk = sglang_arguments(config).get("chunked_prefill_size", None)
-        self._room = Room(lambda: read_device(trainer_device()), self._sync.empty_cache == "always", chunk)
+        always = self._sync.empty_cache == "always"
+        self._room = Room(lambda: read_device(trainer_device()), generating_bytes(config), always)
         self._early: Exception | None = None
         self._around = SyncReport()  # what precedes the manager's report of the sync under way
 

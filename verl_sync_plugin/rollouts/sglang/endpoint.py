@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ray
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_sync_plugin.config.settings import KEY_PREFIX
-from verl_sync_plugin.lora.refusals import refuse_always_tied
-from verl_sync_plugin.lora.settings import refuse_unservable
+from verl_sync_plugin.rollouts.sglang.families import refuse_untied
+from verl_sync_plugin.rollouts.sglang.served_lora import pack_adapter, refuse_adapter, served_settings
 from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
 from verl_sync_plugin.transport.protocol import LoadRequest
 
@@ -26,6 +27,8 @@ class ServerActorEndpoint(RolloutEndpoint):
         timeout_seconds: bound on every call of the server.
         awake_behind_load: nothing is left to be resumed after a load.
     """
+
+    name = "SGLang"
 
     def __init__(
         self, server: Any, mesh: DeviceMesh, restores_uncovered: bool, timeout_seconds: float, awake_behind_load: bool
@@ -48,12 +51,6 @@ class ServerActorEndpoint(RolloutEndpoint):
     def ranks(self) -> tuple[int, ...]:
         return tuple(self._mesh.mesh.tolist())
 
-    def refuse_adapter(self, settings: dict[str, Any]) -> None:
-        refuse_unservable(settings)
-
-    def refuse_untied(self, architectures: Sequence[str], what: str) -> None:
-        refuse_always_tied(architectures, what)
-
     async def _bounded(self, reference: ray.ObjectRef) -> Any:
         return await _answer(reference, self._timeout)
 
@@ -71,8 +68,12 @@ class ServerActorEndpoint(RolloutEndpoint):
         """Leaves a report where the trainer fetches it."""
         await self._bounded(self._server.put_sync_report.remote(report))
 
-    async def load_adapter(self, settings: dict[str, Any], packed: bytes, weight_version: str | None) -> LoadOutcome:
-        return LoadOutcome(await self._bounded(self._server.load_adapter.remote(settings, packed, weight_version)))
+    async def load_adapter(
+        self, config: Any, factors: dict[str, torch.Tensor], weight_version: str | None
+    ) -> LoadOutcome:
+        settings, packed = served_settings(config), pack_adapter(factors)
+        slept = await self._bounded(self._server.load_adapter.remote(settings, packed, weight_version))
+        return LoadOutcome(slept, len(packed))
 
     def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
         return _ActorLoad(self._server.load_weights.remote(request.to_wire(), weight_version))
@@ -80,6 +81,12 @@ class ServerActorEndpoint(RolloutEndpoint):
     def flush_behind_load(self) -> None:
         if self._awake_behind_load:
             self._server.flush_behind_load.remote()
+
+    def refuse_untied(self, architectures: Iterable[str], where: str) -> None:
+        refuse_untied(architectures, where)
+
+    def refuse_adapter(self, settings: Mapping[str, Any]) -> None:
+        refuse_adapter(settings, {})
 
 
 class _ActorLoad(PendingLoad):

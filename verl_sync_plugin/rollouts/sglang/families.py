@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose trained weights SGLang cannot be given, known by their ``config.json`` before anything is sent.
+"""Models whose trained weights SGLang cannot be given, known by their configuration before anything is sent.
 
 What is not in this table is proven by the first sync of every run: it fails when a tensor is sent that the engine does
 not use, or a parameter stays unwritten.
@@ -8,11 +8,13 @@ not use, or a parameter stays unwritten.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from verl_sync_plugin.config.settings import TURN_OFF
+from verl_sync_plugin.lora.refusals import LEAVE_OUT
+from verl_sync_plugin.lora.settings import PEFT_KEY
 
 # Where SGLang builds experts into every layer, whatever the configuration says about dense ones
 EXPERTS_EVERYWHERE = (
@@ -23,6 +25,24 @@ EXPERTS_EVERYWHERE = (
 )
 # Whose tensors SGLang's class leaves out, and which
 LEFT_OUT = {"Llama4ForCausalLM": "its loader for the text model alone knows no experts"}
+
+# SGLang's classes (0.5.12) that cannot be launched untied: an adapter makes two weights of embedding and head, and
+# these have one, whatever tie_word_embeddings says
+_EMBEDDING_IS_HEAD = "computes logits with the embedding"
+_SKIPS_HEAD = "skips lm_head.weight when it loads"
+ALWAYS_TIED = {
+    "CohereForCausalLM": _EMBEDDING_IS_HEAD,
+    "Cohere2ForCausalLM": _EMBEDDING_IS_HEAD,
+    "GemmaForCausalLM": _EMBEDDING_IS_HEAD,
+    "Gemma2ForCausalLM": _EMBEDDING_IS_HEAD,
+    "Gemma3ForCausalLM": _SKIPS_HEAD,
+    "Gemma3ForConditionalGeneration": _SKIPS_HEAD,
+    "Gemma3nForCausalLM": _EMBEDDING_IS_HEAD,
+    "Gemma3nForConditionalGeneration": _EMBEDDING_IS_HEAD,
+    "Gemma4ForConditionalGeneration": _EMBEDDING_IS_HEAD,
+    "GPT2LMHeadModel": _EMBEDDING_IS_HEAD,
+    "GPTBigCodeForCausalLM": _EMBEDDING_IS_HEAD,
+}
 
 
 def refuse_checkpoint(path: str) -> None:
@@ -73,3 +93,22 @@ def _reason(architecture: str, config: Mapping[str, Any]) -> str:
         method = quantization.get("quant_method", "a quantization_config")
         return f"with {method} cannot be synced to SGLang: weights travel unquantized, and its checkpoint is quantized"
     return ""
+
+
+def refuse_untied(architectures: Iterable[str], where: str) -> None:
+    """Refuses a model of which SGLang's class has one weight for embedding and head.
+
+    Args:
+        architectures: of the model's config.
+        where: what adapts or trains one of the two, for the message.
+
+    Raises:
+        ValueError: names the architecture, the reason and the remedy.
+    """
+    for name in architectures:
+        if name in ALWAYS_TIED:
+            raise ValueError(
+                f"{where}: it changes the embedding or the head, and SGLang's {name} {ALWAYS_TIED[name]}, so it cannot "
+                f"serve two different ones. {LEAVE_OUT}, or with actor_rollout_ref.actor.strategy=fsdp2 train one "
+                f"copy for both: +{PEFT_KEY}.modules_to_save=[embed_tokens] and +{PEFT_KEY}.ensure_weight_tying=True."
+            )

@@ -7,22 +7,22 @@ control channel.
 
 from __future__ import annotations
 
-import logging
 import time
 import traceback
+from contextlib import suppress
 from typing import Any
 
 import torch
 
+from verl_sync_plugin.log import say
 from verl_sync_plugin.memory.collection import no_collection
 from verl_sync_plugin.receiver.session import ReceiverSession
+from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.rollouts.sglang.request import admitted
 from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, ChannelTimeoutError
 from verl_sync_plugin.transport.codec import BadMessageError
 from verl_sync_plugin.transport.listener import connect
 from verl_sync_plugin.transport.protocol import Failed, Join, LoadRequest
-
-logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_SECONDS = 10.0
 
@@ -39,14 +39,14 @@ def load(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]]) 
     try:
         request = LoadRequest.from_wire(admitted(named_tensors[0][0]))
     except Exception as error:
-        logger.error("verl-sync-plugin: a weight update was refused: %s", error)
+        say(f"a weight update was refused: {error}")
         return
     try:
         address = request.addresses[tensor_parallel_rank()]
         channel = connect(address, CONNECT_TIMEOUT_SECONDS, request.timeout_seconds)
         channel.send(Join(request.sync_id))
     except Exception:
-        logger.exception("verl-sync-plugin: the weight sync could not reach its trainer rank")
+        say(f"the weight sync could not reach its trainer rank\n{traceback.format_exc()}")
         return
     try:
         _receive(model, channel, request)
@@ -57,28 +57,27 @@ def load(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]]) 
 def _receive(model: torch.nn.Module, channel: Channel, request: LoadRequest) -> None:
     session = _sessions.get(id(model))
     if session is None:
-        session = _sessions[id(model)] = ReceiverSession(model)
-        logger.warning("verl-sync-plugin: loader active, rank %d of %s", tensor_parallel_rank(), type(model).__name__)
+        known = SGLangModel(model, tensor_parallel_rank())
+        session = _sessions[id(model)] = ReceiverSession(known)
+        say(f"loader active, rank {known.tp_rank} of {known.name}")
     try:
         with no_collection():
             session.run(channel, request)
     except ChannelClosedError:
-        logger.error("verl-sync-plugin: sync %s ended by the trainer before its commit", request.sync_id)
+        say(f"sync {request.sync_id} ended by the trainer before its commit")
     except Exception as error:
-        logger.exception("verl-sync-plugin: sync %s failed in the engine", request.sync_id)
+        say(f"sync {request.sync_id} failed in the engine\n{traceback.format_exc()}")
         _tell(channel, f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-6)}", request.timeout_seconds)
 
 
 def _tell(channel: Channel, text: str, timeout: float) -> None:
     """Reports a failure and waits for the trainer to hang up: closed at once, its next word would break the pipe
     before it has read ours."""
-    try:
+    with suppress(ChannelClosedError, ChannelTimeoutError, BadMessageError):
         channel.send(Failed(text))
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
             channel.receive(left)
-    except (ChannelClosedError, ChannelTimeoutError, BadMessageError):
-        logger.info("verl-sync-plugin: the trainer has left the failed sync")
 
 
 def tensor_parallel_rank() -> int:

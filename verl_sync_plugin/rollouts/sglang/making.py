@@ -15,6 +15,7 @@ from verl_sync_plugin.memory.gauges import device_reading
 from verl_sync_plugin.rollouts.sglang.backup import keep_cpu_backup
 from verl_sync_plugin.rollouts.sglang.endpoint import ServerActorEndpoint
 from verl_sync_plugin.rollouts.sglang.families import refuse_family
+from verl_sync_plugin.rollouts.sglang.limits import static_fraction
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.trainers.shard_stream import ShardStream
@@ -45,23 +46,13 @@ def make_manager(
     )
     backup = keep_cpu_backup(sync, config, model_config)
     restores = backup and not str(config.load_format).startswith("dummy")
-    bucket = AutoBucket(_static_fraction(config), device_reading(device)) if megabytes is None else megabytes << 20
+    bucket = AutoBucket(static_fraction(config), device_reading(device)) if megabytes is None else megabytes << 20
     endpoint = ServerActorEndpoint(server, mesh, restores, sync.timeout_seconds, awake)
     say(
         f"actor rank {torch.distributed.get_rank()}: sharding manager {manager_class.__name__}, "
         f"buckets of {megabytes or 'auto'} MiB, engine's CPU backup {'on' if backup else 'off'}"
     )
     return manager_class(stream.engine, endpoint, sync, bucket, device, str(config.dtype))
-
-
-def _static_fraction(config: Any) -> float:
-    """The share of a device that the engine takes for weights and KV cache, as verl launches it."""
-    return float(sglang_arguments(config).get("mem_fraction_static", None) or config.gpu_memory_utilization)
-
-
-def sglang_arguments(config: Any) -> Any:
-    """What the user hands to SGLang beside verl's own keys."""
-    return (config.engine_kwargs or {}).get("sglang", None) or {}
 
 
 def trainer_device() -> torch.device:

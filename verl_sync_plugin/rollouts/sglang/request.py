@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+# What SGLang is told to load a request with: its ``load_format``
+LOADER = "verl_sync_plugin.rollouts.sglang.loader.load"
 TOKEN_VARIABLE = "VERL_SYNC_ENGINE_TOKEN"
 
 
@@ -32,8 +34,9 @@ def pack_request(request: tuple[Any, ...]) -> bytes:
     """``LoadRequest.to_wire()`` and the token as SGLang's serialized named tensors: one pair of these and an empty
     tensor. From the process that launched SGLang.
 
-    Plain pickle on purpose: SGLang's serializer shares tensors through the multiprocessing machinery, which would
-    leave a shared-memory segment behind for a tensor without bytes.
+    The request goes into the name slot of ``update_weights_from_tensor``, and passes SGLang's ``SafeUnpickler`` because
+    it consists of builtins. Plain pickle on purpose: SGLang's serializer shares tensors through the multiprocessing
+    machinery, which would leave a shared-memory segment behind for a tensor without bytes.
     """
     return pickle.dumps([((*request, os.environ[TOKEN_VARIABLE]), torch.empty(0))])
 

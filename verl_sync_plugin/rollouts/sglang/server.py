@@ -27,8 +27,7 @@ from verl_sync_plugin.rollouts.sglang.awake import KV_CACHE, WEIGHTS, sleep_tags
 from verl_sync_plugin.rollouts.sglang.backup import keep_cpu_backup
 from verl_sync_plugin.rollouts.sglang.gate import WeightsGate
 from verl_sync_plugin.rollouts.sglang.occupation import Occupation
-from verl_sync_plugin.rollouts.sglang.request import hand_down, new_token, pack_request
-from verl_sync_plugin.transport.protocol import LOADER
+from verl_sync_plugin.rollouts.sglang.request import LOADER, hand_down, new_token, pack_request
 
 CUDA_GRAPH_VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
 

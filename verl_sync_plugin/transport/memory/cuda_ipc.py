@@ -59,7 +59,7 @@ def open_cuda_ipc(export: StagingExport) -> torch.Tensor:
     visible = [_uuid_of(index) for index in range(torch.cuda.device_count())]
     if wanted not in visible:
         raise ValueError(
-            f"the trainer rank's GPU {wanted} is not visible to this SGLang rank (visible: {visible}); "
+            f"the trainer rank's GPU {wanted} is not visible to this engine rank (visible: {visible}); "
             "trainer and rollout ranks must share their GPUs in a colocated run"
         )
     return _map(export, visible.index(wanted), shared)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model that one engine rank holds, as the receiver sees it: all that this folder knows of an engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+import torch
+
+FusedPairs = tuple[tuple[str, str], ...]
+
+
+class EngineModel(ABC):
+    """Implemented once per rollout engine, in ``rollouts/<engine>/model.py``; made once per model.
+
+    Args:
+        module: see the attribute.
+        tp_rank: see the attribute.
+
+    Attributes:
+        engine: the engine's name, for messages.
+        fused_pairs: suffixes of Hugging Face names of two tensors of which the model makes one. It must be given both
+            in one call of ``load_weights``, and loads both or neither on its own.
+        module: the torch module whose parameters and buffers a sync writes.
+        tp_rank: its place among the engine's tensor-parallel ranks, from 0.
+    """
+
+    engine: str = "the engine"
+    fused_pairs: FusedPairs = ()
+
+    def __init__(self, module: torch.nn.Module, tp_rank: int) -> None:
+        self.module = module
+        self.tp_rank = tp_rank
+
+    @property
+    def name(self) -> str:
+        """The model's class."""
+        return type(self.module).__name__
+
+    @abstractmethod
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """The engine's own way to load some tensors of a checkpoint; called with parts of it, one after another.
+
+        Args:
+            tensors: by Hugging Face name, whole. Their memory is only lent until the call returns; the model may write
+                into it. In a recording these are meta tensors, and no write reaches the model.
+        """
+
+    @property
+    def can_derive(self) -> bool:
+        """Whether the engine has a ``derive_after_load``."""
+        return False
+
+    def derive_after_load(self) -> None:
+        """Computes again what ``load_weights`` computes from parameters that it has loaded.
+
+        Called only where ``can_derive``, after a sync that copied parameters without ``load_weights``.
+        """
+        raise NotImplementedError
+
+    def layout_token(self) -> tuple[object, ...]:
+        """What must stay equal for a copy plan to hold, beside the places of parameters and buffers, which the receiver
+        compares itself; compared at every sync, so it must be quick."""
+        return ()
+
+    def why_skipped(self, name: str) -> str:
+        """Why the model rightly leaves a tensor of this name alone; empty where it may not."""
+        return ""
+
+
+def partner_of(name: str, pairs: FusedPairs) -> str | None:
+    """The other tensor of a fused pair; ``None`` for a tensor that is in none.
+
+    Args:
+        name: of a tensor.
+        pairs: ``EngineModel.fused_pairs``.
+    """
+    for pair in pairs:
+        for suffix, other in (pair, pair[::-1]):
+            if name.endswith(f".{suffix}"):
+                return name.removesuffix(suffix) + other
+    return None

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA adapters that SGLang serves itself (``lora.merge=False``): which it can, and in what form it takes them."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from verl_sync_plugin.lora.settings import PREFIX
+
+if TYPE_CHECKING:
+    import torch
+
+# Fields of PEFT's LoraConfig that SGLang drops or misreads
+UNSERVABLE = (
+    "use_dora",
+    "use_rslora",  # it scales by alpha / r whatever this says
+    "modules_to_save",
+    "bias",
+    "lora_bias",
+    "target_parameters",
+    "rank_pattern",
+    "alpha_pattern",
+    "fan_in_fan_out",
+)
+
+
+def refuse_adapter(settings: Mapping[str, Any], keys: Mapping[str, str]) -> None:
+    """What of an adapter SGLang would drop or misread.
+
+    Args:
+        settings: fields of PEFT's ``LoraConfig``.
+        keys: under which the user gave them; the fields' own names where there is none.
+
+    Raises:
+        ValueError: names the setting, its value and the remedy.
+    """
+    for field in UNSERVABLE:
+        value = settings.get(field)
+        if value and value != "none":
+            key = keys.get(field, f"{field}={value!r}")
+            raise ValueError(
+                f"{PREFIX}.lora.merge=False: SGLang cannot serve an adapter with {key}. "
+                f"Set {PREFIX}.lora.merge=True, which serves it merged."
+            )
+
+
+def served_settings(config: Any) -> dict[str, Any]:
+    """``adapter_config.json`` of an adapter as builtins.
+
+    Args:
+        config: PEFT's ``LoraConfig``.
+    """
+    from verl.workers.rollout.sglang_rollout.utils import normalize_peft_config_for_sglang
+
+    settings: dict[str, Any] = normalize_peft_config_for_sglang(config.to_dict())
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
+
+
+def pack_adapter(tensors: dict[str, torch.Tensor]) -> bytes:
+    """An adapter as SGLang unpickles it. By value: SGLang keeps adapters in host memory, and one blob serves all ranks.
+
+    A shared handle would be opened by every tensor-parallel rank but counted once, which leaks it on every sync.
+
+    Args:
+        tensors: by name; on the host.
+    """
+    file = io.BytesIO()
+    pickle.dump(tensors, file, protocol=pickle.HIGHEST_PROTOCOL)
+    return file.getvalue()
