@@ -44,6 +44,7 @@ def test_its_syncs_are_reported_beside_its_metrics(trained: Run) -> None:
         )
 
 
+@pytest.mark.extended
 def test_switched_off_it_is_stock_verl(tmp_path: Path) -> None:
     stock = main_ppo(Setup((*LEGACY, f"{ROLLOUT}.custom.sync.enabled=False")), tmp_path)
     checks.reached(stock, steps=1)
