@@ -47,9 +47,7 @@ class Layout(NamedTuple):
 LAYOUTS = [
     pytest.param(Layout((1, 2, 1)), id="pp2"),
     pytest.param(Layout((2, 1, 1)), id="tp2", marks=pytest.mark.extended),
-    pytest.param(
-        Layout((1, 1, 2), "qwen3-moe", "Qwen3MoeForCausalLM", 21, 1.15), id="ep2", marks=pytest.mark.extended
-    ),
+    pytest.param(Layout((1, 1, 2), "qwen3-moe", "Qwen3MoeForCausalLM", 21, 1.15), id="ep2", marks=pytest.mark.extended),
 ]
 
 
