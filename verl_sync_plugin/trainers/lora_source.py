@@ -66,6 +66,9 @@ class MergingSource(ParameterSource):
         gather_bytes: of whole factors in fp32, gathered ahead; the same on all ranks.
         still: raises when ``weights`` are not what the trainer adapts any more; asked in every sync.
         timeout_seconds: bound on waiting for other ranks.
+
+    Attributes:
+        gathered: the whole factors that are there now, by state-dict key.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class MergingSource(ParameterSource):
         self._sizes: dict[str, int] = {}
         self._checked = False
         self._prepared: frozenset[int] = frozenset()
-        self._gathered: dict[str, torch.Tensor] = {}
+        self.gathered: dict[str, torch.Tensor] = {}
         self._scales: dict[str, torch.Tensor] = {}
 
     @property
@@ -108,7 +111,7 @@ class MergingSource(ParameterSource):
         self._inner.release()
 
     def _drop_prepared(self) -> None:
-        self._prepared, self._gathered, self._scales = frozenset(), {}, {}
+        self._prepared, self.gathered, self._scales = frozenset(), {}, {}
 
     def shards(self) -> list[Shard]:
         self.release()
@@ -168,7 +171,7 @@ class MergingSource(ParameterSource):
         chosen = self._chosen(bases, ahead)
         parts = [self._exported[base] for base in chosen]
         keys = [key for base in chosen for key in self._keys(base)]
-        self._gathered = yield from self.factors.gather(tuple(dict.fromkeys(keys)), self.group, torch.float32)
+        self.gathered = yield from self.factors.gather(tuple(dict.fromkeys(keys)), self.group, torch.float32)
         self._scales = yield from self._dora_scales(parts)
         self._prepared = frozenset(chosen)  # last: what a failure leaves is no preparation
 
@@ -217,7 +220,7 @@ class MergingSource(ParameterSource):
         if self.group is not None:
             yield
             take_part(dist.all_reduce(sums, group=self.group, async_op=True), self._device, self._timeout)
-        magnitudes = (self._gathered[target.weight.magnitude or ""] for _, target in todo)
+        magnitudes = (self.gathered[target.weight.magnitude or ""] for _, target in todo)
         return {
             target.weight.name: magnitude.reshape(-1) / piece.sqrt()
             for (_, target), magnitude, piece in zip(todo, magnitudes, pieces, strict=True)
@@ -230,7 +233,7 @@ class MergingSource(ParameterSource):
             if target.overlaps(first + begin, chunk.numel()):
                 copied = chunk.to(self._device, torch.float32, copy=True)
                 with full_precision():
-                    add_squares(copied, first + begin, target, self._gathered, sums)
+                    add_squares(copied, first + begin, target, self.gathered, sums)
 
     def _rank(self, base: Base) -> int:
         return dist.get_rank(self.group) if len(base.lengths) > 1 else 0
@@ -247,4 +250,4 @@ class MergingSource(ParameterSource):
         steps = known.get(place)
         if steps is None:
             steps = known[place] = steps_of(targets, first + begin, part.numel())
-        return self._scratch.merge(part, steps, self._gathered, self._scales)
+        return self._scratch.merge(part, steps, self.gathered, self._scales)
