@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # What --cov measures is in pyproject.toml.
 PYTEST := VERL_PLATFORM=cpu $(BIN)/pytest --cov
 
-.PHONY: venv quickstart test test-fast lint format clean
+.PHONY: venv quickstart test test-all test-fast lint format clean
 
 venv: ## the stack and this project in .venv
 	VENV=$(VENV) scripts/setup_venv.sh
@@ -13,17 +13,22 @@ venv: ## the stack and this project in .venv
 quickstart: venv ## two real training steps on the CPU
 	PYTHON=$(abspath $(BIN)/python) examples/cpu_quickstart/run.sh
 
-test: venv ## all tests that run without a GPU
+test: venv ## every feature once, without a GPU; at most 25 minutes on two cores
+	$(PYTEST) --durations=12 -m "not gpu and not extended"
+
+test-all: venv ## also other SGLang releases, more layouts and more models; an hour on two cores
 	$(PYTEST) --durations=12 -m "not gpu"
 
 test-fast: venv ## without the tests that start verl, Ray or SGLang
-	$(PYTEST) -m "not gpu and not slow"
+	$(PYTEST) -m "not gpu and not slow and not extended"
 
-lint: venv ## style, formatting, layers, types
+lint: venv ## style, formatting, layers, types, names of test modules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	@twice=$$(find tests -name 'test_*.py' | sed 's|.*/||' | sort | uniq -d); test -z "$$twice" || \
+		{ echo "pytest collects no two test modules of one name, since tests/ has no packages. Rename one:" $$twice; exit 1; }
 
 format: venv ## apply style and formatting
 	$(BIN)/ruff check --fix .

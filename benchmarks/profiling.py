@@ -7,10 +7,13 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from benchmarks import gauges, rig, trace_summary
+from benchmarks import gauges, trace_summary
+
+if TYPE_CHECKING:
+    from benchmarks.transfer import rig
 
 SUFFIX = ".trace.json.gz"
 

@@ -6,9 +6,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from benchmarks.command import VARIANTS
-from benchmarks.parse import STAGES
-
+VARIANTS = ("stock", "plugin")
+STAGES = ("sleep", "resume_weights", "update_weights", "resume_kv", "phase")
 TOP: dict[str, type | tuple[type, ...]] = {
     "case": str,
     "machine": dict,

@@ -183,8 +183,8 @@ def outcome(family: Family, folder: Path, port: int) -> str:
         reference.load_weights(iter(load_file(folder / f"step-{seed}" / "model.safetensors").items()))
         kept.update((name, None) for name, *_ in pair.send(unpacker, engine))
         assert_same(engine, reference, f"sync {seed}")
-    assert unpacker.replayed[0] == pair.plan.tensor_count - len(unpacker._plan.refused)
-    how = _how(unpacker._plan.refused, pair.plan.tensor_count)
+    assert unpacker.replayed[0] == pair.plan.tensor_count - len(unpacker.refused)
+    how = _how(unpacker.refused, pair.plan.tensor_count)
     why = {reason for name in pair.plan.names if (reason := known.why_skipped(name))}
     left = [f"{', '.join(kept)} left to the engine's host copy"] if kept else []
     return "; ".join([how, *left, *(f"some left alone: {reason}" for reason in sorted(why))])

@@ -16,7 +16,6 @@ from contract.sources import WorldSource
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.tensors import Plan
-from verl_sync_plugin.receiver.unpacker import Unpacker
 from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.sync.commit import Commit
 from verl_sync_plugin.sync.delivery.base import Sync
@@ -79,13 +78,3 @@ def test_what_the_engine_uses_is_compared_when_there_is_news(used: Used | None) 
     """Without hashes, too, an exchange between all ranks in every sync would be one too many."""
     (happened,) = run_world(1, committed, False, used)
     assert ("exchanging what the engine uses" in happened) == (used is not None)
-
-
-def test_an_engine_without_the_kernel_reads_nothing_in_place() -> None:
-    """Plain copies need tensors, and a mapped allocation of a GPU is none."""
-    unpacker: Any = Unpacker.__new__(Unpacker)
-    unpacker._trusted, unpacker.device = True, torch.device("cuda", 0)
-    unpacker._replay, unpacker._copier = (type("Made", (), {"works": (), "kernel": False}),) * 2
-    assert "Triton" in unpacker.reads_in_place
-    unpacker._copier.kernel = True
-    assert not unpacker.reads_in_place

@@ -94,7 +94,7 @@ def others_take_the_models_own_way(kind: str, config: Any) -> None:
         assert tensors == (0 if seed == 1 else len(weights) - 1)
         reference.load_weights(iter(weights))
         assert_same(model, reference, f"{kind}, sync {seed}")
-    assert set(wire.unpacker._plan.refused) == {"model.norm.weight"}
+    assert set(wire.unpacker.refused) == {"model.norm.weight"}
 
 
 def _last_row_cleared(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
@@ -140,7 +140,7 @@ def what_a_replay_would_get_wrong_is_refused(kind: str, config: Any) -> None:
             wire.sync(weights)
             reference.load_weights((n, t.clone()) for n, t in weights)
             assert_same(model, reference, f"{loader.__name__}, sync {seed}")
-        assert wire.unpacker._plan.refused.get(name, "") == why, loader.__name__
+        assert wire.unpacker.refused.get(name, "") == why, loader.__name__
 
 
 def a_model_that_keeps_tensors_is_not_planned(kind: str, config: Any) -> None:
@@ -178,7 +178,7 @@ def a_wrong_plan_is_found(kind: str, config: Any) -> None:
             tensors, _ = wire.sync(weights)
             reference.load_weights(iter(weights))
             assert_same(model, reference, f"{kind}, sync {seed}")
-    assert tensors == len(weights) - 2 and set(wire.unpacker._plan.refused) == set(swapped)
+    assert tensors == len(weights) - 2 and set(wire.unpacker.refused) == set(swapped)
 
 
 def changed_bytes_are_found(kind: str, config: Any) -> None:
@@ -203,20 +203,20 @@ def unevenly_read_tensors_are_hashed_whole(kind: str, config: Any) -> None:
     model, name = models.build(config), "model.layers.0.mlp.down_proj.weight"
     wire = Wire(model, models.weights_of(kind, 0), 2, 1 << 16)
     number = [n for n, _ in models.weights_of(kind, 0)].index(name)
-    honest = wire.check._agreement.gather
+    honest = wire.agreement.gather
 
     def uneven(what: str, value: Any) -> Any:
         nbytes, lines = next((nbytes, lines) for nbytes, lines, numbers in value if number in numbers)
         return [*honest(what, value), ((nbytes, lines[:1], (number,)),)]
 
-    with mock.patch.object(wire.check._agreement, "gather", uneven):
+    with mock.patch.object(wire.agreement, "gather", uneven):
         wire.sync(models.weights_of(kind, 1))
     assert wire.check.whole(wire.plan) == (number,)
-    read = wire.unpacker._replay.traffic(0, True) if wire.unpacker._replay else (0, 0)
+    read = wire.unpacker.traffic(0)
     for seed in (2, 3):
         assert wire.sync(models.weights_of(kind, seed))[0] > 0
-    assert wire.unpacker._replay is not None and wire.unpacker._replay.traffic(0, True) > read, "reads all of it"
-    assert int(wire.check._times_read[number]) == 2 and wire.check.whole(wire.plan) == (number,)
+    assert wire.unpacker.traffic(0) > read, "reads all of it"
+    assert int(wire.check.times_read[number]) == 2 and wire.check.whole(wire.plan) == (number,)
 
 
 def run_rank(rank: int, world: int, folder: str, port: int) -> None:

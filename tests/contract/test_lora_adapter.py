@@ -77,7 +77,8 @@ def send_three_times(layout: Layout) -> None:
     reference = peft_model(VARIANT)
     module = shard(peft_model(VARIANT), layout)
     config = reference.peft_config["default"]
-    sender = AdapterSender(merging_source(module, "qwen2", merge=False), config, torch.bfloat16, SyncConfig())
+    source = merging_source(module, "qwen2", merge=False)
+    sender = AdapterSender(source, config, torch.bfloat16, SyncConfig())
     agreement, engine = Agreement(20.0), Engine()
     for version in (1, 2, 3):
         report = SyncReport(version)
@@ -92,10 +93,12 @@ def send_three_times(layout: Layout) -> None:
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.mul_(1.25)
-    fail_and_recover(module, sender, agreement, engine)
+    fail_and_recover(module, source, sender, agreement, engine)
 
 
-def fail_and_recover(module: torch.nn.Module, sender: AdapterSender, agreement: Agreement, engine: Engine) -> None:
+def fail_and_recover(
+    module: torch.nn.Module, source: MergingSource, sender: AdapterSender, agreement: Agreement, engine: Engine
+) -> None:
     def failing() -> str:
         with pytest.raises(SyncError) as caught:
             asyncio.run(sender.send(agreement, engine, SyncReport(), None))
@@ -104,7 +107,7 @@ def fail_and_recover(module: torch.nn.Module, sender: AdapterSender, agreement: 
         assert len(set(texts)) == 1, texts
         return str(caught.value)
 
-    source, last = sender._source, dist.get_world_size() - 1
+    last = dist.get_world_size() - 1
     if dist.get_rank() == last:
         source.shards = partial(_with_a_broken_factor, source)  # type: ignore[method-assign]
     started = time.monotonic()
@@ -134,9 +137,8 @@ def _with_a_broken_factor(source: MergingSource) -> list[Shard]:
         raise torch.OutOfMemoryError("injected: out of memory")
 
     shards = MergingSource.shards(source)
-    kept = source.factors._shards
-    broken = next(iter(kept))
-    kept[broken] = replace(kept[broken], local=no_memory)
+    broken = source.factors.names[0]
+    source.factors.keep(broken, replace(source.factors.shard(broken), local=no_memory))
     return shards
 
 

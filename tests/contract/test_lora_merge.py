@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +25,10 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
 from worlds import run_world
 
+from bare_engine import trainer
 from contract.fsdp_layouts import torchs_own_state
 from verl_sync_plugin.lora.names import is_adapter
 from verl_sync_plugin.lora.weights import Kind, lora_weights
@@ -188,28 +189,33 @@ def test_two_active_adapters_are_refused_by_name() -> None:
         lora_weights(adapted)
 
 
-def test_a_loaded_adapter_brings_its_own_settings(tmp_path: Path) -> None:
+def test_a_loaded_adapter_brings_its_own_settings(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
     """verl's ``lora_adapter_path``: rsLoRA, DoRA, patterns and a saved module."""
     settings = {"use_dora": True, "use_rslora": True, "rank_pattern": {"q_proj": 2}, "modules_to_save": ["lm_head"]}
-    saved = peft_model(Variant("saved", config={"target_modules": ["q_proj", "down_proj"], **settings}))
+    checkpoint = tiny_model("qwen2")
+    config = LoraConfig(r=3, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **settings)
+    saved = get_peft_model(base_of(checkpoint), config)
+    for name, parameter in saved.named_parameters():
+        if "lora_" in name:
+            parameter.data.copy_(torch.randn(parameter.shape))
     saved.save_pretrained(str(tmp_path))
-    run_world(2, load_and_merge, str(tmp_path))
+    run_world(1, load_and_merge, checkpoint, str(tmp_path))
 
 
-def load_and_merge(path: str) -> None:
-    """Through the engine's own step."""
-    from verl_sync_plugin.hooks.engine import SyncFSDPEngineWithLMHead
+def base_of(checkpoint: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
 
-    engine: Any = object.__new__(SyncFSDPEngineWithLMHead)
-    engine.model_config = SimpleNamespace(lora_adapter_path=path, use_shm=False, lora={}, lora_rank=3)
-    reference = engine._build_lora_module(build("qwen2"))
-    adapter = {name for name in reference.state_dict() if is_adapter(name) or "modules_to_save" in name}
-    assert len(adapter) == 2 * 2 * 3 + 1
+
+def load_and_merge(checkpoint: str, adapter: str) -> None:
+    """By verl's own engine, with the plugin's step that adds the adapter."""
+    engine: Any = trainer.build(checkpoint, "fsdp2", model={"lora_adapter_path": adapter, "lora_rank": 4})
+    reference = PeftModel.from_pretrained(base_of(checkpoint), adapter)
+    loaded = {name for name in reference.state_dict() if is_adapter(name) or "modules_to_save" in name}
+    assert len(loaded) == 2 * 2 * 3 + 1
     expected = peft_merge(reference, reference.state_dict())
-    module = shard(engine._build_lora_module(build("qwen2")), Layout((2,)))
-    got = deliver(merging_source(module, "qwen2"), 9_001)
+    got = deliver(merging_source(engine.module, "qwen2"), 9_001)
     assert sorted(got) == sorted(expected)
     for name, tensor in expected.items():
         assert_within_one_ulp(name, got[name], tensor)
-    plain = {name: tensor.bfloat16() for name, tensor in build("qwen2").state_dict().items()}
-    assert not torch.equal(got["model.layers.0.mlp.down_proj.weight"], plain["model.layers.0.mlp.down_proj.weight"])
+    plain = base_of(checkpoint).state_dict()["model.layers.0.mlp.down_proj.weight"].bfloat16()
+    assert not torch.equal(got["model.layers.0.mlp.down_proj.weight"], plain)

@@ -42,10 +42,10 @@ def count_collectives(layout: Layout, gather_bytes: int) -> tuple[list[int], lis
     counts, held = [], []
     for index, each in enumerate(bases):
         counts.append(sum(1 for _ in source.prepare(each, bases[index + 1 :])))
-        assert {key for key, _ in source.merged_with(each)} <= source._gathered.keys()
-        held.append(sum(factor.nbytes for factor in source._gathered.values()))
+        assert {key for key, _ in source.merged_with(each)} <= source.gathered.keys()
+        held.append(sum(factor.nbytes for factor in source.gathered.values()))
     source.release()
-    assert not source._gathered
+    assert not source.gathered
     return counts, held
 
 

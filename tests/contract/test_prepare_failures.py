@@ -38,8 +38,7 @@ def out_of_memory() -> Any:
 
 def break_factor(source: MergingSource) -> None:
     """What is gathered first cannot be packed."""
-    kept = source.factors._shards
-    kept[FACTOR] = replace(kept[FACTOR], local=out_of_memory)
+    source.factors.keep(FACTOR, replace(source.factors.shard(FACTOR), local=out_of_memory))
 
 
 def break_weight(source: MergingSource) -> None:

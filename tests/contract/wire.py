@@ -47,8 +47,9 @@ class Wire:
         self._packers = [Packer(CPU, self.plan, rank, hashed=True, finite=False) for rank in range(ranks)]
         self.unpacker = Unpacker(SGLangModel(model, dist.get_rank()), Manifest.of(self.plan), CPU)
         self.coverage = Coverage(0, ())
-        self.check = HashCheck(Agreement(60.0))
-        self.uses = UseCheck(Agreement(60.0), range(dist.get_world_size()))
+        self.agreement = Agreement(60.0)
+        self.check = HashCheck(self.agreement)
+        self.uses = UseCheck(self.agreement, range(dist.get_world_size()))
 
     def _base(self, names: tuple[str, ...], tensor: torch.Tensor) -> Base:
         lengths = even_chunks(tensor.shape[0], self._ranks, tensor.numel() // tensor.shape[0])
@@ -102,8 +103,7 @@ class Wire:
         if readings is not None:
             self.unpacker.told(readings)
             self.check.note(Committed(self.coverage, readings=readings))
-            self.check.learn(self.plan)
-            self.check._times_sent = torch.full_like(self.check._times_sent, dist.get_world_size())
+            self.check.learn(self.plan, times_sent=dist.get_world_size())
         sent = torch.stack([packer.sums() for packer in self._packers]).sum(0)
         self.check.compare(paired(sent, Committed(self.coverage, sums=self.unpacker.sums())))
 

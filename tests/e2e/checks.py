@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from e2e.runs import Run
+from verl_sync_plugin.transport.protocol import LOADER
 
 # "before", "offload", "after" and "barrier" are timed by our worker alone, so these show that it ran
 STAGES = ("sleep", "before", "resume_weights", "update_weights", "offload", "after", "barrier", "resume_kv", "phase")
@@ -46,7 +48,7 @@ def plugin_ran(
     assert run.matching(say + "driver: weight sync on"), run.tail
     assert run.matching(r"\(TaskRunner\w* pid=\d+\) " + say + "task runner: replica 0 is ours"), run.tail
     assert run.matching(r"\(TaskRunner\w* pid=\d+\) " + say + rf"task runner: actor_rollout is {OUR_WORKER}"), run.tail
-    server = say + r"rollout server: verl_sync_plugin\.receiver\.loader\.load, CPU backup off"
+    server = say + rf"rollout server: {re.escape(LOADER)}, CPU backup off"
     assert run.matching(r"\(SyncSGLangHttpServer pid=\d+\) " + server), run.tail
     for rank in range(ranks):
         actor = rf"actor rank {rank}: sharding manager {manager}, buckets of 1 MiB"

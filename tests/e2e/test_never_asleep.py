@@ -1,4 +1,4 @@
-"""Two rollout engines that keep their memory (``free_cache_engine=False``), beside a trainer of two ranks."""
+"""Two rollout engines that keep their memory (``free_cache_engine=False``), beside an FSDP1 trainer of two ranks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from e2e.runs import Run, Setup, main_ppo
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
 ROLLOUT = "actor_rollout_ref.rollout"
+FSDP1 = "actor_rollout_ref.actor.strategy=fsdp"
 AWAKE = "+sync=colocated_resident"
 DUMMY = f"{ROLLOUT}.load_format=dummy"
 SMALL_BUCKETS = f"{ROLLOUT}.update_weights_bucket_megabytes=1"
@@ -21,7 +22,8 @@ SMALL_BUCKETS = f"{ROLLOUT}.update_weights_bucket_megabytes=1"
 @pytest.fixture(scope="session")
 def awake(tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two steps, so three syncs of two engines."""
-    setup = Setup((AWAKE, DUMMY, SMALL_BUCKETS), 2, 2, Path(tiny_model("qwen2")), replicas=2)
+    overrides = (FSDP1, AWAKE, DUMMY, SMALL_BUCKETS)
+    setup = Setup(overrides, 2, 2, Path(tiny_model("qwen2")), replicas=2)
     return main_ppo(setup, tmp_path_factory.mktemp("awake"))
 
 
@@ -33,6 +35,7 @@ def test_both_engines_have_the_weights_of_the_trainer_at_every_step(awake: Run) 
     assert len(awake.matching(r"\[verl-sync-plugin\] pid \d+ loader active, rank 0 of Qwen2ForCausalLM")) == 2, (
         awake.tail
     )
+    assert {report["manager"] for report in awake.reports} == {"FSDPSGLangShardingManager"}
 
 
 def test_each_engine_is_synced_once_a_step_and_nothing_is_resumed(awake: Run) -> None:

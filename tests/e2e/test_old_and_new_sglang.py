@@ -14,7 +14,7 @@ import pytest
 from e2e import checks
 from e2e.runs import Run, Setup, main_ppo
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1000)]
 
 # A release, and what it needs beside the installed packages to start on a CPU
 RELEASES = {

@@ -10,7 +10,7 @@ import pytest
 from e2e import checks
 from e2e.runs import Setup, main_ppo
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1000)]
 
 ROLLOUT = "actor_rollout_ref.rollout"
 # verl's default: the engine starts with random weights, so only a sync can make it sample like the trainer

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 import unmeasured
-from benchmarks import parse, schema
+from benchmarks import schema
+from benchmarks.phase import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = "-m benchmarks.phase --case cpu-smoke --model-size tiny --device cpu --steps 2 --variants plugin"

@@ -13,14 +13,18 @@ import psutil
 import pytest
 
 import unmeasured
-from benchmarks import growth, schema, table, transfer_models, transfer_table
+from benchmarks import schema
+from benchmarks.report import table, transfer_table
+from benchmarks.soak import growth
+from benchmarks.transfer import models as transfer_models
 
 ROOT = Path(__file__).resolve().parents[2]
 # what the three commands do, but for the start of a server each
 SCRIPT = """
 import os, signal, sys
 from pathlib import Path
-from benchmarks import rig, soak, transfer
+from benchmarks.soak import measure as soak
+from benchmarks.transfer import measure as transfer, rig
 
 common = ["--model", "tiny-moe", "--device", "cpu"]
 measured = transfer.arguments([*common, "--case", "smoke", "--buckets", "1", "--repeat", "1",

@@ -1,4 +1,4 @@
-"""Test-only module for VERL_USE_EXTERNAL_MODULES: from the second sync on the trainer describes a tensor wrongly.
+"""Test-only module for VERL_USE_EXTERNAL_MODULES: from the fourth sync on the trainer describes a tensor wrongly.
 
 SGLang's own ``load_weights`` refuses it in the scheduler, in the middle of the sync.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 import wrapt
 
+HONEST_SYNCS = 3
 VICTIM = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -22,7 +23,7 @@ def _transpose_later(fsdp2: ModuleType) -> None:
         nonlocal calls
         calls += 1
         found = honest(self)
-        return found if calls == 1 else [_transposed(shard) for shard in found]
+        return found if calls <= HONEST_SYNCS else [_transposed(shard) for shard in found]
 
     fsdp2.FSDP2Source.shards = shards
 

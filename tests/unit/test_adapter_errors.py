@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from verl.workers.config import HFModelConfig
 
 from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.hooks.rollout_config import SyncRolloutConfig
 from verl_sync_plugin.report.file import REPORT_FILE_VARIABLE, write_report
 from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.rollouts.sglang import adapter as adapter_module
 from verl_sync_plugin.rollouts.sglang.adapter import SyncServerAdapter
 from verl_sync_plugin.trainers.shard_stream import ShardStream
 
@@ -24,6 +28,7 @@ class Manager:
     def __init__(self) -> None:
         self.errors: list[Exception] = []
         self.abandoned: list[str] = []
+        self.asked: list[list[str]] = []
         self.agreement = SimpleNamespace(attempt=self.attempt)
         self.endpoint = SimpleNamespace(leader=True, abandon=self.abandon)
 
@@ -38,35 +43,44 @@ class Manager:
         self.abandoned.append(why)
 
     async def update_weights(self, tags: list[str], global_steps: int | None) -> None:
+        self.asked.append(tags)
         errors, self.errors = self.errors, []
         if errors:
             raise SyncError(f"on all ranks: {errors[0]}")
 
 
-def adapter_with(manager: Manager) -> Any:
-    adapter = object.__new__(SyncServerAdapter)
-    adapter._colocated, adapter._wake_tags, adapter._early = True, ["weights"], None
-    adapter._manager, adapter.server_actor = manager, None  # type: ignore[assignment]
-    adapter.config = SimpleNamespace(free_cache_engine=True)
-    return adapter
+@pytest.fixture
+def manager(monkeypatch: pytest.MonkeyPatch) -> Manager:
+    """What our adapter makes on one rank; its device cannot be read."""
+    made = Manager()
+    for name, value in {"RANK": "0", "RAY_LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
 
-
-def test_an_error_while_making_room_is_told_to_all_and_forgotten() -> None:
-    """Where an asynchronous device error of the training step shows first."""
-    manager = Manager()
-    adapter = adapter_with(manager)
-    stream = object.__new__(ShardStream)
-
-    def broken(*_: Any) -> bool:
+    def broken(device: torch.device) -> None:
         raise RuntimeError("CUDA error of the step before")
 
-    adapter._room = SimpleNamespace(make=broken)
+    monkeypatch.setattr(adapter_module, "read_device", broken)
+    monkeypatch.setattr(adapter_module, "make_manager", lambda *_: made)
+    return made
+
+
+def test_an_error_while_making_room_is_told_to_all_and_forgotten(
+    manager: Manager, tiny_model: Callable[[str], str]
+) -> None:
+    """Where an asynchronous device error of the training step shows first."""
+    config = SyncRolloutConfig(name="sglang", tensor_model_parallel_size=1, multi_stage_wake_up=True)
+    mesh: Any = {"infer_tp": None}
+    adapter = SyncServerAdapter(config, HFModelConfig(path=tiny_model("qwen2")), mesh)
+    adapter.server_actor = None
+    stream = ShardStream(None, list)
+    asyncio.run(adapter.resume(["weights"]))
     adapter.make_room_for_weights(offloaded=False)
     with pytest.raises(SyncError, match="on all ranks: CUDA error of the step before"):
-        asyncio.run(adapter.update_weights(stream, 1))
+        asyncio.run(adapter.update_weights(stream, 1, ends=False))
     assert manager.abandoned == ["on all ranks: CUDA error of the step before"], "the engine may not generate"
-    asyncio.run(adapter.update_weights(stream, 2))
-    assert adapter._wake_tags == []
+    for step in (2, 3):
+        asyncio.run(adapter.update_weights(stream, step, ends=False))
+    assert manager.asked == [["weights"], ["weights"], []], "what could not be woken is still to be"
 
 
 def test_a_report_file_that_cannot_be_written(

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import floor, growth, plot, table, throughput_table, transfer_table
+from benchmarks import floor
+from benchmarks.report import plot, table, throughput_table, transfer_table
+from benchmarks.soak import growth
 
 
 def transfer_run(variant: str, bucket_mb: int, seconds: float, hashed: bool = True) -> dict[str, Any]:
@@ -179,7 +181,7 @@ def test_a_step_at_the_start_and_an_odd_sample_are_no_growth() -> None:
 
 
 def test_soak_that_ends_with_other_tokens_fails() -> None:
-    from benchmarks import soak
+    from benchmarks.soak import measure as soak
 
     good = {"tokens": {"first": [[1], [1]], "others": [[2], [2]]}, "growth": {}}
     assert soak.problems(good) == []

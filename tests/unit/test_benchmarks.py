@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cases, machine, parse, phase, schema, table
+from benchmarks import machine, schema
+from benchmarks.phase import cases, options, parse, summary
+from benchmarks.report import table
 
 RESULT_FILES = sorted(table.RESULTS.glob("*.json"))
 
@@ -69,14 +71,14 @@ def result_of(tmp_path: Path) -> dict[str, Any]:
     log.write_text("step:1 - timing_s/update_weights:2.5 - \x1b[36mx\x1b[0m\nstep:2 - timing_s/update_weights:1e-1 -\n")
     runs = []
     for variant, lines in (("stock", stock_lines()), ("plugin", plugin_lines())):
-        runs.append(phase.summarize(variant, {}, write_lines(tmp_path / f"{variant}.jsonl", lines), log))
+        runs.append(summary.summarize(variant, {}, write_lines(tmp_path / f"{variant}.jsonl", lines), log))
     result = machine.result("dense", "python -m benchmarks.phase", runs)
     result["machine"] |= {"gpu": "NVIDIA H200", "gpus": 2}
     return result
 
 
 def case() -> cases.Case:
-    return phase.case_of(phase.arguments(["--case", "dense", "--model-size", "7b", "--out", "r.json"]))
+    return options.case_of(options.arguments(["--case", "dense", "--model-size", "7b", "--out", "r.json"]))
 
 
 def test_medians_leave_the_warm_up_out_and_take_the_slowest_rank(tmp_path: Path) -> None:
@@ -165,7 +167,7 @@ def test_run_of_the_other_variant_is_refused(tmp_path: Path, variant: str, lines
     log = tmp_path / "log"
     log.touch()
     with pytest.raises(parse.ProbeError, match=f"not a {variant} run"):
-        phase.summarize(variant, {}, write_lines(tmp_path / "probe.jsonl", lines), log)
+        summary.summarize(variant, {}, write_lines(tmp_path / "probe.jsonl", lines), log)
 
 
 def test_summary_has_the_form_and_both_clocks(tmp_path: Path) -> None:
@@ -182,7 +184,7 @@ def test_traced_syncs_are_not_measured(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("step:1 - timing_s/update_weights:2.5 -\n" * 3)
     probe_file = write_lines(tmp_path / "stock.jsonl", stock_lines())
-    run = phase.summarize("stock", {"steps": 1}, probe_file, log)
+    run = summary.summarize("stock", {"steps": 1}, probe_file, log)
     assert len(run["samples"]["syncs"]) == len(run["samples"]["verl_update_weights_s"]) == 1
     assert run["stages"]["phase"] == pytest.approx(3.0 + 2.6)
     assert run["peak_device_bytes"] == 1_000_000_001

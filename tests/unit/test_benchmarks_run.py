@@ -14,7 +14,9 @@ import pandas
 import psutil
 import pytest
 
-from benchmarks import cases, command, launch, models, parse, phase, phase_profile, probe
+from benchmarks import launch, models
+from benchmarks.phase import cases, command, measure, options, parse, probe, summary, tracing
+from benchmarks.schema import VARIANTS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,23 +25,23 @@ def case(**values: Any) -> cases.Case:
     arguments = ["--case", "dense", "--model-size", "7b", "--gpus", "2", "--rollout-tp", "2", "--out", "r.json"]
     for name, value in values.items():
         arguments += [f"--{name.replace('_', '-')}", str(value)]
-    return phase.case_of(phase.arguments(arguments))
+    return options.case_of(options.arguments(arguments))
 
 
 def test_variants_differ_in_bucket_key_and_plugin_switch_alone() -> None:
     paths = cases.Paths(model=Path("m"), prompts=Path("p"))
-    stock, plugin = (command.training(case(), variant, paths) for variant in command.VARIANTS)
+    stock, plugin = (command.training(case(), variant, paths) for variant in VARIANTS)
     prefix = "actor_rollout_ref.rollout."
     assert set(stock) - set(plugin) == {f"{prefix}checkpoint_engine.update_weights_bucket_megabytes=512"}
     assert set(plugin) - set(stock) == {f"{prefix}update_weights_bucket_megabytes=512"}
     env = {"VERL_USE_EXTERNAL_MODULES": "other", "VERL_USE_EXTERNAL_PLUGINS": "none", "NCCL_NVLS_ENABLE": "0"}
-    without, taken = (command.environment(case(), variant, Path("f"), env) for variant in command.VARIANTS)
+    without, taken = (command.environment(case(), variant, Path("f"), env) for variant in VARIANTS)
     assert without["VERL_USE_EXTERNAL_PLUGINS"] == without["SGLANG_PLUGINS"] == "none"
     assert set(without.items()) - set(taken.items()) == {
         ("VERL_USE_EXTERNAL_PLUGINS", "none"),
         ("SGLANG_PLUGINS", "none"),
     }
-    assert taken["VERL_USE_EXTERNAL_MODULES"] == "other,benchmarks.probe"
+    assert taken["VERL_USE_EXTERNAL_MODULES"] == "other,benchmarks.phase.probe"
     assert taken["NCCL_NVLS_ENABLE"] == "0"
     assert taken["RAY_memory_monitor_refresh_ms"] == "0"
 
@@ -63,13 +65,13 @@ def test_overrides_follow_the_case() -> None:
 
 
 def test_command_of_a_result_names_no_path() -> None:
-    arguments = phase.arguments(
+    arguments = options.arguments(
         ["--case", "c", "--model-size", "tiny", "--work", "somewhere", "--out", "there.json", "--override", "a=1"]
     )
-    text = phase.command_line(arguments)
+    text = options.command_line(arguments)
     assert "somewhere" not in text and "there.json" not in text
-    again = phase.arguments([*text.split()[3:], "--out", "x"])
-    assert phase.case_of(again) == phase.case_of(arguments)
+    again = options.arguments([*text.split()[3:], "--out", "x"])
+    assert options.case_of(again) == options.case_of(arguments)
 
 
 def test_profile_adds_steps_whose_syncs_alone_are_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,12 +84,12 @@ def test_profile_adds_steps_whose_syncs_alone_are_traced(tmp_path: Path, monkeyp
     monkeypatch.setattr(launch, "run", run)
     paths = cases.Paths(model=Path("m"), prompts=Path("p"))
     for profile in (False, True):
-        assert phase.run_variant(case(device="cpu", steps=3), "plugin", 0, paths, tmp_path, 60.0, profile) is None
+        assert measure.run_variant(case(device="cpu", steps=3), "plugin", 0, paths, tmp_path, 60.0, profile) is None
     (plain, without), (longer, traced) = started
     assert set(longer) - set(plain) == {"trainer.total_training_steps=5"}
     assert {name: traced[name] for name in traced.keys() - without.keys()} == {
-        phase_profile.FOLDER: str(tmp_path / "dense-plugin-0-traces"),
-        phase_profile.NUMBERS: "4,5",
+        tracing.FOLDER: str(tmp_path / "dense-plugin-0-traces"),
+        tracing.NUMBERS: "4,5",
     }
 
 
@@ -95,26 +97,26 @@ def test_models_are_used_again_when_whole_and_prompts_are_the_cases_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[list[str]] = []
-    monkeypatch.setattr(phase.subprocess, "run", lambda line, **_: made.append(line))
+    monkeypatch.setattr(measure.subprocess, "run", lambda line, **_: made.append(line))
     folder = tmp_path / "model-7b"
     folder.mkdir()
     (folder / "config.json").touch()  # cut off while it was written
-    few = pandas.read_parquet(phase.prepare(case(device="cpu", steps=1), tmp_path, None).prompts)
+    few = pandas.read_parquet(measure.prepare(case(device="cpu", steps=1), tmp_path, None).prompts)
     assert len(made) == 1 and str(folder) in made[0]
     (folder / models.DONE).touch()
-    many = pandas.read_parquet(phase.prepare(case(device="cpu", steps=5), tmp_path, None).prompts)
-    assert len(made) == 1 and len(many) - len(few) == 4 * phase.ROWS_PER_STEP
+    many = pandas.read_parquet(measure.prepare(case(device="cpu", steps=5), tmp_path, None).prompts)
+    assert len(made) == 1 and len(many) - len(few) == 4 * measure.ROWS_PER_STEP
 
 
 @pytest.mark.parametrize(("status", "counts"), [(0, True), (launch.TIMED_OUT, True), (1, False)])
 def test_run_counts_by_how_it_ended(status: int, counts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[int] = []
     monkeypatch.setattr(launch, "run", lambda *_: (status, 1.0))
-    monkeypatch.setattr(phase, "summarize", lambda variant, settings, *_: settings)
+    monkeypatch.setattr(summary, "summarize", lambda variant, settings, *_: settings)
     monkeypatch.setattr(parse, "read", lambda _: [])
     monkeypatch.setattr(parse, "check_cut_short", lambda *_: checked.append(1))
     paths = cases.Paths(model=Path("m"), prompts=Path("p"))
-    run = phase.run_variant(case(device="cpu"), "plugin", 0, paths, tmp_path, 60.0, False)
+    run = measure.run_variant(case(device="cpu"), "plugin", 0, paths, tmp_path, 60.0, False)
     assert (run is not None) == counts and len(checked) == (status == launch.TIMED_OUT)
     assert run is None or run["exit_status"] == status
 
@@ -184,7 +186,7 @@ def test_probe_times_what_comes_from_a_mixin(tmp_path: Path, monkeypatch: pytest
 
 
 PICKLED = """
-import benchmarks.probe, ray
+import benchmarks.phase.probe, ray
 from ray import cloudpickle
 from verl.single_controller.ray import RayClassWithInitArgs, create_colocated_worker_cls
 from verl_sync_plugin.hooks.worker import SyncActorRolloutRefWorker as Ours

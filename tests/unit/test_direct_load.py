@@ -21,7 +21,7 @@ from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, Plan, View
 from verl_sync_plugin.receiver.cuts import Work
-from verl_sync_plugin.receiver.direct import DirectLoad
+from verl_sync_plugin.receiver.direct import DirectLoad, obstacle
 from verl_sync_plugin.transport.memory import cuda_driver
 from verl_sync_plugin.transport.memory.exports import Live
 from verl_sync_plugin.transport.memory.live import LiveParameters, NotInPlaceError
@@ -229,9 +229,15 @@ def test_memory_is_mapped_once_and_given_up(tmp_path: Path) -> None:
         regions.map([gone])
 
 
+def test_an_engine_without_the_kernel_reads_nothing_in_place() -> None:
+    device = torch.device("cuda", 0)
+    assert "Triton" in obstacle((), device, kernel=False)
+    assert not obstacle((), device, kernel=True) and not obstacle((), CPU, kernel=False)
+
+
 def test_without_a_cuda_driver_parameters_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on AMD's devices, which torch calls cuda as well: an error of the kind that exporters and regions expect."""
     monkeypatch.setattr(cuda_driver.ctypes, "CDLL", lambda name: os.stat(f"/{name}"))
-    cuda_driver._driver.cache_clear()
+    cuda_driver.driver.cache_clear()
     with pytest.raises(RuntimeError, match="no CUDA driver"):
-        cuda_driver._driver()
+        cuda_driver.driver()

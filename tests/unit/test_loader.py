@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -66,6 +67,8 @@ def test_what_an_engine_is_started_with_is_inherited() -> None:
 def test_any_other_request_is_refused_without_touching_the_model(
     case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    sessions = Mock()
+    monkeypatch.setattr(loader, "ReceiverSession", sessions)
     listener = Listener(WAIT)
     request = asked(listener.address)
     ((header, empty),) = request
@@ -84,7 +87,7 @@ def test_any_other_request_is_refused_without_touching_the_model(
     said = capsys.readouterr().out
     assert "a weight update was refused: the request does not come from the server that launched" in said
     assert header[-1] not in said
-    assert listener.accept(0) is None and not loader._sessions
+    assert listener.accept(0) is None and not sessions.called
 
 
 SERVER = """

@@ -104,6 +104,6 @@ def test_a_layout_that_changes_is_learned_anew(monkeypatch: pytest.MonkeyPatch) 
     gathered(stores, ("factor",), None, monkeypatch)
     for store, other in zip(stores, stores_of(wholes, {"factor": [5]}, 2), strict=True):
         store.clear()
-        store.keep("factor", other._shards["factor"])
+        store.keep("factor", other.shard("factor"))
     found, _ = gathered(stores, ("factor",), None, monkeypatch)
     assert torch.equal(found["factor"], wholes["factor"])

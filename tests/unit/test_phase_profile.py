@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import phase_profile
+from benchmarks.phase import tracing
 
 
 class Engine:
@@ -64,17 +64,17 @@ def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     stale = tmp_path / "traces" / "sync1-trainer.trace.json.gz"
     stale.parent.mkdir()
     stale.touch()  # of an earlier run, whose engine's trace must not stand beside a newer one of the trainer
-    for name, value in phase_profile.environment(stale.parent, steps=0).items():
+    for name, value in tracing.environment(stale.parent, steps=0).items():
         monkeypatch.setenv(name, value)
     assert not stale.exists()
-    monkeypatch.setattr(phase_profile, "_syncs", 0)
+    monkeypatch.setattr(tracing, "_syncs", 0)
     return tmp_path / "traces"
 
 
 async def syncs(owner: Any, count: int) -> int:
     done = 0
     for _ in range(count):
-        async with phase_profile.around(owner, "sync"), phase_profile.around(owner, "update_weights"):
+        async with tracing.around(owner, "sync"), tracing.around(owner, "update_weights"):
             torch.ones(8).clone()
             done += 1
     return done
@@ -86,9 +86,9 @@ def test_the_syncs_after_the_measured_ones_are_traced(engine: Engine, traces: Pa
     assert [body.get("profile_prefix") for _, body in engine.asked[::2]] == ["sync1-engine", "sync2-engine"]
     assert {path.name for path in traces.iterdir()} == {f"sync{n}-trainer.trace.json.gz" for n in (1, 2)}
     with pytest.raises(ValueError, match="no traces"):
-        phase_profile.collect(traces, tmp_path / "out", "case")
+        tracing.collect(traces, tmp_path / "out", "case")
     shutil.copyfile(traces / "sync1-trainer.trace.json.gz", traces / "sync2-engine-17.3-TP-0.trace.json.gz")
-    found = phase_profile.collect(traces, tmp_path / "out", "case")
+    found = tracing.collect(traces, tmp_path / "out", "case")
     assert [stage["name"] for stage in found["stages"]] == ["call of update_weights", "outside of these"]
     assert any(row["name"] == "aten::clone" for row in found["processes"]["trainer"]["host"])
     assert found["processes"]["engine 0"]["host"] == [], "another sync's, so outside of the window"
@@ -103,7 +103,7 @@ def test_engine_that_refuses_does_not_end_the_training(
     assert "no trace of sync 1" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("name", "value"), [("RANK", "1"), (phase_profile.FOLDER, "")])
+@pytest.mark.parametrize(("name", "value"), [("RANK", "1"), (tracing.FOLDER, "")])
 def test_other_ranks_and_other_runs_trace_nothing(
     engine: Engine, traces: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:

@@ -74,7 +74,7 @@ def server_with(tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatc
         model = HFModelConfig(path=tiny_model("qwen2"))
         server = SyncSGLangHttpServer(config, model, RolloutMode.HYBRID, [], 0, 0, 1, "", 0)
         server.tokenizer_manager = manager
-        server._occupation.state.note_released(released)
+        server.occupation.state.note_released(released)
         return server
 
     return make
@@ -124,7 +124,7 @@ def test_a_flush_that_fails_keeps_the_engine_from_generating(released: tuple[str
         with pytest.raises(RuntimeError, match="could not flush its cache"):
             await server.finish_sync(list(released))
         with pytest.raises(RuntimeError, match="waking up after the sync failed"):
-            await server._gate.enter()
+            await server.generate([1], {}, "request")
 
     asyncio.run(sync())
 
@@ -208,7 +208,7 @@ def test_what_was_asked_late_and_failed_is_asked_again(server_with: Make) -> Non
         manager.goes_on.set()
         await server.resume_tags([WEIGHTS])
         assert manager.asked == [f"resume {WEIGHTS}"] * 2
-        assert server._occupation.state.released == {KV_CACHE}
+        assert server.occupation.state.released == {KV_CACHE}
 
     asyncio.run(wake())
 
@@ -223,6 +223,6 @@ def test_who_has_waited_in_vain_is_not_served_later(server_with: Make) -> None:
         assert [type(outcome) for outcome in outcomes] == [TimeoutError] * 3
         manager.goes_on.set()
         await asyncio.sleep(BOUND)
-        assert manager.asked == [f"resume {WEIGHTS}"] and server._occupation.state.released == {KV_CACHE}
+        assert manager.asked == [f"resume {WEIGHTS}"] and server.occupation.state.released == {KV_CACHE}
 
     asyncio.run(wake())

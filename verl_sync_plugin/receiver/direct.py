@@ -23,8 +23,16 @@ from verl_sync_plugin.transport.memory.regions import Regions
 from verl_sync_plugin.transport.protocol import Manifest
 
 
-def obstacle(works: Sequence[Work]) -> str:
-    """Why these cannot be read where they lie; empty when they can."""
+def obstacle(works: Sequence[Work], device: torch.device, kernel: bool) -> str:
+    """Why these cannot be read where they lie; empty when they can.
+
+    Args:
+        works: of a replay.
+        device: where the model is.
+        kernel: there is the kernel; plain copies need tensors, and a mapped allocation of a GPU is none.
+    """
+    if device.type == "cuda" and not kernel:
+        return "there is no Triton kernel in the engine"
     for work in works:
         if work.leftovers:
             return f"the model loads {work.leftovers[0].name} itself"

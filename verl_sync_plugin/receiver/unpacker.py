@@ -69,6 +69,11 @@ class Unpacker:
         """Tensors and bytes that this sync replays."""
         return self._replayed
 
+    @property
+    def refused(self) -> dict[str, str]:
+        """Names of tensors that are left to the model's own load, and why."""
+        return self._plan.refused
+
     def begin(self, copy_plan: bool, hashed: bool, whole: Sequence[int] = ()) -> None:
         """Decides how this sync loads. Never fails because a model cannot be planned.
 
@@ -143,9 +148,8 @@ class Unpacker:
         """Why the next sync may not read parameters where they lie; empty when it may."""
         if not self._trusted or self._replay is None:
             return "the plan of this layout is not proven"
-        if self.device.type == "cuda" and self._copier is not None and not self._copier.kernel:
-            return "there is no Triton kernel in the engine"
-        return obstacle(self._replay.works)
+        kernel = self._copier is None or self._copier.kernel
+        return obstacle(self._replay.works, self.device, kernel)
 
     def load_in_place(self, lives: tuple[Live, ...], place: int, regions: Regions) -> None:
         """Loads everything from where the trainer ranks hold it; copies may still run when it returns.

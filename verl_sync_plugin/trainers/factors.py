@@ -117,6 +117,10 @@ class FactorStore:
         """Keeps one adapter parameter."""
         self._shards[name] = shard
 
+    def shard(self, key: str) -> Shard:
+        """What was kept of an adapter parameter."""
+        return self._shards[key]
+
     def local(self, key: str) -> Callable[[], torch.Tensor]:
         """This rank's run of a factor."""
         return self._shards[key].local

@@ -54,8 +54,7 @@ class MergingSource(ParameterSource):
 
     Peak device memory beside the buckets: ``gather_bytes``, or the factors of one bucket's weights where those are
     larger, twice, and this rank's part of them once more; in fp32 ``LONGEST_CHUNK`` elements and two rows; of weights
-    that are not ``plain`` three times ``LONGEST_CHUNK`` elements, and of fused experts at least one whole expert. That
-    is whatever the size of the model or its largest layer.
+    that are not ``plain`` three times ``LONGEST_CHUNK`` elements, and of fused experts at least one whole expert.
 
     Args:
         inner: yields all bases, adapters under their PEFT keys.
@@ -65,6 +64,9 @@ class MergingSource(ParameterSource):
         gather_bytes: of whole factors in fp32, gathered ahead; the same on all ranks.
         still: raises when ``weights`` are not what the trainer adapts any more; asked in every sync.
         timeout_seconds: bound on waiting for other ranks.
+
+    Attributes:
+        gathered: the whole factors that are there now, by state-dict key.
     """
 
     prepares = True
@@ -94,7 +96,7 @@ class MergingSource(ParameterSource):
         self._sizes: dict[str, int] = {}
         self._checked = False
         self._prepared: frozenset[int] = frozenset()
-        self._gathered: dict[str, torch.Tensor] = {}
+        self.gathered: dict[str, torch.Tensor] = {}
         self._scales: dict[str, torch.Tensor] = {}
 
     @property
@@ -105,7 +107,7 @@ class MergingSource(ParameterSource):
         self.factors.clear()
         self._scratch.release()
         self._exported = []
-        self._prepared, self._gathered, self._scales = frozenset(), {}, {}
+        self._prepared, self.gathered, self._scales = frozenset(), {}, {}
         self._inner.release()
 
     def shards(self) -> list[Shard]:
@@ -162,11 +164,11 @@ class MergingSource(ParameterSource):
         buckets as well, as long as all of them stay within ``gather_bytes``."""
         if not self._merges or self._prepared.issuperset(bases):
             return
-        self._prepared, self._gathered, self._scales = frozenset(), {}, {}  # before more is taken
+        self._prepared, self.gathered, self._scales = frozenset(), {}, {}  # before more is taken
         chosen = self._chosen(bases, ahead)
         parts = [self._exported[base] for base in chosen]
         keys = [key for base in chosen for key in self._keys(base)]
-        self._gathered = yield from self.factors.gather(tuple(dict.fromkeys(keys)), self.group, torch.float32)
+        self.gathered = yield from self.factors.gather(tuple(dict.fromkeys(keys)), self.group, torch.float32)
         self._scales = yield from self._dora_scales(parts)
         self._prepared = frozenset(chosen)  # last: what a failure leaves is no preparation
 
@@ -215,7 +217,7 @@ class MergingSource(ParameterSource):
         if self.group is not None:
             yield
             take_part(dist.all_reduce(sums, group=self.group, async_op=True), self._device, self._timeout)
-        magnitudes = (self._gathered[target.weight.magnitude or ""] for _, target in todo)
+        magnitudes = (self.gathered[target.weight.magnitude or ""] for _, target in todo)
         return {
             target.weight.name: magnitude.reshape(-1) / piece.sqrt()
             for (_, target), magnitude, piece in zip(todo, magnitudes, pieces, strict=True)
@@ -228,7 +230,7 @@ class MergingSource(ParameterSource):
             if target.overlaps(first + begin, chunk.numel()):
                 copied = chunk.to(self._device, torch.float32, copy=True)
                 with full_precision():
-                    add_squares(copied, first + begin, target, self._gathered, sums)
+                    add_squares(copied, first + begin, target, self.gathered, sums)
 
     def _rank(self, base: Base) -> int:
         return dist.get_rank(self.group) if len(base.lengths) > 1 else 0
@@ -245,4 +247,4 @@ class MergingSource(ParameterSource):
         steps = known.get(place)
         if steps is None:
             steps = known[place] = steps_of(targets, first + begin, part.numel())
-        return self._scratch.merge(part, steps, self._gathered, self._scales)
+        return self._scratch.merge(part, steps, self.gathered, self._scales)

@@ -25,7 +25,12 @@ NAMED = 5  # tensors in a message
 
 
 class HashCheck:
-    """Keeps what the engine ranks read of each tensor, which changes only with the plan."""
+    """Keeps what the engine ranks read of each tensor, which changes only with the plan.
+
+    Attributes:
+        times_read: how many engine ranks read each byte of each tensor: int64 of shape ``(tensors,)``; -1 where that is
+            uneven.
+    """
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
@@ -35,7 +40,7 @@ class HashCheck:
         self._whole: tuple[int, ...] = ()
         self._names: list[str] = []
         self._times_sent = torch.zeros(0, dtype=torch.int64)
-        self._times_read = torch.zeros(0, dtype=torch.int64)
+        self.times_read = torch.zeros(0, dtype=torch.int64)
 
     def whole(self, plan: Plan) -> tuple[int, ...]:
         """Tensors that the engine ranks are to hash whole, because they read some bytes more often than others."""
@@ -51,14 +56,20 @@ class HashCheck:
             self._readings, self._learned = committed.readings, False
         return not self._learned
 
-    def learn(self, plan: Plan) -> None:
+    def learn(self, plan: Plan, times_sent: int | None = None) -> None:
         """Collective: exchanges what the engine ranks read. What they read unevenly cannot be summed up; it is not
-        compared in this sync, and hashed whole from the next one on."""
+        compared in this sync, and hashed whole from the next one on.
+
+        Args:
+            plan: of this sync.
+            times_sent: how many ranks send each byte; ``None`` for what the plan says.
+        """
         everywhere = self._agreement.gather("exchanging what the engine reads", self._readings)
         self._names = list(numbers_of(bucket.entries for bucket in plan.buckets))
-        self._times_sent = _times_sent(plan)
-        self._times_read = times_read(len(self._names), everywhere)
-        uneven = (self._times_read < 0).nonzero().flatten().tolist()
+        planned = _times_sent(plan)
+        self._times_sent = planned if times_sent is None else torch.full_like(planned, times_sent)
+        self.times_read = times_read(len(self._names), everywhere)
+        uneven = (self.times_read < 0).nonzero().flatten().tolist()
         self._whole, self._digest, self._learned = (*self.whole(plan), *uneven), plan.digest, True
 
     def compare(self, sums: torch.Tensor) -> None:
@@ -71,7 +82,7 @@ class HashCheck:
             SyncError: bytes changed on the way; names the tensors, the same text on every rank.
         """
         total = self._agreement.sum("comparing hashes", sums)
-        wrong = (total[0] * self._times_read != total[1] * self._times_sent) & (self._times_read >= 0)
+        wrong = (total[0] * self.times_read != total[1] * self._times_sent) & (self.times_read >= 0)
         if wrong.any():
             names = [self._names[number] for number in wrong.nonzero().flatten().tolist()]
             more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""

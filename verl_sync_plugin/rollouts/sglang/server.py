@@ -38,6 +38,7 @@ class SyncSGLangHttpServer(SGLangHttpServer):
     Attributes:
         engine_token: what the loader knows this server's requests by; for an engine on several hosts
             ``rollouts/sglang/replica.py`` gives all its servers the same.
+        occupation: which memory of the engine is released.
     """
 
     engine_token: ClassVar[str] = ""
@@ -45,7 +46,7 @@ class SyncSGLangHttpServer(SGLangHttpServer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sync = sync_config_of(self.config)
-        self._occupation = Occupation(self._sync.timeout_seconds)
+        self.occupation = Occupation(self._sync.timeout_seconds)
         self._sleep_seconds = 0.0
         self._version: str | None = None
         self._gate = WeightsGate()
@@ -96,14 +97,14 @@ class SyncSGLangHttpServer(SGLangHttpServer):
     async def release_tags(self, tags: list[str]) -> None:
         """Releases what is still resident of ``tags``; see ``Occupation.release``."""
         manager = self.tokenizer_manager
-        await self._occupation.release(
+        await self.occupation.release(
             tags, lambda todo: manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=todo), None)
         )
 
     async def resume_tags(self, tags: list[str]) -> None:
         """Resumes what is released of ``tags``; see ``Occupation.resume``."""
         manager = self.tokenizer_manager
-        await self._occupation.resume(
+        await self.occupation.resume(
             tags, lambda todo: manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=todo), None)
         )
 
@@ -186,7 +187,7 @@ class SyncSGLangHttpServer(SGLangHttpServer):
 
     @property
     def _asleep(self) -> bool:
-        return bool({KV_CACHE, WEIGHTS} & self._occupation.state.released)
+        return bool({KV_CACHE, WEIGHTS} & self.occupation.state.released)
 
     async def _flush(self) -> None:
         under_way, self._flushing = self._flushing, None

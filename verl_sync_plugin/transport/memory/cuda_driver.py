@@ -21,7 +21,7 @@ class _Handle(ctypes.Structure):
 
 
 @cache
-def _driver() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:  # torch calls other makers' devices cuda as well
@@ -30,10 +30,10 @@ def _driver() -> ctypes.CDLL:
 
 def _call(name: str, *arguments: object) -> None:
     torch.cuda.current_stream().query()  # the driver wants a context on this thread; the runtime sees to it
-    status = getattr(_driver(), name)(*arguments)
+    status = getattr(driver(), name)(*arguments)
     if status:
         text = ctypes.c_char_p()
-        _driver().cuGetErrorName(status, ctypes.byref(text))
+        driver().cuGetErrorName(status, ctypes.byref(text))
         raise RuntimeError(f"{name}: {(text.value or b'unknown error').decode()} ({status})")
 
 

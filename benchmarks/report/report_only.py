@@ -15,8 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import phase, schema
-from benchmarks.parse import STAGES
+from benchmarks import schema
+from benchmarks.phase import options, summary
+from benchmarks.schema import STAGES
 
 HARNESS = "report"
 
@@ -53,8 +54,8 @@ def run_of(settings: dict[str, Any], probe_file: Path, log: Path) -> dict[str, A
         "samples": {
             "first_sync": first,
             "syncs": measured,
-            "verl_update_weights_s": phase._verl_timings(log),
-            "rollouts": phase._rollouts(settings, log),
+            "verl_update_weights_s": summary.verl_timings(log),
+            "rollouts": summary.rollouts(settings, log),
         },
         "bytes": max(report["nbytes"] for report in measured),
         "peak_device_bytes": max(used),
@@ -66,14 +67,14 @@ def main(argv: list[str]) -> int:
     """Writes the result; returns the exit status."""
     like = json.loads(Path(argv[argv.index("--like") + 1]).read_text(encoding="utf-8"))
     place = argv.index("--like")
-    args = phase.arguments(argv[:place] + argv[place + 2 :])
-    case = phase.case_of(args)
+    args = options.arguments(argv[:place] + argv[place + 2 :])
+    case = options.case_of(args)
     stem = f"{case.name}-plugin-0"
     settings = {**dataclasses.asdict(case), "repeat": 0}
     run = run_of(settings, args.work / f"{stem}.jsonl", args.work / f"{stem}.log")
     kept = {name: like[name] for name in ("versions", "commit", "date")}
     machine = {**like["machine"], "gpus": case.gpus}
-    result = {"case": case.name, "machine": machine, **kept, "command": phase.command_line(args), "runs": [run]}
+    result = {"case": case.name, "machine": machine, **kept, "command": options.command_line(args), "runs": [run]}
     assert not schema.problems(result), schema.problems(result)
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times the weight sync from inside every verl process, for stock verl and the plugin alike, editing no file.
 
-``VERL_USE_EXTERNAL_MODULES=benchmarks.probe SYNC_PROBE_FILE=/some/file`` loads it. Post-import hooks wrap the methods
-of ``TARGETS``; each call appends one JSON line. A subclass's override, such as the plugin's, is wrapped as well as what
-it overrides, and of nested calls only the outermost of a group writes a line, so nothing is counted twice.
+``VERL_USE_EXTERNAL_MODULES=benchmarks.phase.probe SYNC_PROBE_FILE=/some/file`` loads it. Post-import hooks wrap
+the methods of ``TARGETS``; each call appends one JSON line. A subclass's override, such as the plugin's, is wrapped as
+well as what it overrides, and of nested calls only the outermost of a group writes a line, so nothing is counted twice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any
 
 import wrapt
 
-from benchmarks import gauges, phase_profile
+from benchmarks import gauges
+from benchmarks.phase import tracing
 
 AsyncMethod = Callable[..., Awaitable[Any]]
 
@@ -127,7 +128,7 @@ async def _measure(
     sampler.start()
     start, clock, ok = time.time(), time.perf_counter(), False
     try:
-        async with phase_profile.around(owner, event):
+        async with tracing.around(owner, event):
             result = await method(owner, *args, **kwargs)
         gauges.synchronize()
         ok = True

@@ -14,23 +14,25 @@ import argparse
 import itertools
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import floor, gauges, machine, profiling, rig, schema, transfer_models, transfer_ways
+from benchmarks import floor, gauges, machine, profiling, schema
+from benchmarks.transfer import models, rig, ways
 
 HARNESS = "transfer"
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The parsed command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.transfer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--case", required=True)
-    parser.add_argument("--model", choices=sorted(transfer_models.CONFIGS), required=True)
+    parser.add_argument("--model", choices=sorted(models.CONFIGS), required=True)
     parser.add_argument("--buckets", default="512", help="bucket sizes in MiB, for both variants")
     parser.add_argument("--variants", default="stock,plugin,plugin-unhashed,plugin-staged")
     parser.add_argument("--trainer-dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -40,7 +42,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, help="folder for config and log; default: temporary")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
-    known = ("stock", *transfer_ways.PLUGIN)
+    known = ("stock", *ways.PLUGIN)
     unknown = set(args.variants.split(",")) - set(known)
     if unknown:
         parser.error(f"unknown variants {sorted(unknown)}; choose from {', '.join(known)}")
@@ -105,7 +107,7 @@ def _ways(args: argparse.Namespace, bench: rig.Rig) -> Iterator[tuple[str, int, 
     """Every variant with every bucket size; closed when the next one is asked for."""
     for variant, bucket_mb in itertools.product(args.variants.split(","), map(int, args.buckets.split(","))):
         print(f"[{args.case}] {variant} {bucket_mb} MiB", flush=True)
-        way = transfer_ways.make(variant, bench.server, bench.named, bucket_mb, args.device)
+        way = ways.make(variant, bench.server, bench.named, bucket_mb, args.device)
         yield variant, bucket_mb, way
         way.close()
 
@@ -149,7 +151,3 @@ def main(argv: list[str] | None = None) -> int:
         if args.profile is not None:
             profile(args, bench, result)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import growth
-from benchmarks.transfer_table import milliseconds
+from benchmarks.report.transfer_table import milliseconds
+from benchmarks.soak import growth
 
 _SHOWN = {
     "device_used_bytes": "device memory",

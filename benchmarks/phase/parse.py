@@ -12,7 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-STAGES = ("sleep", "resume_weights", "update_weights", "resume_kv", "phase")
+from benchmarks.schema import STAGES
+
 STOCK_ADAPTER = "ServerAdapter"
 # what the plugin may move between its calls, so that only its own report can split it
 REPORTED = ("resume_weights", "update_weights", "resume_kv")
@@ -174,7 +175,9 @@ def syncs(records: Iterable[Record]) -> list[Sync]:
     found, reports = _in_order(records), _reports(records)
     counts = {rank: len(calls) for rank, calls in found["call"].items()}
     if not counts:
-        raise ProbeError("no complete sync in the probe file: was benchmarks.probe loaded, and did training start?")
+        raise ProbeError(
+            "no complete sync in the probe file: did verl load benchmarks.phase.probe, and training start?"
+        )
     if max(counts.values()) - min(counts.values()) > 1:
         raise ProbeError(f"ranks recorded different numbers of syncs: {counts}")
     first_call = min(calls[0]["start"] for calls in found["call"].values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.parse import STAGES
+from benchmarks.schema import STAGES
 
 HEAD = ("case", *(name.replace("_", " ") for name in STAGES), "peak beyond before, first sync", "later")
 TITLE = "By the plugin's own reports (no stock run beside them, so no speed-up):"

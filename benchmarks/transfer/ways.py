@@ -14,7 +14,7 @@ def _manager(server: Any, named: list[tuple[str, Any]], bucket_mb: int, hashed: 
     """The plugin's sharding manager over plain tensors, one owner each."""
     import torch
 
-    from benchmarks.transfer_server import ServerEndpoint
+    from benchmarks.transfer.server import ServerEndpoint
     from verl_sync_plugin.config.settings import SyncConfig
     from verl_sync_plugin.layout.shard import Shard
     from verl_sync_plugin.layout.tensors import Base, View
@@ -47,7 +47,7 @@ class Stock:
     """verl's own transfer."""
 
     def __init__(self, server: Any, named: list[tuple[str, Any]], bucket_mb: int) -> None:
-        from benchmarks.transfer_server import StockPath
+        from benchmarks.transfer.server import StockPath
 
         self._path, self._named, self._bucket_mb = StockPath(server), named, bucket_mb
 

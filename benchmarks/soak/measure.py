@@ -20,7 +20,9 @@ from typing import Any
 
 import psutil
 
-from benchmarks import floor, gauges, growth, machine, rig, schema, transfer_models, transfer_ways
+from benchmarks import floor, gauges, machine, schema
+from benchmarks.soak import growth
+from benchmarks.transfer import models, rig, ways
 
 HARNESS = "soak"
 LEAST_SYNCS = 24
@@ -28,9 +30,11 @@ LEAST_SYNCS = 24
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The parsed command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--case", help="default: soak-MODEL")
-    parser.add_argument("--model", choices=sorted(transfer_models.CONFIGS), required=True)
+    parser.add_argument("--model", choices=sorted(models.CONFIGS), required=True)
     parser.add_argument("--variant", choices=("plugin", "plugin-unhashed", "stock"), default="plugin")
     parser.add_argument("--bucket-mb", type=int, default=512)
     parser.add_argument("--trainer-dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -64,7 +68,7 @@ def sample(bench: rig.Rig, number: int, seconds: list[float]) -> dict[str, Any]:
 
 def soak(args: argparse.Namespace, bench: rig.Rig) -> dict[str, Any]:
     """Runs the syncs; samples, and the tokens for the first weights and for others, at the start and at the end."""
-    way = transfer_ways.make(args.variant, bench.server, bench.named, args.bucket_mb, args.device)
+    way = ways.make(args.variant, bench.server, bench.named, args.bucket_mb, args.device)
     samples: list[dict[str, Any]] = []
     tokens: dict[str, list[list[int]]] = {"first": [], "others": []}
     seconds: list[float] = []
@@ -141,7 +145,3 @@ def main(argv: list[str] | None = None) -> int:
     work = (args.work or Path(tempfile.mkdtemp(prefix="sync-soak-"))).resolve()
     with rig.rig(args.model, args.device, args.trainer_dtype, work) as bench:
         return measure(args, bench)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

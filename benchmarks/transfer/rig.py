@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import launch, transfer_models
+from benchmarks import launch
+from benchmarks.transfer import models
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Rig:
     """What a sync goes between.
 
     Attributes:
-        server: a ``transfer_server.Server``.
+        server: a ``server.Server``.
         named: the trainer's tensors by HF name, each an allocation of its own.
         device: ``cuda`` or ``cpu``.
         nbytes: bytes of the weights in bf16, whatever the trainer holds.
@@ -42,7 +43,7 @@ def rig(model: str, device: str, dtype: str, work: Path) -> Iterator[Rig]:
     """Starts the server and makes the weights; ends every process below this one."""
     import torch.distributed as dist
 
-    from benchmarks.transfer_server import Server
+    from benchmarks.transfer.server import Server
 
     work.mkdir(parents=True, exist_ok=True)
     # a visit's time limit ends this process alone; unwinding is what ends the server, with its device memory
@@ -50,8 +51,8 @@ def rig(model: str, device: str, dtype: str, work: Path) -> Iterator[Rig]:
     launch.become_subreaper()
     dist.init_process_group("gloo", init_method=f"file://{work}/store-{os.getpid()}", rank=0, world_size=1)
     try:
-        config = transfer_models.write_config(model, work / model)
-        named = transfer_models.weights(model, device, dtype, work)
+        config = models.write_config(model, work / model)
+        named = models.weights(model, device, dtype, work)
         server = Server(config, device, work / f"{model}-server.log")
         try:
             yield Rig(server, named, device, sum(2 * tensor.numel() for _, tensor in named))

@@ -7,12 +7,11 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks import trainer_overrides
-from benchmarks.cases import Case, Paths, batch_of, samples_of
+from benchmarks.phase import trainer_overrides
+from benchmarks.phase.cases import Case, Paths, batch_of, samples_of
 
-VARIANTS = ("stock", "plugin")
-PROBE = "benchmarks.probe"
-LOCAL_MEGATRON = "benchmarks.local_megatron"
+PROBE = "benchmarks.phase.probe"
+LOCAL_MEGATRON = "benchmarks.phase.local_megatron"
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from benchmarks.cases import Case
+from benchmarks.phase.cases import Case
 
 _ACTOR = "actor_rollout_ref.actor"
 _MEGATRON = f"{_ACTOR}.megatron"

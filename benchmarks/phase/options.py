@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures one case: the same training under stock verl and under the plugin, one after the other on one machine.
+
+``python -m benchmarks.phase --case dense-7b-2gpu-fsdp2-tp2-full --model-size 7b --gpus 2 --strategy fsdp2
+--rollout-tp 2 --steps 3 --bucket-mb 512 --variants stock,plugin --out results.json``
+
+phase = the rollout's sleep + the trainer's whole ``update_weights`` call, the slowest rank's, by the same clock for
+both variants: what a variant moves from one stage into another stays in the sum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+from pathlib import Path
+
+from benchmarks import models
+from benchmarks.phase.cases import STRATEGIES, Case
+from benchmarks.schema import VARIANTS
+
+LEAST_SYNCS = 3  # of a run that its time limit ended: then they count, and its exit status is in its settings
+# what says nothing about the measurement, only where its files lay
+LOCAL_ARGUMENTS = ("tokenizer_dir", "work", "out", "timeout", "budget", "profile")
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The parsed command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.phase", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--case", required=True)
+    parser.add_argument("--model-size", choices=sorted(models.SHAPES), required=True)
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--strategy", choices=STRATEGIES, default="fsdp2")
+    parser.add_argument("--rollout-tp", type=int, default=1)
+    parser.add_argument("--train-tp", type=int, default=1, help="Megatron only")
+    parser.add_argument("--train-pp", type=int, default=1, help="Megatron only")
+    for axis, default in (("vpp", 1), ("cp", 1), ("ep", 1), ("etp", 0)):
+        parser.add_argument(f"--train-{axis}", type=int, default=default, help="Megatron only")
+    parser.add_argument("--lora-rank", type=int, default=0, help="0: full parameters; else LoRA with lora.merge=True")
+    parser.add_argument("--steps", type=int, default=3, help="training steps; each gives one measured sync")
+    parser.add_argument("--bucket-mb", type=int, default=512)
+    parser.add_argument("--variants", default="stock,plugin")
+    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--timeout", type=float, default=270.0, help=f"seconds per run; then it is ended, and needs {LEAST_SYNCS} syncs"
+    )
+    parser.add_argument("--budget", type=float, help="seconds for all runs together; a run starts only with 60 s left")
+    parser.add_argument("--tokenizer-dir", type=Path, help="default: a tokenizer with a token per byte")
+    parser.add_argument("--work", type=Path, help="folder for model, prompts, probe files and logs; default: temporary")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--profile", type=Path, metavar="FOLDER", help="also trace a sync, after the measured ones; two more steps"
+    )
+    parser.add_argument("--override", action="append", default=[], help="a Hydra override for both variants")
+    args = parser.parse_args(argv)
+    args.variants = args.variants.split(",")
+    unknown = [name for name in args.variants if name not in VARIANTS]
+    if unknown:
+        parser.error(f"unknown variants {unknown}; choose from {', '.join(VARIANTS)}")
+    if args.steps < 1 or args.repeat < 1:
+        parser.error("--steps and --repeat must be at least 1")
+    return args
+
+
+def case_of(args: argparse.Namespace) -> Case:
+    """The case that the command line describes."""
+    values = vars(args)
+    fields = {field.name for field in dataclasses.fields(Case)} - {"name", "extra"}
+    return Case(name=args.case, extra=tuple(args.override), **{name: values[name] for name in fields})
+
+
+def command_line(args: argparse.Namespace) -> str:
+    """The command that measures the same again, without the paths of this machine."""
+    words = ["python", "-m", "benchmarks.phase"]
+    for name, value in vars(args).items():
+        if name in LOCAL_ARGUMENTS or name == "override":
+            continue
+        words += [f"--{name.replace('_', '-')}", ",".join(value) if name == "variants" else str(value)]
+    return shlex.join([*words, *(f"--override={value}" for value in args.override)])

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many syncs in a row, and what grows meanwhile."""
