@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from e2e.runs import Run
-from verl_sync_plugin.transport.protocol import LOADER
+from verl_sync_plugin.rollouts.sglang.request import LOADER
 
 # "before", "offload", "after" and "barrier" are timed by our worker alone, so these show that it ran
 STAGES = ("sleep", "before", "resume_weights", "update_weights", "offload", "after", "barrier", "resume_kv", "phase")
