@@ -66,14 +66,14 @@ def placed(value, where, LANE: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["rows"])
 def move_rows(  # type: ignore[no-untyped-def]
     wide,  # int64 (5, n): source, target, position of the first lane; strides of source and target, in lanes
-    narrow,  # int32 (5, n): base, group, lanes, lanes per line, stride of the position in lanes
+    narrow,  # int32 (5, n): base, group, lanes, lanes per run, stride of the position in lanes
     rows,
     bases,  # int64: the target address, then the source addresses
     sums,
     flags,  # one per group
     LANE: tl.constexpr,  # bytes written per lane: 8, 2 or 1; 8 also promises 16-byte alignment where it does not cast
     CAST: tl.constexpr,  # from fp32 to bf16; the hash is of what is written
-    LINES: tl.constexpr,  # rows have several lines
+    RUNS: tl.constexpr,  # rows have several runs
     COPY: tl.constexpr,
     HASH: tl.constexpr,
     EXPONENT: tl.constexpr,  # its bits in all elements of a word; 0 does not look for NaN and Inf
@@ -99,15 +99,15 @@ def move_rows(  # type: ignore[no-untyped-def]
     single = source.to(tl.pointer_type(tl.float32))
     if LANE == 8:
         single = tl.multiple_of(single, 16)
-    if LINES:
-        per_line = tl.load(narrow + 3 * rows + row)
+    if RUNS:
+        per_run = tl.load(narrow + 3 * rows + row)
         source_stride = tl.load(wide + 3 * rows + row)
         target_stride = tl.load(wide + 4 * rows + row)
         position_stride = tl.load(narrow + 4 * rows + row)
     if PAIRS:
         lanes = tl.multiple_of(lanes, 2)
-        if LINES:
-            per_line = tl.multiple_of(per_line, 2)
+        if RUNS:
+            per_run = tl.multiple_of(per_run, 2)
             source_stride = tl.multiple_of(source_stride, 2)
             target_stride = tl.multiple_of(target_stride, 2)
     total = tl.zeros((BLOCK,), dtype=tl.uint64)
@@ -115,12 +115,12 @@ def move_rows(  # type: ignore[no-untyped-def]
     for begin in range(0, lanes, BLOCK):
         lane = begin + tl.arange(0, BLOCK)
         mask = lane < lanes
-        if LINES:
-            line = lane // per_line
-            column = lane - line * per_line
-            at = line.to(tl.int64) * source_stride + column
-            to = line.to(tl.int64) * target_stride + column
-            where = position + line.to(tl.int64) * position_stride + column
+        if RUNS:
+            run = lane // per_run
+            column = lane - run * per_run
+            at = run.to(tl.int64) * source_stride + column
+            to = run.to(tl.int64) * target_stride + column
+            where = position + run.to(tl.int64) * position_stride + column
         else:
             at = lane
             to = lane
@@ -141,6 +141,6 @@ def move_rows(  # type: ignore[no-untyped-def]
     group = tl.load(narrow + rows + row)
     if HASH:
         tl.atomic_add(sums + group, tl.sum(total, 0).to(tl.int64))
-    if EXPONENT:  # apart from the next line: this one is decided when the kernel is compiled  # noqa: SIM102
+    if EXPONENT:  # apart from the next run: this one is decided when the kernel is compiled  # noqa: SIM102
         if tl.sum(((broken & (EXPONENT + LOWEST)) != 0).to(tl.int32), 0) > 0:
             tl.store(flags + group, 1)

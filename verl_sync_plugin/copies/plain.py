@@ -67,13 +67,13 @@ def hash_block(flat: torch.Tensor, start: int, block: Block) -> torch.Tensor:
         start: first byte of the block in ``flat``; runs follow each other by ``block.source_stride``.
         block: its width, count and position count.
     """
-    # Lines so far apart begin at the same byte of a word
+    # Runs so far apart begin at the same byte of a word
     apart = 8 // math.gcd(block.position_stride, 8) if block.count > 1 else 1
     if apart == 1:
-        return _hash_lines(flat, start, block)
+        return _hash_runs(flat, start, block)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for first in range(min(apart, block.count)):
-        total += _hash_lines(
+        total += _hash_runs(
             flat,
             start + first * block.source_stride,
             replace(
@@ -87,38 +87,38 @@ def hash_block(flat: torch.Tensor, start: int, block: Block) -> torch.Tensor:
     return total
 
 
-def _hash_lines(flat: torch.Tensor, start: int, block: Block) -> torch.Tensor:
-    """``hash_block`` where all lines begin at the same byte of a word; in tiles of at most ``STEP`` bytes."""
+def _hash_runs(flat: torch.Tensor, start: int, block: Block) -> torch.Tensor:
+    """``hash_block`` where all runs begin at the same byte of a word; in tiles of at most ``STEP`` bytes."""
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    shift = block.position % 8  # bytes of the first word before a line
+    shift = block.position % 8  # bytes of the first word before a run
     padded = shift + block.width
     rows = max(1, STEP // (padded + 8))
     for first in range(0, block.count, rows):
-        lines = min(rows, block.count - first)
-        line = torch.arange(first, first + lines, device=flat.device)[:, None] * (block.position_stride // 8)
+        count = min(rows, block.count - first)
+        run = torch.arange(first, first + count, device=flat.device)[:, None] * (block.position_stride // 8)
         for begin in range(0, padded, STEP):
             low, high = max(begin - shift, 0), min(begin + STEP - shift, block.width)
-            tile = runs(flat, start + first * block.source_stride + low, high - low, lines, block.source_stride)
+            tile = runs(flat, start + first * block.source_stride + low, high - low, count, block.source_stride)
             words = _words(tile, max(shift - begin, 0))
             word = torch.arange(words.shape[1], device=flat.device) + (block.position - shift + begin) // 8
-            total += _weighed(words, line + word)
+            total += _weighed(words, run + word)
     return total
 
 
 def _words(tile: torch.Tensor, shift: int) -> torch.Tensor:
-    """Lines of bytes, uint8 of shape ``(lines, width)``, as int64 of shape ``(lines, words)``: ``shift`` bytes of zeros
-    before each line, and as many behind it as complete its last word."""
-    lines, width = tile.shape
+    """Runs of bytes, uint8 of shape ``(count, width)``, as int64 of shape ``(count, words)``: ``shift`` bytes of zeros
+    before each run, and as many behind it as complete its last word."""
+    count, width = tile.shape
     if not (shift or any(number % 8 for number in (width, tile.stride(0), tile.storage_offset(), tile.data_ptr()))):
         return tile.view(torch.int64)
-    copied = torch.zeros(lines, -(-(shift + width) // 8) * 8, dtype=torch.uint8, device=tile.device)
+    copied = torch.zeros(count, -(-(shift + width) // 8) * 8, dtype=torch.uint8, device=tile.device)
     copied[:, shift : shift + width] = tile
     return copied.view(torch.int64)
 
 
-def runs(flat: torch.Tensor, start: int, width: int, lines: int, stride: int) -> torch.Tensor:
-    """Runs of bytes inside flat memory: uint8 of shape ``(lines, width)``, a view."""
-    return flat.as_strided((lines, width), (stride if lines > 1 else width, 1), flat.storage_offset() + start)
+def runs(flat: torch.Tensor, start: int, width: int, count: int, stride: int) -> torch.Tensor:
+    """Runs of bytes inside flat memory: uint8 of shape ``(count, width)``, a view."""
+    return flat.as_strided((count, width), (stride if count > 1 else width, 1), flat.storage_offset() + start)
 
 
 def flat_storage(tensor: torch.Tensor) -> torch.Tensor:

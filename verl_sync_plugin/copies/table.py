@@ -38,13 +38,13 @@ def _rows(block: Block) -> np.ndarray:
     tall = block.count > 1 and block.width <= ROW_BYTES
     if tall:
         step = max(1, ROW_BYTES // block.width)
-        line = np.arange(0, block.count, step, dtype=np.int64)
+        run = np.arange(0, block.count, step, dtype=np.int64)
         column = np.zeros(1, dtype=np.int64)
     else:
         step = 1
-        line = np.arange(block.count, dtype=np.int64)
+        run = np.arange(block.count, dtype=np.int64)
         column = np.arange(0, block.width, ROW_BYTES, dtype=np.int64)
-    first, offset = (grid.reshape(-1) for grid in np.meshgrid(line, column, indexing="ij"))
+    first, offset = (grid.reshape(-1) for grid in np.meshgrid(run, column, indexing="ij"))
     rows = np.empty((first.size, 10), dtype=np.int64)
     rows[:, 0] = block.source + first * block.source_stride + offset * block.grow
     rows[:, 1] = block.target + first * block.target_stride + offset

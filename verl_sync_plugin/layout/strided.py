@@ -19,8 +19,8 @@ class Run(msgspec.Struct, frozen=True, array_like=True, order=True):
     """``count`` times ``width`` bytes (or elements): those from ``source + i * source_stride`` on are those from
     ``target + i * target_stride`` on.
 
-    The repetitions do not overlap, on either side. A plain run has a ``count`` of 1. A plan has up to some 100000 runs
-    and sends them to the engine: a struct of msgspec is made in a tenth of a dataclass's time, and travels as an array.
+    A plain run has a ``count`` of 1. A plan may have 150000 runs, and the engine is sent them: a struct of msgspec is
+    made in a tenth of a dataclass's time, and travels as an array.
     """
 
     source: int
@@ -58,8 +58,8 @@ def compose(first: Run, second: Run, scale: tuple[int, int] = (1, 1)) -> list[Ru
     """What goes through both: from the source of ``first`` to the target of ``second``.
 
     Args:
-        first: its target is the space that ``second`` reads.
-        second: its widths are of that space.
+        first: its target is the space that ``second`` reads. Its repetitions do not overlap there.
+        second: its width counts bytes of that space. Its repetitions do not overlap there either.
         scale: bytes of ``second``'s target per byte that it reads, as numerator and denominator; not 1 for a cast.
 
     Returns:
@@ -147,6 +147,8 @@ class Partition:
     def __init__(self, parts: Sequence[Run]) -> None:
         self._parts = parts
         self._ends = [part.target + part.width for part in parts]
+        overlaps = any(part.target < end for part, end in zip(parts[1:], self._ends, strict=False))
+        assert not overlaps, "parts of a partition overlap"
 
     def meet(self, run: Run, scale: tuple[int, int] = (1, 1)) -> Iterator[tuple[int, Run]]:
         """Every part that a run reads of, by number, with what goes through both; see ``compose``."""
