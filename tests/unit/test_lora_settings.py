@@ -195,5 +195,6 @@ def test_without_lora_nothing_is_untied() -> None:
 
 
 def test_without_lora_peft_is_not_imported() -> None:
-    code = "import sys; from verl_sync_plugin.lora import settings; settings.unify({}, {}, None)\nprint('peft' in sys.modules)"
+    code = "import sys; from verl_sync_plugin.lora import settings; settings.unify({}, {}, None)\n"
+    code += "print('peft' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
