@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from verl_sync_plugin.copies.blocks import Block
+from verl_sync_plugin.log import say
 
 ROW_BYTES = 128 * 1024  # what one program copies: small enough to fill the machine, large enough for a short table
 # Of the elements in an 8-byte word: all bits of the exponents, and the lowest bit of each
@@ -164,7 +165,7 @@ def kernel_works(device: torch.device) -> bool:
     try:
         return _try_out(device)
     except Exception as error:  # no Triton, no C compiler, an unknown device: all end in plain copies
-        print(f"verl-sync-plugin: no Triton kernel here, copies one by one: {error!r}", flush=True)
+        say(f"no Triton kernel here, copies one by one: {error!r}")
         return False
 
 

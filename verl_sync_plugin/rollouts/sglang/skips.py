@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of a checkpoint that an engine's model rightly leaves alone, each with the reason.
+"""Tensors of a checkpoint that SGLang's models rightly leave alone, each with the reason.
 
 Whatever else the trainer sends and no engine rank uses is an error: the engine would go on with other weights than are
 trained. A tied head needs no entry here, for its bytes travel as the embedding's too.
@@ -8,8 +8,9 @@ trained. A tied head needs no entry here, for its bytes travel as the embedding'
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
+
+from verl_sync_plugin.receiver.uses import Skipped
 
 BEHIND_LAST = "a layer behind the last one predicts further tokens, and the engine's main model has none"
 BLIND = "the engine was launched without its vision tower (see SGLang's enable_multimodal)"
@@ -21,8 +22,6 @@ SKIPS = (
 
 _LAYER = re.compile(r"(?:language_model\.)?model\.(?:language_model\.)?layers\.(\d+)\..*")
 _VISION = re.compile(r"(?:model\.)?(?:vision_model|multi_modal_projector)\..*")
-
-Skipped = Callable[[str], str]  # why an engine may leave a tensor of this name alone; empty when it may not
 
 
 def skipped_by(model: Any) -> Skipped:
