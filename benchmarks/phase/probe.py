@@ -158,7 +158,7 @@ def timed(target: Target, event: str, method: AsyncMethod) -> AsyncMethod:
         finally:
             _open_groups.reset(token)
 
-    wrapper._sync_probe = True  # type: ignore[attr-defined]
+    wrapper.sync_probe = True  # type: ignore[attr-defined]
     return wrapper
 
 
@@ -166,7 +166,7 @@ def _wrap_own(cls: type, target: Target) -> None:
     """Wraps the methods that ``cls`` defines or takes from a mixin; others are wrapped where they are defined."""
     for name, event in target.events.items():
         method = inspect.getattr_static(cls, name, None)
-        if method is None or getattr(method, "_sync_probe", False):
+        if method is None or getattr(method, "sync_probe", False):
             continue
         if not inspect.iscoroutinefunction(method):
             raise TypeError(f"{cls.__name__}.{name} is not a coroutine function; the probe cannot time it")

@@ -239,7 +239,7 @@ def run_rank(rank: int, world: int, folder: str, port: int) -> None:
             story("qwen2", config)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.extended), 2])
 def test_every_model(world: int, tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -111,13 +111,19 @@ def merge_and_compare(variant: Variant, layout: Layout) -> None:
                 parameter.mul_(1.25)
 
 
+def replicated() -> Iterator[Any]:
+    """Every variant replicated; ``make test`` runs some."""
+    for variant in VARIANTS:
+        marks = () if variant.name in ("dora", "experts", "tied-both") else pytest.mark.extended
+        yield pytest.param(Layout((2, 2)), variant, id=f"fsdp2-2x2-{variant.name}", marks=marks)
+
+
 def cases() -> Iterator[tuple[Layout, Variant]]:
-    """Every variant replicated, cut unevenly by three, and under every kind of sharding that takes it.
+    """Every variant cut unevenly by three, and under every kind of sharding that takes it.
 
     Not every product: neighbours in the list take turns, one is cut by three under FSDP2, the next under FSDP1.
     """
     for number, variant in enumerate(VARIANTS):
-        yield Layout((2, 2)), variant
         few, odd = (1 + number // 2 % 2,), number % 2
         yield Layout(few if odd else (3,)), variant
         yield Layout((3,) if odd else (2,), True), variant
@@ -125,7 +131,9 @@ def cases() -> Iterator[tuple[Layout, Variant]]:
             yield Layout((2,) if odd else (3,), False), variant
 
 
-@pytest.mark.parametrize(("layout", "variant"), list(cases()), ids=lambda value: getattr(value, "name", str(value)))
+@pytest.mark.parametrize(
+    ("layout", "variant"), [*replicated(), *cases()], ids=lambda value: getattr(value, "name", str(value))
+)
 def test_merge_equals_pefts(layout: Layout, variant: Variant) -> None:
     run_world(layout.size, merge_and_compare, variant, layout)
 

@@ -43,9 +43,9 @@ def break_factor(source: MergingSource) -> None:
 
 def break_weight(source: MergingSource) -> None:
     """The factors are there; the squares of DoRA's rows, to be summed over all ranks, cannot be had."""
-    place = next(i for i, (part, _) in enumerate(source._exported) if any(m.name == WEIGHT for m in part.members))
-    part, targets = source._exported[place]
-    source._exported[place] = replace(part, local=out_of_memory), targets
+    place = next(i for i, (part, _) in enumerate(source.exported) if any(m.name == WEIGHT for m in part.members))
+    part, targets = source.exported[place]
+    source.exported[place] = replace(part, local=out_of_memory), targets
 
 
 BREAKS: dict[str, Callable[[MergingSource], None]] = {"factors": break_factor, "norms": break_weight}

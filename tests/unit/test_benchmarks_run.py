@@ -190,7 +190,7 @@ import benchmarks.phase.probe, ray
 from ray import cloudpickle
 from verl.single_controller.ray import RayClassWithInitArgs, create_colocated_worker_cls
 from verl_sync_plugin.hooks.worker import SyncActorRolloutRefWorker as Ours
-assert Ours.update_weights._sync_probe
+assert Ours.update_weights.sync_probe
 made = create_colocated_worker_cls({"actor_rollout": RayClassWithInitArgs(cls=ray.remote(Ours), role="actor_rollout")})
 cloudpickle.dumps(made.cls.__ray_metadata__.modified_class)
 """

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from verl_sync_plugin.receiver import session as receiver_session
+from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.session import ReceiverSession
 from verl_sync_plugin.transport.channel import ChannelClosedError
 from verl_sync_plugin.transport.memory.exports import Live, Region
+from verl_sync_plugin.transport.memory.regions import Regions
 from verl_sync_plugin.transport.protocol import (
     TOGETHER_SLACK_SECONDS,
     TOGETHER_WAITS,
-    Coverage,
+    Commit,
+    Committed,
     Hello,
     LoadRequest,
+    Manifest,
     Ready,
     Whereabouts,
 )
+
+REQUEST = LoadRequest("1", (), 1.0)
 
 
 class Trainer:
@@ -39,16 +49,57 @@ class Trainer:
         return self._words.pop(0)
 
 
-class Engine:
-    """As much of an unpacker as a session asks before anything is loaded."""
+class Model(torch.nn.Linear):
+    """Stands for the engine's; nothing is loaded into it."""
 
-    device, reads_in_place = torch.device("cpu"), ""
+    @property
+    def module(self) -> torch.nn.Module:
+        return self
+
+
+class Engine:
+    """As much of an unpacker as a session asks when nothing is loaded."""
+
+    device, reads_in_place, replayed, watched = torch.device("cpu"), "", (0, 0), False
     forgot = False
+
+    def __init__(self) -> None:
+        self.uses = SimpleNamespace(watching=nullcontext, news=lambda: None)
 
     def begin(self, *given: object) -> None: ...
 
+    def traffic(self, place: int) -> tuple[int, int]:
+        return 0, 0
+
+    def sums(self) -> bytes:
+        return b""
+
+    def readings(self, always: bool) -> None: ...
+
+    def told(self, readings: None) -> None: ...
+
+    def finish(self, ledger: Ledger | None) -> None: ...
+
+    def accepted(self) -> None: ...
+
     def forget_places(self) -> None:
         self.forgot = True
+
+
+@dataclass
+class Rank:
+    """A scheduler rank: its session, and what that works with."""
+
+    session: ReceiverSession
+    engine: Engine
+    regions: Regions
+
+    def met(self, live: Live) -> list[object]:
+        """What the session says of parameters that lie there; the trainer is gone before the load."""
+        trainer: Any = Trainer(Hello("1", "plan", (), live=(live.key,)), Whereabouts((live,)))
+        with suppress(ChannelClosedError):
+            self.session.run(trainer, REQUEST)
+        return trainer.heard
 
 
 def live_of(key: str, *paths: Path) -> Live:
@@ -56,33 +107,36 @@ def live_of(key: str, *paths: Path) -> Live:
 
 
 @pytest.fixture
-def session(tmp_path: Path) -> Any:
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rank:
     """One that knows the plan and has mapped a file."""
+    engine, regions, model = Engine(), Regions(), Model(1, 1)
+    monkeypatch.setattr(receiver_session, "Unpacker", lambda *_: engine)
+    monkeypatch.setattr(receiver_session, "Regions", lambda: regions)
+    monkeypatch.setattr(receiver_session, "open_staging", lambda _: torch.zeros(64, dtype=torch.uint8))
+    made = Rank(ReceiverSession(model), engine, regions)  # type: ignore[arg-type, unused-ignore]
+    staging: Any = SimpleNamespace(key="staging", slot_bytes=64)
+    words: Any = Trainer(Hello("0", "plan", (staging,)), Manifest((), (), ()), Commit())
+    made.session.run(words, REQUEST)
+    assert isinstance(words.heard[-1], Committed)
     (tmp_path / "there").write_bytes(bytes(64))
-    made: Any = ReceiverSession(None)
-    made._digest, made._unpacker, made._coverage = "plan", Engine(), {"plan": Coverage(1, ())}
-    assert met(made, live_of("first", tmp_path / "there")) == [Ready(needs_live=True), Ready()]
-    assert len(made._regions._mapped) == 1
+    assert made.met(live_of("first", tmp_path / "there")) == [Ready(needs_live=True), Ready()]
+    assert len(regions.mapped) == 1
     return made
 
 
-def met(session: Any, live: Live) -> list[object]:
-    trainer = Trainer(Whereabouts((live,)))
-    session._meet_in_place(Hello("1", "plan", (), live=(live.key,)), trainer, 1.0)
-    return trainer.heard
-
-
-def test_nothing_stays_mapped_when_something_cannot_be(session: Any, tmp_path: Path) -> None:
-    *_, answer = met(session, live_of("second", tmp_path / "there", tmp_path / "gone"))
+def test_nothing_stays_mapped_when_something_cannot_be(rank: Rank, tmp_path: Path) -> None:
+    answer: Any = rank.met(live_of("second", tmp_path / "there", tmp_path / "gone"))[-1]
     assert "FileNotFoundError" in answer.unreachable
-    assert not session._regions._mapped
+    assert not rank.regions.mapped
 
 
-def test_a_staged_sync_lets_go_of_parameters(session: Any) -> None:
+def test_a_staged_sync_lets_go_of_parameters(rank: Rank, tmp_path: Path) -> None:
+    broken: Any = Trainer(Hello("2", "plan", (None,)))  # type: ignore[arg-type]
     with pytest.raises(AttributeError):  # of an export that is none: the sync goes no further
-        session._run_staged(Hello("2", "plan", (None,)), Trainer(), 1.0)  # type: ignore[arg-type]
-    assert not session._regions._mapped and session._lives == ()
-    assert session._unpacker.forgot, "tables with addresses that are no longer mapped"
+        rank.session.run(broken, REQUEST)
+    assert not rank.regions.mapped
+    assert rank.engine.forgot, "tables with addresses that are no longer mapped"
+    assert rank.met(live_of("first", tmp_path / "there"))[0] == Ready(needs_live=True)
 
 
 def test_the_first_word_may_take_as_long_as_trainer_ranks_wait_for_each_other() -> None:

@@ -114,6 +114,11 @@ class Regions:
         self._mapped: dict[str, int] = {}
         self._storages: dict[str, Any] = {}
 
+    @property
+    def mapped(self) -> frozenset[str]:
+        """Keys of what is mapped."""
+        return frozenset(self._mapped)
+
     def map(self, wanted: Iterable[Region]) -> None:
         """Maps what is not mapped yet and unmaps all else.
 
