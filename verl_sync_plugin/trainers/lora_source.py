@@ -66,6 +66,7 @@ class MergingSource(ParameterSource):
         timeout_seconds: bound on waiting for other ranks.
 
     Attributes:
+        exported: of the sync under way: what travels, and what is merged into it.
         gathered: the whole factors that are there now, by state-dict key.
     """
 
@@ -91,7 +92,7 @@ class MergingSource(ParameterSource):
         self._timeout = timeout_seconds
         self.factors = FactorStore(device, timeout_seconds)
         self._scratch = Scratch(device)
-        self._exported: list[tuple[Shard, tuple[Target, ...]]] = []
+        self.exported: list[tuple[Shard, tuple[Target, ...]]] = []
         self._recipes: dict[str, _Recipe] = {}
         self._sizes: dict[str, int] = {}
         self._checked = False
@@ -106,7 +107,7 @@ class MergingSource(ParameterSource):
     def release(self) -> None:
         self.factors.clear()
         self._scratch.release()
-        self._exported = []
+        self.exported = []
         self._prepared, self.gathered, self._scales = frozenset(), {}, {}
         self._inner.release()
 
@@ -123,7 +124,7 @@ class MergingSource(ParameterSource):
                 self.factors.keep(name, part.of(shard))
             for piece, targets, merge in recipe.exported:
                 found = piece.of(shard)
-                self._exported.append((found, targets))
+                self.exported.append((found, targets))
                 if merge is not None:
                     found = Shard(found.base, found.local, merge, found.members, found.run)
                 shards.append(found)
@@ -155,7 +156,7 @@ class MergingSource(ParameterSource):
         return partial(self._merge, self._first(base), targets, {}) if targets and self._merges else None
 
     def _check_complete(self) -> None:
-        found = {target.weight.name for _, targets in self._exported for target in targets}
+        found = {target.weight.name for _, targets in self.exported for target in targets}
         refuse_incomplete(self._weights, found, self.factors.names)
         self._checked = True
 
@@ -166,7 +167,7 @@ class MergingSource(ParameterSource):
             return
         self._prepared, self.gathered, self._scales = frozenset(), {}, {}  # before more is taken
         chosen = self._chosen(bases, ahead)
-        parts = [self._exported[base] for base in chosen]
+        parts = [self.exported[base] for base in chosen]
         keys = [key for base in chosen for key in self._keys(base)]
         self.gathered = yield from self.factors.gather(tuple(dict.fromkeys(keys)), self.group, torch.float32)
         self._scales = yield from self._dora_scales(parts)
@@ -186,7 +187,7 @@ class MergingSource(ParameterSource):
 
     def _nbytes(self, bases: tuple[int, ...]) -> int:
         """Of the whole factors of these bases, in fp32."""
-        return sum(self._size(target.weight) for base in bases for target in self._exported[base][1])
+        return sum(self._size(target.weight) for base in bases for target in self.exported[base][1])
 
     def _size(self, weight: LoRAWeight) -> int:
         size = self._sizes.get(weight.name)
@@ -196,7 +197,7 @@ class MergingSource(ParameterSource):
 
     def _keys(self, base: int) -> tuple[str, ...]:
         """State-dict keys of what is merged into a base."""
-        return tuple(key for target in self._exported[base][1] for key in target.weight.keys)
+        return tuple(key for target in self.exported[base][1] for key in target.weight.keys)
 
     def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:
         return [(key, self.factors.local(key)) for base in bases for key in self._keys(base)]
@@ -235,8 +236,7 @@ class MergingSource(ParameterSource):
     def _rank(self, base: Base) -> int:
         return dist.get_rank(self.group) if len(base.lengths) > 1 else 0
 
-    def _first(self, base: Base) -> int:
-        """The first element of this rank's run."""
+    def _first(self, base: Base) -> int:  # element of this rank's run
         return sum(base.lengths[: self._rank(base)])
 
     def _merge(
