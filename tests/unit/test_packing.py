@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from verl_sync_plugin.copies import pack_table, packing, plain
-from verl_sync_plugin.copies.hulls import hulls_of, numbers_of, within_segment
+from verl_sync_plugin.copies.hulls import hulls_of, numbers_of
 from verl_sync_plugin.copies.packing import Packer, pack_segment
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
@@ -85,7 +85,7 @@ def check(packer: Packer, seed: int, rank: int) -> None:
         memory, expected = (m[-m.data_ptr() % 16 :][:staged] for m in (memory, expected))
         packer.pack(index, memory, mine)
         pack_segment(expected, bucket, mine, place, origin)
-        for hull in within_segment(hulls_of(bucket.entries), place * bucket.stride, (place + 1) * bucket.stride):
+        for hull in hulls_of(bucket.entries, place * bucket.stride, (place + 1) * bucket.stride):
             part = slice(hull.first - origin, hull.end - origin)
             assert torch.equal(memory[part], expected[part]), (bucket.entries, hull)
             sums[numbers[hull.names[0]]] += plain.hash_bytes(expected[part].clone(), hull.first)

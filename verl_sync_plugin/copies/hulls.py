@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -32,14 +33,20 @@ def numbers_of(buckets: Iterable[Sequence[Entry]]) -> dict[str, int]:
     return {name: number for number, name in enumerate(names)}
 
 
-def hulls_of(entries: Sequence[Entry]) -> list[Hull]:
-    """The bytes of a bucket that belong to any tensor, disjoint and in ascending order."""
+def hulls_of(entries: Sequence[Entry], low: int = 0, high: float = math.inf) -> list[Hull]:
+    """The bytes of a bucket that belong to any tensor, disjoint and in ascending order.
+
+    Args:
+        entries: what the bucket holds.
+        low: first byte of a segment, to be given only what lies in it.
+        high: one past its last byte.
+    """
     spans = sorted(
         (first, end, place)
         for place, entry in enumerate(entries)
         for piece in entry.pieces
+        if low <= piece.source < high
         for first, end in piece.sources()
-        if first < end
     )
     return [
         Hull(first, end, tuple(dict.fromkeys(entries[place].name for place in sorted(places))), equal)
@@ -61,8 +68,3 @@ def _merged(spans: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, list[
             places.append(place)
             index += 1
         yield first, end, places, equal
-
-
-def within_segment(hulls: Sequence[Hull], low: int, high: int) -> list[Hull]:
-    """Those of ascending ``hulls`` that lie in bytes ``[low, high)``; none lies across."""
-    return [hull for hull in hulls if low <= hull.first < high]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from verl_sync_plugin.copies.blocks import Block
-from verl_sync_plugin.copies.hulls import Hull, hulls_of, within_segment
+from verl_sync_plugin.copies.hulls import Hull, hulls_of
 from verl_sync_plugin.copies.table import KernelTable, addresses
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.strided import Partition, Run
@@ -168,4 +168,4 @@ def segment_of(bucket: Bucket, rank: int) -> int:
 def hulls_in_segment(bucket: Bucket, rank: int) -> list[Hull]:
     """What a rank's segment holds of any tensor."""
     low = segment_of(bucket, rank) * bucket.stride
-    return within_segment(hulls_of(bucket.entries), low, low + bucket.stride)
+    return hulls_of(bucket.entries, low, low + bucket.stride)
