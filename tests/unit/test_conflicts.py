@@ -62,11 +62,12 @@ def free_port() -> str:
             r"verl's training engine for fsdp2 is __main__\.StrangeEngine here, where verl-sync-plugin needs its own: "
             r"another plugin has taken the key\. Uninstall one",
         ),
-        (
+        pytest.param(
             ("fsdp", "fsdp2"),
             "other",
             {"VERL_ENGINE_VENDOR": "other"},
             r"verl's training engine for fsdp, fsdp2 is __main__\.StrangeEngine here",
+            marks=pytest.mark.extended,
         ),
         (
             (),
