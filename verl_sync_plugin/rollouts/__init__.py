@@ -19,12 +19,11 @@ No other room knows which engines there are. The folder provides:
 from __future__ import annotations
 
 import importlib
-from functools import cache
 
 from verl_sync_plugin.rollouts.base import Rollout
 
-# By verl's ``rollout.name``: module and class of the Rollout
-ROLLOUTS = {"sglang": ("verl_sync_plugin.rollouts.sglang.rollout", "SGLangRollout")}
+# By verl's ``rollout.name``: the module whose ``ROLLOUT`` it is
+ROLLOUTS = {"sglang": "verl_sync_plugin.rollouts.sglang.rollout"}
 
 
 def serves(name: object) -> bool:
@@ -32,9 +31,7 @@ def serves(name: object) -> bool:
     return name in ROLLOUTS
 
 
-@cache
 def rollout_of(name: str) -> Rollout:
     """The rollout of that name, for which ``serves`` holds."""
-    module, kind = ROLLOUTS[name]
-    made: Rollout = getattr(importlib.import_module(module), kind)()
-    return made
+    found: Rollout = importlib.import_module(ROLLOUTS[name]).ROLLOUT
+    return found

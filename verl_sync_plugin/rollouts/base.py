@@ -3,62 +3,42 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from verl_sync_plugin.lora.refusals import RefuseUntied
+from verl_sync_plugin.lora.settings import RefuseAdapter
 
-class Rollout(ABC):
-    """One rollout engine. The module of an implementation imports neither torch, verl nor the engine at its top: every
-    process that imports verl's rollouts imports it.
+
+@dataclass(frozen=True)
+class Rollout:
+    """One rollout engine. The module that makes it imports neither torch, verl nor the engine at its top: every process
+    that imports verl's rollouts imports it.
 
     Attributes:
         name: verl's ``rollout.name``.
         engine: the engine's name in messages.
         adapter: our rollout adapter for the actor workers, by its whole name.
         stock_adapter: verl's own, in whose place it is registered.
-        stock_loader: the function in ``verl.workers.rollout.replica`` that imports verl's own replica class.
+        load_replica: imports our replica class, after verl's own preparation of the engine's imports.
+        stock_loader: the function in ``verl.workers.rollout.replica`` that imports verl's.
+        refuse_keys: raises ValueError, naming key, value and remedy, for what the engine cannot do of verl's rollout
+            config (dataclass, DictConfig or dict); its second argument says whether the plugin moves the weights, or
+            verl's checkpoint engines do.
+        refuse_checkpoint: likewise for the model of ``actor_rollout_ref.model.path``, where its checkpoint lies in a
+            folder of this machine.
+        refuse_untied: see ``RolloutEndpoint.refuse_untied``.
+        refuse_adapter: see ``RolloutEndpoint.refuse_adapter``.
     """
 
     name: str
     engine: str
     adapter: str
     stock_adapter: str
+    load_replica: Callable[[], type]
     stock_loader: str
-
-    @staticmethod
-    @abstractmethod
-    def load_replica() -> type:
-        """Imports our replica class, after verl's own preparation of the engine's imports."""
-
-    @abstractmethod
-    def refuse_keys(self, rollout: Any, moves: bool) -> None:
-        """Refuses what the engine cannot do of a rollout config (dataclass, DictConfig or dict).
-
-        Args:
-            rollout: verl's rollout config.
-            moves: the plugin moves the weights; otherwise verl's checkpoint engines do.
-
-        Raises:
-            ValueError: names key, value and remedy.
-        """
-
-    @abstractmethod
-    def refuse_checkpoint(self, path: str) -> None:
-        """Refuses a model that the engine cannot be given, where its checkpoint lies in a folder of this machine.
-
-        Args:
-            path: ``actor_rollout_ref.model.path``.
-
-        Raises:
-            ValueError: names key, value and remedy.
-        """
-
-    @abstractmethod
-    def refuse_untied(self, architectures: Iterable[str], where: str) -> None:
-        """See ``RolloutEndpoint.refuse_untied``."""
-
-    @abstractmethod
-    def refuse_adapter(self, settings: Mapping[str, Any], keys: Mapping[str, str]) -> None:
-        """See ``RolloutEndpoint.refuse_adapter``; ``keys`` are those under which the user gave ``settings``, and a
-        field goes by its own name where there is none."""
+    refuse_keys: Callable[[Any, bool], None]
+    refuse_checkpoint: Callable[[str], None]
+    refuse_untied: RefuseUntied
+    refuse_adapter: RefuseAdapter
