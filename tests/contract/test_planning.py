@@ -39,7 +39,7 @@ def fail_in_between() -> tuple[bool, bool]:
 
     def staged(numel: int) -> None:
         source = WorldSource(shards_of(numel))
-        plan, shards = planning.agree(source, 4096, choice.sharded_plans(source))
+        plan, shards = planning.agree(source, 4096, choice.sharded)
         choice.of(Sync("1", plan, source, shards, SyncReport()))
 
     staged(64)

@@ -28,9 +28,6 @@ HOMES = {
 # A word that looks like SGLang's and is another's: file and whole literal
 EXCEPTIONS = {
     ("verify/coverage.py", ".weights_cpu_backup=on and actor_rollout_ref.rollout.load_format=auto."): "verl's own key",
-    # Until the phase is one method; then they say endpoint.name
-    ("sync/connect.py", "SGLang accepted the update but its loader did not connect; see its log"): "to be replaced",
-    ("sync/connect.py", "; see SGLang's log"): "to be replaced",
 }
 # What registers the pairs: the rollout's name, their modules and their classes
 PAIRS = re.compile(r"sglang|(verl_sync_plugin\.sharding_manager\.)?\w+_sglang|_*\w+SGLangShardingManager")

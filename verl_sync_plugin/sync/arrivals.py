@@ -29,7 +29,7 @@ class Arrivals:
     in the log.
 
     Between two syncs a thread turns away, until the next sync is asked for, engine ranks on their way to one that was
-    given up: SGLang may hold a load back for any time, and its scheduler would then wait in our loader for a trainer
+    given up: an engine may hold a load back for any time, and its scheduler would then wait in our loader for a trainer
     that does not come. An engine rank may also come early, for a sync that another trainer rank has begun and this one
     has not. It is kept.
 

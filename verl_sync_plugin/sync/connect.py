@@ -76,7 +76,7 @@ class MeetingPoint:
         Raises:
             SyncError: any rank's engine rank did not come.
         """
-        seconds = self._config.timeout_seconds
+        seconds, name = self._config.timeout_seconds, self._endpoint.name
         deadline = time.monotonic() + seconds
         channel: Channel | None = None  # also held by the sender once there
         waiting = True
@@ -86,10 +86,10 @@ class MeetingPoint:
                     self._sender.adopt(channel)
                 if channel is None and self.pending is not None and self.pending.finished():
                     await self.pending.outcome(ACCEPT_SECONDS)
-                    raise RuntimeError("SGLang accepted the update but its loader did not connect; see its log")
+                    raise RuntimeError(f"{name} accepted the update but its loader did not connect; see its log")
                 if channel is None and time.monotonic() > deadline:
                     raise TimeoutError(
-                        f"the engine did not connect within {KEY_PREFIX}.timeout_seconds={seconds:g}; see SGLang's log"
+                        f"the engine did not connect within {KEY_PREFIX}.timeout_seconds={seconds:g}; see {name}'s log"
                     )
             waiting = self._agreement.settle("connecting to the engine", waiting=channel is None)
         with self._agreement.attempt():

@@ -163,7 +163,7 @@ class ShardingManager(BaseShardingManager):
             self.source = self.agreement.step("opening the trainer", self.open_source)
         source = self.source
         source.agree_on_layout(self.agreement)
-        plan, shards = self.planning.agree(source, self._bucket_bytes, self.choice.sharded_plans(source))
+        plan, shards = self.planning.agree(source, self._bucket_bytes, self.choice.sharded)
         report = self.report
         report.bucket_bytes, report.nbytes = self._bucket_bytes, plan.nbytes
         report.buckets, report.tensors = len(plan.buckets), plan.tensor_count

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Plan
+from verl_sync_plugin.sync.delivery.sharded import Sharded
 from verl_sync_plugin.sync.sender import slot_limit
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.transport.agreement import Agreement
@@ -26,13 +27,13 @@ class Planning:
         self.plan: Plan | None = None
         self.agreed_digest = ""
 
-    def agree(self, source: ParameterSource, bucket_bytes: int, sharded: bool) -> tuple[Plan, list[Shard]]:
+    def agree(self, source: ParameterSource, bucket_bytes: int, sharded: Sharded) -> tuple[Plan, list[Shard]]:
         """Collective over the trainer ranks.
 
         Args:
             source: what is read, and plans.
             bucket_bytes: what the user sets.
-            sharded: see ``Plan``.
+            sharded: decides, once the source knows its group, whether plans are sharded.
 
         Returns:
             The plan and all shards of this rank.
@@ -41,10 +42,14 @@ class Planning:
             SyncError: a rank could not plan, or planned something else; the same text on every rank.
         """
         shards: list[Shard] = []
+        if sharded.possible is None:
+            shards = self._agreement.step("reading the shards", source.shards)
+            sharded.decide(source.group)
 
         def changed() -> bool:
-            shards.extend(source.shards())
-            return self._make(source, shards, slot_limit(bucket_bytes), sharded).digest != self.agreed_digest
+            shards.extend([] if shards else source.shards())
+            plan = self._make(source, shards, slot_limit(bucket_bytes), bool(sharded.possible))
+            return plan.digest != self.agreed_digest
 
         if self._agreement.any("planning the sync", changed):
             digest, self.agreed_digest = self.ready().digest, ""

@@ -12,7 +12,6 @@ from verl_sync_plugin.sync.delivery.direct import Direct
 from verl_sync_plugin.sync.delivery.gathered import Gathered
 from verl_sync_plugin.sync.delivery.sharded import Sharded
 from verl_sync_plugin.sync.sender import BucketSender
-from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed
 
@@ -34,17 +33,6 @@ class Choice:
         self.gathered = Gathered(config, agreement, sender)
         self._ways: tuple[Delivery, ...] = (self.direct, self.sharded, self.gathered)
         self._chosen: Delivery = self.gathered
-
-    def sharded_plans(self, source: ParameterSource) -> bool:
-        """Whether segments of buckets stay with their ranks (``Plan.sharded``). Collective the first time.
-
-        Raises:
-            SyncError: see ``Sharded.decide``.
-        """
-        if self.sharded.possible is None:
-            self._agreement.step("reading the shards", source.shards)  # from then on the source knows its group
-            self.sharded.decide(source.group)
-        return bool(self.sharded.possible)
 
     def of(self, sync: Sync) -> Delivery:
         """Collective: the way of this sync, ready to ``fill``.
