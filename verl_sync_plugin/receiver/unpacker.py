@@ -61,13 +61,8 @@ class Unpacker:
         self._sums = torch.zeros(len(self._tensors), dtype=torch.int64, device=device)
         self._whole: frozenset[str] = frozenset()
         self._told: Readings | None = None
-        self._replayed = (0, 0)
+        self.replayed = (0, 0)  # tensors and bytes that this sync replays
         self._direct: tuple[tuple[Replay, tuple[str, ...]], DirectLoad] | None = None
-
-    @property
-    def replayed(self) -> tuple[int, int]:
-        """Tensors and bytes that this sync replays."""
-        return self._replayed
 
     @property
     def refused(self) -> dict[str, str]:
@@ -95,7 +90,7 @@ class Unpacker:
         names = self._replay.leftovers if self._trusted else self._names
         self._assembler = Assembler(names, self._model.fused_pairs)
         self._sums.zero_()
-        self._replayed = (self._replay.tensors, self._replay.nbytes) if self._trusted else (0, 0)
+        self.replayed = (self._replay.tensors, self._replay.nbytes) if self._trusted else (0, 0)
         if self._trusted:
             self._replay.fill()
 
@@ -235,7 +230,7 @@ class Unpacker:
 
     def accepted(self) -> None:
         """What the ledger saw of this sync is right."""
-        self._replay_watched = self._replay_watched or self._replayed[0] > 0
+        self._replay_watched = self._replay_watched or self.replayed[0] > 0
 
     def _compare(self, comparison: Comparison, ledger: Ledger | None) -> None:
         plan, changed = self._plan, comparison.refuse_wrong(self._plan, self._names)

@@ -64,10 +64,6 @@ class MergingSource(ParameterSource):
         gather_bytes: of whole factors in fp32, gathered ahead; the same on all ranks.
         still: raises when ``weights`` are not what the trainer adapts any more; asked in every sync.
         timeout_seconds: bound on waiting for other ranks.
-
-    Attributes:
-        exported: of the sync under way: what travels, and what is merged into it.
-        gathered: the whole factors that are there now, by state-dict key.
     """
 
     prepares = True
@@ -92,12 +88,12 @@ class MergingSource(ParameterSource):
         self._timeout = timeout_seconds
         self.factors = FactorStore(device, timeout_seconds)
         self._scratch = Scratch(device)
-        self.exported: list[tuple[Shard, tuple[Target, ...]]] = []
+        self.exported: list[tuple[Shard, tuple[Target, ...]]] = []  # what travels, and what is merged into it
         self._recipes: dict[str, _Recipe] = {}
         self._sizes: dict[str, int] = {}
         self._checked = False
         self._prepared: frozenset[int] = frozenset()
-        self.gathered: dict[str, torch.Tensor] = {}
+        self.gathered: dict[str, torch.Tensor] = {}  # whole factors that are there now, by state-dict key
         self._scales: dict[str, torch.Tensor] = {}
 
     @property
