@@ -22,11 +22,14 @@ test-all: venv ## also other SGLang releases, more layouts and more models; an h
 test-fast: venv ## without the tests that start verl, Ray or SGLang
 	$(PYTEST) -m "not gpu and not slow and not extended"
 
-lint: venv ## style, formatting, layers, types, names of test modules
+lint: venv ## style, formatting, layers, types, licence lines, names of test modules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	@without=$$(grep -rL --include='*.py' --include='*.sh' --include='*.yaml' SPDX-License-Identifier \
+		verl_sync_plugin configs tests benchmarks examples scripts setup.py); test -z "$$without" || \
+		{ echo "files without an SPDX line:" $$without; exit 1; }
 	@twice=$$(find tests -name 'test_*.py' | sed 's|.*/||' | sort | uniq -d); test -z "$$twice" || \
 		{ echo "pytest collects no two test modules of one name, since tests/ has no packages. Rename one:" $$twice; exit 1; }
 

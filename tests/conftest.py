@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared by all tests: the CPU stack, tiny models."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes that ``--cov`` leaves out, or measures only from some point on.
 
 Measuring costs Python processes half as much time again, imports above all. Ray's workers, SGLang's processes and the

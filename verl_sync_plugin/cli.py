@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``verl-sync``: looks at an environment and at a model without starting a run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What differs between versions of verl and SGLang: detected by feature, in one place.
 
 Supported: verl 0.9.1; SGLang 0.5.12 to 0.5.14 as verl supports them, and 0.5.21 to 0.5.23, where stock verl 0.9.1 is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The errors this package raises on purpose."""
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Registers everything with verl; the only module that touches verl's registries.
 
 Loaded through the entry point group ``verl.plugins`` by every process that imports verl, so it must be quick: it

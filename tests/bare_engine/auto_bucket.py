@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The story of a bucket size that is chosen in the first sync; played after another one, in the same engine."""
 
 from __future__ import annotations

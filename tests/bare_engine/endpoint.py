@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real SGLang engine without verl's server actor, as a rollout endpoint."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Failures of the engine, of what connects it, and of the bytes between; module-level, for spawned processes."""
 
 from __future__ import annotations

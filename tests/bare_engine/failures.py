@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The story of a sync that fails in every way; module-level, so that spawned processes can import it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters in memory that the engine can map: from the second sync on it reads them where they lie."""
 
 from __future__ import annotations

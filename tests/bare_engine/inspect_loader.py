@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A second custom loader for tests: writes what an SGLang rank really holds to a file. Runs in the scheduler."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one trainer rank does in the bare-engine tests; runs in a spawned process beside its peers."""
 
 from __future__ import annotations

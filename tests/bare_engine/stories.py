@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scenarios' bodies; module-level functions, so that spawned processes can import them."""
 
 from __future__ import annotations

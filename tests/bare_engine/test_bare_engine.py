@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real SGLang engine fed by verl's real FSDP and Megatron engines: exact after every sync, also after failures."""
 
 from __future__ import annotations

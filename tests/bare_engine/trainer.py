@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """verl's own engines, built in a test process."""
 
 from __future__ import annotations

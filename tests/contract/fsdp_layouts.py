@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real models sharded by FSDP and FSDP2 the way verl does, and the sources over them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PEFT models, sharded as verl shards them, and one sync of them."""
 
 from __future__ import annotations

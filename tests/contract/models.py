@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny HF models with odd sizes, so that shards are uneven and some ranks hold nothing of a parameter."""
 
 from __future__ import annotations

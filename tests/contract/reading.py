@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads buckets the way an engine rank does: through mappings of its own of the trainer ranks' slots."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sources of which only the group counts."""
 
 from __future__ import annotations

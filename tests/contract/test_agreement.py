@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All ranks come to the same end, in real process groups."""
 
 from __future__ import annotations

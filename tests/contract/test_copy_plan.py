@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The copy plan on SGLang's own model classes: a replay gives what the model's own ``load_weights`` gives, bit for bit.
 
 Sender and receiver are the real ones without a channel: ``Packer`` fills the buckets of every trainer rank,

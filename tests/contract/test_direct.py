@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether parameters are read where they lie, decided by real process groups."""
 
 from __future__ import annotations

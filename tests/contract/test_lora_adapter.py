@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapter mode: what the leader hands to the engine is PEFT's own adapter; failures are everyone's, and pass."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA merged while streaming equals PEFT's own fp32 merge, and the trainer's base and adapters are never written."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA over many syncs: the trainer stays as it is, what is gathered ahead is bounded, and nothing of it goes stale."""
 
 from __future__ import annotations

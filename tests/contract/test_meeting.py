@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trainer ranks meet their engine ranks, whoever else is in the queue, in real process groups."""
 
 from __future__ import annotations

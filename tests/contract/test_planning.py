@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plan of a run between real ranks: agreed once, and told anew after another plan has failed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank fails on its way to a collective of the preparation: one error everywhere, soon, and the next sync works."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sharded stream between real process groups: no segment is read before it is packed, none overwritten while read.
 
 The sender notes when what happens; what it packs and what the engine loads take their time on one rank.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron sources: what arrives is, bit for bit, the checkpoint, and after training what mbridge itself exports."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine resumes while the trainer packs, and a failure of either is everybody's, in real process groups."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Brings checkpoints to one SGLang model the way trainer ranks do: the real packer and unpacker without a channel."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Worlds of real processes with a gloo group, kept between tests so that imports are paid for once.
 
     results = run_world(3, function, argument)  # function(argument) on ranks 0, 1, 2; results in rank order

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run in which the plugin moved the weights leaves behind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs verl's real ``main_ppo`` in processes of its own and reads what it left behind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Test-only module for VERL_USE_EXTERNAL_MODULES: says in each of verl's processes which SGLang it imported."""
 
 from __future__ import annotations

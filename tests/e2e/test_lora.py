@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA in verl's own ``main_ppo``: merged on the way to the engine, or served by the engine as an adapter."""
 
 from __future__ import annotations

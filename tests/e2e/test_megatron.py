@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """verl's own ``main_ppo`` with a Megatron trainer: two steps with tensor, with pipeline and with expert parallelism.
 
 ``make test`` runs the pipeline; what tensor and expert parallel ranks send, ``bare_engine`` compares bit for bit.

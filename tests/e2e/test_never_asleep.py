@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two rollout engines that keep their memory (``free_cache_engine=False``), beside an FSDP1 trainer of two ranks."""
 
 from __future__ import annotations

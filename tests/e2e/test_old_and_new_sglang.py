@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``main_ppo`` with other SGLang releases than the installed one. Stock verl 0.9.1 does not run with the newest."""
 
 from __future__ import annotations

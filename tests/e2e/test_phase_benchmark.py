@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark of the phase as its README has it typed, on the CPU: in a checkout, with nothing else importable.
 
 Of the plugin alone, to save a training run: that a result is of the variant it says, and stock verl's command line, are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The transfer benchmark, its profile and the soak on the CPU: both variants against one real SGLang server."""
 
 from __future__ import annotations

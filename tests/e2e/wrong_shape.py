@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Test-only module for VERL_USE_EXTERNAL_MODULES: from the fourth sync on the trainer describes a tensor wrongly.
 
 SGLang's own ``load_weights`` refuses it in the scheduler, in the middle of the sync.

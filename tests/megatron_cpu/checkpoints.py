@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny HF checkpoints of every kind that Megatron and mbridge build here."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a sync of a Megatron model takes in collectives and memory; module-level, for spawned processes."""
 
 from __future__ import annotations

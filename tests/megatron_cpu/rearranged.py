@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Megatron model whose tensors change places between syncs; module-level, for spawned processes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the ranks of the contract tests do; module-level functions, so that spawned processes can import them.
 
 Real verl engines, megatron-core and mbridge over gloo, the real sharding manager up to the plan, real staging memory.

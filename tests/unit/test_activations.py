@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the engine's allocator took beyond what it keeps; the allocator's counts are made up."""
 
 from __future__ import annotations

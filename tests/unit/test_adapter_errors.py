@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors around the sync that one rank has alone: told to all, or not worth the run."""
 
 from __future__ import annotations

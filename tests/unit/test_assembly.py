@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The assembler: whole tensors out of buckets whose slot is overwritten as soon as a bucket has been loaded."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sleep and wake of the engine's memory by tag."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether SGLang keeps a host copy of its weights."""
 
 from __future__ import annotations

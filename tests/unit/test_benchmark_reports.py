@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is made of the benchmark's results: floor, tables, picture, growth over a soak."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The planner, against a simulation of ranks that fill their segments and a receiver that cuts them up again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The size of a bucket: the checks of its keys, ``auto`` from measured memory, and ``verl-sync plan``."""
 
 from __future__ import annotations

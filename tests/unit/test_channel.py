@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The control channel between two real processes: what arrives, and that no wait is without a bound."""
 
 from __future__ import annotations

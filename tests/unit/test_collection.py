@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The garbage collector is off during a sync and as before after it, whatever happens."""
 
 from __future__ import annotations

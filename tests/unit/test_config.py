@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``SyncConfig`` and the checks of rollout keys: defaults, refusals that name key, value and remedy."""
 
 from __future__ import annotations

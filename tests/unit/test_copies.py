@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks, the hash, and the kernel: compiled on a GPU, in Triton's interpreter without one."""
 
 from __future__ import annotations

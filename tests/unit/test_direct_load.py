@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters read where they lie are the bytes, and give the hashes, that packing and loading buckets would."""
 
 from __future__ import annotations

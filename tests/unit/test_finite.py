@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A NaN or Inf in what was packed is found and the parameter named; what lies between the runs does not matter."""
 
 from __future__ import annotations

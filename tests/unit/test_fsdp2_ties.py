@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which names share a storage is seen in every sync, although a source looks closely only when something changed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generation waits for a sync and is refused after a failed one."""
 
 from __future__ import annotations

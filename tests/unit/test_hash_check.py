@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How often engine ranks read each byte, and the comparison of hashes that needs it."""
 
 from __future__ import annotations

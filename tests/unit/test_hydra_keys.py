@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our keys in verl's own configuration, composed by Hydra."""
 
 from __future__ import annotations
@@ -246,5 +247,4 @@ def test_main_ppo_stops_before_ray(tmp_path: Path, overrides: tuple[str, ...], t
     assert ended.returncode != 0
     assert text in output
     assert "verl-sync-plugin: " in output
-    assert "Traceback" not in output
-    assert "Started a local Ray instance" not in output
+    assert "Traceback" not in output and "Started a local Ray instance" not in output

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Planner and assembler for a model whose parts different ranks hold: every element arrives once and in its place."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who holds what: the ranks agree or all say the same, and the senders' load is even."""
 
 from __future__ import annotations

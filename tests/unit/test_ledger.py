@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ledger: on small torch modules, and on SGLang's own Qwen2 with its own ``load_weights``."""
 
 from __future__ import annotations

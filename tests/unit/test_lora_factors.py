@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Factors laid into one buffer per rank come out whole, however they were cut."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Merging any consecutive part of a weight equals the same part of PEFT's own merge, for shapes and ranks at random."""
 
 from __future__ import annotations

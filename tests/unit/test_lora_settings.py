@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``model.lora.*`` and the flat LoRA keys are one for the FSDP trainers; composed by Hydra in verl's own config."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What of a Megatron trainer's keys is refused before Ray starts, and what passes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a Megatron rank's weights are looked up: every way in which a model may change between two syncs is noticed."""
 
 from __future__ import annotations

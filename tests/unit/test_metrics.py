@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reports of a sync and what they become in verl's metrics."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packing by tables (in Triton's interpreter) gives the bytes that packing one slice after another gives."""
 
 from __future__ import annotations

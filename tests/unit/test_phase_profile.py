@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trace of one sync inside a training, with an engine that only answers."""
 
 from __future__ import annotations

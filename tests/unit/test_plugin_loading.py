@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loading through verl's entry point, in fresh processes: quick, and never silently absent."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In which order the rows of a copy are read that lie on several devices."""
 
 from __future__ import annotations

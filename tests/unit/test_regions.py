@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Allocations of device memory, mapped by another process; what needs no GPU is in ``test_direct_load``."""
 
 from __future__ import annotations

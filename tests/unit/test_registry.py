@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``@register_sharding_manager`` and the look-up."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When the trainer hands its cache back: the decision with numbers of real devices, and what a run learns."""
 
 from __future__ import annotations

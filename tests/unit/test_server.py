@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The server actor's order of requests to SGLang, with a tokenizer manager that only notes them."""
 
 from __future__ import annotations

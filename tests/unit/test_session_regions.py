@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a scheduler rank keeps mapped of the trainer's parameters, and how long."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Staging memory: what one process writes, another reads."""
 
 from __future__ import annotations

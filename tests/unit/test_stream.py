@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A trainer's own stream: what it yields is let go of after a sync, also after one that broke off."""
 
 from __future__ import annotations

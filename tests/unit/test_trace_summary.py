@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The summary of a profile, from traces with a device in them: the smoke run has none."""
 
 from __future__ import annotations

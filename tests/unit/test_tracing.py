@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tracing: what it reads off a function equals what the function does to real tensors, or it refuses."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our actor workers: in the place of verl's, called as verl calls its own, and silent until the model is there."""
 
 from __future__ import annotations

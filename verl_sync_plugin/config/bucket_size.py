@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The size of a bucket: its two keys, and what ``auto`` makes of the memory that is free. Imports no torch."""
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Reading = tuple[int, int]  # free and total bytes of this rank's device
 
 
 def settled_megabytes(short: Any, long: Any, given: bool, stock: int, syncs: bool) -> tuple[Any, Any]:
-    """The values of the short and the long key, so that each says what the run uses; settling twice changes nothing.
+    """Returns values for the short and the long key that both say what the run uses; settling twice changes nothing.
 
     Args:
         short: ``rollout.update_weights_bucket_megabytes``, ``None`` when not given.
@@ -82,7 +83,7 @@ def auto_megabytes(spare: int) -> int:
 
 
 class AutoBucket:
-    """``auto`` of one run: measured once, when the engine's weights are back and its KV cache is not.
+    """The ``auto`` bucket size of one run: measured once, when the engine's weights are back and its KV cache is not.
 
     Args:
         static_fraction: share of a device that the engine takes for weights and KV cache together.

@@ -1,4 +1,5 @@
-"""Teaches Hydra our keys: a config source that serves verl's own rollout config with our fields added.
+# SPDX-License-Identifier: Apache-2.0
+"""Adds the plugin's keys to Hydra: a config source that serves verl's own rollout config with more fields.
 
 Registered through Hydra's documented plugin interface. The source claims one config, ``rollout/rollout``; it loads
 verl's YAML of the installed version and adds the short bucket key, ``custom.sync`` and a ``_target_`` that validates.

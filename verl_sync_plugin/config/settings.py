@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything under ``actor_rollout_ref.rollout.custom.sync``: one frozen dataclass. Imports no torch."""
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def refuse_missing(holder: Any, key: str, name: str) -> None:
 
 
 def given_value(holder: Any, key: str, name: str) -> Any:
-    """What is under ``key``, ``None`` for nothing.
+    """The value under ``key`` in a config section; ``None`` when there is none.
 
     Raises:
         ValueError: omegaconf's mark of a missing value is there; see ``refuse_missing``.

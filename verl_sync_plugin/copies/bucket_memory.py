@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the bytes that are read lie on the reading side."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two ways to run the same blocks from a bucket to absolute addresses: the kernel, or one ``copy_`` per block.
 
 A block's ``base`` is the segment that it is read from; its source counts from the bucket's first byte all the same.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whose hash every byte of a bucket goes into: one hash per tensor, added up wherever parts of it are. Pure."""
 
 from __future__ import annotations

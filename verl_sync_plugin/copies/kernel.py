@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table-driven Triton kernel: one program copies, casts, hashes and checks one row of the table.
 
 Imported only where it is used: Triton is not installed on every machine.

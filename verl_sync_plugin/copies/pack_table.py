@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the shards of buckets lie, and the kernel's table that reads them from there."""
 
 from __future__ import annotations

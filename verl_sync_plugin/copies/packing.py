@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fills this rank's segment of a bucket: by one launch of the copy kernel where it can, hashing and checking what is
 packed.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies and the hash in plain torch operations: where there is no Triton, and the reference for the kernel.
 
 The hash of some bytes is the sum, modulo 2^64, over all 8-byte words of lower half times ``f`` plus upper half times

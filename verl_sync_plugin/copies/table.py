@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From blocks to the kernel's tables, and the launch."""
 
 from __future__ import annotations

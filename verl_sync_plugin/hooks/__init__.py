@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The subclasses that verl instantiates instead of its own, one file per verl process role.
 
 ``engine``, ``megatron_engine`` and ``worker`` run in actor workers, ``trainer`` in the task runner, ``driver`` and

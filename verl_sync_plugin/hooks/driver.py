@@ -84,7 +84,7 @@ def syncs(actor_rollout_ref: Any) -> bool:
 
 
 def unserved_strategy(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
-    """Says that verl moves the weights, where no sharding manager knows the actor's strategy; empty where one does.
+    """The line that says why stock verl moves the weights; empty where a sharding manager serves the actor's strategy.
 
     Raises:
         ValueError: one of our keys was given; names it, its value and the remedy.
@@ -104,7 +104,7 @@ def unserved_strategy(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
 
 
 def asked_for(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
-    """A key of ours that was given, with its value; empty when there is none."""
+    """The first key of the plugin that the user gave, with its value; empty when there is none."""
     for override in overrides:
         if override.lstrip("+~").startswith(f"{KEY_PREFIX}."):
             return override.lstrip("+~")
@@ -134,7 +134,7 @@ def settle_rollout(rollout: DictConfig, resolved: bool) -> None:
 
 
 def leave_to_verl(rollout: DictConfig, resolved: bool) -> None:
-    """Makes the rollout config verl's own again, but for a mark for our classes that the plugin is off."""
+    """Turns the rollout config back into verl's own, with one mark that tells the plugin's classes that it is off."""
     stock = hydra_source.stock_rollout()
     with read_write(rollout), open_dict(rollout):
         if rollout.get("_target_") == hydra_source.TARGET:

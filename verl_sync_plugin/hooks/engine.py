@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training engines: verl's own, with a weight export that the sharding manager reads shard by shard."""
 
 from __future__ import annotations

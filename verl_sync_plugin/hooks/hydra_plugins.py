@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Hydra plugin classes; imported only where Hydra is in use."""
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class CheckKeys(Callback):
         self._settled = True
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """A multirun's job, of which the task already has a copy: it can be checked here, and no more."""
+        """Checks the config of a multirun's job; the task has a copy of it already, so nothing can be changed here."""
         if self._settled:
             return
         with _end_the_driver():
@@ -116,7 +117,7 @@ def _settle(config: DictConfig) -> str:
 
 
 def _refuse_unsettled(config: DictConfig, settled: DictConfig, line: str) -> None:
-    """What verl's V1 trainers settle for themselves (``hooks/trainer.py``) and no other one does.
+    """Refuses a multirun's config that needs settling where no V1 trainer will settle it (``hooks/trainer.py``).
 
     Raises:
         ValueError: names what to give on the command line instead.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """verl's Megatron engine, with a weight export that the sharding manager reads shard by shard."""
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from verl_sync_plugin.trainers.shard_stream import VENDORS, ShardStream, WeightS
 
 @EngineRegistry.register("language_model", "megatron", device="cuda", vendor=VENDORS)
 class SyncMegatronEngineWithLMHead(MegatronEngineWithLMHead):
-    """Only the weight export differs."""
+    """verl's Megatron engine; only its weight export differs."""
 
     def get_per_tensor_param(self, base_sync_done: bool = False, **kwargs: Any) -> tuple[Any, dict[str, Any] | None]:
         """verl's contract: ``(weight stream, adapter config or None)``. Moves nothing when the plugin is on: offloaded

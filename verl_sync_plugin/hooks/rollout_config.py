@@ -21,7 +21,7 @@ from verl_sync_plugin.rollouts import rollout_of, serves
 
 @dataclass
 class SyncRolloutConfig(RolloutConfig):
-    """Every verl process that builds a rollout config passes here, so this is where a broken set-up is caught.
+    """verl's rollout config, checked whenever a process builds it: that is where a broken set-up is caught.
 
     Attributes:
         update_weights_bucket_megabytes: the short key, a number or ``auto``; ``None`` when only the long one is used.
@@ -40,7 +40,8 @@ class SyncRolloutConfig(RolloutConfig):
         verify_registered(self)
 
     def _settle_buckets(self) -> None:
-        """For a config that no driver has settled: it was composed by a program of the user's, or by a multirun."""
+        """Settles the bucket keys of a config that no driver has settled: one composed by a user's program, or by a
+        multirun."""
         engine, stock = self.checkpoint_engine, CheckpointEngineConfig().update_weights_bucket_megabytes
         long = engine.update_weights_bucket_megabytes
         syncs = serves(self.name) and sync_config_of(self).enabled
@@ -50,7 +51,7 @@ class SyncRolloutConfig(RolloutConfig):
 
 
 def check_rollout(rollout: object) -> None:
-    """Everything that can be wrong with the keys of a rollout config (dataclass or settled DictConfig).
+    """Checks all keys of a rollout config (dataclass or settled DictConfig).
 
     Raises:
         ValueError: names key, value and remedy.

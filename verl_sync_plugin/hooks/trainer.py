@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trainers: verl's own, which also log what each sync cost, and whose actor workers are ours."""
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from verl_sync_plugin.rollouts import serves
 
 
 class SyncTrainerMixin:
-    """Goes before verl's trainer class."""
+    """Adds reports, settling and the plugin's workers to a trainer of verl; comes before verl's class among the
+    bases."""
 
     def _init_resource_pool_mgr(self: Any) -> None:
         """verl's step that says which class serves which role; its own ``separate_async`` trainer extends it too.

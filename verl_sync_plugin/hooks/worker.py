@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The actor workers: verl's own, with the colocated sync's order of steps.
 
 verl's ``update_weights`` empties the device's cache at both ends, offloads, synchronizes and meets in a barrier whether
@@ -18,7 +19,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 
 
 class SyncWorkerMixin:
-    """Goes before verl's worker class."""
+    """Replaces ``update_weights`` of a worker of verl; comes before verl's class among the bases."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self: Any, global_steps: int | None = None, mode: str = "auto") -> Any:
@@ -57,11 +58,11 @@ class SyncWorkerMixin:
 
 
 class SyncActorRolloutRefWorker(SyncWorkerMixin, ActorRolloutRefWorker):
-    """For trainers that are colocated with the rollout."""
+    """The worker of trainers that are colocated with the rollout."""
 
 
 class SyncDetachActorWorker(SyncWorkerMixin, DetachActorWorker):
-    """For verl's ``separate_async`` trainer, whose hybrid replicas are colocated."""
+    """The worker of verl's ``separate_async`` trainer, whose hybrid replicas are colocated."""
 
 
 _OURS: dict[type, type] = {ActorRolloutRefWorker: SyncActorRolloutRefWorker, DetachActorWorker: SyncDetachActorWorker}

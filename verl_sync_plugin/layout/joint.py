@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans a model that ranks hold in different parts (tensor, pipeline, expert parallel). Pure; imports no torch.
 
 Every base has one owner: it is one rank's local parameter. Owners fill their segments of a bucket independently of one
@@ -71,7 +72,7 @@ def _names(base: Base) -> tuple[str, ...]:
 
 
 def _queues(bases: tuple[Base, ...]) -> dict[tuple[int, ...], deque[_Unit]]:
-    """The units in model order, by the ranks that hold them."""
+    """The units in model order, grouped by the ranks that hold them."""
     queues: dict[tuple[int, ...], deque[_Unit]] = {}
     seen: set[str] = set()
     for names, group in groupby(range(len(bases)), key=lambda index: _names(bases[index])):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of parameters."""
+"""Cleans the names of parameters."""
 
 from __future__ import annotations
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cuts a model into buckets: which bytes of which shard travel together, and where they land. Imports no torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What travels: storages, tensors inside them, buckets. Imports no torch.
 
 A *base* is one piece of storage that the trainer shards (an FSDP2 parameter, an FSDP1 flat parameter, or a replicated
@@ -105,7 +106,7 @@ class Bucket:
 
     @cached_property
     def bases(self) -> tuple[int, ...]:
-        """Of which bases the bucket holds something."""
+        """Indices of the bases of which the bucket holds something."""
         return tuple(dict.fromkeys(part.base for part in self.slices))
 
 

@@ -30,7 +30,7 @@ def carries_adapter(model: torch.nn.Module) -> bool:
 
 
 def refuse_others(model: torch.nn.Module) -> None:
-    """Raises ValueError, with the adapter's or the module's name and type, for what weight sync would not deliver.
+    """Raises ValueError for adapters and PEFT layers that weight sync would not deliver, with name and type.
 
     Parameters of such adapters reach the engine neither by themselves nor merged: it would serve the bare base.
     """
@@ -51,7 +51,7 @@ def refuse_others(model: torch.nn.Module) -> None:
 
 
 def refuse_config(where: str, settings: dict[str, Any], remedy: str) -> None:
-    """Raises ValueError for settings of an adapter that no module tells.
+    """Raises ValueError for adapter settings that cannot be seen in any module.
 
     Args:
         where: whose settings, for the message.
@@ -76,7 +76,7 @@ def refuse_config(where: str, settings: dict[str, Any], remedy: str) -> None:
 
 
 def copies_in_use(model: torch.nn.Module) -> dict[str, str | None]:
-    """Of the modules that PEFT copied to train them whole (``modules_to_save``): whose copy computes.
+    """Maps each module that PEFT copied to train it whole (``modules_to_save``) to the adapter whose copy computes.
 
     Returns:
         The adapter by name of the module; ``None`` where it is the module itself.
@@ -102,7 +102,7 @@ def copies_in_use(model: torch.nn.Module) -> dict[str, str | None]:
 
 
 class InUse:
-    """Which adapters compute when this is made; a sync that found others would send what nobody trains."""
+    """Remembers which adapters compute; a later sync that finds others would send weights that nobody trains."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules = dict(_switchable(model))

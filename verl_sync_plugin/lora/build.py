@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From verl's model config to PEFT: the adapter's settings and the model that carries it."""
 
 from __future__ import annotations

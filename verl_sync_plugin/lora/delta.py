@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA deltas for some rows of a weight. The arithmetic is PEFT's own.
 
 ``get_delta_weight`` of PEFT's layers computes ``scaling * B @ A`` (and its relatives) from whatever factors the layer
@@ -53,7 +54,7 @@ def delta_rows(weight: LoRAWeight, shape: tuple[int, ...], factors: Factors, beg
 
 
 def _experts(weight: LoRAWeight, a: torch.Tensor, b: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    """Of experts ``[begin, end)``: PEFT keeps A expert by expert, but B rank by rank."""
+    """The delta of experts ``[begin, end)``: PEFT keeps A expert by expert, but B rank by rank."""
     experts, count = weight.layer.num_experts, end - begin
     rank = a.shape[0] // experts
     a = a[begin * rank : end * rank]
@@ -72,7 +73,7 @@ def _experts(weight: LoRAWeight, a: torch.Tensor, b: torch.Tensor, begin: int, e
 
 
 def _pefts(weight: LoRAWeight, a: torch.Tensor, b: torch.Tensor, **held: Any) -> torch.Tensor:
-    """``get_delta_weight`` of the layer's class, over these factors."""
+    """The delta that ``get_delta_weight`` of the layer's class computes from these factors."""
     adapter, layer = weight.adapter, type(weight.layer)
     if weight.kind is Kind.LINEAR:
         # A wrapped 2-D parameter is a linear layer to PEFT

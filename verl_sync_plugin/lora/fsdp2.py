@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether verl's FSDP2 can shard an adapted embedding or head; asked of verl's own functions, on tiny modules.
+"""Asks verl's own functions, on tiny modules, whether its FSDP2 can shard an adapted embedding or head.
 
 Where a model does not tie them, verl makes each an FSDP unit, by name, and every ``nn.Embedding`` too. Of an adapted
 embedding it shards the outer module before the one inside, which leaves parameters that are cut twice. And it reassigns

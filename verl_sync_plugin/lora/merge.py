@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Out-of-place merge on any consecutive part of a weight. Pure."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names in the state dict of a PEFT model. Pure; imports nothing."""
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of an FSDP trainer's adapter cannot be trained or served, said in the driver where its files can be read there.
+"""Refuses in the driver, where its files can be read there, what of an FSDP trainer's adapter cannot be trained or
+served.
 
 The trainer's ranks refuse the same in words that name modules (``adapters.refuse_others``), or it ends inside verl.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fp32 memory in which one run after another is merged, and the precision in which that is done."""
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _NOTHING = nullcontext()
 
 
 class Scratch:
-    """Kept from run to run. One stream may use it, which then reads a run before the next one overwrites it.
+    """The fp32 memory of one stream for merging, kept from run to run: a run is read before the next one overwrites it.
 
     Args:
         device: where the runs are merged.
@@ -33,7 +34,7 @@ class Scratch:
     def merge(
         self, run: torch.Tensor, steps: Steps, factors: Factors, scales: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """A run with the deltas of all the weights in it.
+        """Returns a run with the deltas of all the weights in it added.
 
         PEFT rounds ``B @ A``, then its product with ``scaling``, then the sum. Of a plain weight all three are rounded
         once, to fp32, in one launch; a row that the run cuts is multiplied whole, over the margins beside the run.
@@ -84,7 +85,8 @@ class Scratch:
 
 
 def full_precision() -> AbstractContextManager[None]:
-    """Inside, products of fp32 matrices are fp32 products, also for a trainer that allows TF32, with its 10 bits."""
+    """Returns a context in which products of fp32 matrices are computed in fp32, also where the trainer allows TF32 (10
+    bits)."""
     try:
         held = torch.get_float32_matmul_precision()
     except RuntimeError:  # the user has set torch's newer switch, and then torch refuses to read this one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One block of LoRA settings for all trainers: ``actor_rollout_ref.model.lora.*``. Imports no torch.
 
 verl reads the block for Megatron and the flat keys (``lora_rank``, ``lora_alpha``, ...) for FSDP. With the plugin on,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which weights of a PEFT model are adapted, and which adapters cannot be merged."""
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""No garbage collection in the middle of a sync: in a process of millions of objects one takes as long as the sync."""
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps Python's garbage collector out of a sync: among millions of objects one collection takes as long as the
+sync."""
 
 from __future__ import annotations
 

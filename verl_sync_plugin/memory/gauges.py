@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory readings of one trainer rank for its ``SyncReport``."""
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ class PeakMemory:
         self._before = 0
 
     def begin(self) -> None:
-        """What is held now was held before."""
+        """Notes what is held now, so that only what the sync adds is counted."""
         self._host = peak_resident_bytes()
         if self._cuda:
             torch.cuda.reset_peak_memory_stats()
             self._before = _allocated("current")
 
     def into(self, report: SyncReport) -> None:
-        """Writes both peaks, in bytes; a higher one that is there already stays."""
+        """Writes both peaks, in bytes, into a report; a higher value that is there already stays."""
         report.peak_host_bytes = max(report.peak_host_bytes, peak_resident_bytes() - self._host)
         if self._cuda:
             peak = _allocated("peak") - self._before

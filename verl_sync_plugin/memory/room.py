@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much cached device memory the trainer must hand back before the engine takes its own.
 
 The allocator of the trainer keeps what it has freed. The engine is another process and cannot use that: when it resumes
@@ -80,7 +81,7 @@ def reserve_of(total: int, estimate: Estimate, measured: int = 0) -> int:
 
 
 def must_go(memory: DeviceMemory | None, need: int | None, estimate: Estimate, measured: int = 0) -> bool:
-    """Whether the cache has to go.
+    """Whether the trainer's cache has to be handed back for a resume.
 
     Args:
         memory: what the device has; ``None`` when unknown.
@@ -107,7 +108,7 @@ def growth(used: Mapping[str, int]) -> Growth:
 
 
 class Room:
-    """What one rank knows about its engine's needs, and the decision.
+    """One rank's knowledge of what its engine needs, and the decision whether to hand cached memory back.
 
     Args:
         read: the device's memory.
@@ -154,6 +155,6 @@ class Room:
         return None
 
     def _need(self, resume: tuple[str, str]) -> int | None:
-        """Unknown while learning, and when only nonsense was measured: somebody else freed more than was resumed."""
+        """Bytes that a resume needs; ``None`` while learning, and when somebody else freed more than was resumed."""
         grown = self._most.get(resume, 0)
         return None if self.learning or grown < 0 else grown

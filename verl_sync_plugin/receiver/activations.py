@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much device memory the engine needs beside its weights and its KV cache: what its allocator took for a while."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Puts tensors together from the pieces a bucket holds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which bytes of which tensor go where in the model: made from a recording, by name, before anything has moved."""
 
 from __future__ import annotations

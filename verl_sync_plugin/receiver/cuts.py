@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each bucket holds of a copy plan: recorded runs of tensors cut by the pieces in which the tensors arrive."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A copy plan that reads the trainer's parameters where they lie: all buckets in one go, without slots.
 
 The works of a replay say which bytes of which bucket go where. A bucket is then only a way to number bytes, which the

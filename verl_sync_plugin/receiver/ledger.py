@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Proves that a sync writes every element of every parameter and persistent buffer of the engine's model.
 
 An engine may skip names it does not know without a word, so what was *sent* proves nothing; the ledger watches what is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which bytes of each tensor this engine rank reads and hashes.
 
 Ranks of an engine read different parts of a tensor (tensor parallelism), or all the same ones. So no rank alone can

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records what a model's own ``load_weights`` would copy where, without copying anything.
 
 The sources are meta tensors, one per name of the sync: they hold no bytes, they are on no CPU (some models load CPU

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A copy plan compiled for the buckets of one sync: run, hashed, and compared with the model's own load."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One engine rank's side of the protocol (see ``transport/protocol.py``)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads buckets into the model: by the model's own ``load_weights``, or by replaying what that does.
 
 The first sync of a plan goes the model's own way and is the reference: every byte that a replay would have written is

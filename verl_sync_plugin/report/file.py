@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a leader leaves the report of a sync beside verl's own metrics."""
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ _said = False
 
 
 def expect_metrics() -> None:
-    """A trainer of ours is being built in this process."""
+    """Notes that a trainer of the plugin is being built in this process, which takes the reports."""
     global _logs_reports
     _logs_reports = True
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a sync cost: one ``SyncReport`` per sync, into verl's own metrics."""
 
 from __future__ import annotations

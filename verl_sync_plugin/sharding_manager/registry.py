@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``@register_sharding_manager``: the seam that verl lost in 0.7, registered instead of hard-coded."""
 
 from __future__ import annotations

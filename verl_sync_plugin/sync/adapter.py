@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapter mode (``lora.merge=False``): the base travels at most once, then only the adapter's factors.
 
 gather     every rank gathers all factors, whole                                -- settle

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the ranks of a trainer meet the ranks of its engine: the load is asked for, awaited, or given up."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a sharding manager needs from the rollout side: one class per rollout engine, in ``rollouts/``."""
 
 from __future__ import annotations

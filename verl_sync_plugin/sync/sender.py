@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One trainer rank's side of the protocol: fills slots, gathers them, tells its engine rank to load them."""
 
 from __future__ import annotations

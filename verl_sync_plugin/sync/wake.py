@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Awake: the engine resumes its weights while the trainer packs (stage 1), and the rest after the sync (stage 2)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether this process's training engine exports shards (plugin on) or verl's own stream (plugin off).
 
 verl builds engine and rollout adapter in the same worker process but gives the rollout config only to the adapter; the
@@ -10,7 +11,8 @@ _taken_over = False
 
 
 def take_over(enabled: bool) -> None:
-    """Called by the rollout adapter when verl builds it."""
+    """Sets whether the plugin's rollout adapter takes this process's weight stream; called when verl builds the
+    adapter."""
     global _taken_over
     _taken_over = enabled
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract of a parameter source."""
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class WirePolicy:
     keep: tuple[str, ...] = ()
 
     def of_parameter(self, names: list[str], dtype: torch.dtype) -> torch.dtype:
-        """Of one storage with all its names. Adapters are exchanged among trainers only and keep their dtype."""
+        """The wire dtype of one storage, given all its names. Adapters are exchanged among trainers only and keep
+        theirs."""
         served = [name for name in names if not is_adapter(name)]
         if not served or not dtype.is_floating_point:
             return dtype

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waits of the sources that end, whatever the process group's own timeout is."""
+"""Waits for collectives and devices with a bound, whatever the process group's own timeout is."""
 
 from __future__ import annotations
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which parameter made a bucket NaN or Inf; only ever run after a failure."""
 
 from __future__ import annotations

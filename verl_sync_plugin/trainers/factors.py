@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA factors of the trainer: kept as shards, gathered whole for the weights that are about to be packed.
 
 What is gathered together travels in one collective per dtype: every rank lays its runs of all factors one after
@@ -42,12 +43,12 @@ class _Factor:
 
     @cached_property
     def filled(self) -> bool:
-        """Every run is as long as its block."""
+        """Whether every run is as long as its block."""
         return sum(self.lengths) == self.block * len(self.lengths)
 
     @cached_property
     def torn(self) -> bool:
-        """A gap follows a run that is not the last."""
+        """Whether a gap follows a run that is not the last."""
         return any(length < self.block and any(self.lengths[rank + 1 :]) for rank, length in enumerate(self.lengths))
 
     def whole(self, blocks: torch.Tensor) -> torch.Tensor:
@@ -126,7 +127,7 @@ class FactorStore:
         return self._shards[key].local
 
     def nbytes(self, keys: tuple[str, ...], itemsize: int) -> int:
-        """Of whole factors with ``itemsize`` bytes per element; the same on all ranks."""
+        """Bytes of the whole factors at ``itemsize`` bytes per element; the same on all ranks."""
         return sum(self._shards[key].base.numel for key in keys) * itemsize
 
     def gather(

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP1 (``FullyShardedDataParallel``): parameters live in flat parameters, each cut into equal runs.
 
 FSDP1's own sharded state dict gathers every unit and cuts it again; reading the flat parameters' local shards moves

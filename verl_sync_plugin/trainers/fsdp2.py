@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP2 (``fully_shard``): every parameter is a DTensor, cut along dimension 0 over the last mesh dimension."""
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class _Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class _Known:
-    """What was found out about a tensor; holds as long as its layout, of which this keeps no memory alive."""
+    """What was found out about a tensor, valid as long as its layout; keeps no memory of the trainer alive."""
 
     layout: object
     names: list[str]
@@ -95,7 +96,8 @@ class FSDP2Source(ParameterSource):
         return state
 
     def _find_slots(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Leaves none when a hook made any of the tensors; then the state dict is asked every time."""
+        """Finds where modules keep the tensors; finds none when a hook made any, and then the state dict is asked every
+        time."""
         places: dict[Identity, _Slot] = {}
         for module in self._module.modules():
             for held in ("_parameters", "_buffers"):

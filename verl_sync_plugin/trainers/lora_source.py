@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A source whose LoRA weights are merged while they are packed.
 
 Only the small factors are gathered, whole, for the weights of a few buckets at a time; the base stays sharded and is
@@ -170,7 +171,7 @@ class MergingSource(ParameterSource):
         self._prepared = frozenset(chosen)  # last: what a failure leaves is no preparation
 
     def _chosen(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """What to prepare at once. From sizes of whole factors only, so the same on every rank."""
+        """The bases to prepare at once, chosen from sizes of whole factors only, so the same on every rank."""
         chosen = dict.fromkeys(bases)
         nbytes = self._nbytes(bases)
         for bucket in ahead:
@@ -182,7 +183,7 @@ class MergingSource(ParameterSource):
         return tuple(chosen)
 
     def _nbytes(self, bases: tuple[int, ...]) -> int:
-        """Of the whole factors of these bases, in fp32."""
+        """Bytes of the whole factors of these bases, in fp32."""
         return sum(self._size(target.weight) for base in bases for target in self.exported[base][1])
 
     def _size(self, weight: LoRAWeight) -> int:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From the trainer's state-dict names to the names of the model's checkpoint, as views.
 
 An engine's loader knows the tensors of a checkpoint. The trainer's model may hold them under other names and fused:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the training engines share. Imports none of verl's engines, for each of ours is imported while verl's is."""
+"""The weight stream that the plugin's training engines return. Imports none of verl's engines: each of the plugin's is
+imported while verl's is."""
 
 from __future__ import annotations
 

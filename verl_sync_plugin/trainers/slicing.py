@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of a base as bases of their own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What travels of a base of a PEFT model, by itself or apart from the rest."""
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def without_adapters(shard: Shard) -> Part:
 
 
 def untied(whole: Part, rank: int, weights: dict[str, LoRAWeight]) -> list[Part]:
-    """Tied parameters of which only some are adapted, or each by its own adapter, travel apart: merged they differ."""
+    """Splits tied parameters of which only some are adapted, or each by its own adapter: merged they differ."""
     apart: list[Member] = []
     owners: dict[int, Member] = {}
     for member in whole.members:

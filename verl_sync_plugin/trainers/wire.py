@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wire dtype that a sync's settings ask for."""
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ _SHORT = {"half": "float16", "float": "float32"}
 
 
 def wire_policy(config: SyncConfig, rollout_dtype: str) -> WirePolicy:
-    """The policy of a sync.
+    """The wire dtype policy of a sync, from its settings.
 
     Args:
         config: the sync's settings.

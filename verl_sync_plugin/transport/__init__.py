@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How bytes and messages get from one trainer rank to the engine rank on the same device.
 
 Each mechanism is a pair: what the sender exports and what the receiver opens. Staging memory carries the payload

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How all trainer ranks come to the same end: everyone goes on, or everyone raises the same error."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The control channel: length-prefixed messages over a Unix socket between two processes of one user on one host.
 
 No wait is without a bound: not for a message, not for the rest of one, and not for the other side to take one. How two

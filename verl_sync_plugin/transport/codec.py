@@ -51,7 +51,7 @@ def encode_into(message: Any, buffer: bytearray, offset: int) -> None:
 
 
 def decode(data: memoryview) -> Any:
-    """The message that some bytes are.
+    """Decodes one message of ``codec.MESSAGES`` from bytes.
 
     Raises:
         BadMessageError: they are none.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One trainer rank's words with the engine rank beside it; the state machine is in ``protocol.py``."""
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Greeting(NamedTuple):
 
 
 class Conversation:
-    """One sync after the other, each on a channel of its own.
+    """A trainer rank's messages with the engine rank beside it; each sync has a channel of its own.
 
     Args:
         timeout_seconds: bound on every wait.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The words on the wire, written down as a state machine. Imported by both sides; imports neither verl nor an engine.
 
     trainer rank                          engine rank (in its process)

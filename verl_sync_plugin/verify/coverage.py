@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a sync that does not write every engine parameter means."""
 
 from __future__ import annotations

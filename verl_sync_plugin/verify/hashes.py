@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether the engine read what the trainer sent: one hash per tensor, summed over all ranks on both sides.
 
 The hash is linear (``copies/plain.py``), so hashes of parts add up. The trainer ranks together hash every byte as often
@@ -25,7 +26,8 @@ NAMED = 5  # tensors in a message
 
 
 class HashCheck:
-    """Keeps what the engine ranks read of each tensor, which changes only with the plan.
+    """The trainer's comparison of hashes; keeps what the engine ranks read of each tensor, which changes only with the
+    plan.
 
     Attributes:
         times_read: how many engine ranks read each byte of each tensor: int64 of shape ``(tensors,)``; -1 where that is

@@ -25,7 +25,8 @@ NAMED = 5  # tensors in a message
 
 
 class UseCheck:
-    """Asks once per plan, and again when an engine rank's model has changed.
+    """The trainer's check that the engine uses everything sent: once per plan, and again when an engine rank's model
+    changed.
 
     Args:
         agreement: where ranks settle.
@@ -39,7 +40,7 @@ class UseCheck:
         self._used: Used | None = None
 
     def asks(self, plan: Plan) -> bool:
-        """Whether the engine ranks are to tell before they load; the same on all ranks."""
+        """Whether the engine ranks are to tell, before they load, what they use; the same on all ranks."""
         return plan.digest != self._proven
 
     def note(self, used: Used | None) -> bool:
@@ -48,7 +49,7 @@ class UseCheck:
         return used is not None
 
     def forget(self) -> None:
-        """On all ranks: the sync was given up before what they were told was compared."""
+        """Forgets, on all ranks, what engine ranks told in a sync that was given up before it was compared."""
         self._proven = ""
 
     def compare(self, plan: Plan, loaded: bool) -> None:

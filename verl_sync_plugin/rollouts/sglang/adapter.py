@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rollout adapter in every actor worker: verl's three calls of a sync become the sharding manager's phase.
 
 The worker calls ``resume(["weights"])``, ``update_weights(stream)``, makes room and calls ``resume(["kv_cache"])``. The

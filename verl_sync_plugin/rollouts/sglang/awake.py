@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which memory of the engine is released: the state machine behind sleep and wake.
 
 SGLang 0.5.12 raises ``KeyError`` on a resume without release, and its memory saver exits the process on a repeated
@@ -14,7 +15,7 @@ CUDA_GRAPH = "cuda_graph"
 
 
 class AwakeState:
-    """Tags that are released now."""
+    """The memory tags of an engine that are released now."""
 
     def __init__(self) -> None:
         self._released: set[str] = set()

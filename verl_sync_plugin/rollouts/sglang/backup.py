@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether SGLang keeps a host copy of its weights while it sleeps.
 
 The copy costs seconds per step (its allocation, not the transfer) and is overwritten by the next sync, so it is needed

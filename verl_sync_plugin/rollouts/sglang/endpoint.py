@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """verl's rollout server actor, as the sharding manager sees it."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Whether the engine's weights may be generated from."""
+# SPDX-License-Identifier: Apache-2.0
+"""The gate before generation: whether the engine's weights may be generated from."""
 
 from __future__ import annotations
 
@@ -14,16 +15,16 @@ class WeightsGate:
         self._failure: str | None = None
 
     def begin(self) -> None:
-        """A sync starts; who enters now waits for its end."""
+        """Closes the gate: a sync starts, and whoever enters now waits for its end."""
         self._idle.clear()
 
     def succeed(self) -> None:
-        """The weights are whole."""
+        """Opens the gate: the sync succeeded and the weights are whole."""
         self._failure = None
         self._idle.set()
 
     def fail(self, why: str) -> None:
-        """The sync was given up; the weights may be half written until a later one succeeds."""
+        """Locks the gate: the sync was given up, and the weights may be half written until a later one succeeds."""
         self._failure = why
         self._idle.set()
 

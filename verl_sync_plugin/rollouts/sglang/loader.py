@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loader SGLang calls for a weight update whose ``load_format`` is this function's name.
 
 Hazard: SGLang 0.5.12 treats an exception of a custom loader as fatal and kills the scheduler together with its parent,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes the sharding manager of one actor worker from verl's configuration."""
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from verl_sync_plugin.trainers.shard_stream import ShardStream
 def make_manager(
     stream: ShardStream, config: Any, model_config: Any, server: Any, mesh: DeviceMesh, awake: bool
 ) -> ShardingManager:
-    """Collective over all trainer ranks.
+    """Makes this rank's sharding manager. Collective over all trainer ranks.
 
     Args:
         stream: of the training engine.

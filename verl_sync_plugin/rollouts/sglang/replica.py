@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rollout replica in the task runner: verl's own, with our server actor class."""
 
 from __future__ import annotations

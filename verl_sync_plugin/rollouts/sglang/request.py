@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one payload that goes through SGLang's ``update_weights_from_tensor``, and the token by which it is known.
 
 Whoever can reach SGLang's HTTP port can ask for a weight update, and name our loader. It follows only who knows the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rollout server actor: verl's own, plus our loader, idempotent sleep and wake, and one door for weight loads."""
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class SyncSGLangHttpServer(SGLangHttpServer):
         say(f"rollout server: {LOADER}, CPU backup {word}")
 
     def _untie(self, sglang_kwargs: dict[str, Any]) -> None:
-        """An engine that ties embedding and head cannot hold what a merged adapter makes of one of them."""
+        """Has SGLang untie embedding and head where a merged adapter changes one of them: a tied engine cannot hold
+        both."""
         if not self.lora_as_adapter and unties_embeddings(self.model_config):
             given = json.loads(sglang_kwargs.get("json_model_override_args") or "{}")
             sglang_kwargs["json_model_override_args"] = json.dumps({**given, "tie_word_embeddings": False})
@@ -214,7 +216,7 @@ class SyncSGLangHttpServer(SGLangHttpServer):
 
 @contextmanager
 def _decided(server: SGLangHttpServer, backup: bool) -> Iterator[None]:
-    """Makes verl's launch decide on the CPU backup as the sync did.
+    """Context in which verl's launch takes the sync's decision on the CPU backup.
 
     verl takes no argument for it: it turns the copy on in hybrid mode and with LoRA. So a server that needs none is
     shown as standalone and, where LoRA is merged before the sync, without LoRA; the launch reads both for nothing else.

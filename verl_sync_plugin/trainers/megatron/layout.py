@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which rank holds which part of a Megatron model, told to all ranks once and checked by every rank. Pure."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """verl's vanilla bridge (mbridge), read as a description: which Megatron parameters make up which HF tensors.
 
 The functions with which mbridge merges tensor-parallel parts and converts to HF run once on meta tensors (see

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the model chunks of a Megatron rank hold, and where it is."""
+"""Finds the weights in the model chunks of a Megatron rank, and where each of them is."""
 
 from __future__ import annotations
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron (tensor, pipeline, virtual pipeline, expert, expert-tensor, context and data parallel) through mbridge.
 
 Every rank tells the others once what it holds; from then on each rank knows which of its bytes go where, and a bucket

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trainer's own weight stream in buckets, for bridges whose conversions cannot be read in advance.
 
 The stream gathers and converts tensor by tensor, with its own collectives; what it saves is everything behind it: one
@@ -24,7 +25,7 @@ Stream = Iterable[tuple[Any, ...]]  # (HF name, full tensor, ...)
 
 
 class StreamSource(ParameterSource):
-    """Runs a stream once to learn names, shapes and dtypes, then once per sync.
+    """The parameter source of a weight stream: runs it once to learn names, shapes and dtypes, then once per sync.
 
     Args:
         open_stream: starts the stream; yields full HF tensors in the same order on every rank and every time.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the elements of a tensor come from, read off a function that only slices, joins and reorders.
 
 A bridge's conversion runs once on meta tensors. Views keep their storage, offset and strides, and the few operations
@@ -38,7 +39,7 @@ class _Table:
 
 
 class CopyTrace(TorchDispatchMode):
-    """While entered, follows copies between meta tensors.
+    """A dispatch mode that follows copies between meta tensors.
 
     Args:
         shape, dtype: of each input; all are alike.

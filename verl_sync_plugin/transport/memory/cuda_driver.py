@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The few calls of the CUDA driver that share whole allocations between processes, which torch shares per tensor only.
 
 torch's own ``_share_cuda_`` rewires the storage it shares, and counts readers in a file per storage: right for memory

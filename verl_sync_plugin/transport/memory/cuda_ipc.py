@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Staging on GPUs: one CUDA allocation, exported once per reader through CUDA IPC and sliced by offset ever after.
 
 Hazards:
@@ -25,7 +26,7 @@ def _uuid_of(index: int) -> str:
 
 
 class CudaIpcStaging:
-    """Sender's end."""
+    """The sender's end of staging memory on a GPU."""
 
     def __init__(self, device: torch.device, slots: int, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes

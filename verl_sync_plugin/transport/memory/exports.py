@@ -1,4 +1,5 @@
-"""How a trainer rank tells memory that engine ranks of its host map: staging memory, and that of parameters."""
+# SPDX-License-Identifier: Apache-2.0
+"""Descriptions of memory that a trainer rank shares and engine ranks of its host map: staging memory and parameters."""
 
 from __future__ import annotations
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A trainer rank's parameters, told to the engine ranks that read them where they lie: nothing is staged or packed."""
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class NotInPlaceError(RuntimeError):
 
 
 class LiveParameters:
-    """Keeps what it told while everything stays where it is.
+    """One trainer rank's account of where its parameters lie, told once and kept while everything stays where it is.
 
     Args:
         device: where the trainer computes.
@@ -45,7 +46,7 @@ class LiveParameters:
         self._live: Live | None = None
 
     def look(self, shards: Sequence[Shard]) -> Live:
-        """Where everything is now.
+        """Looks where all parameters of the plan are now.
 
         Raises:
             NotInPlaceError: a parameter is merged, on the host, of a dtype that has to be cast otherwise than from fp32

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Allocations in which a trainer rank's parameters lie, told to and mapped by the engine ranks that read them there.
 
 A parameter lives as long as the model, so an allocation is exported once and mapped once, and nobody is counted. What
@@ -30,7 +31,7 @@ class Exporter(Protocol):
         """
 
     def identities(self, allocations: tuple[int, ...]) -> object:
-        """Differs when another allocation has taken the place of one of these.
+        """A value for these allocations that differs when another allocation has taken the place of one of them.
 
         Raises:
             RuntimeError: one is gone.
@@ -45,7 +46,7 @@ class Exporter(Protocol):
 
 
 class CudaExporter:
-    """Allocations stand for themselves by their first address."""
+    """The exporter for GPUs; an allocation is identified by its first address."""
 
     def __init__(self) -> None:
         self._name = uuid.uuid4().hex
@@ -82,7 +83,7 @@ class CudaExporter:
 
 
 class SharedFileExporter:
-    """Storages that are mapped from a file (``torch.UntypedStorage.from_file``); CPUs."""
+    """The exporter for CPUs: storages that are mapped from a file (``torch.UntypedStorage.from_file``)."""
 
     def __init__(self) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
@@ -108,7 +109,7 @@ def exporter_for(device: torch.device) -> Exporter:
 
 
 class Regions:
-    """The engine's side: what is mapped, by key."""
+    """The regions that an engine rank has mapped, by key."""
 
     def __init__(self) -> None:
         self._mapped: dict[str, int] = {}

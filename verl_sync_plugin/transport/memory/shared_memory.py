@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Staging on CPUs: one piece of anonymous shared memory, mapped by both processes.
 
 It has no name in any file system, so nothing of it can stay behind, however its processes end. Who may look at the
@@ -17,7 +18,7 @@ from verl_sync_plugin.transport.memory.exports import StagingExport
 
 
 class SharedMemoryStaging:
-    """Sender's end."""
+    """The sender's end of staging memory on a CPU."""
 
     def __init__(self, slots: int, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
@@ -32,7 +33,7 @@ class SharedMemoryStaging:
         return StagingExport("shared_memory", self._key, self.memory.numel(), (self._path,), self.slot_bytes)
 
     def opened(self) -> None:
-        """Nobody has to be told."""
+        """Does nothing: shared memory needs no notice of its readers."""
 
     def close(self) -> None:
         self._let_go()

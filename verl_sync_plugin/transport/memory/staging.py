@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sender's staging memory: slots the trainer rank fills and the engine reads, exported once and kept."""
 
 from __future__ import annotations
