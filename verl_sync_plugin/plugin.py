@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers everything with verl; the only module that touches verl's registries.
+"""Registers everything with verl; the only module that writes to verl's registries.
 
 Loaded through the entry point group ``verl.plugins`` by every process that imports verl, so it must be quick: it
 imports nothing heavy, and what is heavy is registered by name or when verl imports it anyway.
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+# Also in registered.py, whose import may be what fails
 WITHOUT = "set VERL_USE_EXTERNAL_PLUGINS=none to run verl without plugins"
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stdout
 from unittest import mock
 
 import pytest
@@ -10,9 +12,16 @@ import torch
 import torch.distributed as dist
 from worlds import run_world
 
+from contract.sources import WorldSource
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.tensors import Base, View
+from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.sync.delivery import sharded
+from verl_sync_plugin.sync.delivery.base import Sync
+from verl_sync_plugin.sync.delivery.choice import Choice
+from verl_sync_plugin.sync.planning import Planning
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.transport.agreement import Agreement
 
@@ -57,3 +66,28 @@ def test_several_hosts_refuse_sharded() -> None:
     texts = {text for _, text in results}
     assert len(texts) == 1
     assert "custom.sync.delivery=sharded: trainer ranks (0, 1, 2, 3)" in texts.pop()
+
+
+def said_of_the_choice(choice: str) -> str:
+    """What rank 0 says in the log when delivery is chosen for the first time."""
+    agreement, sender = Agreement(20), BucketSender(torch.device("cpu"), 20)
+    ways = Choice(SyncConfig(delivery=choice), agreement, sender, torch.device("cpu"))
+    shards = [Shard(Base("w", "uint8", 1, (64, 64), (View("w", (128,), 0, 128),)), lambda: torch.zeros(64))]
+    source = WorldSource(shards)
+    plan, found = Planning(agreement).agree(source, 4096, ways.sharded)
+    with redirect_stdout(io.StringIO()) as said:
+        for _ in range(2):
+            ways.of(Sync("1", plan, source, found, SyncReport()))
+    return said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("choice", "line"),
+    [
+        ("auto", "delivery is sharded (not direct: the engine has not yet said that it can)"),
+        ("gathered", "delivery=gathered)"),
+    ],
+)
+def test_the_log_says_once_how_bytes_travel_and_why(choice: str, line: str) -> None:
+    first, second = run_world(2, said_of_the_choice, choice, timeout=60)
+    assert line in first and first.count("\n") == 1 and not second, (first, second)

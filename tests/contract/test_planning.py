@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from worlds import run_world
 
 from contract.sources import WorldSource
@@ -20,6 +22,9 @@ from verl_sync_plugin.sync.delivery.base import Sync
 from verl_sync_plugin.sync.delivery.choice import Choice
 from verl_sync_plugin.sync.planning import Planning
 from verl_sync_plugin.sync.sender import BucketSender
+from verl_sync_plugin.trainers.base import WirePolicy
+from verl_sync_plugin.trainers.lora_source import MergingSource
+from verl_sync_plugin.trainers.megatron.stream import StreamSource
 from verl_sync_plugin.transport.agreement import Agreement
 
 CPU = torch.device("cpu")
@@ -59,3 +64,39 @@ def fail_in_between() -> tuple[bool, bool]:
 
 def test_staging_memory_is_told_anew_after_a_plan_that_failed() -> None:
     assert run_world(2, fail_in_between, timeout=60) == [(True, True)] * 2
+
+
+class Streaming(StreamSource):
+    """A stream with a collective in it, as Megatron-Bridge's has."""
+
+    def __init__(self) -> None:
+        super().__init__(self._streamed, WirePolicy(torch.bfloat16))
+
+    def _streamed(self) -> Iterator[tuple[str, torch.Tensor]]:
+        dist.all_reduce(torch.ones(1))
+        yield "w", torch.ones(8)
+
+
+def fail_before_the_stream() -> str:
+    agreement, source = Agreement(20.0), Streaming()
+    with agreement.attempt():
+        if dist.get_rank() == 1:
+            raise RuntimeError("injected: early")
+    with pytest.raises(SyncError) as caught:
+        source.agree_on_layout(agreement)
+        agreement.step("reading the shards", source.shards)
+    return str(caught.value)
+
+
+def test_a_rank_that_failed_early_leaves_nobody_alone_in_the_trainers_stream() -> None:
+    (text,) = set(run_world(2, fail_before_the_stream, timeout=30))
+    assert "rank 1: RuntimeError: injected: early" in text
+
+
+def test_a_source_with_a_preparation_of_its_own_prepares() -> None:
+    class Preparing(WorldSource):
+        def prepare(self, bases: Any, ahead: Any = ()) -> Generator[None, None, None]:
+            yield from ()
+
+    assert Preparing.prepares and StreamSource.prepares and MergingSource.prepares
+    assert not WorldSource.prepares

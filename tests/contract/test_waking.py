@@ -123,3 +123,27 @@ def test_a_rank_that_cannot_measure_is_everybodys_failure() -> None:
     results = run_world(3, choose, [60, 60, 60], (2,), timeout=60)
     assert len({text for _, text in results}) == 1
     assert "rank 2: RuntimeError: injected: no such device" in results[0][1]
+
+
+def finish_after_a_failure() -> tuple[str, list[str]]:
+    """The leader has failed to measure its device; the engine is resumed all the same, and every rank hears of it."""
+    agreement, finished = Agreement(20.0), list[str]()
+
+    class Finishing(Engine):
+        async def finish(self, tags: list[str]) -> None:
+            finished.extend(tags)
+
+    with agreement.attempt():
+        if dist.get_rank() == 0:
+            raise RuntimeError("injected: no such device")
+    try:
+        asyncio.run(Waking(agreement, Finishing(), CPU).finish(["kv_cache"], SyncReport()))
+    except SyncError as error:
+        return str(error), finished
+    return "", finished
+
+
+def test_an_engine_is_woken_whole_also_by_a_rank_that_has_failed() -> None:
+    (leader, finished), (other, _) = run_world(2, finish_after_a_failure, timeout=60)
+    assert leader == other and "rank 0: RuntimeError: injected: no such device" in leader
+    assert finished == ["kv_cache"], "the engine's gate would stay shut"

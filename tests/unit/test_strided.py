@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -117,3 +118,11 @@ def test_columns_of_a_tall_matrix_are_not_scattered() -> None:
     for run, expected in ((columns, set()), (everything, set()), (crosswise, {"w"})):
         planned = {"w": Planned(torch.bfloat16, torch.bfloat16, (run,))}
         assert scattered((entry,), planned) == expected
+
+
+@pytest.mark.parametrize("stride", [-8, 0, 3])
+def test_repetitions_that_overlap_are_nobodys(stride: int) -> None:
+    plain, overlapping = Run(0, 0, 64), Run(0, 0, 4, 3, stride, stride)
+    for pair in ((plain, overlapping), (overlapping, plain)):
+        with pytest.raises(AssertionError, match="overlap"):
+            compose(*pair)

@@ -72,6 +72,9 @@ def compose(first: Run, second: Run, scale: tuple[int, int] = (1, 1)) -> list[Ru
             return []
         moved = (low - second.source) * scale[0] // scale[1]
         return [Run(first.source + low - first.target, second.target + moved, width)]
+    assert (first.count == 1 or first.target_stride >= first.width) and (
+        second.count == 1 or second.source_stride >= second.width
+    ), "the repetitions of a run overlap"
     if not in_step(first, second):
         return [run for plain in first.repeats() for run in compose(plain, second, scale)]
     source_stride = first.source_stride if first.count > 1 else second.source_stride

@@ -2,7 +2,7 @@
 """Rollout engines, one folder each: how an engine is asked, how it loads, what it needs.
 
 An engine is added by a folder here, its line in ``ROLLOUTS``, and a pair with every trainer in ``sharding_manager/``.
-No other room knows which engines there are. The folder provides:
+No room below this one imports an engine or knows its ways. The folder provides:
 
     Rollout           (``base``)                   what is registered with verl, and which keys, checkpoints and
                                                    adapters the engine cannot serve, known before anything runs

@@ -29,7 +29,8 @@ class Rollout:
         refuse_checkpoint: likewise for the model of ``actor_rollout_ref.model.path``, where its checkpoint lies in a
             folder of this machine.
         refuse_untied: see ``RolloutEndpoint.refuse_untied``.
-        refuse_adapter: see ``RolloutEndpoint.refuse_adapter``.
+        refuse_adapter: see ``RolloutEndpoint.refuse_adapter``; its second argument tells under which key, with its
+            value, the user gave a setting, for the message.
     """
 
     name: str

@@ -46,9 +46,13 @@ class Commit:
         self._uses = UseCheck(agreement, endpoint.ranks)
         self._told_of_coverage = False
 
-    def questions(self, plan: Plan) -> Questions:
-        """What the engine ranks are asked to do in a sync beside loading; the same on all ranks."""
-        return Questions(self._config.verify_hashes, self._hashes.whole(plan), self._uses.asks(plan))
+    def questions(self, plan: Plan, delivery: Delivery) -> Questions:
+        """What the engine ranks are asked to do in a sync beside loading; the same on all ranks.
+
+        An engine rank that reads in place has told before what it uses.
+        """
+        asks = self._uses.asks(plan) and not delivery.in_place
+        return Questions(self._config.verify_hashes, self._hashes.whole(plan), asks)
 
     def opened(self, plan: Plan, used: Used | None, questions: Questions) -> None:
         """Refuses, before anything is loaded, a plan of which the engine leaves something out.

@@ -32,8 +32,7 @@ class LoRAShardingManager(ShardingManager):
         if self.trainer.serves_adapter:
             self.endpoint.refuse_adapter(vars(self.trainer.adapter_config))
         elif isinstance(source, MergingSource) and (end := self.trainer.untied_end()):
-            architectures = getattr(self.trainer.engine.model_config.hf_config, "architectures", None) or ()
-            self.endpoint.refuse_untied(architectures, f"the adapter's {end}")
+            self.endpoint.refuse_untied(self.trainer.architectures, f"the adapter's {end}")
         return source
 
     async def update_weights(self, wake_tags: list[str], global_steps: int | None) -> SyncReport:

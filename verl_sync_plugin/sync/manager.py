@@ -140,21 +140,26 @@ class ShardingManager(BaseShardingManager):
                     self.meeting.ask(version)
                 with stage("connect"):
                     await self.meeting.meet()
-                    questions = self.commit.questions(sync.plan)
+                    questions = self.commit.questions(sync.plan, delivery)
                     self.commit.opened(sync.plan, delivery.greet(sync, questions), questions)
                 delivery.run(sync)  # the transfer
                 with stage("commit"):
                     await self.commit.run(sync, delivery, self.meeting.pending)
         except PeersUnreachableError:
+            self._let_go()
             await self.meeting.leave()
             raise
         except BaseException as error:
+            self._let_go()
             await self.meeting.give_up(str(error) or repr(error))
             raise
-        finally:
-            self.sender.hang_up()
-            if self.source is not None:
-                self.source.release()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Hangs up, and drops every reference to the trainer's parameters."""
+        self.sender.hang_up()
+        if self.source is not None:
+            self.source.release()
 
     def plan(self, sync_id: str) -> Sync:
         """Collective: what every rank holds, and the buckets in which it travels; compared when anything changed."""

@@ -83,13 +83,12 @@ class Waking:
             SyncError: any engine failed; the same text on every rank.
         """
         with report.stage("resume_kv"):
-            await self._agreement.step_async("resuming the engine's KV cache", lambda: self._finished(tags))
+            with self._agreement.attempt():  # also on a rank that has failed: else the engine's gate stayed shut
+                if self._endpoint.leader:
+                    await self._endpoint.finish(tags)
+            self._agreement.settle("resuming the engine's KV cache")
         with self._agreement.attempt():  # if this fails, the next sync does
             note_device_memory(report, self._device, "awake")
-
-    async def _finished(self, tags: list[str]) -> None:
-        if self._endpoint.leader:
-            await self._endpoint.finish(tags)
 
     async def publish(self, report: SyncReport) -> None:
         """The leader leaves the report with the engine; not collective."""

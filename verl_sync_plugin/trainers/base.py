@@ -48,10 +48,14 @@ class ParameterSource(ABC):
     where the shards are now (offloading moves them).
 
     Attributes:
-        prepares: what travels is made on the way, by ``prepare``.
+        prepares: what travels is made on the way: the class has a ``prepare`` of its own.
     """
 
     prepares: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.prepares = cls.prepares or "prepare" in vars(cls)
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None

@@ -40,6 +40,11 @@ class FSDPTrainer(TrainerBackend):
         return getattr(self.engine.module, "_fsdp_wrapped_module", self.engine.module)
 
     @property
+    def architectures(self) -> tuple[str, ...]:
+        """Names of the model's classes, as its config has them."""
+        return tuple(getattr(self.engine.model_config.hf_config, "architectures", None) or ())
+
+    @property
     def adapter_config(self) -> Any:
         """PEFT's config of verl's adapter; ``None`` where it has another name."""
         return (getattr(self._model, "peft_config", None) or {}).get(ADAPTER)

@@ -67,8 +67,6 @@ class MergingSource(ParameterSource):
         timeout_seconds: bound on waiting for other ranks.
     """
 
-    prepares = True
-
     def __init__(
         self,
         inner: ParameterSource,

@@ -209,7 +209,11 @@ class SyncServerAdapter(ServerAdapter):
         assert manager is not None
         with manager.agreement.attempt():
             note_device_memory(manager.report, trainer_device(), REST[0])
-        report = await manager.finish(tags)
+        try:
+            report = await manager.finish(tags)
+        except (SyncError, asyncio.CancelledError) as error:
+            await abandon(manager.endpoint, str(error) or repr(error))
+            raise
         if self._room.learning:
             grown = growth(report.device_used_bytes)
             if not tags:  # what changed then is none of the engine's needs

@@ -56,12 +56,12 @@ def load(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]]) 
 
 
 def _receive(model: torch.nn.Module, channel: Channel, request: LoadRequest) -> None:
-    session = _sessions.get(id(model))
-    if session is None:
-        known = SGLangModel(model, tensor_parallel_rank())
-        session = _sessions[id(model)] = ReceiverSession(known)
-        say(f"loader active, rank {known.tp_rank} of {known.name}")
     try:
+        session = _sessions.get(id(model))
+        if session is None:
+            known = SGLangModel(model, tensor_parallel_rank())
+            session = _sessions[id(model)] = ReceiverSession(known)
+            say(f"loader active, rank {known.tp_rank} of {known.name}")
         with no_collection():
             session.run(channel, request)
     except ChannelClosedError:

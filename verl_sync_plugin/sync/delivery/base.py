@@ -51,8 +51,8 @@ class Offer:
     """What one rank says of one way of delivery.
 
     Attributes:
-        obstacle: why this sync cannot go that way; empty when it can.
-        early: the engine rank has not yet said whether it can.
+        obstacle: why this sync cannot go that way, for the log; empty when it can.
+        early: the engine rank has not yet said whether it can; or this rank has failed, and says why when it settles.
         lasting: the obstacle stays for the rest of the run.
         unready: ``Delivery.stage`` has to be called first.
     """

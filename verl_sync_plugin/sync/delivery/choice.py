@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.tensors import Plan
+from verl_sync_plugin.log import say
 from verl_sync_plugin.sync.delivery.base import Delivery, Offer, PeersUnreachableError, Sync
 from verl_sync_plugin.sync.delivery.direct import Direct
 from verl_sync_plugin.sync.delivery.gathered import Gathered
@@ -32,7 +36,7 @@ class Choice:
         self.sharded = Sharded(config, agreement, sender)
         self.gathered = Gathered(config, agreement, sender)
         self._ways: tuple[Delivery, ...] = (self.direct, self.sharded, self.gathered)
-        self._chosen: Delivery = self.gathered
+        self._chosen: Delivery | None = None
 
     def of(self, sync: Sync) -> Delivery:
         """Collective: the way of this sync, ready to ``fill``.
@@ -50,6 +54,8 @@ class Choice:
             if not unable:
                 if unready:
                     way.stage(sync)
+                if way is not self._chosen and dist.get_rank() == 0:
+                    _say_why(way, self._ways, offers)
                 self._chosen = way
                 return way
             if way is self.direct:
@@ -67,4 +73,12 @@ class Choice:
         Raises:
             SyncError: ``custom.sync.delivery`` asks for that way by name.
         """
+        assert self._chosen is not None, "chosen, and out of reach"
         self._chosen.fall_back(error)
+
+
+def _say_why(chosen: Delivery, ways: Sequence[Delivery], offers: Sequence[Offer]) -> None:
+    """One line for the log whenever the delivery changes, with the obstacles to those that come before it."""
+    passed = zip(ways[: ways.index(chosen)], offers, strict=False)
+    why = "; ".join(f"not {way.name}: {offer.obstacle or 'another rank has an obstacle'}" for way, offer in passed)
+    say(f"delivery is {chosen.name}" + (f" ({why})" if why else ""))

@@ -59,7 +59,11 @@ class Direct(Delivery):
         after all, packing does so again."""
         self._live = self._look(sync)
         if self._live is None:
-            return Offer(self._why or "not yet possible", self._answered != sync.plan.digest, not self._wanted)
+            return Offer(
+                self._why or "the engine has not yet said that it can",
+                self._answered != sync.plan.digest,
+                not self._wanted,
+            )
         assert self._parameters is not None, "looked"
         self._sender.begin(sync.plan, sync.rank, self._config.verify_hashes, self._config.check_finite)
         self._sender.read(sync.shards, self._parameters.found)

@@ -39,6 +39,7 @@ class Sharded(Staged):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.possible: bool | None = None
+        self._why = "no ranks share out the model"
 
     def decide(self, group: dist.ProcessGroup | None) -> None:
         """Collective, once: finds out whether plans are to be sharded.
@@ -49,8 +50,15 @@ class Sharded(Staged):
         Raises:
             SyncError: ``delivery`` is neither ``auto`` nor ``gathered``, and the ranks of a group are on several hosts.
         """
-        shared_out = group is not None and dist.get_world_size(group) > 1
-        self.possible = self._config.delivery != "gathered" and shared_out and self._on_one_host(group)
+        if self._config.delivery == "gathered":
+            self.possible, self._why = False, f"{KEY_PREFIX}.delivery=gathered"
+        elif group is None or dist.get_world_size(group) == 1:
+            self.possible = False
+        else:
+            self.possible = self._on_one_host(group)
+
+    def _obstacle(self, sync: Sync) -> str:
+        return "" if sync.plan.sharded else self._why
 
     def _on_one_host(self, group: dist.ProcessGroup | None) -> bool:
         hosts = self._agreement.gather("finding out which ranks share a host", host_name())
@@ -61,6 +69,7 @@ class Sharded(Staged):
                 f"{KEY_PREFIX}.delivery={self._config.delivery}: trainer ranks {apart[0]}, which share out the model, "
                 f"are on several hosts ({', '.join(sorted({hosts[rank] for rank in apart[0]}))}). Set it to auto."
             )
+        self._why = "ranks that share out the model are on several hosts"
         return not apart
 
     def _readers(self, sync: Sync) -> list[int]:
@@ -93,7 +102,7 @@ class Sharded(Staged):
                 f"memory ({error}). Set it to auto."
             ) from error
         say(f"an engine rank cannot read other trainer ranks' memory ({error}); buckets are gathered instead")
-        self.possible = False
+        self.possible, self._why = False, str(error)
 
 
 def host_name() -> str:

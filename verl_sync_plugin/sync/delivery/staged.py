@@ -29,8 +29,10 @@ class Staged(Delivery):
         self._unopened = False  # the engine ranks have not opened these yet
 
     def offer(self, sync: Sync) -> Offer:
-        other = f"the plan is not {self.name}" if sync.plan.sharded != (self.name == "sharded") else ""
-        return Offer(other, unready=self._staged != sync.plan.digest or not self._sender.staged)
+        return Offer(self._obstacle(sync), unready=self._staged != sync.plan.digest or not self._sender.staged)
+
+    def _obstacle(self, sync: Sync) -> str:
+        return ""
 
     @property
     def told(self) -> StagingExport:

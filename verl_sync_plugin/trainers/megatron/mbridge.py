@@ -2,7 +2,7 @@
 """verl's vanilla bridge (mbridge), read as a description: which Megatron parameters make up which HF tensors.
 
 The functions with which mbridge merges tensor-parallel parts and converts to HF run once on meta tensors (see
-``tracing.py``). Layers differ only in their numbers, so each kind of parameter is traced once.
+``trace.py``). Layers differ only in their numbers, so each kind of parameter is traced once.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ import torch
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, View
 from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy, dtype_name
+from verl_sync_plugin.transport.agreement import Agreement
 
 Stream = Iterable[tuple[Any, ...]]  # (HF name, full tensor, ...)
 
@@ -32,8 +33,6 @@ class StreamSource(ParameterSource):
         policy: wire dtypes.
     """
 
-    prepares = True
-
     def __init__(self, open_stream: Callable[[], Stream], policy: WirePolicy) -> None:
         super().__init__()
         self._open = open_stream
@@ -44,6 +43,10 @@ class StreamSource(ParameterSource):
         self._stream: Iterator[tuple[Any, ...]] | None = None
         self._passed = 0
         self._held: dict[int, torch.Tensor] = {}
+
+    def agree_on_layout(self, agreement: Agreement) -> None:
+        """A rank that failed before must not leave the others alone in the stream, which ``shards`` may run."""
+        agreement.settle("reading the layout of the trainer")
 
     def shards(self) -> list[Shard]:
         """All bases. Collective the first time."""
