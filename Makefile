@@ -2,10 +2,9 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 # The pytest command, not "python -m pytest": that would put the source tree before the installed package.
-# What --cov measures is in pyproject.toml.
-PYTEST := VERL_PLATFORM=cpu $(BIN)/pytest --cov
+PYTEST := VERL_PLATFORM=cpu $(BIN)/pytest
 
-.PHONY: venv quickstart test test-all test-fast lint format clean
+.PHONY: venv quickstart test test-all coverage test-fast lint format clean
 
 venv: ## the stack and this project in .venv
 	VENV=$(VENV) scripts/setup_venv.sh
@@ -18,6 +17,9 @@ test: venv ## every feature once, without a GPU; at most 25 minutes on two cores
 
 test-all: venv ## also other SGLang releases, more layouts and more models; an hour on two cores
 	$(PYTEST) --durations=12 -m "not gpu"
+
+coverage: venv ## make test-all with coverage, which more than doubles the time of most tests
+	$(PYTEST) --cov -m "not gpu"  # what it measures is in pyproject.toml
 
 test-fast: venv ## without the tests that start verl, Ray or SGLang
 	$(PYTEST) -m "not gpu and not slow and not extended"

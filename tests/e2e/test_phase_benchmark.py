@@ -23,6 +23,7 @@ COMMAND = "-m benchmarks.phase --case cpu-smoke --model-size tiny --device cpu -
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_every_sync_of_a_training_run_is_measured(tmp_path: Path) -> None:
     env = {name: value for name, value in unmeasured.environment().items() if name != "PYTHONPATH"}
     command = [sys.executable, *COMMAND.split(), "--work", str(tmp_path), "--out", str(tmp_path / "smoke.json")]
