@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lora_models import Layout, Variant, merging_source, peft_model, shard
 from worlds import run_world
 
-SECONDS = 1.5
+SECONDS = 5.0
 DORA = Variant("dora", config={"target_modules": ["q_proj"], "use_dora": True})
 
 
