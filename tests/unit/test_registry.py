@@ -78,3 +78,12 @@ def test_unknown_pair_names_keys_choices_and_way_out() -> None:
     assert "actor_rollout_ref.rollout.name='sglang'" in text
     assert "fsdp->sglang" in text and "fsdp2->sglang" in text
     assert "custom.sync.enabled=False" in text
+
+
+def test_a_manager_without_a_backend_says_what_it_lacks() -> None:
+    class Bare(ShardingManager):
+        def __init__(self) -> None:
+            """Without a run around it."""
+
+    with pytest.raises(TypeError, match="Bare: name a backend"):
+        Bare().open_source()

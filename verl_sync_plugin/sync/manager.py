@@ -80,7 +80,10 @@ class ShardingManager(BaseShardingManager):
 
         Raises:
             ValueError: the trainer is configured in a way this manager cannot sync; names key, value and remedy.
+            TypeError: a registered class names no ``backend`` and does not override this.
         """
+        if not hasattr(self, "backend"):
+            raise TypeError(f"{type(self).__qualname__}: name a backend (a TrainerBackend), or override open_source")
         return self.trainer.open_source()
 
     async def update_weights(self, wake_tags: list[str], global_steps: int | None) -> SyncReport:

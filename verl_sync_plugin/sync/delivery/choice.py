@@ -61,7 +61,9 @@ class Choice:
             if way is self.direct:
                 self.direct.passed_over(early=bool(early), lasting=bool(lasting))
         self._agreement.settle("choosing the delivery")
-        raise AssertionError("a rank that fits no plan has failed, and settled")
+        raise AssertionError(
+            "only a rank that has failed has an obstacle to every way, and then the ranks have settled"
+        )
 
     def note(self, committed: Committed, plan: Plan) -> None:
         """Takes in what the engine rank said at the end of a sync."""
