@@ -160,7 +160,7 @@ async def times_out(call: Any, what: str) -> None:
     before = time.monotonic()
     with pytest.raises(TimeoutError, match=rf"SGLang did not {what} .*{KEY_PREFIX}\.timeout_seconds=0\.3"):
         await call
-    assert BOUND <= time.monotonic() - before < BOUND + 2
+    assert BOUND * 0.9 < time.monotonic() - before < BOUND + 2  # an event loop's timer may end a little early
 
 
 def test_a_sleep_without_an_answer_ends_in_an_error_that_names_the_key(server_with: Make) -> None:
