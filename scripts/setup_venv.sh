@@ -33,7 +33,7 @@ find_python() {
 }
 
 requirements_hash() {
-    { cat requirements/cpu.txt requirements/cpu-no-deps.txt; "$VENV/bin/python" --version; } | sha256sum | cut -d' ' -f1
+    { cat requirements/cpu*.txt; "$VENV/bin/python" --version; } | sha256sum | cut -d' ' -f1
 }
 
 if [[ ! -x $VENV/bin/python ]]; then
@@ -48,6 +48,10 @@ if [[ $(cat "$STAMP" 2>/dev/null || true) != "$hash" ]]; then
     pip_install "$(grep '^torch==' requirements/cpu.txt)"
     pip_install -r requirements/cpu.txt
     pip_install --no-deps -r requirements/cpu-no-deps.txt
+    # verl's default Megatron bridge. The core's wheels are for other versions of Python, so it is built.
+    rm -rf "$VENV/megatron-bridge"
+    pip_install --no-deps --ignore-requires-python --no-binary megatron-core --target "$VENV/megatron-bridge" \
+        -r requirements/cpu-megatron-bridge.txt
     echo "$hash" > "$STAMP"
 fi
 

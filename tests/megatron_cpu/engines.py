@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's own Megatron engine with the plugin's export, in a process of a test world on the CPU."""
+"""verl's own Megatron engine with the plugin's export, in a process of a test world on the CPU.
+
+Its bridge is the one that is installed: mbridge, or Megatron-Bridge in the folder that ``megatron_environment`` puts
+before the others, with the megatron-core that belongs to it.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +32,15 @@ LOCAL_LAYERS: dict[str, Any] = {
     "bias_activation_fusion": False,
     "persist_layer_norm": False,
 }
+# And what Megatron-Bridge turns on by itself
+NO_FUSION: dict[str, Any] = {
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "moe_shared_expert_overlap": False,
+    "cross_entropy_loss_fusion": False,
+    "transformer_impl": "local",
+}
+MEGATRON_BRIDGE = Path(sys.prefix) / "megatron-bridge"  # see scripts/setup_venv.sh
 
 
 @dataclass(frozen=True)
@@ -46,10 +62,13 @@ class Layout:
 
 
 @contextmanager
-def megatron_environment() -> Iterator[None]:
-    """Processes started inside have Megatron on the CPU."""
-    before = {name: os.environ.get(name) for name in CPU_MEGATRON}
-    os.environ.update(CPU_MEGATRON)
+def megatron_environment(megatron_bridge: bool = False) -> Iterator[None]:
+    """Processes started inside have Megatron on the CPU, with mbridge or with Megatron-Bridge."""
+    wanted = dict(CPU_MEGATRON)
+    if megatron_bridge:
+        wanted["PYTHONPATH"] = os.pathsep.join([str(MEGATRON_BRIDGE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
     try:
         yield
     finally:
@@ -60,18 +79,30 @@ def megatron_environment() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def build(model_path: str, layout: Layout) -> Any:
-    """verl's registered Megatron engine, initialized; ends any earlier one's process groups."""
+def on_megatron_bridge() -> bool:
+    """Whether this process has Megatron-Bridge."""
+    return importlib.util.find_spec("megatron.bridge") is not None
+
+
+def build(model_path: str, layout: Layout, lora: dict[str, Any] | None = None) -> Any:
+    """verl's registered Megatron engine, initialized; ends any earlier one's process groups.
+
+    Args:
+        lora: ``actor_rollout_ref.model.lora``, where Megatron-Bridge is.
+    """
     from megatron.core import parallel_state
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
     from verl.workers.engine import EngineRegistry
 
     parallel_state.destroy_model_parallel()
-    model = HFModelConfig(path=model_path, use_remove_padding=False)
-    _bring_deepseek_up_to_date(model.hf_config)
+    bridge = on_megatron_bridge()
+    model = HFModelConfig(path=model_path, use_remove_padding=False, **({"lora": lora} if lora else {}))
+    if not bridge:
+        _bring_deepseek_up_to_date(model.hf_config)
     # Megatron's own attention cannot compute with context parallelism; its groups are real nevertheless
     overrides = {**LOCAL_LAYERS, **({"context_parallel_size": 1} if layout.cp > 1 else {})}
+    overrides.update(NO_FUSION if bridge else {})
     engine = McoreEngineConfig(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -80,7 +111,7 @@ def build(model_path: str, layout: Layout) -> Any:
         expert_tensor_parallel_size=layout.etp,
         context_parallel_size=layout.cp,
         sequence_parallel=False,
-        vanilla_mbridge=True,
+        vanilla_mbridge=not bridge,
         use_mbridge=True,
         use_remove_padding=False,
         use_dynamic_bsz=False,
@@ -118,7 +149,8 @@ def train_step(engine: Any) -> None:
 
     for chunk in engine.module:
         for parameter in chunk.parameters():
-            parameter.main_grad.fill_(0.5)
+            if parameter.requires_grad:
+                parameter.main_grad.fill_(0.5)
         for name, buffer in unwrap_model(chunk).named_buffers():
             if "expert_bias" in name:
                 buffer.add_(1)
@@ -126,9 +158,15 @@ def train_step(engine: Any) -> None:
 
 
 def stock_export(engine: Any) -> dict[str, torch.Tensor]:
-    """What verl itself would send: mbridge's own export. Collective."""
+    """What verl itself would send: the bridge's own export, LoRA merged. Collective."""
     found: dict[str, torch.Tensor] = {}
-    for name, tensor in engine.bridge.export_weights(engine.module):
+    if on_megatron_bridge():
+        exported = engine.bridge.export_hf_weights(engine.module, cpu=True, show_progress=False)
+    else:
+        exported = engine.bridge.export_weights(engine.module)
+    for name, tensor in exported:
+        if name == "lm_head.weight" and engine.model_config.hf_config.tie_word_embeddings:
+            continue  # Megatron-Bridge exports a tied embedding under both names where the checkpoint has both
         if name in found:
             assert torch.equal(found[name], tensor), f"{name} is exported twice and differs"
         found[name] = tensor.detach().clone()

@@ -31,6 +31,7 @@ from verl_sync_plugin.sync.sender import STAGING_BUCKETS
 from verl_sync_plugin.trainers import activation
 from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy
 from verl_sync_plugin.trainers.megatron.model import unwrapped
+from verl_sync_plugin.trainers.megatron.source import MegatronSource
 from verl_sync_plugin.trainers.megatron.stream import StreamSource
 from verl_sync_plugin.trainers.megatron.trainer import MegatronTrainer
 
@@ -114,6 +115,7 @@ def syncs(model_path: str, layout: Layout, wire: str = "bfloat16") -> list[str]:
             assert not same, f"training must have changed everything: {same}"
         for manager in managers:
             check_same(one_sync(manager), on_the_wire(expected, getattr(torch, wire)))
+            assert isinstance(manager.source, MegatronSource), "the bridge's own stream was used"
             digests.append(manager.planning.agreed_digest)
     return digests
 
@@ -123,7 +125,7 @@ class _StreamManager(MegatronSGLangShardingManager):
 
     def open_source(self) -> ParameterSource:
         assert isinstance(self.trainer, MegatronTrainer)
-        return StreamSource(self.trainer.bridge_stream, WirePolicy(torch.bfloat16))
+        return StreamSource(self.trainer.stream, WirePolicy(torch.bfloat16))
 
 
 def streamed(model_path: str, layout: Layout) -> None:

@@ -39,7 +39,7 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 def check(found: ModelTensors, chunks: list[Any]) -> None:
     """What was looked up is what a walk finds, name by name."""
-    named = [(name, id(tensor)) for _, held in found.named() for name, tensor, _ in held]
+    named = [(name, id(tensor)) for _, _, held in found.named() for name, tensor, *_ in held]
     walked = [(h.name, id(h.tensor)) for chunk in chunks for h in megatron_model.held_by(chunk) if h.tensor.numel()]
     assert named == walked
     assert [id(tensor) for tensor in found.tensors] == [number for _, number in walked]

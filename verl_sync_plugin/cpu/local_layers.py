@@ -11,6 +11,8 @@ from typing import Any
 
 from wrapt import register_post_import_hook
 
+from verl_sync_plugin.cpu import megatron_bridge
+
 # Norms of latent attention: Megatron's own module, and the one TransformerEngine fuses it into
 _FUSED_NORMS = {"q_layernorm": "linear_q_up_proj", "kv_layernorm": "linear_kv_up_proj"}
 
@@ -19,6 +21,7 @@ def register_hooks() -> None:
     """Register the post-import hooks for megatron-core and mbridge; a module already imported is changed at once."""
     for module_name, hook in _HOOKS.items():
         register_post_import_hook(hook, module_name)
+    megatron_bridge.register_hooks()
 
 
 def _accept_padding_mask(dot_product_attention: ModuleType) -> None:
@@ -95,18 +98,25 @@ def _map_local_norm_names(bridge: ModuleType) -> None:
 
 def _group_experts(backends: ModuleType) -> None:
     """Give Megatron's own layers grouped experts, which come with TransformerEngine alone."""
-    namespace: Any = backends
+    import inspect
 
-    def grouped_mlp_modules(
-        self: Any, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
-    ) -> tuple[Any, Any]:
+    namespace: Any = backends
+    stock = namespace.LocalSpecProvider.grouped_mlp_modules
+    # Up to megatron-core 0.16 a pair of class and layers, later something to call
+    is_pair = "moe_use_legacy_grouped_gemm" in inspect.signature(stock).parameters
+
+    def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool = False) -> Any:
+        from megatron.core.transformer.moe import experts
         from megatron.core.transformer.mlp import MLPSubmodules
-        from megatron.core.transformer.moe.experts import TEGroupedMLP
 
         from verl_sync_plugin.cpu.grouped_linear import ColumnParallelGroupedLinear, RowParallelGroupedLinear
 
-        submodules = MLPSubmodules(linear_fc1=ColumnParallelGroupedLinear, linear_fc2=RowParallelGroupedLinear)
-        return TEGroupedMLP, submodules
+        layers = {"linear_fc1": ColumnParallelGroupedLinear, "linear_fc2": RowParallelGroupedLinear}
+        if is_pair:
+            return experts.TEGroupedMLP, MLPSubmodules(**layers)
+        if not moe_use_grouped_gemm:
+            return stock(self, moe_use_grouped_gemm)
+        return functools.partial(experts.TEGroupedMLP, submodules=experts.GroupedMLPSubmodules(**layers))
 
     namespace.LocalSpecProvider.grouped_mlp_modules = grouped_mlp_modules
 

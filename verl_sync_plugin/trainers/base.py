@@ -65,12 +65,16 @@ class ParameterSource(ABC):
         """The ranks among which bases with several owners are sharded; ``None`` when there are none."""
         return self._group
 
-    def agree_on_layout(self, agreement: Agreement) -> None:  # noqa: B027  (where ranks hold alike parts)
+    def agree_on_layout(self, agreement: Agreement) -> ParameterSource:
         """Collective, before ``shards``: the ranks tell each other who holds what, where they hold different parts.
+
+        Returns:
+            The source that reads this trainer: mostly this one.
 
         Raises:
             SyncError: any rank failed; the same text on every rank.
         """
+        return self
 
     @abstractmethod
     def shards(self) -> list[Shard]:

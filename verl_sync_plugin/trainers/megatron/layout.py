@@ -5,7 +5,26 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+
+from verl_sync_plugin.layout.strided import Run
+
+
+@dataclass(frozen=True)
+class Product:
+    """One HF tensor that a Megatron parameter yields.
+
+    Attributes:
+        name: HF name.
+        shape: full shape.
+        digest: of ``shares``, by which products are compared: ranks tell each other thousands of them.
+        shares: by part of the parameter, what it contributes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    digest: str
+    shares: tuple[tuple[Run, ...], ...] = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -20,6 +39,7 @@ class LocalParameter:
         parts: tensor-parallel size the parameter is split by; 1 when ranks hold all of it.
         dim: dimension it is split along.
         buffer: a persistent buffer, which keeps its dtype.
+        products: the HF tensors that it yields; none where the bridge exports nothing of it.
     """
 
     name: str
@@ -29,6 +49,7 @@ class LocalParameter:
     parts: int = 1
     dim: int = 0
     buffer: bool = False
+    products: tuple[Product, ...] = ()
 
     def describe(self) -> str:
         part = f", part {self.part + 1} of {self.parts} along dimension {self.dim}" if self.parts > 1 else ""
@@ -42,10 +63,12 @@ class RankLayout:
     Attributes:
         parameters: in model order.
         groups: ranks (of the world) of the rank's model-parallel groups: dense, and that of the experts.
+        computed: the first parameter whose HF tensors are more than copies of it, and why; empty when there is none.
     """
 
     parameters: tuple[LocalParameter, ...]
     groups: tuple[tuple[int, ...], ...]
+    computed: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,10 +133,14 @@ def match(layouts: list[RankLayout]) -> list[list[Unit]]:
 def _check_alike(name: str, found: dict[int, LocalParameter]) -> None:
     kinds: dict[LocalParameter, list[int]] = defaultdict(list)
     for rank, parameter in sorted(found.items()):
-        kinds[LocalParameter(name, parameter.shape, parameter.dtype, 0, parameter.parts, parameter.dim)].append(rank)
-    if len(kinds) > 1 or len({parameter.buffer for parameter in found.values()}) > 1:
-        said = "; ".join(f"{_ranks(ranks)}: {found[ranks[0]].describe()}" for ranks in kinds.values())
-        raise ValueError(f"the ranks disagree on parameter {name!r}: {said}")
+        kinds[replace(parameter, part=0)].append(rank)
+    if len(kinds) == 1:
+        return
+    said = {_ranks(ranks): found[ranks[0]].describe() for ranks in kinds.values()}
+    if len(set(said.values())) == 1:  # then what it becomes differs
+        said = {_ranks(ranks): f"{kind.products}" for kind, ranks in kinds.items()}
+    told = "; ".join(f"{ranks}: {text}" for ranks, text in said.items())
+    raise ValueError(f"the ranks disagree on parameter {name!r}: {told}")
 
 
 def _units(

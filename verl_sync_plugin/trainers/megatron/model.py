@@ -16,11 +16,13 @@ class Held(NamedTuple):
     Attributes:
         name: Megatron's, with the rank's own layer and expert numbers.
         buffer: a persistent buffer, which keeps its dtype.
+        place: in ``ModelTensors.tensors``.
     """
 
     name: str
     tensor: torch.Tensor
     buffer: bool
+    place: int = -1
 
 
 class _Slot(NamedTuple):
@@ -90,12 +92,14 @@ class ModelTensors:
             return True  # of tied weights each may be replaced alone
         return walk.structure != _structure(walk.modules) or any(slot.tensor().numel() for slot in walk.empty)
 
-    def named(self) -> Iterator[tuple[torch.nn.Module, list[Held]]]:
-        """Each chunk without its wrappers, and what it held when it was last looked at."""
+    def named(self) -> Iterator[tuple[int, torch.nn.Module, list[Held]]]:
+        """Each chunk's number, the chunk without its wrappers, and what it held when it was last looked at."""
         assert self._walk is not None, "look() comes first"
-        pairs = list(zip(self._walk.slots, self.tensors, strict=True))
+        found: list[list[Held]] = [[] for _ in self._walk.chunks]
+        for place, (slot, tensor) in enumerate(zip(self._walk.slots, self.tensors, strict=True)):
+            found[slot.chunk].append(Held(slot.name, tensor, slot.buffer, place))
         for number, module in enumerate(self._walk.chunks):
-            yield module, [Held(slot.name, tensor, slot.buffer) for slot, tensor in pairs if slot.chunk == number]
+            yield number, module, found[number]
 
     def offloaded(self) -> dict[int, torch.Tensor]:
         """Megatron's flat parameter buffers whose content verl has moved to host memory, by the identity of the

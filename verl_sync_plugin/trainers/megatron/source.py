@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron (tensor, pipeline, virtual pipeline, expert, expert-tensor, context and data parallel) through mbridge.
+"""Megatron: tensor, pipeline, virtual pipeline, expert, expert-tensor, context and data parallel, through any bridge.
 
 Every rank tells the others once what it holds; from then on each rank knows which of its bytes go where, and a bucket
 carries parts of all ranks that hold the model together, whatever the mix of parallel layouts. No collective and
@@ -11,22 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from verl_sync_plugin.config.settings import TURN_OFF
+from verl_sync_plugin import log
 from verl_sync_plugin.layout.joint import plan_joint
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, Plan, View
 from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy, dtype_name
-from verl_sync_plugin.trainers.megatron.layout import LocalParameter, RankLayout, Unit, choose_owners, match, replicas
-from verl_sync_plugin.trainers.megatron.mbridge import BridgeReader
+from verl_sync_plugin.trainers.megatron.layout import RankLayout, Unit, choose_owners, match, replicas
 from verl_sync_plugin.trainers.megatron.model import ModelTensors, flat
+from verl_sync_plugin.trainers.megatron.reading import LayoutReader
+from verl_sync_plugin.trainers.megatron.trace import NotACopyError
 from verl_sync_plugin.transport.agreement import Agreement
-
-_EXPERTS = ".mlp.experts.linear_fc"
 
 
 class MegatronSource(ParameterSource):
@@ -36,65 +34,71 @@ class MegatronSource(ParameterSource):
 
     Args:
         chunks: Megatron's model chunks (one per virtual pipeline stage), wrapped or not.
-        bridge: mbridge's bridge of the model.
+        reader: of the bridge that loads and exports the model.
         policy: wire dtypes.
+        otherwise: the bridge's own stream, for a model whose conversion computes; ``None``: such a model is refused.
     """
 
-    def __init__(self, chunks: list[torch.nn.Module], bridge: Any, policy: WirePolicy) -> None:
+    def __init__(
+        self,
+        chunks: list[torch.nn.Module],
+        reader: LayoutReader,
+        policy: WirePolicy,
+        otherwise: ParameterSource | None = None,
+    ) -> None:
         super().__init__()
         self._model = ModelTensors(chunks)
-        self._bridge = bridge
-        self._reader = BridgeReader(bridge)
+        self._reader = reader
         self._policy = policy
+        self._otherwise = otherwise
         self._layout = RankLayout((), ())
+        self._places: dict[str, int] = {}  # of this rank's parameters, by name
         self._shards: list[Shard] = []  # as long as every tensor stays the object it is, and on the device
         self._bases: list[Base] = []  # empty until the ranks have agreed
         self._pending: list[Base] = []
         self._mine: dict[int, int] = {}  # base -> tensor
         self._members: list[tuple[int, ...]] = []
 
-    def agree_on_layout(self, agreement: Agreement) -> None:
+    def agree_on_layout(self, agreement: Agreement) -> ParameterSource:
         """See ``ParameterSource``; the ranks exchange their layouts when any of them has changed."""
-        if not agreement.any("reading the layout of the trainer", self._read):
-            return
+        if not agreement.any("looking for the trainer's weights", self._changed):
+            return self
+        agreement.step("reading the layout of the trainer", self._read)
         layouts = agreement.gather("exchanging the layout of the trainer", self._layout)
+        computed = next((layout.computed for layout in layouts if layout.computed), "")
+        if computed and self._otherwise is not None:
+            log.say(f"this model goes through the trainer's own weight stream, which is slower: {computed}")
+            return self._otherwise.agree_on_layout(agreement)
         agreement.step("matching the layouts of all ranks", lambda: self._adopt(layouts))
         self._join()
+        return self
 
-    def _read(self) -> bool:
-        """Reads this rank's layout; returns whether it holds anything else than what the ranks last agreed on.
+    def _changed(self) -> bool:
+        """Whether this rank holds anything else than what the ranks last agreed on."""
+        other, moved = self._model.look()
+        if other or moved:
+            self._shards = []
+        if other:
+            self._bases = []
+        return not self._bases
+
+    def _read(self) -> None:
+        """Reads this rank's layout.
 
         Raises:
             ValueError: a parameter is stored in a way that cannot be sent; names it.
         """
-        other, moved = self._model.look()
-        if other or moved:
-            self._shards = []
-        if self._bases and not other:
-            return False
         self._bases = []
-        parameters = []
-        for module, held in self._model.named():
-            names = self._bridge._weight_name_mapping_mcore_local_to_global(module)
-            parameters += [self._describe(names[each.name], each.tensor, each.buffer) for each in held]
-        self._layout = RankLayout(tuple(parameters), _model_parallel_groups())
-        return True
-
-    def _describe(self, name: str, tensor: torch.Tensor, is_buffer: bool) -> LocalParameter:
-        if type(tensor.data) is not torch.Tensor:
-            raise ValueError(
-                f"parameter {name!r} is stored as {type(tensor.data).__name__}: weight sync reads plain tensors. "
-                f"Set actor_rollout_ref.actor.megatron.override_transformer_config.fp8=null, or {TURN_OFF}."
-            )
-        shape, dtype, mpu = tuple(tensor.shape), dtype_name(tensor.dtype), self._bridge.mpu
-        part, parts = 0, 1
-        if _EXPERTS in name:
-            # TransformerEngine marks experts as split and names a dimension whether they are or not
-            part, parts = mpu.etp_rank, mpu.etp_size
-        elif getattr(tensor, "tensor_model_parallel", False):
-            part, parts = mpu.tp_rank, mpu.tp_size
-        dim = int(getattr(tensor, "partition_dim", 0)) if parts > 1 else 0
-        return LocalParameter(name, shape, dtype, part, parts, dim, is_buffer)
+        groups = _model_parallel_groups()
+        try:
+            found = self._reader.read(self._model)
+        except NotACopyError as error:
+            if self._otherwise is None:
+                raise
+            self._layout = RankLayout((), groups, str(error))
+            return
+        self._places = {parameter.name: place for place, parameter in found.items()}
+        self._layout = RankLayout(tuple(found.values()), groups)
 
     def _adopt(self, layouts: list[RankLayout]) -> None:
         """Works out who sends what.
@@ -111,23 +115,22 @@ class MegatronSource(ParameterSource):
         units, ranks = by_replica[place], self._members[place]
         nbytes = [_numel(unit.like.shape) * getattr(torch, unit.like.dtype).itemsize for unit in units]
         owners = choose_owners(units, ranks, nbytes)
-        local = {parameter.name: index for index, parameter in enumerate(self._layout.parameters)}
         bases: list[Base] = []
         self._mine = {}
         named: set[str] = set()
         for unit, sent_by in zip(units, owners, strict=True):
             for part, base in enumerate(self._describe_unit(unit, sent_by, len(ranks), named)):
                 if ranks[sent_by[part]] == dist.get_rank():
-                    self._mine[len(bases)] = local[unit.like.name]
+                    self._mine[len(bases)] = self._places[unit.like.name]
                 bases.append(base)
         self._pending = bases
 
     def _describe_unit(self, unit: Unit, owners: tuple[int, ...], world: int, named: set[str]) -> Iterator[Base]:
         like, numel = unit.like, _numel(unit.like.shape)
-        products = self._reader.products(like)
+        products = like.products
         if self._reader.tied:
             # The last pipeline stage has its own copy of a tied embedding, equal to the first stage's
-            products = [product for product in products if product.name not in named]
+            products = tuple(product for product in products if product.name not in named)
         named.update(product.name for product in products)
         wire = getattr(torch, like.dtype)
         if not like.buffer:

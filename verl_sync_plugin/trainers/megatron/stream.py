@@ -44,9 +44,10 @@ class StreamSource(ParameterSource):
         self._passed = 0
         self._held: dict[int, torch.Tensor] = {}
 
-    def agree_on_layout(self, agreement: Agreement) -> None:
+    def agree_on_layout(self, agreement: Agreement) -> ParameterSource:
         """A rank that failed before must not leave the others alone in the stream, which ``shards`` may run."""
         agreement.settle("reading the layout of the trainer")
+        return self
 
     def shards(self) -> list[Shard]:
         """All bases. Collective the first time."""

@@ -2,7 +2,7 @@
 """Where the elements of a tensor come from, read off a function that only slices, joins and reorders.
 
 A bridge's conversion runs once on meta tensors. Views keep their storage, offset and strides, and the few operations
-that make a new storage without computing (``cat``, ``clone``) are followed by a table: which element of which input
+that make a new storage without computing (``cat``, ``clone``, rows taken by number) are followed by a table: which element of which input
 each part of the new storage holds. So no memory is needed however large the tensors are, and what a function does
 is known exactly, or it is refused.
 """
@@ -67,6 +67,8 @@ class CopyTrace(TorchDispatchMode):
             self._cat(result, args[0], args[1] if len(args) > 1 else 0)
         elif func in (torch.ops.aten.clone.default, torch.ops.aten.contiguous.default):
             self._cat(result, [args[0]], 0)
+        elif func is torch.ops.aten.index.Tensor:
+            self._select(result, args[0], args[1])
         return result
 
     def runs(self, result: torch.Tensor) -> list[tuple[int, Run]]:
@@ -103,6 +105,12 @@ class CopyTrace(TorchDispatchMode):
             places = (starts[:, None] + np.arange(0, length, grain)).reshape(-1) // grain
             origin[places] = _refine(*source, grain)
         self._learn(result, _Table(grain, origin))
+
+    def _select(self, result: torch.Tensor, source: torch.Tensor, indices: list[torch.Tensor | None]) -> None:
+        """``source[rows]``, with the numbers of the rows on the CPU, is the rows one after another."""
+        rows = indices[0] if len(indices) == 1 else None
+        if rows is not None and rows.dim() == 1 and rows.dtype == torch.int64 and rows.device.type == "cpu":
+            self._cat(result, [source.narrow(0, int(row), 1) for row in rows.tolist()], 0)
 
     def _read(self, tensor: torch.Tensor) -> tuple[int, np.ndarray]:
         """(grain, origin of each grain) in the tensor's own row-major order."""

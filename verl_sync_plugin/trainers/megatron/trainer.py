@@ -7,6 +7,8 @@ from typing import Any
 
 from verl_sync_plugin.config.settings import TURN_OFF, refuse_adapter_mode, refuse_megatron_lora
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
+from verl_sync_plugin.trainers.megatron.bridge import MegatronBridgeReader
+from verl_sync_plugin.trainers.megatron.mbridge import MBridgeReader
 from verl_sync_plugin.trainers.megatron.source import MegatronSource
 from verl_sync_plugin.trainers.megatron.stream import Stream, StreamSource
 from verl_sync_plugin.trainers.wire import wire_policy
@@ -19,11 +21,12 @@ class MegatronTrainer(TrainerBackend):
         """See ``TrainerBackend``."""
         refuse_engine(self.engine)
         policy = wire_policy(self.config, self.rollout_dtype)
+        chunks, bridge = self.engine.module, self.engine.bridge
         if self.engine.vanilla_bridge:
-            return MegatronSource(self.engine.module, self.engine.bridge, policy)
-        return StreamSource(self.bridge_stream, policy)
+            return MegatronSource(chunks, MBridgeReader(bridge), policy)
+        return MegatronSource(chunks, MegatronBridgeReader(bridge, chunks), policy, StreamSource(self.stream, policy))
 
-    def bridge_stream(self) -> Stream:
+    def stream(self) -> Stream:
         """Megatron-Bridge's export, LoRA merged."""
         stream, _ = self.engine.get_per_tensor_param()
         return iter(stream)

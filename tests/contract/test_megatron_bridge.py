@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron sources through verl's default bridge: what arrives is the checkpoint, and after training its own export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from worlds import run_world, stop
+
+from megatron_cpu import checkpoints, stories
+from megatron_cpu.engines import Layout, megatron_environment
+
+CASES = [
+    ("qwen2", Layout(2, cp=2)),
+    ("qwen2", Layout(4, tp=2, pp=2)),
+    ("qwen2-tied", Layout(2, pp=2, vpp=2)),
+    ("qwen3", Layout(2, tp=2)),
+    ("qwen3-moe", Layout(2, ep=2)),
+    ("qwen3-moe", Layout(4, tp=2, pp=2, ep=2, etp=1)),
+    ("moonlight", Layout(2, tp=2, ep=2, etp=1)),
+    ("deepseek", Layout(2, tp=2)),
+]
+MORE_CASES = [
+    ("qwen2", Layout(1)),
+    ("qwen2", Layout(2, tp=2)),
+    ("qwen2-tied", Layout(2, tp=2)),
+    ("qwen2-tied", Layout(4, tp=2, pp=2)),
+    ("qwen3", Layout(2, pp=2)),
+    ("qwen3-moe", Layout(2, tp=2, ep=1, etp=2)),
+    ("qwen3-moe", Layout(4, tp=2, ep=2, etp=2)),
+    ("moonlight", Layout(4, ep=2, pp=2, vpp=2)),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def processes() -> Iterator[None]:
+    """Fresh processes, with Megatron-Bridge and its megatron-core."""
+    stop()
+    with megatron_environment(megatron_bridge=True):
+        yield
+    stop()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    made: dict[str, str] = {}
+
+    def make(kind: str) -> str:
+        if kind not in made:
+            made[kind] = checkpoints.write(kind, tmp_path_factory.mktemp(kind))
+        return made[kind]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.extended) for case in MORE_CASES)],
+    ids=lambda value: str(value),
+)
+def test_every_tensor_arrives_bit_for_bit(kind: str, layout: Layout, checkpoint: Callable[[str], str]) -> None:
+    digests = run_world(layout.world, stories.syncs, checkpoint(kind), layout, timeout=180)
+    assert digests[0] == digests[0][: len(digests[0]) // stories.SYNCS] * stories.SYNCS, (
+        "the plan must not change while the layout does not"
+    )

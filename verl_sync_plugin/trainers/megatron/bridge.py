@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's default bridge (Megatron-Bridge), read as a description: which Megatron parameters make up which HF tensors.
+
+Megatron-Bridge names for each parameter a mapping, an object that gathers the parts of all ranks and converts them.
+Here a copy of it that cannot communicate runs once on meta tensors (see ``trace.py``): where it would gather, it gets
+all parts; where it would broadcast, it keeps what it has. Layers differ only in their numbers, so each kind of
+parameter is traced once.
+
+Source: that a mapping tells its layout when its helpers for communication are replaced, is the method of
+``verl.workers.engine.megatron.delta_export``, which marks elements with NaN.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from verl_sync_plugin.trainers.base import dtype_name
+from verl_sync_plugin.trainers.megatron.layout import LocalParameter, Product
+from verl_sync_plugin.trainers.megatron.model import Held, ModelTensors
+from verl_sync_plugin.trainers.megatron.reading import NUMBER, LayoutReader, product_of, refuse_wrapped
+from verl_sync_plugin.trainers.megatron.trace import CopyTrace, NotACopyError
+
+ADAPTER = ".adapter."  # in the names of what belongs to LoRA alone
+_VOCABULARY = ("word_embeddings.weight", "output_layer.weight")  # padded where tensor parallelism does not divide it
+_COMPUTED_BY_ENGINES = ".rotary_emb.inv_freq"  # some checkpoints hold it; no engine reads it
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What all parameters that differ only in their numbers become.
+
+    Attributes:
+        split: the mapping gathers parts.
+        products: with the key of each one's name in the mapping's ``hf_param``; empty where that is a single name.
+    """
+
+    split: bool
+    products: tuple[tuple[str, Product], ...]
+
+
+class MegatronBridgeReader(LayoutReader):
+    """Reads conversion tasks. They leave out a tied head, so the embedding comes once.
+
+    Args:
+        bridge: ``engine.bridge`` where ``vanilla_mbridge=False``, Megatron-Bridge's ``AutoBridge``.
+        chunks: Megatron's model chunks as the bridge is given them.
+    """
+
+    def __init__(self, bridge: Any, chunks: list[torch.nn.Module]) -> None:
+        self._bridge = bridge
+        self._chunks = chunks
+        self._kinds: dict[tuple[object, ...], _Kind] = {}
+
+    def read(self, model: ModelTensors) -> dict[int, LocalParameter]:
+        """See ``LayoutReader``. The bridge's list of tasks takes one exchange of names in the pipeline group."""
+        listed = self._bridge.get_conversion_tasks(self._chunks)
+        tasks = {(task.vp_stage, task.param_name): task for task in listed if task and task.param_weight is not None}
+        found = {}
+        for number, _, all_held in model.named():
+            for held in all_held:
+                task = tasks.get((number, held.name))
+                if task is not None:
+                    refuse_wrapped(task.global_param_name, held.tensor)
+                    found[held.place] = self._describe(task, held)
+        return found
+
+    def _describe(self, task: Any, held: Held) -> LocalParameter:
+        name, mapping, tensor = task.global_param_name, task.mapping, held.tensor
+        if getattr(mapping, "is_grouped_export", False):
+            raise NotACopyError(f"parameter {name!r} is stacked with those of other experts ({type(mapping).__name__})")
+        shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+        config = id(getattr(task.megatron_module, "config", None))
+        kind_of = (type(mapping), NUMBER.sub("#", f"{name} {mapping.hf_param}"), shape, dtype, config)
+        kind = self._kinds.get(kind_of)
+        if kind is None:
+            kind = self._trace(task, tensor)
+            if all(key is not None for key, _ in kind.products):
+                self._kinds[kind_of] = kind
+        names = mapping.hf_param if isinstance(mapping.hf_param, dict) else {"": mapping.hf_param}
+        products = tuple(Product(names.get(key, p.name), p.shape, p.digest, p.shares) for key, p in kind.products)
+        part, parts = (mapping.tp_rank, mapping.tp_size) if kind.split else (0, 1)
+        dim = int(getattr(tensor, "partition_dim", 0)) if parts > 1 else 0
+        return LocalParameter(name, shape, dtype, part, parts, dim, held.buffer, products)
+
+    def _trace(self, task: Any, tensor: torch.Tensor) -> _Kind:
+        """Raises NotACopyError when values are computed; names the parameter."""
+        mapping, gathered = task.mapping, []
+        with CopyTrace(tuple(tensor.shape), tensor.dtype, mapping.tp_size) as trace:
+            mine = trace.inputs[mapping.tp_rank]
+
+            def all_parts(part: torch.Tensor) -> list[torch.Tensor]:
+                if part is not mine:
+                    raise NotACopyError("its parts are changed before they are gathered")
+                gathered.append(part)
+                return trace.inputs
+
+            silent = _silent(mapping, task.megatron_module, all_parts)
+            try:
+                converted = silent.megatron_to_hf(mine, task.megatron_module)
+                converted = self._modified(task, dict(converted))
+                parts = mapping.tp_size if gathered else 1
+                cropped = {name: self._cropped(task, hf_tensor) for name, hf_tensor in converted.items()}
+                found = [product_of(trace, name, hf_tensor, parts) for name, hf_tensor in cropped.items()]
+            except NotACopyError as error:
+                raise NotACopyError(f"parameter {task.global_param_name!r}: {error} ({type(mapping).__name__})") from error
+        keys = {name: key for key, name in mapping.hf_param.items()} if isinstance(mapping.hf_param, dict) else {}
+        keys = keys or {mapping.hf_param: ""}
+        return _Kind(bool(gathered), tuple((keys.get(product.name), product) for product in found))
+
+    def _modified(self, task: Any, converted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the bridge of some models still changes behind the mapping."""
+        bridge = self._bridge._model_bridge
+        pretrained = self._bridge.hf_pretrained
+        bridge.hf_config = getattr(pretrained, "config", pretrained)
+        modified = bridge.maybe_modify_converted_hf_weight(task, converted, getattr(pretrained, "state", {}))
+        return {name: tensor for name, tensor in modified.items() if not name.endswith(_COMPUTED_BY_ENGINES)}
+
+    def _cropped(self, task: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """Without the rows that pad a vocabulary, which no checkpoint has."""
+        pretrained = self._bridge.hf_pretrained
+        rows = getattr(getattr(pretrained, "config", pretrained), "vocab_size", None)
+        padded = rows is not None and task.global_param_name.endswith(_VOCABULARY) and tensor.shape[0] > rows
+        return tensor[:rows] if padded else tensor
+
+
+class _Ranks:
+    """Stands for a process group: its size and this rank's place in it, and no way to communicate."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotACopyError(f"its mapping communicates in a way of its own ({name})")
+
+
+def _silent(mapping: Any, module: torch.nn.Module, all_parts: Callable[[torch.Tensor], list[torch.Tensor]]) -> Any:
+    """A copy of a mapping, and of the mappings in it, that computes with the sizes of the groups and communicates
+    nothing; ``all_parts`` answers where it would gather the tensor-parallel parts."""
+    from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
+    from megatron.core.utils import get_pg_rank, get_pg_size
+
+    made = copy.copy(mapping)
+    if hasattr(made, "_detect_parallelism_type"):  # it chooses its mapping when it first sees the module
+        made._mapping = made._get_or_create_mapping(made._detect_parallelism_type(module))
+    for name, value in list(vars(made).items()):
+        if isinstance(value, MegatronParamMapping):
+            setattr(made, name, _silent(value, module, all_parts))
+    for name in ("ep_group", "_tp_group", "_etp_group"):
+        group = getattr(made, name, None)
+        setattr(made, name, _Ranks(get_pg_size(group), get_pg_rank(group)))
+    made.pp_group = _Ranks(1, 0)  # only the stage that owns a parameter traces it
+    made.gather_from_tp_ranks = all_parts
+    made.gather_from_ep_ranks = lambda tensor, module, name: {str(name): tensor}  # each rank tells of its own experts
+    made.broadcast_from_pp_rank = lambda tensor, cache_key=None: tensor
+    made.broadcast_obj_from_pp_rank = lambda value, cache_key=None: value
+    return made
