@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from worlds import run_world, stop
 
-from megatron_cpu import checkpoints, stories
-from megatron_cpu.engines import Layout, megatron_environment
+from megatron_cpu import checkpoints, stories, streams
+from megatron_cpu.engines import Layout, megatron_environment, on_megatron_bridge
 
 CASES = [
     ("qwen2", Layout(2, cp=2)),
@@ -38,6 +38,7 @@ def processes() -> Iterator[None]:
     """Fresh processes, with Megatron-Bridge and its megatron-core."""
     stop()
     with megatron_environment(megatron_bridge=True):
+        assert run_world(1, on_megatron_bridge) == [True], "the processes have mbridge"
         yield
     stop()
 
@@ -64,3 +65,21 @@ def test_every_tensor_arrives_bit_for_bit(kind: str, layout: Layout, checkpoint:
     assert digests[0] == digests[0][: len(digests[0]) // stories.SYNCS] * stories.SYNCS, (
         "the plan must not change while the layout does not"
     )
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("qwen2-tied", Layout(2, pp=2)), ("qwen3-moe", Layout(2, ep=2))], ids=str)
+def test_a_model_whose_conversion_computes_goes_through_the_bridges_stream(
+    kind: str, layout: Layout, checkpoint: Callable[[str], str]
+) -> None:
+    run_world(layout.world, streams.computed, checkpoint(kind), layout, timeout=120)
+
+
+@pytest.mark.parametrize("layout", [Layout(2, tp=2), Layout(2, pp=2)], ids=str)
+@pytest.mark.parametrize("bucket_bytes", [stories.TINY, stories.LARGE], ids=["torn", "one-bucket"])
+def test_a_rank_that_fails_inside_the_stream_is_everybodys_error_and_recovered_from(
+    layout: Layout, bucket_bytes: int, checkpoint: Callable[[str], str]
+) -> None:
+    results = run_world(2, streams.failing, checkpoint("qwen2"), layout, bucket_bytes, timeout=120)
+    for text, seconds in results:
+        assert "injected into the conversion" in text and "rank 1" in text, text
+        assert seconds < 10, "others waited for a rank that had failed"

@@ -67,11 +67,14 @@ def megatron_environment(megatron_bridge: bool = False) -> Iterator[None]:
     wanted = dict(CPU_MEGATRON)
     if megatron_bridge:
         wanted["PYTHONPATH"] = os.pathsep.join([str(MEGATRON_BRIDGE), *filter(None, [os.environ.get("PYTHONPATH")])])
+        sys.path.insert(0, str(MEGATRON_BRIDGE))  # a spawned process gets its parent's path
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
         yield
     finally:
+        if megatron_bridge:
+            sys.path.remove(str(MEGATRON_BRIDGE))
         for name, value in before.items():
             if value is None:
                 del os.environ[name]

@@ -67,8 +67,8 @@ def deliver(manager: ShardingManager, sync: Sync) -> State:
     assembler = Assembler(frozenset(entry.name for bucket in plan.buckets for entry in bucket.entries))
     got: State = {}
     for index, bucket in enumerate(plan.buckets):
-        for _ in source.prepare(bucket.bases):
-            pass
+        manager.agreement.run(f"packing bucket {index}", source.prepare(bucket.bases))
+        manager.agreement.settle(f"packing bucket {index}")
         memory = reader.receive(index, sync.shards)
         for name, tensor in assembler.tensors(memory, bucket.entries):
             assert name not in got, f"{name} came twice"
@@ -125,7 +125,7 @@ class _StreamManager(MegatronSGLangShardingManager):
 
     def open_source(self) -> ParameterSource:
         assert isinstance(self.trainer, MegatronTrainer)
-        return StreamSource(self.trainer.stream, WirePolicy(torch.bfloat16))
+        return StreamSource(self.trainer.stream, WirePolicy(torch.bfloat16), 20)
 
 
 def streamed(model_path: str, layout: Layout) -> None:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's own weight stream in buckets, for bridges whose conversions cannot be read in advance.
+"""The trainer's own weight stream in buckets, for models whose conversions compute.
 
 The stream gathers and converts tensor by tensor, with its own collectives; what it saves is everything behind it: one
 wire dtype, byte buckets, one load per bucket. Every rank has all tensors, so nothing else is gathered.
 
 Device memory beyond the two buckets: the tensors of one bucket, and what the stream itself needs for one tensor.
 
-Hazard: a rank that fails inside the stream leaves the others in its collective, until that times out.
+A rank that fails inside the stream is everybody's error: see ``guard.py``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, View
 from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy, dtype_name
+from verl_sync_plugin.trainers.megatron.guard import Guard
 from verl_sync_plugin.transport.agreement import Agreement
 
 Stream = Iterable[tuple[Any, ...]]  # (HF name, full tensor, ...)
@@ -29,14 +30,19 @@ class StreamSource(ParameterSource):
     """The parameter source of a weight stream: runs it once to learn names, shapes and dtypes, then once per sync.
 
     Args:
-        open_stream: starts the stream; yields full HF tensors in the same order on every rank and every time.
+        open_stream: starts the stream; yields full HF tensors in the same order on every rank and every time. Told
+            whether the one before was broken off, so that nothing which ranks have exchanged in part is used again.
         policy: wire dtypes.
+        timeout_seconds: bound on waiting for other ranks.
     """
 
-    def __init__(self, open_stream: Callable[[], Stream], policy: WirePolicy) -> None:
+    def __init__(self, open_stream: Callable[[bool], Stream], policy: WirePolicy, timeout_seconds: float) -> None:
         super().__init__()
         self._open = open_stream
         self._policy = policy
+        self._guard = Guard(timeout_seconds)
+        self._sync, self._runs = 0, 0  # syncs so far, and runs of the stream in this one; the same on all ranks
+        self._broken_off = False
         self._bases: list[Base] = []
         self._order: list[int | None] = []  # base of each tensor of the stream; a second time is None
         self._known: list[tuple[str, torch.Size, torch.dtype]] = []
@@ -47,6 +53,7 @@ class StreamSource(ParameterSource):
     def agree_on_layout(self, agreement: Agreement) -> ParameterSource:
         """A rank that failed before must not leave the others alone in the stream, which ``shards`` may run."""
         agreement.settle("reading the layout of the trainer")
+        self._sync, self._runs = self._sync + 1, 0
         return self
 
     def shards(self) -> list[Shard]:
@@ -58,15 +65,35 @@ class StreamSource(ParameterSource):
 
     def release(self) -> None:
         """Ends a stream that is under way, with all the tensors it and this source hold."""
+        self._broken_off |= self._stream is not None and self._passed < len(self._order)
         if isinstance(self._stream, Generator):
             self._stream.close()
         self._stream, self._passed, self._held = None, 0, {}
+
+    def _begin(self) -> Iterator[tuple[Any, ...]]:
+        self._runs += 1
+        self._guard.begin(f"{self._sync}.{self._runs}")
+        broken_off, self._broken_off = self._broken_off, True
+        with self._guard.watching():
+            stream = iter(self._open(broken_off))
+        self._broken_off = False
+        return stream
+
+    def _next(self, stream: Iterator[tuple[Any, ...]]) -> tuple[Any, ...] | None:
+        try:
+            with self._guard.watching():
+                return next(stream, None)
+        except Exception:
+            self._broken_off = True
+            raise
 
     def _learn(self) -> None:
         places: dict[str, int] = {}
         bases: list[Base] = []
         self._order, self._known = [], []
-        for name, tensor, *_ in self._open():  # some releases of Megatron-Bridge add its own name
+        stream = self._begin()
+        while (element := self._next(stream)) is not None:
+            name, tensor, *_ = element  # some releases of Megatron-Bridge add its own name
             self._known.append((name, tensor.shape, tensor.dtype))
             # Tied weights come under one name from the first and from the last pipeline stage
             self._order.append(None if name in places else len(bases))
@@ -82,13 +109,16 @@ class StreamSource(ParameterSource):
 
         Raises:
             ValueError: the stream has changed since it was learnt.
+            RuntimeError, TimeoutError: another rank failed, or did not come.
         """
-        yield from ()
         self._held = {index: tensor for index, tensor in self._held.items() if index >= bases[0]}
+        if self._held.keys() >= set(bases):
+            return
+        yield
         if self._stream is None:
-            self._stream = iter(self._open())
+            self._stream = self._begin()
         while self._passed < len(self._order) and not self._held.keys() >= set(bases):
-            name, tensor, *_ = next(self._stream, ("", torch.empty(0)))
+            name, tensor, *_ = self._next(self._stream) or ("", torch.empty(0))
             known = self._known[self._passed]
             if (name, tensor.shape, tensor.dtype) != known:
                 self._bases = []  # the next sync learns it anew

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from verl_sync_plugin.config.settings import TURN_OFF, refuse_adapter_mode, refuse_megatron_lora
-from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
+from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend, WirePolicy
 from verl_sync_plugin.trainers.megatron.bridge import MegatronBridgeReader
 from verl_sync_plugin.trainers.megatron.mbridge import MBridgeReader
 from verl_sync_plugin.trainers.megatron.source import MegatronSource
@@ -24,10 +24,20 @@ class MegatronTrainer(TrainerBackend):
         chunks, bridge = self.engine.module, self.engine.bridge
         if self.engine.vanilla_bridge:
             return MegatronSource(chunks, MBridgeReader(bridge), policy)
-        return MegatronSource(chunks, MegatronBridgeReader(bridge, chunks), policy, StreamSource(self.stream, policy))
+        return MegatronSource(chunks, MegatronBridgeReader(bridge, chunks), policy, self._stream_source(policy))
 
-    def stream(self) -> Stream:
-        """Megatron-Bridge's export, LoRA merged."""
+    def _stream_source(self, policy: WirePolicy) -> StreamSource:
+        return StreamSource(self.stream, policy, self.config.timeout_seconds)
+
+    def stream(self, afresh: bool = False) -> Stream:
+        """Megatron-Bridge's export, LoRA merged.
+
+        Args:
+            afresh: the last one was broken off. The bridge's tasks keep what they have heard from other ranks, which
+                may then have heard nothing, so they are made anew.
+        """
+        if afresh:
+            self.engine._hf_export_tasks = None
         stream, _ = self.engine.get_per_tensor_param()
         return iter(stream)
 
