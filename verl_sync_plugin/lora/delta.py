@@ -38,7 +38,7 @@ def delta_rows(weight: LoRAWeight, shape: tuple[int, ...], factors: Factors, beg
     """
     b = factors[weight.b].float()
     if weight.kind is Kind.BIAS:
-        return (b[begin:end] * weight.layer.scaling[weight.adapter]).unsqueeze(1)
+        return (b[begin:end] * weight.scaling).unsqueeze(1)
     a = factors[weight.a].float()
     if weight.kind is Kind.EXPERTS:
         delta = _experts(weight, a, b, begin, end)

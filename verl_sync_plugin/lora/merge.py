@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -14,6 +14,45 @@ from verl_sync_plugin.lora.delta import Factors, delta_rows
 from verl_sync_plugin.lora.weights import LoRAWeight
 
 _ALIGNED = 16  # elements; cuBLAS and the copy kernels are slower on addresses that are not multiples of 16 bytes
+
+
+class Weight(Protocol):
+    """An adapted weight, whoever's adapters they are."""
+
+    @property
+    def name(self) -> str:
+        """Of the weight, in messages."""
+
+    @property
+    def a(self) -> str:
+        """Key of the A factor."""
+
+    @property
+    def b(self) -> str:
+        """Key of the B factor."""
+
+    @property
+    def magnitude(self) -> str | None:
+        """Key of DoRA's magnitude vector, if any."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Of everything the merge needs."""
+
+    @property
+    def scaling(self) -> float:
+        """What the product of the factors is multiplied with."""
+
+    @property
+    def plain(self) -> bool:
+        """The delta is ``scaling * B @ A`` and nothing else. One that is not is a ``LoRAWeight``."""
+
+    @property
+    def transposed(self) -> bool:
+        """The weight is stored (in, out)."""
+
+    def columns(self, shape: tuple[int, ...]) -> int:
+        """Elements of the weight per row."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +65,7 @@ class Target:
         shape: its full shape.
     """
 
-    weight: LoRAWeight
+    weight: Weight
     start: int
     shape: tuple[int, ...]
 
@@ -83,6 +122,7 @@ def merge_run(
     """
     window = _window(target, first, run.numel())
     part = run[window.low : window.high]
+    assert isinstance(target.weight, LoRAWeight), "any other is plain"
     delta = delta_rows(target.weight, target.shape, factors, window.begin, window.end)
     part += delta.reshape(-1)[window.skip : window.skip + part.numel()]
     if scale is not None:
@@ -105,7 +145,7 @@ class Product:
         rows: of the B factor; ``None`` for all of them.
     """
 
-    weight: LoRAWeight
+    weight: Weight
     offset: int
     shape: tuple[int, int]
     rows: slice | None

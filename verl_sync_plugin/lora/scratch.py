@@ -55,7 +55,7 @@ class Scratch:
                 weight, rows = product.weight, product.rows
                 b = factors[weight.b] if rows is None else factors[weight.b][rows]
                 place = self._rows(product.offset, product.shape)
-                place.addmm_(b, factors[weight.a], alpha=weight.layer.scaling[weight.adapter])
+                place.addmm_(b, factors[weight.a], alpha=weight.scaling)
             for target in steps.others:
                 merge_run(merged, steps.first, target, factors, scales.get(target.weight.name))
         return merged

@@ -55,6 +55,11 @@ class LoRAWeight:
         """State-dict keys of everything the merge needs."""
         return tuple(key for key in (self.a, self.b, self.magnitude) if key)
 
+    @property
+    def scaling(self) -> float:
+        """What the product of the factors is multiplied with."""
+        return float(self.layer.scaling[self.adapter])
+
     @cached_property
     def transposed(self) -> bool:
         """The weight is stored (in, out): embeddings and Conv1D. DoRA then scales columns instead of rows."""

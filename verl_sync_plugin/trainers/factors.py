@@ -8,7 +8,7 @@ another, each in a block as long as the longest run of it. So a factor begins at
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,6 +21,31 @@ from verl_sync_plugin.lora.names import is_adapter
 from verl_sync_plugin.trainers.base import dtype_name
 from verl_sync_plugin.trainers.bounded import take_part
 from verl_sync_plugin.trainers.slicing import Part, part_of
+
+
+# Bytes of whole fp32 factors that are gathered at a time, if one bucket does not need more: every round costs all ranks
+# an exchange over gloo and a collective
+GATHER_BYTES = 64 << 20
+
+
+def bases_ahead(
+    bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]], nbytes: Callable[[int], int], limit: int = GATHER_BYTES
+) -> tuple[int, ...]:
+    """The bases to prepare at once: those of a bucket, and of the next ones while all stay within ``limit``.
+
+    Args:
+        bases, ahead: see ``ParameterSource.prepare``.
+        nbytes: of the whole factors of a base, in fp32; the same on every rank.
+    """
+    chosen = dict.fromkeys(bases)
+    total = sum(map(nbytes, bases))
+    for bucket in ahead:
+        new = tuple(base for base in bucket if base not in chosen)
+        total += sum(map(nbytes, new))
+        if total > limit:
+            break
+        chosen.update(dict.fromkeys(new))
+    return tuple(chosen)
 
 
 @dataclass(frozen=True)

@@ -18,18 +18,14 @@ from verl_sync_plugin.config.settings import TURN_OFF, SyncConfig
 from verl_sync_plugin.copies.packing import chunks_of
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base
-from verl_sync_plugin.lora.merge import Steps, Target, add_squares, steps_of
+from verl_sync_plugin.lora.merge import Steps, Target, Weight, add_squares, steps_of
 from verl_sync_plugin.lora.scratch import Scratch, full_precision
 from verl_sync_plugin.lora.weights import LoRAWeight, refuse_incomplete
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.trainers.bounded import take_part
-from verl_sync_plugin.trainers.factors import FactorStore, adapter_parts
+from verl_sync_plugin.trainers.factors import GATHER_BYTES, FactorStore, adapter_parts, bases_ahead
 from verl_sync_plugin.trainers.slicing import Part
 from verl_sync_plugin.trainers.untying import untied, without_adapters
-
-# Bytes of whole fp32 factors that are gathered at a time, if one bucket does not need more: every round costs all ranks
-# an exchange over gloo and a collective
-GATHER_BYTES = 64 << 20
 
 Place = tuple[int, int]  # first element in a run, and how many
 Merge = Callable[[torch.Tensor, int], torch.Tensor]  # see ``Shard.merge``
@@ -161,30 +157,18 @@ class MergingSource(ParameterSource):
         if not self._merges or self._prepared.issuperset(bases):
             return
         self._prepared, self.gathered, self._scales = frozenset(), {}, {}  # before more is taken
-        chosen = self._chosen(bases, ahead)
+        chosen = bases_ahead(bases, ahead, self._nbytes, self._gather_bytes)
         parts = [self.exported[base] for base in chosen]
         keys = [key for base in chosen for key in self._keys(base)]
         self.gathered = yield from self.factors.gather(tuple(dict.fromkeys(keys)), self.group, torch.float32)
         self._scales = yield from self._dora_scales(parts)
         self._prepared = frozenset(chosen)  # last: what a failure leaves is no preparation
 
-    def _chosen(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """The bases to prepare at once, chosen from sizes of whole factors only, so the same on every rank."""
-        chosen = dict.fromkeys(bases)
-        nbytes = self._nbytes(bases)
-        for bucket in ahead:
-            new = tuple(base for base in bucket if base not in chosen)
-            nbytes += self._nbytes(new)
-            if nbytes > self._gather_bytes:
-                break
-            chosen.update(dict.fromkeys(new))
-        return tuple(chosen)
+    def _nbytes(self, base: int) -> int:
+        """Bytes of the whole factors of a base, in fp32."""
+        return sum(self._size(target.weight) for target in self.exported[base][1])
 
-    def _nbytes(self, bases: tuple[int, ...]) -> int:
-        """Bytes of the whole factors of these bases, in fp32."""
-        return sum(self._size(target.weight) for base in bases for target in self.exported[base][1])
-
-    def _size(self, weight: LoRAWeight) -> int:
+    def _size(self, weight: Weight) -> int:
         size = self._sizes.get(weight.name)
         if size is None:
             size = self._sizes[weight.name] = self.factors.nbytes(weight.keys, torch.float32.itemsize)

@@ -36,11 +36,11 @@ class _Kind:
 
     Attributes:
         split: the mapping gathers parts.
-        products: with the key of each one's name in the mapping's ``hf_param``; empty where that is a single name.
+        products: with the key of each one's name in the mapping's ``hf_param``; empty where that is a single name, ``None`` where it is none of them.
     """
 
     split: bool
-    products: tuple[tuple[str, Product], ...]
+    products: tuple[tuple[str | None, Product], ...]
 
 
 class MegatronBridgeReader(LayoutReader):
@@ -82,7 +82,7 @@ class MegatronBridgeReader(LayoutReader):
             if all(key is not None for key, _ in kind.products):
                 self._kinds[kind_of] = kind
         names = mapping.hf_param if isinstance(mapping.hf_param, dict) else {"": mapping.hf_param}
-        products = tuple(Product(names.get(key, p.name), p.shape, p.digest, p.shares) for key, p in kind.products)
+        products = tuple(Product(names.get(key or "", p.name), p.shape, p.digest, p.shares) for key, p in kind.products)
         part, parts = (mapping.tp_rank, mapping.tp_size) if kind.split else (0, 1)
         dim = int(getattr(tensor, "partition_dim", 0)) if parts > 1 else 0
         return LocalParameter(name, shape, dtype, part, parts, dim, held.buffer, products)

@@ -40,6 +40,7 @@ class LocalParameter:
         dim: dimension it is split along.
         buffer: a persistent buffer, which keeps its dtype.
         products: the HF tensors that it yields; none where the bridge exports nothing of it.
+        adapter: of a weight with a LoRA adapter, which ranks its factors are split over, and its rank.
     """
 
     name: str
@@ -50,6 +51,7 @@ class LocalParameter:
     dim: int = 0
     buffer: bool = False
     products: tuple[Product, ...] = ()
+    adapter: tuple[str, int] | None = None
 
     def describe(self) -> str:
         part = f", part {self.part + 1} of {self.parts} along dimension {self.dim}" if self.parts > 1 else ""

@@ -122,8 +122,12 @@ class MegatronSource(ParameterSource):
             for part, base in enumerate(self._describe_unit(unit, sent_by, len(ranks), named)):
                 if ranks[sent_by[part]] == dist.get_rank():
                     self._mine[len(bases)] = self._places[unit.like.name]
+                self._note(len(bases), unit)
                 bases.append(base)
         self._pending = bases
+
+    def _note(self, index: int, unit: Unit) -> None:
+        """What a kind of source keeps of a base, on every rank."""
 
     def _describe_unit(self, unit: Unit, owners: tuple[int, ...], world: int, named: set[str]) -> Iterator[Base]:
         like, numel = unit.like, _numel(unit.like.shape)

@@ -8,6 +8,7 @@ from typing import Any
 from verl_sync_plugin.config.settings import TURN_OFF, refuse_adapter_mode, refuse_megatron_lora
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend, WirePolicy
 from verl_sync_plugin.trainers.megatron.bridge import MegatronBridgeReader
+from verl_sync_plugin.trainers.megatron.lora import MegatronLoRASource
 from verl_sync_plugin.trainers.megatron.mbridge import MBridgeReader
 from verl_sync_plugin.trainers.megatron.source import MegatronSource
 from verl_sync_plugin.trainers.megatron.stream import Stream, StreamSource
@@ -24,7 +25,16 @@ class MegatronTrainer(TrainerBackend):
         chunks, bridge = self.engine.module, self.engine.bridge
         if self.engine.vanilla_bridge:
             return MegatronSource(chunks, MBridgeReader(bridge), policy)
-        return MegatronSource(chunks, MegatronBridgeReader(bridge, chunks), policy, self._stream_source(policy))
+        reader, stream = MegatronBridgeReader(bridge, chunks), self._stream_source(policy)
+        if self.merges:
+            bound = self.config.timeout_seconds
+            return MegatronLoRASource(chunks, reader, policy, stream, device=self.device, timeout_seconds=bound)
+        return MegatronSource(chunks, reader, policy, stream)
+
+    @property
+    def merges(self) -> bool:
+        """Whether LoRA adapters are merged into what travels."""
+        return getattr(self.engine, "peft_cls", None) is not None and bool(self.engine.model_config.lora.get("merge"))
 
     def _stream_source(self, policy: WirePolicy) -> StreamSource:
         return StreamSource(self.stream, policy, self.config.timeout_seconds)

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which weights of a Megatron rank carry LoRA adapters of Megatron-Bridge, and with which factors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from verl_sync_plugin.config.settings import TURN_OFF
+from verl_sync_plugin.trainers.megatron.model import Held, ModelTensors
+from verl_sync_plugin.trainers.megatron.trace import NotACopyError
+
+_REMEDY = f"Set actor_rollout_ref.model.lora.type=lora, or {TURN_OFF}"
+
+
+@dataclass(frozen=True)
+class AdaptedWeight:
+    """One weight of this rank: ``scaling * B @ A`` is added to its local part.
+
+    Attributes:
+        name: Megatron's global name.
+        a, b: keys of the factors, alike on the ranks that share them.
+        place_a, place_b: where this rank's parts of them are in ``ModelTensors.tensors``.
+        expert: the factors' index in those of several experts; ``None`` where a factor is a matrix.
+        scaling: ``alpha / rank``.
+        rank: of the adapter.
+        experts: it belongs to experts, whose factors are split by expert tensor parallelism.
+    """
+
+    name: str
+    a: str
+    b: str
+    place_a: int
+    place_b: int
+    expert: int | None
+    scaling: float
+    rank: int
+    experts: bool
+    magnitude: None = None
+    plain: bool = True
+    transposed: bool = False
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Of everything the merge needs."""
+        return (self.a, self.b)
+
+    def columns(self, shape: tuple[int, ...]) -> int:
+        """Elements of the weight per row."""
+        return shape[-1]
+
+
+def adapted_weights(model: ModelTensors, names: dict[int, str]) -> dict[int, AdaptedWeight]:
+    """The adapted weights of a rank by their places in ``model.tensors``.
+
+    Args:
+        names: Megatron's global names of what travels, by place.
+
+    Raises:
+        ValueError: an adapter that nobody can merge; names the module and the remedy.
+        NotACopyError: one that only the bridge's own stream merges; names the module.
+    """
+    found: dict[int, AdaptedWeight] = {}
+    factors: set[int] = set()
+    for _, chunk, all_held in model.named():
+        held = {each.name: each for each in all_held}
+        for path, module in chunk.named_modules():
+            if hasattr(module, "to_wrap") and hasattr(module, "adapter"):
+                _refuse(path, module.adapter)
+                for place, weight in _of(path, module.adapter, held, names):
+                    found[place] = weight
+                    factors |= {weight.place_a, weight.place_b}
+        _refuse_lost(chunk, held, names, factors)
+    return found
+
+
+def _of(path: str, adapter: Any, held: dict[str, Held], names: dict[int, str]) -> Iterator[tuple[int, AdaptedWeight]]:
+    a, b = (held[f"{path}.adapter.{side}.weight"] for side in ("linear_in", "linear_out"))
+    wrapped = f"{path}.to_wrap.weight"
+    for each in held.values():
+        number = each.name.removeprefix(wrapped)
+        if not each.name.startswith(wrapped) or not (number == "" or number.isdigit()) or each.place not in names:
+            continue
+        name = names[each.place]
+        key = name if a.tensor.dim() == 3 else name.partition(".to_wrap.")[0]
+        expert = int(number) if a.tensor.dim() == 3 else None
+        scaling, is_expert = adapter.alpha / adapter.dim, ".experts." in path
+        places = (a.place, b.place)
+        yield each.place, AdaptedWeight(name, f"{key}.A", f"{key}.B", *places, expert, scaling, adapter.dim, is_expert)
+
+
+def _refuse(path: str, adapter: Any) -> None:
+    kind = type(adapter).__name__
+    if "DoRA" in kind:
+        raise ValueError(
+            f"adapter of {path!r} ({kind}): weight sync does not merge DoRA of Megatron-Bridge, whose own export leaves "
+            f"the magnitudes out. {_REMEDY}."
+        )
+    sides = [getattr(getattr(adapter, side, None), "weight", None) for side in ("linear_in", "linear_out")]
+    dims = {weight.dim() for weight in sides if isinstance(weight, torch.Tensor)}
+    activation = type(getattr(adapter, "activation", torch.nn.Identity())).__name__
+    if any(weight is None for weight in sides) or len(dims) > 1 or activation != "Identity":
+        raise NotACopyError(f"adapter of {path!r} ({kind}) is merged by the bridge")
+
+
+def _refuse_lost(chunk: torch.nn.Module, held: dict[str, Held], names: dict[int, str], factors: set[int]) -> None:
+    """Raises ValueError when the trainer changes a parameter that would never arrive."""
+    trained = {name for name, parameter in chunk.named_parameters() if parameter.requires_grad}
+    lost = [name for name in trained if held[name].place not in factors and held[name].place not in names]
+    if lost:
+        raise ValueError(
+            f"parameters that are trained and not exported by Megatron-Bridge: {', '.join(sorted(lost)[:5])}. {_REMEDY}."
+        )
