@@ -22,11 +22,11 @@ from verl_sync_plugin.lora.names import merged_name
 from verl_sync_plugin.lora.weights import lora_weights, renamed_weights
 from verl_sync_plugin.receiver.assembly import Assembler
 from verl_sync_plugin.sync.sender import BucketSender
-from verl_sync_plugin.trainers.base import WirePolicy
 from verl_sync_plugin.trainers.fsdp1 import FSDP1Source
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
 from verl_sync_plugin.trainers.lora_source import MergingSource
 from verl_sync_plugin.trainers.naming import verl_rewrite
+from verl_sync_plugin.trainers.wire import WirePolicy
 
 CPU = torch.device("cpu")
 

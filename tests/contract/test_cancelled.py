@@ -26,6 +26,7 @@ from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.sync.wake import Waking
 from verl_sync_plugin.trainers.base import ParameterSource
+from verl_sync_plugin.trainers.lora_source import PEFTAdapter
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import LoadRequest
 
@@ -83,7 +84,8 @@ def cancel_leader(where: str) -> tuple[Outcome, int, str]:
         variant = Variant("all-linear", config={"target_modules": "all-linear"})
         module = shard(peft_model(variant), Layout((2,)))
         config = peft_model(variant).peft_config["default"]
-        sender = AdapterSender(merging_source(module, "qwen2", merge=False), config, torch.bfloat16, SyncConfig())
+        adapter = PEFTAdapter(merging_source(module, "qwen2", merge=False), config)
+        sender = AdapterSender(adapter, torch.bfloat16, SyncConfig())
         work = sender.send(agreement, engine, SyncReport(), "1")
     elif where == "meet":
         meeting = MeetingPoint(agreement, engine, BucketSender(CPU, BOUND), SyncConfig(timeout_seconds=BOUND))

@@ -27,9 +27,10 @@ from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Plan
 from verl_sync_plugin.receiver.assembly import Assembler
 from verl_sync_plugin.sync.sender import BucketSender
-from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy
+from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
 from verl_sync_plugin.trainers.naming import verl_rewrite
+from verl_sync_plugin.trainers.wire import WirePolicy
 
 SYNCS = 3
 TINY, LARGE = 6_001, 64 << 20  # bytes; TINY is no multiple of anything

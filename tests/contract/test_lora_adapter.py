@@ -25,7 +25,7 @@ from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.rollouts.sglang.served_lora import pack_adapter, refuse_adapter, served_settings
 from verl_sync_plugin.sync.adapter import AdapterSender
 from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
-from verl_sync_plugin.trainers.lora_source import MergingSource
+from verl_sync_plugin.trainers.lora_source import MergingSource, PEFTAdapter
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import LoadRequest
 
@@ -79,7 +79,7 @@ def send_three_times(layout: Layout) -> None:
     module = shard(peft_model(VARIANT), layout)
     config = reference.peft_config["default"]
     source = merging_source(module, "qwen2", merge=False)
-    sender = AdapterSender(source, config, torch.bfloat16, SyncConfig())
+    sender = AdapterSender(PEFTAdapter(source, config), torch.bfloat16, SyncConfig())
     agreement, engine = Agreement(20.0), Engine()
     for version in (1, 2, 3):
         report = SyncReport(version)

@@ -21,6 +21,7 @@ from verl_sync_plugin.lora.adapters import copies_in_use
 from verl_sync_plugin.lora.weights import lora_weights
 from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.sync.adapter import AdapterSender
+from verl_sync_plugin.trainers.lora_source import PEFTAdapter
 from verl_sync_plugin.transport.agreement import Agreement
 
 LAYOUTS = [Layout((1,)), Layout((2,)), Layout((2,), True)]
@@ -148,7 +149,7 @@ def adapter_that_is_served() -> None:
     expected = get_peft_model_state_dict(model)
     config, engine = model.peft_config["default"], Engine()
     source = merging_source(shard(model, Layout((2,))), "qwen2", merge=False)
-    sender = AdapterSender(source, config, torch.bfloat16, SyncConfig())
+    sender = AdapterSender(PEFTAdapter(source, config), torch.bfloat16, SyncConfig())
     asyncio.run(sender.send(Agreement(20.0), engine, SyncReport(), None))
     if engine.leader:
         (_, sent), *_ = engine.adapters

@@ -3,17 +3,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import zlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from transformers import AutoModelForCausalLM
 
 from megatron_cpu.engines import Layout, build, stock_export, train_step
 from megatron_cpu.stories import LARGE, TINY, State, manager_of, one_sync
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.rollouts.sglang.served_lora import served_settings
+from verl_sync_plugin.sync.adapter import AdapterSender
+from verl_sync_plugin.sync.endpoint import LoadOutcome
+from verl_sync_plugin.trainers import activation
 from verl_sync_plugin.trainers.megatron.lora import MegatronLoRASource
+from verl_sync_plugin.trainers.megatron.trainer import MegatronTrainer
+from verl_sync_plugin.transport.agreement import Agreement
 
 LORA: dict[str, Any] = {
     "type": "lora",
@@ -51,9 +62,15 @@ def with_factors(model_path: str, layout: Layout, **lora: Any) -> Any:
                 place = f"{name} {part} {number} {mpu.get_pipeline_model_parallel_rank()}"
                 generator = torch.Generator().manual_seed(zlib.crc32(place.encode()))
                 parameter.data.normal_(std=0.2, generator=generator)
-    for group in (engine.optimizer,):
-        group.reload_model_params()
+    engine.optimizer.reload_model_params()
     return engine
+
+
+def unmerged(engine: Any) -> State:
+    exported = engine.bridge.export_hf_weights(
+        engine.module, cpu=True, show_progress=False, merge_adapter_weights=False
+    )
+    return {name.replace(".base_layer", ""): tensor.clone() for name, tensor in exported}
 
 
 def check_close(got: State, expected: State) -> None:
@@ -62,27 +79,27 @@ def check_close(got: State, expected: State) -> None:
     total = equal = 0
     for name, tensor in expected.items():
         assert got[name].dtype == tensor.dtype and got[name].shape == tensor.shape, name
-        torch.testing.assert_close(got[name], tensor, rtol=2**-7, atol=2**-12, msg=lambda text, name=name: f"{name}: {text}")
+        assert torch.allclose(got[name], tensor, rtol=2**-7, atol=2**-12), name
         total, equal = total + tensor.numel(), equal + int((got[name] == tensor).sum())
     assert equal > 0.98 * total, f"{total - equal} of {total} elements are rounded otherwise"
 
 
-def merged(model_path: str, layout: Layout, targets: list[str] | None = None) -> list[str]:
-    """Three syncs with three bucket sizes; returns names of what the adapters change."""
-    engine = with_factors(model_path, layout, **({"target_modules": targets} if targets else {}))
-    base = {name: t.clone() for name, t in engine.bridge.export_hf_weights(engine.module, cpu=True, merge_adapter_weights=False, show_progress=False)}
+def merged(model_path: str, layout: Layout, **lora: Any) -> list[str]:
+    """Three syncs with two bucket sizes; returns names of what the adapters change."""
+    engine = with_factors(model_path, layout, **lora)
+    base = unmerged(engine)
     managers = [manager_of(engine, size, "bfloat16", how) for size, how in ((TINY, "gathered"), (LARGE, "auto"))]
     changed: list[str] = []
+    expected: State = {}
     for step in range(3):
         if step:
             train_step(engine)
-        before, expected = expected if step else {}, stock_export(engine)
+        before, expected = expected, stock_export(engine)
         for manager in managers:
             check_close(one_sync(manager), expected)
             assert isinstance(manager.source, MegatronLoRASource), "the bridge's own stream was used"
-        stripped = {name.replace(".base_layer", ""): tensor for name, tensor in base.items()}
-        changed = [name for name, tensor in expected.items() if not torch.equal(stripped[name], tensor)]
-        assert all(not torch.equal(before[name], expected[name]) for name in changed if step), "training changed nothing"
+        changed = [name for name, tensor in expected.items() if not torch.equal(base[name], tensor)]
+        assert not step or not any(torch.equal(before[name], expected[name]) for name in changed), "nothing was trained"
     return changed
 
 
@@ -122,3 +139,58 @@ def refused(model_path: str) -> str:
     """DoRA of Megatron-Bridge."""
     engine = build(model_path, Layout(dist.get_world_size(), tp=2), {**LORA, "type": "dora"})
     return error_of(lambda: one_sync(manager_of(engine, LARGE)))
+
+
+class Server:
+    """A rollout server that only takes adapters, like the real one's endpoint of a leader."""
+
+    leader, restores_uncovered = True, True
+
+    def __init__(self) -> None:
+        self.adapters: list[tuple[dict[str, Any], State]] = []
+
+    async def load_adapter(self, settings: Any, factors: State, version: str | None) -> LoadOutcome:
+        self.adapters.append((served_settings(settings), factors))
+        return LoadOutcome(0.0, 0)
+
+    async def abandon(self, why: str) -> None: ...
+
+
+def served(model_path: str, layout: Layout) -> None:
+    """Three adapters in a row: with PEFT they make of the checkpoint what the bridge merges. Then a rank fails."""
+    engine = with_factors(model_path, layout, merge=False)
+    activation.take_over(True)
+    trainer = MegatronTrainer(engine, SyncConfig(timeout_seconds=5), torch.device("cpu"), "float32")
+    assert trainer.serves_adapter
+    sender = AdapterSender(trainer.open_adapter(trainer.open_source()), torch.float32, trainer.config)
+    agreement, server = Agreement(5.0), Server()
+    for version in (1, 2, 3):
+        asyncio.run(sender.send(agreement, server, SyncReport(version), str(version)))  # type: ignore[arg-type]
+        settings, factors = server.adapters[-1]
+        assert (
+            settings["r"] == LORA["rank"] and settings["peft_type"] == "LORA" and "q_proj" in settings["target_modules"]
+        )
+        check_close(merged_by_peft(model_path, settings, factors), stock_export(engine))
+        train_step(engine)
+    stock = engine.bridge.export_adapter_weights
+    if dist.get_rank() == dist.get_world_size() - 1:
+        engine.bridge.export_adapter_weights = raising
+    text = error_of(lambda: asyncio.run(sender.send(agreement, server, SyncReport(4), "4")))  # type: ignore[arg-type]
+    assert f"rank {dist.get_world_size() - 1}: RuntimeError: injected into the export" in text, text
+    engine.bridge.export_adapter_weights = stock
+    asyncio.run(sender.send(agreement, server, SyncReport(5), "5"))  # type: ignore[arg-type]
+
+
+def raising(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("injected into the export")
+
+
+def merged_by_peft(model_path: str, settings: dict[str, Any], factors: State) -> State:
+    """The checkpoint with an adapter as SGLang is given it, merged by PEFT."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    config = LoraConfig(r=settings["r"], lora_alpha=settings["lora_alpha"], target_modules=settings["target_modules"])
+    adapted = get_peft_model(model, config)
+    result = set_peft_model_state_dict(adapted, factors)
+    assert not result.unexpected_keys, result.unexpected_keys
+    plain = adapted.merge_and_unload()
+    return {name: tensor.bfloat16() for name, tensor in plain.state_dict().items()}

@@ -29,11 +29,12 @@ from verl_sync_plugin.sync.delivery.base import Sync
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.sender import STAGING_BUCKETS
 from verl_sync_plugin.trainers import activation
-from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy
+from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.trainers.megatron.model import unwrapped
 from verl_sync_plugin.trainers.megatron.source import MegatronSource
 from verl_sync_plugin.trainers.megatron.stream import StreamSource
 from verl_sync_plugin.trainers.megatron.trainer import MegatronTrainer
+from verl_sync_plugin.trainers.wire import WirePolicy
 
 State = dict[str, torch.Tensor]
 

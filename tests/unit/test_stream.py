@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import torch
 
-from verl_sync_plugin.trainers.base import WirePolicy
 from verl_sync_plugin.trainers.megatron.stream import StreamSource
+from verl_sync_plugin.trainers.wire import WirePolicy
 
 
 def test_a_stream_that_was_broken_off_is_ended_and_its_tensors_go() -> None:

@@ -193,19 +193,8 @@ def lora_rank_of(model: Any) -> int:
     return max(int(model.get("lora_rank", 0) or 0), int(block.get("rank", 0) or 0))
 
 
-def refuse_adapter_mode(model: Any) -> None:
-    """Raises ValueError when a Megatron trainer's LoRA is to be served as an adapter; names key, value and remedy."""
-    block = model.get("lora", None) or {}
-    if lora_rank_of(model) > 0 and not block.get("merge", False):
-        raise ValueError(
-            f"actor_rollout_ref.model.lora.merge=False with LoRA rank {lora_rank_of(model)} and "
-            "actor_rollout_ref.actor.strategy=megatron: what weight sync gets from Megatron-Bridge is merged. Set "
-            f"actor_rollout_ref.model.lora.merge=True, or {TURN_OFF}."
-        )
-
-
 def refuse_megatron_lora(megatron: Any, model: Any) -> None:
-    """Raises ValueError when no bridge with LoRA is there for a Megatron trainer; names key, value and remedy.
+    """Raises ValueError when a Megatron trainer's LoRA cannot be synced; names key, value and remedy.
 
     Args:
         megatron: ``actor_rollout_ref.actor.megatron``.
@@ -214,6 +203,13 @@ def refuse_megatron_lora(megatron: Any, model: Any) -> None:
     rank = lora_rank_of(model)
     if rank <= 0:
         return
+    kind = (model.get("lora", None) or {}).get("type", None)
+    if kind == "dora":
+        raise ValueError(
+            "actor_rollout_ref.model.lora.type='dora' with actor_rollout_ref.actor.strategy=megatron: the export of "
+            "Megatron-Bridge leaves DoRA's magnitudes out, and weight sync does not merge them. Set "
+            "actor_rollout_ref.model.lora.type=lora."
+        )
     remedy = "Install Megatron-Bridge and set actor_rollout_ref.actor.megatron.vanilla_mbridge=False, or train all "
     remedy += "parameters with actor_rollout_ref.model.lora.rank=0."
     if megatron.get("vanilla_mbridge", False):
@@ -223,8 +219,8 @@ def refuse_megatron_lora(megatron: Any, model: Any) -> None:
         )
     if not _has_megatron_bridge():
         raise ValueError(
-            f"actor_rollout_ref.model.lora.merge=True with LoRA rank {rank} and actor_rollout_ref.actor.strategy="
-            f"megatron: the package megatron.bridge, which merges LoRA weights, is not installed. {remedy}"
+            f"LoRA rank {rank} with actor_rollout_ref.actor.strategy=megatron: the package megatron.bridge, which has "
+            f"LoRA for Megatron, is not installed. {remedy}"
         )
 
 

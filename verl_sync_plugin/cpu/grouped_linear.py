@@ -18,6 +18,8 @@ class _GroupedLinear(torch.nn.Module):
         self, num_gemms: int, input_size: int, output_size: int, *, config: Any, init_method: Callable[..., Any]
     ) -> None:
         super().__init__()
+        self.config, self.num_gemms = config, num_gemms
+        self.in_features, self.out_features = input_size, output_size  # of this rank, as TransformerEngine has them
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         for index in range(num_gemms):
             weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))

@@ -106,8 +106,8 @@ def _group_experts(backends: ModuleType) -> None:
     is_pair = "moe_use_legacy_grouped_gemm" in inspect.signature(stock).parameters
 
     def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool = False) -> Any:
-        from megatron.core.transformer.moe import experts
         from megatron.core.transformer.mlp import MLPSubmodules
+        from megatron.core.transformer.moe import experts
 
         from verl_sync_plugin.cpu.grouped_linear import ColumnParallelGroupedLinear, RowParallelGroupedLinear
 

@@ -76,7 +76,7 @@ class _TransformerEngineFinder(MetaPathFinder):
 
 
 class _WithStandIn(Loader):
-    """Runs a module while a stand-in of TransformerEngine can be imported, whose names are classes without instances."""
+    """Runs a module with a stand-in of TransformerEngine, whose names are classes without instances."""
 
     def __init__(self, inner: Loader) -> None:
         self._inner = inner
@@ -131,8 +131,20 @@ def _say_absent(module: ModuleType) -> None:
     for name, value in list(vars(module).items()):
         if name.startswith("HAVE_TE"):
             setattr(module, name, False)
-        elif name.startswith("TE") and value is None:
+        elif name.startswith("TE") and not isinstance(value, type | tuple):  # None, or what Megatron-Bridge puts there
             setattr(module, name, type(name, (), {}))
+
+
+def _adapt_grouped_experts(peft_utils: ModuleType) -> None:
+    """Let adapters be put on the stand-ins of TransformerEngine's grouped experts, as on the real ones."""
+    _say_absent(peft_utils)
+    if _is_installed("transformer_engine"):
+        return
+    from verl_sync_plugin.cpu.grouped_linear import ColumnParallelGroupedLinear, RowParallelGroupedLinear
+
+    namespace: Any = peft_utils
+    namespace.TECL, namespace.TERL = (ColumnParallelGroupedLinear,), (RowParallelGroupedLinear,)
+    namespace.HAVE_TE = True  # is asked only together with an instance of one of these
 
 
 def _build_local_layers(gpt_provider: ModuleType) -> None:
@@ -162,7 +174,8 @@ def _know_grouped_experts(param_mapping: ModuleType) -> None:
 
 
 _HOOKS: dict[str, Callable[[ModuleType], None]] = {
-    **{f"megatron.bridge.peft.{name}": _say_absent for name in ("utils", "lora", "canonical_lora", "adapter_wrapper")},
+    **{f"megatron.bridge.peft.{name}": _say_absent for name in ("lora", "canonical_lora", "adapter_wrapper")},
+    "megatron.bridge.peft.utils": _adapt_grouped_experts,
     "megatron.bridge.models.gpt_provider": _build_local_layers,
     "megatron.bridge.models.conversion.param_mapping": _know_grouped_experts,
 }

@@ -20,7 +20,6 @@ from verl_sync_plugin.config.settings import (
     NOT_IN_USE,
     SyncConfig,
     given_value,
-    refuse_adapter_mode,
     refuse_megatron_lora,
     section,
     sync_config_of,
@@ -181,7 +180,6 @@ def settle_trainer(actor_rollout_ref: Any) -> None:
         if moves:
             refuse_lora(actor_rollout_ref.model, strategy, engine.refuse_untied)
     if strategy == "megatron":
-        refuse_adapter_mode(actor_rollout_ref.model)
         refuse_megatron_lora(actor_rollout_ref.actor.megatron, actor_rollout_ref.model)
 
 

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from verl_sync_plugin.sharding_manager.registry import register_sharding_manager
-from verl_sync_plugin.sync.manager import ShardingManager
+from verl_sync_plugin.sync.lora_manager import LoRAShardingManager
 from verl_sync_plugin.trainers.megatron.trainer import MegatronTrainer
 
 
 @register_sharding_manager(trainer="megatron", rollout="sglang")
-class MegatronSGLangShardingManager(ShardingManager):
+class MegatronSGLangShardingManager(LoRAShardingManager):
     """Each rank sends its own parameters as they are, and the engine gets HF tensors."""
 
     backend = MegatronTrainer

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator
-from typing import Any
 
 import torch
 
 from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.lora.names import ADAPTER, adapter_of, served_name
 from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint, abandon
+from verl_sync_plugin.trainers.base import ServedAdapter
 from verl_sync_plugin.trainers.bounded import reached
-from verl_sync_plugin.trainers.lora_source import MergingSource
 from verl_sync_plugin.transport.agreement import Agreement
 
 
@@ -30,17 +28,16 @@ class AdapterSender:
     host of a leader.
 
     Args:
-        source: of the trainer, unmerged.
-        config: PEFT's ``LoraConfig``.
+        adapter: of the trainer.
         dtype: in which the factors travel.
         sync: whether NaN and Inf are refused, and how long other ranks are waited for.
     """
 
-    def __init__(self, source: MergingSource, config: Any, dtype: torch.dtype, sync: SyncConfig) -> None:
-        self._source = source
-        self._config = config
+    def __init__(self, adapter: ServedAdapter, dtype: torch.dtype, sync: SyncConfig) -> None:
+        self._adapter = adapter
         self._dtype = dtype
         self._sync = sync
+        self._sent = 0
 
     async def send(
         self, agreement: Agreement, endpoint: RolloutEndpoint, report: SyncReport, version: str | None
@@ -51,9 +48,10 @@ class AdapterSender:
             SyncError: any rank or engine failed; the same text on every rank. The engine generates nothing until a
                 later sync succeeds.
         """
+        self._sent += 1
         try:
             with report.stage("plan"):
-                agreement.step("planning the adapter", self._source.shards)
+                agreement.step("planning the adapter", self._adapter.look)
             with report.stage("gather"):
                 factors = agreement.run("gathering the adapter", self._gather()) or {}
             agreement.settle("gathering the adapter")
@@ -65,17 +63,15 @@ class AdapterSender:
             await abandon(endpoint, str(error) or repr(error))
             raise
         finally:
-            self._source.release()
+            self._adapter.release()
 
     def _gather(self) -> Generator[None, None, dict[str, torch.Tensor]]:
-        factors = self._source.factors
-        names = tuple(name for name in factors.names if adapter_of(name) == ADAPTER)
-        found = yield from factors.gather(names, self._source.group)
+        found = yield from self._adapter.gather(self._sent)
         for device in {factor.device for factor in found.values()}:
             reached(device, self._sync.timeout_seconds)  # what follows waits for it without a bound
         if self._sync.check_finite:
             _refuse_broken(found)
-        return {served_name(key, ADAPTER): factor.to(self._dtype) for key, factor in found.items()}
+        return {name: factor.to(self._dtype) for name, factor in found.items()}
 
     async def _deliver(
         self, endpoint: RolloutEndpoint, factors: dict[str, torch.Tensor], report: SyncReport, version: str | None
@@ -85,7 +81,7 @@ class AdapterSender:
             return
         # Cloned: a view would be pickled with the whole bucket it lies in
         on_host = {name: factor.cpu().clone() for name, factor in factors.items()}
-        outcome = await endpoint.load_adapter(self._config, on_host, version)
+        outcome = await endpoint.load_adapter(self._adapter.settings, on_host, version)
         report.stages = {"sleep": outcome.sleep_seconds, **report.stages}
         report.nbytes += outcome.nbytes
         report.tensors += len(factors)

@@ -86,12 +86,12 @@ class RolloutEndpoint(ABC):
 
     @abstractmethod
     async def load_adapter(
-        self, config: Any, factors: dict[str, torch.Tensor], weight_version: str | None
+        self, settings: Mapping[str, Any], factors: dict[str, torch.Tensor], weight_version: str | None
     ) -> LoadOutcome:
         """Leader only: replaces the adapter that the engine serves.
 
         Args:
-            config: PEFT's ``LoraConfig``, which ``refuse_adapter`` has accepted.
+            settings: fields of PEFT's ``LoraConfig``, which ``refuse_adapter`` has accepted.
             factors: by their names in an adapter checkpoint; on the host.
             weight_version: see ``start_load``.
 

@@ -3,22 +3,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from verl_sync_plugin.memory.gauges import PeakMemory
 from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.sync.adapter import AdapterSender
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.trainers.base import ParameterSource
-from verl_sync_plugin.trainers.fsdp import FSDPTrainer
-from verl_sync_plugin.trainers.lora_source import MergingSource
 
 
 class LoRAShardingManager(ShardingManager):
     """Without an adapter, and with one that is merged, a ``ShardingManager``."""
-
-    backend: ClassVar[type[FSDPTrainer]]
-    trainer: FSDPTrainer
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -30,8 +25,8 @@ class LoRAShardingManager(ShardingManager):
         """See ``ShardingManager``; the engine refuses what it could not serve."""
         source = super().open_source()
         if self.trainer.serves_adapter:
-            self.endpoint.refuse_adapter(vars(self.trainer.adapter_config))
-        elif isinstance(source, MergingSource) and (end := self.trainer.untied_end()):
+            self.endpoint.refuse_adapter(self.trainer.open_adapter(source).settings)
+        elif source.prepares and (end := self.trainer.untied_end()):
             self.endpoint.refuse_untied(self.trainer.architectures, f"the adapter's {end}")
         return source
 
@@ -59,5 +54,4 @@ class LoRAShardingManager(ShardingManager):
     def _open_adapter(self) -> AdapterSender:
         if self.source is None:
             self.source = self.open_source()
-        assert isinstance(self.source, MergingSource), "an adapter is served"
-        return AdapterSender(self.source, self.trainer.adapter_config, self.trainer.policy.dtype, self.config)
+        return AdapterSender(self.trainer.open_adapter(self.source), self.trainer.policy.dtype, self.config)

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,29 +14,8 @@ from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, Plan
-from verl_sync_plugin.lora.names import is_adapter
+from verl_sync_plugin.trainers.wire import WirePolicy, wire_policy
 from verl_sync_plugin.transport.agreement import Agreement
-
-
-@dataclass(frozen=True)
-class WirePolicy:
-    """Which dtype a parameter travels in.
-
-    Attributes:
-        dtype: for floating-point parameters.
-        keep: patterns of HF names whose parameters keep the trainer's dtype (routers and the like).
-    """
-
-    dtype: torch.dtype
-    keep: tuple[str, ...] = ()
-
-    def of_parameter(self, names: list[str], dtype: torch.dtype) -> torch.dtype:
-        """The wire dtype of one storage, given all its names. Adapters are exchanged among trainers only and keep
-        theirs."""
-        served = [name for name in names if not is_adapter(name)]
-        if not served or not dtype.is_floating_point:
-            return dtype
-        return dtype if any(re.search(p, name) for p in self.keep for name in served) else self.dtype
 
 
 class ParameterSource(ABC):
@@ -112,6 +89,37 @@ class ParameterSource(ABC):
         return []
 
 
+class ServedAdapter(ABC):
+    """A LoRA adapter that the engine serves itself (``lora.merge=False``), on one trainer rank.
+
+    Attributes:
+        settings: fields of PEFT's ``LoraConfig``.
+    """
+
+    settings: Mapping[str, Any]
+
+    @abstractmethod
+    def look(self) -> None:
+        """Finds the adapter's parameters, once per sync; no collective.
+
+        Raises:
+            ValueError: they cannot be served; names what and the remedy.
+        """
+
+    @abstractmethod
+    def gather(self, number: int) -> Generator[None, None, dict[str, torch.Tensor]]:
+        """Whole factors by their names in an adapter checkpoint, in the trainer's dtype. Collective; yields right
+        before each collective, where all ranks settle.
+
+        Args:
+            number: of the sync, the same on all ranks.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """Drops every reference to the trainer's parameters."""
+
+
 class TrainerBackend(ABC):
     """What one of verl's training engines brings to its syncs, on one rank.
 
@@ -120,7 +128,14 @@ class TrainerBackend(ABC):
         config: the sync's settings.
         device: where the trainer computes.
         rollout_dtype: ``rollout.dtype``, what ``wire_dtype=auto`` means.
+
+    Attributes:
+        serves_adapter: the engine serves the trainer's LoRA adapter itself; else it gets merged weights.
+        rewrites_base: the adapter took something out of the base when it began, which is no longer the checkpoint's.
     """
+
+    serves_adapter: bool = False
+    rewrites_base: bool = False
 
     def __init__(self, engine: Any, config: SyncConfig, device: torch.device, rollout_dtype: str) -> None:
         self.engine = engine
@@ -135,6 +150,29 @@ class TrainerBackend(ABC):
         Raises:
             ValueError: the engine is configured in a way that cannot be synced; names key, value and remedy.
         """
+
+    def open_adapter(self, source: ParameterSource) -> ServedAdapter:
+        """The adapter to serve, where ``serves_adapter``; called once.
+
+        Args:
+            source: what ``open_source`` returned.
+        """
+        raise TypeError(f"{type(self).__qualname__} has no adapter to serve")
+
+    @property
+    def policy(self) -> WirePolicy:
+        """In which dtypes parameters travel."""
+        return wire_policy(self.config, self.rollout_dtype)
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Names of the model's classes, as its config has them."""
+        return tuple(getattr(self.engine.model_config.hf_config, "architectures", None) or ())
+
+    def untied_end(self) -> str:
+        """The adapted layer class on one side of the model (embedding or head) that makes the two sides differ; empty
+        when there is none."""
+        return ""
 
 
 def rank_in(group: dist.ProcessGroup | None) -> int:

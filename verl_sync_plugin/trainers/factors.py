@@ -22,7 +22,6 @@ from verl_sync_plugin.trainers.base import dtype_name
 from verl_sync_plugin.trainers.bounded import take_part
 from verl_sync_plugin.trainers.slicing import Part, part_of
 
-
 # Bytes of whole fp32 factors that are gathered at a time, if one bucket does not need more: every round costs all ranks
 # an exchange over gloo and a collective
 GATHER_BYTES = 64 << 20

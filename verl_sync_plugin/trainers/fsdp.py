@@ -13,20 +13,15 @@ from verl_sync_plugin.lora.adapters import InUse, carries_adapter, copies_in_use
 from verl_sync_plugin.lora.build import unties_embeddings
 from verl_sync_plugin.lora.names import ADAPTER, is_adapter, merged_name
 from verl_sync_plugin.lora.weights import lora_weights, renamed_weights
-from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend, WirePolicy
+from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, TrainerBackend
 from verl_sync_plugin.trainers.fsdp1 import FSDP1Source
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
-from verl_sync_plugin.trainers.lora_source import MergingSource
+from verl_sync_plugin.trainers.lora_source import MergingSource, PEFTAdapter
 from verl_sync_plugin.trainers.naming import Rewrite, checkpoint_rewrite
-from verl_sync_plugin.trainers.wire import wire_policy
 
 
 class FSDPTrainer(TrainerBackend):
-    """What both FSDP generations share.
-
-    Attributes:
-        serves_adapter: the engine serves the adapter itself (``lora.merge=False``); else it gets merged weights.
-    """
+    """What both FSDP generations share."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -40,25 +35,15 @@ class FSDPTrainer(TrainerBackend):
         return getattr(self.engine.module, "_fsdp_wrapped_module", self.engine.module)
 
     @property
-    def architectures(self) -> tuple[str, ...]:
-        """Names of the model's classes, as its config has them."""
-        return tuple(getattr(self.engine.model_config.hf_config, "architectures", None) or ())
-
-    @property
     def adapter_config(self) -> Any:
         """PEFT's config of verl's adapter; ``None`` where it has another name."""
         return (getattr(self._model, "peft_config", None) or {}).get(ADAPTER)
 
     @property
-    def rewrites_base(self) -> bool:
-        """PiSSA and its like take what the adapter starts with out of the base: it is no longer the checkpoint's."""
+    def rewrites_base(self) -> bool:  # type: ignore[override]
+        """PiSSA and its like take what the adapter starts with out of the base."""
         initial = getattr(self.adapter_config, "init_lora_weights", True)
         return initial not in (True, False, "gaussian", "eva", "orthogonal")
-
-    @property
-    def policy(self) -> WirePolicy:
-        """In which dtypes parameters travel."""
-        return wire_policy(self.config, self.rollout_dtype)
 
     def open_source(self) -> ParameterSource:
         """See ``TrainerBackend``; with an adapter a ``MergingSource``."""
@@ -81,6 +66,11 @@ class FSDPTrainer(TrainerBackend):
             timeout_seconds=self.config.timeout_seconds,
         )
 
+    def open_adapter(self, source: ParameterSource) -> ServedAdapter:
+        """See ``TrainerBackend``."""
+        assert isinstance(source, MergingSource), "an adapter is served"
+        return PEFTAdapter(source, self.adapter_config)
+
     def _refuse_other_names(self, adapters: set[str]) -> None:
         if adapters != {ADAPTER} or self.adapter_config is None:
             raise ValueError(
@@ -89,8 +79,7 @@ class FSDPTrainer(TrainerBackend):
             )
 
     def untied_end(self) -> str:
-        """The adapted layer class on one side of the model (embedding or head) that makes the two sides differ; empty
-        when there is none."""
+        """See ``TrainerBackend``."""
         adapted = self._adapted_ends()
         return adapted[0] if adapted and not (self._tied and self._saved_together()) else ""
 

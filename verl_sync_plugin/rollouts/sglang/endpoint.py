@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.rollouts.sglang.families import refuse_untied
-from verl_sync_plugin.rollouts.sglang.served_lora import pack_adapter, refuse_adapter, served_settings
+from verl_sync_plugin.rollouts.sglang.served_lora import pack_adapter, refuse_adapter, refuse_experts, served_settings
 from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
 from verl_sync_plugin.transport.protocol import LoadRequest
 
@@ -70,10 +70,11 @@ class ServerActorEndpoint(RolloutEndpoint):
         await self._bounded(self._server.put_sync_report.remote(report))
 
     async def load_adapter(
-        self, config: Any, factors: dict[str, torch.Tensor], weight_version: str | None
+        self, settings: Mapping[str, Any], factors: dict[str, torch.Tensor], weight_version: str | None
     ) -> LoadOutcome:
-        settings, packed = served_settings(config), pack_adapter(factors)
-        slept = await self._bounded(self._server.load_adapter.remote(settings, packed, weight_version))
+        refuse_experts(factors)
+        packed = pack_adapter(factors)
+        slept = await self._bounded(self._server.load_adapter.remote(served_settings(settings), packed, weight_version))
         return LoadOutcome(slept, len(packed))
 
     def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:

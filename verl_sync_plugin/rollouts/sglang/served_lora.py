@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl_sync_plugin.lora.settings import PREFIX
@@ -47,16 +47,27 @@ def refuse_adapter(settings: Mapping[str, Any], keys: Mapping[str, str]) -> None
             )
 
 
-def served_settings(config: Any) -> dict[str, Any]:
+def refuse_experts(names: Iterable[str]) -> None:
+    """Raises ValueError when an adapter has factors of experts, of which SGLang serves some kinds on some devices."""
+    found = next((name for name in names if ".experts." in name), "")
+    if found:
+        raise ValueError(
+            f"{PREFIX}.lora.merge=False: the adapter has factors of experts ({found}), and weight sync does not have "
+            f"SGLang serve these. Set {PREFIX}.lora.merge=True, which serves it merged, or leave the experts out of "
+            f"{PREFIX}.lora.target_modules."
+        )
+
+
+def served_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """``adapter_config.json`` of an adapter as builtins.
 
     Args:
-        config: PEFT's ``LoraConfig``.
+        settings: fields of PEFT's ``LoraConfig``.
     """
     from verl.workers.rollout.sglang_rollout.utils import normalize_peft_config_for_sglang
 
-    settings: dict[str, Any] = normalize_peft_config_for_sglang(config.to_dict())
-    return {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
+    served: dict[str, Any] = normalize_peft_config_for_sglang(dict(settings))
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in served.items()}
 
 
 def pack_adapter(tensors: dict[str, torch.Tensor]) -> bytes:

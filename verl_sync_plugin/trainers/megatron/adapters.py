@@ -14,6 +14,7 @@ from verl_sync_plugin.trainers.megatron.model import Held, ModelTensors
 from verl_sync_plugin.trainers.megatron.trace import NotACopyError
 
 _REMEDY = f"Set actor_rollout_ref.model.lora.type=lora, or {TURN_OFF}"
+_PLAIN = ("ParallelLinearAdapter", "GroupedExpertLinearAdapter")
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ def adapted_weights(model: ModelTensors, names: dict[int, str]) -> dict[int, Ada
         names: Megatron's global names of what travels, by place.
 
     Raises:
-        ValueError: an adapter that nobody can merge; names the module and the remedy.
-        NotACopyError: one that only the bridge's own stream merges; names the module.
+        ValueError: the trainer changes a parameter that would never arrive; names it and the remedy.
+        NotACopyError: an adapter that only the bridge's own stream merges; names the module.
     """
     found: dict[int, AdaptedWeight] = {}
     factors: set[int] = set()
@@ -93,17 +94,11 @@ def _of(path: str, adapter: Any, held: dict[str, Held], names: dict[int, str]) -
 
 
 def _refuse(path: str, adapter: Any) -> None:
+    """Raises NotACopyError when an adapter is not one whose factors make the delta and nothing else."""
     kind = type(adapter).__name__
-    if "DoRA" in kind:
-        raise ValueError(
-            f"adapter of {path!r} ({kind}): weight sync does not merge DoRA of Megatron-Bridge, whose own export leaves "
-            f"the magnitudes out. {_REMEDY}."
-        )
-    sides = [getattr(getattr(adapter, side, None), "weight", None) for side in ("linear_in", "linear_out")]
-    dims = {weight.dim() for weight in sides if isinstance(weight, torch.Tensor)}
-    activation = type(getattr(adapter, "activation", torch.nn.Identity())).__name__
-    if any(weight is None for weight in sides) or len(dims) > 1 or activation != "Identity":
-        raise NotACopyError(f"adapter of {path!r} ({kind}) is merged by the bridge")
+    activation = type(getattr(adapter, "activation", None) or torch.nn.Identity()).__name__
+    if kind not in _PLAIN or activation != "Identity":
+        raise NotACopyError(f"the adapter of {path!r} ({kind}) is merged by the bridge")
 
 
 def _refuse_lost(chunk: torch.nn.Module, held: dict[str, Held], names: dict[int, str], factors: set[int]) -> None:
@@ -112,5 +107,6 @@ def _refuse_lost(chunk: torch.nn.Module, held: dict[str, Held], names: dict[int,
     lost = [name for name in trained if held[name].place not in factors and held[name].place not in names]
     if lost:
         raise ValueError(
-            f"parameters that are trained and not exported by Megatron-Bridge: {', '.join(sorted(lost)[:5])}. {_REMEDY}."
+            f"parameters that are trained, but not exported by Megatron-Bridge: {', '.join(sorted(lost)[:5])}. "
+            f"{_REMEDY}."
         )

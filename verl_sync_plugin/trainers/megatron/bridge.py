@@ -36,7 +36,8 @@ class _Kind:
 
     Attributes:
         split: the mapping gathers parts.
-        products: with the key of each one's name in the mapping's ``hf_param``; empty where that is a single name, ``None`` where it is none of them.
+        products: with the key of each one's name in the mapping's ``hf_param``; empty where that is a single name,
+            ``None`` where it is none of them.
     """
 
     split: bool
@@ -107,7 +108,9 @@ class MegatronBridgeReader(LayoutReader):
                 cropped = {name: self._cropped(task, hf_tensor) for name, hf_tensor in converted.items()}
                 found = [product_of(trace, name, hf_tensor, parts) for name, hf_tensor in cropped.items()]
             except NotACopyError as error:
-                raise NotACopyError(f"parameter {task.global_param_name!r}: {error} ({type(mapping).__name__})") from error
+                raise NotACopyError(
+                    f"parameter {task.global_param_name!r}: {error} ({type(mapping).__name__})"
+                ) from error
         keys = {name: key for key, name in mapping.hf_param.items()} if isinstance(mapping.hf_param, dict) else {}
         keys = keys or {mapping.hf_param: ""}
         return _Kind(bool(gathered), tuple((keys.get(product.name), product) for product in found))

@@ -23,7 +23,7 @@ from verl_sync_plugin.layout.tensors import Base, View
 from verl_sync_plugin.lora.merge import Steps, Target, steps_of
 from verl_sync_plugin.lora.scratch import Scratch
 from verl_sync_plugin.trainers.base import dtype_name
-from verl_sync_plugin.trainers.factors import GATHER_BYTES, FactorStore, bases_ahead
+from verl_sync_plugin.trainers.factors import FactorStore, bases_ahead
 from verl_sync_plugin.trainers.megatron.adapters import AdaptedWeight, adapted_weights
 from verl_sync_plugin.trainers.megatron.model import flat
 from verl_sync_plugin.trainers.megatron.source import MegatronSource

@@ -19,11 +19,12 @@ from verl_sync_plugin import log
 from verl_sync_plugin.layout.joint import plan_joint
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, Plan, View
-from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy, dtype_name
+from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
 from verl_sync_plugin.trainers.megatron.layout import RankLayout, Unit, choose_owners, match, replicas
 from verl_sync_plugin.trainers.megatron.model import ModelTensors, flat
 from verl_sync_plugin.trainers.megatron.reading import LayoutReader
 from verl_sync_plugin.trainers.megatron.trace import NotACopyError
+from verl_sync_plugin.trainers.wire import WirePolicy
 from verl_sync_plugin.transport.agreement import Agreement
 
 

@@ -19,8 +19,9 @@ import torch
 
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, View
-from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy, dtype_name
+from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
 from verl_sync_plugin.trainers.megatron.guard import Guard
+from verl_sync_plugin.trainers.wire import WirePolicy
 from verl_sync_plugin.transport.agreement import Agreement
 
 Stream = Iterable[tuple[Any, ...]]  # (HF name, full tensor, ...)

@@ -2,9 +2,9 @@
 """Where the elements of a tensor come from, read off a function that only slices, joins and reorders.
 
 A bridge's conversion runs once on meta tensors. Views keep their storage, offset and strides, and the few operations
-that make a new storage without computing (``cat``, ``clone``, rows taken by number) are followed by a table: which element of which input
-each part of the new storage holds. So no memory is needed however large the tensors are, and what a function does
-is known exactly, or it is refused.
+that make a new storage without computing (``cat``, ``clone``, rows taken by number) are followed by a table: which
+element of which input each part of the new storage holds. So no memory is needed however large the tensors are, and
+what a function does is known exactly, or it is refused.
 """
 
 from __future__ import annotations

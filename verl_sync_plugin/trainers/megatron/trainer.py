@@ -5,36 +5,45 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl_sync_plugin.config.settings import TURN_OFF, refuse_adapter_mode, refuse_megatron_lora
-from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend, WirePolicy
+from verl_sync_plugin.config.settings import TURN_OFF, refuse_megatron_lora
+from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, TrainerBackend
 from verl_sync_plugin.trainers.megatron.bridge import MegatronBridgeReader
 from verl_sync_plugin.trainers.megatron.lora import MegatronLoRASource
 from verl_sync_plugin.trainers.megatron.mbridge import MBridgeReader
+from verl_sync_plugin.trainers.megatron.served import BridgeAdapter
 from verl_sync_plugin.trainers.megatron.source import MegatronSource
 from verl_sync_plugin.trainers.megatron.stream import Stream, StreamSource
-from verl_sync_plugin.trainers.wire import wire_policy
+from verl_sync_plugin.trainers.wire import WirePolicy
 
 
 class MegatronTrainer(TrainerBackend):
-    """Reads each rank's own parameters where mbridge converts them, and Megatron-Bridge's export elsewhere."""
+    """Reads each rank's own parameters, through either bridge; a model whose conversion computes comes as the bridge's
+    own stream."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._peft = getattr(self.engine, "peft_cls", None) is not None
+        self.serves_adapter = self._peft and not self.engine.model_config.lora.get("merge", False)
 
     def open_source(self) -> ParameterSource:
         """See ``TrainerBackend``."""
         refuse_engine(self.engine)
-        policy = wire_policy(self.config, self.rollout_dtype)
-        chunks, bridge = self.engine.module, self.engine.bridge
+        policy, chunks, bridge = self.policy, self.engine.module, self.engine.bridge
         if self.engine.vanilla_bridge:
             return MegatronSource(chunks, MBridgeReader(bridge), policy)
         reader, stream = MegatronBridgeReader(bridge, chunks), self._stream_source(policy)
-        if self.merges:
+        if self._peft and not self.serves_adapter:
             bound = self.config.timeout_seconds
             return MegatronLoRASource(chunks, reader, policy, stream, device=self.device, timeout_seconds=bound)
         return MegatronSource(chunks, reader, policy, stream)
 
-    @property
-    def merges(self) -> bool:
-        """Whether LoRA adapters are merged into what travels."""
-        return getattr(self.engine, "peft_cls", None) is not None and bool(self.engine.model_config.lora.get("merge"))
+    def open_adapter(self, source: ParameterSource) -> ServedAdapter:
+        """See ``TrainerBackend``."""
+        return BridgeAdapter(self._adapter_stream, self.engine.model_config.lora, self.config.timeout_seconds)
+
+    def _adapter_stream(self) -> Stream:
+        stream, _ = self.engine.get_per_tensor_param(base_sync_done=True)
+        return iter(stream)
 
     def _stream_source(self, policy: WirePolicy) -> StreamSource:
         return StreamSource(self.stream, policy, self.config.timeout_seconds)
@@ -65,5 +74,4 @@ def refuse_engine(engine: Any) -> None:
             f"{megatron}.override_ddp_config.overlap_param_gather=True: the parameters are not up to date when verl "
             "syncs. Set it to False."
         )
-    refuse_adapter_mode(engine.model_config)
     refuse_megatron_lora(engine.engine_config, engine.model_config)

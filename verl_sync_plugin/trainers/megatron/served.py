@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A LoRA adapter of Megatron-Bridge that the engine serves itself: the bridge's own export of it, once per sync.
+
+The factors are small, and which rows of them belong to which HF module is the bridge's knowledge; so its stream is
+taken as it is, behind the guard that keeps a failing rank from hanging the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+
+from verl_sync_plugin.trainers.base import ServedAdapter
+from verl_sync_plugin.trainers.megatron.guard import Guard
+from verl_sync_plugin.trainers.megatron.stream import Stream
+
+_PEFT_PREFIX = "base_model.model."
+
+
+class BridgeAdapter(ServedAdapter):
+    """Args: ``open_stream``: the adapter's tensors by HF name; ``lora``: ``actor_rollout_ref.model.lora``;
+    ``timeout_seconds``: bound on waiting for other ranks."""
+
+    def __init__(self, open_stream: Callable[[], Stream], lora: Any, timeout_seconds: float) -> None:
+        from verl.utils.megatron_peft_utils import build_peft_config_for_vllm
+
+        self._open = open_stream
+        self._guard = Guard(timeout_seconds)
+        self.settings = build_peft_config_for_vllm(lora)
+
+    def look(self) -> None:
+        """See ``ServedAdapter``; the bridge looks when it exports."""
+
+    def gather(self, number: int) -> Generator[None, None, dict[str, torch.Tensor]]:
+        """See ``ServedAdapter``; ``settings`` then name the modules that are adapted."""
+        yield
+        self._guard.begin(f"adapter {number}")
+        with self._guard.watching():
+            found = {name: tensor.detach() for name, tensor, *_ in self._open()}
+        modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in found}
+        self.settings = {**self.settings, "target_modules": sorted(modules)}
+        return {f"{_PEFT_PREFIX}{name}": tensor for name, tensor in found.items()}
+
+    def release(self) -> None:
+        """See ``ServedAdapter``; nothing is kept."""
