@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hmac
 import os
-import pickle
 import secrets
 from typing import Any
 
 import torch
+
+from verl_sync_plugin.rollouts.sglang.pickling import dumps
 
 # What SGLang is told to load a request with: its ``load_format``
 LOADER = "verl_sync_plugin.rollouts.sglang.loader.load"
@@ -39,7 +40,7 @@ def pack_request(request: tuple[Any, ...]) -> bytes:
     it consists of builtins. Plain pickle on purpose: SGLang's serializer shares tensors through the multiprocessing
     machinery, which would leave a shared-memory segment behind for a tensor without bytes.
     """
-    return pickle.dumps([((*request, os.environ[TOKEN_VARIABLE]), torch.empty(0))])
+    return dumps([((*request, os.environ[TOKEN_VARIABLE]), torch.empty(0))])
 
 
 def admitted(header: Any) -> tuple[Any, ...]:

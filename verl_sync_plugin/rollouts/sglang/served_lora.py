@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl_sync_plugin.lora.settings import PREFIX
+from verl_sync_plugin.rollouts.sglang.pickling import dumps
 
 if TYPE_CHECKING:
     import torch
@@ -78,6 +77,4 @@ def pack_adapter(tensors: dict[str, torch.Tensor]) -> bytes:
     Args:
         tensors: by name; on the host.
     """
-    file = io.BytesIO()
-    pickle.dump(tensors, file, protocol=pickle.HIGHEST_PROTOCOL)
-    return file.getvalue()
+    return dumps(tensors)
