@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's own ``main_ppo`` with a Megatron trainer: two steps with tensor, with pipeline and with expert parallelism.
 
-``make test`` runs the pipeline; what tensor and expert parallel ranks send, ``bare_engine`` compares bit for bit.
+``make test`` runs experts on verl's default bridge; what other layouts send, the contract tests compare bit for bit.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Layout(NamedTuple):
         model: SGLang's class for it.
         parameters: as many as SGLang has.
         padded: how many times the model's bytes may travel: all ranks' segments of a bucket are as long as the longest.
+        mbridge: verl's deprecated bridge instead of its default.
     """
 
     sizes: tuple[int, int, int]
@@ -43,12 +44,13 @@ class Layout(NamedTuple):
     model: str = "Qwen2ForCausalLM"
     parameters: int = 17
     padded: float = 1.05
+    mbridge: bool = False
 
 
 LAYOUTS = [
-    pytest.param(Layout((1, 2, 1)), id="pp2"),
+    pytest.param(Layout((1, 1, 2), "qwen3-moe", "Qwen3MoeForCausalLM", 21, 1.15), id="ep2"),
     pytest.param(Layout((2, 1, 1)), id="tp2", marks=pytest.mark.extended),
-    pytest.param(Layout((1, 1, 2), "qwen3-moe", "Qwen3MoeForCausalLM", 21, 1.15), id="ep2", marks=pytest.mark.extended),
+    pytest.param(Layout((1, 2, 1), mbridge=True), id="pp2-mbridge", marks=pytest.mark.extended),
 ]
 
 
@@ -66,7 +68,7 @@ def model(layout: Layout, even_model: Path, tiny_model: Callable[[str], str]) ->
 @pytest.fixture(scope="module")
 def trained(layout: Layout, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two steps, so three syncs."""
-    setup = Setup(OVERRIDES, ranks=2, steps=2, model=model, megatron=layout.sizes)
+    setup = Setup(OVERRIDES, ranks=2, steps=2, model=model, megatron=layout.sizes, mbridge=layout.mbridge)
     return main_ppo(setup, tmp_path_factory.mktemp("trained"))
 
 

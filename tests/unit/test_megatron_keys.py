@@ -48,18 +48,28 @@ def test_mbridge_has_no_lora() -> None:
 
 
 def test_lora_needs_megatron_bridge() -> None:
-    with pytest.raises(ValueError, match=r"lora\.merge=True with LoRA rank 8 .* megatron\.bridge.* is not installed"):
+    with pytest.raises(ValueError, match=r"LoRA rank 8 with .*strategy=megatron.* megatron\.bridge.* is not installed"):
         settle_trainer(actor_of(*LORA, f"{MEGATRON}.vanilla_mbridge=False"))
 
 
-def test_lora_passes_with_megatron_bridge(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("merge", ["True", "False"])
+def test_lora_passes_with_megatron_bridge(merge: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "_has_megatron_bridge", lambda: True)
-    settle_trainer(actor_of(*LORA, f"{MEGATRON}.vanilla_mbridge=False"))
+    settle_trainer(actor_of(*LORA, f"{MEGATRON}.vanilla_mbridge=False", f"++{MODEL}.lora.merge={merge}"))
 
 
-def test_lora_as_an_adapter_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"lora\.merge=False with LoRA rank 8 .*megatron: .* Set .*lora\.merge=True"):
-        settle_trainer(actor_of(f"++{MODEL}.lora.rank=8", f"++{MODEL}.lora.merge=False"))
+@pytest.mark.parametrize("merge", ["True", "False"])
+def test_dora_is_refused(merge: str) -> None:
+    with pytest.raises(ValueError, match=r"lora\.type='dora' with .*strategy=megatron: .* Set .*lora\.type=lora"):
+        settle_trainer(actor_of(f"++{MODEL}.lora.rank=8", f"++{MODEL}.lora.type=dora", f"++{MODEL}.lora.merge={merge}"))
+
+
+def test_merge_without_a_rank_is_said_to_have_no_effect(capsys: pytest.CaptureFixture[str]) -> None:
+    settle_trainer(actor_of(f"++{MODEL}.lora.merge=True"))
+    said = capsys.readouterr().out
+    assert "actor_rollout_ref.model.lora.merge=True has no effect without a LoRA rank" in said
+    settle_trainer(actor_of())
+    assert "no effect" not in capsys.readouterr().out
 
 
 def test_a_manager_is_registered() -> None:

@@ -20,11 +20,13 @@ from verl_sync_plugin.config.settings import (
     NOT_IN_USE,
     SyncConfig,
     given_value,
+    lora_rank_of,
     refuse_megatron_lora,
     section,
     sync_config_of,
 )
 from verl_sync_plugin.hooks.rollout_config import check_rollout
+from verl_sync_plugin.log import say
 from verl_sync_plugin.lora.refusals import refuse_lora
 from verl_sync_plugin.lora.settings import PEFT_KEY, RefuseAdapter, unify
 from verl_sync_plugin.rollouts import rollout_of, serves
@@ -34,6 +36,8 @@ from verl_sync_plugin.sharding_manager.registry import known_trainers
 FLAT_LORA_TRAINERS = ("fsdp", "fsdp2")
 # Mains of verl with a rollout that is never given weights
 WITHOUT_SYNC = ("main_generation_server",)
+MERGE_KEY = "actor_rollout_ref.model.lora.merge"
+RANK_KEY = "actor_rollout_ref.model.lora.rank"
 STRATEGY_KEY = "actor_rollout_ref.actor.strategy"
 OFF = "weight sync off, stock verl moves the weights"
 
@@ -175,6 +179,9 @@ def settle_trainer(actor_rollout_ref: Any) -> None:
     if moves:
         engine.refuse_checkpoint(str(actor_rollout_ref.model.get("path")))
     refuse_lora_values(actor_rollout_ref.model)
+    merge = OmegaConf.select(actor_rollout_ref, "model.lora.merge", default=False)
+    if merge and not lora_rank_of(actor_rollout_ref.model):
+        say(f"{MERGE_KEY}=True has no effect without a LoRA rank, all parameters are trained; see {RANK_KEY}")
     if strategy in FLAT_LORA_TRAINERS:
         unify_lora_keys(actor_rollout_ref.model, engine.refuse_adapter)
         if moves:
