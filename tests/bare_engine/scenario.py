@@ -31,11 +31,12 @@ class Setup:
 
     Attributes:
         model_path: tiny HF checkpoint with tokenizer.
-        strategy: verl's actor strategy.
+        strategy: verl's actor strategy; with Megatron its default bridge.
         world: trainer ranks, which is also the engine's tensor-parallel size.
         bucket_bytes: small ones make tensors split.
         settings: for ``FSDPEngineConfig``, or of a Megatron ``Layout``.
         logprob_bound: how far the engine's log-probabilities may be from transformers', both computed in bfloat16.
+        mbridge: a Megatron trainer with verl's deprecated bridge.
     """
 
     model_path: str
@@ -44,6 +45,7 @@ class Setup:
     bucket_bytes: int
     settings: tuple[tuple[str, object], ...] = ()
     logprob_bound: float = 0.06
+    mbridge: bool = False
 
 
 class Rank:

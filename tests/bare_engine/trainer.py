@@ -102,7 +102,7 @@ def full_state(engine: object) -> dict[str, torch.Tensor]:
     """The trainer's weights under the names of a checkpoint, gathered from its own state dict; collective.
 
     Not from verl's weight stream: for FSDP1 that moves the model to a numbered device first, which a CPU is not.
-    Names are transformers' own, Megatron's tensors mbridge's own export.
+    Names are transformers' own, Megatron's tensors the bridge's own export.
     """
     if isinstance(engine.module, list):  # type: ignore[attr-defined]
         from megatron_cpu import engines

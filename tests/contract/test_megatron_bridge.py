@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 import pytest
 from worlds import run_world, stop
 
-from megatron_cpu import checkpoints, stories, streams
+from megatron_cpu import checkpoints, rearranged, stories, streams, te_names
 from megatron_cpu.engines import Layout, megatron_environment, on_megatron_bridge
 
 CASES = [
     ("qwen2", Layout(2, cp=2)),
     ("qwen2", Layout(4, tp=2, pp=2)),
-    ("qwen2-tied", Layout(2, pp=2, vpp=2)),
+    ("qwen2", Layout(2, pp=2, vpp=2)),
+    ("qwen2-tied", Layout(2, pp=2)),  # with virtual stages the bridge itself cannot load a tied model
     ("qwen3", Layout(2, tp=2)),
     ("qwen3-moe", Layout(2, ep=2)),
     ("qwen3-moe", Layout(4, tp=2, pp=2, ep=2, etp=1)),
@@ -83,3 +84,43 @@ def test_a_rank_that_fails_inside_the_stream_is_everybodys_error_and_recovered_f
     for text, seconds in results:
         assert "injected into the conversion" in text and "rank 1" in text, text
         assert seconds < 10, "others waited for a rank that had failed"
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "fused"),
+    [
+        ("qwen3-moe", Layout(2, tp=2, ep=2, etp=1), ["self_attention.linear_qkv.layer_norm_weight"]),
+        (
+            "deepseek",
+            Layout(2, tp=2),
+            [
+                *("mlp.linear_fc1.layer_norm_weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
+                "self_attention.linear_kv_up_proj.layer_norm_weight",
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_names_and_classes_of_transformer_engine_are_read(
+    kind: str, layout: Layout, fused: list[str], checkpoint: Callable[[str], str]
+) -> None:
+    names, _ = run_world(2, te_names.syncs, checkpoint(kind), layout, timeout=120)
+    assert {f"decoder.layers.0.{name}" for name in fused} <= names
+
+
+@pytest.mark.parametrize("change", ["dtype", "gone"])
+def test_disagreement_is_one_error_soon_and_recovered_from(change: str, checkpoint: Callable[[str], str]) -> None:
+    results = run_world(2, stories.disagreeing, checkpoint("qwen2"), Layout(2, tp=2), change, timeout=120)
+    (text,) = {text for text, _ in results}
+    assert "failed at 'matching the layouts of all ranks'; trainer weights are unchanged" in text
+    assert "decoder.layers.0.self_attention.linear_proj.weight" in text
+    assert max(seconds for _, seconds in results) < 5
+
+
+@pytest.mark.parametrize("layout", [Layout(2, tp=2), Layout(2, pp=2)], ids=str)
+def test_offloaded_parameters_are_read_where_they_are(layout: Layout, checkpoint: Callable[[str], str]) -> None:
+    run_world(layout.world, stories.offloaded, checkpoint("qwen2"), layout, timeout=120)
+
+
+def test_tensors_and_modules_that_are_replaced_are_found(checkpoint: Callable[[str], str]) -> None:
+    run_world(2, rearranged.in_every_way, checkpoint("qwen2"), Layout(2, tp=2), timeout=120)
