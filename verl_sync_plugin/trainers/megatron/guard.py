@@ -9,6 +9,7 @@ begun then, and the groups stay as good as they were.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,11 +25,12 @@ _COLLECTIVES = (
     *("all_gather", "all_gather_object", "all_gather_into_tensor", "all_reduce", "broadcast", "broadcast_object_list"),
     *("scatter", "gather_object", "barrier"),
 )
+_numbers = itertools.count()
 _LOOK_SECONDS = 0.5  # between two looks whether a rank has failed
 
 
 class Guard:
-    """Watches over the foreign collectives of one rank. All ranks begin the same runs in the same order.
+    """Watches over the foreign collectives of one rank. All ranks make their guards, and begin runs, in one order.
 
     Args:
         seconds: bound on waiting for the other ranks of one collective.
@@ -36,6 +38,7 @@ class Guard:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
+        self._number = next(_numbers)  # no two guards of a process may meet under the same keys
         self._run = ""
         self._counts: dict[str, int] = {}  # collectives of this run, by group
         self._last: dict[str, str] = {}  # key of the last meeting, by group
@@ -46,7 +49,7 @@ class Guard:
         Args:
             run: its name, the same on all ranks and used once.
         """
-        self._run, self._counts = run, {}
+        self._run, self._counts = f"verl_sync_plugin/guard/{self._number}/{run}", {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -82,7 +85,7 @@ class Guard:
 
     @property
     def _failed(self) -> str:
-        return f"verl_sync_plugin/guard/{self._run}/failed"
+        return f"{self._run}/failed"
 
     def _meet(self, collective: str, group: Any) -> None:
         size = dist.get_world_size(group)
@@ -90,7 +93,7 @@ class Guard:
             return
         store, name = _store(), str(group.group_name)
         count = self._counts[name] = self._counts.get(name, 0) + 1
-        key = f"verl_sync_plugin/guard/{self._run}/{name}/{count}"
+        key = f"{self._run}/{name}/{count}"
         if store.add(f"{key}/came", 1) == size:
             store.set(key, "all")
         self._wait(store, key, f"{collective} {count} of group {name}")
