@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STRATEGIES = ("fsdp", "fsdp2", "megatron")
+BRIDGES = ("megatron-bridge", "mbridge")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Case:
         train_cp: context parallel size of a Megatron trainer.
         train_ep: expert parallel size of a Megatron trainer.
         train_etp: expert tensor parallel size of a Megatron trainer; 0 is verl's default, the tensor parallel size.
+        bridge: of a Megatron trainer, one of ``BRIDGES``; results that name none are of mbridge.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Case:
     train_cp: int = 1
     train_ep: int = 1
     train_etp: int = 0
+    bridge: str = "mbridge"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import shlex
 from pathlib import Path
 
 from benchmarks import models
-from benchmarks.phase.cases import STRATEGIES, Case
+from benchmarks.phase.cases import BRIDGES, STRATEGIES, Case
 from benchmarks.schema import VARIANTS
 
 LEAST_SYNCS = 3  # of a run that its time limit ended: then they count, and its exit status is in its settings
@@ -38,6 +38,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--train-pp", type=int, default=1, help="Megatron only")
     for axis, default in (("vpp", 1), ("cp", 1), ("ep", 1), ("etp", 0)):
         parser.add_argument(f"--train-{axis}", type=int, default=default, help="Megatron only")
+    parser.add_argument(
+        "--bridge", choices=BRIDGES, default=BRIDGES[0], help="Megatron only; default: verl's"
+    )
     parser.add_argument("--lora-rank", type=int, default=0, help="0: full parameters; else LoRA with lora.merge=True")
     parser.add_argument("--steps", type=int, default=3, help="training steps; each gives one measured sync")
     parser.add_argument("--bucket-mb", type=int, default=512)
@@ -60,6 +63,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     unknown = [name for name in args.variants if name not in VARIANTS]
     if unknown:
         parser.error(f"unknown variants {unknown}; choose from {', '.join(VARIANTS)}")
+    if args.strategy == "megatron" and args.bridge == BRIDGES[0] and "-bridge" not in args.case:
+        parser.error(f"--case {args.case}: with --bridge {args.bridge} the name of the case says so, as in x-bridge-y")
     if args.steps < 1 or args.repeat < 1:
         parser.error("--steps and --repeat must be at least 1")
     return args

@@ -31,7 +31,7 @@ def of(case: Case) -> list[str]:
         f"{_MEGATRON}.tensor_model_parallel_size={case.train_tp}",
         f"{_MEGATRON}.pipeline_model_parallel_size={case.train_pp}",
         *_megatron_sizes(case),
-        f"{_MEGATRON}.vanilla_mbridge=True",
+        f"{_MEGATRON}.vanilla_mbridge={case.bridge == 'mbridge'}",
         f"{_MEGATRON}.use_remove_padding=False",
         "actor_rollout_ref.ref.megatron.use_remove_padding=False",
         f"++{transformer}.attention_backend=unfused",
@@ -42,10 +42,12 @@ def of(case: Case) -> list[str]:
         "actor_rollout_ref.ref.megatron.sequence_parallel=False",
         f"+{transformer}.sequence_parallel=False",
     ]
+    unfused = ("bias_dropout_fusion", "bias_activation_fusion")
+    if case.bridge == "megatron-bridge":  # it turns these on by itself
+        unfused += ("moe_permute_fusion", "moe_router_fusion", "moe_shared_expert_overlap", "cross_entropy_loss_fusion")
+        overrides.append(f"+{transformer}.transformer_impl=local")
     if case.device == "cpu":
-        overrides += [
-            f"+{transformer}.use_cpu_initialization=True",
-            f"+{transformer}.bias_dropout_fusion=False",
-            f"+{transformer}.bias_activation_fusion=False",
-        ]
+        overrides.append(f"+{transformer}.use_cpu_initialization=True")
+    if case.bridge == "megatron-bridge" or case.device == "cpu":
+        overrides += [f"+{transformer}.{key}=False" for key in unfused]
     return overrides

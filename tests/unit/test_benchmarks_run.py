@@ -50,7 +50,7 @@ def test_overrides_follow_the_case() -> None:
     paths = cases.Paths(model=Path("m"), prompts=Path("p"))
     lora = command.training(case(lora_rank=32), "plugin", paths)
     assert "actor_rollout_ref.model.lora.merge=True" in lora
-    megatron = command.training(case(strategy="megatron", train_tp=2, train_vpp=2, train_etp=1), "stock", paths)
+    megatron = command.training(case(strategy="megatron", bridge="mbridge", train_tp=2, train_vpp=2, train_etp=1), "stock", paths)
     assert "model_engine=megatron" in megatron
     sizes = {word.partition("megatron.")[2] for word in megatron if "_parallel_size=" in word and "megatron." in word}
     assert sizes == {
@@ -59,9 +59,21 @@ def test_overrides_follow_the_case() -> None:
         "virtual_pipeline_model_parallel_size=2",
         "expert_tensor_parallel_size=1",
     }
+    assert "actor_rollout_ref.actor.megatron.vanilla_mbridge=True" in megatron
+    bridge = command.training(case(strategy="megatron", case="dense-bridge"), "stock", paths)
+    assert "actor_rollout_ref.actor.megatron.vanilla_mbridge=False" in bridge
     cpu = command.environment(case(device="cpu"), "stock", Path("f"), {})
     assert cpu["VERL_PLATFORM"] == "cpu" and cpu["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
     assert "trainer.device=cpu" in command.training(case(device="cpu"), "stock", paths)
+
+
+def test_a_case_on_megatron_bridge_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--model-size", "tiny", "--strategy", "megatron", "--out", "x"]
+    assert options.case_of(options.arguments(["--case", "a-bridge-b", *given])).bridge == "megatron-bridge"
+    assert options.case_of(options.arguments(["--case", "a", "--bridge", "mbridge", *given])).bridge == "mbridge"
+    with pytest.raises(SystemExit):
+        options.arguments(["--case", "a", *given])
+    assert "with --bridge megatron-bridge the name of the case says so" in capsys.readouterr().err
 
 
 def test_command_of_a_result_names_no_path() -> None:
