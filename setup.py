@@ -57,7 +57,8 @@ setup(
     extras_require={
         "verl": ["verl>=0.9.1,<0.10"],
         "sglang": ["sglang>=0.5.12"],
-        "megatron": ["megatron-core>=0.16", "mbridge>=0.15"],
+        "megatron": ["megatron-core>=0.18", "megatron-bridge>=0.5.1"],
+        "mbridge": ["megatron-core>=0.16,<0.17", "mbridge>=0.15"],  # verl deprecates it
         # Without SGLang and torchvision: scripts/setup_venv.sh installs these without their CUDA dependencies.
         "cpu-test": read_requirements("cpu"),
     },

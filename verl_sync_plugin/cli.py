@@ -21,6 +21,7 @@ PACKAGES = (
     "torch-memory-saver",
     "peft",
     "megatron-core",
+    "megatron-bridge",
     "mbridge",
 )
 

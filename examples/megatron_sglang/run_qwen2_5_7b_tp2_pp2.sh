@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # GRPO on GSM8K with Qwen2.5-7B-Instruct: Megatron trainer (tensor and pipeline parallel), SGLang rollout on the same
-# GPUs. Needs mbridge, TransformerEngine, and GSM8K as verl prepares it (examples/data_preprocess/gsm8k.py of verl):
+# GPUs. Needs Megatron-Bridge, TransformerEngine, and GSM8K as verl prepares it (examples/data_preprocess/gsm8k.py of verl):
 #   NGPUS=8 TRAIN_TP=2 TRAIN_PP=2 ROLLOUT_TP=2 bash run_qwen2_5_7b_tp2_pp2.sh [hydra overrides]
 set -euxo pipefail
 
@@ -31,7 +31,6 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.actor.use_kl_loss=False \
     actor_rollout_ref.actor.megatron.tensor_model_parallel_size="$TRAIN_TP" \
     actor_rollout_ref.actor.megatron.pipeline_model_parallel_size="$TRAIN_PP" \
-    actor_rollout_ref.actor.megatron.vanilla_mbridge=True \
     actor_rollout_ref.actor.megatron.param_offload=True \
     actor_rollout_ref.actor.megatron.optimizer_offload=True \
     actor_rollout_ref.rollout.name=sglang \
