@@ -70,6 +70,14 @@ def test_served_adapters_make_what_the_bridge_merges(layout: Layout, checkpoint:
     run_world(2, lora.served, checkpoint("qwen2"), layout, timeout=180)
 
 
+def test_offloaded_factors_are_read_where_they_are(checkpoint: Callable[[str], str]) -> None:
+    run_world(2, lora.offloaded, checkpoint("qwen2"), Layout(2, tp=2), timeout=120)
+
+
+def test_adapters_of_another_kind_are_merged_by_the_bridge(checkpoint: Callable[[str], str]) -> None:
+    run_world(2, lora.canonical, checkpoint("qwen2"), Layout(2, tp=2), timeout=120)
+
+
 def test_a_rank_that_fails_to_gather_factors_is_everybodys_error(checkpoint: Callable[[str], str]) -> None:
     texts = run_world(2, lora.failing, checkpoint("qwen2"), Layout(2, tp=2), timeout=120)
     assert len(set(texts)) == 1 and "rank 1: RuntimeError: injected into the gathering" in texts[0]

@@ -23,6 +23,7 @@ from verl_sync_plugin.sync.adapter import AdapterSender
 from verl_sync_plugin.sync.endpoint import LoadOutcome
 from verl_sync_plugin.trainers import activation
 from verl_sync_plugin.trainers.megatron.lora import MegatronLoRASource
+from verl_sync_plugin.trainers.megatron.stream import StreamSource
 from verl_sync_plugin.trainers.megatron.trainer import MegatronTrainer
 from verl_sync_plugin.transport.agreement import Agreement
 
@@ -125,6 +126,36 @@ def failing(model_path: str, layout: Layout) -> str:
     train_step(engine)
     check_close(one_sync(manager), stock_export(engine))
     return text
+
+
+def offloaded(model_path: str, layout: Layout) -> None:
+    """Factors lie in buffers that verl has moved to host memory; they are not brought back for the sync."""
+    from verl.utils.megatron_utils import load_megatron_model_to_gpu, offload_megatron_model_to_cpu
+
+    engine = with_factors(model_path, layout)
+    manager = manager_of(engine, LARGE, "bfloat16")
+    for _ in range(3):
+        load_megatron_model_to_gpu(engine.module)
+        train_step(engine)
+        expected = stock_export(engine)
+        offload_megatron_model_to_cpu(engine.module)
+        got = one_sync(manager)
+        assert sum(b.param_data.untyped_storage().size() for chunk in engine.module for b in chunk.buffers) == 0
+        check_close(got, expected)
+
+
+def canonical(model_path: str, layout: Layout) -> None:
+    """Adapters of another kind are merged by the bridge, whose stream is what arrives."""
+    engine = with_factors(
+        model_path, layout, type="canonical_lora", target_modules=["linear_q", "linear_k", "linear_v", "linear_proj"]
+    )
+    activation.take_over(True)
+    manager = manager_of(engine, TINY, "bfloat16")
+    for step in range(2):
+        if step:
+            train_step(engine)
+        check_close(one_sync(manager), stock_export(engine))
+        assert isinstance(manager.source, StreamSource)
 
 
 def error_of(work: Callable[[], object]) -> str:

@@ -50,9 +50,8 @@ def test_overrides_follow_the_case() -> None:
     paths = cases.Paths(model=Path("m"), prompts=Path("p"))
     lora = command.training(case(lora_rank=32), "plugin", paths)
     assert "actor_rollout_ref.model.lora.merge=True" in lora
-    megatron = command.training(
-        case(strategy="megatron", bridge="mbridge", train_tp=2, train_vpp=2, train_etp=1), "stock", paths
-    )
+    shared_out = case(strategy="megatron", bridge="mbridge", train_tp=2, train_vpp=2, train_etp=1)
+    megatron = command.training(shared_out, "stock", paths)
     assert "model_engine=megatron" in megatron
     sizes = {word.partition("megatron.")[2] for word in megatron if "_parallel_size=" in word and "megatron." in word}
     assert sizes == {

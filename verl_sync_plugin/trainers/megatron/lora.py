@@ -48,6 +48,7 @@ class MegatronLoRASource(MegatronSource):
         self.gathered: dict[str, torch.Tensor] = {}
 
     def _read(self) -> None:
+        self._adapted, self._steps = {}, {}
         super()._read()
         if self._layout.computed:
             return
