@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 import threading
 import time
 from concurrent.futures import Future
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from verl_sync_plugin import compat
 from verl_sync_plugin.rollouts.sglang.awake import AwakeState
+from verl_sync_plugin.rollouts.sglang.pickling import dumps
 from verl_sync_plugin.rollouts.sglang.request import LOADER, hand_down, new_token, pack_request
 from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
 from verl_sync_plugin.transport.protocol import LoadRequest
@@ -82,7 +82,7 @@ class BareEngine:
 
     def state(self, path: Path) -> list[dict[str, torch.Tensor]]:
         """What every rank really holds."""
-        self.call(self._update(pickle.dumps([(str(path), torch.empty(0))]), DUMP, None))
+        self.call(self._update(dumps([(str(path), torch.empty(0))]), DUMP, None))
         return [torch.load(f"{path}.{rank}") for rank in range(self.tp)]
 
     def load_from_disk(self, path: str) -> None:
