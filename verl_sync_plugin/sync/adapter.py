@@ -20,6 +20,8 @@ from verl_sync_plugin.trainers.base import ServedAdapter
 from verl_sync_plugin.trainers.bounded import reached
 from verl_sync_plugin.transport.agreement import Agreement
 
+TARGETS = "actor_rollout_ref.model.lora.target_modules"
+
 
 class AdapterSender:
     """Sends one adapter, again and again.
@@ -53,7 +55,10 @@ class AdapterSender:
             with report.stage("plan"):
                 agreement.step("planning the adapter", self._adapter.look)
             with report.stage("gather"):
-                factors = agreement.run("gathering the adapter", self._gather()) or {}
+                factors = (
+                    agreement.run("gathering the adapter", self._gather(f"adapter {agreement.number}.{self._sent}"))
+                    or {}
+                )
             agreement.settle("gathering the adapter")
             with report.stage("deliver_adapter"):
                 await agreement.step_async(
@@ -65,8 +70,10 @@ class AdapterSender:
         finally:
             self._adapter.release()
 
-    def _gather(self) -> Generator[None, None, dict[str, torch.Tensor]]:
-        found = yield from self._adapter.gather(self._sent)
+    def _gather(self, run: str) -> Generator[None, None, dict[str, torch.Tensor]]:
+        found = yield from self._adapter.gather(run)
+        if not found:
+            raise ValueError(f"{TARGETS}: the trainer's adapter has no parameters. Name modules that the model has.")
         for device in {factor.device for factor in found.values()}:
             reached(device, self._sync.timeout_seconds)  # what follows waits for it without a bound
         if self._sync.check_finite:

@@ -169,7 +169,7 @@ class ShardingManager(BaseShardingManager):
         assert isinstance(self._bucket_bytes, int), "chosen before"
         if self.source is None:
             self.source = self.agreement.step("opening the trainer", self.open_source)
-        source = self.source = self.source.agree_on_layout(self.agreement)
+        source = self.source = self.source.agree_on_layout(self.agreement) or self.source
         plan, shards = self.planning.agree(source, self._bucket_bytes, self.choice.sharded)
         report = self.report
         report.bucket_bytes, report.nbytes = self._bucket_bytes, plan.nbytes

@@ -107,12 +107,12 @@ class ServedAdapter(ABC):
         """
 
     @abstractmethod
-    def gather(self, number: int) -> Generator[None, None, dict[str, torch.Tensor]]:
+    def gather(self, run: str) -> Generator[None, None, dict[str, torch.Tensor]]:
         """Whole factors by their names in an adapter checkpoint, in the trainer's dtype. Collective; yields right
         before each collective, where all ranks settle.
 
         Args:
-            number: of the sync, the same on all ranks.
+            run: a name for this time, the same on all ranks and used once.
         """
 
     @abstractmethod

@@ -242,7 +242,7 @@ class PEFTAdapter(ServedAdapter):
         """See ``ServedAdapter``."""
         self._source.shards()
 
-    def gather(self, number: int) -> Generator[None, None, dict[str, torch.Tensor]]:
+    def gather(self, run: str) -> Generator[None, None, dict[str, torch.Tensor]]:
         """See ``ServedAdapter``."""
         factors = self._source.factors
         names = tuple(name for name in factors.names if adapter_of(name) == ADAPTER)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import traceback
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.transport.protocol import TOGETHER_SLACK_SECONDS, TOGETHER_WAITS
 
 T = TypeVar("T")
+_numbers = itertools.count()
 
 
 class Agreement:
@@ -25,6 +27,9 @@ class Agreement:
     Every rank takes the same ``step``s: it does its work and hears whether all have done theirs. Where the ranks need
     not wait for each other yet, work runs inside ``attempt``, which keeps an error until the next ``settle`` instead
     of letting this rank leave the others alone in a collective.
+
+    Attributes:
+        number: of this agreement among those of the process; the same on all ranks, which make them together.
     """
 
     def __init__(self, timeout_seconds: float, slack_seconds: float = TOGETHER_SLACK_SECONDS) -> None:
@@ -35,6 +40,7 @@ class Agreement:
                 long, so that the others hear the cause of a failure instead of timing out themselves.
             slack_seconds: and how much longer than that.
         """
+        self.number = next(_numbers)
         self._timeout_seconds = TOGETHER_WAITS * timeout_seconds + slack_seconds
         self._lost = ""
         timeout = timedelta(seconds=self._timeout_seconds)

@@ -13,7 +13,7 @@ from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.trainers.megatron.model import Held, ModelTensors
 from verl_sync_plugin.trainers.megatron.trace import NotACopyError
 
-_REMEDY = f"Set actor_rollout_ref.model.lora.type=lora, or {TURN_OFF}"
+_REMEDY = f"Leave their modules out of actor_rollout_ref.model.lora.target_modules, or {TURN_OFF}"
 _PLAIN = ("ParallelLinearAdapter", "GroupedExpertLinearAdapter")
 
 
@@ -26,8 +26,7 @@ class AdaptedWeight:
         a, b: keys of the factors, alike on the ranks that share them.
         place_a, place_b: where this rank's parts of them are in ``ModelTensors.tensors``.
         expert: the factors' index in those of several experts; ``None`` where a factor is a matrix.
-        scaling: ``alpha / rank``.
-        rank: of the adapter.
+        adapter: Megatron-Bridge's module.
         experts: it belongs to experts, whose factors are split by expert tensor parallelism.
     """
 
@@ -37,12 +36,21 @@ class AdaptedWeight:
     place_a: int
     place_b: int
     expert: int | None
-    scaling: float
-    rank: int
+    adapter: Any
     experts: bool
     magnitude: None = None
     plain: bool = True
     transposed: bool = False
+
+    @property
+    def rank(self) -> int:
+        """Of the adapter."""
+        return int(self.adapter.dim)
+
+    @property
+    def scaling(self) -> float:
+        """What the product of the factors is multiplied with, as the trainer does now."""
+        return float(self.adapter.alpha / self.adapter.dim)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -88,9 +96,8 @@ def _of(path: str, adapter: Any, held: dict[str, Held], names: dict[int, str]) -
         name = names[each.place]
         key = name if a.tensor.dim() == 3 else name.partition(".to_wrap.")[0]
         expert = int(number) if a.tensor.dim() == 3 else None
-        scaling, is_expert = adapter.alpha / adapter.dim, ".experts." in path
-        places = (a.place, b.place)
-        yield each.place, AdaptedWeight(name, f"{key}.A", f"{key}.B", *places, expert, scaling, adapter.dim, is_expert)
+        places, is_expert = (a.place, b.place), ".experts." in path
+        yield each.place, AdaptedWeight(name, f"{key}.A", f"{key}.B", *places, expert, adapter, is_expert)
 
 
 def _refuse(path: str, adapter: Any) -> None:
@@ -103,7 +110,7 @@ def _refuse(path: str, adapter: Any) -> None:
 
 def _refuse_lost(chunk: torch.nn.Module, held: dict[str, Held], names: dict[int, str], factors: set[int]) -> None:
     """Raises ValueError when the trainer changes a parameter that would never arrive."""
-    trained = {name for name, parameter in chunk.named_parameters() if parameter.requires_grad}
+    trained = {name for name, parameter in chunk.named_parameters() if parameter.requires_grad and parameter.numel()}
     lost = [name for name in trained if held[name].place not in factors and held[name].place not in names]
     if lost:
         raise ValueError(

@@ -20,14 +20,15 @@ from typing import Any
 import torch
 
 from verl_sync_plugin.trainers.base import dtype_name
+from verl_sync_plugin.trainers.megatron.guard import Guard
 from verl_sync_plugin.trainers.megatron.layout import LocalParameter, Product
 from verl_sync_plugin.trainers.megatron.model import Held, ModelTensors
-from verl_sync_plugin.trainers.megatron.reading import NUMBER, LayoutReader, product_of, refuse_wrapped
+from verl_sync_plugin.trainers.megatron.reading import NUMBER, LayoutReader, product_of
 from verl_sync_plugin.trainers.megatron.trace import CopyTrace, NotACopyError
 
-ADAPTER = ".adapter."  # in the names of what belongs to LoRA alone
 _VOCABULARY = ("word_embeddings.weight", "output_layer.weight")  # padded where tensor parallelism does not divide it
 _COMPUTED_BY_ENGINES = ".rotary_emb.inv_freq"  # some checkpoints hold it; no engine reads it
+AllParts = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -45,80 +46,109 @@ class _Kind:
 
 
 class MegatronBridgeReader(LayoutReader):
-    """Reads conversion tasks. They leave out a tied head, so the embedding comes once.
+    """Reads conversion tasks. Megatron-Bridge makes none for a tied head, so the embedding comes once.
 
     Args:
         bridge: ``engine.bridge`` where ``vanilla_mbridge=False``, Megatron-Bridge's ``AutoBridge``.
         chunks: Megatron's model chunks as the bridge is given them.
+        timeout_seconds: bound on waiting for other ranks.
     """
 
-    def __init__(self, bridge: Any, chunks: list[torch.nn.Module]) -> None:
+    def __init__(self, bridge: Any, chunks: list[torch.nn.Module], timeout_seconds: float) -> None:
         self._bridge = bridge
         self._chunks = chunks
+        self._guard = Guard(timeout_seconds)
         self._kinds: dict[tuple[object, ...], _Kind] = {}
+        self._configs: list[object] = []  # held, since kinds are told apart by their identities
 
-    def read(self, model: ModelTensors) -> dict[int, LocalParameter]:
+    def read(self, model: ModelTensors, run: str) -> dict[int, LocalParameter]:
         """See ``LayoutReader``. The bridge's list of tasks takes one exchange of names in the pipeline group."""
-        listed = self._bridge.get_conversion_tasks(self._chunks)
-        tasks = {(task.vp_stage, task.param_name): task for task in listed if task and task.param_weight is not None}
+        self._guard.begin(run)
+        with self._guard.watching():
+            listed = self._bridge.get_conversion_tasks(self._chunks)
+        exported = (task for task in listed if task and task.param_weight is not None and task.param_weight.numel())
+        tasks = {(task.vp_stage, task.param_name): task for task in exported}
         found = {}
         for number, _, all_held in model.named():
             for held in all_held:
-                task = tasks.get((number, held.name))
+                task = tasks.pop((number, held.name), None)
                 if task is not None:
-                    refuse_wrapped(task.global_param_name, held.tensor)
                     found[held.place] = self._describe(task, held)
+        for task in tasks.values():
+            raise NotACopyError(f"{task.global_param_name!r} is neither a parameter nor the bias of a router")
         return found
 
     def _describe(self, task: Any, held: Held) -> LocalParameter:
         name, mapping, tensor = task.global_param_name, task.mapping, held.tensor
+        data: Any = tensor.data
+        if type(data) is not torch.Tensor:
+            raise NotACopyError(f"parameter {name!r} is stored as {type(data).__name__}")
         if getattr(mapping, "is_grouped_export", False):
             raise NotACopyError(f"parameter {name!r} is stacked with those of other experts ({type(mapping).__name__})")
-        shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
-        config = id(getattr(task.megatron_module, "config", None))
-        kind_of = (type(mapping), NUMBER.sub("#", f"{name} {mapping.hf_param}"), shape, dtype, config)
-        kind = self._kinds.get(kind_of)
-        if kind is None:
-            kind = self._trace(task, tensor)
-            if all(key is not None for key, _ in kind.products):
-                self._kinds[kind_of] = kind
+        kind = self._kind_of(task, tensor)
         names = mapping.hf_param if isinstance(mapping.hf_param, dict) else {"": mapping.hf_param}
         products = tuple(Product(names.get(key or "", p.name), p.shape, p.digest, p.shares) for key, p in kind.products)
         part, parts = (mapping.tp_rank, mapping.tp_size) if kind.split else (0, 1)
         dim = int(getattr(tensor, "partition_dim", 0)) if parts > 1 else 0
+        shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
         return LocalParameter(name, shape, dtype, part, parts, dim, held.buffer, products)
 
+    def _kind_of(self, task: Any, tensor: torch.Tensor) -> _Kind:
+        mapping, module = task.mapping, task.megatron_module
+        config = getattr(module, "config", None)
+        marks = (getattr(tensor, "tensor_model_parallel", None), getattr(tensor, "partition_dim", None))
+        key = (
+            *(type(mapping), type(module), id(config), *marks, tuple(tensor.shape), tensor.dtype),
+            NUMBER.sub("#", task.global_param_name),
+            NUMBER.sub("#", str(mapping.hf_param)) if isinstance(mapping.hf_param, str) else tuple(mapping.hf_param),
+        )
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._trace(task, tensor)
+            if kind.products and not self._modifies and all(name is not None for name, _ in kind.products):
+                self._kinds[key] = kind
+                self._configs.append(config)
+        return kind
+
     def _trace(self, task: Any, tensor: torch.Tensor) -> _Kind:
-        """Raises NotACopyError when values are computed; names the parameter."""
-        mapping, gathered = task.mapping, []
+        """Raises NotACopyError when values are computed, or the mapping cannot be run like this; names the parameter."""
+        mapping, gathered, refused = task.mapping, [], []
         with CopyTrace(tuple(tensor.shape), tensor.dtype, mapping.tp_size) as trace:
             mine = trace.inputs[mapping.tp_rank]
 
             def all_parts(part: torch.Tensor) -> list[torch.Tensor]:
                 if part is not mine:
-                    raise NotACopyError("its parts are changed before they are gathered")
+                    refused.append("its parts are changed before they are gathered")
                 gathered.append(part)
                 return trace.inputs
 
-            silent = _silent(mapping, task.megatron_module, all_parts)
             try:
-                converted = silent.megatron_to_hf(mine, task.megatron_module)
-                converted = self._modified(task, dict(converted))
+                silent = _silent(mapping, task.megatron_module, all_parts)
+                converted = self._modified(task, dict(silent.megatron_to_hf(mine, task.megatron_module)))
                 parts = mapping.tp_size if gathered else 1
                 cropped = {name: self._cropped(task, hf_tensor) for name, hf_tensor in converted.items()}
                 found = [product_of(trace, name, hf_tensor, parts) for name, hf_tensor in cropped.items()]
-            except NotACopyError as error:
-                raise NotACopyError(
-                    f"parameter {task.global_param_name!r}: {error} ({type(mapping).__name__})"
-                ) from error
+            except Exception as error:  # foreign code, on tensors and groups that it was not written for
+                refused.append(str(error) if isinstance(error, NotACopyError) else repr(error))
+        if refused:  # a mapping may swallow an error
+            raise NotACopyError(f"parameter {task.global_param_name!r}: {refused[0]} ({type(mapping).__name__})")
         keys = {name: key for key, name in mapping.hf_param.items()} if isinstance(mapping.hf_param, dict) else {}
         keys = keys or {mapping.hf_param: ""}
         return _Kind(bool(gathered), tuple((keys.get(product.name), product) for product in found))
 
+    @property
+    def _modifies(self) -> bool:
+        """Whether this model's bridge changes what mappings return, which may depend on the layer."""
+        from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+
+        own = type(self._bridge._model_bridge).maybe_modify_converted_hf_weight
+        return own is not MegatronModelBridge.maybe_modify_converted_hf_weight
+
     def _modified(self, task: Any, converted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What the bridge of some models still changes behind the mapping."""
-        bridge = self._bridge._model_bridge
-        pretrained = self._bridge.hf_pretrained
+        if not self._modifies:
+            return converted
+        bridge, pretrained = self._bridge._model_bridge, self._bridge.hf_pretrained
         bridge.hf_config = getattr(pretrained, "config", pretrained)
         modified = bridge.maybe_modify_converted_hf_weight(task, converted, getattr(pretrained, "state", {}))
         return {name: tensor for name, tensor in modified.items() if not name.endswith(_COMPUTED_BY_ENGINES)}
@@ -126,13 +156,15 @@ class MegatronBridgeReader(LayoutReader):
     def _cropped(self, task: Any, tensor: torch.Tensor) -> torch.Tensor:
         """Without the rows that pad a vocabulary, which no checkpoint has."""
         pretrained = self._bridge.hf_pretrained
-        rows = getattr(getattr(pretrained, "config", pretrained), "vocab_size", None)
-        padded = rows is not None and task.global_param_name.endswith(_VOCABULARY) and tensor.shape[0] > rows
+        rows = getattr(getattr(pretrained, "config", pretrained).get_text_config(), "vocab_size", None)
+        name = task.global_param_name.replace(".to_wrap.", ".")
+        padded = rows is not None and name.endswith(_VOCABULARY) and tensor.shape[0] > rows
         return tensor[:rows] if padded else tensor
 
 
 class _Ranks:
-    """Stands for a process group: its size and this rank's place in it, and no way to communicate."""
+    """Stands for a process group: its size and this rank's place in it. torch does not know it, and refuses to
+    communicate over it."""
 
     def __init__(self, size: int, rank: int) -> None:
         self._size, self._rank = size, rank
@@ -143,11 +175,8 @@ class _Ranks:
     def rank(self) -> int:
         return self._rank
 
-    def __getattr__(self, name: str) -> Any:
-        raise NotACopyError(f"its mapping communicates in a way of its own ({name})")
 
-
-def _silent(mapping: Any, module: torch.nn.Module, all_parts: Callable[[torch.Tensor], list[torch.Tensor]]) -> Any:
+def _silent(mapping: Any, module: torch.nn.Module, all_parts: AllParts) -> Any:
     """A copy of a mapping, and of the mappings in it, that computes with the sizes of the groups and communicates
     nothing; ``all_parts`` answers where it would gather the tensor-parallel parts."""
     from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping

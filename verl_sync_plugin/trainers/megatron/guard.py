@@ -9,7 +9,6 @@ begun then, and the groups stay as good as they were.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,12 +24,11 @@ _COLLECTIVES = (
     *("all_gather", "all_gather_object", "all_gather_into_tensor", "all_reduce", "broadcast", "broadcast_object_list"),
     *("scatter", "gather_object", "barrier"),
 )
-_numbers = itertools.count()
 _LOOK_SECONDS = 0.5  # between two looks whether a rank has failed
 
 
 class Guard:
-    """Watches over the foreign collectives of one rank. All ranks make their guards, and begin runs, in one order.
+    """Watches over the foreign collectives of one rank. All ranks begin the same runs in the same order.
 
     Args:
         seconds: bound on waiting for the other ranks of one collective.
@@ -38,7 +36,6 @@ class Guard:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._number = next(_numbers)  # no two guards of a process may meet under the same keys
         self._run = ""
         self._counts: dict[str, int] = {}  # collectives of this run, by group
         self._last: dict[str, str] = {}  # key of the last meeting, by group
@@ -47,9 +44,9 @@ class Guard:
         """A new run; what was left of the last one is over.
 
         Args:
-            run: its name, the same on all ranks and used once.
+            run: its name, the same on all ranks and used once in the life of the process group.
         """
-        self._run, self._counts = f"verl_sync_plugin/guard/{self._number}/{run}", {}
+        self._run, self._counts = f"verl_sync_plugin/guard/{run}", {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -77,7 +74,8 @@ class Guard:
             yield
         except Exception as error:
             if dist.is_initialized() and dist.get_world_size() > 1:
-                _store().set(self._failed, f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
+                said = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+                _store().compare_set(self._failed, "", said)  # the first one tells the cause
             raise
         finally:
             for name, collective in stock.items():
@@ -89,11 +87,12 @@ class Guard:
 
     def _meet(self, collective: str, group: Any) -> None:
         size = dist.get_world_size(group)
-        if size == 1:
+        if size < 2:  # -1: this rank is no member
             return
-        store, name = _store(), str(group.group_name)
+        # Groups that are made in one call, such as all pipelines', have one name
+        store, name = _store(), f"{group.group_name} of {dist.get_process_group_ranks(group)[0]}"
         count = self._counts[name] = self._counts.get(name, 0) + 1
-        key = f"{self._run}/{name}/{count}"
+        key = f"{self._run}/{name}/{count} {collective}"
         if store.add(f"{key}/came", 1) == size:
             store.set(key, "all")
         self._wait(store, key, f"{collective} {count} of group {name}")

@@ -47,9 +47,9 @@ class MegatronLoRASource(MegatronSource):
         self._prepared: frozenset[int] = frozenset()
         self.gathered: dict[str, torch.Tensor] = {}
 
-    def _read(self) -> None:
+    def _read(self, run: str) -> None:
         self._adapted, self._steps = {}, {}
-        super()._read()
+        super()._read(run)
         if self._layout.computed:
             return
         names = {place: name for name, place in self._places.items()}
@@ -144,8 +144,9 @@ class MegatronLoRASource(MegatronSource):
         found = _advance(work)  # up to its collective
         if kind:
             yield
-        while found is None:
+        if found is None:
             found = _advance(work)
+        assert found is not None, "factors that are split over one group have one dtype"
         return found
 
     def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:

@@ -34,7 +34,7 @@ class MBridgeReader(LayoutReader):
         """See ``LayoutReader``."""
         return bool(getattr(self._bridge.hf_config, "tie_word_embeddings", False))
 
-    def read(self, model: ModelTensors) -> dict[int, LocalParameter]:
+    def read(self, model: ModelTensors, run: str) -> dict[int, LocalParameter]:
         """See ``LayoutReader``; no collective."""
         found = {}
         for _, module, held in model.named():

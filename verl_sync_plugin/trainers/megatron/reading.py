@@ -16,7 +16,8 @@ from verl_sync_plugin.trainers.megatron.layout import LocalParameter, Product
 from verl_sync_plugin.trainers.megatron.model import ModelTensors
 from verl_sync_plugin.trainers.megatron.trace import CopyTrace
 
-NUMBER = re.compile(r"\d+")
+# Numbers of layers and of experts in a name, not the 1 of linear_fc1
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=weight)\d+$|(?<=bias)\d+$")
 
 
 class LayoutReader(ABC):
@@ -29,15 +30,16 @@ class LayoutReader(ABC):
     tied: bool = False
 
     @abstractmethod
-    def read(self, model: ModelTensors) -> dict[int, LocalParameter]:
+    def read(self, model: ModelTensors, run: str) -> dict[int, LocalParameter]:
         """This rank's weights by their places in ``model.tensors``; without what the bridge does not export. All ranks
         read at the same time: a bridge may take part in collectives for it.
 
         Args:
             model: as it was last looked at.
+            run: the name of this reading, see ``Guard.begin``.
 
         Raises:
-            NotACopyError: a conversion computes new values; names the parameter.
+            NotACopyError: what a parameter becomes is no copy of it, or cannot be told; names the parameter.
             ValueError: a parameter is stored in a way that cannot be sent, or the bridge cannot convert it; names it.
         """
 

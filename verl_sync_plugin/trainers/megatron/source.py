@@ -52,6 +52,7 @@ class MegatronSource(ParameterSource):
         self._reader = reader
         self._policy = policy
         self._otherwise = otherwise
+        self._readings = 0  # of the layout, by all ranks together
         self._layout = RankLayout((), ())
         self._places: dict[str, int] = {}  # of this rank's parameters, by name
         self._shards: list[Shard] = []  # as long as every tensor stays the object it is, and on the device
@@ -64,7 +65,9 @@ class MegatronSource(ParameterSource):
         """See ``ParameterSource``; the ranks exchange their layouts when any of them has changed."""
         if not agreement.any("looking for the trainer's weights", self._changed):
             return self
-        agreement.step("reading the layout of the trainer", self._read)
+        self._readings += 1
+        run = f"layout {agreement.number}.{self._readings}"
+        agreement.step("reading the layout of the trainer", lambda: self._read(run))
         layouts = agreement.gather("exchanging the layout of the trainer", self._layout)
         computed = next((layout.computed for layout in layouts if layout.computed), "")
         if computed and self._otherwise is not None:
@@ -83,8 +86,11 @@ class MegatronSource(ParameterSource):
             self._bases = []
         return not self._bases
 
-    def _read(self) -> None:
+    def _read(self, run: str) -> None:
         """Reads this rank's layout.
+
+        Args:
+            run: the name of this reading, the same on all ranks.
 
         Raises:
             ValueError: a parameter is stored in a way that cannot be sent; names it.
@@ -92,7 +98,7 @@ class MegatronSource(ParameterSource):
         self._bases = []
         groups = _model_parallel_groups()
         try:
-            found = self._reader.read(self._model)
+            found = self._reader.read(self._model, run)
         except NotACopyError as error:
             if self._otherwise is None:
                 raise

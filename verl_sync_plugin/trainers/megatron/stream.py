@@ -12,6 +12,7 @@ A rank that fails inside the stream is everybody's error: see ``guard.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -42,8 +43,10 @@ class StreamSource(ParameterSource):
         self._open = open_stream
         self._policy = policy
         self._guard = Guard(timeout_seconds)
-        self._sync, self._runs = 0, 0  # syncs so far, and runs of the stream in this one; the same on all ranks
-        self._broken_off = False
+        self._sync, self._runs = "", 0  # name of the sync, and runs of the stream in it; the same on all ranks
+        self._syncs = 0
+        self._unfinished = False  # the last run of the stream did not come to its end
+        self._afresh = True
         self._bases: list[Base] = []
         self._order: list[int | None] = []  # base of each tensor of the stream; a second time is None
         self._known: list[tuple[str, torch.Size, torch.dtype]] = []
@@ -52,9 +55,11 @@ class StreamSource(ParameterSource):
         self._held: dict[int, torch.Tensor] = {}
 
     def agree_on_layout(self, agreement: Agreement) -> ParameterSource:
-        """A rank that failed before must not leave the others alone in the stream, which ``shards`` may run."""
-        agreement.settle("reading the layout of the trainer")
-        self._sync, self._runs = self._sync + 1, 0
+        """See ``ParameterSource``: whatever one rank lacks, all make anew, so that they go through the stream alike."""
+        self._syncs += 1
+        self._sync, self._runs = f"stream {agreement.number}.{self._syncs}", 0
+        if agreement.any("looking at the trainer's stream", lambda: self._unfinished or not self._bases):
+            self._bases, self._unfinished, self._afresh = [], False, True
         return self
 
     def shards(self) -> list[Shard]:
@@ -66,44 +71,39 @@ class StreamSource(ParameterSource):
 
     def release(self) -> None:
         """Ends a stream that is under way, with all the tensors it and this source hold."""
-        self._broken_off |= self._stream is not None and self._passed < len(self._order)
         if isinstance(self._stream, Generator):
             self._stream.close()
         self._stream, self._passed, self._held = None, 0, {}
 
-    def _begin(self) -> Iterator[tuple[Any, ...]]:
-        self._runs += 1
-        self._guard.begin(f"{self._sync}.{self._runs}")
-        broken_off, self._broken_off = self._broken_off, True
+    @contextmanager
+    def _running(self) -> Iterator[Iterator[tuple[Any, ...]]]:
+        """The stream, begun or gone on with. A failure inside is told to the ranks that wait for this one."""
+        if self._stream is None:
+            self._runs += 1
+            self._guard.begin(f"{self._sync}.{self._runs}")
+            self._unfinished = True
         with self._guard.watching():
-            stream = iter(self._open(broken_off))
-        self._broken_off = False
-        return stream
-
-    def _next(self, stream: Iterator[tuple[Any, ...]]) -> tuple[Any, ...] | None:
-        try:
-            with self._guard.watching():
-                return next(stream, None)
-        except Exception:
-            self._broken_off = True
-            raise
+            if self._stream is None:
+                afresh, self._afresh = self._afresh, False
+                self._stream = iter(self._open(afresh))
+            yield self._stream
 
     def _learn(self) -> None:
         places: dict[str, int] = {}
         bases: list[Base] = []
         self._order, self._known = [], []
-        stream = self._begin()
-        while (element := self._next(stream)) is not None:
-            name, tensor, *_ = element  # some releases of Megatron-Bridge add its own name
-            self._known.append((name, tensor.shape, tensor.dtype))
-            # Tied weights come under one name from the first and from the last pipeline stage
-            self._order.append(None if name in places else len(bases))
-            if name not in places:
-                places[name] = len(bases)
-                wire = self._policy.of_parameter([name], tensor.dtype)
-                view = View(name, tuple(tensor.shape), 0, tensor.numel())
-                bases.append(Base(name, dtype_name(wire), wire.itemsize, (tensor.numel(),), (view,)))
-        self._bases = bases
+        with self._running() as stream:
+            for name, tensor, *_ in stream:  # some releases of Megatron-Bridge add its own name
+                self._known.append((name, tensor.shape, tensor.dtype))
+                # Tied weights come under one name from the first and from the last pipeline stage
+                self._order.append(None if name in places else len(bases))
+                if name not in places:
+                    places[name] = len(bases)
+                    wire = self._policy.of_parameter([name], tensor.dtype)
+                    view = View(name, tuple(tensor.shape), 0, tensor.numel())
+                    bases.append(Base(name, dtype_name(wire), wire.itemsize, (tensor.numel(),), (view,)))
+        self.release()
+        self._bases, self._unfinished = bases, False
 
     def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
         """Collective: runs the stream up to the last of these bases, and keeps these. Its collectives are its own.
@@ -116,21 +116,23 @@ class StreamSource(ParameterSource):
         if self._held.keys() >= set(bases):
             return
         yield
-        if self._stream is None:
-            self._stream = self._begin()
-        while self._passed < len(self._order) and not self._held.keys() >= set(bases):
-            name, tensor, *_ = self._next(self._stream) or ("", torch.empty(0))
-            known = self._known[self._passed]
-            if (name, tensor.shape, tensor.dtype) != known:
-                self._bases = []  # the next sync learns it anew
-                raise ValueError(
-                    f"the trainer's weight stream has changed: {known[0]!r} {known[2]} {tuple(known[1])} is now "
-                    f"{name!r} {tensor.dtype} {tuple(tensor.shape)}; the next sync takes it as it is then"
-                )
-            place = self._order[self._passed]
-            self._passed += 1
-            if place is not None:
-                self._held[place] = tensor.detach().reshape(-1)
+        with self._running() as stream:
+            while self._passed < len(self._order) and not self._held.keys() >= set(bases):
+                self._take(*next(stream, ("", torch.empty(0)))[:2])
+        self._unfinished = self._passed < len(self._order)
+
+    def _take(self, name: str, tensor: torch.Tensor) -> None:
+        known = self._known[self._passed]
+        if (name, tensor.shape, tensor.dtype) != known:
+            self._bases = []  # the next sync learns it anew
+            raise ValueError(
+                f"the trainer's weight stream has changed: {known[0]!r} {known[2]} {tuple(known[1])} is now "
+                f"{name!r} {tensor.dtype} {tuple(tensor.shape)}; the next sync takes it as it is then"
+            )
+        place = self._order[self._passed]
+        self._passed += 1
+        if place is not None:
+            self._held[place] = tensor.detach().reshape(-1)
 
     def _held_now(self, index: int) -> torch.Tensor:
         return self._held[index]

@@ -13,7 +13,6 @@ from verl_sync_plugin.trainers.megatron.mbridge import MBridgeReader
 from verl_sync_plugin.trainers.megatron.served import BridgeAdapter
 from verl_sync_plugin.trainers.megatron.source import MegatronSource
 from verl_sync_plugin.trainers.megatron.stream import Stream, StreamSource
-from verl_sync_plugin.trainers.wire import WirePolicy
 
 
 class MegatronTrainer(TrainerBackend):
@@ -24,6 +23,8 @@ class MegatronTrainer(TrainerBackend):
         super().__init__(*args, **kwargs)
         self._peft = getattr(self.engine, "peft_cls", None) is not None
         self.serves_adapter = self._peft and not self.engine.model_config.lora.get("merge", False)
+        # Then the base may be another than the checkpoint from which the engine starts
+        self.rewrites_base = bool(getattr(self.engine.engine_config, "use_dist_checkpointing", False))
 
     def open_source(self) -> ParameterSource:
         """See ``TrainerBackend``."""
@@ -31,34 +32,32 @@ class MegatronTrainer(TrainerBackend):
         policy, chunks, bridge = self.policy, self.engine.module, self.engine.bridge
         if self.engine.vanilla_bridge:
             return MegatronSource(chunks, MBridgeReader(bridge), policy)
-        reader, stream = MegatronBridgeReader(bridge, chunks), self._stream_source(policy)
+        bound = self.config.timeout_seconds
+        reader, stream = MegatronBridgeReader(bridge, chunks, bound), StreamSource(self.stream, policy, bound)
         if self._peft and not self.serves_adapter:
-            bound = self.config.timeout_seconds
             return MegatronLoRASource(chunks, reader, policy, stream, device=self.device, timeout_seconds=bound)
         return MegatronSource(chunks, reader, policy, stream)
 
     def open_adapter(self, source: ParameterSource) -> ServedAdapter:
         """See ``TrainerBackend``."""
-        return BridgeAdapter(self._adapter_stream, self.engine.model_config.lora, self.config.timeout_seconds)
+        lora, bound = self.engine.model_config.lora, self.config.timeout_seconds
+        return BridgeAdapter(self.engine.module, self._adapter_stream, lora, bound)
 
     def _adapter_stream(self) -> Stream:
         stream, _ = self.engine.get_per_tensor_param(base_sync_done=True)
         return iter(stream)
 
-    def _stream_source(self, policy: WirePolicy) -> StreamSource:
-        return StreamSource(self.stream, policy, self.config.timeout_seconds)
-
     def stream(self, afresh: bool = False) -> Stream:
-        """Megatron-Bridge's export, LoRA merged.
+        """Megatron-Bridge's export; LoRA merged, or left out where the engine serves it.
 
         Args:
-            afresh: the last one was broken off. The bridge's tasks keep what they have heard from other ranks, which
+            afresh: the last one may have been broken off. The bridge's tasks keep what they have heard from other ranks, which
                 may then have heard nothing, so they are made anew.
         """
         if afresh:
             self.engine._hf_export_tasks = None
         stream, _ = self.engine.get_per_tensor_param()
-        return iter(stream)
+        return ((name.replace(".base_layer.", "."), tensor) for name, tensor, *_ in stream)
 
 
 def refuse_engine(engine: Any) -> None:
