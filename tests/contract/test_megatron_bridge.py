@@ -76,11 +76,15 @@ def test_a_model_whose_conversion_computes_goes_through_the_bridges_stream(
 
 
 @pytest.mark.parametrize("layout", [Layout(2, tp=2), Layout(2, pp=2)], ids=str)
-@pytest.mark.parametrize("bucket_bytes", [stories.TINY, stories.LARGE], ids=["torn", "one-bucket"])
+@pytest.mark.parametrize(
+    ("bucket_bytes", "learning"),
+    [(stories.TINY, False), (stories.LARGE, False), (stories.LARGE, True)],
+    ids=["torn", "one-bucket", "learning"],
+)
 def test_a_rank_that_fails_inside_the_stream_is_everybodys_error_and_recovered_from(
-    layout: Layout, bucket_bytes: int, checkpoint: Callable[[str], str]
+    layout: Layout, bucket_bytes: int, learning: bool, checkpoint: Callable[[str], str]
 ) -> None:
-    results = run_world(2, streams.failing, checkpoint("qwen2"), layout, bucket_bytes, timeout=120)
+    results = run_world(2, streams.failing, checkpoint("qwen2"), layout, bucket_bytes, learning, timeout=120)
     for text, seconds in results:
         assert "injected into the conversion" in text and "rank 1" in text, text
         assert seconds < 10, "others waited for a rank that had failed"

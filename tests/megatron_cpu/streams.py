@@ -65,17 +65,24 @@ def _failing_once(fails: Callable[[], bool]) -> Any:
     return mock.patch.object(RowParallelMapping, "megatron_to_hf", convert)
 
 
-def failing(model_path: str, layout: Layout, bucket_bytes: int) -> tuple[str, float]:
-    """The last rank fails inside the stream of the second sync: everyone's error, its seconds; then all is well."""
+def failing(model_path: str, layout: Layout, bucket_bytes: int, learning: bool) -> tuple[str, float]:
+    """The last rank fails inside the stream: everyone's error, its seconds; then all is well.
+
+    Args:
+        learning: in the first sync, at the last of the conversions in which it can, when others may have come to the
+            end of what is learnt; else in the second sync, early.
+    """
     engine = build(model_path, layout)
     activation.take_over(True)
     manager = manager_of(engine, bucket_bytes)
     odd, calls = dist.get_rank() == dist.get_world_size() - 1, []
+    last = 2 * engine.model_config.hf_config.num_hidden_layers  # two row-parallel weights in each layer
     with _norms_are_computed():
-        check_same(one_sync(manager), stock_export(engine))
-        train_step(engine)
+        if not learning:
+            check_same(one_sync(manager), stock_export(engine))
+            train_step(engine)
         text, started = "", time.monotonic()
-        with _failing_once(lambda: odd and (calls.append(1) or len(calls) == 3)):
+        with _failing_once(lambda: odd and (calls.append(1) or len(calls) == (last if learning else 3))):
             try:
                 one_sync(manager)
             except SyncError as error:

@@ -55,10 +55,8 @@ class AdapterSender:
             with report.stage("plan"):
                 agreement.step("planning the adapter", self._adapter.look)
             with report.stage("gather"):
-                factors = (
-                    agreement.run("gathering the adapter", self._gather(f"adapter {agreement.number}.{self._sent}"))
-                    or {}
-                )
+                run = f"adapter {agreement.number}.{self._sent}"
+                factors = agreement.run("gathering the adapter", self._gather(run)) or {}
             agreement.settle("gathering the adapter")
             with report.stage("deliver_adapter"):
                 await agreement.step_async(

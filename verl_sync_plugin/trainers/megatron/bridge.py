@@ -111,7 +111,7 @@ class MegatronBridgeReader(LayoutReader):
         return kind
 
     def _trace(self, task: Any, tensor: torch.Tensor) -> _Kind:
-        """Raises NotACopyError when values are computed, or the mapping cannot be run like this; names the parameter."""
+        """Raises NotACopyError when values are computed or the mapping cannot run like this; names the parameter."""
         mapping, gathered, refused = task.mapping, [], []
         with CopyTrace(tuple(tensor.shape), tensor.dtype, mapping.tp_size) as trace:
             mine = trace.inputs[mapping.tp_rank]

@@ -42,8 +42,8 @@ class BridgeAdapter(ServedAdapter):
                 trained += [name for name, _ in chunk.named_buffers() if name.endswith("expert_bias")]
             if trained:
                 raise ValueError(
-                    f"actor_rollout_ref.model.lora.merge=False: {trained[0]!r} changes in training and is no part of the "
-                    "adapter, so the engine would not get it. Set actor_rollout_ref.model.lora.merge=True."
+                    f"actor_rollout_ref.model.lora.merge=False: {trained[0]!r} changes in training, but is no part of "
+                    "the adapter, so the engine would not get it. Set actor_rollout_ref.model.lora.merge=True."
                 )
 
     def gather(self, run: str) -> Generator[None, None, dict[str, torch.Tensor]]:

@@ -51,8 +51,8 @@ class MegatronTrainer(TrainerBackend):
         """Megatron-Bridge's export; LoRA merged, or left out where the engine serves it.
 
         Args:
-            afresh: the last one may have been broken off. The bridge's tasks keep what they have heard from other ranks, which
-                may then have heard nothing, so they are made anew.
+            afresh: the last one may have been broken off. The bridge's tasks keep what they have heard from other
+                ranks, which may then have heard nothing, so they are made anew.
         """
         if afresh:
             self.engine._hf_export_tasks = None
