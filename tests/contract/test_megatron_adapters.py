@@ -38,9 +38,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
-        ("qwen2", Layout(2, tp=2)),
         ("qwen2", Layout(4, tp=2, pp=2)),
-        ("qwen3", Layout(2, pp=2)),
+        pytest.param("qwen2", Layout(2, tp=2), marks=pytest.mark.extended),
+        pytest.param("qwen3", Layout(2, pp=2), marks=pytest.mark.extended),
         ("qwen3-moe", Layout(2, ep=2)),
         pytest.param("qwen3-moe", Layout(4, tp=2, pp=2, ep=2, etp=1), marks=pytest.mark.extended),
         pytest.param("qwen2-tied", Layout(2, tp=2), marks=pytest.mark.extended),
@@ -65,7 +65,9 @@ def test_latent_attention_and_shared_experts_are_merged(layout: Layout, checkpoi
     assert {"q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"} <= {name.split(".")[-2] for name in changed}
 
 
-@pytest.mark.parametrize("layout", [Layout(2, tp=2), Layout(2, pp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(2, tp=2), pytest.param(Layout(2, pp=2), marks=pytest.mark.extended)], ids=str
+)
 def test_served_adapters_make_what_the_bridge_merges(layout: Layout, checkpoint: Callable[[str], str]) -> None:
     run_world(2, lora.served, checkpoint("qwen2"), layout, timeout=180)
 

@@ -12,12 +12,8 @@ from megatron_cpu import checkpoints, rearranged, stories, streams, te_names
 from megatron_cpu.engines import Layout, megatron_environment, on_megatron_bridge
 
 CASES = [
-    ("qwen2", Layout(2, cp=2)),
     ("qwen2", Layout(4, tp=2, pp=2)),
-    ("qwen2", Layout(2, pp=2, vpp=2)),
     ("qwen2-tied", Layout(2, pp=2)),  # with virtual stages the bridge itself cannot load a tied model
-    ("qwen3", Layout(2, tp=2)),
-    ("qwen3-moe", Layout(2, ep=2)),
     ("qwen3-moe", Layout(4, tp=2, pp=2, ep=2, etp=1)),
     ("moonlight", Layout(2, tp=2, ep=2, etp=1)),
     ("deepseek", Layout(2, tp=2)),
@@ -25,9 +21,13 @@ CASES = [
 MORE_CASES = [
     ("qwen2", Layout(1)),
     ("qwen2", Layout(2, tp=2)),
+    ("qwen2", Layout(2, cp=2)),
+    ("qwen2", Layout(2, pp=2, vpp=2)),
     ("qwen2-tied", Layout(2, tp=2)),
     ("qwen2-tied", Layout(4, tp=2, pp=2)),
+    ("qwen3", Layout(2, tp=2)),
     ("qwen3", Layout(2, pp=2)),
+    ("qwen3-moe", Layout(2, ep=2)),
     ("qwen3-moe", Layout(2, tp=2, ep=1, etp=2)),
     ("qwen3-moe", Layout(4, tp=2, ep=2, etp=2)),
     ("moonlight", Layout(4, ep=2, pp=2, vpp=2)),

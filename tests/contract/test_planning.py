@@ -70,9 +70,9 @@ class Streaming(StreamSource):
     """A stream with a collective in it, as Megatron-Bridge's has."""
 
     def __init__(self) -> None:
-        super().__init__(self._streamed, WirePolicy(torch.bfloat16))
+        super().__init__(self._streamed, WirePolicy(torch.bfloat16), 20)
 
-    def _streamed(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _streamed(self, afresh: bool) -> Iterator[tuple[str, torch.Tensor]]:
         dist.all_reduce(torch.ones(1))
         yield "w", torch.ones(8)
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's own ``main_ppo`` with a Megatron trainer: two steps with tensor, with pipeline and with expert parallelism.
 
-``make test`` runs experts on verl's default bridge; what other layouts send, the contract tests compare bit for bit.
+All of it in ``make test-all``: ``make test`` has a run with LoRA (``test_megatron_lora.py``), real engines fed by Megatron
+(``bare_engine``), and the contract tests, which compare bit for bit what every layout sends.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from safetensors import safe_open
 from e2e import checks
 from e2e.runs import Run, Setup, main_ppo
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1000)]
 
 ROLLOUT = "actor_rollout_ref.rollout"
 MANAGER = "MegatronSGLangShardingManager"
@@ -49,8 +50,8 @@ class Layout(NamedTuple):
 
 LAYOUTS = [
     pytest.param(Layout((1, 1, 2), "qwen3-moe", "Qwen3MoeForCausalLM", 21, 1.15), id="ep2"),
-    pytest.param(Layout((2, 1, 1)), id="tp2", marks=pytest.mark.extended),
-    pytest.param(Layout((1, 2, 1), mbridge=True), id="pp2-mbridge", marks=pytest.mark.extended),
+    pytest.param(Layout((2, 1, 1)), id="tp2"),
+    pytest.param(Layout((1, 2, 1), mbridge=True), id="pp2-mbridge"),
 ]
 
 

@@ -17,6 +17,8 @@ from omegaconf import OmegaConf
 
 import unmeasured
 
+pytestmark = pytest.mark.extended  # two processes that compose some fifty configs each: a minute
+
 PACKAGE = Path(verl.__file__).resolve().parent
 OURS = "verl_sync_plugin.hooks.rollout_config.SyncRolloutConfig"
 SERVED = ("fsdp", "fsdp2", "megatron")
