@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's own ``main_ppo`` with a Megatron trainer: two steps with tensor, with pipeline and with expert parallelism.
 
-All of it in ``make test-all``: ``make test`` has a run with LoRA (``test_megatron_lora.py``), real engines fed by Megatron
-(``bare_engine``), and the contract tests, which compare bit for bit what every layout sends.
+All of it in ``make test-all``. ``make test`` has a run with LoRA (``test_megatron_lora.py``), real engines fed by
+Megatron (``bare_engine``), and the contract tests, which compare bit for bit what layouts send.
 """
 
 from __future__ import annotations
