@@ -34,9 +34,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--strategy", choices=STRATEGIES, default="fsdp2")
     parser.add_argument("--rollout-tp", type=int, default=1)
-    parser.add_argument("--train-tp", type=int, default=1, help="Megatron only")
-    parser.add_argument("--train-pp", type=int, default=1, help="Megatron only")
-    for axis, default in (("vpp", 1), ("cp", 1), ("ep", 1), ("etp", 0)):
+    for axis, default in (("tp", 1), ("pp", 1), ("vpp", 1), ("cp", 1), ("ep", 1), ("etp", 0)):
         parser.add_argument(f"--train-{axis}", type=int, default=default, help="Megatron only")
     parser.add_argument("--bridge", choices=BRIDGES, default=BRIDGES[0], help="Megatron only; default: verl's")
     parser.add_argument("--lora-rank", type=int, default=0, help="0: full parameters; else LoRA with lora.merge=True")

@@ -26,7 +26,7 @@ from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.sync.wake import Waking
 from verl_sync_plugin.trainers.base import ParameterSource
-from verl_sync_plugin.trainers.lora_source import PEFTAdapter
+from verl_sync_plugin.trainers.fsdp import PEFTAdapter
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import LoadRequest
 

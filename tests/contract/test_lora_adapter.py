@@ -25,7 +25,8 @@ from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.rollouts.sglang.served_lora import pack_adapter, refuse_adapter, served_settings
 from verl_sync_plugin.sync.adapter import AdapterSender
 from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
-from verl_sync_plugin.trainers.lora_source import MergingSource, PEFTAdapter
+from verl_sync_plugin.trainers.fsdp import PEFTAdapter
+from verl_sync_plugin.trainers.lora_source import MergingSource
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import LoadRequest
 

@@ -21,7 +21,7 @@ from verl_sync_plugin.lora.adapters import copies_in_use
 from verl_sync_plugin.lora.weights import lora_weights
 from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.sync.adapter import AdapterSender
-from verl_sync_plugin.trainers.lora_source import PEFTAdapter
+from verl_sync_plugin.trainers.fsdp import PEFTAdapter
 from verl_sync_plugin.transport.agreement import Agreement
 
 LAYOUTS = [Layout((1,)), Layout((2,)), Layout((2,), True)]

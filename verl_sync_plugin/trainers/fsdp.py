@@ -4,19 +4,21 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Generator
 from typing import Any
 
+import torch
 from verl.utils.model import convert_weight_keys
 
 from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.lora.adapters import InUse, carries_adapter, copies_in_use
 from verl_sync_plugin.lora.build import unties_embeddings
-from verl_sync_plugin.lora.names import ADAPTER, is_adapter, merged_name
+from verl_sync_plugin.lora.names import ADAPTER, adapter_of, is_adapter, merged_name, served_name
 from verl_sync_plugin.lora.weights import lora_weights, renamed_weights
 from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, TrainerBackend
 from verl_sync_plugin.trainers.fsdp1 import FSDP1Source
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
-from verl_sync_plugin.trainers.lora_source import MergingSource, PEFTAdapter
+from verl_sync_plugin.trainers.lora_source import MergingSource
 from verl_sync_plugin.trainers.naming import Rewrite, checkpoint_rewrite
 
 
@@ -146,3 +148,26 @@ class FSDP1Trainer(FSDPTrainer):
 
     def _plain_source(self) -> ParameterSource:
         return FSDP1Source(self.engine.module, self.policy, self._rewrite(), self._rename, self._unsaved())
+
+
+class PEFTAdapter(ServedAdapter):
+    """Args: ``source``: unmerged; ``config``: PEFT's ``LoraConfig``."""
+
+    def __init__(self, source: MergingSource, config: Any) -> None:
+        self._source = source
+        self.settings = config.to_dict()
+
+    def look(self) -> None:
+        """See ``ServedAdapter``."""
+        self._source.shards()
+
+    def gather(self, run: str) -> Generator[None, None, dict[str, torch.Tensor]]:
+        """See ``ServedAdapter``."""
+        factors = self._source.factors
+        names = tuple(name for name in factors.names if adapter_of(name) == ADAPTER)
+        found = yield from factors.gather(names, self._source.group)
+        return {served_name(key, ADAPTER): factor for key, factor in found.items()}
+
+    def release(self) -> None:
+        """See ``ServedAdapter``."""
+        self._source.release()

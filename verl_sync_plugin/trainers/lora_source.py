@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,10 +19,9 @@ from verl_sync_plugin.copies.packing import chunks_of
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base
 from verl_sync_plugin.lora.merge import Steps, Target, Weight, add_squares, steps_of
-from verl_sync_plugin.lora.names import ADAPTER, adapter_of, served_name
 from verl_sync_plugin.lora.scratch import Scratch, full_precision
 from verl_sync_plugin.lora.weights import LoRAWeight, refuse_incomplete
-from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter
+from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.trainers.bounded import take_part
 from verl_sync_plugin.trainers.factors import GATHER_BYTES, FactorStore, adapter_parts, bases_ahead
 from verl_sync_plugin.trainers.slicing import Part
@@ -229,26 +227,3 @@ class MergingSource(ParameterSource):
         if steps is None:
             steps = known[place] = steps_of(targets, first + begin, part.numel())
         return self._scratch.merge(part, steps, self.gathered, self._scales)
-
-
-class PEFTAdapter(ServedAdapter):
-    """Args: ``source``: unmerged; ``config``: PEFT's ``LoraConfig``."""
-
-    def __init__(self, source: MergingSource, config: Any) -> None:
-        self._source = source
-        self.settings = config.to_dict()
-
-    def look(self) -> None:
-        """See ``ServedAdapter``."""
-        self._source.shards()
-
-    def gather(self, run: str) -> Generator[None, None, dict[str, torch.Tensor]]:
-        """See ``ServedAdapter``."""
-        factors = self._source.factors
-        names = tuple(name for name in factors.names if adapter_of(name) == ADAPTER)
-        found = yield from factors.gather(names, self._source.group)
-        return {served_name(key, ADAPTER): factor for key, factor in found.items()}
-
-    def release(self) -> None:
-        """See ``ServedAdapter``."""
-        self._source.release()
