@@ -48,10 +48,10 @@ if [[ $(cat "$STAMP" 2>/dev/null || true) != "$hash" ]]; then
     pip_install "$(grep '^torch==' requirements/cpu.txt)"
     pip_install -r requirements/cpu.txt
     pip_install --no-deps -r requirements/cpu-no-deps.txt
-    # verl's default Megatron bridge. The core's wheels are for other versions of Python, so it is built.
+    # verl's default Megatron bridge, for another Python; the core's one compiled module makes datasets, which verl does not
     rm -rf "$VENV/megatron-bridge"
-    pip_install --no-deps --ignore-requires-python --no-binary megatron-core --target "$VENV/megatron-bridge" \
-        -r requirements/cpu-megatron-bridge.txt
+    pip_install --no-deps --ignore-requires-python --only-binary :all: --python-version 3.12 \
+        --target "$VENV/megatron-bridge" -r requirements/cpu-megatron-bridge.txt
     echo "$hash" > "$STAMP"
 fi
 

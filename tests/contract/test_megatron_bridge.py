@@ -128,3 +128,7 @@ def test_offloaded_parameters_are_read_where_they_are(layout: Layout, checkpoint
 
 def test_tensors_and_modules_that_are_replaced_are_found(checkpoint: Callable[[str], str]) -> None:
     run_world(2, rearranged.in_every_way, checkpoint("qwen2"), Layout(2, tp=2), timeout=120)
+
+
+def test_a_padded_vocabulary_arrives_without_its_padding(checkpoint: Callable[[str], str]) -> None:
+    assert run_world(2, stories.padded, checkpoint("qwen2"), Layout(2, tp=2), timeout=120) == [192, 192]

@@ -87,11 +87,12 @@ def on_megatron_bridge() -> bool:
     return importlib.util.find_spec("megatron.bridge") is not None
 
 
-def build(model_path: str, layout: Layout, lora: dict[str, Any] | None = None) -> Any:
+def build(model_path: str, layout: Layout, lora: dict[str, Any] | None = None, **transformer: Any) -> Any:
     """verl's registered Megatron engine, initialized; ends any earlier one's process groups.
 
     Args:
         lora: ``actor_rollout_ref.model.lora``, where Megatron-Bridge is.
+        transformer: more of ``override_transformer_config``.
     """
     from megatron.core import parallel_state
     from verl.trainer.config import CheckpointConfig
@@ -105,7 +106,7 @@ def build(model_path: str, layout: Layout, lora: dict[str, Any] | None = None) -
         _bring_deepseek_up_to_date(model.hf_config)
     # Megatron's own attention cannot compute with context parallelism; its groups are real nevertheless
     overrides = {**LOCAL_LAYERS, **({"context_parallel_size": 1} if layout.cp > 1 else {})}
-    overrides.update(NO_FUSION if bridge else {})
+    overrides.update({**NO_FUSION, **transformer} if bridge else transformer)
     engine = McoreEngineConfig(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,

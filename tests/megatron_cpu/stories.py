@@ -163,6 +163,16 @@ def offloaded(model_path: str, layout: Layout) -> None:
         check_same(got, expected)
 
 
+def padded(model_path: str, layout: Layout) -> int:
+    """Megatron pads the vocabulary, and what arrives is the checkpoint; returns the rows it has padded."""
+    engine = build(model_path, layout, should_pad_vocab=True, make_vocab_size_divisible_by=128)
+    disk = on_disk(model_path)
+    for size in (TINY, LARGE):
+        check_same(one_sync(manager_of(engine, size)), disk)
+    rows = unwrapped(engine.module[0]).embedding.word_embeddings.weight.shape[0] * layout.tp
+    return int(rows) - len(disk["model.embed_tokens.weight"])
+
+
 def refused(model_path: str) -> list[str]:
     """The errors of an engine set up in ways that cannot be synced; then it is set up well and synced."""
     engine = build(model_path, Layout(dist.get_world_size(), tp=2))
