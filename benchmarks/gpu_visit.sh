@@ -21,6 +21,8 @@ OUT=${OUT:?a folder for the results}
 REPO=$PWD
 SITE=/tmp/site
 BENCH=/tmp/bench
+# Megatron-Bridge with its megatron-core, on which mbridge does not run; from .gpu/bridge.txz (benchmarks/stage_bridge.sh)
+BRIDGE_SITE=/tmp/bridge-site
 
 install_package() {
   local source=/tmp/plugin-src
@@ -53,7 +55,9 @@ run_case() {
   done
   words+=(--work "$BENCH/work" --out "$OUT/${name:?--case is missing}.json")
   if [ "$harness" = phase ]; then
-    python3 -m benchmarks.phase "${words[@]}" --budget "$left"
+    local path=$PYTHONPATH
+    [[ $name == *-bridge* ]] && path=$BRIDGE_SITE:$path
+    PYTHONPATH=$path python3 -m benchmarks.phase "${words[@]}" --budget "$left"
   elif [ "$left" -lt 60 ]; then
     echo "no time left for $name" >&2
     return 1
@@ -140,6 +144,7 @@ WARM=
 if [ -z "$WARM" ]; then
   rm -f "$SITE/.stamp"
   bash .gpu/scripts/install.sh .gpu || exit 1
+  [ ! -f .gpu/bridge.txz ] || { mkdir -p "$BRIDGE_SITE" && tar xJf .gpu/bridge.txz -C "$BRIDGE_SITE"; } || exit 1
 fi
 . /tmp/s/env.sh
 # of an earlier visit only the models stay, which are complete or made again
