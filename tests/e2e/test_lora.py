@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA in verl's own ``main_ppo``: merged on the way to the engine, or served by the engine as an adapter."""
+"""LoRA in verl's own ``main_ppo``: merged on the way to the engine, or served by the engine as an adapter.
+
+``make test`` has the merged run; served by the engine it has Megatron's adapter (``test_megatron_lora.py``).
+"""
 
 from __future__ import annotations
 
@@ -96,12 +99,14 @@ def served(tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFa
     return main_ppo(setup, tmp_path_factory.mktemp("served"))
 
 
+@pytest.mark.extended
 def test_adapter_mode_reaches_its_steps(served: Run) -> None:
     checks.reached(served, steps=2)
     checks.reported(served, steps=2)
     checks.same_weights(served)
 
 
+@pytest.mark.extended
 def test_the_base_travels_once(served: Run) -> None:
     first, *later = served.reports
     assert first["buckets"] > 0 and first["coverage_expected"] > 0 and not first["coverage_missing"]

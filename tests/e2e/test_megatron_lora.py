@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA on a Megatron trainer in verl's own ``main_ppo``, through its default bridge: merged, and served."""
+"""LoRA on a Megatron trainer in verl's own ``main_ppo``, through its default bridge: merged, and served.
+
+``make test`` has the run in which the engine serves the adapter; merged weights it has with FSDP (``test_lora.py``).
+"""
 
 from __future__ import annotations
 
@@ -39,12 +42,14 @@ def merged(even_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return main_ppo(setup, tmp_path_factory.mktemp("merged"))
 
 
+@pytest.mark.extended
 def test_merged_run_reaches_its_steps_with_the_weights_of_every_step(merged: Run) -> None:
     checks.reached(merged, steps=2)
     checks.reported(merged, steps=2, manager=MANAGER)
     checks.same_weights(merged)
 
 
+@pytest.mark.extended
 def test_the_adapter_has_moved_the_model_and_was_merged_on_local_parts(merged: Run) -> None:
     assert merged.logged[2]["actor/kl_loss"] > 0.01, merged.logged
     assert not merged.matching("own weight stream"), merged.tail
@@ -63,7 +68,6 @@ def served(tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFa
     return main_ppo(setup, tmp_path_factory.mktemp("served"))
 
 
-@pytest.mark.extended
 def test_served_run_reaches_its_steps_and_the_base_travels_once(served: Run) -> None:
     checks.reached(served, steps=2)
     checks.reported(served, steps=2, manager=MANAGER)
