@@ -9,6 +9,7 @@ begun then, and the groups stay as good as they were.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -89,13 +90,15 @@ class Guard:
         size = dist.get_world_size(group)
         if size < 2:  # -1: this rank is no member
             return
-        # Groups that are made in one call, such as all pipelines', have one name
-        store, name = _store(), f"{group.group_name} of {dist.get_process_group_ranks(group)[0]}"
+        # By its ranks, not by its name: groups that are made in one call, such as all pipelines', may have one name, and
+        # a group may have several, on ranks that have made different groups before
+        store, ranks = _store(), dist.get_process_group_ranks(group)
+        name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
         count = self._counts[name] = self._counts.get(name, 0) + 1
         key = f"{self._run}/{name}/{count} {collective}"
         if store.add(f"{key}/came", 1) == size:
             store.set(key, "all")
-        self._wait(store, key, f"{collective} {count} of group {name}")
+        self._wait(store, key, f"{collective} {count} of ranks {ranks}")
         if dist.get_rank(group) == 0 and name in self._last:  # everyone has left the meeting before this one
             store.delete_key(f"{self._last[name]}/came")
             store.delete_key(self._last[name])
