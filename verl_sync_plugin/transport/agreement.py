@@ -29,7 +29,7 @@ class Agreement:
     of letting this rank leave the others alone in a collective.
 
     Attributes:
-        number: of this agreement among those of the process; the same on all ranks, which make them together.
+        number: of this agreement among those of rank 0's process; the same on all ranks.
     """
 
     def __init__(self, timeout_seconds: float, slack_seconds: float = TOGETHER_SLACK_SECONDS) -> None:
@@ -40,7 +40,6 @@ class Agreement:
                 long, so that the others hear the cause of a failure instead of timing out themselves.
             slack_seconds: and how much longer than that.
         """
-        self.number = next(_numbers)
         self._timeout_seconds = TOGETHER_WAITS * timeout_seconds + slack_seconds
         self._lost = ""
         timeout = timedelta(seconds=self._timeout_seconds)
@@ -48,6 +47,7 @@ class Agreement:
         self._rank = dist.get_rank()
         self._error: Exception | None = None
         self._cancelled: asyncio.CancelledError | None = None
+        self.number = self.gather("making the agreement", next(_numbers))[0]
 
     @contextmanager
     def attempt(self) -> Iterator[None]:

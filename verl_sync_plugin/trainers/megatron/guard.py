@@ -90,8 +90,7 @@ class Guard:
         size = dist.get_world_size(group)
         if size < 2:  # -1: this rank is no member
             return
-        # By its ranks, not by its name: groups made in one call, such as all pipelines', may have one name, and a group
-        # may have several, on ranks that have made different groups before
+        # By its ranks: these are the same on all of them, whatever groups each has made before
         store, ranks = _store(), dist.get_process_group_ranks(group)
         name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
         count = self._counts[name] = self._counts.get(name, 0) + 1
