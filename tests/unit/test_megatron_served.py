@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An adapter of Megatron-Bridge that the engine serves: what it would leave out is refused by name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from verl_sync_plugin.config.settings import SyncConfig
+from verl_sync_plugin.rollouts.sglang.served_lora import refuse_experts
+from verl_sync_plugin.trainers.megatron import served
+from verl_sync_plugin.trainers.megatron.served import BridgeAdapter
+from verl_sync_plugin.trainers.megatron.trainer import MegatronTrainer
+
+LORA = {"rank": 4, "alpha": 8}
+
+
+def chunk(trains_norm: bool = False, biased: bool = False) -> Any:
+    """A layer whose weight is frozen, with an adapter, a norm and a router's bias."""
+    model: Any = torch.nn.Module()
+    model.proj = torch.nn.Module()
+    model.proj.adapter = torch.nn.Linear(2, 2)
+    model.norm = torch.nn.LayerNorm(2).requires_grad_(trains_norm)
+    model.register_buffer("expert_bias", torch.zeros(2))
+    model.config = SimpleNamespace(moe_router_enable_expert_bias=biased)
+    return model
+
+
+def look(monkeypatch: pytest.MonkeyPatch, **changes: bool) -> None:
+    monkeypatch.setattr(served, "unwrapped", lambda module: module)
+    BridgeAdapter([chunk(**changes)], lambda: iter(()), LORA, 5).look()
+
+
+def test_an_adapter_and_nothing_else_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    look(monkeypatch)
+
+
+@pytest.mark.parametrize(("change", "name"), [("trains_norm", "norm.weight"), ("biased", "expert_bias")])
+def test_what_is_trained_beside_the_adapter_is_refused(change: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=rf"lora\.merge=False: '{name}' changes in training.*lora\.merge=True"):
+        look(monkeypatch, **{change: True})
+
+
+def test_factors_of_experts_are_refused() -> None:
+    refuse_experts(["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"])
+    with pytest.raises(ValueError, match=r"lora\.merge=False: .* factors of experts .*lora\.merge=True"):
+        refuse_experts(["base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_B.weight"])
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_a_base_of_another_checkpoint_is_not_taken_for_the_engines(other: bool) -> None:
+    model_config = SimpleNamespace(lora={**LORA, "merge": False})
+    engine_config = SimpleNamespace(use_dist_checkpointing=other)
+    engine = SimpleNamespace(peft_cls=object(), model_config=model_config, engine_config=engine_config)
+    trainer = MegatronTrainer(engine, SyncConfig(), torch.device("cpu"), "bfloat16")
+    assert trainer.serves_adapter and trainer.rewrites_base is other
