@@ -3,36 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
-from worlds import run_world, stop
+from worlds import run_world
 
-from megatron_cpu import checkpoints, lora
-from megatron_cpu.engines import Layout, megatron_environment, on_megatron_bridge
+from megatron_cpu import lora
+from megatron_cpu.engines import Layout
 
-
-@pytest.fixture(scope="module", autouse=True)
-def processes() -> Iterator[None]:
-    """Fresh processes, with Megatron-Bridge and its megatron-core."""
-    stop()
-    with megatron_environment(megatron_bridge=True):
-        assert run_world(1, on_megatron_bridge) == [True], "the processes have mbridge"
-        yield
-    stop()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    made: dict[str, str] = {}
-
-    def make(kind: str) -> str:
-        if kind not in made:
-            made[kind] = checkpoints.write(kind, tmp_path_factory.mktemp(kind))
-        return made[kind]
-
-    return make
+pytestmark = pytest.mark.usefixtures("bridge_processes")
 
 
 @pytest.mark.parametrize(

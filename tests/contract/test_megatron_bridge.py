@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-from worlds import run_world, stop
+from worlds import run_world
 
-from megatron_cpu import checkpoints, rearranged, stories, streams, te_names
-from megatron_cpu.engines import Layout, megatron_environment, on_megatron_bridge
+from megatron_cpu import rearranged, stories, streams, te_names
+from megatron_cpu.engines import Layout
+
+pytestmark = pytest.mark.usefixtures("bridge_processes")
 
 CASES = [
     ("qwen2", Layout(4, tp=2, pp=2)),
@@ -32,28 +34,6 @@ MORE_CASES = [
     ("qwen3-moe", Layout(4, tp=2, ep=2, etp=2)),
     ("moonlight", Layout(4, ep=2, pp=2, vpp=2)),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def processes() -> Iterator[None]:
-    """Fresh processes, with Megatron-Bridge and its megatron-core."""
-    stop()
-    with megatron_environment(megatron_bridge=True):
-        assert run_world(1, on_megatron_bridge) == [True], "the processes have mbridge"
-        yield
-    stop()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    made: dict[str, str] = {}
-
-    def make(kind: str) -> str:
-        if kind not in made:
-            made[kind] = checkpoints.write(kind, tmp_path_factory.mktemp(kind))
-        return made[kind]
-
-    return make
 
 
 @pytest.mark.parametrize(

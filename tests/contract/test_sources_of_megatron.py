@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-from worlds import run_world, stop
+from worlds import run_world
 
-from megatron_cpu import checkpoints, cost, rearranged, stories
-from megatron_cpu.engines import Layout, megatron_environment
+from megatron_cpu import cost, rearranged, stories
+from megatron_cpu.engines import Layout
 from verl_sync_plugin.sync.sender import SLOTS
+
+pytestmark = pytest.mark.usefixtures("mbridge_processes")
 
 CASES = [
     ("qwen2", Layout(4, tp=2, pp=2)),
@@ -35,27 +37,6 @@ MORE_CASES = [
     ("moonlight", Layout(4, ep=2, pp=2, vpp=2)),
     ("deepseek", Layout(2, tp=2)),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def processes() -> Iterator[None]:
-    """Fresh processes: Megatron on the CPU replaces CUDA functions, which the other tests' processes must not have."""
-    stop()
-    with megatron_environment():
-        yield
-    stop()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    made: dict[str, str] = {}
-
-    def make(kind: str) -> str:
-        if kind not in made:
-            made[kind] = checkpoints.write(kind, tmp_path_factory.mktemp(kind))
-        return made[kind]
-
-    return make
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from verl_sync_plugin.trainers.megatron.layout import LocalParameter, RankLayout, choose_owners, match, replicas
+from verl_sync_plugin.trainers.megatron.reading import NUMBER
 
 
 def layout(*parameters: LocalParameter, groups: tuple[tuple[int, ...], ...]) -> RankLayout:
@@ -101,3 +102,13 @@ def test_owners_are_places_in_the_replica() -> None:
     even, odd = match(ranks)
     assert choose_owners(odd, (1, 3), [16]) == [(0,)] and odd[0].holders == ((1, 3),)
     assert choose_owners(even, (0, 2), [16]) == [(0,)]
+
+
+def test_kinds_differ_by_names_and_not_by_numbers_of_layers_and_experts() -> None:
+    """``linear_fc1`` and ``linear_fc2`` may have one shape, and are cut along other dimensions."""
+    names = ["layers.3.mlp.experts.linear_fc1.weight12", "layers.10.mlp.linear_fc2.bias", "experts.7.up_proj.weight"]
+    assert [NUMBER.sub("#", name) for name in names] == [
+        "layers.#.mlp.experts.linear_fc1.weight#",
+        "layers.#.mlp.linear_fc2.bias",
+        "experts.#.up_proj.weight",
+    ]

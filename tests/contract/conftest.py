@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the contract tests of Megatron trainers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from worlds import run_world, stop
+
+from megatron_cpu import checkpoints
+from megatron_cpu.engines import megatron_environment, on_megatron_bridge
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Writes a tiny checkpoint of a kind, once, and returns its path."""
+    made: dict[str, str] = {}
+
+    def make(kind: str) -> str:
+        if kind not in made:
+            made[kind] = checkpoints.write(kind, tmp_path_factory.mktemp(kind))
+        return made[kind]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def bridge_processes() -> Iterator[None]:
+    """Fresh processes, with Megatron-Bridge and its megatron-core."""
+    stop()
+    with megatron_environment(megatron_bridge=True):
+        assert run_world(1, on_megatron_bridge) == [True], "the processes have mbridge"
+        yield
+    stop()
+
+
+@pytest.fixture(scope="module")
+def mbridge_processes() -> Iterator[None]:
+    """Fresh processes: Megatron on the CPU replaces CUDA functions, which the other tests' processes must not have."""
+    stop()
+    with megatron_environment():
+        yield
+    stop()
