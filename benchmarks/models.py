@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
 # 7b: the shapes of Qwen2.5-7B (7.6 B parameters); 1p8b: of Qwen2.5-1.5B with an untied head; moe-8b: half the layers
 # and half the experts of Qwen3-30B-A3B, which with Megatron's optimizer is what two devices of 141 GB hold; moe-16b:
 # all the layers, for four devices
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "7b": {
         "hidden_size": 3584,
         "intermediate_size": 18944,
@@ -68,6 +68,56 @@ SHAPES: dict[str, dict[str, int]] = {
         "vocab_size": 320,
     },
 }
+# mla-7b: Moonlight-16B-A3B (latent attention, shared experts, router bias) with 12 of its 27 layers, as many as two
+# devices hold beside Megatron's optimizer
+_LATENT_ATTENTION: dict[str, Any] = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 2,
+    "moe_layer_freq": 1,
+    "topk_method": "noaux_tc",
+    "routed_scaling_factor": 2.446,
+    "rope_parameters": {  # DeepSeek-V3's; SGLang has no other rotary embedding for latent attention on a CPU
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 1024,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+SHAPES["mla-7b"] = {
+    **_LATENT_ATTENTION,
+    "hidden_size": 2048,
+    "intermediate_size": 11264,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 163840,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+}
+SHAPES["tiny-mla"] = {
+    **_LATENT_ATTENTION,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 320,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}
 SHAPES["moe-16b"] = {**SHAPES["moe-8b"], "num_hidden_layers": 48}
 
 
@@ -96,8 +146,8 @@ def write_tokenizer(out: Path, tokenizer_dir: Path | None = None) -> None:
 
 
 def config_of(size: str) -> Any:
-    """The configuration of ``size``: a Qwen2 model, or a Qwen3-MoE one where it has experts."""
-    from transformers import Qwen2Config, Qwen3MoeConfig
+    """The configuration of ``size``: a Qwen2 model, or a Qwen3-MoE or DeepSeek-V3 one where it has experts."""
+    from transformers import DeepseekV3Config, Qwen2Config, Qwen3MoeConfig
 
     fixed: dict[str, Any] = {
         "max_position_embeddings": 4096,
@@ -108,7 +158,8 @@ def config_of(size: str) -> Any:
         "eos_token_id": 1,
         "bos_token_id": 2,
     }
-    kind = Qwen3MoeConfig if "num_experts" in SHAPES[size] else Qwen2Config
+    kinds = {"num_experts": Qwen3MoeConfig, "n_routed_experts": DeepseekV3Config}
+    kind = next((kinds[key] for key in kinds if key in SHAPES[size]), Qwen2Config)
     return kind(**SHAPES[size], **fixed)
 
 

@@ -16,7 +16,7 @@ _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _SGLANG = f"+{_ROLLOUT}.engine_kwargs.sglang"
-_SHARES = {"7b": 0.4, "moe-8b": 0.2, "moe-16b": 0.2}  # of the device's memory, for the engine
+_SHARES = {"7b": 0.4, "moe-8b": 0.2, "moe-16b": 0.2, "mla-7b": 0.2}  # of the device's memory, for the engine
 
 
 def _common(case: Case, paths: Paths) -> list[str]:
@@ -100,9 +100,11 @@ def _cpu(case: Case) -> list[str]:
 def _lora(case: Case) -> list[str]:
     if not case.lora_rank:
         return []
+    # verl's two trainers read these from different keys
+    rank, alpha = ("lora.rank", "lora.alpha") if case.strategy == "megatron" else ("lora_rank", "lora_alpha")
     return [
-        f"{_MODEL}.lora_rank={case.lora_rank}",
-        f"{_MODEL}.lora_alpha={case.lora_rank}",
+        f"{_MODEL}.{rank}={case.lora_rank}",
+        f"{_MODEL}.{alpha}={case.lora_rank}",
         f"{_MODEL}.lora.merge=True",
     ]
 

@@ -29,7 +29,7 @@ def _accept_padding_mask(dot_product_attention: ModuleType) -> None:
 
     verl passes a [batch, seq] mask of tokens to keep, as TransformerEngine wants it; Megatron's own attention wants
     a [batch, 1, seq, seq] mask of positions to hide. Latent attention names its head sizes, which Megatron's own does
-    not know; such a model can be built, loaded and exported, not run.
+    not know: it takes the values' heads for as wide as the model's others.
     """
     import torch
 
@@ -41,6 +41,8 @@ def _accept_padding_mask(dot_product_attention: ModuleType) -> None:
         self: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
     ) -> None:
         stock_init(self, *args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
     @functools.wraps(stock_forward)
     def forward(self: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
