@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 DONE = ".complete"
-SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>")
+# the last one is for verl, which wants it of every model of DeepSeek's kind
+SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>", "<｜end▁of▁sentence｜>")
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
