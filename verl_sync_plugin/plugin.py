@@ -52,6 +52,7 @@ def register() -> None:
         "hydra": lambda _: _register_hydra(),
         "verl.workers.rollout.base": _register_rollout,
         "verl.workers.rollout.replica": _register_replica,
+        "verl.checkpoint_engine.base": _register_checkpoint_engine,
         "verl.workers.engine": _register_engines,
         "verl.workers.engine.megatron": _register_megatron_engine,  # only where megatron-core is installed
         "verl.trainer.ppo.v1": _register_trainers,
@@ -81,6 +82,11 @@ def _register_replica(replica: Any) -> None:
         stock = compat.offered(replica, ours.stock_loader)
         refuse_stranger("rollout replica", name, registry._registry.get(name), (stock, ours.load_replica))
         registry.register(name, ours.load_replica)
+
+
+def _register_checkpoint_engine(base: Any) -> None:
+    compat.offered(base, "CheckpointEngineRegistry")
+    import verl_sync_plugin.hooks.checkpoint_engine  # noqa: F401  (registers on import)
 
 
 def _register_engines(_: Any) -> None:

@@ -75,7 +75,7 @@ class Reader:
         assert check.note(committed)
         check.learn(self.plan)
         assert check.whole(self.plan) == ()
-        check.compare(paired(self.sender.sums(), committed))
+        check.compare(paired(self.sender.sums(self.plan), committed))
 
     def close(self) -> None:
         self.check()

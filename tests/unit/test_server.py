@@ -147,8 +147,7 @@ def test_a_flush_behind_a_failed_load_is_not_taken_for_the_next_one(server_with:
 def test_only_an_engine_that_is_awake_behind_the_load_is_told_to_flush(awake: bool) -> None:
     told: list[None] = []
     server = SimpleNamespace(flush_behind_load=SimpleNamespace(remote=lambda: told.append(None)))
-    mesh: Any = None
-    ServerActorEndpoint(server, mesh, True, 1.0, awake).flush_behind_load()
+    ServerActorEndpoint(server, 0, (0,), True, 1.0, awake).flush_behind_load()
     assert len(told) == awake
 
 

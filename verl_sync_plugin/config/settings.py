@@ -22,6 +22,7 @@ EMPTY_CACHE_CHOICES = ("auto", "always")
 WIRE_DTYPE_CHOICES = ("auto", "bfloat16", "float16", "float32")
 # Ranks wait three times as long and a minute for each other, and polling takes milliseconds in 32 bits: about 715000
 MOST_SECONDS = 86400
+SEPARATE_BACKEND = "sync_plugin"  # verl's ``checkpoint_engine.backend`` with which trainer and rollout are apart
 NOT_IN_USE = "weight sync NOT IN USE"  # how a run that the plugin could not serve is told so
 MISSING = "???"  # omegaconf's mark of a value that is still to be given
 
@@ -180,6 +181,15 @@ def sync_config_of(rollout: Any) -> SyncConfig:
     return SyncConfig.from_mapping(
         {key: _plain(sync[key]) for key in sync}
     )  # by key, so that omegaconf's errors name it
+
+
+def refuse_switched_off(config: SyncConfig) -> None:
+    """Raises ValueError where the backend is asked for and the plugin switched off; names key, value and remedy."""
+    if not config.enabled:
+        raise ValueError(
+            f"{KEY_PREFIX}.enabled=False with actor_rollout_ref.rollout.checkpoint_engine.backend={SEPARATE_BACKEND}: "
+            f"that backend is the plugin's. Set {KEY_PREFIX}.enabled=True, or another backend, such as nccl."
+        )
 
 
 def _plain(value: Any) -> Any:

@@ -18,10 +18,12 @@ from verl_sync_plugin.config.refusals import refuse_lora_values
 from verl_sync_plugin.config.settings import (
     KEY_PREFIX,
     NOT_IN_USE,
+    SEPARATE_BACKEND,
     SyncConfig,
     given_value,
     lora_rank_of,
     refuse_megatron_lora,
+    refuse_switched_off,
     section,
     sync_config_of,
 )
@@ -82,8 +84,17 @@ def syncs(actor_rollout_ref: Any) -> bool:
         ValueError: see ``sync_config_of``.
     """
     rollout = actor_rollout_ref.rollout
-    colocated = actor_rollout_ref.get("hybrid_engine", True)
-    return bool(serves(rollout.get("name")) and sync_config_of(rollout).enabled and colocated)
+    if not serves(rollout.get("name")):
+        return False
+    separate, sync = backend_of(rollout) == SEPARATE_BACKEND, sync_config_of(rollout)
+    if separate:
+        refuse_switched_off(sync)
+    return bool(sync.enabled and (separate or actor_rollout_ref.get("hybrid_engine", True)))
+
+
+def backend_of(rollout: Any) -> str:
+    """verl's ``checkpoint_engine.backend``, by which trainer and rollout are colocated (``naive``) or separate."""
+    return str(OmegaConf.select(rollout, "checkpoint_engine.backend", default="naive"))
 
 
 def unserved_strategy(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
@@ -134,6 +145,10 @@ def settle_rollout(rollout: DictConfig, resolved: bool) -> None:
             if not hydra_source.given(rollout, "multi_stage_wake_up", True):
                 rollout.multi_stage_wake_up = True
     check_rollout(rollout)
+    if backend_of(rollout) == SEPARATE_BACKEND:  # of all the rollout's keys, verl hands it only these
+        given = OmegaConf.to_container(OmegaConf.select(rollout, "custom.sync") or OmegaConf.create({}), resolve=True)
+        settings = {"sync": given, "dtype": str(rollout.dtype), "rollout": str(rollout.name)}
+        OmegaConf.update(rollout, f"checkpoint_engine.engine_kwargs.{SEPARATE_BACKEND}", settings, force_add=True)
 
 
 def leave_to_verl(rollout: DictConfig, resolved: bool) -> None:
@@ -174,7 +189,7 @@ def settle_trainer(actor_rollout_ref: Any) -> None:
     if not syncs(actor_rollout_ref):
         return
     strategy = OmegaConf.select(actor_rollout_ref, "actor.strategy")
-    moves = OmegaConf.select(actor_rollout_ref, "rollout.checkpoint_engine.backend", default="naive") == "naive"
+    moves = backend_of(actor_rollout_ref.rollout) in ("naive", SEPARATE_BACKEND)
     engine = rollout_of(actor_rollout_ref.rollout.name)
     if moves:
         engine.refuse_checkpoint(str(actor_rollout_ref.model.get("path")))

@@ -14,7 +14,7 @@ from verl_sync_plugin.config.bucket_size import (
     settled_megabytes,
 )
 from verl_sync_plugin.config.refusals import PREFIX, refuse_wake_up
-from verl_sync_plugin.config.settings import given_value, section, sync_config_of
+from verl_sync_plugin.config.settings import SEPARATE_BACKEND, given_value, section, sync_config_of
 from verl_sync_plugin.registered import verify_registered
 from verl_sync_plugin.rollouts import rollout_of, serves
 
@@ -65,5 +65,5 @@ def check_rollout(rollout: object) -> None:
         given_value(engine, "update_weights_bucket_megabytes", LONG_BUCKET_KEY),
     )
     refuse_wake_up(rollout)
-    moves = engine.get("backend", "naive") == "naive"  # the others keep verl's own transfer
+    moves = engine.get("backend", "naive") in ("naive", SEPARATE_BACKEND)  # the others keep verl's own transfer
     rollout_of(get("name")).refuse_keys(rollout, moves)

@@ -45,7 +45,8 @@ class SyncTrainerMixin:
     def on_step_end(self: Any) -> None:
         """verl's hook; ``update_weights`` has run when the super call returns."""
         super().on_step_end()  # type: ignore[misc]
-        reports = take_reports(self.checkpoint_manager.replicas)
+        separate = getattr(self, "standalone_checkpoint_manager", None)
+        reports = take_reports([*self.checkpoint_manager.replicas, *(separate.replicas if separate else ())])
         if reports:
             self.timing_raw.update(timing_of(reports))
             pending = dict(getattr(self, "_pending_sync_metrics", None) or {})

@@ -99,11 +99,14 @@ class Commit:
         """Has the engine rank commit; returns both sides' hashes, and whether it told anything that the ranks have to
         exchange."""
         verify, plan = self._config.verify_hashes, sync.plan
+        if not self._endpoint.ranks:  # no engine rank beside this one
+            sums = paired(self._sender.sums(plan), None) if verify else torch.empty(0)
+            return sums, self._uses.asks(plan) or (verify and not self._hashes.knows(plan))
         committed = self._sender.commit(tell=verify and not self._hashes.knows(plan))
         self._choice.note(committed, plan)
         unlearned, told = self._hashes.note(committed), self._uses.note(committed.used)
         news = told or self._uses.asks(plan) or (verify and unlearned)
-        sums = paired(self._sender.sums(), committed) if verify else torch.empty(0)
+        sums = paired(self._sender.sums(plan), committed) if verify else torch.empty(0)
         sync.report.note(committed, plan, delivery.in_place)
         first, self._told_of_coverage = not self._told_of_coverage, True
         check_coverage(committed.coverage, self._config, self._endpoint.restores_uncovered, first, plan.names)

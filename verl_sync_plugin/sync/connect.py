@@ -65,7 +65,7 @@ class MeetingPoint:
         if self._addresses is None:
             everywhere = self._agreement.gather("exchanging addresses", self._listener.address)
             self._addresses = tuple(everywhere[rank] for rank in self._endpoint.ranks)
-        self._expected = True
+        self._expected = bool(self._endpoint.ranks)
         with self._agreement.attempt():
             if self._endpoint.leader:
                 request = LoadRequest(self._sync_id, self._addresses, self._config.timeout_seconds)
@@ -79,20 +79,21 @@ class MeetingPoint:
         """
         seconds, name = self._config.timeout_seconds, self._endpoint.name
         deadline = time.monotonic() + seconds
-        channel: Channel | None = None  # also held by the sender once there
+        missing = bool(self._endpoint.ranks)  # the engine rank, where there is one beside this rank
         waiting = True
         while waiting:
             with self._agreement.attempt():
-                if channel is None and (channel := self._accept()) is not None:
+                if missing and (channel := self._accept()) is not None:
                     self._sender.adopt(channel)
-                if channel is None and self.pending is not None and self.pending.finished():
+                    missing = False
+                if missing and self.pending is not None and self.pending.finished():
                     await self.pending.outcome(ACCEPT_SECONDS)
                     raise RuntimeError(f"{name} accepted the update but its loader did not connect; see its log")
-                if channel is None and time.monotonic() > deadline:
+                if missing and time.monotonic() > deadline:
                     raise TimeoutError(
                         f"the engine did not connect within {KEY_PREFIX}.timeout_seconds={seconds:g}; see {name}'s log"
                     )
-            waiting = self._agreement.settle("connecting to the engine", waiting=channel is None)
+            waiting = self._agreement.settle("connecting to the engine", waiting=missing)
         with self._agreement.attempt():
             if self._endpoint.leader:
                 self._endpoint.flush_behind_load()
@@ -111,6 +112,11 @@ class MeetingPoint:
         """Ends a load of which nothing was loaded; returns when the leader's engine is ready for another one."""
         self._part()
         await leave(self.pending, self._config.timeout_seconds)
+
+    def close(self) -> None:
+        """Nobody comes here any more."""
+        self._arrivals.stop()
+        self._listener.close()
 
     def _part(self) -> None:
         self._sender.hang_up()

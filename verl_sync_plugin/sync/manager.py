@@ -63,7 +63,7 @@ class ShardingManager(BaseShardingManager):
         if hasattr(self, "backend"):
             self.trainer = self.backend(engine, config, device, rollout_dtype)
         self.source: ParameterSource | None = None
-        self.agreement = Agreement(config.timeout_seconds)
+        self.agreement = self._agree()
         self.sender = BucketSender(device, config.timeout_seconds)
         self.planning = Planning(self.agreement)
         self.waking = Waking(self.agreement, endpoint, device)
@@ -74,6 +74,10 @@ class ShardingManager(BaseShardingManager):
         self._bucket_bytes = bucket_bytes
         self._device = device
         self._syncs = 0
+
+    def _agree(self) -> Agreement:
+        """Where the ranks settle; collective."""
+        return Agreement(self.config.timeout_seconds)
 
     def open_source(self) -> ParameterSource:
         """The parameter source of the trainer; called once, at the first sync.

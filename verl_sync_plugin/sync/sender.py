@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.config.bucket_size import STAGING_BUCKETS
+from verl_sync_plugin.copies.hulls import numbers_of
 from verl_sync_plugin.copies.pack_table import Found
 from verl_sync_plugin.copies.packing import Packer
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Bucket, Plan
 from verl_sync_plugin.transport.conversation import Conversation
+from verl_sync_plugin.transport.joint import JointRanks
 from verl_sync_plugin.transport.memory.exports import StagingExport
 from verl_sync_plugin.transport.memory.staging import Staging, create_staging, slot_of
 
@@ -105,9 +108,11 @@ class BucketSender(Conversation):
         assert self._packer is not None, "begin() comes first"
         return self._packer.broken()
 
-    def sums(self) -> torch.Tensor:
-        """The hash of what this rank packed of each tensor: int64 of shape ``(tensors,)``; zeros without hashing."""
-        assert self._packer is not None, "begin() comes first"
+    def sums(self, plan: Plan) -> torch.Tensor:
+        """The hash of what this rank packed of each tensor of the plan: int64 of shape ``(tensors,)``; zeros without
+        hashing, and on a rank that packs nothing."""
+        if self._packer is None:
+            return torch.zeros(len(numbers_of(bucket.entries for bucket in plan.buckets)), dtype=torch.int64)
         return self._packer.sums()
 
     def gather(self, bucket: Bucket, slot: int, rank: int, group: dist.ProcessGroup | None) -> None:
@@ -124,6 +129,24 @@ class BucketSender(Conversation):
                 work.wait()  # orders streams; does not block the host
             else:
                 work.wait(timedelta(seconds=self._timeout))
+        self._mark(slot)
+
+    def broadcast(self, bucket: Bucket, slot: int, senders: Sequence[int], ranks: JointRanks) -> None:
+        """Completes the slot on all ranks, each segment from the rank that packed it; on a GPU the bytes are there
+        after ``drain``.
+
+        Args:
+            bucket: in the slot.
+            slot: the same on all ranks.
+            senders: the rank that sends each segment.
+            ranks: trainer and rollout ranks.
+
+        Raises:
+            RuntimeError: a rank did not take part in time.
+        """
+        memory = self._slot(slot)
+        for place in range(bucket.world):
+            ranks.broadcast(memory.narrow(0, place * bucket.stride, bucket.stride), senders[place])
         self._mark(slot)
 
     def _mark(self, slot: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from verl.utils.device import get_device_name
 
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.planner import plan_buckets
@@ -182,3 +183,9 @@ def rank_in(group: dist.ProcessGroup | None) -> int:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def trainer_device() -> torch.device:
+    """Where this process of verl computes."""
+    name = get_device_name()
+    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)

@@ -8,7 +8,6 @@ import itertools
 import traceback
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -16,35 +15,38 @@ import torch.distributed as dist
 
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.transport.protocol import TOGETHER_SLACK_SECONDS, TOGETHER_WAITS
+from verl_sync_plugin.transport.ranks import Ranks, TrainerWorld
 
 T = TypeVar("T")
 _numbers = itertools.count()
 
 
 class Agreement:
-    """Status exchange over a gloo group of its own, so that it neither waits for nor blocks the payload's group.
+    """Status exchange among some ranks: those of the trainer, or with them those beside the engines.
 
     Every rank takes the same ``step``s: it does its work and hears whether all have done theirs. Where the ranks need
     not wait for each other yet, work runs inside ``attempt``, which keeps an error until the next ``settle`` instead
     of letting this rank leave the others alone in a collective.
 
     Attributes:
+        ranks: who takes part.
         number: of this agreement among those of rank 0's process; the same on all ranks.
     """
 
-    def __init__(self, timeout_seconds: float, slack_seconds: float = TOGETHER_SLACK_SECONDS) -> None:
-        """Collective: makes the group.
+    def __init__(
+        self, timeout_seconds: float, slack_seconds: float = TOGETHER_SLACK_SECONDS, ranks: Ranks | None = None
+    ) -> None:
+        """Collective.
 
         Args:
-            timeout_seconds: bound on one local wait between two points; the group waits ``TOGETHER_WAITS`` times as
+            timeout_seconds: bound on one local wait between two points; the ranks wait ``TOGETHER_WAITS`` times as
                 long, so that the others hear the cause of a failure instead of timing out themselves.
             slack_seconds: and how much longer than that.
+            ranks: who takes part, with that bound; all processes of the trainer when not given.
         """
-        self._timeout_seconds = TOGETHER_WAITS * timeout_seconds + slack_seconds
+        self._timeout_seconds = together_seconds(timeout_seconds, slack_seconds)
         self._lost = ""
-        timeout = timedelta(seconds=self._timeout_seconds)
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if dist.get_world_size() > 1 else None
-        self._rank = dist.get_rank()
+        self.ranks = ranks or TrainerWorld(self._timeout_seconds)
         self._error: Exception | None = None
         self._cancelled: asyncio.CancelledError | None = None
         self.number = self.gather("making the agreement", next(_numbers))[0]
@@ -126,6 +128,11 @@ class Agreement:
         return None
 
     @property
+    def lost(self) -> bool:
+        """Whether a rank died or did not answer: nothing can be agreed on any more."""
+        return bool(self._lost)
+
+    @property
     def failed(self) -> bool:
         """Whether this rank has an error that the others do not know of yet."""
         return self._error is not None
@@ -157,9 +164,8 @@ class Agreement:
         if self._lost:
             raise SyncError(self._lost)
         status = torch.tensor([int(mine is not None), int(waiting)], dtype=torch.int32)
-        if self._group is not None:
-            with self._peers(what, mine):
-                dist.all_reduce(status, op=dist.ReduceOp.MAX, group=self._group)
+        with self._peers(what, mine):
+            self.ranks.all_reduce(status, dist.ReduceOp.MAX)
         if status[0].item():
             raise SyncError(self._tell_all(what, mine)) from mine
         return bool(status[1].item())
@@ -172,35 +178,32 @@ class Agreement:
         except RuntimeError as error:
             # A gloo group does not survive a timeout or a dead member
             self._lost = (
-                f"weight sync: a trainer rank died or did not reach {what!r} within {self._timeout_seconds:g} s "
-                f"(rank {self._rank} waited); the run cannot sync any more, restart it. {error}"
+                f"weight sync: a rank died or did not reach {what!r} within {self._timeout_seconds:g} s "
+                f"(rank {self.ranks.rank} waited); {self.ranks.after_loss}. {error}"
             )
             raise SyncError(self._lost) from (mine or error)
 
     def _tell_all(self, what: str, mine: BaseException | None) -> str:
         text = None if mine is None else "".join(traceback.format_exception_only(mine)).strip()
-        texts: list[str | None] = [text]
-        if self._group is not None:
-            texts = [None] * dist.get_world_size()
-            with self._peers(what, mine):
-                dist.all_gather_object(texts, text, group=self._group)
+        with self._peers(what, mine):
+            texts = self.ranks.gather(text)
         failures = "\n".join(f"rank {rank}: {said}" for rank, said in enumerate(texts) if said)
         return f"weight sync failed at {what!r}; trainer weights are unchanged.\n{failures}"
 
     def gather(self, what: str, value: T) -> list[T]:
         """Every rank's value (picklable), in rank order."""
-        if self._group is None:
-            return [value]
-        values = [value] * dist.get_world_size()
         with self._peers(what, None):
-            dist.all_gather_object(values, value, group=self._group)
-        return values
+            return self.ranks.gather(value)
+
+    def share(self, what: str, value: T) -> T:
+        """Rank 0's value (picklable), on all ranks."""
+        with self._peers(what, None):
+            return self.ranks.share(value)
 
     def sum(self, what: str, values: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' ``values`` (int64, on the CPU, of one shape everywhere), modulo 2^64."""
-        if self._group is not None:
-            with self._peers(what, None):
-                dist.all_reduce(values, group=self._group)
+        with self._peers(what, None):
+            self.ranks.all_reduce(values, dist.ReduceOp.SUM)
         return values
 
     def same_on_all(self, what: str, value: str) -> None:
@@ -209,3 +212,8 @@ class Agreement:
         if len(set(values)) > 1:
             held = "; ".join(f"rank {rank}: {held}" for rank, held in enumerate(values))
             raise SyncError(f"weight sync: the ranks disagree on {what}: {held}")
+
+
+def together_seconds(timeout_seconds: float, slack_seconds: float = TOGETHER_SLACK_SECONDS) -> float:
+    """How long ranks wait for each other, of which each may wait ``timeout_seconds`` for something else."""
+    return TOGETHER_WAITS * timeout_seconds + slack_seconds

@@ -12,7 +12,6 @@ from functools import cache
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.copies.hulls import numbers_of
@@ -68,7 +67,7 @@ class HashCheck:
         """
         everywhere = self._agreement.gather("exchanging what the engine reads", self._readings)
         self._names = list(numbers_of(bucket.entries for bucket in plan.buckets))
-        planned = _times_sent(plan)
+        planned = _times_sent(plan, len(self._agreement.ranks.trainers))
         self._times_sent = planned if times_sent is None else torch.full_like(planned, times_sent)
         self.times_read = times_read(len(self._names), everywhere)
         uneven = (self.times_read < 0).nonzero().flatten().tolist()
@@ -97,21 +96,27 @@ class HashCheck:
             )
 
 
-def paired(sent: torch.Tensor, committed: Committed) -> torch.Tensor:
+def paired(sent: torch.Tensor, committed: Committed | None) -> torch.Tensor:
     """What a rank sent and what the engine rank beside it read: int64 of shape ``(2, tensors)``.
+
+    Args:
+        sent: zeros for a rank that sends nothing.
+        committed: ``None`` where there is no engine rank.
 
     Raises:
         ValueError: the engine hashed another number of tensors.
     """
+    if committed is None:
+        return torch.stack([sent, torch.zeros_like(sent)])
     received = torch.from_numpy(np.frombuffer(committed.sums, dtype="<i8").astype(np.int64))
     if received.shape != sent.shape:
         raise ValueError(f"the engine hashed {received.numel()} tensors, the trainer {sent.numel()}")
     return torch.stack([sent, received])
 
 
-def _times_sent(plan: Plan) -> torch.Tensor:
-    """How many ranks send each byte of each tensor: every group once what it shares out, every rank what it holds."""
-    world = dist.get_world_size()
+def _times_sent(plan: Plan, world: int) -> torch.Tensor:
+    """How many of the trainer's ranks hash each byte of each tensor when they pack it: in every group one of what it
+    shares out, every rank of what it holds whole."""
     times = {entry.name: world // bucket.world for bucket in plan.buckets for entry in bucket.entries}
     return torch.tensor([times[name] for name in numbers_of(bucket.entries for bucket in plan.buckets)])
 

@@ -30,7 +30,7 @@ class UseCheck:
 
     Args:
         agreement: where ranks settle.
-        ranks: global trainer ranks beside the ranks of this rank's engine.
+        ranks: those beside the ranks of this rank's engine; none where it has no engine.
     """
 
     def __init__(self, agreement: Agreement, ranks: Sequence[int]) -> None:
@@ -64,11 +64,12 @@ class UseCheck:
         """
         self._proven = ""
         everywhere = self._agreement.gather("exchanging what the engine uses", self._used)
-        known = all(each is not None and each.readings is not None for each in everywhere)
+        told = [everywhere[rank] for rank in self._agreement.ranks.rollouts]
+        known = all(each is not None and each.readings is not None for each in told)
         with self._agreement.attempt():
-            if known:
+            if known and self._ranks:
                 _refuse_left_out(plan, [each for rank in self._ranks if (each := everywhere[rank]) is not None])
-            elif loaded:
+            elif loaded and not known:
                 raise RuntimeError("the engine did not tell which of the tensors sent it uses")
         self._agreement.settle("checking what the engine uses")
         if known:

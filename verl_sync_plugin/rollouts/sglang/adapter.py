@@ -19,7 +19,7 @@ from verl.utils.device import get_torch_device
 from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 from verl.workers.rollout.sglang_rollout.utils import lora_served_as_adapter
 
-from verl_sync_plugin.config.settings import sync_config_of
+from verl_sync_plugin.config.settings import SEPARATE_BACKEND, sync_config_of
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.log import say
 from verl_sync_plugin.memory.gauges import note_device_memory
@@ -29,10 +29,12 @@ from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.rollouts.sglang.arguments import refuse_keys
 from verl_sync_plugin.rollouts.sglang.awake import WEIGHTS, awake_behind_load, sleep_tags, wake_stages
 from verl_sync_plugin.rollouts.sglang.limits import generating_bytes
-from verl_sync_plugin.rollouts.sglang.making import make_manager, trainer_device
+from verl_sync_plugin.rollouts.sglang.making import make_manager
+from verl_sync_plugin.rollouts.sglang.separate import SeparateReceiver
 from verl_sync_plugin.sync.endpoint import abandon
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.trainers import activation
+from verl_sync_plugin.trainers.base import trainer_device
 from verl_sync_plugin.trainers.conflict import refuse_plain_stream
 from verl_sync_plugin.trainers.shard_stream import ShardStream
 
@@ -54,9 +56,11 @@ class SyncServerAdapter(ServerAdapter):
     def __init__(self, config: Any, model_config: Any, device_mesh: DeviceMesh | None, replica_rank: int = -1) -> None:
         # verl's base class fills in device_mesh later, also for a disaggregated rollout: fix the role now
         self._colocated = device_mesh is not None
-        if self._colocated:
+        separate = not self._colocated and config.checkpoint_engine.backend == SEPARATE_BACKEND
+        if self._colocated or separate:
             refuse_keys(config, moves=True)
         super().__init__(config, model_config, device_mesh, replica_rank)
+        self._separate = SeparateReceiver(self) if separate else None
         self._sync = sync_config_of(config)
         self._manager: ShardingManager | None = None
         self._keeps_weights = lora_served_as_adapter(model_config)
@@ -119,8 +123,11 @@ class SyncServerAdapter(ServerAdapter):
             RegistryConflictError: the stream comes from another plugin's engine.
             ValueError: the stream comes from an engine without sharding manager.
         """
+        if self._separate is not None:
+            await self._separate.receive(weights, global_steps)
+            return
         if not self._colocated:
-            say("disaggregated rollout: verl's checkpoint engine and stock loading move the weights")
+            say("separate rollout: verl's checkpoint engine and stock loading move the weights")
             await super().update_weights(weights, global_steps=global_steps, **kwargs)
             return
         if not isinstance(weights, ShardStream):

@@ -9,7 +9,6 @@ from typing import Any
 
 import ray
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.rollouts.sglang.families import refuse_untied
@@ -19,11 +18,12 @@ from verl_sync_plugin.transport.protocol import LoadRequest
 
 
 class ServerActorEndpoint(RolloutEndpoint):
-    """One rank of the ``infer_tp`` mesh beside one ``SyncSGLangHttpServer``.
+    """One of the ranks beside one ``SyncSGLangHttpServer``.
 
     Args:
         server: handle of the server actor; only the leader's is used.
-        mesh: the ``infer_tp`` dimension of the rollout mesh.
+        place: of this rank among them; the first leads.
+        ranks: see ``RolloutEndpoint``.
         restores_uncovered: see ``RolloutEndpoint``.
         timeout_seconds: bound on every call of the server.
         awake_behind_load: nothing is left to be resumed after a load.
@@ -32,17 +32,24 @@ class ServerActorEndpoint(RolloutEndpoint):
     name = "SGLang"
 
     def __init__(
-        self, server: Any, mesh: DeviceMesh, restores_uncovered: bool, timeout_seconds: float, awake_behind_load: bool
+        self,
+        server: Any,
+        place: int,
+        ranks: tuple[int, ...],
+        restores_uncovered: bool,
+        timeout_seconds: float,
+        awake_behind_load: bool,
     ) -> None:
         self._server = server
-        self._mesh = mesh
+        self._place = place
+        self._ranks = ranks
         self._restores = restores_uncovered
         self._timeout = timeout_seconds
         self._awake_behind_load = awake_behind_load
 
     @property
     def leader(self) -> bool:
-        return self._mesh.get_local_rank() == 0
+        return self._place == 0
 
     @property
     def restores_uncovered(self) -> bool:
@@ -50,7 +57,7 @@ class ServerActorEndpoint(RolloutEndpoint):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(self._mesh.mesh.tolist())
+        return self._ranks
 
     async def _bounded(self, reference: ray.ObjectRef) -> Any:
         return await _answer(reference, self._timeout)

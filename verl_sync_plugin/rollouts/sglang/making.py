@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from verl.utils.device import get_device_name
 
 from verl_sync_plugin.config.bucket_size import AutoBucket, check_bucket_megabytes
 from verl_sync_plugin.config.settings import sync_config_of
@@ -19,6 +18,9 @@ from verl_sync_plugin.rollouts.sglang.families import refuse_family
 from verl_sync_plugin.rollouts.sglang.limits import static_fraction
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sync.manager import ShardingManager
+from verl_sync_plugin.sync.separate.handles import Incoming
+from verl_sync_plugin.sync.separate.managers import SeparateRollout
+from verl_sync_plugin.trainers.base import trainer_device
 from verl_sync_plugin.trainers.shard_stream import ShardStream
 
 
@@ -48,7 +50,8 @@ def make_manager(
     backup = keep_cpu_backup(sync, config, model_config)
     restores = backup and not str(config.load_format).startswith("dummy")
     bucket = AutoBucket(static_fraction(config), device_reading(device)) if megabytes is None else megabytes << 20
-    endpoint = ServerActorEndpoint(server, mesh, restores, sync.timeout_seconds, awake)
+    place, ranks = mesh.get_local_rank(), tuple(mesh.mesh.tolist())
+    endpoint = ServerActorEndpoint(server, place, ranks, restores, sync.timeout_seconds, awake)
     say(
         f"actor rank {torch.distributed.get_rank()}: sharding manager {manager_class.__name__}, "
         f"buckets of {megabytes or 'auto'} MiB, engine's CPU backup {'on' if backup else 'off'}"
@@ -56,7 +59,25 @@ def make_manager(
     return manager_class(stream.engine, endpoint, sync, bucket, device, str(config.dtype))
 
 
-def trainer_device() -> torch.device:
-    """Where this worker computes."""
-    name = get_device_name()
-    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+def make_separate(incoming: Incoming, config: Any, model_config: Any, server: Any) -> SeparateRollout:
+    """Makes the manager of one rollout rank of a separate rollout. Collective over trainer and rollout ranks.
+
+    Args:
+        incoming: the sync that comes.
+        config: verl's rollout config.
+        model_config: verl's.
+        server: handle of the rollout server actor.
+
+    Raises:
+        ValueError: the model does not fit; names key, value and remedy.
+    """
+    refuse_family(str(model_config.path), model_config.hf_config.to_dict())
+    sync, membership = sync_config_of(config), incoming.membership
+    assert membership.ranks is not None, "joined"
+    ranks = membership.engine_ranks
+    place = ranks.index(membership.ranks.rank)
+    # What no sync writes stays what the engine began with: it never releases its weights
+    real = not str(config.load_format).startswith("dummy")
+    endpoint = ServerActorEndpoint(server, place, ranks, real, sync.timeout_seconds, not config.free_cache_engine)
+    say(f"rollout rank {membership.ranks.rank}: engine rank {place} of {len(ranks)}, separate from the trainer")
+    return SeparateRollout(membership.ranks, endpoint, sync, trainer_device())

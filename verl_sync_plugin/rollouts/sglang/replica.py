@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
-from verl_sync_plugin.config.settings import sync_config_of
+from verl_sync_plugin.config.settings import SEPARATE_BACKEND, sync_config_of
 from verl_sync_plugin.log import say
 from verl_sync_plugin.report.notice import say_without_metrics
 from verl_sync_plugin.rollouts.sglang.request import new_token
@@ -33,8 +33,10 @@ class SyncSGLangReplica(SGLangReplica):
         return await super().init_hybrid(*args, **kwargs)
 
     async def init_standalone(self, *args: Any, **kwargs: Any) -> Any:
-        """Standalone replicas are loaded by verl's checkpoint engines and keep verl's server."""
-        self._be_stock()
+        """Standalone replicas get their weights from a checkpoint engine; if it is one of verl's, they keep verl's
+        server."""
+        if self.config.checkpoint_engine.backend != SEPARATE_BACKEND:
+            self._be_stock()
         return await super().init_standalone(*args, **kwargs)
 
     async def init_colocated(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's checkpoint engine ``sync_plugin``: the syncs of trainers and rollouts that share no GPU.
+
+verl makes one in every actor worker and one in every process that it puts beside an engine rank
+(``CheckpointEngineWorker``), and calls them in this order: ``prepare`` in all, ``build_topology`` in the driver,
+``init_process_group`` in all, ``send_weights`` here and ``receive_weights`` there, ``finalize`` in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+
+from verl_sync_plugin.config.settings import SEPARATE_BACKEND, SyncConfig, refuse_switched_off
+from verl_sync_plugin.log import say
+from verl_sync_plugin.report.file import write_report
+from verl_sync_plugin.trainers import activation
+
+# Every process of verl's imports this module with verl's registry; the rest is imported by those that sync
+if TYPE_CHECKING:
+    from verl_sync_plugin.sync.separate.handles import Incoming
+    from verl_sync_plugin.sync.separate.managers import SeparateTrainer
+    from verl_sync_plugin.sync.separate.membership import Member, Membership
+
+
+@CheckpointEngineRegistry.register(SEPARATE_BACKEND)
+class SyncCheckpointEngine(CheckpointEngine):
+    """One process's end of all syncs of a run.
+
+    Args:
+        bucket_size: bound on what a rank stages, in bytes, as colocated (``config/bucket_size.py``).
+        is_master: whether this is trainer rank 0; verl gives it to trainer ranks alone.
+        sync: ``custom.sync``, which the driver writes into ``engine_kwargs``.
+        dtype: ``rollout.dtype``.
+        rollout: ``rollout.name``.
+
+    Raises:
+        ValueError: ``custom.sync`` is switched off, or holds what it cannot.
+    """
+
+    def __init__(
+        self,
+        bucket_size: int,
+        is_master: bool | None = None,
+        sync: Mapping[str, Any] | None = None,
+        dtype: str = "bfloat16",
+        rollout: str = "sglang",
+    ) -> None:
+        self._config = SyncConfig.from_mapping(sync)
+        refuse_switched_off(self._config)
+        self._bucket_bytes = bucket_size
+        self._dtype, self._rollout = dtype, rollout
+        self._trainer = is_master is not None
+        self._first = bool(is_master)
+        self._membership: Membership | None = None
+        self._manager: SeparateTrainer | None = None
+        self._fresh = False
+        if self._trainer:
+            activation.take_over(True)
+
+    def prepare(self) -> Member:
+        """What this process says of itself."""
+        from verl_sync_plugin.sync.separate.membership import Membership
+        from verl_sync_plugin.trainers.base import trainer_device
+        from verl_sync_plugin.transport.agreement import together_seconds
+
+        if self._membership is None:
+            bound = together_seconds(self._config.timeout_seconds)
+            self._membership = Membership(trainer_device(), self._trainer, self._first, bound)
+        return self._membership.describe()
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Member]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """See ``membership.topology``; in the driver."""
+        from verl_sync_plugin.sync.separate.membership import topology
+
+        return topology(actor_wg_world_size, rollout_world_size, metadata)
+
+    def init_process_group(self, rank: int, members: tuple[Member, ...]) -> None:
+        """Collective: makes the group anew where somebody has come, gone or been lost."""
+        assert self._membership is not None, "prepare() comes first"
+        self._fresh = self._membership.join(rank, members)
+        if self._fresh:
+            say(f"separate sync: rank {rank} of {len(members)}, {members[rank]}")
+
+    def finalize(self) -> None:
+        """Nothing: group and slots are kept for the next sync."""
+
+    async def send_weights(self, weights: Any, global_steps: int | None = None) -> None:
+        """One sync of a trainer rank. Collective over trainer and rollout ranks.
+
+        Args:
+            weights: the ``ShardStream`` of the plugin's engine.
+            global_steps: verl's weight version.
+
+        Raises:
+            SyncError: any rank failed; the same text on every rank.
+        """
+        membership, manager = self._membership, self._manager_for(weights)
+        assert membership is not None, "prepare() came first"
+        try:
+            await manager.update_weights([], global_steps)
+            await manager.finish([])
+        except BaseException:
+            if manager.agreement.lost:
+                membership.lose()
+            raise
+        if self._first:
+            write_report(manager.report)
+
+    def _manager_for(self, weights: Any) -> SeparateTrainer:
+        from verl_sync_plugin.sharding_manager import get_sharding_manager
+        from verl_sync_plugin.sync.separate.managers import SeparateTrainer
+        from verl_sync_plugin.trainers.base import trainer_device
+        from verl_sync_plugin.trainers.conflict import refuse_plain_stream
+        from verl_sync_plugin.trainers.shard_stream import ShardStream
+
+        if not isinstance(weights, ShardStream):
+            refuse_plain_stream()
+        assert self._membership is not None and self._membership.ranks is not None, "init_process_group() comes first"
+        if self._manager is not None and self._fresh:
+            self._manager.close()
+        if self._manager is None or self._fresh:
+            backend = get_sharding_manager(weights.trainer, self._rollout).backend
+            ranks, device = self._membership.ranks, trainer_device()
+            self._manager = SeparateTrainer(
+                ranks, backend, weights.engine, self._config, self._bucket_bytes, device, self._dtype
+            )
+        return self._manager
+
+    def receive_weights(self, global_steps: int | None = None) -> Incoming:
+        """What the rollout adapter receives the sync by; verl hands it over without looking inside."""
+        from verl_sync_plugin.sync.separate.handles import Incoming
+
+        assert self._membership is not None and self._membership.ranks is not None, "init_process_group() comes first"
+        return Incoming(self._membership, self._fresh)

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The phase of separate trainers and rollouts: ``ShardingManager``'s, with the two halves of a rank in two processes.
+
+A trainer rank plans, packs and sends; a rollout rank, in verl's process beside an engine rank, receives and has the
+engine rank load. Both go through the same steps of the same method (``ShardingManager._sync``), and settle together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl_sync_plugin.config.settings import SyncConfig
+from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.tensors import Plan
+from verl_sync_plugin.sync.commit import Commit
+from verl_sync_plugin.sync.delivery.base import Delivery, PeersUnreachableError, Sync
+from verl_sync_plugin.sync.delivery.choice import Choice
+from verl_sync_plugin.sync.delivery.sharded import Sharded
+from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
+from verl_sync_plugin.sync.manager import ShardingManager
+from verl_sync_plugin.sync.planning import Planning
+from verl_sync_plugin.sync.separate.broadcast import FromTrainer, Route, ToRollout
+from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
+from verl_sync_plugin.transport.agreement import Agreement
+from verl_sync_plugin.transport.joint import JointRanks
+from verl_sync_plugin.transport.protocol import Committed, LoadRequest
+
+MERGE_KEY = "actor_rollout_ref.model.lora.merge"
+
+
+class SeparateManager(ShardingManager):
+    """What both halves share. Construction is collective over trainer and rollout ranks.
+
+    Args:
+        ranks: both halves.
+    """
+
+    def __init__(self, ranks: JointRanks, *args: Any, **kwargs: Any) -> None:
+        self.route = Route(ranks)
+        super().__init__(*args, **kwargs)
+        self.choice = OnlyWay(self.agreement, self._delivery())
+        self.commit = Commit(self.config, self.agreement, self.sender, self.choice, self.endpoint)
+        self._plan: Plan | None = None
+
+    def _agree(self) -> Agreement:
+        return Agreement(self.config.timeout_seconds, ranks=self.route.ranks)
+
+    def _delivery(self) -> Delivery:
+        raise NotImplementedError
+
+    def _hand_out(self, plan: Plan | None, senders: tuple[int, ...]) -> Plan:
+        """Collective: rank 0's plan and senders, on all ranks; the plan travels where any rank lacks it."""
+        self.agreement.settle("planning the sync")
+        named = (plan.digest, senders) if plan is not None else ("", ())
+        digest, self.route.senders = self.agreement.share("naming the plan", named)
+        known = plan or self._plan
+        lacking = known is None or known.digest != digest
+        if self.agreement.settle("asking who lacks the plan", waiting=lacking):
+            handed = self.agreement.share("handing out the plan", plan)
+            known = known if not lacking else handed
+        assert known is not None, "handed out"
+        self._plan = known
+        return known
+
+    def _sync_of(self, sync_id: str, plan: Plan, source: ParameterSource, shards: list[Shard]) -> Sync:
+        report = self.report
+        report.bucket_bytes, report.nbytes = plan.slot_bytes, plan.nbytes
+        report.buckets, report.tensors = len(plan.buckets), plan.tensor_count
+        return Sync(sync_id, plan, source, shards, report)
+
+    def close(self) -> None:
+        """Gives everything back; the group is somebody else's."""
+        self.sender.close()
+        self.meeting.close()
+
+
+class SeparateTrainer(SeparateManager):
+    """A trainer rank.
+
+    Args:
+        ranks: both halves.
+        backend: of the trainer.
+        engine: verl's training engine.
+        config: the sync's settings.
+        bucket_bytes: as in ``ShardingManager``.
+        device: where the trainer computes.
+        rollout_dtype: likewise.
+    """
+
+    def __init__(
+        self,
+        ranks: JointRanks,
+        backend: type[TrainerBackend],
+        engine: Any,
+        config: SyncConfig,
+        bucket_bytes: int,
+        device: torch.device,
+        rollout_dtype: str,
+    ) -> None:
+        self._own = Agreement(config.timeout_seconds)
+        super().__init__(ranks, engine, NoEngine(), config, bucket_bytes, device, rollout_dtype)
+        self.trainer = backend(engine, config, device, rollout_dtype)
+        self.planning = Planning(self._own)
+        self._whole = Sharded(replace(config, delivery="gathered"), self._own, self.sender)
+
+    def _delivery(self) -> Delivery:
+        return FromTrainer(self.config, self.agreement, self.sender, route=self.route, own=self._own)
+
+    def open_source(self) -> ParameterSource:
+        """See ``ShardingManager``.
+
+        Raises:
+            ValueError: also where the engine is to serve the adapter itself.
+        """
+        if self.trainer.serves_adapter:
+            raise ValueError(
+                f"{MERGE_KEY}=False with actor_rollout_ref.rollout.checkpoint_engine.backend=sync_plugin: adapters "
+                f"are not sent to separate rollouts. Set {MERGE_KEY}=True."
+            )
+        return self.trainer.open_source()
+
+    def plan(self, sync_id: str) -> Sync:
+        """Collective: the trainer's ranks plan among themselves; what comes of it is handed out to all."""
+        plan: Plan | None = None
+        shards: list[Shard] = []
+        senders: tuple[int, ...] = ()
+        with self.agreement.attempt():
+            if self.source is None:
+                self.source = self._own.step("opening the trainer", self.open_source)
+            self.source = self.source.agree_on_layout(self._own) or self.source
+            assert isinstance(self._bucket_bytes, int), "verl gives a size"
+            plan, shards = self.planning.agree(self.source, self._bucket_bytes, self._whole)
+            group = self.source.group
+            senders = tuple(dist.get_process_group_ranks(group)) if group is not None else (0,)
+        plan = self._hand_out(plan, senders)
+        assert self.source is not None, "opened"
+        return self._sync_of(sync_id, plan, self.source, shards)
+
+
+class SeparateRollout(SeparateManager):
+    """A rollout rank, beside an engine rank.
+
+    Args:
+        ranks: both halves.
+        endpoint: the engine.
+        config: the sync's settings.
+        device: where the engine rank computes.
+    """
+
+    def __init__(self, ranks: JointRanks, endpoint: RolloutEndpoint, config: SyncConfig, device: torch.device) -> None:
+        super().__init__(ranks, None, endpoint, config, 0, device)
+        self._nothing = NoTrainer()
+
+    def _delivery(self) -> Delivery:
+        return ToRollout(self.config, self.agreement, self.sender, route=self.route)
+
+    def plan(self, sync_id: str) -> Sync:
+        """Collective: takes the trainer's plan."""
+        return self._sync_of(sync_id, self._hand_out(None, ()), self._nothing, [])
+
+
+class OnlyWay(Choice):
+    """No choice: one way of delivery."""
+
+    def __init__(self, agreement: Agreement, way: Delivery) -> None:
+        self._agreement = agreement
+        self._way = way
+
+    def of(self, sync: Sync) -> Delivery:
+        if self._agreement.any("asking who has no slots", lambda: self._way.offer(sync).unready):
+            self._way.stage(sync)
+        return self._way
+
+    def note(self, committed: Committed, plan: Plan) -> None:
+        """An engine rank reads what comes to it, and has nothing to say of that."""
+
+    def fall_back(self, error: PeersUnreachableError) -> None:
+        self._way.fall_back(error)
+
+
+class NoTrainer(ParameterSource):
+    """What a rollout rank holds of the trainer's parameters: nothing."""
+
+    def shards(self) -> list[Shard]:
+        return []
+
+
+class NoEngine(RolloutEndpoint):
+    """What a trainer rank has beside it of a separate rollout: nothing, so that it never leads."""
+
+    @property
+    def leader(self) -> bool:
+        return False
+
+    @property
+    def restores_uncovered(self) -> bool:
+        return False
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return ()
+
+    async def resume(self, tags: list[str]) -> None:
+        raise AssertionError("no leader")
+
+    async def finish(self, tags: list[str]) -> None:
+        raise AssertionError("no leader")
+
+    async def abandon(self, why: str) -> None:
+        raise AssertionError("no leader")
+
+    async def publish(self, report: dict[str, Any]) -> None:
+        raise AssertionError("no leader")
+
+    async def load_adapter(
+        self, settings: Mapping[str, Any], factors: dict[str, torch.Tensor], weight_version: str | None
+    ) -> LoadOutcome:
+        raise AssertionError("no leader")
+
+    def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
+        raise AssertionError("no leader")
+
+    def flush_behind_load(self) -> None:
+        raise AssertionError("no leader")

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who takes part in the syncs of separate trainers and rollouts: told in every sync, and the group kept while it stays.
+
+verl has every process ``prepare``, builds a topology in the driver, and has every process join its group, before every
+sync; and ``finalize`` behind it. Here a process says who it is, the driver lists who is there, and the group is made
+anew only when somebody has come, gone or been lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+
+from verl_sync_plugin.transport.joint import JointRanks
+
+CUMEM = "NCCL_CUMEM_ENABLE"
+
+
+@dataclass(frozen=True)
+class Member:
+    """What one process says of itself.
+
+    Attributes:
+        key: names the process.
+        trainer: a trainer rank; else a rollout rank, in the process that verl puts beside an engine rank.
+        place: its rank in the trainer, or in its replica.
+        world: how many ranks the trainer or the replica has.
+        device: names the GPU it computes on, on all hosts; empty on a CPU.
+        lost: how many groups it has seen end with a dead or silent member.
+        store: host and port of the store where all find each other; of trainer rank 0 only.
+        cumem: its ``NCCL_CUMEM_ENABLE``.
+    """
+
+    key: str
+    trainer: bool
+    place: int
+    world: int
+    device: str
+    lost: int
+    store: tuple[str, int] | None = None
+    cumem: str = ""
+
+    def __str__(self) -> str:
+        return f"{'trainer' if self.trainer else 'rollout'} rank {self.place} of {self.world}"
+
+
+def topology(trainers: int, rollouts: int, members: Sequence[Member]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What verl hands to every process, by argument and rank: first the trainer's, then the rollout's.
+
+    Args:
+        trainers: number of trainer ranks.
+        rollouts: number of rollout ranks.
+        members: all, trainer ranks first.
+
+    Raises:
+        ValueError: two of them compute on one GPU, or their settings of NCCL differ; names them and the remedy.
+    """
+    _refuse_shared_devices(members)
+    _refuse_mixed_cumem(members)
+    everyone = tuple(members)
+    ranks = list(range(trainers + rollouts))
+    return (
+        {"rank": ranks[:trainers], "members": [everyone] * trainers},
+        {"rank": ranks[trainers:], "members": [everyone] * rollouts},
+    )
+
+
+def _refuse_shared_devices(members: Sequence[Member]) -> None:
+    shared = [device for device, count in Counter(m.device for m in members if m.device).items() if count > 1]
+    if shared:
+        who = ", ".join(str(member) for member in members if member.device == shared[0])
+        raise ValueError(
+            f"actor_rollout_ref.rollout.checkpoint_engine.backend=sync_plugin: {who} compute on the same GPU "
+            f"({shared[0]}), and NCCL joins none that do. Give the rollout GPUs of its own "
+            "(actor_rollout_ref.rollout.nnodes and n_gpus_per_node), or use a colocated trainer."
+        )
+
+
+def _refuse_mixed_cumem(members: Sequence[Member]) -> None:
+    held = {member.cumem: str(member) for member in members if member.device}
+    if len(held) > 1:
+        which = "; ".join(f"{who} has {value or 'none'}" for value, who in sorted(held.items()))
+        raise ValueError(
+            f"{CUMEM} differs between the ranks of a weight sync ({which}), with which NCCL hangs or crashes. Set it "
+            "to one value for all of verl's processes (ray_kwargs.ray_init.runtime_env.env_vars)."
+        )
+
+
+class Membership:
+    """This process among all that take part.
+
+    Args:
+        device: where it computes.
+        trainer: whether it is a trainer rank.
+        first: whether it is trainer rank 0, which keeps the store.
+        timeout_seconds: how long members wait for each other.
+    """
+
+    def __init__(self, device: torch.device, trainer: bool, first: bool, timeout_seconds: float) -> None:
+        self._device = device
+        self._trainer = trainer
+        self._timeout = timeout_seconds
+        self._key = uuid.uuid4().hex
+        self._lost = 0
+        self._store: dist.TCPStore | None = None
+        self._address: tuple[str, int] | None = None
+        if first:
+            host = ray.util.get_node_ip_address().strip("[]")
+            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            self._address = host, self._store.port
+        self._name = ""
+        self.ranks: JointRanks | None = None
+        self.engine_ranks: tuple[int, ...] = ()
+
+    def describe(self) -> Member:
+        """See ``Member``."""
+        place, world = dist.get_rank(), dist.get_world_size()
+        device = _device_name(self._device)
+        cumem = os.environ.get(CUMEM, "")
+        return Member(self._key, self._trainer, place, world, device, self._lost, self._address, cumem)
+
+    def join(self, rank: int, members: tuple[Member, ...]) -> bool:
+        """Collective over all members: makes the group, unless it is there.
+
+        Args:
+            rank: this process's.
+            members: all, in the order of their ranks.
+
+        Returns:
+            Whether it is a new one. ``ranks`` is the group, and ``engine_ranks`` those of this rank's engine in it.
+
+        Raises:
+            RuntimeError: a member did not come in time.
+        """
+        name = hashlib.sha256(repr([(m.key, m.lost) for m in members]).encode()).hexdigest()
+        if name == self._name and self.ranks is not None:
+            return False
+        self.leave()
+        if self._store is None:
+            assert members[0].store is not None, "trainer rank 0 keeps the store"
+            host, port = members[0].store
+            bound = timedelta(seconds=self._timeout)
+            self._store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=bound)
+        trainers = sum(member.trainer for member in members)
+        store = dist.PrefixStore(name, self._store)
+        sizes = trainers, len(members) - trainers
+        self.ranks = JointRanks(store, rank, *sizes, self._timeout, self._device)
+        me = members[rank]
+        self.engine_ranks = () if me.trainer else tuple(range(rank - me.place, rank - me.place + me.world))
+        self._name = name
+        return True
+
+    def lose(self) -> None:
+        """A member is dead or silent: with the next sync all make a new group of who is there then."""
+        self._lost += 1
+        self.leave()
+
+    def leave(self) -> None:
+        """Ends the group, if there is one; not collective."""
+        if self.ranks is not None:
+            self.ranks.close()
+        self.ranks, self._name = None, ""
+
+
+def _device_name(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""

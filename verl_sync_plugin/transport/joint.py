@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A group of processes of two worlds: the trainer's ranks and the rollout ranks, which share no default group.
+
+Words travel by gloo on the CPU, and so do the bytes of weights where the ranks compute on CPUs; else these go by NCCL,
+in a group of their own, so that no word waits behind them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from verl_sync_plugin.transport.ranks import Ranks
+
+T = TypeVar("T")
+
+
+class JointRanks(Ranks):
+    """The trainer's ranks first, then the rollout ranks.
+
+    Collective over all of them: makes the groups.
+
+    Args:
+        store: where they find each other; used by these ranks alone.
+        rank: this process's place.
+        trainers: how many ranks of the trainer there are.
+        rollouts: how many rollout ranks.
+        timeout_seconds: bound on every call.
+        device: where this process computes.
+
+    Raises:
+        RuntimeError: a member did not come within the bound.
+    """
+
+    after_loss = "the next sync makes a new group of who is there then"
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        trainers: int,
+        rollouts: int,
+        timeout_seconds: float,
+        device: torch.device,
+    ) -> None:
+        self.rank, self.size = rank, trainers + rollouts
+        self.trainers, self.rollouts = tuple(range(trainers)), tuple(range(trainers, self.size))
+        self._bound = timedelta(seconds=timeout_seconds)
+        self._words: Any = dist.ProcessGroupGloo(dist.PrefixStore("words", store), rank, self.size, self._bound)
+        bytes_store = dist.PrefixStore("bytes", store)
+        self._bytes: Any = (
+            dist.ProcessGroupNCCL(bytes_store, rank, self.size, dist.ProcessGroupNCCL.Options())
+            if device.type == "cuda"
+            else dist.ProcessGroupGloo(bytes_store, rank, self.size, self._bound)
+        )
+
+    def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        options = dist.AllreduceOptions()
+        options.reduceOp = op  # type: ignore[assignment]
+        self._words.allreduce([values], options).wait(self._bound)
+
+    def gather(self, value: T) -> list[T]:
+        mine = _packed(value)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self._words.allgather([sizes], [torch.tensor([mine.numel()])]).wait(self._bound)
+        longest = int(max(size.item() for size in sizes))
+        everywhere = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        padded = torch.nn.functional.pad(mine, (0, longest - mine.numel()))
+        self._words.allgather([everywhere], [padded]).wait(self._bound)
+        return [_unpacked(each[: int(size.item())]) for each, size in zip(everywhere, sizes, strict=True)]
+
+    def share(self, value: T) -> T:
+        """Rank 0's value (picklable), on all ranks."""
+        mine = _packed(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor([mine.numel()])
+        self._words.broadcast(size, 0).wait(self._bound)
+        if self.rank:
+            mine = torch.empty(int(size.item()), dtype=torch.uint8)
+        self._words.broadcast(mine, 0).wait(self._bound)
+        return value if self.rank == 0 else _unpacked(mine)
+
+    def broadcast(self, memory: torch.Tensor, root: int) -> None:
+        """Bytes of one rank into the same memory of all others; on a GPU ordered on the current stream, not awaited."""
+        work = self._bytes.broadcast(memory, root)
+        if memory.is_cuda:
+            work.wait()
+        else:
+            work.wait(self._bound)
+
+    def close(self) -> None:
+        """Ends the groups, whatever state their members are in; not collective."""
+        for group in (self._bytes, self._words):
+            group.abort()
+
+
+def _packed(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _unpacked(packed: torch.Tensor) -> Any:
+    return pickle.loads(packed.numpy().tobytes())
