@@ -92,9 +92,14 @@ class JointRanks(Ranks):
             work.wait(self._bound)
 
     def close(self) -> None:
-        """Ends the groups, whatever state their members are in; not collective."""
+        """Ends the groups, whatever state their members are in; not collective.
+
+        With the last reference to them their connections close, which is how members that wait for this one hear of it.
+        """
         for group in (self._bytes, self._words):
-            group.abort()
+            if group is not None:
+                group.abort()
+        self._bytes = self._words = None
 
 
 def _packed(value: Any) -> torch.Tensor:

@@ -29,10 +29,12 @@ from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.rollouts.sglang.arguments import refuse_keys
 from verl_sync_plugin.rollouts.sglang.awake import WEIGHTS, awake_behind_load, sleep_tags, wake_stages
 from verl_sync_plugin.rollouts.sglang.limits import generating_bytes
-from verl_sync_plugin.rollouts.sglang.making import make_manager
+from verl_sync_plugin.rollouts.sglang.making import make_manager, make_separate
 from verl_sync_plugin.rollouts.sglang.separate import SeparateReceiver
 from verl_sync_plugin.sync.endpoint import abandon
 from verl_sync_plugin.sync.manager import ShardingManager
+from verl_sync_plugin.sync.separate.handles import Incoming
+from verl_sync_plugin.sync.separate.managers import SeparateRollout
 from verl_sync_plugin.trainers import activation
 from verl_sync_plugin.trainers.base import trainer_device
 from verl_sync_plugin.trainers.conflict import refuse_plain_stream
@@ -60,7 +62,7 @@ class SyncServerAdapter(ServerAdapter):
         if self._colocated or separate:
             refuse_keys(config, moves=True)
         super().__init__(config, model_config, device_mesh, replica_rank)
-        self._separate = SeparateReceiver(self) if separate else None
+        self._separate = SeparateReceiver(self._make_separate) if separate else None
         self._sync = sync_config_of(config)
         self._manager: ShardingManager | None = None
         self._keeps_weights = lora_served_as_adapter(model_config)
@@ -82,7 +84,13 @@ class SyncServerAdapter(ServerAdapter):
         if not self._colocated:
             await super()._init_server_adapter()
         elif not hasattr(self, "server_actor"):
-            self.server_actor = ray.get_actor(f"sglang_server_{self.replica_rank}_{self.node_rank}")
+            self.server_actor = self._find_server()
+
+    def _find_server(self) -> Any:
+        return ray.get_actor(f"sglang_server_{self.replica_rank}_{self.node_rank}")
+
+    def _make_separate(self, incoming: Incoming) -> SeparateRollout:
+        return make_separate(incoming, self.config, self.model_config, self._find_server())
 
     async def resume(self, tags: list[str]) -> None:
         """verl's stage calls: ``["weights"]`` is noted, ``["kv_cache"]`` ends the sync.

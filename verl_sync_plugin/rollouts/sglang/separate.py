@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
-
-import ray
 
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.report.file import write_report
-from verl_sync_plugin.rollouts.sglang.making import make_separate
 from verl_sync_plugin.sync.endpoint import abandon
 from verl_sync_plugin.sync.separate.handles import Incoming
 from verl_sync_plugin.sync.separate.managers import SeparateRollout
@@ -20,11 +18,11 @@ class SeparateReceiver:
     """What the rollout adapter of a separate rollout does for a sync.
 
     Args:
-        adapter: verl's configuration and places of this rank.
+        make: makes the manager; called again whenever trainer and rollout ranks have become others.
     """
 
-    def __init__(self, adapter: Any) -> None:
-        self._adapter = adapter
+    def __init__(self, make: Callable[[Incoming], SeparateRollout]) -> None:
+        self._make = make
         self._manager: SeparateRollout | None = None
 
     async def receive(self, incoming: Any, global_steps: int | None) -> None:
@@ -52,10 +50,8 @@ class SeparateReceiver:
             write_report(manager.report)
 
     def _manager_for(self, incoming: Incoming) -> SeparateRollout:
-        adapter = self._adapter
         if self._manager is not None and incoming.fresh:
             self._manager.close()
         if self._manager is None or incoming.fresh:
-            server = ray.get_actor(f"sglang_server_{adapter.replica_rank}_{adapter.node_rank}")
-            self._manager = make_separate(incoming, adapter.config, adapter.model_config, server)
+            self._manager = self._make(incoming)
         return self._manager

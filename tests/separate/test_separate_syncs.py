@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two trainer ranks and real SGLang engines that share nothing with them: exact, also when engines come and go."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from separate.processes import TIMEOUT, Driver, Failure, Member, Rollout, Trainer, together
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def model(tiny_model: Callable[[str], str]) -> str:
+    return tiny_model("qwen2")
+
+
+@pytest.fixture
+def members(model: str) -> Iterator[tuple[Driver, list[Member]]]:
+    """Two trainer ranks and three rollouts, of which the last has not joined yet."""
+    port = free_port()
+    trainers = [Member(Trainer, rank, 2, port, model, {}) for rank in range(2)]
+    rollouts = [Member(Rollout, free_port(), model, {}) for _ in range(3)]
+    try:
+        assert [member.answer() for member in (*trainers, *rollouts)] == ["ready"] * 5
+        yield Driver(trainers), rollouts
+    finally:
+        for member in (*rollouts, *trainers):
+            member.end()
+
+
+def exact(driver: Driver, rollouts: list[Member], folder: Path) -> None:
+    """Every engine holds what SGLang loads from a checkpoint of the trainer."""
+    folder.mkdir()
+    together(driver.trainers, "save", folder / "checkpoint")
+    for number, rollout in enumerate(rollouts):
+        own = folder / str(number)
+        own.mkdir()
+        assert rollout.ask("differs", folder / "checkpoint", own).answer() == []
+
+
+def test_syncs_are_exact_while_engines_join_leave_fail_and_die(
+    members: tuple[Driver, list[Member]], tmp_path: Path
+) -> None:
+    driver, (first, second, third) = members
+    together(driver.trainers, "train", 1)
+    sent = driver.sync(1, [first, second])
+    words = together([first, second], "generate")
+    assert words[0] == words[1]
+    exact(driver, [first, second], tmp_path / "v1")
+
+    # equal weights: the same hashes, the same words
+    again = driver.sync(2, [first, second])
+    assert again[:2] == sent[:2] and any(again[0]), "hashes of equal weights"
+    assert together([first, second], "generate") == words
+    report = again[2]
+    assert report["manager"] == "SeparateRollout" and report["global_steps"] == 2
+    assert report["replayed_tensors"] == report["tensors"] and report["buckets"] > 3
+
+    # after a step of training: other hashes, other words
+    together(driver.trainers, "train", 3)
+    changed = driver.sync(3, [first, second])
+    assert changed[0] != sent[0]
+    assert together([first, second], "generate") != words
+    exact(driver, [first, second], tmp_path / "v3")
+
+    # one more joins and gets what it lacks
+    joined = driver.sync(4, [first, second, third])
+    assert joined[4]["replayed_tensors"] == 0, "its first"
+    exact(driver, [first, second, third], tmp_path / "v4")
+
+    # one leaves
+    together(driver.trainers, "train", 5)
+    driver.sync(5, [second, third])
+    exact(driver, [second, third], tmp_path / "v5")
+
+    # a trainer rank fails: the same error for all, and the engines generate nothing
+    assert driver.trainers[1].ask("break_packing", 1).answer() is None
+    failed = driver.sync(6, [second, third])
+    texts = {each.text for each in failed if isinstance(each, Failure)}
+    assert len(texts) == 1 and len(failed) == 4, failed
+    assert "rank 1: MemoryError: injected: cannot pack" in texts.pop()
+    assert len(second.ask("abandoned").answer()) > 0
+    together(driver.trainers, "train", 7)
+    driver.sync(7, [second, third])
+    exact(driver, [second, third], tmp_path / "v7")
+
+    # one dies while weights are on their way: the others hear of it in time, and go on without it
+    assert third.ask("die_in_second_bucket").answer() is None
+    before = time.monotonic()
+    died = driver.sync(8, [second, third])
+    assert time.monotonic() - before < 3 * TIMEOUT + 60
+    assert died[3] is None and all(isinstance(each, Failure) for each in died[:3]), died
+    assert all("a rank died" in each.text for each in died[:3]), died
+    together(driver.trainers, "train", 9)
+    driver.sync(9, [second])
+    exact(driver, [second], tmp_path / "v9")
