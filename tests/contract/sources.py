@@ -21,3 +21,8 @@ class WorldSource(ParameterSource):
 
     def shards(self) -> list[Shard]:
         return list(self._shards)
+
+
+def everyone() -> tuple[int, ...]:
+    """All ranks: what a ``WorldSource`` shares bases out over."""
+    return tuple(range(dist.get_world_size()))

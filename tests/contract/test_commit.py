@@ -12,7 +12,7 @@ import torch
 from test_lora_adapter import Engine
 from worlds import run_world
 
-from contract.sources import WorldSource
+from contract.sources import WorldSource, everyone
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.tensors import Plan
@@ -48,7 +48,7 @@ def committed(fails: bool, used: Used | None) -> list[str]:
             raise RuntimeError("injected")
         return Committed(Coverage(1, ()), used=used)
 
-    sync = Sync("1", Plan((), (), ""), WorldSource(), [], SyncReport())
+    sync = Sync("1", Plan((), (), ""), WorldSource(), [], SyncReport(), everyone(), everyone())
     with (
         mock.patch.object(agreement, "settle", settling),
         mock.patch.object(agreement, "gather", gathering),

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from worlds import run_world
 
-from contract.sources import WorldSource
+from contract.sources import WorldSource, everyone
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.planner import plan_buckets
@@ -39,7 +39,7 @@ def decided(choice: str, able: tuple[bool, bool], sharded: bool, folder: str) ->
     run = memory_of(able[dist.get_rank()], folder)
     shards = [Shard(Base("w", "bfloat16", 2, (64, 64), (View("w", (128,), 0, 128),)), lambda: run, run=run)]
     plan, found = plan_buckets((shards[0].base,), 4096, sharded), list[bool]()
-    sync = Sync("1", plan, WorldSource(), shards, SyncReport())
+    sync = Sync("1", plan, WorldSource(), shards, SyncReport(), everyone(), everyone())
     try:
         for _ in range(2):
             found.append(ways.of(sync) is direct)
@@ -87,7 +87,7 @@ def refused(answers: tuple[str | None, str | None], folder: str) -> tuple[list[b
     run = memory_of(True, folder)
     shards = [Shard(Base("w", "bfloat16", 2, (64, 64), (View("w", (128,), 0, 128),)), lambda: run, run=run)]
     plan = plan_buckets((shards[0].base,), 4096, True)
-    sync = Sync("1", plan, WorldSource(), shards, SyncReport())
+    sync = Sync("1", plan, WorldSource(), shards, SyncReport(), everyone(), everyone())
     if (answer := answers[dist.get_rank()]) is not None:
         ways.note(Committed(Coverage(1, ()), obstacle=answer), plan)
     try:

@@ -57,7 +57,7 @@ def first_buckets(
 ) -> None:
     sender.reserve(plan)
     config = SyncConfig(verify_hashes=False, check_finite=False)
-    Gathered(config, agreement, sender).fill(Sync("1", plan, source, shards, SyncReport()))
+    Gathered(config, agreement, sender).fill(Sync("1", plan, source, shards, SyncReport(), (), ()))
 
 
 def fail_on_the_last_rank(layout: Layout, where: str) -> tuple[str, float]:

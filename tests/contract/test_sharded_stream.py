@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from worlds import run_world
 
-from contract.sources import WorldSource
+from contract.sources import WorldSource, everyone
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.planner import plan_buckets
@@ -75,7 +75,7 @@ def stream(buckets: int, slow_engine: int, slow_trainer: int, broken: tuple[str,
     assert len(plan.buckets) == buckets
     sender = Noting(slow_engine, slow_trainer, broken)
     running = Sharded(SyncConfig(), Agreement(20.0), sender)
-    sync = Sync("1", plan, WorldSource(), [], SyncReport())
+    sync = Sync("1", plan, WorldSource(), [], SyncReport(), everyone(), everyone())
     try:
         running.fill(sync)
         running.run(sync)

@@ -74,7 +74,7 @@ class ReceiverSession:
         memories = self._open(hello, channel)
         if not memories:
             return
-        device = memories[hello.place].device
+        device = memories[hello.place].device  # this engine rank's own, also of memory that lies elsewhere
         unpacker = self._unpacker_of(hello, channel, device, wait)
         unpacker.begin(hello.copy_plan, hello.hashed, hello.whole)
         if hello.tell_use:
@@ -173,13 +173,14 @@ class ReceiverSession:
         keys = [export.key for export in hello.stagings]
         self._stagings = {key: held for key, held in self._stagings.items() if key in keys}  # unmap before mapping
         own = hello.stagings[hello.place]
-        if own.key not in self._stagings:
+        if hello.beside and own.key not in self._stagings:
             self._stagings[own.key] = open_staging(own)
+        device = self._stagings[own.key].device if hello.beside else next(self._model.module.parameters()).device
         for export in hello.stagings:
             if export.key in self._stagings:
                 continue
             try:
-                self._stagings[export.key] = open_peer_staging(export, self._stagings[own.key].device)
+                self._stagings[export.key] = open_peer_staging(export, device)
             except (RuntimeError, OSError) as error:
                 for unopened in (each for each in hello.stagings if each.key not in self._stagings):
                     decline_staging(unopened)

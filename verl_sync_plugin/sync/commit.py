@@ -100,6 +100,7 @@ class Commit:
         exchange."""
         verify, plan = self._config.verify_hashes, sync.plan
         if not self._endpoint.ranks:  # no engine rank beside this one
+            self._choice.note(None, plan)
             sums = paired(self._sender.sums(plan), None) if verify else torch.empty(0)
             return sums, self._uses.asks(plan) or (verify and not self._hashes.knows(plan))
         committed = self._sender.commit(tell=verify and not self._hashes.knows(plan))

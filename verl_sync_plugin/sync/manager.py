@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from verl.utils.ulysses import BaseShardingManager
 
 from verl_sync_plugin.config.bucket_size import AutoBucket
@@ -178,7 +179,9 @@ class ShardingManager(BaseShardingManager):
         report = self.report
         report.bucket_bytes, report.nbytes = self._bucket_bytes, plan.nbytes
         report.buckets, report.tensors = len(plan.buckets), plan.tensor_count
-        return Sync(sync_id, plan, source, shards, report)
+        group = source.group
+        beside = (self.agreement.ranks.rank,) if group is None else tuple(dist.get_process_group_ranks(group))
+        return Sync(sync_id, plan, source, shards, report, senders=beside, readers=beside)
 
     async def finish(self, tags: list[str]) -> SyncReport:
         """Awake, stage 2, after the trainer has made room on all ranks: resume ``tags``, flush once.

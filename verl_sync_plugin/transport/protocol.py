@@ -36,7 +36,7 @@ from verl_sync_plugin.layout.tensors import Entry, Plan
 from verl_sync_plugin.transport.memory.exports import Live, StagingExport
 
 MAGIC = "verl-sync-plugin"
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 OMITTED = ("buckets", "sums", "readings", "lives", "used")  # from messages for people
 
 # A trainer rank may spend up to three waits (its shards, its plan, its staging memory; or the last buckets, the commit,
@@ -100,12 +100,13 @@ class Hello:
         digest: of the plan; the manifest is sent once per digest.
         stagings: where the slots are: of the trainer rank beside the engine rank, or of all ranks of its group; none
             when parameters are read where they lie.
-        place: which of them is the one beside.
+        place: which of them is the one beside, or read for what all of them hold.
         copy_plan: whether the receiver may replay copies instead of calling ``load_weights``.
         hashed: whether to hash what is read.
         whole: numbers of tensors to be hashed whole (see ``Readings``).
         live: keys of the ``Live`` of all ranks of the group, in place of stagings.
         tell_use: say, before anything is loaded, which bytes the model uses.
+        beside: whether the slots at ``place`` are on the engine rank's own device.
     """
 
     sync_id: str
@@ -117,6 +118,7 @@ class Hello:
     whole: tuple[int, ...] = ()
     live: tuple[str, ...] = ()
     tell_use: bool = False
+    beside: bool = True
 
 
 @dataclass(frozen=True)

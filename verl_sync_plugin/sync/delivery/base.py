@@ -32,6 +32,8 @@ class Sync:
         source: what prepares the shards.
         shards: all shards of this rank, by base index.
         report: gets the stages.
+        senders: the ranks whose segments make up a bucket for the engine rank beside this one, in their order.
+        readers: the ranks beside the engine ranks that read this rank's segment.
     """
 
     sync_id: str
@@ -39,6 +41,8 @@ class Sync:
     source: ParameterSource
     shards: list[Shard]
     report: SyncReport
+    senders: tuple[int, ...]
+    readers: tuple[int, ...]
 
     @property
     def rank(self) -> int:
@@ -93,15 +97,27 @@ class Delivery(ABC):
         config: the sync's settings.
         agreement: where ranks settle.
         sender: packs, and speaks to the engine rank.
+        own: where the trainer's ranks settle among themselves; the same as ``agreement`` where every rank has an engine
+            rank beside it.
     """
 
     name: ClassVar[str]  # in ``custom.sync.delivery``
     in_place: ClassVar[bool] = False  # nothing is staged: engine ranks read the trainer's own tensors
 
-    def __init__(self, config: SyncConfig, agreement: Agreement, sender: BucketSender) -> None:
+    def __init__(
+        self, config: SyncConfig, agreement: Agreement, sender: BucketSender, own: Agreement | None = None
+    ) -> None:
         self._config = config
         self._agreement = agreement
         self._sender = sender
+        self._own = own or agreement
+        ranks = agreement.ranks
+        self._me, self._packs, self._loads = ranks.rank, ranks.rank in ranks.trainers, ranks.rank in ranks.rollouts
+
+    @property
+    def _apart(self) -> bool:
+        """Whether trainer and rollout share no process: a rank then packs, or has an engine rank load."""
+        return not (self._packs and self._loads)
 
     @abstractmethod
     def offer(self, sync: Sync) -> Offer:
@@ -143,8 +159,9 @@ class Delivery(ABC):
             SyncError: any rank failed.
         """
 
-    def note(self, committed: Committed, plan: Plan) -> None:  # noqa: B027  (most ways learn nothing)
-        """Takes in what the engine rank said at the end of a sync, however that was delivered."""
+    def note(self, committed: Committed | None, plan: Plan) -> None:  # noqa: B027  (most ways learn nothing)
+        """Takes in what the engine rank said at the end of a sync, however that was delivered; ``None`` where there is
+        no engine rank beside this rank."""
 
     def close(self) -> None:  # noqa: B027  (most ways keep what they have)
         """All engine ranks have committed this sync, or failed to. Not collective."""
@@ -169,19 +186,25 @@ class Delivery(ABC):
             raise PeersUnreachableError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text))
 
     def _wait(self, sync: Sync, index: int) -> None:
-        """Waits until the engine rank has loaded a bucket; a rank that has failed waits for nothing."""
-        if self._agreement.failed:
+        """Waits until the engine rank has loaded a bucket; a rank that has failed, or none beside it, waits for
+        nothing."""
+        if self._agreement.failed or not self._loads:
             return
         with sync.report.stage("wait_engine"):
             seconds = self._sender.wait_loaded(index)
         sync.report.stages["engine_load"] = sync.report.stages.get("engine_load", 0.0) + seconds
+
+    def _load(self, index: int, slot: int) -> None:
+        """Tells the engine rank beside this one, if there is one, that a slot is ready."""
+        if self._loads:
+            self._sender.load(index, slot)
 
     def _end(self, sync: Sync) -> None:
         """The last word before the commit, so that the engine does not generate from a NaN that it was given."""
         self._agreement.step("loading the last buckets", lambda: self._check_finite(sync))
 
     def _check_finite(self, sync: Sync) -> None:
-        buckets = [sync.plan.buckets[index] for index in self._sender.broken()]
+        buckets = [sync.plan.buckets[index] for index in self._sender.broken()] if self._packs else []
         if not buckets:
             return
         named = (name_culprit(bucket, sync.shards, sync.source, sync.rank) for bucket in buckets)

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which way of delivery a sync takes: the first of direct, sharded and gathered to which no rank has an obstacle."""
+"""Which way of delivery a sync takes: the first of direct, sharded and gathered to which no rank has an obstacle.
+
+Where trainer and rollout are apart, broadcast is in the place of gathered.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.tensors import Plan
 from verl_sync_plugin.log import say
 from verl_sync_plugin.sync.delivery.base import Delivery, Offer, PeersUnreachableError, Sync
+from verl_sync_plugin.sync.delivery.broadcast import Broadcast
 from verl_sync_plugin.sync.delivery.direct import Direct
 from verl_sync_plugin.sync.delivery.gathered import Gathered
 from verl_sync_plugin.sync.delivery.sharded import Sharded
@@ -28,14 +31,23 @@ class Choice:
         agreement: where ranks settle.
         sender: packs, and speaks to the engine rank.
         device: where the trainer computes.
+        own: where the trainer's ranks settle among themselves, if the rollout's ranks are others; then what cannot be
+            read over memory is broadcast, not gathered.
     """
 
-    def __init__(self, config: SyncConfig, agreement: Agreement, sender: BucketSender, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: SyncConfig,
+        agreement: Agreement,
+        sender: BucketSender,
+        device: torch.device,
+        own: Agreement | None = None,
+    ) -> None:
         self._agreement = agreement
-        self.direct = Direct(config, agreement, sender, device)
-        self.sharded = Sharded(config, agreement, sender)
-        self.gathered = Gathered(config, agreement, sender)
-        self._ways: tuple[Delivery, ...] = (self.direct, self.sharded, self.gathered)
+        self.direct = Direct(config, agreement, sender, own, device)
+        self.sharded = Sharded(config, agreement, sender, own)
+        self.last: Delivery = (Broadcast if own is not None else Gathered)(config, agreement, sender, own)
+        self._ways: tuple[Delivery, ...] = (self.direct, self.sharded, self.last)
         self._chosen: Delivery | None = None
 
     def of(self, sync: Sync) -> Delivery:
@@ -54,7 +66,7 @@ class Choice:
             if not unable:
                 if unready:
                     way.stage(sync)
-                if way is not self._chosen and dist.get_rank() == 0:
+                if way is not self._chosen and self._agreement.ranks.rank == 0:
                     _say_why(way, self._ways, offers)
                 self._chosen = way
                 return way
@@ -65,8 +77,8 @@ class Choice:
             "only a rank that has failed has an obstacle to every way, and then the ranks have settled"
         )
 
-    def note(self, committed: Committed, plan: Plan) -> None:
-        """Takes in what the engine rank said at the end of a sync."""
+    def note(self, committed: Committed | None, plan: Plan) -> None:
+        """Takes in what the engine rank said at the end of a sync, if there is one beside this rank."""
         self.direct.note(committed, plan)
 
     def fall_back(self, error: PeersUnreachableError) -> None:

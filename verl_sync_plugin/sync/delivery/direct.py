@@ -17,6 +17,7 @@ from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.tensors import Plan
 from verl_sync_plugin.log import say
 from verl_sync_plugin.sync.delivery.base import Delivery, Offer, PeersUnreachableError, Questions, Sync
+from verl_sync_plugin.sync.delivery.staged import place_of
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.memory.exports import Live
@@ -40,8 +41,15 @@ class Direct(Delivery):
     name = "direct"
     in_place = True
 
-    def __init__(self, config: SyncConfig, agreement: Agreement, sender: BucketSender, device: torch.device) -> None:
-        super().__init__(config, agreement, sender)
+    def __init__(
+        self,
+        config: SyncConfig,
+        agreement: Agreement,
+        sender: BucketSender,
+        own: Agreement | None,
+        device: torch.device,
+    ) -> None:
+        super().__init__(config, agreement, sender, own)
         self._device = device
         self._wanted = config.delivery in ("auto", "direct") and config.copy_plan
         self._ready = ""  # the plan of which the engine rank said that it can
@@ -57,6 +65,10 @@ class Direct(Delivery):
         """Looks where the parameters are. If they can be read there, waits until they are final and starts to hash and
         check them: as early as possible, so that it is done before the engine needs the device. If they are staged
         after all, packing does so again."""
+        if not self._packs:
+            unable = not self._wanted or self._ready != sync.plan.digest
+            obstacle = (self._why or "the engine has not yet said that it can") if unable else ""
+            return Offer(obstacle, self._answered != sync.plan.digest, not self._wanted, unready=not self._lives)
         self._live = self._look(sync)
         if self._live is None:
             return Offer(
@@ -103,13 +115,12 @@ class Direct(Delivery):
             raise SyncError(f"{KEY_PREFIX}.delivery=direct: {said or 'not yet possible'}. Set it to auto.")
 
     def stage(self, sync: Sync) -> None:
-        """Collective: the ranks of a group tell each other where their parameters lie."""
-        assert self._live is not None, "no rank has an obstacle"
+        """Collective: the trainer's ranks tell where their parameters lie."""
         everywhere = self._agreement.gather("telling where parameters lie", self._live)
-        me, group = dist.get_rank(), sync.source.group
-        ranks = [me] if group is None else dist.get_process_group_ranks(group)
-        self._lives, self._place = tuple(everywhere[rank] for rank in ranks), ranks.index(me)
-        self.told = self._live.key
+        lives = [everywhere[rank] for rank in sync.senders]
+        self._lives, self._place = tuple(live for live in lives if live is not None), place_of(self._me, sync.senders)
+        assert len(self._lives) == len(lives), "no rank has an obstacle"
+        self.told = self._live.key if self._live is not None else ""
 
     def fill(self, sync: Sync) -> None:
         """There is nothing to fill."""
@@ -122,20 +133,22 @@ class Direct(Delivery):
             keys = tuple(live.key for live in self._lives)
             does = (self._config.copy_plan, questions.hashed, questions.whole)
             hello = Hello(sync.sync_id, sync.plan.digest, (), self._place, *does, keys)
-            unreachable = self._sender.greet_live(hello, self._lives)
+            unreachable = self._sender.greet_live(hello, self._lives) if self._loads else ""
         self._settle_reach("reading parameters where they lie", unreachable)
 
     def run(self, sync: Sync) -> None:
         """Has the engine rank load everything at once."""
         with self._agreement.attempt():
-            self._sender.load(ALL, 0)
+            self._load(ALL, 0)
             self._wait(sync, ALL)
         self._end(sync)
 
-    def note(self, committed: Committed, plan: Plan) -> None:
-        """The engine rank says whether it could read the next sync in place."""
-        self._answered, self._ready = plan.digest, "" if committed.obstacle else plan.digest
-        if self._wanted and committed.obstacle not in ("", self._why):
+    def note(self, committed: Committed | None, plan: Plan) -> None:
+        """The engine rank says whether it could read the next sync in place; where there is none beside this rank, only
+        others have something to say against it."""
+        obstructed = committed is not None and committed.obstacle
+        self._answered, self._ready = plan.digest, "" if obstructed else plan.digest
+        if committed is not None and self._wanted and committed.obstacle not in ("", self._why):
             self._why = committed.obstacle
             say(f"parameters are staged, not read where they lie: {self._why}")
 

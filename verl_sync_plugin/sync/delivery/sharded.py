@@ -57,8 +57,25 @@ class Sharded(Staged):
         else:
             self.possible = self._on_one_host(group)
 
+    def decide_apart(self) -> None:
+        """Collective, once, in place of ``decide`` where trainer and rollout are apart: they have to share a host."""
+        hosts = self._agreement.gather("finding out which ranks share a host", host_name())
+        self._why = f"{KEY_PREFIX}.delivery=gathered"
+        self.possible = self._config.delivery != "gathered" and len(set(hosts)) == 1
+        if not self.possible and self._config.delivery in ("direct", "sharded"):
+            raise SyncError(
+                f"{KEY_PREFIX}.delivery={self._config.delivery}: trainer and rollout ranks are on several hosts "
+                f"({', '.join(sorted(set(hosts)))}). Set it to auto."
+            )
+        if self._config.delivery != "gathered":
+            self._why = "trainer and rollout ranks are on several hosts"
+
     def _obstacle(self, sync: Sync) -> str:
         return "" if sync.plan.sharded else self._why
+
+    @property
+    def _holds(self) -> bool:
+        return self._packs
 
     def _on_one_host(self, group: dist.ProcessGroup | None) -> bool:
         hosts = self._agreement.gather("finding out which ranks share a host", host_name())
@@ -72,8 +89,11 @@ class Sharded(Staged):
         self._why = "ranks that share out the model are on several hosts"
         return not apart
 
-    def _readers(self, sync: Sync) -> list[int]:
-        return dist.get_process_group_ranks(sync.source.group) if sync.source.group is not None else [dist.get_rank()]
+    def _sources(self, sync: Sync) -> tuple[int, ...]:
+        return sync.senders
+
+    def _readers(self, sync: Sync) -> tuple[int, ...]:
+        return sync.readers if self._me in sync.senders or not self._apart else ()
 
     def run(self, sync: Sync) -> None:
         """Hands all buckets over, after ``fill``; each may be read by all engine ranks of the group."""
@@ -87,7 +107,7 @@ class Sharded(Staged):
             with sync.report.stage("settle"):
                 self._agreement.settle(f"packing bucket {index + 1} of {count}")
             with self._agreement.attempt():
-                self._sender.load(index, index % SLOTS)
+                self._load(index, index % SLOTS)
             if AHEAD <= index < count - 1:
                 self._fill(sync, index + 1)
         with self._agreement.attempt():

@@ -8,27 +8,24 @@ engine rank load. Both go through the same steps of the same method (``ShardingM
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from verl_sync_plugin.config.settings import SyncConfig
+from verl_sync_plugin.config.settings import SEPARATE_BACKEND, SyncConfig
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Plan
 from verl_sync_plugin.sync.commit import Commit
-from verl_sync_plugin.sync.delivery.base import Delivery, PeersUnreachableError, Sync
+from verl_sync_plugin.sync.delivery.base import Sync
 from verl_sync_plugin.sync.delivery.choice import Choice
-from verl_sync_plugin.sync.delivery.sharded import Sharded
 from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.planning import Planning
-from verl_sync_plugin.sync.separate.broadcast import FromTrainer, Route, ToRollout
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.joint import JointRanks
-from verl_sync_plugin.transport.protocol import Committed, LoadRequest
+from verl_sync_plugin.transport.protocol import LoadRequest
 
 MERGE_KEY = "actor_rollout_ref.model.lora.merge"
 
@@ -38,40 +35,39 @@ class SeparateManager(ShardingManager):
 
     Args:
         ranks: both halves.
+        own: where the trainer's ranks settle among themselves; on a rollout rank, where nobody else does.
     """
 
-    def __init__(self, ranks: JointRanks, *args: Any, **kwargs: Any) -> None:
-        self.route = Route(ranks)
+    def __init__(self, ranks: JointRanks, own: Agreement, *args: Any, **kwargs: Any) -> None:
+        self._ranks, self._own = ranks, own
         super().__init__(*args, **kwargs)
-        self.choice = OnlyWay(self.agreement, self._delivery())
+        self.choice = Choice(self.config, self.agreement, self.sender, self._device, own)
+        self.choice.sharded.decide_apart()
         self.commit = Commit(self.config, self.agreement, self.sender, self.choice, self.endpoint)
         self._plan: Plan | None = None
 
     def _agree(self) -> Agreement:
-        return Agreement(self.config.timeout_seconds, ranks=self.route.ranks)
+        return Agreement(self.config.timeout_seconds, ranks=self._ranks)
 
-    def _delivery(self) -> Delivery:
-        raise NotImplementedError
-
-    def _hand_out(self, plan: Plan | None, senders: tuple[int, ...]) -> Plan:
+    def _hand_out(self, plan: Plan | None, senders: tuple[int, ...]) -> tuple[Plan, tuple[int, ...]]:
         """Collective: rank 0's plan and senders, on all ranks; the plan travels where any rank lacks it."""
         self.agreement.settle("planning the sync")
-        named = (plan.digest, senders) if plan is not None else ("", ())
-        digest, self.route.senders = self.agreement.share("naming the plan", named)
+        digest, senders = self.agreement.share("naming the plan", (plan.digest if plan else "", senders))
         known = plan or self._plan
         lacking = known is None or known.digest != digest
         if self.agreement.settle("asking who lacks the plan", waiting=lacking):
             handed = self.agreement.share("handing out the plan", plan)
-            known = known if not lacking else handed
+            known = handed if lacking else known
         assert known is not None, "handed out"
         self._plan = known
-        return known
+        return known, senders
 
-    def _sync_of(self, sync_id: str, plan: Plan, source: ParameterSource, shards: list[Shard]) -> Sync:
-        report = self.report
+    def _sync_of(self, sync_id: str, plan: Plan, senders: tuple[int, ...], shards: list[Shard]) -> Sync:
+        report, source = self.report, self.source
+        assert source is not None, "opened"
         report.bucket_bytes, report.nbytes = plan.slot_bytes, plan.nbytes
         report.buckets, report.tensors = len(plan.buckets), plan.tensor_count
-        return Sync(sync_id, plan, source, shards, report)
+        return Sync(sync_id, plan, source, shards, report, senders=senders, readers=self._ranks.rollouts)
 
     def close(self) -> None:
         """Gives everything back; the group is somebody else's."""
@@ -102,14 +98,10 @@ class SeparateTrainer(SeparateManager):
         device: torch.device,
         rollout_dtype: str,
     ) -> None:
-        self._own = Agreement(config.timeout_seconds)
-        super().__init__(ranks, engine, NoEngine(), config, bucket_bytes, device, rollout_dtype)
+        own = Agreement(config.timeout_seconds)
+        super().__init__(ranks, own, engine, NoEngine(), config, bucket_bytes, device, rollout_dtype)
         self.trainer = backend(engine, config, device, rollout_dtype)
-        self.planning = Planning(self._own)
-        self._whole = Sharded(replace(config, delivery="gathered"), self._own, self.sender)
-
-    def _delivery(self) -> Delivery:
-        return FromTrainer(self.config, self.agreement, self.sender, route=self.route, own=self._own)
+        self.planning = Planning(own)
 
     def open_source(self) -> ParameterSource:
         """See ``ShardingManager``.
@@ -119,8 +111,8 @@ class SeparateTrainer(SeparateManager):
         """
         if self.trainer.serves_adapter:
             raise ValueError(
-                f"{MERGE_KEY}=False with actor_rollout_ref.rollout.checkpoint_engine.backend=sync_plugin: adapters "
-                f"are not sent to separate rollouts. Set {MERGE_KEY}=True."
+                f"{MERGE_KEY}=False with actor_rollout_ref.rollout.checkpoint_engine.backend={SEPARATE_BACKEND}: "
+                f"adapters are not sent to separate rollouts. Set {MERGE_KEY}=True."
             )
         return self.trainer.open_source()
 
@@ -128,18 +120,17 @@ class SeparateTrainer(SeparateManager):
         """Collective: the trainer's ranks plan among themselves; what comes of it is handed out to all."""
         plan: Plan | None = None
         shards: list[Shard] = []
-        senders: tuple[int, ...] = ()
+        senders: tuple[int, ...] = (0,)
         with self.agreement.attempt():
             if self.source is None:
                 self.source = self._own.step("opening the trainer", self.open_source)
             self.source = self.source.agree_on_layout(self._own) or self.source
             assert isinstance(self._bucket_bytes, int), "verl gives a size"
-            plan, shards = self.planning.agree(self.source, self._bucket_bytes, self._whole)
-            group = self.source.group
-            senders = tuple(dist.get_process_group_ranks(group)) if group is not None else (0,)
-        plan = self._hand_out(plan, senders)
-        assert self.source is not None, "opened"
-        return self._sync_of(sync_id, plan, self.source, shards)
+            plan, shards = self.planning.agree(self.source, self._bucket_bytes, self.choice.sharded)
+            if self.source.group is not None:
+                senders = tuple(dist.get_process_group_ranks(self.source.group))
+        plan, senders = self._hand_out(plan, senders)
+        return self._sync_of(sync_id, plan, senders, shards)
 
 
 class SeparateRollout(SeparateManager):
@@ -153,34 +144,13 @@ class SeparateRollout(SeparateManager):
     """
 
     def __init__(self, ranks: JointRanks, endpoint: RolloutEndpoint, config: SyncConfig, device: torch.device) -> None:
-        super().__init__(ranks, None, endpoint, config, 0, device)
-        self._nothing = NoTrainer()
-
-    def _delivery(self) -> Delivery:
-        return ToRollout(self.config, self.agreement, self.sender, route=self.route)
+        own = Agreement(config.timeout_seconds)
+        super().__init__(ranks, own, None, endpoint, config, 0, device)
+        self.source = NoTrainer()
 
     def plan(self, sync_id: str) -> Sync:
         """Collective: takes the trainer's plan."""
-        return self._sync_of(sync_id, self._hand_out(None, ()), self._nothing, [])
-
-
-class OnlyWay(Choice):
-    """No choice: one way of delivery."""
-
-    def __init__(self, agreement: Agreement, way: Delivery) -> None:
-        self._agreement = agreement
-        self._way = way
-
-    def of(self, sync: Sync) -> Delivery:
-        if self._agreement.any("asking who has no slots", lambda: self._way.offer(sync).unready):
-            self._way.stage(sync)
-        return self._way
-
-    def note(self, committed: Committed, plan: Plan) -> None:
-        """An engine rank reads what comes to it, and has nothing to say of that."""
-
-    def fall_back(self, error: PeersUnreachableError) -> None:
-        self._way.fall_back(error)
+        return self._sync_of(sync_id, *self._hand_out(None, ()), [])
 
 
 class NoTrainer(ParameterSource):

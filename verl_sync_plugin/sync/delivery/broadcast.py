@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Broadcast delivery: where trainer and rollout are apart, every trainer rank sends its segments to all rollout ranks.
+
+For ranks on several hosts, or whose GPUs cannot read each other's memory. All ranks keep the same slots. A trainer rank
+packs its segment into a slot; one broadcast per segment, from the rank that packed it, completes the slot everywhere,
+so every byte is sent once however many engines there are; a rollout rank then has the engine rank beside it load the
+slot. Packing, sending and loading of successive buckets run at once. All ranks settle before the broadcasts of a
+bucket, so a rank that has failed leaves nobody alone in one.
+"""
+
+from __future__ import annotations
+
+from verl_sync_plugin.sync.delivery.base import PeersUnreachableError, Sync
+from verl_sync_plugin.sync.delivery.staged import Staged
+from verl_sync_plugin.sync.sender import SLOTS
+from verl_sync_plugin.transport.joint import JointRanks
+
+
+class Broadcast(Staged):
+    """See ``Delivery``."""
+
+    name = "broadcast"
+
+    def run(self, sync: Sync) -> None:
+        """Sends all buckets, after ``fill``; while one is on its way, the one before it is loaded."""
+        count = len(sync.plan.buckets)
+        for index in range(count):
+            with self._agreement.attempt():
+                if index >= SLOTS:
+                    self._wait(sync, index - SLOTS)
+                with sync.report.stage("drain"):
+                    self._sender.drain(index % SLOTS)
+            self._agreement.settle(f"packing bucket {index + 1} of {count}")
+            with self._agreement.attempt(), sync.report.stage("broadcast"):
+                self._send(sync, index)
+            if index > 0:
+                self._arrived(index - 1)
+            if index + SLOTS < count:
+                self._fill(sync, index + SLOTS)
+        if count:
+            self._arrived(count - 1)
+        with self._agreement.attempt():
+            for index in range(max(count - SLOTS, 0), count):
+                self._wait(sync, index)
+        self._end(sync)
+
+    def _send(self, sync: Sync, index: int) -> None:
+        """Starts to complete a bucket's slot on all ranks; the bytes are there after ``drain``."""
+        ranks = self._agreement.ranks
+        assert isinstance(ranks, JointRanks), "trainer and rollout are apart"
+        self._sender.broadcast(sync.plan.buckets[index], index % SLOTS, sync.senders, ranks)
+
+    def _arrived(self, index: int) -> None:
+        """A rollout rank waits for the bytes of a bucket and has them loaded; a trainer rank packs behind them."""
+        with self._agreement.attempt():
+            if self._loads and not self._agreement.failed:
+                self._sender.drain(index % SLOTS)
+                self._load(index, index % SLOTS)
+
+    def fall_back(self, error: PeersUnreachableError) -> None:
+        """Never called for: an engine rank reads no memory but that of the rollout rank beside it."""
+        raise AssertionError("broadcast delivery reads no peer's memory") from error
