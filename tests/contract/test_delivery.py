@@ -77,7 +77,7 @@ def said_of_the_choice(choice: str) -> str:
     plan, found = Planning(agreement).agree(source, 4096, ways.sharded)
     with redirect_stdout(io.StringIO()) as said:
         for _ in range(2):
-            ways.of(Sync("1", plan, source, found, SyncReport()))
+            ways.of(Sync("1", plan, source, found, SyncReport(), (0, 1), (0, 1)))
     return said.getvalue()
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from worlds import run_world
 
-from contract.sources import WorldSource
+from contract.sources import WorldSource, everyone
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.shard import Shard
@@ -46,7 +46,7 @@ def fail_in_between() -> tuple[bool, bool]:
     def staged(numel: int) -> None:
         source = WorldSource(shards_of(numel))
         plan, shards = planning.agree(source, 4096, choice.sharded)
-        choice.of(Sync("1", plan, source, shards, SyncReport()))
+        choice.of(Sync("1", plan, source, shards, SyncReport(), everyone(), everyone()))
 
     staged(64)
     first = told()

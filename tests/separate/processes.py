@@ -122,6 +122,22 @@ class Trainer(Host):
     def train(self, seed: int) -> None:
         trainer.perturb(self.trainer, seed)
 
+    def share(self, folder: Path) -> None:
+        """See ``trainer.share``."""
+        trainer.share(self.trainer, folder)
+
+    def break_reading(self) -> None:
+        """The next sync cannot read the parameters."""
+        manager = self.engine._manager
+        assert manager is not None
+        honest = manager.sender.read
+
+        def broken(*args: Any) -> None:
+            manager.sender.read = honest  # type: ignore[method-assign]
+            raise MemoryError("injected: cannot read")
+
+        manager.sender.read = broken  # type: ignore[method-assign]
+
     def break_packing(self, times: int) -> None:
         """The next bucket to be packed cannot be, that many times."""
         manager = self.engine._manager

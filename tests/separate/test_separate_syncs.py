@@ -6,6 +6,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,17 +27,17 @@ def model(tiny_model: Callable[[str], str]) -> str:
     return tiny_model("qwen2")
 
 
-@pytest.fixture
-def members(model: str) -> Iterator[tuple[Driver, list[Member]]]:
-    """Two trainer ranks and three rollouts, of which the last has not joined yet."""
+@contextmanager
+def members(model: str, rollouts: int, **sync: object) -> Iterator[tuple[Driver, list[Member]]]:
+    """Two trainer ranks, and rollouts of one engine rank each."""
     port = free_port()
-    trainers = [Member(Trainer, rank, 2, port, model, {}) for rank in range(2)]
-    rollouts = [Member(Rollout, free_port(), model, {}) for _ in range(3)]
+    trainers = [Member(Trainer, rank, 2, port, model, sync) for rank in range(2)]
+    engines = [Member(Rollout, free_port(), model, sync) for _ in range(rollouts)]
     try:
-        assert [member.answer() for member in (*trainers, *rollouts)] == ["ready"] * 5
-        yield Driver(trainers), rollouts
+        assert [member.answer() for member in (*trainers, *engines)] == ["ready"] * (2 + rollouts)
+        yield Driver(trainers), engines
     finally:
-        for member in (*rollouts, *trainers):
+        for member in (*engines, *trainers):
             member.end()
 
 
@@ -50,10 +51,13 @@ def exact(driver: Driver, rollouts: list[Member], folder: Path) -> None:
         assert rollout.ask("differs", folder / "checkpoint", own).answer() == []
 
 
-def test_syncs_are_exact_while_engines_join_leave_fail_and_die(
-    members: tuple[Driver, list[Member]], tmp_path: Path
-) -> None:
-    driver, (first, second, third) = members
+def test_syncs_are_exact_while_engines_join_leave_fail_and_die(model: str, tmp_path: Path) -> None:
+    with members(model, 3, delivery="broadcast") as (driver, rollouts):
+        come_and_go(driver, rollouts, tmp_path)
+
+
+def come_and_go(driver: Driver, rollouts: list[Member], tmp_path: Path) -> None:
+    first, second, third = rollouts
     together(driver.trainers, "train", 1)
     sent = driver.sync(1, [first, second])
     words = together([first, second], "generate")
@@ -67,6 +71,7 @@ def test_syncs_are_exact_while_engines_join_leave_fail_and_die(
     report = again[2]
     assert report["manager"] == "SeparateRollout" and report["global_steps"] == 2
     assert report["replayed_tensors"] == report["tensors"] and report["buckets"] > 3
+    assert report["own_bytes"] > 0 == report["peer_bytes"], "each engine rank reads what was sent to its rollout rank"
 
     # after a step of training: other hashes, other words
     together(driver.trainers, "train", 3)
@@ -106,3 +111,25 @@ def test_syncs_are_exact_while_engines_join_leave_fail_and_die(
     together(driver.trainers, "train", 9)
     driver.sync(9, [second])
     exact(driver, [second], tmp_path / "v9")
+
+
+def test_on_one_host_engines_read_the_memory_of_the_trainer(model: str, tmp_path: Path) -> None:
+    """Staged at first, then where the parameters lie, for these are in memory that others can map; both again after a
+    failure and for an engine that joins."""
+    with members(model, 2) as (driver, (first, second)):
+        together(driver.trainers, "share", tmp_path)
+        for version, engines in ((1, [first]), (2, [first]), (3, [first]), (4, [first, second]), (5, [first, second])):
+            together(driver.trainers, "train", version)
+            reports = driver.sync(version, engines)[2:]
+            direct = version in (2, 3, 5)
+            for report in reports:
+                assert (report["direct_bytes"] > 0) == direct, (version, report)
+                assert report["gathered_bytes"] == 0 < report["own_bytes"] + report["peer_bytes"], report
+            exact(driver, engines, tmp_path / f"v{version}")
+        assert driver.trainers[0].ask("break_reading").answer() is None
+        failed = driver.sync(6, [first, second])
+        texts = {each.text for each in failed if isinstance(each, Failure)}
+        assert len(texts) == 1 and "rank 0: MemoryError: injected: cannot read" in texts.pop(), failed
+        together(driver.trainers, "train", 7)
+        driver.sync(7, [first, second])
+        exact(driver, [first, second], tmp_path / "v7")

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl_sync_plugin.config.settings import TURN_OFF, given_value, section
+from verl_sync_plugin.config.bucket_size import SHORT_BUCKET_KEY
+from verl_sync_plugin.config.settings import (
+    KEY_PREFIX,
+    SEPARATE_BACKEND,
+    TURN_OFF,
+    SyncConfig,
+    given_value,
+    lora_rank_of,
+    section,
+)
 
 PREFIX = "actor_rollout_ref.rollout"
 
@@ -65,3 +74,37 @@ def refuse_lora_values(model: Any) -> None:
     merge = given_value(block, "merge", f"{prefix}.lora.merge")
     if merge is not None and not isinstance(merge, bool):
         raise ValueError(f"{prefix}.lora.merge={merge!r}: not a boolean. Use {prefix}.lora.merge=True or False.")
+
+
+def refuse_delivery(sync: SyncConfig, separate: bool) -> None:
+    """Raises ValueError when a delivery is asked for that there is not; names key, value and remedy.
+
+    Args:
+        sync: the settings.
+        separate: trainer and rollout share no GPU.
+    """
+    there = "separate" if separate else "colocated"
+    other = "gathered" if separate else "broadcast"
+    if sync.delivery == other:
+        remedy = "broadcast" if separate else "gathered"
+        raise ValueError(
+            f"{KEY_PREFIX}.delivery={other!r}: not for a {there} rollout. Use {remedy}, or auto for the fastest."
+        )
+
+
+def refuse_separate(rollout: Any, model: Any) -> None:
+    """Raises ValueError for what a rollout on GPUs of its own cannot be given; names key, value and remedy.
+
+    Args:
+        rollout: ``actor_rollout_ref.rollout``.
+        model: ``actor_rollout_ref.model``.
+    """
+    backend = f"{PREFIX}.checkpoint_engine.backend={SEPARATE_BACKEND}"
+    if given_value(rollout, "update_weights_bucket_megabytes", SHORT_BUCKET_KEY) == "auto":
+        raise ValueError(f"{SHORT_BUCKET_KEY}='auto' with {backend}: there is no engine beside. Use for example 512.")
+    merge = bool(section(model, "lora", "actor_rollout_ref.model.lora").get("merge", False))
+    if (rank := lora_rank_of(model)) and not merge:
+        raise ValueError(
+            f"actor_rollout_ref.model.lora.merge=False with LoRA rank {rank} and {backend}: adapters are not sent to "
+            "separate rollouts. Set actor_rollout_ref.model.lora.merge=True."
+        )

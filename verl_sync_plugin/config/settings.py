@@ -17,7 +17,7 @@ TURN_OFF = f"set {KEY_PREFIX}.enabled=False to run stock verl"
 # verl's strategies for which a sharding manager to SGLang is built in
 TRAINERS = ("fsdp", "fsdp2", "megatron")
 CPU_BACKUP_CHOICES = ("auto", "on", "off")
-DELIVERY_CHOICES = ("auto", "direct", "sharded", "gathered")
+DELIVERY_CHOICES = ("auto", "direct", "sharded", "gathered", "broadcast")
 EMPTY_CACHE_CHOICES = ("auto", "always")
 WIRE_DTYPE_CHOICES = ("auto", "bfloat16", "float16", "float32")
 # Ranks wait three times as long and a minute for each other, and polling takes milliseconds in 32 bits: about 715000
@@ -54,8 +54,9 @@ class SyncConfig:
             calling it.
         verify_hashes: hash every byte when it is packed and when the engine reads it, and compare.
         delivery: ``direct``: from the second sync on every engine rank reads parameters where they lie; ``sharded``: it
-            reads what it needs where the trainer ranks packed it; ``gathered``: every rank gathers everything;
-            ``auto``: the first of these that is possible.
+            reads what it needs where the trainer ranks packed it; ``gathered``: every rank gathers everything, or where
+            the rollout is separate ``broadcast``: trainer ranks send it to all rollout ranks; ``auto``: the first of
+            these that is possible.
     """
 
     enabled: bool = True

@@ -16,6 +16,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from verl_sync_plugin.config.settings import SEPARATE_BACKEND, SyncConfig, refuse_switched_off
 from verl_sync_plugin.log import say
 from verl_sync_plugin.report.file import write_report
+from verl_sync_plugin.rollouts import ROLLOUTS
 from verl_sync_plugin.trainers import activation
 
 # Every process of verl's imports this module with verl's registry; the rest is imported by those that sync
@@ -34,7 +35,7 @@ class SyncCheckpointEngine(CheckpointEngine):
         is_master: whether this is trainer rank 0; verl gives it to trainer ranks alone.
         sync: ``custom.sync``, which the driver writes into ``engine_kwargs``.
         dtype: ``rollout.dtype``.
-        rollout: ``rollout.name``.
+        rollout: ``rollout.name``; if it is not given, the one there is.
 
     Raises:
         ValueError: ``custom.sync`` is switched off, or holds what it cannot.
@@ -46,12 +47,12 @@ class SyncCheckpointEngine(CheckpointEngine):
         is_master: bool | None = None,
         sync: Mapping[str, Any] | None = None,
         dtype: str = "bfloat16",
-        rollout: str = "sglang",
+        rollout: str = "",
     ) -> None:
         self._config = SyncConfig.from_mapping(sync)
         refuse_switched_off(self._config)
         self._bucket_bytes = bucket_size
-        self._dtype, self._rollout = dtype, rollout
+        self._dtype, self._rollout = dtype, rollout or next(iter(ROLLOUTS))
         self._trainer = is_master is not None
         self._first = bool(is_master)
         self._membership: Membership | None = None

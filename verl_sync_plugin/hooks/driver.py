@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from verl_sync_plugin.config import hydra_source
 from verl_sync_plugin.config.bucket_size import LONG_BUCKET_KEY, SHORT_BUCKET_KEY, settled_megabytes
-from verl_sync_plugin.config.refusals import refuse_lora_values
+from verl_sync_plugin.config.refusals import refuse_delivery, refuse_lora_values, refuse_separate
 from verl_sync_plugin.config.settings import (
     KEY_PREFIX,
     NOT_IN_USE,
@@ -145,7 +145,9 @@ def settle_rollout(rollout: DictConfig, resolved: bool) -> None:
             if not hydra_source.given(rollout, "multi_stage_wake_up", True):
                 rollout.multi_stage_wake_up = True
     check_rollout(rollout)
-    if backend_of(rollout) == SEPARATE_BACKEND:  # of all the rollout's keys, verl hands it only these
+    separate = backend_of(rollout) == SEPARATE_BACKEND
+    refuse_delivery(sync_config_of(rollout), separate)
+    if separate:  # of all the rollout's keys, verl hands it only these
         given = OmegaConf.to_container(OmegaConf.select(rollout, "custom.sync") or OmegaConf.create({}), resolve=True)
         settings = {"sync": given, "dtype": str(rollout.dtype), "rollout": str(rollout.name)}
         OmegaConf.update(rollout, f"checkpoint_engine.engine_kwargs.{SEPARATE_BACKEND}", settings, force_add=True)
@@ -191,6 +193,8 @@ def settle_trainer(actor_rollout_ref: Any) -> None:
     strategy = OmegaConf.select(actor_rollout_ref, "actor.strategy")
     moves = backend_of(actor_rollout_ref.rollout) in ("naive", SEPARATE_BACKEND)
     engine = rollout_of(actor_rollout_ref.rollout.name)
+    if backend_of(actor_rollout_ref.rollout) == SEPARATE_BACKEND:
+        refuse_separate(actor_rollout_ref.rollout, actor_rollout_ref.model)
     if moves:
         engine.refuse_checkpoint(str(actor_rollout_ref.model.get("path")))
     refuse_lora_values(actor_rollout_ref.model)

@@ -61,6 +61,7 @@ class ShardingManager(BaseShardingManager):
         self.engine = engine
         self.endpoint = endpoint
         self.config = config
+        self._device = device
         if hasattr(self, "backend"):
             self.trainer = self.backend(engine, config, device, rollout_dtype)
         self.source: ParameterSource | None = None
@@ -69,16 +70,19 @@ class ShardingManager(BaseShardingManager):
         self.planning = Planning(self.agreement)
         self.waking = Waking(self.agreement, endpoint, device)
         self.meeting = MeetingPoint(self.agreement, endpoint, self.sender, config)
-        self.choice = Choice(config, self.agreement, self.sender, device)
+        self.choice = self._choose()
         self.commit = Commit(config, self.agreement, self.sender, self.choice, endpoint)
         self.report = SyncReport()
         self._bucket_bytes = bucket_bytes
-        self._device = device
         self._syncs = 0
 
     def _agree(self) -> Agreement:
         """Where the ranks settle; collective."""
         return Agreement(self.config.timeout_seconds)
+
+    def _choose(self) -> Choice:
+        """The ways in which bytes may go; collective."""
+        return Choice(self.config, self.agreement, self.sender, self._device)
 
     def open_source(self) -> ParameterSource:
         """The parameter source of the trainer; called once, at the first sync.

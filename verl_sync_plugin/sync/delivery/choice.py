@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from verl_sync_plugin.config.refusals import refuse_delivery
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.tensors import Plan
 from verl_sync_plugin.log import say
@@ -33,6 +34,9 @@ class Choice:
         device: where the trainer computes.
         own: where the trainer's ranks settle among themselves, if the rollout's ranks are others; then what cannot be
             read over memory is broadcast, not gathered.
+
+    Raises:
+        ValueError: ``custom.sync.delivery`` is none of these; names key, value and remedy.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class Choice:
         device: torch.device,
         own: Agreement | None = None,
     ) -> None:
+        refuse_delivery(config, separate=own is not None)
         self._agreement = agreement
         self.direct = Direct(config, agreement, sender, own, device)
         self.sharded = Sharded(config, agreement, sender, own)

@@ -60,14 +60,14 @@ class Sharded(Staged):
     def decide_apart(self) -> None:
         """Collective, once, in place of ``decide`` where trainer and rollout are apart: they have to share a host."""
         hosts = self._agreement.gather("finding out which ranks share a host", host_name())
-        self._why = f"{KEY_PREFIX}.delivery=gathered"
-        self.possible = self._config.delivery != "gathered" and len(set(hosts)) == 1
+        self._why = f"{KEY_PREFIX}.delivery=broadcast"
+        self.possible = self._config.delivery != "broadcast" and len(set(hosts)) == 1
         if not self.possible and self._config.delivery in ("direct", "sharded"):
             raise SyncError(
                 f"{KEY_PREFIX}.delivery={self._config.delivery}: trainer and rollout ranks are on several hosts "
                 f"({', '.join(sorted(set(hosts)))}). Set it to auto."
             )
-        if self._config.delivery != "gathered":
+        if self._config.delivery != "broadcast":
             self._why = "trainer and rollout ranks are on several hosts"
 
     def _obstacle(self, sync: Sync) -> str:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from verl_sync_plugin.config.settings import SEPARATE_BACKEND, SyncConfig
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Plan
-from verl_sync_plugin.sync.commit import Commit
 from verl_sync_plugin.sync.delivery.base import Sync
 from verl_sync_plugin.sync.delivery.choice import Choice
 from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
@@ -41,13 +40,15 @@ class SeparateManager(ShardingManager):
     def __init__(self, ranks: JointRanks, own: Agreement, *args: Any, **kwargs: Any) -> None:
         self._ranks, self._own = ranks, own
         super().__init__(*args, **kwargs)
-        self.choice = Choice(self.config, self.agreement, self.sender, self._device, own)
-        self.choice.sharded.decide_apart()
-        self.commit = Commit(self.config, self.agreement, self.sender, self.choice, self.endpoint)
         self._plan: Plan | None = None
 
     def _agree(self) -> Agreement:
         return Agreement(self.config.timeout_seconds, ranks=self._ranks)
+
+    def _choose(self) -> Choice:
+        choice = Choice(self.config, self.agreement, self.sender, self._device, self._own)
+        choice.sharded.decide_apart()
+        return choice
 
     def _hand_out(self, plan: Plan | None, senders: tuple[int, ...]) -> tuple[Plan, tuple[int, ...]]:
         """Collective: rank 0's plan and senders, on all ranks; the plan travels where any rank lacks it."""

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rollout on GPUs of its own: what the driver hands on and refuses, and who may be in one group."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hydra_run import refused, rollout_of
+from verl_sync_plugin.config.settings import KEY_PREFIX, SEPARATE_BACKEND
+from verl_sync_plugin.sync.separate.membership import Member, topology
+
+ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
+BACKEND = f"{ROLLOUT}.checkpoint_engine.backend={SEPARATE_BACKEND}"
+SGLANG = f"{ROLLOUT}.name=sglang"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shown", "remedy"),
+    [
+        ((BACKEND, f"{KEY_PREFIX}.enabled=False"), f"{KEY_PREFIX}.enabled=False with {ROLLOUT}", "another backend"),
+        ((BACKEND, f"{KEY_PREFIX}.delivery=gathered"), f"{KEY_PREFIX}.delivery='gathered'", "Use broadcast"),
+        ((f"{KEY_PREFIX}.delivery=broadcast",), f"{KEY_PREFIX}.delivery='broadcast'", "Use gathered"),
+        (
+            (BACKEND, f"{MODEL}.lora.rank=8"),
+            f"{MODEL}.lora.merge=False with LoRA rank 8",
+            f"Set {MODEL}.lora.merge=True",
+        ),
+        (
+            (BACKEND, f"{ROLLOUT}.update_weights_bucket_megabytes=auto"),
+            f"{ROLLOUT}.update_weights_bucket_megabytes='auto'",
+            "for example 512",
+        ),
+    ],
+)
+def test_refused_in_the_driver_by_key_value_and_remedy(
+    overrides: tuple[str, ...], shown: str, remedy: str, tmp_path: Path
+) -> None:
+    text = refused(tmp_path, SGLANG, *overrides)
+    assert shown in text and remedy in text, text
+
+
+def test_the_backend_gets_the_settings_that_verl_would_not_hand_it(tmp_path: Path) -> None:
+    rollout = rollout_of(tmp_path, SGLANG, BACKEND, f"{KEY_PREFIX}.timeout_seconds=60", f"{ROLLOUT}.dtype=float16")
+    given = rollout["checkpoint_engine"]["engine_kwargs"][SEPARATE_BACKEND]
+    assert given["sync"]["timeout_seconds"] == 60
+    assert given["dtype"] == "float16" and given["rollout"] == "sglang"
+
+
+def test_the_composition_for_separate_rollouts(tmp_path: Path) -> None:
+    rollout = rollout_of(tmp_path, "+sync=separate")
+    assert rollout["checkpoint_engine"]["backend"] == SEPARATE_BACKEND
+    assert rollout["checkpoint_engine"]["update_weights_bucket_megabytes"] == 512
+
+
+TRAINERS = [Member(f"t{rank}", True, rank, 2, f"gpu-{rank}", 0, ("host", 1) if rank == 0 else None) for rank in (0, 1)]
+ROLLOUTS = [Member(f"r{rank}", False, 0, 1, f"gpu-{rank + 2}", 0) for rank in (0, 1)]
+
+
+def test_trainer_ranks_come_first_and_everybody_hears_of_all() -> None:
+    trainer, rollout = topology(2, 2, [*TRAINERS, *ROLLOUTS])
+    assert trainer["rank"] == [0, 1] and rollout["rank"] == [2, 3]
+    assert {*trainer["members"], *rollout["members"]} == {(*TRAINERS, *ROLLOUTS)}
+
+
+def test_two_ranks_on_one_gpu_are_refused() -> None:
+    shared = replace(ROLLOUTS[0], device="gpu-1")
+    with pytest.raises(ValueError, match=r"trainer rank 1 of 2, rollout rank 0 of 1 compute on the same GPU \(gpu-1\)"):
+        topology(2, 1, [*TRAINERS, shared])
+
+
+def test_ranks_that_set_up_nccl_otherwise_are_refused() -> None:
+    other = replace(ROLLOUTS[0], cumem="0")
+    with pytest.raises(ValueError, match="NCCL_CUMEM_ENABLE differs .* rollout rank 0 of 1 has 0"):
+        topology(2, 1, [*TRAINERS, other])
