@@ -74,5 +74,5 @@ def test_two_ranks_on_one_gpu_are_refused() -> None:
 
 def test_ranks_that_set_up_nccl_otherwise_are_refused() -> None:
     other = replace(ROLLOUTS[0], cumem="0")
-    with pytest.raises(ValueError, match="NCCL_CUMEM_ENABLE differs .* rollout rank 0 of 1 has 0"):
+    with pytest.raises(ValueError, match=r"NCCL_CUMEM_ENABLE differs .* rollout rank 0 of 1 has 0"):
         topology(2, 1, [*TRAINERS, other])
