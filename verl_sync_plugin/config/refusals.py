@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl_sync_plugin.config.settings import TURN_OFF, given_value, section
+from verl_sync_plugin.config.settings import (
+    KEY_PREFIX,
+    SEPARATE_BACKEND,
+    TURN_OFF,
+    given_value,
+    section,
+    sync_config_of,
+)
 
 PREFIX = "actor_rollout_ref.rollout"
 
@@ -43,6 +50,24 @@ def refuse_wake_up(rollout: Any) -> None:
     if value is not None and not isinstance(value, bool):
         raise ValueError(
             f"{PREFIX}.multi_stage_wake_up={value!r}: not a boolean. Use {PREFIX}.multi_stage_wake_up=True or False."
+        )
+
+
+def refuse_pause(rollout: Any) -> None:
+    """Raises ValueError when ``custom.sync.pause`` asks for what only a separate rollout has: requests in flight while
+    its weights are synced; names key, value and remedy.
+
+    Args:
+        rollout: verl's rollout config (dataclass, DictConfig or dict).
+    """
+    pause = sync_config_of(rollout).pause
+    engine = section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine")
+    backend = engine.get("backend", "naive")
+    if pause != "abort" and backend != SEPARATE_BACKEND:
+        raise ValueError(
+            f"{KEY_PREFIX}.pause={pause!r} with {PREFIX}.checkpoint_engine.backend={backend}: has an effect on "
+            f"separate rollouts that the plugin syncs only. Set {PREFIX}.checkpoint_engine.backend={SEPARATE_BACKEND}, or "
+            f"{KEY_PREFIX}.pause=abort."
         )
 
 
