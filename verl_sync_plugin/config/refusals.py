@@ -64,10 +64,10 @@ def refuse_pause(rollout: Any) -> None:
     engine = section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine")
     backend = engine.get("backend", "naive")
     if pause != "abort" and backend != SEPARATE_BACKEND:
+        key = f"{PREFIX}.checkpoint_engine.backend"
         raise ValueError(
-            f"{KEY_PREFIX}.pause={pause!r} with {PREFIX}.checkpoint_engine.backend={backend}: has an effect on "
-            f"separate rollouts that the plugin syncs only. Set {PREFIX}.checkpoint_engine.backend={SEPARATE_BACKEND}, or "
-            f"{KEY_PREFIX}.pause=abort."
+            f"{KEY_PREFIX}.pause={pause!r} with {key}={backend}: has an effect only where trainer and rollout are "
+            f"separate and the plugin syncs them. Set {key}={SEPARATE_BACKEND}, or {KEY_PREFIX}.pause=abort."
         )
 
 
