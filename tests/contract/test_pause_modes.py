@@ -163,6 +163,7 @@ def test_requests_stay_in_the_engine_and_go_on_with_new_weights(pause: str, play
         await server.abort_all_requests()
         await stands_still(run, asked)
         new = asyncio.ensure_future(run.ask(PROMPTS[0], 20))
+        await asyncio.sleep(0.05)
         await run.sync(2)
         await stands_still(run, [*asked, new])
         await server.resume_generation()
