@@ -22,6 +22,7 @@ from verl_sync_plugin.transport.protocol import LoadRequest
 
 IDLE_SECONDS = 20.0
 DUMP = "bare_engine.inspect_loader.dump"
+PLAIN = ("bare_engine.plain_loader.load", "bare_engine.plain_loader.load_and_forget_prefixes")
 
 
 class BareEngine:
@@ -37,7 +38,7 @@ class BareEngine:
             model_path=model_path,
             tp_size=tp,
             load_format=load_format,
-            custom_weight_loader=[LOADER, DUMP],
+            custom_weight_loader=[LOADER, DUMP, *PLAIN],
             device="cpu",
             dtype="bfloat16",
             attention_backend="torch_native",

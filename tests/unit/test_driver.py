@@ -15,6 +15,7 @@ from verl_sync_plugin.config.settings import KEY_PREFIX
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 SGLANG = f"{ROLLOUT}.name=sglang"
+BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"
 ARGUMENTS = f"{ROLLOUT}.engine_kwargs.sglang"
 
 
@@ -49,6 +50,13 @@ ARGUMENTS = f"{ROLLOUT}.engine_kwargs.sglang"
         (f"{ROLLOUT}.dtype=bfloat17", f"{ROLLOUT}.dtype='bfloat17': not a dtype of SGLang's weights", "bfloat16"),
         (f"{ROLLOUT}.dtype=int8", f"{ROLLOUT}.dtype='int8': not a dtype of SGLang's weights", "bfloat16"),
         (f"{ROLLOUT}.dtype=auto", f"{ROLLOUT}.dtype='auto': says not what travels", f"{KEY_PREFIX}.wire_dtype"),
+        (f"{KEY_PREFIX}.pause=stop", f"{KEY_PREFIX}.pause='stop': not a known choice", "abort, retract, in_place"),
+        (
+            f"{KEY_PREFIX}.pause=retract",
+            f"{KEY_PREFIX}.pause='retract' with {BACKEND}=naive: ",
+            f"{BACKEND}=sync_plugin",
+        ),
+        (f"{KEY_PREFIX}.pause=in_place", f"{KEY_PREFIX}.pause='in_place' with ", f"{KEY_PREFIX}.pause=abort"),
         (f"{ROLLOUT}.data_parallel_size=2", f"{ROLLOUT}.data_parallel_size=2: ", "+" + ARGUMENTS),
         (f"+{ARGUMENTS}.dp_size=2", f"{ARGUMENTS}.dp_size=2: ", f"{ROLLOUT}.data_parallel_size"),
         (f"+{ARGUMENTS}.tp_size=4", f"{ARGUMENTS}.tp_size=4: ", f"{ROLLOUT}.tensor_model_parallel_size"),

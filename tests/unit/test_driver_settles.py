@@ -167,6 +167,11 @@ def test_a_registered_manager_makes_its_strategy_ours(tmp_path: Path) -> None:
         del _managers["veomni", "sglang"]
 
 
+def test_a_separate_rollout_may_keep_its_requests(tmp_path: Path) -> None:
+    separate = f"{ROLLOUT}.checkpoint_engine.backend=sync_plugin"
+    assert rollout_of(tmp_path, separate, f"{KEY_PREFIX}.pause=retract").custom.sync.pause == "retract"
+
+
 def test_generation_syncs_nothing_and_may_quantize(tmp_path: Path) -> None:
     found = rollout_of(tmp_path, f"+{ARGUMENTS}.torchao_config=int8wo", program="main_generation_server")
     assert found._target_ == STOCK._target_ and found.custom.sync.enabled is False

@@ -60,3 +60,48 @@ def test_a_failure_without_a_word_is_one() -> None:
             await gate.enter()
 
     asyncio.run(story())
+
+
+def test_a_pause_lasts_until_it_is_ended_whatever_is_synced_meanwhile() -> None:
+    async def story() -> None:
+        gate = WeightsGate()
+        gate.hold()
+        waiting = asyncio.create_task(gate.enter())
+        gate.begin()
+        gate.succeed()
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        gate.let_go()
+        await waiting
+
+    asyncio.run(story())
+
+
+def test_who_waits_out_a_pause_hears_of_a_failed_sync() -> None:
+    async def story() -> None:
+        gate = WeightsGate()
+        gate.hold()
+        waiting = asyncio.create_task(gate.enter())
+        await asyncio.sleep(0)
+        gate.begin()
+        gate.fail("another rank failed")
+        with pytest.raises(RuntimeError, match="half written: another rank failed"):
+            await waiting
+
+    asyncio.run(story())
+
+
+def test_a_pause_that_begins_as_one_ends_holds_who_waited() -> None:
+    async def story() -> None:
+        gate = WeightsGate()
+        gate.hold()
+        waiting = asyncio.create_task(gate.enter())
+        await asyncio.sleep(0)
+        gate.let_go()
+        gate.hold()
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        gate.let_go()
+        await waiting
+
+    asyncio.run(story())

@@ -19,7 +19,7 @@ from verl_sync_plugin.rollouts.sglang import loader
 from verl_sync_plugin.rollouts.sglang.replica import server_of_one_engine
 from verl_sync_plugin.rollouts.sglang.request import TOKEN_VARIABLE, admitted, hand_down, new_token, pack_request
 from verl_sync_plugin.transport.listener import Listener
-from verl_sync_plugin.transport.protocol import Join, LoadRequest
+from verl_sync_plugin.transport.protocol import Failed, Join, LoadRequest
 
 WAIT = 10.0
 
@@ -53,6 +53,19 @@ def test_the_requests_of_its_own_server_are_followed() -> None:
     thread.start()
     channel = listener.accept(WAIT)
     assert channel is not None and channel.receive(WAIT) == Join("1")
+    channel.close()
+    thread.join()
+
+
+def test_prefixes_are_forgotten_before_a_load_or_the_trainer_hears_why_not() -> None:
+    """Here no scheduler of SGLang's calls the loader; with one: ``tests/contract/test_pause_modes.py``."""
+    listener = Listener(WAIT)
+    thread = threading.Thread(target=loader.load_and_forget_prefixes, args=(Model(), asked(listener.address)))
+    thread.start()
+    channel = listener.accept(WAIT)
+    assert channel is not None and channel.receive(WAIT) == Join("1")
+    failed = channel.receive(WAIT)
+    assert isinstance(failed, Failed) and "no scheduler of SGLang's is loading weights here" in failed.text
     channel.close()
     thread.join()
 

@@ -17,6 +17,7 @@ from verl_sync_plugin.config.settings import (
     given_value,
     lora_rank_of,
     section,
+    sync_config_of,
 )
 
 PREFIX = "actor_rollout_ref.rollout"
@@ -52,6 +53,24 @@ def refuse_wake_up(rollout: Any) -> None:
     if value is not None and not isinstance(value, bool):
         raise ValueError(
             f"{PREFIX}.multi_stage_wake_up={value!r}: not a boolean. Use {PREFIX}.multi_stage_wake_up=True or False."
+        )
+
+
+def refuse_pause(rollout: Any) -> None:
+    """Raises ValueError when ``custom.sync.pause`` asks for what only a separate rollout has: requests in flight while
+    its weights are synced; names key, value and remedy.
+
+    Args:
+        rollout: verl's rollout config (dataclass, DictConfig or dict).
+    """
+    pause = sync_config_of(rollout).pause
+    engine = section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine")
+    backend = engine.get("backend", "naive")
+    if pause != "abort" and backend != SEPARATE_BACKEND:
+        key = f"{PREFIX}.checkpoint_engine.backend"
+        raise ValueError(
+            f"{KEY_PREFIX}.pause={pause!r} with {key}={backend}: has an effect only where trainer and rollout are "
+            f"separate and the plugin syncs them. Set {key}={SEPARATE_BACKEND}, or {KEY_PREFIX}.pause=abort."
         )
 
 

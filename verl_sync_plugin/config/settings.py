@@ -19,6 +19,7 @@ TRAINERS = ("fsdp", "fsdp2", "megatron")
 CPU_BACKUP_CHOICES = ("auto", "on", "off")
 DELIVERY_CHOICES = ("auto", "direct", "sharded", "gathered", "broadcast")
 EMPTY_CACHE_CHOICES = ("auto", "always")
+PAUSE_CHOICES = ("abort", "retract", "in_place")
 WIRE_DTYPE_CHOICES = ("auto", "bfloat16", "float16", "float32")
 # Ranks wait three times as long and a minute for each other, and polling takes milliseconds in 32 bits: about 715000
 MOST_SECONDS = 86400
@@ -57,6 +58,9 @@ class SyncConfig:
             reads what it needs where the trainer ranks packed it; ``gathered``: every rank gathers everything, or where
             the rollout is separate ``broadcast``: trainer ranks send it to all rollout ranks; ``auto``: the first of
             these that is possible.
+        pause: what becomes of a separate rollout's requests in flight while its weights are synced. ``abort``: they go
+            back to verl's client, which asks again; ``retract``: the engine prefills them again; ``in_place``: they go
+            on with the KV cache of the old weights (``docs/design/pause.md``).
     """
 
     enabled: bool = True
@@ -70,6 +74,7 @@ class SyncConfig:
     copy_plan: bool = True
     verify_hashes: bool = True
     delivery: str = "auto"
+    pause: str = "abort"
 
     def __post_init__(self) -> None:
         for name in ("enabled", "check_finite", "release_cuda_graph", "copy_plan", "verify_hashes"):
@@ -79,6 +84,7 @@ class SyncConfig:
         self._check_choice("wire_dtype", WIRE_DTYPE_CHOICES)
         self._check_choice("delivery", DELIVERY_CHOICES)
         self._check_choice("empty_cache", EMPTY_CACHE_CHOICES)
+        self._check_choice("pause", PAUSE_CHOICES)
         if self.delivery == "direct" and not self.copy_plan:
             remedy = f"Set {KEY_PREFIX}.copy_plan=True, or {KEY_PREFIX}.delivery=auto."
             raise _fail("delivery", self.delivery, "not possible with copy_plan=False", remedy)

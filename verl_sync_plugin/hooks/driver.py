@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from verl_sync_plugin.config import hydra_source
 from verl_sync_plugin.config.bucket_size import LONG_BUCKET_KEY, SHORT_BUCKET_KEY, settled_megabytes
-from verl_sync_plugin.config.refusals import refuse_delivery, refuse_lora_values, refuse_separate
+from verl_sync_plugin.config.refusals import refuse_delivery, refuse_lora_values, refuse_pause, refuse_separate
 from verl_sync_plugin.config.settings import (
     KEY_PREFIX,
     NOT_IN_USE,
@@ -136,7 +136,7 @@ def settle_rollout(rollout: DictConfig, resolved: bool) -> None:
     """Checks the rollout config of a run in which the plugin moves the weights, and writes its values.
 
     Raises:
-        ValueError: see ``check_rollout``.
+        ValueError: see ``check_rollout`` and ``refuse_pause``.
     """
     section(rollout, "checkpoint_engine", f"{hydra_source.PREFIX}.checkpoint_engine")
     with read_write(rollout), open_dict(rollout):
@@ -147,6 +147,7 @@ def settle_rollout(rollout: DictConfig, resolved: bool) -> None:
     check_rollout(rollout)
     separate = backend_of(rollout) == SEPARATE_BACKEND
     refuse_delivery(sync_config_of(rollout), separate)
+    refuse_pause(rollout)
     if separate:  # of all the rollout's keys, verl hands it only these
         given = OmegaConf.to_container(OmegaConf.select(rollout, "custom.sync") or OmegaConf.create({}), resolve=True)
         settings = {"sync": given, "dtype": str(rollout.dtype), "rollout": str(rollout.name)}

@@ -42,6 +42,16 @@ class SyncTrainerMixin:
             # Its engine shares the devices and wakes while the actor's sleeps: a cache kept then may take its room
             OmegaConf.update(self.config, f"{KEY_PREFIX}.empty_cache", "always", force_add=True)
 
+    def get_llm_client(self: Any) -> Any:
+        """verl's client of the rollout; where one of its calls may span a sync, one that knows of it."""
+        client = super().get_llm_client()  # type: ignore[misc]
+        rollout = self.config.actor_rollout_ref.rollout
+        if not serves(rollout.get("name")) or sync_config_of(rollout).pause == "abort":
+            return client
+        from verl_sync_plugin.hooks.llm_client import spanning
+
+        return spanning(client)
+
     def on_step_end(self: Any) -> None:
         """verl's hook; ``update_weights`` has run when the super call returns."""
         super().on_step_end()  # type: ignore[misc]

@@ -7,33 +7,57 @@ import asyncio
 
 
 class WeightsGate:
-    """Open, closed while a sync is under way, or locked after a failed one."""
+    """Open, closed while a sync is under way or generation is paused, or locked after a failed sync."""
 
     def __init__(self) -> None:
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._passable = asyncio.Event()
+        self._passable.set()
+        self._syncing = False
+        self._held = False
         self._failure: str | None = None
 
     def begin(self) -> None:
         """Closes the gate: a sync starts, and whoever enters now waits for its end."""
-        self._idle.clear()
+        self._syncing = True
+        self._settle()
 
     def succeed(self) -> None:
-        """Opens the gate: the sync succeeded and the weights are whole."""
-        self._failure = None
-        self._idle.set()
+        """Ends the sync: it succeeded and the weights are whole."""
+        self._syncing, self._failure = False, None
+        self._settle()
 
     def fail(self, why: str) -> None:
         """Locks the gate: the sync was given up, and the weights may be half written until a later one succeeds."""
-        self._failure = why
-        self._idle.set()
+        self._syncing, self._failure = False, why
+        self._settle()
+
+    def hold(self) -> None:
+        """Closes the gate until ``let_go``: the engine's generation is paused, whether or not a sync follows."""
+        self._held = True
+        self._settle()
+
+    def let_go(self) -> None:
+        """Ends ``hold``."""
+        self._held = False
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._syncing or (self._held and self._failure is None):
+            self._passable.clear()
+        else:
+            self._passable.set()
 
     async def enter(self) -> None:
-        """Waits while a sync is under way, as SGLang's own queue would.
+        """Waits while a sync is under way or generation is paused, as SGLang's own queue would.
 
         Raises:
             RuntimeError: the last sync failed.
         """
-        await self._idle.wait()
+        while not self._passable.is_set():
+            await self._passable.wait()
+        self.refuse_half_written()
+
+    def refuse_half_written(self) -> None:
+        """Raises RuntimeError when the last sync failed."""
         if self._failure is not None:
             raise RuntimeError(f"the rollout engine's weights are half written: {self._failure}")

@@ -19,6 +19,7 @@ from verl_sync_plugin.log import say
 from verl_sync_plugin.memory.collection import no_collection
 from verl_sync_plugin.receiver.session import ReceiverSession
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
+from verl_sync_plugin.rollouts.sglang.prefixes import forget_prefixes, wait_for_forwards
 from verl_sync_plugin.rollouts.sglang.request import admitted
 from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, ChannelTimeoutError
 from verl_sync_plugin.transport.codec import BadMessageError
@@ -37,6 +38,15 @@ def load(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]]) 
         model: this tensor-parallel rank's SGLang model.
         named_tensors: one pair; its name is a ``LoadRequest`` as ``pack_request`` made it, its tensor is empty.
     """
+    _load(model, named_tensors, forget=False)
+
+
+def load_and_forget_prefixes(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]]) -> None:
+    """``load`` for an engine whose requests were retracted; see ``prefixes.forget_prefixes``."""
+    _load(model, named_tensors, forget=True)
+
+
+def _load(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]], forget: bool) -> None:
     try:
         request = LoadRequest.from_wire(admitted(named_tensors[0][0]))
     except Exception as error:
@@ -50,13 +60,16 @@ def load(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]]) 
         say(f"the weight sync could not reach its trainer rank\n{traceback.format_exc()}")
         return
     try:
-        _receive(model, channel, request)
+        _receive(model, channel, request, forget)
     finally:
         channel.close()
 
 
-def _receive(model: torch.nn.Module, channel: Channel, request: LoadRequest) -> None:
+def _receive(model: torch.nn.Module, channel: Channel, request: LoadRequest, forget: bool) -> None:
     try:
+        wait_for_forwards(model)
+        if forget:
+            forget_prefixes()
         session = _sessions.get(id(model))
         if session is None:
             known = SGLangModel(model, tensor_parallel_rank())

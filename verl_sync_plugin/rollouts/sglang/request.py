@@ -18,6 +18,8 @@ from verl_sync_plugin.rollouts.sglang.pickling import dumps
 
 # What SGLang is told to load a request with: its ``load_format``
 LOADER = "verl_sync_plugin.rollouts.sglang.loader.load"
+# The same for an engine whose requests were retracted
+FORGETTING_LOADER = "verl_sync_plugin.rollouts.sglang.loader.load_and_forget_prefixes"
 TOKEN_VARIABLE = "VERL_SYNC_ENGINE_TOKEN"
 
 

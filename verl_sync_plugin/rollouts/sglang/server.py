@@ -17,24 +17,22 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
 )
 from verl.workers.rollout.replica import RolloutMode
-from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
 from verl.workers.rollout.sglang_rollout.utils import SGLANG_LORA_NAME
 
 from verl_sync_plugin import compat
-from verl_sync_plugin.config.settings import sync_config_of
 from verl_sync_plugin.log import say
 from verl_sync_plugin.lora.build import unties_embeddings
 from verl_sync_plugin.rollouts.sglang.awake import KV_CACHE, WEIGHTS, sleep_tags
 from verl_sync_plugin.rollouts.sglang.backup import keep_cpu_backup
-from verl_sync_plugin.rollouts.sglang.gate import WeightsGate
 from verl_sync_plugin.rollouts.sglang.occupation import Occupation
-from verl_sync_plugin.rollouts.sglang.request import LOADER, hand_down, new_token, pack_request
+from verl_sync_plugin.rollouts.sglang.pause import PausingServer
+from verl_sync_plugin.rollouts.sglang.request import hand_down, new_token, pack_request
 
 CUDA_GRAPH_VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
 
 
-class SyncSGLangHttpServer(SGLangHttpServer):
-    """verl's SGLang server in hybrid mode, with the plugin's side of the resharding phase.
+class SyncSGLangHttpServer(PausingServer):
+    """verl's SGLang server in hybrid and standalone mode, with the plugin's side of the resharding phase.
 
     Attributes:
         engine_token: what the loader knows this server's requests by; for an engine on several hosts
@@ -46,11 +44,9 @@ class SyncSGLangHttpServer(SGLangHttpServer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._sync = sync_config_of(self.config)
         self.occupation = Occupation(self._sync.timeout_seconds)
         self._sleep_seconds = 0.0
         self._version: str | None = None
-        self._gate = WeightsGate()
         self._report: dict[str, Any] | None = None
         self._flushing: asyncio.Future[Any] | None = None
 
@@ -59,7 +55,7 @@ class SyncSGLangHttpServer(SGLangHttpServer):
         sglang_kwargs = self.config.engine_kwargs.get("sglang", None) or {}
         self.config.engine_kwargs["sglang"] = sglang_kwargs
         loaders = list(sglang_kwargs.get("custom_weight_loader", None) or [])
-        sglang_kwargs["custom_weight_loader"] = [*loaders, *([] if LOADER in loaders else [LOADER])]
+        sglang_kwargs["custom_weight_loader"] = [*loaders, *([] if self.loader in loaders else [self.loader])]
         if self._sync.release_cuda_graph:
             os.environ[CUDA_GRAPH_VARIABLE] = "1"
         self._untie(sglang_kwargs)
@@ -74,8 +70,9 @@ class SyncSGLangHttpServer(SGLangHttpServer):
                     f"SGLang keeps a CPU backup of its weights ({launched}) although the sync decided on {backup}; "
                     "this verl does not launch SGLang the way verl-sync-plugin expects"
                 )
+            self.keep_prefixes_apart()
         word = "on" if backup else "off"
-        say(f"rollout server: {LOADER}, CPU backup {word}")
+        say(f"rollout server: {self.loader}, CPU backup {word}")
 
     def _untie(self, sglang_kwargs: dict[str, Any]) -> None:
         """Has SGLang untie embedding and head where a merged adapter changes one of them: a tied engine cannot hold
@@ -111,13 +108,13 @@ class SyncSGLangHttpServer(SGLangHttpServer):
         )
 
     async def release_kv_cache(self) -> None:
-        """verl's call before a checkpoint-engine sync."""
-        if self.node_rank == 0 and self.config.free_cache_engine:
+        """verl's call before a checkpoint-engine sync; requests that stay in the engine need the cache."""
+        if not self.keeps_requests and self.node_rank == 0 and self.config.free_cache_engine:
             await self.release_tags([KV_CACHE])
 
     async def resume_kv_cache(self) -> None:
         """verl's counterpart of ``release_kv_cache``."""
-        if self.node_rank == 0 and self.config.free_cache_engine:
+        if not self.keeps_requests and self.node_rank == 0 and self.config.free_cache_engine:
             await self.resume_tags([KV_CACHE])
             await self._flush()
 
@@ -134,11 +131,11 @@ class SyncSGLangHttpServer(SGLangHttpServer):
         Raises:
             RuntimeError: SGLang refused the update.
         """
-        self._gate.begin()
+        self.begin_load()
         self._version, self._flushing = weight_version, None
         obj = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[pack_request(request)] * int(self.tokenizer_manager.server_args.tp_size),
-            load_format=LOADER,
+            load_format=self.loader,
             flush_cache=False,
         )
         async with compat.weight_update_session(self.tokenizer_manager):
@@ -151,7 +148,7 @@ class SyncSGLangHttpServer(SGLangHttpServer):
     async def flush_behind_load(self) -> None:
         """Has SGLang flush its prefix cache as soon as the load under way has ended, for ``finish_sync`` to find."""
         # Flushing while the KV cache is paused crashes SGLang (sglang #19029)
-        if not self._asleep:
+        if not (self._asleep or self.keeps_requests):
             self._flushing = asyncio.ensure_future(self.tokenizer_manager.flush_cache())
 
     async def load_adapter(self, settings: dict[str, Any], packed: bytes, weight_version: str | None) -> float:
@@ -193,16 +190,11 @@ class SyncSGLangHttpServer(SGLangHttpServer):
 
     async def _flush(self) -> None:
         under_way, self._flushing = self._flushing, None
-        if self._asleep:
+        if self._asleep or self.keeps_requests:  # SGLang flushes nothing while it has requests
             return
         flushed = await (under_way or self.tokenizer_manager.flush_cache())
         if not getattr(flushed, "success", True):
             raise RuntimeError("SGLang could not flush its cache after the weight sync: requests are running")
-
-    async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """verl's generate, through the gate: see ``WeightsGate.enter``."""
-        await self._gate.enter()
-        return await super().generate(*args, **kwargs)
 
     async def put_sync_report(self, report: dict[str, Any]) -> None:
         """The leader's report of the last sync."""
@@ -215,7 +207,7 @@ class SyncSGLangHttpServer(SGLangHttpServer):
 
 
 @contextmanager
-def _decided(server: SGLangHttpServer, backup: bool) -> Iterator[None]:
+def _decided(server: PausingServer, backup: bool) -> Iterator[None]:
     """Context in which verl's launch takes the sync's decision on the CPU backup.
 
     verl takes no argument for it: it turns the copy on in hybrid mode and with LoRA. So a server that needs none is

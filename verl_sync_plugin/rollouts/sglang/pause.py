@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of the requests in flight while the weights of a separate rollout are synced: ``custom.sync.pause``.
+
+verl aborts all requests of every replica before a sync and resumes generation behind it; its clients ask again for
+what was cut off. Here the server hands SGLang another mode of pausing, with which requests stay in the engine. What
+each mode keeps and costs: ``docs/design/pause.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+from sglang.srt.managers.io_struct import PauseGenerationReqInput
+from verl.workers.rollout.replica import RolloutMode
+from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
+
+from verl_sync_plugin.config.settings import SEPARATE_BACKEND, sync_config_of
+from verl_sync_plugin.rollouts.sglang.gate import WeightsGate
+from verl_sync_plugin.rollouts.sglang.request import FORGETTING_LOADER, LOADER
+
+
+class PausingServer(SGLangHttpServer):
+    """verl's server with the gate before generation, and ``custom.sync.pause`` where the rollout is separate.
+
+    In hybrid mode verl's calls are left as they are: it aborts requests there to put an engine to sleep.
+
+    Attributes:
+        separate: the rollout shares no GPU with the trainer, and the plugin syncs it.
+        pause: SGLang's mode of pausing; ``abort`` unless ``separate``.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sync = sync_config_of(self.config)
+        self._gate = WeightsGate()
+        backend = self.config.checkpoint_engine.backend
+        self.separate = self.rollout_mode == RolloutMode.STANDALONE and backend == SEPARATE_BACKEND
+        self.pause = self._sync.pause if self.separate else "abort"
+        self._loads = 0
+
+    @property
+    def keeps_requests(self) -> bool:
+        """Whether requests stay in the engine while its weights are synced."""
+        return self.pause != "abort"
+
+    @property
+    def loader(self) -> str:
+        """SGLang's ``load_format`` of a sync. Prefixes of retracted requests would be found again behind it."""
+        return FORGETTING_LOADER if self.pause == "retract" else LOADER
+
+    def begin_load(self) -> None:
+        """A load of weights starts: the gate closes, and what is cached from now on is of other weights."""
+        self._gate.begin()
+        self._loads += 1
+
+    def keep_prefixes_apart(self) -> None:
+        """With ``in_place``, has requests share cached prefixes only with those that began with the same weights."""
+        if self.pause == "in_place":
+            give_namespaces(self.tokenizer_manager, self._gate.enter, lambda: f"weights-{self._loads}:")
+
+    async def abort_all_requests(self) -> None:
+        """verl's call before a sync: aborts the requests, or pauses SGLang with them inside.
+
+        SGLang handles requests to its scheduler in their order and runs no forward pass while paused, so a load that
+        is asked for behind this finds none under way.
+        """
+        if not self.keeps_requests:
+            await super().abort_all_requests()
+        elif self.node_rank == 0:
+            self._gate.hold()
+            await self.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode=self.pause))
+
+    async def resume_generation(self) -> None:
+        """verl's counterpart of ``abort_all_requests``.
+
+        Raises:
+            RuntimeError: the last sync of a separate rollout failed; requests that wait in SGLang stay there.
+        """
+        if self.separate:
+            self._gate.refuse_half_written()
+        await super().resume_generation()
+        self._gate.let_go()
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """verl's generate, through the gate (see ``WeightsGate.enter``).
+
+        A call that may span a sync says so in the fields that verl's client fills in otherwise: the version of the
+        weights when it began, and when it ended.
+        """
+        await self._gate.enter()
+        began = self.global_steps
+        output = await super().generate(*args, **kwargs)
+        if self.keeps_requests and began is not None:
+            fields = output.extra_fields
+            fields.update(min_global_steps=began, max_global_steps=fields["global_steps"])
+        return output
+
+
+def give_namespaces(tokenizer_manager: Any, enter: Callable[[], Awaitable[None]], name: Callable[[], str]) -> None:
+    """Puts a name before the ``extra_key`` of every request that this tokenizer manager gets from now on, from verl
+    as over HTTP: SGLang shares a cached prefix among requests of the same key only.
+
+    Args:
+        tokenizer_manager: SGLang's, of one engine.
+        enter: waits while SGLang is paused, so that a request is named after the weights that it begins with.
+        name: the name now.
+    """
+    generate = tokenizer_manager.generate_request
+
+    async def generate_request(obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        await enter()
+        if hasattr(obj, "extra_key"):
+            given = obj.extra_key
+            obj.extra_key = (
+                [name() + (key or "") for key in given] if isinstance(given, list) else name() + (given or "")
+            )
+        async with aclosing(generate(obj, request)) as answers:
+            async for answer in answers:
+                yield answer
+
+    tokenizer_manager.generate_request = generate_request
