@@ -16,3 +16,7 @@ class SyncError(RuntimeError):
     The trainer's weights are untouched and the next ``update_weights`` starts afresh. Until it succeeds verl's
     ``generate`` on that engine is refused, because its weights may be half written.
     """
+
+
+class RankLostError(SyncError):
+    """A rank died or did not answer in time, so the ranks cannot agree on anything any more."""

@@ -120,7 +120,7 @@ def test_dead_rank_is_an_error_and_no_hang(where: str) -> None:
     assert results[2] == DIED
     for rank in (0, 1):
         text, seconds = results[rank]
-        assert text.startswith("SyncError: weight sync: "), text
+        assert text.startswith("RankLostError: weight sync: "), text
         assert seconds < 15
 
 

@@ -11,7 +11,7 @@ import pytest
 from e2e import checks
 from e2e.runs import Run, Setup, main_ppo
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1000)]
 
 ROLLOUT = "actor_rollout_ref.rollout"
 FSDP1 = "actor_rollout_ref.actor.strategy=fsdp"

@@ -1,24 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainer and rollout processes of a separate run, and the calls that verl's driver makes to them.
-
-verl's ``CheckpointEngineManager`` makes these calls through Ray, which the end-to-end test has; here they go through
-pipes, so that one set of processes can lose and gain members.
-"""
+"""What the trainer and rollout processes of a separate run do; they are called by ``driver.py``."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from bare_engine import trainer
 from bare_engine.endpoint import BareEngine, BareEngineEndpoint
@@ -27,59 +18,6 @@ from bare_engine.scenario import PROMPT, _checkpoint
 TIMEOUT = 20.0
 BUCKET_BYTES = 60_000
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What a process answers when its call raised."""
-
-    kind: str
-    text: str
-
-
-class Member:
-    """A process and the pipe to it; a call is sent by ``ask`` and answered by ``answer``."""
-
-    def __init__(self, kind: type, *args: Any) -> None:
-        context = mp.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(kind, theirs, args), daemon=False)
-        self.process.start()
-        theirs.close()
-
-    def ask(self, method: str, *args: Any) -> Member:
-        self._pipe.send((method, args))
-        return self
-
-    def answer(self, seconds: float = 240.0) -> Any:
-        """What the call returned, a ``Failure``, or ``None`` when the process is dead."""
-        try:
-            if not self._pipe.poll(seconds):
-                raise TimeoutError("no answer")
-            return self._pipe.recv()
-        except (EOFError, ConnectionResetError):
-            return None
-
-    def end(self) -> None:
-        if self.process.is_alive():
-            self.ask("end")
-            self.process.join(20)
-        if self.process.is_alive():
-            self.process.kill()
-
-
-def _serve(kind: type, pipe: Connection, args: tuple[Any, ...]) -> None:
-    host = kind(*args)
-    pipe.send("ready")
-    while True:
-        method, given = pipe.recv()
-        try:
-            pipe.send(getattr(host, method)(*given))
-        except Exception as error:
-            traceback.print_exc()
-            pipe.send(Failure(type(error).__name__, str(error)))
-        if method == "end":
-            return
 
 
 class Host:
@@ -183,6 +121,16 @@ class Rollout(Host):
         self.endpoint = Endpoint(self.sglang)
         self.receiver = SeparateReceiver(self._make)
 
+    def break_making(self) -> None:
+        """The next group finds this rank unable to take part."""
+        honest = self.receiver._make
+
+        def broken(incoming: Any) -> Any:
+            self.receiver._make = honest
+            raise ValueError("injected: cannot be synced")
+
+        self.receiver._make = broken
+
     def _make(self, incoming: Any) -> Any:
         from verl_sync_plugin.sync.separate.managers import SeparateRollout
 
@@ -224,31 +172,3 @@ class Rollout(Host):
     def end(self) -> None:
         self.sglang.shutdown()
         super().end()
-
-
-def together(members: Sequence[Member], method: str, *args: Any) -> list[Any]:
-    """The same call to all, at the same time; their answers in order."""
-    for member in members:
-        member.ask(method, *args)
-    return [member.answer() for member in members]
-
-
-class Driver:
-    """What verl's ``CheckpointEngineManager`` does around a sync."""
-
-    def __init__(self, trainers: list[Member]) -> None:
-        self.trainers = trainers
-
-    def sync(self, version: int, rollouts: list[Member]) -> list[Any]:
-        """Answers of the trainer ranks, then of the rollout ranks."""
-        from verl_sync_plugin.hooks.checkpoint_engine import SyncCheckpointEngine
-
-        everyone = [*self.trainers, *rollouts]
-        said = together(everyone, "prepare")
-        sizes = len(self.trainers), len(rollouts)
-        parts = SyncCheckpointEngine.build_topology(*sizes, said)
-        places = [place for part in parts for place in zip(part["rank"], part["members"], strict=True)]
-        for member, place in zip(everyone, places, strict=True):
-            member.ask("join", *place)
-        assert [member.answer() for member in everyone] == [None] * len(everyone)
-        return together(everyone, "sync", version)

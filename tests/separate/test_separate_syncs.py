@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from separate.processes import TIMEOUT, Driver, Failure, Member, Rollout, Trainer, together
+from separate.driver import Driver, Failure, Member, together
+from separate.processes import TIMEOUT, Rollout, Trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -80,7 +81,15 @@ def come_and_go(driver: Driver, rollouts: list[Member], tmp_path: Path) -> None:
     assert together([first, second], "generate") != words
     exact(driver, [first, second], tmp_path / "v3")
 
-    # one more joins and gets what it lacks
+    # one more cannot join, which all hear of at once
+    assert third.ask("break_making").answer() is None
+    before = time.monotonic()
+    failed = driver.sync(4, [first, second, third])
+    assert time.monotonic() - before < TIMEOUT
+    assert failed[4] == Failure("ValueError", "injected: cannot be synced"), failed
+    assert all("a rank died" in each.text for each in failed[:4]), failed
+
+    # then it can, and gets what it lacks
     joined = driver.sync(4, [first, second, third])
     assert joined[4]["replayed_tensors"] == 0, "its first"
     exact(driver, [first, second, third], tmp_path / "v4")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from verl_sync_plugin.sync.separate.handles import Incoming
     from verl_sync_plugin.sync.separate.managers import SeparateTrainer
     from verl_sync_plugin.sync.separate.membership import Member, Membership
+    from verl_sync_plugin.transport.joint import JointRanks
 
 
 @CheckpointEngineRegistry.register(SEPARATE_BACKEND)
@@ -57,7 +58,6 @@ class SyncCheckpointEngine(CheckpointEngine):
         self._first = bool(is_master)
         self._membership: Membership | None = None
         self._manager: SeparateTrainer | None = None
-        self._fresh = False
         if self._trainer:
             activation.take_over(True)
 
@@ -84,8 +84,7 @@ class SyncCheckpointEngine(CheckpointEngine):
     def init_process_group(self, rank: int, members: tuple[Member, ...]) -> None:
         """Collective: makes the group anew where somebody has come, gone or been lost."""
         assert self._membership is not None, "prepare() comes first"
-        self._fresh = self._membership.join(rank, members)
-        if self._fresh:
+        if self._membership.join(rank, members):
             say(f"separate sync: rank {rank} of {len(members)}, {members[rank]}")
 
     def finalize(self) -> None:
@@ -101,19 +100,15 @@ class SyncCheckpointEngine(CheckpointEngine):
         Raises:
             SyncError: any rank failed; the same text on every rank.
         """
-        membership, manager = self._membership, self._manager_for(weights)
-        assert membership is not None, "prepare() came first"
-        try:
+        assert self._membership is not None and self._membership.ranks is not None, "init_process_group() comes first"
+        with self._membership.taking_part():
+            manager = self._manager_for(weights, self._membership.ranks)
             await manager.update_weights([], global_steps)
             await manager.finish([])
-        except BaseException:
-            if manager.agreement.lost:
-                membership.lose()
-            raise
         if self._first:
             write_report(manager.report)
 
-    def _manager_for(self, weights: Any) -> SeparateTrainer:
+    def _manager_for(self, weights: Any, ranks: JointRanks) -> SeparateTrainer:
         from verl_sync_plugin.sharding_manager import get_sharding_manager
         from verl_sync_plugin.sync.separate.managers import SeparateTrainer
         from verl_sync_plugin.trainers.base import trainer_device
@@ -122,15 +117,13 @@ class SyncCheckpointEngine(CheckpointEngine):
 
         if not isinstance(weights, ShardStream):
             refuse_plain_stream()
-        assert self._membership is not None and self._membership.ranks is not None, "init_process_group() comes first"
-        if self._manager is not None and self._fresh:
+        if self._manager is not None and self._manager.agreement.ranks is not ranks:
             self._manager.close()
-        if self._manager is None or self._fresh:
+            self._manager = None
+        if self._manager is None:
             backend = get_sharding_manager(weights.trainer, self._rollout).backend
-            ranks, device = self._membership.ranks, trainer_device()
-            self._manager = SeparateTrainer(
-                ranks, backend, weights.engine, self._config, self._bucket_bytes, device, self._dtype
-            )
+            arguments = (weights.engine, self._config, self._bucket_bytes, trainer_device(), self._dtype)
+            self._manager = SeparateTrainer(ranks, backend, *arguments)
         return self._manager
 
     def receive_weights(self, global_steps: int | None = None) -> Incoming:
@@ -138,4 +131,4 @@ class SyncCheckpointEngine(CheckpointEngine):
         from verl_sync_plugin.sync.separate.handles import Incoming
 
         assert self._membership is not None and self._membership.ranks is not None, "init_process_group() comes first"
-        return Incoming(self._membership, self._fresh)
+        return Incoming(self._membership, self._membership.ranks)

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.errors import RankLostError, SyncError
 from verl_sync_plugin.transport.protocol import TOGETHER_SLACK_SECONDS, TOGETHER_WAITS
 from verl_sync_plugin.transport.ranks import Ranks, TrainerWorld
 
@@ -128,11 +128,6 @@ class Agreement:
         return None
 
     @property
-    def lost(self) -> bool:
-        """Whether a rank died or did not answer: nothing can be agreed on any more."""
-        return bool(self._lost)
-
-    @property
     def failed(self) -> bool:
         """Whether this rank has an error that the others do not know of yet."""
         return self._error is not None
@@ -162,7 +157,7 @@ class Agreement:
     def _exchange(self, what: str, waiting: bool) -> bool:
         mine, self._error = self._error, None
         if self._lost:
-            raise SyncError(self._lost)
+            raise RankLostError(self._lost)
         status = torch.tensor([int(mine is not None), int(waiting)], dtype=torch.int32)
         with self._peers(what, mine):
             self.ranks.all_reduce(status, dist.ReduceOp.MAX)
@@ -181,7 +176,7 @@ class Agreement:
                 f"weight sync: a rank died or did not reach {what!r} within {self._timeout_seconds:g} s "
                 f"(rank {self.ranks.rank} waited); {self.ranks.after_loss}. {error}"
             )
-            raise SyncError(self._lost) from (mine or error)
+            raise RankLostError(self._lost) from (mine or error)
 
     def _tell_all(self, what: str, mine: BaseException | None) -> str:
         text = None if mine is None else "".join(traceback.format_exception_only(mine)).strip()

@@ -36,22 +36,22 @@ class SeparateReceiver:
             SyncError: any rank failed; the same text on every rank.
         """
         assert isinstance(incoming, Incoming), "of the same backend"
-        manager = self._manager_for(incoming)
-        try:
-            await manager.update_weights([], global_steps)
-            await manager.finish([])
-        except (SyncError, asyncio.CancelledError) as error:
-            await abandon(manager.endpoint, str(error) or repr(error))
-            if manager.agreement.lost:
-                incoming.membership.lose()
-            raise
+        with incoming.membership.taking_part():
+            manager = self._manager_for(incoming)
+            try:
+                await manager.update_weights([], global_steps)
+                await manager.finish([])
+            except (SyncError, asyncio.CancelledError) as error:
+                await abandon(manager.endpoint, str(error) or repr(error))
+                raise
         await manager.publish()
         if manager.endpoint.leader:
             write_report(manager.report)
 
     def _manager_for(self, incoming: Incoming) -> SeparateRollout:
-        if self._manager is not None and incoming.fresh:
+        if self._manager is not None and self._manager.agreement.ranks is not incoming.ranks:
             self._manager.close()
-        if self._manager is None or incoming.fresh:
+            self._manager = None
+        if self._manager is None:
             self._manager = self._make(incoming)
         return self._manager

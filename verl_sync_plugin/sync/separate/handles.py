@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_sync_plugin.sync.separate.membership import Membership
+from verl_sync_plugin.transport.joint import JointRanks
 
 
 @dataclass(frozen=True, eq=False)
@@ -14,8 +15,8 @@ class Incoming:
 
     Attributes:
         membership: this rank among trainer and rollout ranks.
-        fresh: the group is another one than in the last sync.
+        ranks: all of them; another object where they are others than in the last sync.
     """
 
     membership: Membership
-    fresh: bool
+    ranks: JointRanks

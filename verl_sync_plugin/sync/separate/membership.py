@@ -12,7 +12,8 @@ import hashlib
 import os
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,7 @@ import ray
 import torch
 import torch.distributed as dist
 
+from verl_sync_plugin.errors import RankLostError, SyncError
 from verl_sync_plugin.transport.joint import JointRanks
 
 CUMEM = "NCCL_CUMEM_ENABLE"
@@ -160,8 +162,19 @@ class Membership:
         self._name = name
         return True
 
-    def lose(self) -> None:
-        """A member is dead or silent: with the next sync all make a new group of who is there then."""
+    @contextmanager
+    def taking_part(self) -> Iterator[None]:
+        """Around this rank's part in a sync. Where it raises something else than what all ranks have agreed to raise,
+        this rank leaves the group: the others, who may wait for it, hear of that, and the next sync makes a new one.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, SyncError) or isinstance(error, RankLostError):
+                self._lose()
+            raise
+
+    def _lose(self) -> None:
         self._lost += 1
         self.leave()
 

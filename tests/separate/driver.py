@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls that verl's driver makes to the processes of a separate run, and these processes seen from outside.
+
+verl's ``CheckpointEngineManager`` makes these calls through Ray, which the end-to-end test has; here they go through
+pipes, so that one set of processes can lose and gain members.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch.multiprocessing as mp
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a process answers when its call raised."""
+
+    kind: str
+    text: str
+
+
+class Member:
+    """A process and the pipe to it; a call is sent by ``ask`` and answered by ``answer``."""
+
+    def __init__(self, kind: type, *args: Any) -> None:
+        context = mp.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(kind, theirs, args), daemon=False)
+        self.process.start()
+        theirs.close()
+
+    def ask(self, method: str, *args: Any) -> Member:
+        self._pipe.send((method, args))
+        return self
+
+    def answer(self, seconds: float = 240.0) -> Any:
+        """What the call returned, a ``Failure``, or ``None`` when the process is dead."""
+        try:
+            if not self._pipe.poll(seconds):
+                raise TimeoutError("no answer")
+            return self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            return None
+
+    def end(self) -> None:
+        if self.process.is_alive():
+            self.ask("end")
+            self.process.join(20)
+        if self.process.is_alive():
+            self.process.kill()
+
+
+def _serve(kind: type, pipe: Connection, args: tuple[Any, ...]) -> None:
+    host = kind(*args)
+    pipe.send("ready")
+    while True:
+        method, given = pipe.recv()
+        try:
+            pipe.send(getattr(host, method)(*given))
+        except Exception as error:
+            traceback.print_exc()
+            pipe.send(Failure(type(error).__name__, str(error)))
+        if method == "end":
+            return
+
+
+def together(members: Sequence[Member], method: str, *args: Any) -> list[Any]:
+    """The same call to all, at the same time; their answers in order."""
+    for member in members:
+        member.ask(method, *args)
+    return [member.answer() for member in members]
+
+
+class Driver:
+    """What verl's ``CheckpointEngineManager`` does around a sync."""
+
+    def __init__(self, trainers: list[Member]) -> None:
+        self.trainers = trainers
+
+    def sync(self, version: int, rollouts: list[Member]) -> list[Any]:
+        """Answers of the trainer ranks, then of the rollout ranks."""
+        from verl_sync_plugin.hooks.checkpoint_engine import SyncCheckpointEngine
+
+        everyone = [*self.trainers, *rollouts]
+        said = together(everyone, "prepare")
+        sizes = len(self.trainers), len(rollouts)
+        parts = SyncCheckpointEngine.build_topology(*sizes, said)
+        places = [place for part in parts for place in zip(part["rank"], part["members"], strict=True)]
+        for member, place in zip(everyone, places, strict=True):
+            member.ask("join", *place)
+        assert [member.answer() for member in everyone] == [None] * len(everyone)
+        return together(everyone, "sync", version)
