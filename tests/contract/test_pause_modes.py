@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -67,9 +68,13 @@ def models(tiny_model: Callable[[str], str]) -> Models:
 
 @pytest.fixture(scope="module")
 def engine(models: Models) -> Iterator[BareEngine]:
+    # SGLang's own shutdown would end all children of this process, those of other tests too
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
     engine = BareEngine(models.path, 1, "auto")
     yield engine
-    engine.shutdown()
+    for child in psutil.Process().children(recursive=True):
+        if child.pid not in before:
+            child.kill()
 
 
 Play = Callable[[str, Callable[["Run"], Any]], None]
