@@ -4,12 +4,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hydra_run import refused, rollout_of
 from verl_sync_plugin.config.settings import KEY_PREFIX, SEPARATE_BACKEND
+from verl_sync_plugin.errors import RankLostError, SyncError
+from verl_sync_plugin.sync.separate import membership
 from verl_sync_plugin.sync.separate.membership import Member, topology
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -76,3 +81,28 @@ def test_ranks_that_set_up_nccl_otherwise_are_refused() -> None:
     other = replace(ROLLOUTS[0], cumem="0")
     with pytest.raises(ValueError, match=r"NCCL_CUMEM_ENABLE differs .* rollout rank 0 of 1 has 0"):
         topology(2, 1, [*TRAINERS, other])
+
+
+def test_a_failed_sync_is_told_so_that_all_make_a_new_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(membership.dist, "get_world_size", lambda: 1)
+    member = membership.Membership(torch.device("cpu"), trainer=False, first=False, timeout_seconds=1.0)
+    group = SimpleNamespace(close=lambda: closed.append(True))
+    closed: list[bool] = []
+    for number, (error, leaves) in enumerate(((SyncError, 0), (RankLostError, 1), (ValueError, 1)), start=1):
+        closed.clear()
+        member.ranks = group  # type: ignore[assignment]
+        with pytest.raises(error), member.taking_part():
+            raise error("injected")
+        assert member.describe().lost == number and len(closed) == leaves, error
+
+
+def test_a_sync_that_ends_late_leaves_the_group_of_the_next_alone() -> None:
+    member = membership.Membership(torch.device("cpu"), trainer=False, first=False, timeout_seconds=1.0)
+    closed: list[str] = []
+    old, new = (SimpleNamespace(close=partial(closed.append, name)) for name in ("old", "new"))
+    member.ranks = old  # type: ignore[assignment]
+    with pytest.raises(RankLostError), member.taking_part():
+        member.ranks = new  # type: ignore[assignment]
+        raise RankLostError("injected")
+    assert member.ranks is new and closed == ["old"]

@@ -237,3 +237,19 @@ def test_everything_else_is_verls(makes_room: bool, backend: str, mode: str) -> 
     rollout = Rollout(makes_room)
     assert asyncio.run(Worker(rollout, backend).update_weights(7, mode)) == f"verl's: 7 {mode}"
     assert not rollout.calls
+
+
+@pytest.mark.parametrize("offloaded", [True, False])
+def test_a_separate_sync_waits_for_what_is_on_its_way_to_the_host(
+    offloaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[Any] = []
+    device = SimpleNamespace(synchronize=lambda: order.append("waited"))
+    monkeypatch.setattr(worker, "get_torch_device", lambda: device)
+    monkeypatch.setattr(worker, "set_expandable_segments", order.append)
+    monkeypatch.setattr(worker, "offload", lambda engine: order.append("offloaded"))
+    with pytest.raises(RuntimeError), worker.sending(SimpleNamespace(is_param_offload_enabled=offloaded)):
+        order.append("sync")
+        raise RuntimeError
+    waited = ["waited"] if offloaded else []
+    assert order == [False, *waited, "sync", "offloaded", True]

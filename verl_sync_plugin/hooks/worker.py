@@ -8,7 +8,8 @@ everybody's. All else is verl's: other backends, other rollouts and a plugin tha
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -37,9 +38,10 @@ class SyncWorkerMixin:
         rollout = self.rollout
         # Hazard: the adapter's class is not imported here. SGLang would come with it, before the actor's model is
         # built, and what it changes in torch and transformers would then reach the trainer.
+        if backend == SEPARATE_BACKEND:
+            with sending(self.actor.engine):
+                return await super().update_weights(global_steps=global_steps, mode=mode)  # type: ignore[misc]
         if backend != "naive" or not getattr(rollout, "makes_room", False):
-            if backend == SEPARATE_BACKEND:  # stays off until the next colocated sync has ended, if there is one
-                set_expandable_segments(False)
             return await super().update_weights(global_steps=global_steps, mode=mode)  # type: ignore[misc]
         set_expandable_segments(False)  # other processes cannot open such memory
         try:
@@ -75,6 +77,22 @@ _OURS: dict[type, type] = {ActorRolloutRefWorker: SyncActorRolloutRefWorker, Det
 def ours_for(worker: type) -> type | None:
     """Our subclass of one of verl's worker classes; ``None`` for any other class."""
     return _OURS.get(worker)
+
+
+@contextmanager
+def sending(engine: Any) -> Iterator[None]:
+    """Around a sync to a separate rollout, which reads a trainer's parameters where they are, on the host as well."""
+    set_expandable_segments(False)  # other processes cannot open such memory
+    try:
+        if engine.is_param_offload_enabled:
+            # Hazard: verl's copies to the host are asynchronous. What is read there before they end is of the step
+            # before, and no hash shows it, since both sides would hash the same bytes.
+            get_torch_device().synchronize()
+        yield
+    finally:
+        with suppress(Exception):  # a stream that loaded the model for the sync must not leave it on the device
+            offload(engine)
+        set_expandable_segments(True)
 
 
 def offload(engine: Any) -> None:

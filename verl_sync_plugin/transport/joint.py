@@ -7,6 +7,7 @@ in a group of their own, so that no word waits behind them.
 
 from __future__ import annotations
 
+import os
 import pickle
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from verl_sync_plugin.transport.ranks import Ranks
 
 T = TypeVar("T")
+ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class JointRanks(Ranks):
@@ -53,7 +55,7 @@ class JointRanks(Ranks):
         self._words: Any = dist.ProcessGroupGloo(dist.PrefixStore("words", store), rank, self.size, self._bound)
         bytes_store = dist.PrefixStore("bytes", store)
         self._bytes: Any = (
-            dist.ProcessGroupNCCL(bytes_store, rank, self.size, dist.ProcessGroupNCCL.Options())
+            _nccl(bytes_store, rank, self.size, timeout_seconds)
             if device.type == "cuda"
             else dist.ProcessGroupGloo(bytes_store, rank, self.size, self._bound)
         )
@@ -100,6 +102,21 @@ class JointRanks(Ranks):
             if group is not None:
                 group.abort()
         self._bytes = self._words = None
+
+
+def _nccl(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Any:
+    """A group whose watchdog leaves the process alone. By default it would end the trainer at a dead member, and before
+    our own bound has passed; that bound, the agreement and ``close`` end what hangs."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=4 * timeout_seconds)
+    before = os.environ.get(ASYNC_ERRORS)
+    os.environ[ASYNC_ERRORS] = "0"  # read by the constructor
+    try:
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        os.environ.pop(ASYNC_ERRORS)
+        if before is not None:
+            os.environ[ASYNC_ERRORS] = before
 
 
 def _packed(value: Any) -> torch.Tensor:

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_sync_plugin.config.bucket_size import AutoBucket, check_bucket_megabytes
-from verl_sync_plugin.config.settings import sync_config_of
+from verl_sync_plugin.config.settings import SEPARATE_BACKEND, sync_config_of
 from verl_sync_plugin.log import say
 from verl_sync_plugin.memory.gauges import device_reading
 from verl_sync_plugin.rollouts.sglang.backup import keep_cpu_backup
@@ -42,6 +43,8 @@ def make_manager(
     """
     refuse_family(str(model_config.path), model_config.hf_config.to_dict())  # the driver may have had no checkpoint
     sync, device = sync_config_of(config), trainer_device()
+    if config.checkpoint_engine.backend == SEPARATE_BACKEND and sync.delivery == "broadcast":
+        sync = replace(sync, delivery="gathered")  # of the engines on the trainer's own GPUs, which such a run has too
     manager_class = get_sharding_manager(stream.trainer, str(config.name))
     megabytes = check_bucket_megabytes(
         config.get("update_weights_bucket_megabytes", None),

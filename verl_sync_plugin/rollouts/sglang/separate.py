@@ -24,6 +24,7 @@ class SeparateReceiver:
     def __init__(self, make: Callable[[Incoming], SeparateRollout]) -> None:
         self._make = make
         self._manager: SeparateRollout | None = None
+        self._one = asyncio.Lock()
 
     async def receive(self, incoming: Any, global_steps: int | None) -> None:
         """One sync. Collective over trainer and rollout ranks.
@@ -36,6 +37,10 @@ class SeparateReceiver:
             SyncError: any rank failed; the same text on every rank.
         """
         assert isinstance(incoming, Incoming), "of the same backend"
+        async with self._one:  # a sync that has failed ends before the next one begins
+            await self._receive(incoming, global_steps)
+
+    async def _receive(self, incoming: Incoming, global_steps: int | None) -> None:
         with incoming.membership.taking_part():
             manager = self._manager_for(incoming)
             try:

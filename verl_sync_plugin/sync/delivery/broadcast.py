@@ -44,6 +44,10 @@ class Broadcast(Staged):
                 self._wait(sync, index)
         self._end(sync)
 
+    def _readers(self, sync: Sync) -> tuple[int, ...]:
+        """Nobody reads a trainer rank's slots; an export that is never opened would keep their memory for good."""
+        return (self._me,) if self._loads else ()
+
     def _send(self, sync: Sync, index: int) -> None:
         """Starts to complete a bucket's slot on all ranks; the bytes are there after ``drain``."""
         ranks = self._agreement.ranks

@@ -88,6 +88,8 @@ class Direct(Delivery):
         try:
             if group is not None and dist.get_world_size(group) > 1 and not sync.plan.sharded:
                 raise NotInPlaceError("ranks that share out the model are on several hosts")
+            if self._apart and not sync.plan.sharded:
+                raise NotInPlaceError("trainer and rollout ranks are on several hosts, or cannot share memory")
             if sync.source.prepares:
                 raise NotInPlaceError("weights are made on the way")
             if self._parameters is None or self._parameters.plan is not sync.plan:

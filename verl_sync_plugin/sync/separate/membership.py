@@ -38,7 +38,7 @@ class Member:
         place: its rank in the trainer, or in its replica.
         world: how many ranks the trainer or the replica has.
         device: names the GPU it computes on, on all hosts; empty on a CPU.
-        lost: how many groups it has seen end with a dead or silent member.
+        lost: how many syncs have failed for it, after each of which all make a new group.
         store: host and port of the store where all find each other; of trainer rank 0 only.
         cumem: its ``NCCL_CUMEM_ENABLE``.
     """
@@ -156,7 +156,11 @@ class Membership:
         trainers = sum(member.trainer for member in members)
         store = dist.PrefixStore(name, self._store)
         sizes = trainers, len(members) - trainers
-        self.ranks = JointRanks(store, rank, *sizes, self._timeout, self._device)
+        try:
+            self.ranks = JointRanks(store, rank, *sizes, self._timeout, self._device)
+        except BaseException:
+            self._lost += 1  # others may have come through: the next attempt is under another name for all
+            raise
         me = members[rank]
         self.engine_ranks = () if me.trainer else tuple(range(rank - me.place, rank - me.place + me.world))
         self._name = name
@@ -164,19 +168,23 @@ class Membership:
 
     @contextmanager
     def taking_part(self) -> Iterator[None]:
-        """Around this rank's part in a sync. Where it raises something else than what all ranks have agreed to raise,
-        this rank leaves the group: the others, who may wait for it, hear of that, and the next sync makes a new one.
+        """Around this rank's part in a sync. Where it fails the next sync makes a new group: a broadcast of this one
+        may be half done, and the next one would be taken for its rest.
+
+        Where it raises something else than what all ranks have agreed to raise, this rank leaves the group at once, by
+        which the others, who may wait for it, hear of that.
         """
+        ranks = self.ranks
         try:
             yield
         except BaseException as error:
+            self._lost += 1
             if not isinstance(error, SyncError) or isinstance(error, RankLostError):
-                self._lose()
+                if self.ranks is ranks:  # and not already that of a later sync
+                    self.leave()
+                elif ranks is not None:
+                    ranks.close()
             raise
-
-    def _lose(self) -> None:
-        self._lost += 1
-        self.leave()
 
     def leave(self) -> None:
         """Ends the group, if there is one; not collective."""
