@@ -27,6 +27,7 @@ class Case:
         bucket_mb: bucket size for both variants.
         device: ``cuda`` or ``cpu``.
         extra: further Hydra overrides, for both variants.
+        plugin_extra: further ones for the plugin variant alone.
         train_vpp: model chunks per pipeline stage of a Megatron trainer.
         train_cp: context parallel size of a Megatron trainer.
         train_ep: expert parallel size of a Megatron trainer.
@@ -46,6 +47,7 @@ class Case:
     bucket_mb: int
     device: str
     extra: tuple[str, ...] = ()
+    plugin_extra: tuple[str, ...] = ()
     train_vpp: int = 1
     train_cp: int = 1
     train_ep: int = 1

@@ -129,6 +129,7 @@ def training(case: Case, variant: str, paths: Paths) -> list[str]:
         *_lora(case),
         _bucket(case, variant),
         *case.extra,
+        *(case.plugin_extra if variant == "plugin" else ()),
     ]
     return [sys.executable, "-m", "verl.trainer.main_ppo", *overrides]
 

@@ -54,6 +54,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--profile", type=Path, metavar="FOLDER", help="also trace a sync, after the measured ones; two more steps"
     )
     parser.add_argument("--override", action="append", default=[], help="a Hydra override for both variants")
+    parser.add_argument(
+        "--plugin-override",
+        action="append",
+        default=[],
+        help="one for the plugin alone: stock refuses the plugin's keys",
+    )
     args = parser.parse_args(argv)
     args.variants = args.variants.split(",")
     unknown = [name for name in args.variants if name not in VARIANTS]
@@ -69,15 +75,17 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def case_of(args: argparse.Namespace) -> Case:
     """The case that the command line describes."""
     values = vars(args)
-    fields = {field.name for field in dataclasses.fields(Case)} - {"name", "extra"}
-    return Case(name=args.case, extra=tuple(args.override), **{name: values[name] for name in fields})
+    fields = {field.name for field in dataclasses.fields(Case)} - {"name", "extra", "plugin_extra"}
+    extra, ours = tuple(args.override), tuple(args.plugin_override)
+    return Case(name=args.case, extra=extra, plugin_extra=ours, **{name: values[name] for name in fields})
 
 
 def command_line(args: argparse.Namespace) -> str:
     """The command that measures the same again, without the paths of this machine."""
     words = ["python", "-m", "benchmarks.phase"]
     for name, value in vars(args).items():
-        if name in LOCAL_ARGUMENTS or name == "override":
+        if name in (*LOCAL_ARGUMENTS, "override", "plugin_override"):
             continue
         words += [f"--{name.replace('_', '-')}", ",".join(value) if name == "variants" else str(value)]
-    return shlex.join([*words, *(f"--override={value}" for value in args.override)])
+    words += [f"--override={value}" for value in args.override]
+    return shlex.join([*words, *(f"--plugin-override={value}" for value in args.plugin_override)])
