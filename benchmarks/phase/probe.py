@@ -151,8 +151,15 @@ def timed_plain(target: Target, event: str, method: Callable[..., Any]) -> Calla
 
     @functools.wraps(method)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        open_groups = _open_groups.get()
+        if target.group in open_groups:
+            return method(self, *args, **kwargs)
+        token = _open_groups.set(open_groups | {target.group})
         start, clock = time.time(), time.perf_counter()
-        result = method(self, *args, **kwargs)
+        try:
+            result = method(self, *args, **kwargs)
+        finally:
+            _open_groups.reset(token)
         if inspect.isawaitable(result):
             raise TypeError(f"{method.__qualname__} was called in a running event loop; the probe cannot time that")
         record = _record(self, target.process, event, None, _Counter())
