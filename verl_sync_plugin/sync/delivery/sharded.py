@@ -121,7 +121,8 @@ class Sharded(Staged):
                 f"{KEY_PREFIX}.delivery={self._config.delivery}: an engine rank cannot read other trainer ranks' "
                 f"memory ({error}). Set it to auto."
             ) from error
-        say(f"an engine rank cannot read other trainer ranks' memory ({error}); buckets are gathered instead")
+        instead = "broadcast" if self._apart else "gathered"
+        say(f"an engine rank cannot read other trainer ranks' memory ({error}); buckets are {instead} instead")
         self.possible, self._why = False, str(error)
 
 
