@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+LINK_BYTES_PER_SECOND = 4.5e11  # an H200's NVLink, one direction, by its specification
 DEVICE_BYTES_PER_SECOND = 4.3e12  # an H200's memory, read and written, as copies reach it
 
 
@@ -28,4 +29,6 @@ def of_result(result: dict[str, Any]) -> float | None:
     if not known:
         return None
     settings = result["runs"][0]["settings"]
+    if settings.get("rollout_gpus"):  # every engine rank gets its part over a link of its own
+        return min(known) / int(settings.get("rollout_tp", 1)) / LINK_BYTES_PER_SECOND
     return seconds(min(known), int(settings.get("gpus", 1)), int(settings.get("rollout_tp", 1)))
