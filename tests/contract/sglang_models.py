@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -207,10 +208,22 @@ def start_from(
             backend="gloo", world_size=world, rank=rank, local_rank=rank,
             distributed_init_method=f"tcp://127.0.0.1:{port}",
         )  # fmt: skip
-        distributed.initialize_model_parallel(tp or world)
+        honest = torch.distributed.get_world_size
+        sizes = lambda group=None: honest(group) if group else _Replicas(world)  # noqa: E731
+        with mock.patch.object(torch.distributed, "get_world_size", sizes):
+            distributed.initialize_model_parallel(tp or world)
     initialize_dp_attention(args, config)
     initialize_moe_config(args)
     return config
+
+
+class _Replicas(int):
+    """A world of several engines. SGLang makes the groups of each, behind a check that there is only one."""
+
+    __hash__ = int.__hash__
+
+    def __ne__(self, other: object) -> bool:
+        return False
 
 
 def build(config: Any) -> Any:
