@@ -5,9 +5,7 @@ real receiver sessions. Hosts are names that the test gives to its processes; mo
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from contract import sglang_models as models
+from contract.engine_beside import TIMEOUT, Engine
 from contract.sources import WorldSource
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
@@ -24,17 +23,12 @@ from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import Base, Plan, View
 from verl_sync_plugin.report.sync_report import SyncReport
-from verl_sync_plugin.rollouts.sglang import loader
 from verl_sync_plugin.sync.delivery import reach
-from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
 from verl_sync_plugin.trainers.fsdp2 import even_chunks
-from verl_sync_plugin.transport.channel import Channel
-from verl_sync_plugin.transport.listener import connect
-from verl_sync_plugin.transport.protocol import Join, LoadRequest
 
-KIND, CPU, TIMEOUT = "qwen3-moe", torch.device("cpu"), 20.0
+KIND, CPU = "qwen3-moe", torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -82,54 +76,6 @@ class Source(WorldSource):
             view = View(name, tuple(tensor.shape), 0, numel)
         run = tensor.reshape(-1)[sum(lengths[:rank]) :][: lengths[rank]]
         return Shard(Base(name, dtype_name(tensor.dtype), tensor.element_size(), lengths, (view,)), lambda: run)
-
-
-class Engine(RolloutEndpoint):
-    """One tensor-parallel rank of a replica, in this process. No rank can call another process's engine here, so every
-    rank has its own loaded."""
-
-    leader, restores_uncovered, ranks = True, False, ()
-
-    def __init__(self, model: torch.nn.Module, tp: int) -> None:
-        self.model, first = model, dist.get_rank() // tp * tp
-        self.ranks = tuple(range(first, first + tp))
-
-    async def resume(self, tags: list[str]) -> None: ...
-
-    async def finish(self, tags: list[str]) -> None: ...
-
-    async def abandon(self, why: str) -> None: ...
-
-    async def publish(self, report: dict[str, Any]) -> None: ...
-
-    async def load_adapter(self, settings: Mapping[str, Any], factors: Any, weight_version: str | None) -> LoadOutcome:
-        raise AssertionError("whole weights move")
-
-    def flush_behind_load(self) -> None: ...
-
-    def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
-        return _Load(self.model, request)
-
-
-class _Load(PendingLoad):
-    def __init__(self, model: torch.nn.Module, request: LoadRequest) -> None:
-        self._thread = threading.Thread(target=self._run, args=(model, request), daemon=True)
-        self._thread.start()
-
-    def _run(self, model: torch.nn.Module, request: LoadRequest) -> None:
-        channel: Channel = connect(request.addresses[loader.tensor_parallel_rank()], TIMEOUT, TIMEOUT)
-        channel.send(Join(request.sync_id))
-        try:
-            loader._receive(model, channel, request, forget=False)
-        finally:
-            channel.close()
-
-    def finished(self) -> bool:
-        return not self._thread.is_alive()
-
-    async def outcome(self, timeout: float) -> LoadOutcome:
-        await asyncio.to_thread(self._thread.join, timeout)
-        return LoadOutcome()
 
 
 class Manager(ShardingManager):
@@ -276,8 +222,6 @@ def out_of_reach(member: Member) -> None:
     sender, honest = manager.sender, manager.sender.export
 
     def elsewhere(reader: int) -> Any:
-        from dataclasses import replace
-
         found = honest(reader)
         return found if reader == member.rank else replace(found, key=f"gone {reader}", handle=("/nowhere",))
 
