@@ -32,6 +32,7 @@ class Case:
         train_cp: context parallel size of a Megatron trainer.
         train_ep: expert parallel size of a Megatron trainer.
         train_etp: expert tensor parallel size of a Megatron trainer; 0 is verl's default, the tensor parallel size.
+        rollout_gpus: devices that the rollout has for itself, beside those of the trainer; 0 where they share.
         bridge: of a Megatron trainer, one of ``BRIDGES``; results that name none are of mbridge.
     """
 
@@ -53,6 +54,7 @@ class Case:
     train_ep: int = 1
     train_etp: int = 0
     bridge: str = "mbridge"
+    rollout_gpus: int = 0
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def _cpu(case: Case) -> list[str]:
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
         "trainer.device=cpu",
         "ray_kwargs.ray_init.num_cpus=16",
-        f"+ray_kwargs.ray_init.num_gpus={case.gpus}",
+        f"+ray_kwargs.ray_init.num_gpus={case.gpus + case.rollout_gpus}",
         "+ray_kwargs.ray_init.include_dashboard=False",
     ]
 
@@ -119,6 +119,20 @@ def _bucket(case: Case, variant: str) -> str:
     return f"{_ROLLOUT}.{key}={case.bucket_mb}"
 
 
+def _separate(case: Case, variant: str) -> list[str]:
+    if not case.rollout_gpus:
+        return []
+    backend = "sync_plugin" if variant == "plugin" else "nccl"
+    return [
+        "trainer.v1.trainer_mode=separate_async",
+        "trainer.v1.separate_async.parameter_sync_step=1",
+        "trainer.v1.separate_async.num_warmup_batches=1",
+        f"{_ROLLOUT}.nnodes=1",
+        f"{_ROLLOUT}.n_gpus_per_node={case.rollout_gpus}",
+        f"{_ROLLOUT}.checkpoint_engine.backend={backend}",
+    ]
+
+
 def training(case: Case, variant: str, paths: Paths) -> list[str]:
     """The command of one run."""
     device = _cpu(case) if case.device == "cpu" else _cuda(case)
@@ -128,6 +142,7 @@ def training(case: Case, variant: str, paths: Paths) -> list[str]:
         *trainer_overrides.of(case),
         *_lora(case),
         _bucket(case, variant),
+        *_separate(case, variant),
         *case.extra,
         *(case.plugin_extra if variant == "plugin" else ()),
     ]

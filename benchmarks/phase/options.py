@@ -34,6 +34,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--strategy", choices=STRATEGIES, default="fsdp2")
     parser.add_argument("--rollout-tp", type=int, default=1)
+    parser.add_argument(
+        "--rollout-gpus",
+        type=int,
+        default=0,
+        help="its own, beside --gpus; stock is then verl's engine nccl",
+    )
     for axis, default in (("tp", 1), ("pp", 1), ("vpp", 1), ("cp", 1), ("ep", 1), ("etp", 0)):
         parser.add_argument(f"--train-{axis}", type=int, default=default, help="Megatron only")
     parser.add_argument("--bridge", choices=BRIDGES, default=BRIDGES[0], help="Megatron only; default: verl's")
@@ -62,6 +68,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     args.variants = args.variants.split(",")
+    if bool(args.rollout_gpus) != args.case.startswith("separate-"):
+        parser.error(f"--case {args.case}: names of cases with --rollout-gpus, and no others, begin with separate-")
     unknown = [name for name in args.variants if name not in VARIANTS]
     if unknown:
         parser.error(f"unknown variants {unknown}; choose from {', '.join(VARIANTS)}")

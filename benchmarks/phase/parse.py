@@ -92,7 +92,7 @@ def _joined_in_calls(updates: list[Record], calls: list[Record]) -> list[Record]
     return list(joined.values())
 
 
-def _reports(records: Iterable[Record]) -> list[list[Record]]:
+def reports_of(records: Iterable[Record]) -> list[list[Record]]:
     """The plugin's reports sync by sync; every replica's leader writes one, with the weight version it delivered."""
     by_version: dict[Any, list[Record]] = defaultdict(list)
     for position, record in enumerate(records):
@@ -106,7 +106,8 @@ def _nth(by_rank: dict[int, list[Record]], index: int) -> list[Record]:
     return [records[index] for records in by_rank.values() if index < len(records)]
 
 
-def _largest(records: Iterable[Record], key: str) -> Any:
+def largest(records: Iterable[Record], key: str) -> Any:
+    """The largest number that any record has under a key; ``None`` where none has it."""
     values = [record[key] for record in records if record.get(key) is not None]
     return max(values) if values else None
 
@@ -120,12 +121,13 @@ def _reported_stages(reports: list[Record]) -> dict[str, float]:
     return stages
 
 
-def _report_numbers(reports: list[Record]) -> dict[str, float]:
+def report_numbers(reports: list[Record]) -> dict[str, float]:
+    """The numbers of the plugin's reports of one sync, the largest of all."""
     flat = [
         {**report, **{f"stage/{name}": s for name, s in (report.get("stages") or {}).items()}} for report in reports
     ]
     names = {name for report in flat for name, value in report.items() if isinstance(value, int | float)}
-    return {name: _largest(flat, name) for name in sorted(names)}
+    return {name: largest(flat, name) for name in sorted(names)}
 
 
 def _device_used(parts: dict[str, list[Record]], reports: list[Record]) -> dict[str, int]:
@@ -134,7 +136,7 @@ def _device_used(parts: dict[str, list[Record]], reports: list[Record]) -> dict[
     The probe sees it at the end of each stage call; the plugin resumes inside ``update_weights``, so its report, where
     there is one, says more exactly when.
     """
-    used = {name: _largest(records, "device_used_bytes") for name, records in parts.items()}
+    used = {name: largest(records, "device_used_bytes") for name, records in parts.items()}
     for moment, name in MOMENTS.items():
         said = [(report.get("device_used_bytes") or {}).get(moment) for report in reports]
         if known := [value for value in said if value is not None]:
@@ -147,18 +149,18 @@ def _sync(found: dict[str, dict[int, list[Record]]], index: int, sleeps_first: b
     parts = {name: _nth(found[name], index) for name in ("resume_weights", "update_weights", "resume_kv")}
     sleep_index = index if sleeps_first else index - 1
     parts["sleep"] = _nth(found["sleep"], sleep_index) if sleep_index >= 0 else []
-    outer = {name: round(float(_largest(records, "seconds") or 0.0), 6) for name, records in parts.items()}
-    outer["call"] = round(float(_largest(calls, "seconds")), 6)
+    outer = {name: round(float(largest(records, "seconds") or 0.0), 6) for name, records in parts.items()}
+    outer["call"] = round(float(largest(calls, "seconds")), 6)
     phase = round(outer["sleep"] + outer["call"], 6)
-    delivered = _largest([*reports, *parts["update_weights"]], "nbytes")
+    delivered = largest([*reports, *parts["update_weights"]], "nbytes")
     return Sync(
         stages={**{name: outer[name] for name in parts}, **_reported_stages(reports), "phase": phase},
         outer=outer,
         bytes=delivered,
-        peak_device_bytes=_largest(calls, "peak_device_bytes"),
-        peak_host_bytes=int(_largest(calls, "rss_peak_bytes") or 0),
-        host_used_peak_bytes=_largest(calls, "host_used_peak_bytes"),
-        report=_report_numbers(reports),
+        peak_device_bytes=largest(calls, "peak_device_bytes"),
+        peak_host_bytes=int(largest(calls, "rss_peak_bytes") or 0),
+        host_used_peak_bytes=largest(calls, "host_used_peak_bytes"),
+        report=report_numbers(reports),
         device_used_bytes=_device_used(parts, reports),
     )
 
@@ -172,7 +174,7 @@ def syncs(records: Iterable[Record]) -> list[Sync]:
         ProbeError: no sync is complete, or ranks disagree by more than the one cut short.
     """
     records = list(records)
-    found, reports = _in_order(records), _reports(records)
+    found, reports = _in_order(records), reports_of(records)
     counts = {rank: len(calls) for rank, calls in found["call"].items()}
     if not counts:
         raise ProbeError(

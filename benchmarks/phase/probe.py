@@ -34,7 +34,7 @@ class Target:
     Attributes:
         module: where the class is defined.
         cls: the class.
-        events: the event's name in the probe file, by method; the methods are coroutine functions.
+        events: the event's name in the probe file, by method.
         process: what kind of process it lives in.
         group: of nested calls in one group the outermost alone is measured.
     """
@@ -52,6 +52,8 @@ TARGETS = (
     Target("verl.workers.engine_workers", "ActorRolloutRefWorker", {"update_weights": "sync"}, "trainer", "sync"),
     Target(f"{_SGLANG}.sglang_rollout", "ServerAdapter", _ADAPTER_EVENTS, "trainer", "stage"),
     Target(f"{_SGLANG}.async_sglang_server", "SGLangHttpServer", {"sleep": "sleep"}, "server", "stage"),
+    # the driver's whole sync, of separate rollouts as of colocated ones
+    Target("verl.checkpoint_engine.base", "CheckpointEngineManager", {"update_weights": "whole"}, "driver", "whole"),
 )
 
 _open_groups: ContextVar[frozenset[str]] = ContextVar("sync_probe_open_groups", default=frozenset())
@@ -144,6 +146,31 @@ async def _measure(
         write(record)
 
 
+def timed_plain(target: Target, event: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a method of the driver that is no coroutine function; its process has no device to look at."""
+
+    @functools.wraps(method)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        open_groups = _open_groups.get()
+        if target.group in open_groups:
+            return method(self, *args, **kwargs)
+        token = _open_groups.set(open_groups | {target.group})
+        start, clock = time.time(), time.perf_counter()
+        try:
+            result = method(self, *args, **kwargs)
+        finally:
+            _open_groups.reset(token)
+        if inspect.isawaitable(result):
+            raise TypeError(f"{method.__qualname__} was called in a running event loop; the probe cannot time that")
+        record = _record(self, target.process, event, None, _Counter())
+        record |= {"ok": True, "start": start, "seconds": time.perf_counter() - clock, "t": time.time()}
+        write(record | {"backend": str(getattr(self, "backend", ""))})
+        return result
+
+    wrapper.sync_probe = True  # type: ignore[attr-defined]
+    return wrapper
+
+
 def timed(target: Target, event: str, method: AsyncMethod) -> AsyncMethod:
     """Wraps ``method``; its attributes, where verl keeps its dispatch mode, go with it."""
 
@@ -168,9 +195,9 @@ def _wrap_own(cls: type, target: Target) -> None:
         method = inspect.getattr_static(cls, name, None)
         if method is None or getattr(method, "sync_probe", False):
             continue
-        if not inspect.iscoroutinefunction(method):
-            raise TypeError(f"{cls.__name__}.{name} is not a coroutine function; the probe cannot time it")
-        wrapper = timed(target, event, method)
+        if inspect.iscoroutinefunction(method) == (target.process == "driver"):
+            raise TypeError(f"{cls.__name__}.{name} is no longer what the probe knows how to time")
+        wrapper = (timed_plain if target.process == "driver" else timed)(target, event, method)
         # Hazard: by the mixin's name, pickle would find what is wrapped, and then fail to pickle the wrapper by value
         wrapper.__module__, wrapper.__qualname__ = cls.__module__, f"{cls.__qualname__}.{name}"
         setattr(cls, name, wrapper)

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks.phase import cases, parse
+from benchmarks.phase import cases, parse, separate
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _ROLLOUT = re.compile(r"response_length/mean:([0-9.eE+-]+).*?timing_s/gen:([0-9.eE+-]+)")
@@ -41,7 +41,7 @@ def summarize(variant: str, settings: dict[str, Any], probe_file: Path, log: Pat
         ProbeError: the probe file is incomplete, or shows the other variant: verl drops a plugin that fails to load.
     """
     records = parse.read(probe_file)
-    first, *measured = parse.syncs(records)
+    first, *measured = (separate.syncs if settings.get("rollout_gpus") else parse.syncs)(records)
     steps = settings.get("steps")  # what follows was run to be traced
     stock = parse.adapter_classes(records) == {parse.STOCK_ADAPTER}
     if stock != (variant == "stock"):

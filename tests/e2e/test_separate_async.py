@@ -14,43 +14,50 @@ from e2e.runs import Run, Setup, main_ppo
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
 ROLLOUT = "actor_rollout_ref.rollout"
-SEPARATE = ("SeparateTrainer", "SeparateRollout")
+# the versions that each side reports: two replicas, and one of them since the second step
+SEPARATE = {"SeparateTrainer": [0, 1, 2, 3], "SeparateRollout": [0, 0, 1, 1, 2, 3]}
 
 
 @pytest.fixture(scope="module")
 def separate(tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Three steps of two trainer ranks; each of them shares its GPU with an engine, and a third engine has its own."""
+    """Three steps of two trainer ranks, each of which shares its GPU with an engine, and of two replicas with GPUs of
+    their own. One of these dies in the sync behind the second step."""
     overrides = (
         "+sync=separate",
         "trainer.v1.separate_async.parameter_sync_step=1",
         f"{ROLLOUT}.nnodes=1",
-        f"{ROLLOUT}.n_gpus_per_node=1",
+        f"{ROLLOUT}.n_gpus_per_node=2",
         f"{ROLLOUT}.load_format=dummy",
         f"{ROLLOUT}.update_weights_bucket_megabytes=1",
         f"{ROLLOUT}.custom.sync.timeout_seconds=90",
-        "++ray_kwargs.ray_init.num_gpus=3",
+        "++ray_kwargs.ray_init.num_gpus=4",
     )
-    setup = Setup(overrides, 2, 3, Path(tiny_model("qwen2")), replicas=2)
+    setup = Setup(overrides, 2, 3, Path(tiny_model("qwen2")), modules=("e2e.dying_replica",), replicas=2)
     return main_ppo(setup, tmp_path_factory.mktemp("separate"))
 
 
 def test_the_run_reaches_its_steps(separate: Run) -> None:
     checks.reached(separate, steps=3)
-    assert separate.matching(r"rollout rank 2: engine rank 0 of 1, separate from the trainer"), separate.tail
-    for replica in (0, 1, 2):
+    for rank in (2, 3):
+        assert separate.matching(rf"rollout rank {rank}: engine rank 0 of 1, separate from the trainer"), separate.tail
+    for replica in (0, 1, 2, 3):
         assert separate.matching(rf"task runner: replica {replica} is ours"), separate.tail
     assert not separate.matching("stock verl moves the weights|stock loading"), separate.tail
 
 
 def test_the_separate_engine_is_synced_before_the_first_step_and_after_each(separate: Run) -> None:
-    for name in SEPARATE:
+    for name, versions in SEPARATE.items():
         found = [report for report in separate.reports if report["manager"] == name]
-        assert [report["global_steps"] for report in found] == [0, 1, 2, 3], separate.reports
+        assert [report["global_steps"] for report in found] == versions, separate.reports
     for report in separate.reports:
         if report["manager"] == "SeparateRollout":
             assert report["coverage_expected"] > 10 and report["coverage_missing"] == 0, report
             assert report["replayed_tensors"] == (report["tensors"] if report["global_steps"] else 0), report
             assert report["gathered_bytes"] == 0 < report["own_bytes"] + report["peer_bytes"], report
+
+
+def test_a_replica_that_dies_in_a_sync_costs_that_sync_alone(separate: Run) -> None:
+    assert separate.matching(r"driver: replica 3 of the separate rollout has died; 1 go on without it"), separate.tail
 
 
 def test_verl_logs_what_the_sync_cost(separate: Run) -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import DeepseekV2Config, DeepseekV3Config, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.rollouts.sglang.backup import COVERED_ARCHITECTURES, keep_cpu_backup
@@ -23,6 +23,13 @@ def model(config: PretrainedConfig, lora_rank: int = 0, merge: bool = False) -> 
 @pytest.mark.parametrize("architecture", sorted(COVERED_ARCHITECTURES))
 def test_auto_is_off_for_covered_families(architecture: str) -> None:
     assert not keep_cpu_backup(SyncConfig(), PLAIN, model(LlamaConfig(architectures=[architecture])))
+
+
+def test_auto_is_off_for_deepseek_v3_and_moonlight() -> None:
+    """The result mla-7b-2gpu-megatron-bridge-ep2-tp2-full shows it on GPUs; DeepSeek-V2 was not run there."""
+    moonlight = DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"], q_lora_rank=None, n_routed_experts=64)
+    assert not keep_cpu_backup(SyncConfig(), PLAIN, model(moonlight))
+    assert keep_cpu_backup(SyncConfig(), PLAIN, model(DeepseekV2Config(architectures=["DeepseekV2ForCausalLM"])))
 
 
 @pytest.mark.parametrize(

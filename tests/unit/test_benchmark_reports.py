@@ -111,8 +111,11 @@ def test_tables_and_picture_of_the_repository_are_fresh() -> None:
 QUOTED = {
     "| 7.6 B, FSDP2 on 2 GPUs → TP2 |": "dense-7b-2gpu-fsdp2-tp2-full",
     "| the same, LoRA of rank 32 merged on the way |": "dense-7b-2gpu-fsdp2-tp2-lora32",
-    "| 7.6 B, Megatron TP2 → TP2 |": "dense-7b-2gpu-megatron-tp2-tp2-full",
-    "| MoE 8.3 B (4827 tensors), Megatron EP2 → TP2 |": "moe-8b-2gpu-megatron-ep2-tp2-full",
+    "| 7.6 B, Megatron TP2 → TP2 |": "dense-7b-2gpu-megatron-bridge-tp2-tp2-full",
+    "| MoE 8.3 B (4827 tensors), Megatron EP2 → TP2 |": "moe-8b-2gpu-megatron-bridge-ep2-tp2-full",
+    "| MoE 7.2 B of Moonlight's shapes (2257 tensors), Megatron EP2 → TP2 |": (
+        "mla-7b-2gpu-megatron-bridge-ep2-tp2-full"
+    ),
     "| MoE 16 B (9651 tensors), Megatron EP4 → TP4 |": "moe-16b-4gpu-megatron-ep4-tp4-full",
     "| 7.6 B, FSDP2 → TP2, an engine that never sleeps |": "dense-7b-2gpu-fsdp2-tp2-resident",
 }

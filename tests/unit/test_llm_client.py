@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from ray.exceptions import RayActorError
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from verl_sync_plugin.hooks.llm_client import SpanningLLMServerClient, spanning
+from verl_sync_plugin.hooks.llm_client import OutlivingLLMServerClient, SpanningLLMServerClient, of_separate_rollout
 from verl_sync_plugin.hooks.trainer import reporting
 
 
@@ -35,7 +36,7 @@ def client_of(parts: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.Monke
     monkeypatch.setattr(LLMServerClient, "_release_server", lambda *_, **__: None)
     monkeypatch.setattr("verl.workers.rollout.llm_server.asyncio.sleep", at_once)
     config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "sglang"}}})
-    return spanning(FullyAsyncLLMServerClient(config))
+    return of_separate_rollout(FullyAsyncLLMServerClient(config), "retract")
 
 
 SPANNING = {"global_steps": 7, "min_global_steps": 5, "max_global_steps": 7}
@@ -61,16 +62,18 @@ def test_a_response_names_its_first_and_last_version(
 
 
 @pytest.mark.parametrize(
-    ("name", "pause", "kind"),
+    ("name", "backend", "pause", "kind"),
     [
-        ("sglang", "retract", SpanningLLMServerClient),
-        ("sglang", "in_place", SpanningLLMServerClient),
-        ("sglang", "abort", FullyAsyncLLMServerClient),
-        ("vllm", "retract", FullyAsyncLLMServerClient),
+        ("sglang", "sync_plugin", "retract", SpanningLLMServerClient),
+        ("sglang", "sync_plugin", "in_place", SpanningLLMServerClient),
+        ("sglang", "sync_plugin", "abort", OutlivingLLMServerClient),
+        ("sglang", "nccl", "abort", FullyAsyncLLMServerClient),
+        ("sglang", "naive", "abort", FullyAsyncLLMServerClient),
+        ("vllm", "nccl", "retract", FullyAsyncLLMServerClient),
     ],
 )
-def test_the_trainer_hands_out_ours_where_a_call_may_span_a_sync(name: str, pause: str, kind: type) -> None:
-    rollout = {"name": name, "custom": {"sync": {"pause": pause}}}
+def test_the_trainer_hands_out_ours_for_separate_rollouts(name: str, backend: str, pause: str, kind: type) -> None:
+    rollout = {"name": name, "checkpoint_engine": {"backend": backend}, "custom": {"sync": {"pause": pause}}}
 
     class Trainer:
         config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
@@ -85,4 +88,32 @@ def test_the_trainer_hands_out_ours_where_a_call_may_span_a_sync(name: str, paus
 
 def test_clients_of_others_are_left_alone() -> None:
     client = LLMServerClient(OmegaConf.create({}))
-    assert spanning(client) is client
+    assert of_separate_rollout(client, "abort") is client
+
+
+def test_what_a_dead_server_was_asked_for_goes_to_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = client_of([("length", WHOLE)], monkeypatch)
+    removed: list[list[str]] = []
+    cleared: list[bool] = []
+    acquire = LLMServerClient._acquire_server
+
+    async def dead(**_: Any) -> TokenOutput:
+        raise RayActorError
+
+    async def acquired(self: Any, request_id: str, **more: Any) -> tuple[str, Any]:
+        if removed:
+            return await acquire(self, request_id, **more)
+        return "dead", SimpleNamespace(generate=SimpleNamespace(remote=dead))
+
+    async def remove(names: list[str]) -> None:
+        removed.append(names)
+
+    async def clear() -> None:
+        cleared.append(True)
+
+    monkeypatch.setattr(LLMServerClient, "_acquire_server", acquired)
+    client._load_balancer = SimpleNamespace(
+        remove_servers=SimpleNamespace(remote=remove), clear_sticky_cache=SimpleNamespace(remote=clear)
+    )
+    output = asyncio.run(client.generate("request", prompt_ids=[1], sampling_params={}))
+    assert output.token_ids == [1] and removed == [["dead"]] and cleared

@@ -16,7 +16,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from verl_sync_plugin.config.settings import SEPARATE_BACKEND, SyncConfig, refuse_switched_off
 from verl_sync_plugin.log import say
 from verl_sync_plugin.report.file import write_report
-from verl_sync_plugin.rollouts import ROLLOUTS
+from verl_sync_plugin.rollouts import ROLLOUTS, rollout_of
 from verl_sync_plugin.trainers import activation
 
 # Every process of verl's imports this module with verl's registry; the rest is imported by those that sync
@@ -109,6 +109,7 @@ class SyncCheckpointEngine(CheckpointEngine):
             write_report(manager.report)
 
     def _manager_for(self, weights: Any, ranks: JointRanks) -> SeparateTrainer:
+        assert self._membership is not None, "joined"
         from verl_sync_plugin.sharding_manager import get_sharding_manager
         from verl_sync_plugin.sync.separate.managers import SeparateTrainer
         from verl_sync_plugin.trainers.base import trainer_device
@@ -117,14 +118,18 @@ class SyncCheckpointEngine(CheckpointEngine):
 
         if not isinstance(weights, ShardStream):
             refuse_plain_stream()
-        if self._manager is not None and self._manager.agreement.ranks is not ranks:
-            self._manager.close()
-            self._manager = None
-        if self._manager is None:
-            backend = get_sharding_manager(weights.trainer, self._rollout).backend
-            arguments = (weights.engine, self._config, self._bucket_bytes, trainer_device(), self._dtype)
-            self._manager = SeparateTrainer(ranks, backend, *arguments)
-        return self._manager
+        before = self._manager
+        if before is not None and before.agreement.ranks is ranks:
+            return before
+        arguments = (weights.engine, self._config, self._bucket_bytes, trainer_device(), self._dtype)
+        backend = get_sharding_manager(weights.trainer, self._rollout).backend
+        refuse_untied = rollout_of(self._rollout).refuse_untied
+        manager = SeparateTrainer(ranks, self._membership.own, backend, refuse_untied, *arguments)
+        if before is not None:
+            before.close()
+            manager.take_over(before)
+        self._manager = manager
+        return manager
 
     def receive_weights(self, global_steps: int | None = None) -> Incoming:
         """What the rollout adapter receives the sync by; verl hands it over without looking inside."""

@@ -1,17 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's client of separate rollouts, for servers of which one call may span a sync."""
+"""verl's client of separate rollouts: for servers that may die, and of which one call may span a sync."""
 
 from __future__ import annotations
 
 from contextvars import ContextVar
 from typing import Any
 
+from ray.exceptions import RayActorError
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
+from verl_sync_plugin.log import say
+
+_server: ContextVar[str] = ContextVar("_server", default="")
 _first_versions: ContextVar[list[Any] | None] = ContextVar("_first_versions", default=None)
 
 
-class _Noting(LLMServerClient):
+class _Outliving(LLMServerClient):
+    """Asks another server for what one that has died was asked for; between verl's two clients."""
+
+    async def _acquire_server(self, *args: Any, **kwargs: Any) -> Any:
+        acquired = await super()._acquire_server(*args, **kwargs)
+        _server.set(acquired[0])
+        return acquired
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        while True:
+            try:
+                return await super().generate(*args, **kwargs)
+            except RayActorError:
+                # The one with the fewest requests gets the next one, which a dead server soon is
+                say(f"rollout server {_server.get()} has died; its requests go to another one")
+                await self._load_balancer.remove_servers.remote([_server.get()])
+                await self._load_balancer.clear_sticky_cache.remote()
+
+
+class OutlivingLLMServerClient(FullyAsyncLLMServerClient, _Outliving):
+    """verl's client, for rollouts of which a replica may die."""
+
+
+class _Noting(_Outliving):
     """Notes the version with which each part of a response began; between verl's two clients."""
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -40,10 +67,15 @@ class SpanningLLMServerClient(FullyAsyncLLMServerClient, _Noting):
         return output
 
 
-def spanning(client: Any) -> Any:
-    """``client``, as ours where it is verl's that asks again for what was aborted."""
+def of_separate_rollout(client: Any, pause: str) -> Any:
+    """``client``, as ours where it is verl's that asks again for what was aborted.
+
+    Args:
+        client: verl's.
+        pause: ``custom.sync.pause``.
+    """
     if type(client) is not FullyAsyncLLMServerClient:
         return client
-    ours = object.__new__(SpanningLLMServerClient)
+    ours = object.__new__(OutlivingLLMServerClient if pause == "abort" else SpanningLLMServerClient)
     ours.__dict__.update(vars(client))
     return ours

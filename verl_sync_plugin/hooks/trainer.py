@@ -8,8 +8,8 @@ from typing import Any
 import ray
 from omegaconf import OmegaConf
 
-from verl_sync_plugin.config.settings import KEY_PREFIX, sync_config_of
-from verl_sync_plugin.hooks.driver import settle
+from verl_sync_plugin.config.settings import KEY_PREFIX, SEPARATE_BACKEND, sync_config_of
+from verl_sync_plugin.hooks.driver import backend_of, settle
 from verl_sync_plugin.log import say
 from verl_sync_plugin.report.notice import expect_metrics
 from verl_sync_plugin.report.sync_report import metrics_of, timing_of
@@ -42,15 +42,23 @@ class SyncTrainerMixin:
             # Its engine shares the devices and wakes while the actor's sleeps: a cache kept then may take its room
             OmegaConf.update(self.config, f"{KEY_PREFIX}.empty_cache", "always", force_add=True)
 
+    def _setup(self: Any) -> None:
+        """verl's step that starts the rollouts."""
+        super()._setup()  # type: ignore[misc]
+        if syncs_separate(self.config.actor_rollout_ref.rollout):
+            from verl_sync_plugin.hooks.checkpoint_manager import outliving
+
+            outliving(self)
+
     def get_llm_client(self: Any) -> Any:
-        """verl's client of the rollout; where one of its calls may span a sync, one that knows of it."""
+        """verl's client of the rollout; for a separate one that the plugin syncs, ours."""
         client = super().get_llm_client()  # type: ignore[misc]
         rollout = self.config.actor_rollout_ref.rollout
-        if not serves(rollout.get("name")) or sync_config_of(rollout).pause == "abort":
+        if not syncs_separate(rollout):
             return client
-        from verl_sync_plugin.hooks.llm_client import spanning
+        from verl_sync_plugin.hooks.llm_client import of_separate_rollout
 
-        return spanning(client)
+        return of_separate_rollout(client, sync_config_of(rollout).pause)
 
     def on_step_end(self: Any) -> None:
         """verl's hook; ``update_weights`` has run when the super call returns."""
@@ -61,6 +69,11 @@ class SyncTrainerMixin:
             self.timing_raw.update(timing_of(reports))
             pending = dict(getattr(self, "_pending_sync_metrics", None) or {})
             self._pending_sync_metrics = {**pending, **metrics_of(reports)}
+
+
+def syncs_separate(rollout: Any) -> bool:
+    """Whether the plugin syncs a rollout on GPUs of its own, by verl's rollout config."""
+    return serves(rollout.get("name")) and backend_of(rollout) == SEPARATE_BACKEND and sync_config_of(rollout).enabled
 
 
 def take_workers(mapping: dict[Any, Any]) -> None:

@@ -24,7 +24,7 @@ ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class JointRanks(Ranks):
-    """The trainer's ranks first, then the rollout ranks.
+    """The trainer's ranks first, then the rollout ranks; or the trainer's ranks alone, who then exchange words only.
 
     Collective over all of them: makes the groups.
 
@@ -32,7 +32,7 @@ class JointRanks(Ranks):
         store: where they find each other; used by these ranks alone.
         rank: this process's place.
         trainers: how many ranks of the trainer there are.
-        rollouts: how many rollout ranks.
+        rollouts: how many rollout ranks; 0 for the trainer's ranks alone.
         timeout_seconds: bound on every call.
         device: where this process computes.
 
@@ -56,12 +56,14 @@ class JointRanks(Ranks):
         self._bound = timedelta(seconds=timeout_seconds)
         self._met = False
         self._words: Any = dist.ProcessGroupGloo(dist.PrefixStore("words", store), rank, self.size, self._bound)
-        bytes_store = dist.PrefixStore("bytes", store)
-        self._bytes: Any = (
-            _nccl(bytes_store, rank, self.size, timeout_seconds)
-            if device.type == "cuda"
-            else dist.ProcessGroupGloo(bytes_store, rank, self.size, self._bound)
-        )
+        self._bytes: Any = None
+        if rollouts:
+            bytes_store = dist.PrefixStore("bytes", store)
+            self._bytes = (
+                _nccl(bytes_store, rank, self.size, timeout_seconds)
+                if device.type == "cuda"
+                else dist.ProcessGroupGloo(bytes_store, rank, self.size, self._bound)
+            )
 
     def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
         options = dist.AllreduceOptions()

@@ -44,6 +44,9 @@ class Ranks(ABC):
         """Rank 0's value (picklable), on all ranks."""
         return self.gather(value)[0]
 
+    def close(self) -> None:  # noqa: B027  (a group of the whole process stays)
+        """Ends what this group alone has, whatever state its members are in; not collective."""
+
 
 class TrainerWorld(Ranks):
     """All processes of the trainer, each of which has an engine rank beside it: trainer and rollout share their GPUs.
@@ -69,3 +72,19 @@ class TrainerWorld(Ranks):
         values = [value] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+
+class Alone(Ranks):
+    """One process that waits for nobody."""
+
+    after_loss = ""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 1
+        self.trainers, self.rollouts = (), (0,)
+
+    def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        pass
+
+    def gather(self, value: T) -> list[T]:
+        return [value]

@@ -42,8 +42,9 @@ def check_coverage(
     text += _shown(coverage.missing)
     if not restores_uncovered:
         raise RuntimeError(
-            f"{KEY_PREFIX}.weights_cpu_backup={config.weights_cpu_backup!r}: {text}. Without a host copy of real "
-            f"weights they were lost while the engine slept. Set {KEY_PREFIX}.weights_cpu_backup=on and "
+            f"{KEY_PREFIX}.weights_cpu_backup={config.weights_cpu_backup!r}: {text}. Without real weights and a host "
+            "copy of them they are random, or were lost while the engine slept. "
+            f"Set {KEY_PREFIX}.weights_cpu_backup=on and "
             "actor_rollout_ref.rollout.load_format=auto."
         )
     if first:

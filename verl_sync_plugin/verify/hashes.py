@@ -87,11 +87,13 @@ class HashCheck:
         if wrong.any():
             names = [self._names[number] for number in wrong.nonzero().flatten().tolist()]
             more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            ranks = self._agreement.ranks
+            unshared = "gathered" if ranks.trainers == ranks.rollouts else "broadcast"
             raise SyncError(
                 f"weight sync failed: the bytes of {', '.join(names[:NAMED])}{more} changed on the way to the engine. "
                 "The memory between trainer and engine is not reliable, or something overwrote a bucket in use, or "
                 "replicas of the trainer differ. Trainer weights are unchanged. "
-                f"{KEY_PREFIX}.delivery=gathered keeps GPUs from reading each other's memory; "
+                f"{KEY_PREFIX}.delivery={unshared} keeps GPUs from reading each other's memory; "
                 f"{KEY_PREFIX}.verify_hashes=False stops comparing."
             )
 

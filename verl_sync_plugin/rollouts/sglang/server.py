@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+import psutil
 from sglang.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
@@ -49,6 +50,7 @@ class SyncSGLangHttpServer(PausingServer):
         self._version: str | None = None
         self._report: dict[str, Any] | None = None
         self._flushing: asyncio.Future[Any] | None = None
+        self._processes: list[psutil.Process] = []
 
     async def launch_server(self, master_address: str | None = None, master_port: int | None = None) -> None:
         """Launches SGLang with our loader and with or without its host copy of the weights."""
@@ -63,6 +65,7 @@ class SyncSGLangHttpServer(PausingServer):
         backup = keep_cpu_backup(self._sync, self.config, self.model_config)
         with compat.launch_shims(), _decided(self, backup):
             await super().launch_server(master_address=master_address, master_port=master_port)
+        self._processes = psutil.Process().children(recursive=True)
         if self.node_rank == 0:
             launched = bool(self.tokenizer_manager.server_args.enable_weights_cpu_backup)
             if launched and not backup and self.rollout_mode == RolloutMode.HYBRID:
@@ -195,6 +198,10 @@ class SyncSGLangHttpServer(PausingServer):
         flushed = await (under_way or self.tokenizer_manager.flush_cache())
         if not getattr(flushed, "success", True):
             raise RuntimeError("SGLang could not flush its cache after the weight sync: requests are running")
+
+    async def engine_alive(self) -> bool:
+        """Whether every process that SGLang started here still runs."""
+        return all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in self._processes)
 
     async def put_sync_report(self, report: dict[str, Any]) -> None:
         """The leader's report of the last sync."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from verl_sync_plugin.config.settings import SEPARATE_BACKEND, SyncConfig
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Plan
+from verl_sync_plugin.lora.refusals import RefuseUntied
 from verl_sync_plugin.sync.delivery.base import Sync
 from verl_sync_plugin.sync.delivery.choice import Choice
 from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
@@ -25,6 +26,7 @@ from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.joint import JointRanks
 from verl_sync_plugin.transport.protocol import LoadRequest
+from verl_sync_plugin.transport.ranks import Alone, Ranks
 
 MERGE_KEY = "actor_rollout_ref.model.lora.merge"
 
@@ -34,12 +36,16 @@ class SeparateManager(ShardingManager):
 
     Args:
         ranks: both halves.
-        own: where the trainer's ranks settle among themselves; on a rollout rank, where nobody else does.
+        own: the trainer's ranks among themselves; on a rollout rank, this rank alone.
+        engine, endpoint, config, args: as in ``ShardingManager``.
     """
 
-    def __init__(self, ranks: JointRanks, own: Agreement, *args: Any, **kwargs: Any) -> None:
-        self._ranks, self._own = ranks, own
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, ranks: JointRanks, own: Ranks, engine: Any, endpoint: RolloutEndpoint, config: SyncConfig, *args: Any
+    ) -> None:
+        self._ranks = ranks
+        self._own = Agreement(config.timeout_seconds, ranks=own)
+        super().__init__(engine, endpoint, config, *args)
         self._plan: Plan | None = None
 
     def _agree(self) -> Agreement:
@@ -81,7 +87,9 @@ class SeparateTrainer(SeparateManager):
 
     Args:
         ranks: both halves.
+        own: the trainer's ranks.
         backend: of the trainer.
+        refuse_untied: of the rollout engine, see ``RolloutEndpoint.refuse_untied``.
         engine: verl's training engine.
         config: the sync's settings.
         bucket_bytes: as in ``ShardingManager``.
@@ -92,30 +100,39 @@ class SeparateTrainer(SeparateManager):
     def __init__(
         self,
         ranks: JointRanks,
+        own: Ranks,
         backend: type[TrainerBackend],
+        refuse_untied: RefuseUntied,
         engine: Any,
         config: SyncConfig,
         bucket_bytes: int,
         device: torch.device,
         rollout_dtype: str,
     ) -> None:
-        own = Agreement(config.timeout_seconds)
         super().__init__(ranks, own, engine, NoEngine(), config, bucket_bytes, device, rollout_dtype)
         self.trainer = backend(engine, config, device, rollout_dtype)
-        self.planning = Planning(own)
+        self.planning = Planning(self._own)
+        self._refuse_untied = refuse_untied
+
+    def take_over(self, before: SeparateTrainer) -> None:
+        """Goes on with what the manager of the group before has opened of the trainer."""
+        self.source, self.trainer = before.source, before.trainer
 
     def open_source(self) -> ParameterSource:
         """See ``ShardingManager``.
 
         Raises:
-            ValueError: also where the engine is to serve the adapter itself.
+            ValueError: also where the engine is to serve the adapter itself, or cannot hold what it changes.
         """
         if self.trainer.serves_adapter:
             raise ValueError(
                 f"{MERGE_KEY}=False with actor_rollout_ref.rollout.checkpoint_engine.backend={SEPARATE_BACKEND}: "
                 f"adapters are not sent to separate rollouts. Set {MERGE_KEY}=True."
             )
-        return self.trainer.open_source()
+        source = self.trainer.open_source()
+        if source.prepares and (end := self.trainer.untied_end()):
+            self._refuse_untied(self.trainer.architectures, f"the adapter's {end}")
+        return source
 
     def plan(self, sync_id: str) -> Sync:
         """Collective: the trainer's ranks plan among themselves; what comes of it is handed out to all."""
@@ -123,8 +140,9 @@ class SeparateTrainer(SeparateManager):
         shards: list[Shard] = []
         senders: tuple[int, ...] = (0,)
         with self.agreement.attempt():
-            if self.source is None:
+            if self._own.any("asking who has not opened the trainer", lambda: self.source is None):
                 self.source = self._own.step("opening the trainer", self.open_source)
+            assert self.source is not None, "opened"
             self.source = self.source.agree_on_layout(self._own) or self.source
             assert isinstance(self._bucket_bytes, int), "verl gives a size"
             plan, shards = self.planning.agree(self.source, self._bucket_bytes, self.choice.reach)
@@ -145,8 +163,7 @@ class SeparateRollout(SeparateManager):
     """
 
     def __init__(self, ranks: JointRanks, endpoint: RolloutEndpoint, config: SyncConfig, device: torch.device) -> None:
-        own = Agreement(config.timeout_seconds)
-        super().__init__(ranks, own, None, endpoint, config, 0, device)
+        super().__init__(ranks, Alone(), None, endpoint, config, 0, device)
         self.source = NoTrainer()
 
     def plan(self, sync_id: str) -> Sync:

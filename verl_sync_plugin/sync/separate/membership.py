@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from verl_sync_plugin.errors import RankLostError, SyncError
 from verl_sync_plugin.transport.joint import JointRanks
+from verl_sync_plugin.transport.ranks import Alone, Ranks
 
 CUMEM = "NCCL_CUMEM_ENABLE"
 
@@ -106,6 +107,11 @@ class Membership:
         trainer: whether it is a trainer rank.
         first: whether it is trainer rank 0, which keeps the store.
         timeout_seconds: how long members wait for each other.
+
+    Attributes:
+        ranks: all members, while there is a group.
+        own: of a trainer rank, the trainer's ranks among themselves; a rollout rank has nobody to settle with there.
+        engine_ranks: those of this rank's engine in the group.
     """
 
     def __init__(self, device: torch.device, trainer: bool, first: bool, timeout_seconds: float) -> None:
@@ -122,6 +128,7 @@ class Membership:
             self._address = host, self._store.port
         self._name = ""
         self.ranks: JointRanks | None = None
+        self.own: Ranks = Alone()
         self.engine_ranks: tuple[int, ...] = ()
 
     def describe(self) -> Member:
@@ -139,7 +146,7 @@ class Membership:
             members: all, in the order of their ranks.
 
         Returns:
-            Whether it is a new one. ``ranks`` is the group, and ``engine_ranks`` those of this rank's engine in it.
+            Whether it is a new one.
 
         Raises:
             RuntimeError: a member did not come in time.
@@ -154,9 +161,12 @@ class Membership:
             bound = timedelta(seconds=self._timeout)
             self._store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=bound)
         trainers = sum(member.trainer for member in members)
-        store = dist.PrefixStore(name, self._store)
         sizes = trainers, len(members) - trainers
         try:
+            if rank < trainers:
+                store = dist.PrefixStore(f"{name}/trainers", self._store)
+                self.own = JointRanks(store, rank, trainers, 0, self._timeout, self._device)
+            store = dist.PrefixStore(name, self._store)
             self.ranks = JointRanks(store, rank, *sizes, self._timeout, self._device)
         except BaseException:
             self._lost += 1  # others may have come through: the next attempt is under another name for all
@@ -190,7 +200,8 @@ class Membership:
         """Ends the group, if there is one; not collective."""
         if self.ranks is not None:
             self.ranks.close()
-        self.ranks, self._name = None, ""
+        self.own.close()
+        self.ranks, self.own, self._name = None, Alone(), ""
 
 
 def _device_name(device: torch.device) -> str:

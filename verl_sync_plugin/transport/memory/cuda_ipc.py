@@ -61,7 +61,7 @@ def open_cuda_ipc(export: StagingExport) -> torch.Tensor:
     if wanted not in visible:
         raise ValueError(
             f"the trainer rank's GPU {wanted} is not visible to this engine rank (visible: {visible}); "
-            "trainer and rollout ranks must share their GPUs in a colocated run"
+            "set CUDA_VISIBLE_DEVICES alike for trainer and rollout ranks of a host"
         )
     return _map(export, visible.index(wanted), shared)
 
