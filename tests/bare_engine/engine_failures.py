@@ -96,7 +96,7 @@ def peers_out_of_reach(member: Rank, version: int) -> None:
     sender.export = elsewhere if member.rank == last else honest  # type: ignore[assignment, method-assign]
 
     object.__setattr__(manager.config, "delivery", "sharded")
-    with pytest.raises(SyncError, match="delivery=sharded: an engine rank cannot read other trainer ranks' memory"):
+    with pytest.raises(SyncError, match="delivery=sharded: an engine rank cannot read other ranks' memory"):
         member.sync(version)
     object.__setattr__(manager.config, "delivery", "auto")
     abandoned = len(member.endpoint.abandoned)

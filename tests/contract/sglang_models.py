@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -176,16 +177,18 @@ def weights_of(kind: str, seed: int) -> Weights:
     return made
 
 
-def start(folder: Path, kind: str, rank: int, world: int, port: int) -> Any:
+def start(folder: Path, kind: str, rank: int, world: int, port: int, tp: int | None = None) -> Any:
     """Sets SGLang up for one model in this process (again, if need be); returns its ``ModelConfig``."""
     home = folder / f"{kind}-{rank}"
     home.mkdir(parents=True, exist_ok=True)
     (home / "config.json").write_text(json.dumps(config_of(kind)))
-    return start_from(home, rank, world, port)
+    return start_from(home, rank, world, port, tp=tp)
 
 
-def start_from(home: Path, rank: int, world: int, port: int, attention: str = "torch_native") -> Any:
-    """As ``start``, for the model whose ``config.json`` lies in ``home``."""
+def start_from(
+    home: Path, rank: int, world: int, port: int, attention: str = "torch_native", tp: int | None = None
+) -> Any:
+    """As ``start``, for the model whose ``config.json`` lies in ``home``; with engines of ``tp`` ranks, if given."""
     from sglang.srt import distributed
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import parallel_state
@@ -194,7 +197,7 @@ def start_from(home: Path, rank: int, world: int, port: int, attention: str = "t
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
     args = ServerArgs(
-        model_path=str(home), device="cpu", tp_size=world, load_format="dummy", dtype="bfloat16",
+        model_path=str(home), device="cpu", tp_size=tp or world, load_format="dummy", dtype="bfloat16",
         attention_backend=attention, sampling_backend="pytorch", skip_tokenizer_init=True,
         disable_cuda_graph=True,
     )  # fmt: skip
@@ -205,10 +208,22 @@ def start_from(home: Path, rank: int, world: int, port: int, attention: str = "t
             backend="gloo", world_size=world, rank=rank, local_rank=rank,
             distributed_init_method=f"tcp://127.0.0.1:{port}",
         )  # fmt: skip
-        distributed.initialize_model_parallel(world)
+        honest = torch.distributed.get_world_size
+        sizes = lambda group=None: honest(group) if group else _Replicas(world)  # noqa: E731
+        with mock.patch.object(torch.distributed, "get_world_size", sizes):
+            distributed.initialize_model_parallel(tp or world)
     initialize_dp_attention(args, config)
     initialize_moe_config(args)
     return config
+
+
+class _Replicas(int):
+    """A world of several engines. SGLang makes the groups of each, behind a check that there is only one."""
+
+    __hash__ = int.__hash__
+
+    def __ne__(self, other: object) -> bool:
+        return False
 
 
 def build(config: Any) -> Any:

@@ -18,7 +18,7 @@ from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, View
 from verl_sync_plugin.report.sync_report import SyncReport
-from verl_sync_plugin.sync.delivery import sharded
+from verl_sync_plugin.sync.delivery import reach
 from verl_sync_plugin.sync.delivery.base import Sync
 from verl_sync_plugin.sync.delivery.choice import Choice
 from verl_sync_plugin.sync.planning import Planning
@@ -26,38 +26,42 @@ from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.transport.agreement import Agreement
 
 
-def decided(choice: str, hosts: tuple[str, ...], group_size: int) -> tuple[bool, str]:
-    """Whether this rank delivers sharded, and the error."""
+def decided(choice: str, hosts: tuple[str, ...], group_size: int) -> tuple[str, str]:
+    """How this rank delivers staged bytes, with the segments in a slot; and the error."""
     rank, groups = dist.get_rank(), []
     for first in range(0, dist.get_world_size(), group_size):
         groups.append(dist.new_group(list(range(first, first + group_size)), backend="gloo"))
     agreement = Agreement(20)
-    made = sharded.Sharded(SyncConfig(delivery=choice), agreement, BucketSender(torch.device("cpu"), 20))
-    with mock.patch.object(sharded, "host_name", lambda: hosts[rank]):
+    made = reach.Reach(SyncConfig(delivery=choice), agreement)
+    with mock.patch.object(reach, "host_name", lambda: hosts[rank]):
         try:
             made.decide(groups[rank // group_size])
         except SyncError as error:
-            return bool(made.possible), str(error)
+            return "", str(error)
     assert made.possible is not None
-    return made.possible, ""
+    way = ("exchanged" if made.several else "sharded") if made.possible else "gathered"
+    return f"{way} {made.held}" if made.possible else way, ""
 
 
 @pytest.mark.parametrize(
     ("choice", "hosts", "group_size", "expected"),
     [
-        ("auto", ("a",) * 4, 4, True),
-        ("auto", ("a",) * 4, 2, True),
-        ("auto", ("a", "a", "b", "b"), 2, True),  # hybrid sharding: every group on its host
-        ("auto", ("a", "a", "b", "b"), 4, False),
-        ("auto", ("a", "a", "a", "b"), 2, False),  # one group alone decides for all
-        ("auto", ("a",) * 4, 1, False),  # nothing to share out
-        ("gathered", ("a",) * 4, 4, False),
-        ("sharded", ("a",) * 4, 4, True),
+        ("auto", ("a",) * 4, 4, "sharded 1"),
+        ("auto", ("a",) * 4, 2, "sharded 1"),
+        ("auto", ("a", "a", "b", "b"), 2, "sharded 1"),  # hybrid sharding: every group on its host
+        ("auto", ("a", "a", "b", "b"), 4, "exchanged 2"),
+        ("auto", ("a", "b", "b", "a"), 4, "exchanged 2"),
+        ("auto", ("a", "b", "c", "d"), 4, "exchanged 4"),
+        ("auto", ("a", "a", "a", "b"), 4, "exchanged 4"),  # the rank that is alone holds everything
+        ("auto", ("a", "a", "a", "b"), 2, "exchanged 2"),  # one group alone decides for all
+        ("auto", ("a",) * 4, 1, "gathered"),  # nothing to share out
+        ("exchanged", ("a", "a", "b", "b"), 4, "exchanged 2"),
+        ("gathered", ("a", "a", "b", "b"), 4, "gathered"),
+        ("gathered", ("a",) * 4, 4, "gathered"),
+        ("sharded", ("a",) * 4, 4, "sharded 1"),
     ],
 )
-def test_sharded_where_every_group_is_on_one_host(
-    choice: str, hosts: tuple[str, ...], group_size: int, expected: bool
-) -> None:
+def test_the_hosts_of_a_group_decide(choice: str, hosts: tuple[str, ...], group_size: int, expected: str) -> None:
     assert run_world(4, decided, choice, hosts, group_size, timeout=60) == [(expected, "")] * 4
 
 
@@ -68,13 +72,18 @@ def test_several_hosts_refuse_sharded() -> None:
     assert "custom.sync.delivery=sharded: trainer ranks (0, 1, 2, 3)" in texts.pop()
 
 
+def test_one_host_refuses_exchanged() -> None:
+    (text,) = {text for _, text in run_world(4, decided, "exchanged", ("a",) * 4, 2, timeout=60)}
+    assert "custom.sync.delivery=exchanged: trainer ranks (0, 1)" in text and "on one host (a)" in text
+
+
 def said_of_the_choice(choice: str) -> str:
     """What rank 0 says in the log when delivery is chosen for the first time."""
     agreement, sender = Agreement(20), BucketSender(torch.device("cpu"), 20)
     ways = Choice(SyncConfig(delivery=choice), agreement, sender, torch.device("cpu"))
     shards = [Shard(Base("w", "uint8", 1, (64, 64), (View("w", (128,), 0, 128),)), lambda: torch.zeros(64))]
     source = WorldSource(shards)
-    plan, found = Planning(agreement).agree(source, 4096, ways.sharded)
+    plan, found = Planning(agreement).agree(source, 4096, ways.reach)
     with redirect_stdout(io.StringIO()) as said:
         for _ in range(2):
             ways.of(Sync("1", plan, source, found, SyncReport(), (0, 1), (0, 1)))

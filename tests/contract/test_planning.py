@@ -45,7 +45,7 @@ def fail_in_between() -> tuple[bool, bool]:
 
     def staged(numel: int) -> None:
         source = WorldSource(shards_of(numel))
-        plan, shards = planning.agree(source, 4096, choice.sharded)
+        plan, shards = planning.agree(source, 4096, choice.reach)
         choice.of(Sync("1", plan, source, shards, SyncReport(), everyone(), everyone()))
 
     staged(64)

@@ -44,7 +44,7 @@ class Noting:
             raise MemoryError(f"injected: {what} {bucket}")
         self.notes.append((time.monotonic(), self.rank, what, bucket))  # one clock for all processes of a host
 
-    def begin(self, plan: Plan, rank: int, hashed: bool, finite: bool) -> None:
+    def begin(self, plan: Plan, rank: int, hashed: bool, finite: bool, number: int) -> None:
         pass
 
     def pack(self, index: int, slot: int, shards: list[Shard]) -> None:

@@ -37,6 +37,12 @@ class Host:
     def join(self, rank: int, members: Any) -> None:
         self.engine.init_process_group(rank, members)
 
+    def place(self, host: str) -> None:
+        """From the next group on this process is on a host of that name."""
+        from verl_sync_plugin.sync.delivery import reach
+
+        reach.host_name = lambda: host
+
     def end(self) -> None:
         dist.destroy_process_group()
 
@@ -56,6 +62,13 @@ class Trainer(Host):
         manager = self.engine._manager
         assert manager is not None and manager._plan is not None
         return [int(value) for value in manager.sender.sums(manager._plan)]
+
+    def packed(self) -> int:
+        """Bytes of all segments, without what fills them up behind their last tensor."""
+        manager = self.engine._manager
+        assert manager is not None and manager._plan is not None
+        plan = manager._plan
+        return sum(b.filled(plan.bases, place) for b in plan.buckets for place in range(b.world))
 
     def train(self, seed: int) -> None:
         trainer.perturb(self.trainer, seed)

@@ -142,3 +142,29 @@ def test_on_one_host_engines_read_the_memory_of_the_trainer(model: str, tmp_path
         together(driver.trainers, "train", 7)
         driver.sync(7, [first, second])
         exact(driver, [first, second], tmp_path / "v7")
+
+
+def test_over_hosts_every_byte_crosses_once_and_engines_of_a_host_share(model: str, tmp_path: Path) -> None:
+    """Two engines on one other host, of which each holds a part for both; then one of them is on the trainer's."""
+    with members(model, 2) as (driver, (first, second)):
+        for member, host in ((first, "b"), (second, "b"), *((trainer, "a") for trainer in driver.trainers)):
+            assert member.ask("place", host).answer() is None
+        for version in (1, 2, 3):
+            together(driver.trainers, "train", version)
+            reports = driver.sync(version, [first, second])[2:]
+            crossed = [report["network_bytes"] for report in reports]
+            packed = driver.trainers[0].ask("packed").answer()
+            assert sum(crossed) == packed and min(crossed) > 0.4 * packed, (crossed, packed)
+            assert all(report["own_bytes"] > 0 < report["peer_bytes"] for report in reports), reports
+            exact(driver, [first, second], tmp_path / f"v{version}")
+        assert driver.trainers[1].ask("break_packing", 1).answer() is None
+        failed = driver.sync(4, [first, second])
+        texts = {each.text for each in failed if isinstance(each, Failure)}
+        assert len(texts) == 1 and "rank 1: MemoryError: injected: cannot pack" in texts.pop(), failed
+        driver.sync(5, [first])
+        assert second.ask("place", "a").answer() is None
+        together(driver.trainers, "train", 6)
+        reports = driver.sync(6, [first, second])[2:]
+        crossed = [report["network_bytes"] for report in reports]
+        assert crossed == [driver.trainers[0].ask("packed").answer(), 0], "one reads what the trainer ranks packed"
+        exact(driver, [first, second], tmp_path / "v6")

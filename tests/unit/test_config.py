@@ -58,7 +58,7 @@ def test_direct_delivery_needs_the_copy_plan() -> None:
         ("weights_cpu_backup", "maybe", "'maybe'", "Use one of auto, on, off."),
         ("weights_cpu_backup", 3, "3", "Use one of auto, on, off."),
         ("weights_cpu_backup", None, "None", "Use one of auto, on, off."),
-        ("delivery", "in-place", "'in-place'", "Use one of auto, direct, sharded, gathered, broadcast."),
+        ("delivery", "in-place", "'in-place'", "Use one of auto, direct, sharded, exchanged, gathered, broadcast."),
         ("empty_cache", "never", "'never'", "Use one of auto, always."),
         ("empty_cache", False, "False", "Use one of auto, always."),
         ("wire_dtype", "bf16", "'bf16'", "Use one of auto, bfloat16, float16, float32."),

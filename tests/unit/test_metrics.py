@@ -93,6 +93,7 @@ def test_timing_takes_the_slowest_replica() -> None:
 def test_metrics_sum_bytes_and_take_the_worst_of_the_rest() -> None:
     other = report(nbytes=1_000_000_000, buckets=5, peak_device_bytes=8, peak_host_bytes=9, coverage_expected=11)
     other.replayed_tensors, other.own_bytes, other.peer_bytes, other.gathered_bytes = 7, 3, 2, 1
+    other.network_bytes = 4
     other.bucket_bytes, other.emptied_caches, other.released_bytes = 1 << 20, 1, 2 << 20
     assert metrics_of([report().as_dict(), other.as_dict()]) == {
         "sync/bytes": 5e9,
@@ -109,6 +110,7 @@ def test_metrics_sum_bytes_and_take_the_worst_of_the_rest() -> None:
         "sync/own_bytes": 3.0,
         "sync/peer_bytes": 2.0,
         "sync/gathered_bytes": 1.0,
+        "sync/network_bytes": 4.0,
         "sync/direct_bytes": 0.0,
         "sync/activation_bytes": 0.0,
         "sync/replayed_tensors": 0.0,

@@ -17,7 +17,7 @@ TURN_OFF = f"set {KEY_PREFIX}.enabled=False to run stock verl"
 # verl's strategies for which a sharding manager to SGLang is built in
 TRAINERS = ("fsdp", "fsdp2", "megatron")
 CPU_BACKUP_CHOICES = ("auto", "on", "off")
-DELIVERY_CHOICES = ("auto", "direct", "sharded", "gathered", "broadcast")
+DELIVERY_CHOICES = ("auto", "direct", "sharded", "exchanged", "gathered", "broadcast")
 EMPTY_CACHE_CHOICES = ("auto", "always")
 PAUSE_CHOICES = ("abort", "retract", "in_place")
 WIRE_DTYPE_CHOICES = ("auto", "bfloat16", "float16", "float32")
@@ -55,9 +55,10 @@ class SyncConfig:
             calling it.
         verify_hashes: hash every byte when it is packed and when the engine reads it, and compare.
         delivery: ``direct``: from the second sync on every engine rank reads parameters where they lie; ``sharded``: it
-            reads what it needs where the trainer ranks packed it; ``gathered``: every rank gathers everything, or where
-            the rollout is separate ``broadcast``: trainer ranks send it to all rollout ranks; ``auto``: the first of
-            these that is possible.
+            reads what it needs where the trainer ranks packed it; ``exchanged``: as ``sharded`` from the ranks of its
+            own host, to each of which other hosts send a part of what they have packed; ``gathered``: every rank
+            gathers everything, or where the rollout is separate ``broadcast``: trainer ranks send it to all rollout
+            ranks; ``auto``: the first of these that is possible.
         pause: what becomes of a separate rollout's requests in flight while its weights are synced. ``abort``: they go
             back to verl's client, which asks again; ``retract``: the engine prefills them again; ``in_place``: they go
             on with the KV cache of the old weights (``docs/design/pause.md``).

@@ -33,20 +33,20 @@ class _Unit:
         return self.numel - self.done
 
 
-def plan_joint(bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False) -> Plan:
+def plan_joint(bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False, held: int = 1) -> Plan:
     """Plans the sync of a jointly held model.
 
     Args:
         bases: ``lengths`` has one entry per rank of the group and exactly one of them is not 0; views have shares. The
             bases of one parameter are neighbours, equally long, of one dtype, and name the same tensors.
-        bucket_bytes: upper bound on what a rank stages of one bucket: all of it, or its own segment when ``sharded``.
-        sharded: see ``Plan``.
+        bucket_bytes: upper bound on what a rank stages of one bucket: all of it, or ``held`` segments when ``sharded``.
+        sharded, held: see ``Plan``.
 
     Raises:
         ValueError: the bucket is too small to hold 16 bytes per rank, or two parameters yield the same tensor.
     """
     world = len(bases[0].lengths) if bases else 1
-    capacity = segment_capacity(bucket_bytes, world, sharded)
+    capacity = segment_capacity(bucket_bytes, world, sharded, held)
     queues = _queues(bases)
     buckets: list[Bucket] = []
     while queues:
@@ -59,7 +59,7 @@ def plan_joint(bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False
                 if not queues[queue]:
                     del queues[queue]
         buckets.append(_seal(bases, slices, max(used), world))
-    return Plan(bases, tuple(buckets), digest_of(bases, bucket_bytes, sharded), sharded)
+    return Plan(bases, tuple(buckets), digest_of(bases, bucket_bytes, sharded, held), sharded, held)
 
 
 def _owner(base: Base) -> int:

@@ -10,14 +10,14 @@ from verl_sync_plugin.layout.strided import Partition, Run
 from verl_sync_plugin.layout.tensors import ALIGNMENT, Base, Bucket, Entry, Plan, Slice, align
 
 
-def plan_buckets(bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False) -> Plan:
+def plan_buckets(bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False, held: int = 1) -> Plan:
     """Plans the sync.
 
     Args:
         bases: in the order of the model; bases with more than one owner must all have the same number of owners.
-        bucket_bytes: upper bound on what a rank stages of one bucket: all of it, or its own segment when ``sharded``.
+        bucket_bytes: upper bound on what a rank stages of one bucket: all of it, or ``held`` segments when ``sharded``.
             A base that does not fit is split over several buckets.
-        sharded: see ``Plan``.
+        sharded, held: see ``Plan``.
 
     Raises:
         ValueError: the bucket is too small to hold 16 bytes per rank, or two views have the same name.
@@ -27,19 +27,19 @@ def plan_buckets(bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = Fal
     assert len(worlds) <= 1, f"bases are sharded over groups of different sizes: {sorted(worlds)}"
     buckets: list[Bucket] = []
     for world in [*sorted(worlds), 1]:
-        capacity = segment_capacity(bucket_bytes, world, sharded)
+        capacity = segment_capacity(bucket_bytes, world, sharded, held)
         chosen = [index for index, base in enumerate(bases) if len(base.lengths) == world]
         buckets.extend(_seal(bases, slices, world) for slices in _cut(bases, chosen, capacity))
-    return Plan(bases, tuple(buckets), digest_of(bases, bucket_bytes, sharded), sharded)
+    return Plan(bases, tuple(buckets), digest_of(bases, bucket_bytes, sharded, held), sharded, held)
 
 
-def segment_capacity(bucket_bytes: int, world: int, sharded: bool) -> int:
+def segment_capacity(bucket_bytes: int, world: int, sharded: bool, held: int) -> int:
     """The most bytes of one rank's segment.
 
     Raises:
         ValueError: that is less than 16 bytes.
     """
-    capacity = bucket_bytes // (1 if sharded else world) // ALIGNMENT * ALIGNMENT
+    capacity = bucket_bytes // (min(held, world) if sharded else world) // ALIGNMENT * ALIGNMENT
     if capacity < ALIGNMENT:
         raise ValueError(
             f"bucket of {bucket_bytes} bytes cannot serve {world} ranks with {ALIGNMENT} bytes each; "
@@ -48,9 +48,9 @@ def segment_capacity(bucket_bytes: int, world: int, sharded: bool) -> int:
     return capacity
 
 
-def digest_of(bases: tuple[Base, ...], bucket_bytes: int, sharded: bool) -> str:
+def digest_of(bases: tuple[Base, ...], bucket_bytes: int, sharded: bool, held: int) -> str:
     """Names the plan that these arguments give."""
-    return hashlib.sha256(repr((bases, bucket_bytes, sharded)).encode()).hexdigest()
+    return hashlib.sha256(repr((bases, bucket_bytes, sharded, held)).encode()).hexdigest()
 
 
 def _check_names(bases: tuple[Base, ...]) -> None:

@@ -6,7 +6,8 @@ buffer): a flat array whose elements the ranks of a group own in consecutive run
 a base. A *bucket* is what travels at a time: every rank fills a segment of ``stride`` bytes with its runs, and the
 bucket is the segments one after another. So the layout is rank-major, and a tensor is the concatenation of the pieces
 its owners sent. A *gathered* bucket is completed on every rank by one all-gather, in place; of a *sharded* one each
-rank keeps its own segment only, and every engine rank reads what it needs where it lies.
+rank keeps its own segment only, and every engine rank reads what it needs where it lies; on several hosts a rank also
+holds segments that came from other hosts (see ``layout/holders.py``).
 """
 
 from __future__ import annotations
@@ -104,6 +105,15 @@ class Bucket:
     def nbytes(self) -> int:
         return self.world * self.stride
 
+    def filled(self, bases: tuple[Base, ...], segment: int) -> int:
+        """How many bytes of a segment its rank has something in; behind them it has nothing."""
+        ends = (
+            part.offset + count * bases[part.base].itemsize
+            for part in self.slices
+            if (count := part.count(bases[part.base], segment)) > 0
+        )
+        return max(ends, default=0)
+
     @cached_property
     def bases(self) -> tuple[int, ...]:
         """Indices of the bases of which the bucket holds something."""
@@ -119,12 +129,15 @@ class Plan:
         buckets: in the order in which they travel.
         digest: names the plan.
         sharded: segments stay with their ranks; else every rank gathers every bucket.
+        held: of a sharded plan, the most segments of a bucket in one slot; more than one where ranks hold segments that
+            came from other hosts.
     """
 
     bases: tuple[Base, ...]
     buckets: tuple[Bucket, ...]
     digest: str
     sharded: bool = False
+    held: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -133,10 +146,11 @@ class Plan:
     @property
     def slot_bytes(self) -> int:
         """The most that a rank stages of one bucket, so the size of one staging slot."""
-        return max((bucket.stride if self.sharded else bucket.nbytes for bucket in self.buckets), default=0)
+        held = [min(self.held, bucket.world) if self.sharded else bucket.world for bucket in self.buckets]
+        return max((number * bucket.stride for number, bucket in zip(held, self.buckets, strict=True)), default=0)
 
     def origin(self, bucket: Bucket, rank: int) -> int:
-        """The byte of a bucket that a rank's slot begins with."""
+        """The byte of a bucket that a rank's segment begins with, or its slot where that has all segments."""
         return rank * bucket.stride if self.sharded and bucket.world > 1 else 0
 
     @cached_property

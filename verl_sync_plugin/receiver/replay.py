@@ -44,7 +44,7 @@ class Replay:
         self._zeros = [target for target, value in plan.fills if value == 0 and target.numel()]
         self._constants = [(target, value) for target, value in plan.fills if value != 0]
         self._manifest = manifest
-        self._traffic: dict[tuple[int, bool], tuple[int, int]] = {}
+        self._traffic: dict[tuple[frozenset[int], bool], tuple[int, int]] = {}
         leftovers = {entry.name for work in self.works for entry in work.leftovers}
         self.leftovers = frozenset(leftovers)
         nbytes = {entry.name: entry.nbytes for entries in manifest.buckets for entry in entries}
@@ -75,23 +75,24 @@ class Replay:
         fused.run(memory, sums, copy=False)
         reads.run(memory, sums, copy=False)
 
-    def traffic(self, place: int, replayed: bool) -> tuple[int, int]:
+    def traffic(self, near: frozenset[int], replayed: bool) -> tuple[int, int]:
         """Bytes read from one trainer rank, and from all others.
 
         Args:
-            place: the segment of that rank; gathered buckets are all its own.
+            near: the segments that it holds; gathered buckets are all its own.
             replayed: of a sync that replays, or of one that reads everything.
         """
-        if (place, replayed) not in self._traffic:
-            near = total = 0
+        if (near, replayed) not in self._traffic:
+            own = total = 0
             for work, entries, segment, world in zip(
                 self.works, self._manifest.buckets, self._manifest.segments, self._manifest.worlds, strict=True
             ):
                 read = work.bytes_by_base(segment) if replayed else bytes_of(entries, segment)
                 spread = self._manifest.sharded and world > 1
-                near, total = near + (read[place] if spread else read.total()), total + read.total()
-            self._traffic[place, replayed] = near, total - near
-        return self._traffic[place, replayed]
+                own += sum(read[number] for number in near) if spread else read.total()
+                total += read.total()
+            self._traffic[near, replayed] = own, total - own
+        return self._traffic[near, replayed]
 
     def _typed_source(self, cast: Cast, memory: BucketMemory) -> torch.Tensor:
         block = cast.block

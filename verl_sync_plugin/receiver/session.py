@@ -13,6 +13,7 @@ import torch
 
 from verl_sync_plugin.receiver.activations import Activations
 from verl_sync_plugin.receiver.engine_model import EngineModel
+from verl_sync_plugin.receiver.homes import near, segments
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.unpacker import Unpacker
 from verl_sync_plugin.transport.channel import Channel, ChannelTimeoutError
@@ -84,10 +85,10 @@ class ReceiverSession:
         with ledger or nullcontext(), unpacker.uses.watching():
             running = _Running(channel, device)
             while isinstance(message := running.receive(wait), Load):
-                read = memories if unpacker.spread(message.bucket) else memories[hello.place : hello.place + 1]
-                slots = [slot_of(memory, message.slot, hello.stagings[0].slot_bytes) for memory in read]
+                slots = [slot_of(memory, message.slot, hello.stagings[0].slot_bytes) for memory in memories]
+                spread = unpacker.spread(message.bucket)
                 with running.loading(message.bucket):
-                    unpacker.load(message.bucket, slots)
+                    unpacker.load(message.bucket, segments(hello, slots, spread) if spread else [slots[hello.place]])
         self._commit(_expect(Commit, message), hello, channel, ledger)
 
     def _run_in_place(self, hello: Hello, channel: Channel, wait: float) -> None:
@@ -144,7 +145,7 @@ class ReceiverSession:
         unpacker = self._unpacker
         assert unpacker is not None, "loaded by it"
         # Of this sync: what the model's own load proves wrong is taken out of the plan at its end
-        did = (*unpacker.replayed, *unpacker.traffic(hello.place))
+        did = (*unpacker.replayed, *unpacker.traffic(near(hello)))
         sums, readings = unpacker.sums(), unpacker.readings(always=commit.tell)
         unpacker.finish(ledger)
         if ledger is not None:

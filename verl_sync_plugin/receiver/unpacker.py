@@ -126,18 +126,19 @@ class Unpacker:
         """The trainer knows these; ``None``: nothing new."""
         self._told = self._told if readings is None else readings
 
-    def spread(self, index: int) -> bool:
-        """Whether the segments of a bucket are in the slots of all ranks."""
-        return self._manifest.sharded and self._manifest.worlds[index] > 1
+    def spread(self, index: int) -> int:
+        """Bytes per segment of a bucket whose segments are in the slots of several ranks; 0 when one has all."""
+        spread = self._manifest.sharded and self._manifest.worlds[index] > 1
+        return self._manifest.segments[index] if spread else 0
 
-    def traffic(self, place: int) -> tuple[int, int]:
+    def traffic(self, near: frozenset[int]) -> tuple[int, int]:
         """Bytes that this sync reads from the trainer rank beside and from others.
 
         Args:
-            place: the segment of the rank beside.
+            near: the segments that the rank beside holds.
         """
         assert self._replay is not None, "begin() comes first"
-        return self._replay.traffic(place, self._trusted)
+        return self._replay.traffic(near, self._trusted)
 
     @property
     def reads_in_place(self) -> str:

@@ -35,6 +35,7 @@ DETAIL_STAGES = (
     "pack",
     "gather",
     "drain",
+    "exchange",
     "settle",
     "wait_engine",
     "engine_load",
@@ -66,6 +67,8 @@ class SyncReport:
         own_bytes: what the engine rank read from the trainer rank on its own device.
         peer_bytes: what it read from the memory of other trainer ranks (sharded delivery).
         gathered_bytes: what this rank received from others by all-gather (gathered delivery).
+        network_bytes: what this rank received of segments that ranks of other hosts packed; how often a collective
+            passes them on between hosts is not counted.
         direct_bytes: what the engine rank read from parameters where they lie (direct delivery); also in own or peer.
         activation_bytes: the most device memory that the engine took beyond what it keeps since the sync before; 0 when
             unknown.
@@ -90,6 +93,7 @@ class SyncReport:
     own_bytes: int = 0
     peer_bytes: int = 0
     gathered_bytes: int = 0
+    network_bytes: int = 0
     direct_bytes: int = 0
     activation_bytes: int = 0
 
@@ -173,6 +177,7 @@ def metrics_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "sync/own_bytes": float(sum(report.own_bytes for report in built)),
         "sync/peer_bytes": float(sum(report.peer_bytes for report in built)),
         "sync/gathered_bytes": float(sum(report.gathered_bytes for report in built)),
+        "sync/network_bytes": float(sum(report.network_bytes for report in built)),
         "sync/direct_bytes": float(sum(report.direct_bytes for report in built)),
         "sync/activation_bytes": float(max(report.activation_bytes for report in built)),
         "sync/replayed_tensors": float(min(report.replayed_tensors for report in built)),

@@ -179,7 +179,7 @@ class ShardingManager(BaseShardingManager):
         if self.source is None:
             self.source = self.agreement.step("opening the trainer", self.open_source)
         source = self.source = self.source.agree_on_layout(self.agreement) or self.source
-        plan, shards = self.planning.agree(source, self._bucket_bytes, self.choice.sharded)
+        plan, shards = self.planning.agree(source, self._bucket_bytes, self.choice.reach)
         report = self.report
         report.bucket_bytes, report.nbytes = self._bucket_bytes, plan.nbytes
         report.buckets, report.tensors = len(plan.buckets), plan.tensor_count

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Plan
-from verl_sync_plugin.sync.delivery.sharded import Sharded
+from verl_sync_plugin.sync.delivery.reach import Reach
 from verl_sync_plugin.sync.sender import slot_limit
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.transport.agreement import Agreement
@@ -27,13 +27,13 @@ class Planning:
         self.plan: Plan | None = None
         self.agreed_digest = ""
 
-    def agree(self, source: ParameterSource, bucket_bytes: int, sharded: Sharded) -> tuple[Plan, list[Shard]]:
+    def agree(self, source: ParameterSource, bucket_bytes: int, reach: Reach) -> tuple[Plan, list[Shard]]:
         """Collective over the trainer ranks.
 
         Args:
             source: what is read, and plans.
             bucket_bytes: what the user sets.
-            sharded: decides, once the source knows its group, whether plans are sharded.
+            reach: decides, once the source knows its group, whether plans are sharded.
 
         Returns:
             The plan and all shards of this rank.
@@ -42,13 +42,13 @@ class Planning:
             SyncError: a rank could not plan, or planned something else; the same text on every rank.
         """
         shards: list[Shard] = []
-        if sharded.possible is None:
+        if reach.possible is None:
             shards = self._agreement.step("reading the shards", source.shards)
-            sharded.decide(source.group)
+            reach.decide(source.group)
 
         def changed() -> bool:
             shards.extend([] if shards else source.shards())
-            plan = self._make(source, shards, slot_limit(bucket_bytes), bool(sharded.possible))
+            plan = self._make(source, shards, slot_limit(bucket_bytes), reach)
             return plan.digest != self.agreed_digest
 
         if self._agreement.any("planning the sync", changed):
@@ -57,10 +57,11 @@ class Planning:
             self.agreed_digest = digest
         return self.ready(), shards
 
-    def _make(self, source: ParameterSource, shards: list[Shard], limit: int, sharded: bool) -> Plan:
+    def _make(self, source: ParameterSource, shards: list[Shard], limit: int, reach: Reach) -> Plan:
         bases = tuple(shard.base for shard in shards)
-        if self.plan is None or self.plan.bases != bases or self.plan.sharded != sharded:
-            self.plan = source.plan(bases, limit, sharded)
+        layout = bool(reach.possible), reach.held if reach.possible else 1
+        if self.plan is None or self.plan.bases != bases or (self.plan.sharded, self.plan.held) != layout:
+            self.plan = source.plan(bases, limit, *layout)
         return self.plan
 
     def ready(self) -> Plan:

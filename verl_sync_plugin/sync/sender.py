@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -18,6 +19,7 @@ from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Bucket, Plan
 from verl_sync_plugin.transport.conversation import Conversation
 from verl_sync_plugin.transport.joint import JointRanks
+from verl_sync_plugin.transport.link import Arrival, Link
 from verl_sync_plugin.transport.memory.exports import StagingExport
 from verl_sync_plugin.transport.memory.staging import Staging, create_staging, slot_of
 
@@ -28,6 +30,15 @@ SPIN_SECONDS = 0.005
 def slot_limit(bucket_bytes: int) -> int:
     """The most bytes of one slot, so that all slots fit into ``STAGING_BUCKETS`` buckets of the user's size."""
     return bucket_bytes * STAGING_BUCKETS // SLOTS
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A segment on its way between two ranks: as which segment of the slot it lies here, its bytes, the other rank."""
+
+    number: int
+    nbytes: int
+    peer: int
 
 
 class BucketSender(Conversation):
@@ -43,7 +54,8 @@ class BucketSender(Conversation):
         self._device = device
         self._staging: Staging | None = None
         self._packer: Packer | None = None
-        self._events: dict[int, torch.cuda.Event] = {}
+        self._number = 0
+        self._events: dict[int, torch.cuda.Event | Arrival] = {}
 
     @property
     def staged(self) -> bool:
@@ -60,7 +72,7 @@ class BucketSender(Conversation):
             self.unstage()
         self._staging = create_staging(self._device, slots, plan.slot_bytes)
 
-    def begin(self, plan: Plan, rank: int, hashed: bool, finite: bool) -> None:
+    def begin(self, plan: Plan, rank: int, hashed: bool, finite: bool, number: int = 0) -> None:
         """Makes ready to pack all buckets of a plan.
 
         Args:
@@ -68,11 +80,13 @@ class BucketSender(Conversation):
             rank: this rank's place among the owners of a sharded base.
             hashed: hash every byte that is packed.
             finite: look for NaN and Inf in what is packed.
+            number: of this rank's segment among those in its slot, where the plan is sharded.
         """
         packer = self._packer
         if packer is None or packer.plan is not plan or packer.does != (rank, hashed, finite):
             packer = self._packer = Packer(self._device, plan, rank, hashed, finite)
         packer.begin()
+        self._number = number
 
     def export(self, reader: int = 0) -> StagingExport:
         """How the engine rank beside a trainer rank opens this rank's slots; one export per reader."""
@@ -100,7 +114,9 @@ class BucketSender(Conversation):
         """Copies this rank's runs of a bucket into its segment of the slot, cast to the wire dtype on the way; copies
         may still run until ``drain``."""
         assert self._packer is not None, "begin() comes first"
-        self._packer.pack(index, self._slot(slot), shards)
+        bucket = self._packer.plan.buckets[index]
+        first = self._number * bucket.stride if bucket.world > 1 else 0
+        self._packer.pack(index, self._slot(slot)[first:], shards)
         self._mark(slot)
 
     def broken(self) -> list[int]:
@@ -148,6 +164,26 @@ class BucketSender(Conversation):
         for place in range(bucket.world):
             ranks.broadcast(memory.narrow(0, place * bucket.stride, bucket.stride), senders[place])
         self._mark(slot)
+
+    def exchange(
+        self, bucket: Bucket, slot: int, sends: Sequence[Parcel], receives: Sequence[Parcel], link: Link
+    ) -> None:
+        """Starts to send segments of a slot to other ranks, and to receive others into it; they are there after
+        ``drain``. All ranks of the link take part.
+
+        Args:
+            bucket: in the slot.
+            slot: the same on all ranks.
+            sends: what this rank packed of it, once for each rank that gets it.
+            receives: what it gets.
+            link: leads to the others.
+        """
+        memory = self._slot(slot)
+        sent, received = (
+            [(memory.narrow(0, p.number * bucket.stride, p.nbytes), p.peer) for p in way] for way in (sends, receives)
+        )
+        works = link.exchange(sent, received, self._device)
+        self._events[slot] = Arrival(works, self._timeout, self._device)
 
     def _mark(self, slot: int) -> None:
         if self._device.type == "cuda":

@@ -62,9 +62,9 @@ class ParameterSource(ABC):
             ValueError: a parameter is laid out in a way this source does not know; the text names it.
         """
 
-    def plan(self, bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False) -> Plan:
+    def plan(self, bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False, held: int = 1) -> Plan:
         """Cuts the bases into buckets; the same on every rank of the group."""
-        return plan_buckets(bases, bucket_bytes, sharded)
+        return plan_buckets(bases, bucket_bytes, sharded, held)
 
     def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
         """Collective over ``group``, where ``prepares``: what these shards need from other ranks before packing.

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from verl_sync_plugin.transport.link import Part
 from verl_sync_plugin.transport.ranks import Ranks
 
 T = TypeVar("T")
@@ -52,6 +54,7 @@ class JointRanks(Ranks):
         self.rank, self.size = rank, trainers + rollouts
         self.trainers, self.rollouts = tuple(range(trainers)), tuple(range(trainers, self.size))
         self._bound = timedelta(seconds=timeout_seconds)
+        self._met = False
         self._words: Any = dist.ProcessGroupGloo(dist.PrefixStore("words", store), rank, self.size, self._bound)
         self._bytes: Any = None
         if rollouts:
@@ -94,6 +97,20 @@ class JointRanks(Ranks):
             work.wait()
         else:
             work.wait(self._bound)
+
+    def exchange(self, sends: Sequence[Part], receives: Sequence[Part], device: torch.device) -> list[dist.Work]:
+        """See ``Link``."""
+        group, batched = self._bytes, device.type == "cuda"
+        if batched and not self._met:  # NCCL wants all members in the first call of a group
+            group.broadcast(torch.zeros(1, device=device), 0).wait()
+            self._met = True
+        if not sends and not receives:
+            return []
+        if batched:
+            group._start_coalescing()
+        works = [group.send([memory], peer, 0) for memory, peer in sends]
+        works += [group.recv([memory], peer, 0) for memory, peer in receives]
+        return [group._end_coalescing()] if batched else works
 
     def close(self) -> None:
         """Ends the groups, whatever state their members are in; not collective.

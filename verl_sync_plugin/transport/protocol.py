@@ -36,7 +36,7 @@ from verl_sync_plugin.layout.tensors import Entry, Plan
 from verl_sync_plugin.transport.memory.exports import Live, StagingExport
 
 MAGIC = "verl-sync-plugin"
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 OMITTED = ("buckets", "sums", "readings", "lives", "used")  # from messages for people
 
 # A trainer rank may spend up to three waits (its shards, its plan, its staging memory; or the last buckets, the commit,
@@ -101,6 +101,7 @@ class Hello:
         stagings: where the slots are: of the trainer rank beside the engine rank, or of all ranks of its group; none
             when parameters are read where they lie.
         place: which of them is the one beside, or read for what all of them hold.
+        homes: of a sharded plan, for each segment: in which of the stagings, and as which segment of a slot there.
         copy_plan: whether the receiver may replay copies instead of calling ``load_weights``.
         hashed: whether to hash what is read.
         whole: numbers of tensors to be hashed whole (see ``Readings``).
@@ -119,6 +120,7 @@ class Hello:
     live: tuple[str, ...] = ()
     tell_use: bool = False
     beside: bool = True
+    homes: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ class Manifest:
         buckets: the tensors.
         worlds: number of segments.
         segments: bytes per segment.
-        sharded: every segment is in the slot of the rank that packed it.
+        sharded: segments are in the slots of several ranks.
     """
 
     buckets: tuple[tuple[Entry, ...], ...]

@@ -43,8 +43,9 @@ def make_manager(
     """
     refuse_family(str(model_config.path), model_config.hf_config.to_dict())  # the driver may have had no checkpoint
     sync, device = sync_config_of(config), trainer_device()
-    if config.checkpoint_engine.backend == SEPARATE_BACKEND and sync.delivery == "broadcast":
-        sync = replace(sync, delivery="gathered")  # of the engines on the trainer's own GPUs, which such a run has too
+    if config.checkpoint_engine.backend == SEPARATE_BACKEND:
+        # Of the engines on the trainer's own GPUs, which such a run has too
+        sync = replace(sync, delivery={"broadcast": "gathered", "exchanged": "auto"}.get(sync.delivery, sync.delivery))
     manager_class = get_sharding_manager(stream.trainer, str(config.name))
     megabytes = check_bucket_megabytes(
         config.get("update_weights_bucket_megabytes", None),

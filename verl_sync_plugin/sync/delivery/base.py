@@ -11,6 +11,7 @@ from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Plan
 from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.sync.delivery.reach import Reach
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.trainers.base import ParameterSource, rank_in
 from verl_sync_plugin.trainers.culprit import name_culprit
@@ -99,18 +100,25 @@ class Delivery(ABC):
         sender: packs, and speaks to the engine rank.
         own: where the trainer's ranks settle among themselves; the same as ``agreement`` where every rank has an engine
             rank beside it.
+        reach: which memory engine ranks can read; its plans are those of the syncs.
     """
 
     name: ClassVar[str]  # in ``custom.sync.delivery``
     in_place: ClassVar[bool] = False  # nothing is staged: engine ranks read the trainer's own tensors
 
     def __init__(
-        self, config: SyncConfig, agreement: Agreement, sender: BucketSender, own: Agreement | None = None
+        self,
+        config: SyncConfig,
+        agreement: Agreement,
+        sender: BucketSender,
+        own: Agreement | None = None,
+        reach: Reach | None = None,
     ) -> None:
         self._config = config
         self._agreement = agreement
         self._sender = sender
         self._own = own or agreement
+        self._reach = reach or Reach(config, agreement)
         ranks = agreement.ranks
         self._me, self._packs, self._loads = ranks.rank, ranks.rank in ranks.trainers, ranks.rank in ranks.rollouts
 

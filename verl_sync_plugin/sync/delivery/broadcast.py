@@ -52,7 +52,9 @@ class Broadcast(Staged):
         """Starts to complete a bucket's slot on all ranks; the bytes are there after ``drain``."""
         ranks = self._agreement.ranks
         assert isinstance(ranks, JointRanks), "trainer and rollout are apart"
-        self._sender.broadcast(sync.plan.buckets[index], index % SLOTS, sync.senders, ranks)
+        bucket = sync.plan.buckets[index]
+        self._sender.broadcast(bucket, index % SLOTS, sync.senders, ranks)
+        sync.report.network_bytes += bucket.stride * self._reach.elsewhere(sync.senders[: bucket.world], self._me)
 
     def _arrived(self, index: int) -> None:
         """A rollout rank waits for the bytes of a bucket and has them loaded; a trainer rank packs behind them."""

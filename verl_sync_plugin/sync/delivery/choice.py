@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which way of delivery a sync takes: the first of direct, sharded and gathered to which no rank has an obstacle.
+"""Which way of delivery a sync takes: the first of direct, sharded, exchanged and gathered to which no rank has an
+obstacle.
 
 Where trainer and rollout are apart, broadcast is in the place of gathered.
 """
@@ -17,7 +18,9 @@ from verl_sync_plugin.log import say
 from verl_sync_plugin.sync.delivery.base import Delivery, Offer, PeersUnreachableError, Sync
 from verl_sync_plugin.sync.delivery.broadcast import Broadcast
 from verl_sync_plugin.sync.delivery.direct import Direct
+from verl_sync_plugin.sync.delivery.exchanged import Exchanged
 from verl_sync_plugin.sync.delivery.gathered import Gathered
+from verl_sync_plugin.sync.delivery.reach import Reach
 from verl_sync_plugin.sync.delivery.sharded import Sharded
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.transport.agreement import Agreement
@@ -35,6 +38,9 @@ class Choice:
         own: where the trainer's ranks settle among themselves, if the rollout's ranks are others; then what cannot be
             read over memory is broadcast, not gathered.
 
+    Attributes:
+        reach: decides how plans are laid out.
+
     Raises:
         ValueError: ``custom.sync.delivery`` is none of these; names key, value and remedy.
     """
@@ -49,10 +55,12 @@ class Choice:
     ) -> None:
         refuse_delivery(config, separate=own is not None)
         self._agreement = agreement
-        self.direct = Direct(config, agreement, sender, own, device)
-        self.sharded = Sharded(config, agreement, sender, own)
-        self.last: Delivery = (Broadcast if own is not None else Gathered)(config, agreement, sender, own)
-        self._ways: tuple[Delivery, ...] = (self.direct, self.sharded, self.last)
+        self.reach = Reach(config, agreement)
+        parts = (config, agreement, sender, own, self.reach)
+        self.direct = Direct(*parts, device)
+        self.sharded = Sharded(*parts)
+        last = Broadcast(*parts) if own is not None else Gathered(*parts)
+        self._ways: tuple[Delivery, ...] = (self.direct, self.sharded, Exchanged(*parts), last)
         self._chosen: Delivery | None = None
 
     def of(self, sync: Sync) -> Delivery:

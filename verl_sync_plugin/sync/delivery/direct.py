@@ -17,6 +17,7 @@ from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.tensors import Plan
 from verl_sync_plugin.log import say
 from verl_sync_plugin.sync.delivery.base import Delivery, Offer, PeersUnreachableError, Questions, Sync
+from verl_sync_plugin.sync.delivery.reach import Reach
 from verl_sync_plugin.sync.delivery.staged import place_of
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.transport.agreement import Agreement
@@ -32,6 +33,7 @@ class Direct(Delivery):
         config: the sync's settings.
         agreement: where ranks settle.
         sender: speaks to the engine rank.
+        own, reach: see ``Delivery``.
         device: where the trainer computes.
 
     Attributes:
@@ -47,9 +49,10 @@ class Direct(Delivery):
         agreement: Agreement,
         sender: BucketSender,
         own: Agreement | None,
+        reach: Reach,
         device: torch.device,
     ) -> None:
-        super().__init__(config, agreement, sender, own)
+        super().__init__(config, agreement, sender, own, reach)
         self._device = device
         self._wanted = config.delivery in ("auto", "direct") and config.copy_plan
         self._ready = ""  # the plan of which the engine rank said that it can
@@ -86,10 +89,11 @@ class Direct(Delivery):
             return None
         group = sync.source.group
         try:
-            if group is not None and dist.get_world_size(group) > 1 and not sync.plan.sharded:
-                raise NotInPlaceError("ranks that share out the model are on several hosts")
-            if self._apart and not sync.plan.sharded:
+            reached = sync.plan.sharded and not self._reach.several
+            if self._apart and not reached:
                 raise NotInPlaceError("trainer and rollout ranks are on several hosts, or cannot share memory")
+            if group is not None and dist.get_world_size(group) > 1 and not reached:
+                raise NotInPlaceError("ranks that share out the model are on several hosts")
             if sync.source.prepares:
                 raise NotInPlaceError("weights are made on the way")
             if self._parameters is None or self._parameters.plan is not sync.plan:

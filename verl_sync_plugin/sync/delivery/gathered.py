@@ -38,7 +38,10 @@ class Gathered(Staged):
         """All ranks complete the bucket from their segments."""
         self._agreement.settle(what)
         with self._agreement.attempt(), sync.report.stage("gather"):
-            self._sender.gather(sync.plan.buckets[index], index % SLOTS, sync.rank, sync.source.group)
+            bucket = sync.plan.buckets[index]
+            self._sender.gather(bucket, index % SLOTS, sync.rank, sync.source.group)
+            if bucket.world > 1:
+                sync.report.network_bytes += bucket.stride * self._reach.elsewhere(sync.senders, self._me)
 
     def fall_back(self, error: PeersUnreachableError) -> None:
         """Never called for: an engine rank reads no other trainer rank's memory."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What gathered and sharded delivery share: buckets are packed into staging memory, from which engine ranks read them.
+"""What all deliveries but direct share: buckets are packed into staging memory, from which engine ranks read them.
 
 Neither side waits for its own copies before it starts the next ones: while one bucket is handed over, those after it
 are being packed and the one before it is being loaded. A slot is refilled only after the engine has said that its
@@ -59,8 +59,20 @@ class Staged(Delivery):
         )
         assert sync.plan.sharded or alone, "what is not sharded is read from the rank beside"
         self._stagings = tuple(everywhere[rank][self._me] for rank in sources) if self._loads else ()
-        self._place = place_of(self._me, sources)
+        self._place = self._place_in(sync, sources)
         self._unopened, self._staged = True, sync.plan.digest
+
+    def _place_in(self, sync: Sync, sources: tuple[int, ...]) -> int:
+        """See ``Hello.place``."""
+        return place_of(self._me, sources)
+
+    def _homes(self, sync: Sync) -> tuple[tuple[int, int], ...]:
+        """See ``Hello.homes``."""
+        return ()
+
+    def _number(self, sync: Sync) -> int:
+        """Which of the segments in this rank's slot is its own, where the plan is sharded."""
+        return 0
 
     def _reserve(self, sync: Sync) -> dict[int, StagingExport]:
         if not self._holds:
@@ -81,7 +93,8 @@ class Staged(Delivery):
         if not self._packs:
             return
         with self._agreement.attempt():
-            self._sender.begin(sync.plan, sync.rank, self._config.verify_hashes, self._config.check_finite)
+            does = self._config.verify_hashes, self._config.check_finite
+            self._sender.begin(sync.plan, sync.rank, *does, self._number(sync))
         for index in range(min(SLOTS, len(sync.plan.buckets))):
             self._fill(sync, index)
 
@@ -123,7 +136,8 @@ class Staged(Delivery):
                 does = (self._config.copy_plan, questions.hashed, questions.whole)
                 hello = Hello(
                     sync.sync_id, sync.plan.digest, self._stagings, self._place, *does,
-                    tell_use=questions.tell_use, beside=self._me in self._sources(sync),
+                    tell_use=questions.tell_use, beside=self._sources(sync)[self._place] == self._me,
+                    homes=self._homes(sync),
                 )  # fmt: skip
                 unreachable, used = self._sender.greet(hello, sync.plan)
         if self._unopened:

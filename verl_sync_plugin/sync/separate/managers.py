@@ -53,7 +53,7 @@ class SeparateManager(ShardingManager):
 
     def _choose(self) -> Choice:
         choice = Choice(self.config, self.agreement, self.sender, self._device, self._own)
-        choice.sharded.decide_apart()
+        choice.reach.decide_apart()
         return choice
 
     def _hand_out(self, plan: Plan | None, senders: tuple[int, ...]) -> tuple[Plan, tuple[int, ...]]:
@@ -145,7 +145,7 @@ class SeparateTrainer(SeparateManager):
             assert self.source is not None, "opened"
             self.source = self.source.agree_on_layout(self._own) or self.source
             assert isinstance(self._bucket_bytes, int), "verl gives a size"
-            plan, shards = self.planning.agree(self.source, self._bucket_bytes, self.choice.sharded)
+            plan, shards = self.planning.agree(self.source, self._bucket_bytes, self.choice.reach)
             if self.source.group is not None:
                 senders = tuple(dist.get_process_group_ranks(self.source.group))
         plan, senders = self._hand_out(plan, senders)

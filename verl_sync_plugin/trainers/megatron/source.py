@@ -157,8 +157,8 @@ class MegatronSource(ParameterSource):
         self._group = _group_of_replica(self._members)
         self._bases, self._shards = self._pending, []
 
-    def plan(self, bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False) -> Plan:
-        return plan_joint(bases, bucket_bytes, sharded)
+    def plan(self, bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False, held: int = 1) -> Plan:
+        return plan_joint(bases, bucket_bytes, sharded, held)
 
     def shards(self) -> list[Shard]:
         assert self._bases, "the ranks have not agreed on the layout"

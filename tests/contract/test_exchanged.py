@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks on several hosts: every byte crosses to each other host once, and the ranks of a host share it."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch.multiprocessing as mp
+
+import unmeasured
+from contract.several_hosts import Case, play
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def _play(folder: Path, tp: int, *cases: Case) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with unmeasured.children():
+        mp.spawn(play, args=(str(folder), port, tp, cases), nprocs=len(cases[0].hosts))
+
+
+def test_four_ranks_on_two_and_three_hosts_and_unevenly(tmp_path: Path) -> None:
+    """Replicas of two engine ranks: on one host each, or across hosts."""
+    two, three, uneven = ("a", "a", "b", "b"), ("a", "b", "c", "a"), ("a", "a", "a", "b")
+    cases = (Case(two, joint=True, failing=True), Case(two, delivery="gathered"), Case(three, joint=True))
+    _play(tmp_path, 2, *cases, Case(uneven, failing=True))
+
+
+def test_two_ranks_on_two_hosts(tmp_path: Path) -> None:
+    """One engine across them."""
+    _play(tmp_path, 2, Case(("a", "b"), failing=True), Case(("a", "b"), joint=True, delivery="exchanged"))

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where an engine rank finds the segments of a bucket that lies in the slots of several trainer ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from verl_sync_plugin.transport.protocol import Hello
+
+
+def segments(hello: Hello, slots: Sequence[torch.Tensor], nbytes: int) -> list[torch.Tensor]:
+    """All segments of a bucket, in their order: uint8 of shape ``(nbytes,)`` each, views.
+
+    Args:
+        hello: tells where they are.
+        slots: of each of its stagings the slot with the bucket.
+        nbytes: bytes per segment.
+    """
+    return [slots[staging].narrow(0, number * nbytes, nbytes) for staging, number in hello.homes]
+
+
+def near(hello: Hello) -> frozenset[int]:
+    """The segments that are read from the trainer rank beside."""
+    if not hello.homes:  # parameters are read where they lie
+        return frozenset((hello.place,))
+    return frozenset(segment for segment, (staging, _) in enumerate(hello.homes) if staging == hello.place)
