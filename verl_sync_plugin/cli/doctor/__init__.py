@@ -38,9 +38,11 @@ def run(arguments: argparse.Namespace) -> int:
 
         try:
             nodes += check_cluster(arguments.ray)
-            between = versions.differences([(str(each["node"]), each["versions"]) for each in nodes if each["versions"]])
+            known = [(str(each["node"]), each["versions"]) for each in nodes if each["versions"]]
+            between = versions.differences(known)
         except NoClusterError as error:
-            between = [problem("ray", f"no Ray cluster at {error}", "ray start --head, or give its address: --ray HOST:6379")]
+            remedy = "ray start --head, or give its address: --ray HOST:6379"
+            between = [problem("ray", f"no Ray cluster at {error}", remedy)]
     found = output.result(nodes, between)
     print(output.as_json(found) if arguments.json else output.as_text(found))
     return 0 if found["ready"] else 1

@@ -11,6 +11,7 @@ from verl_sync_plugin.cli.doctor.findings import problem
 from verl_sync_plugin.cli.doctor.node import check_node
 
 NODE_SECONDS = 900
+ERRORS_ONLY = 40  # the level of Python's logging
 # Ray hides all GPUs from a task that asks for none. verl's workers set this variable, too
 ENVIRONMENT = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
 
@@ -31,7 +32,7 @@ def connected(address: str) -> Iterator[Any]:
     mine = not ray.is_initialized()
     try:
         if mine:
-            ray.init(address, log_to_driver=False, logging_level="error")
+            ray.init(address, log_to_driver=False, logging_level=ERRORS_ONLY)
     except Exception as error:
         raise NoClusterError(f"{address}: {' '.join(str(error).split())[:300]}") from error
     try:
@@ -80,7 +81,8 @@ def _answer(ray: Any, future: Any) -> dict[str, Any]:
     except Exception as error:
         text = " ".join(str(error).split())
         if "verl_sync_plugin" in text and "No module named" in text:
-            found = problem("plugin", "the plugin is not installed on this node", "pip install it there, or in the image")
+            remedy = "pip install it there, or in the image"
+            found = problem("plugin", "the plugin is not installed on this node", remedy)
         else:
             remedy = "run verl-sync doctor on that node itself"
             found = problem("node", f"the check did not end: {type(error).__name__}: {text[-300:]}", remedy)

@@ -163,7 +163,7 @@ def _check_peers(read: Mapping[str, Any]) -> Finding:
         return ok("peer-access", f"each of {count} GPUs reaches the others' memory")
     pairs = ", ".join(f"{one}→{other}" for one, other in missing[:6]) + (", …" if len(missing) > 6 else "")
     text = f"GPUs cannot read each other's memory ({pairs}): syncs of several GPUs are gathered, which is slower"
-    return warning("peer-access", text, "turn off ACS/IOMMU in the BIOS or the VM, or unset NCCL_P2P_DISABLE; nvidia-smi topo -p2p r")
+    return warning("peer-access", text, "look at nvidia-smi topo -p2p r, and turn off ACS in the BIOS or the VM")
 
 
 def _check_ipc(read: Mapping[str, Any]) -> Finding:

@@ -45,15 +45,18 @@ def as_text(found: Mapping[str, Any]) -> str:
         lines += ["", f"{node['node']}" + (f", {node['address']}" if node["address"] else "")]
         known = [f"{package} {version}" for package, version in node["versions"].items() if version]
         lines += [f"  {', '.join(known)}"] if known else []
-        lines += _lines(of_dicts(node["findings"]))
+        lines += _lines(of_dicts(node["findings"]), brief=len(found["nodes"]) > 1)
     if found["findings"]:
         lines += ["", "all nodes", *_lines(of_dicts(found["findings"]))]
     return "\n".join([*lines, "", _verdict(found)])
 
 
-def _lines(findings: Sequence[Finding]) -> list[str]:
-    lines = []
+def _lines(findings: Sequence[Finding], brief: bool = False) -> list[str]:
+    """Two lines of each finding with its remedy; when ``brief`` only the number of those that are ok."""
+    lines = [f"  {MARKS[OK]:8} {sum(each.level == OK for each in findings)} checks"] if brief else []
     for each in findings:
+        if brief and each.level == OK:
+            continue
         lines.append(f"  {MARKS[each.level]:8} {each.check}: {each.text}")
         if each.remedy:
             lines.append(f"  {'':8}   → {each.remedy}")
