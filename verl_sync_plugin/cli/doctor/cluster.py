@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from verl_sync_plugin.cli.doctor.findings import problem
 from verl_sync_plugin.cli.doctor.node import check_node
 
 NODE_SECONDS = 900
+CONNECT_SECONDS = 10
 ERRORS_ONLY = 40  # the level of Python's logging
 # Ray hides all GPUs from a task that asks for none. verl's workers set this variable, too
 ENVIRONMENT = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
@@ -30,6 +32,7 @@ def connected(address: str) -> Iterator[Any]:
     import ray
 
     mine = not ray.is_initialized()
+    _refuse_silent(address)
     try:
         if mine:
             ray.init(address, log_to_driver=False, logging_level=ERRORS_ONLY)
@@ -40,6 +43,17 @@ def connected(address: str) -> Iterator[Any]:
     finally:
         if mine:
             ray.shutdown()
+
+
+def _refuse_silent(address: str) -> None:
+    """Raises NoClusterError where nobody listens at ``HOST:PORT``; Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or "//" in address or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+    except OSError as error:
+        raise NoClusterError(f"{address}: {error}") from error
 
 
 def check_cluster(address: str) -> list[dict[str, Any]]:

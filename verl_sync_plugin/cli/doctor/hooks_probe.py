@@ -247,7 +247,7 @@ def main(arguments: list[str]) -> int:
     """Writes the result of ``probe`` as JSON into the file that the first argument names; the rest are overrides."""
     path, *overrides = arguments
     result = probe()
-    if overrides and result["verl"].get("version"):
+    if overrides and result["plugin"]["loaded"]:
         from verl_sync_plugin.cli.doctor.overrides import lint
 
         result["run"] = lint(overrides)

@@ -71,7 +71,7 @@ def lint(words: Sequence[str]) -> dict[str, Any]:
     except ValueError as error:
         return {"line": "", "findings": [problem(CHECK, str(error), "see docs/doctor.md").as_dict()]}
     except Exception as error:  # Hydra's and omegaconf's, of which there are many
-        text = " ".join(str(error).split())
+        text = " ".join(f"{getattr(error, 'override', None) or ''} {error}".split())  # a parse error names none
         return {"line": "", "findings": [problem(CHECK, text, KEY_REMEDY).as_dict()]}
     line, found = judge(config, command)
     gpus = (config.get("trainer") or {}).get("n_gpus_per_node")

@@ -34,8 +34,9 @@ LINKS = {
 # What every update_weights takes beside its bytes: 14 ms, and 1.4 µs per tensor (moe-16b-4gpu…: 27 ms, 9651 tensors)
 FIXED_SECONDS = 0.014
 SECONDS_PER_TENSOR = 1.4e-6
-# Sleeping, waking, making room: dense-…-1gpu-… 0.05 s, dense-7b-4gpu-fsdp2-tp4-full 0.31 s; the driver's and SGLang's
-AROUND_SECONDS = (0.05, 0.31)
+# Sleeping, waking, making room, which are the driver's and SGLang's: dense-1p8b-1gpu-megatron-tp1-rooms 0.05 s,
+# dense-7b-2gpu-fsdp2-tp2-full-gathered 0.38 s
+AROUND_SECONDS = (0.05, 0.38)
 AWAKE_SECONDS = (0.008, 0.008)  # dense-7b-2gpu-fsdp2-tp2-resident
 FIRST_SECONDS = (4.0, 14.0)  # all first syncs of 7.6 B to 16 B models in benchmarks/results
 

@@ -117,6 +117,7 @@ def plan(options: Options) -> dict[str, Any]:
         "rollout_tp": options.tp,
         "bucket_mb": options.megabytes,
         "deliveries": [first, later],
+        "buckets_exact": trainer.kind != "megatron",  # which fuses tensors, and sends larger pieces
         "loading": {"text": ways.loading, "certain": ways.certain},
         "gpu_bytes": options.machine.gpu_bytes,
         "memory": [{"moment": each.name, "total": each.total, **_bytes_of(each)} for each in held],

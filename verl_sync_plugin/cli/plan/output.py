@@ -21,15 +21,16 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
         f"{found['model']}: {found['tensors']} tensors, {size(found['bytes'])} of bf16; "
         f"{trainer['kind']} on {trainer['world']} GPUs{layout} -> TP{found['rollout_tp']}"
     )
+    about = "" if found["buckets_exact"] else "about "
     for each in found["deliveries"]:
         yield f"{each['when']}: {each['name']}" + (f" ({each['why']})" if each["why"] else "")
         yield (
-            f"  {found['tensors']} tensors, {size(each['bytes'])} in {each['buckets']} buckets ({each['name']})"
+            f"  {found['tensors']} tensors, {size(each['bytes'])} in {about}{each['buckets']} buckets ({each['name']})"
             if each["buckets"]
             else "  read where they lie: nothing is staged"
         )
         if each["buckets"]:
-            yield f"  staging memory per GPU: {each['staging_bytes'] / 2**20:.{0 if each['staging_bytes'] > 2**24 else 2}f} MiB"
+            yield f"  staging memory per GPU: {each['staging_bytes'] / 2**20:.1f} MiB"
     yield f"engine loads {found['loading']['text']}"
     yield f"only the first sync knows {UNKNOWN}"
     yield from _memory_lines(found)
