@@ -10,6 +10,8 @@ import pytest
 from doctor_runs import PACKAGE, broken_copy, doctor, environment_without, first_in_path, stand_in
 from fresh_process import other_plugin
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
 SGLANG = "actor_rollout_ref.rollout.name=sglang"
 ROLLOUT = "actor_rollout_ref.rollout"
 COMMAND = f"python -m verl.trainer.main_ppo {SGLANG} actor_rollout_ref.actor.strategy=fsdp2 {ROLLOUT}.dtype=bfloat16"
@@ -80,7 +82,11 @@ def test_no_sglang(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("package", "version", "level"),
-    [("verl", "0.8.0", "problem"), ("sglang", "0.5.9", "problem"), ("sglang", "0.5.17", "warning")],
+    [
+        ("verl", "0.8.0", "problem"),
+        pytest.param("sglang", "0.5.9", "problem", marks=pytest.mark.extended),
+        pytest.param("sglang", "0.5.17", "warning", marks=pytest.mark.extended),
+    ],
 )
 def test_version(tmp_path: Path, package: str, version: str, level: str) -> None:
     told = doctor(
@@ -203,22 +209,17 @@ def test_variables_and_limits(tmp_path: Path) -> None:
     assert "ulimit -n 65536" in told.findings["ulimit/nofile"]["remedy"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
-    ("overrides", "level", "text", "remedy"),
+    ("override", "level", "text", "remedy"),
     [
-        ((f"{ROLLOUT}.custom.sync.timeout_secs=3",), "problem", "timeout_secs=3: unknown key", "sync.timeout_seconds"),
-        pytest.param(
-            (f"{ROLLOUT}.custom.sync.enabled=False",),
-            "warning",
-            "stock verl moves the weights",
-            "leave out",
-            marks=pytest.mark.extended,
-        ),
+        (f"{ROLLOUT}.custom.sync.timeout_secs=3", "problem", "timeout_secs=3: unknown key", "sync.timeout_seconds"),
+        (f"{ROLLOUT}.custom.sync.enabled=False", "warning", "stock verl moves the weights", "leave out"),
     ],
 )
-def test_overrides(tmp_path: Path, overrides: tuple[str, ...], level: str, text: str, remedy: str) -> None:
+def test_overrides(tmp_path: Path, override: str, level: str, text: str, remedy: str) -> None:
     """In a real process; what else is refused is in ``test_doctor_checks.py``."""
-    told = doctor(tmp_path, "--", SGLANG, "actor_rollout_ref.model.path=some/name", *overrides)
+    told = doctor(tmp_path, "--", SGLANG, "actor_rollout_ref.model.path=some/name", override)
     assert told.code == (1 if level == "problem" else 0) and told.bad == {"overrides": level}
     assert text in told.findings["overrides"]["text"] and remedy in told.findings["overrides"]["remedy"]
 

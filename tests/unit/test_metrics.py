@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,3 +132,26 @@ def test_one_line_says_who_moves_the_weights(
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("[verl-sync-plugin] ")
     assert line.endswith("moves the weights of this run: SomeManager, delivery sharded, 7 tensors, 1.50 GiB")
+
+
+def test_active_in_every_step_of_a_run_that_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a step without a sync, as verl's separate trainers have them, and never without a replica of ours."""
+    from verl_sync_plugin.hooks import trainer
+
+    class Steps:
+        def on_step_end(self) -> None:
+            self._pending_sync_metrics = {"theirs": 2.0}
+
+    ours, stock = SimpleNamespace(syncs_weights=True), SimpleNamespace()
+    stepped: Any = trainer.reporting(Steps)()
+    stepped.timing_raw = {}
+    pending: list[dict[str, Any]] = []
+    monkeypatch.setattr(trainer, "take_reports", lambda replicas: list(pending) if replicas == [ours] else 1 / 0)
+    for replicas, expected in (([stock], {"theirs": 2.0}), ([stock, ours], {"theirs": 2.0, "sync/active": 1.0})):
+        stepped.checkpoint_manager = SimpleNamespace(replicas=replicas)
+        stepped.on_step_end()
+        assert stepped._pending_sync_metrics == expected and not stepped.timing_raw
+    pending.append(report().as_dict())
+    stepped.on_step_end()
+    assert stepped._pending_sync_metrics["sync/active"] == 1.0 and stepped._pending_sync_metrics["sync/tensors"] == 7.0
+    assert stepped.timing_raw["sync/phase"] == 2.875

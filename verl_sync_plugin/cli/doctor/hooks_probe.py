@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.metadata
 import importlib.util
 import io
 import json
@@ -17,6 +16,8 @@ import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+from verl_sync_plugin.cli.doctor.holders import describe
 
 PLUGIN_MODULE = "verl_sync_plugin.plugin"
 
@@ -27,26 +28,6 @@ class NotActiveError(Exception):
     def __init__(self, text: str, holder: str = "") -> None:
         super().__init__(text)
         self.holder = holder
-
-
-def describe(found: Any) -> str:
-    """A class, function or dotted name of some registry, with the distribution that it comes from."""
-    name = found if isinstance(found, str) else f"{found.__module__}.{getattr(found, '__qualname__', found)}"
-    return f"{name} (of {owner})" if (owner := distribution_of(name)) else name
-
-
-def distribution_of(name: str) -> str:
-    """The distribution that a dotted name's top package comes from; empty when it is unknown."""
-    found = importlib.metadata.packages_distributions().get(name.partition(".")[0])
-    return found[0] if found else _registrant(name.partition(".")[0])
-
-
-def _registrant(package: str) -> str:
-    """The distribution of a plugin of verl's that names a package, where its metadata list no files."""
-    for point in importlib.metadata.entry_points(group="verl.plugins"):
-        if point.value.partition(".")[0].partition(":")[0] == package and point.dist is not None:
-            return str(point.dist.name)
-    return ""
 
 
 def _expect(found: Any, ours: Any, what: str) -> None:
