@@ -16,7 +16,7 @@ from verl_sync_plugin.cli.doctor.overrides import lint, parse
 ROOT = Path(__file__).resolve().parents[2]
 SGLANG = "actor_rollout_ref.rollout.name=sglang"
 ROLLOUT = "actor_rollout_ref.rollout"
-H200 = {"name": "NVIDIA H200", "capability": "9.0", "total_bytes": 140 << 30, "free_bytes": 139 << 30}
+H200 = {"name": "NVIDIA H200", "capability": "9.0", "total_bytes": 140 << 30}
 READ: dict[str, Any] = {
     "torch_cuda": "13.0",
     "torch_hip": None,

@@ -54,9 +54,9 @@ def _device(index: int) -> dict[str, Any]:
     import torch
 
     found = torch.cuda.get_device_properties(index)
-    free, total = torch.cuda.mem_get_info(index)
     capability = f"{found.major}.{found.minor}"
-    return {"name": found.name, "capability": capability, "total_bytes": total, "free_bytes": free}
+    # What is free is not asked: that would make a CUDA context on every GPU, perhaps beside a run that needs the room
+    return {"name": found.name, "capability": capability, "total_bytes": found.total_memory}
 
 
 def _driver() -> str | None:
