@@ -14,7 +14,7 @@ from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import Base, Plan, View
 
-DTYPES = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "int64"}  # of what is sent, by its size; only the size matters here
+DTYPES = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "int64"}  # by size, which is all that matters here
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
