@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.models import SHAPES
+from contract.families import FAMILIES
 from verl_sync_plugin.cli import main
 from verl_sync_plugin.cli.plan.model import OWN_PATH, REPLAYED
 
@@ -213,12 +214,27 @@ def test_auto_is_what_a_run_would_choose(tiny_model: Any, capsys: pytest.Capture
 
 def test_families_are_those_of_the_documentation() -> None:
     """Rows of docs/families.md, which other tests make, say the same as the table of the plan."""
-    labels = {"Llama": "llama", "Qwen2": "qwen2", "Qwen3-MoE": "qwen3_moe", "Gemma": "gemma", "Gemma 2": "gemma2"}
-    labels |= {"Apertus": "apertus", "GPT-2": "gpt2", "Qwen3-Next": "qwen3_next", "Nemotron-H": "nemotron_h"}
-    labels |= {"Qwen3.5": "qwen3_5", "gpt-oss": "gpt_oss", "Phi-1.5": "phi", "DeepSeek-V3": "deepseek_v3"}
     rows = dict(re.findall(r"^\| ([^|]+) \| (.+) \|$", (ROOT / "docs/families.md").read_text(), re.MULTILINE))
-    for label, kind in labels.items():
-        own = "by the model's own path" in rows[label]
-        assert (kind in OWN_PATH) == own and (kind in REPLAYED) != own, (label, rows[label])
-    exact = [label for label, row in rows.items() if row.startswith("exact")]
-    assert len(exact) > len(labels) and not set(OWN_PATH) & REPLAYED
+    for label, family in FAMILIES.items():
+        if rows[label].startswith("exact, replayed | the same"):
+            assert family.model_type in REPLAYED, label
+        elif "by the model's own path" in rows[label] and "1 of " not in rows[label]:  # one of many: when it is tied
+            assert family.model_type in OWN_PATH, label
+    assert not set(OWN_PATH) & REPLAYED
+
+
+@pytest.mark.parametrize("label", FAMILIES)
+def test_every_family_is_planned_or_refused_in_one_line(
+    label: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoConfig
+
+    family = FAMILIES[label]
+    AutoConfig.for_model(family.model_type, **family.config).save_pretrained(tmp_path)
+    try:
+        found = planned(capsys, str(tmp_path), "--world", "2")
+    except SystemExit:
+        (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("verl-sync plan: "))
+        assert str(tmp_path) in line
+        return
+    assert found["tensors"] > 10 and found["bytes"] > 1e5
