@@ -14,6 +14,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from verl_sync_plugin import SpmdRollout
+from verl_sync_plugin.spmd import Generated
 
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -81,14 +82,23 @@ def run(options: argparse.Namespace, model: torch.nn.Module, config: Any, device
             after = rollout.generate(prompts, greedy)
             assert not torch.equal(before.log_probs, after.log_probs), "the engine has the weights of before the step"
             before = after
+        off = (log_probs(model, after) - after.log_probs).abs().max().item()
         for report in (first, again, last):
             assert report.coverage_expected > 0 and report.coverage_missing == 0, "a parameter was left out"
         assert last.replayed_tensors == last.tensors, "the copy plan of the first sync was not used"
     if dist.get_rank() == 0:
-        print(
-            f"{after.response_ids.tolist()} after {options.steps} steps, weights of version {after.version}", flush=True
-        )
+        print(f"weights of version {after.version} gave {after.response_ids.tolist()}", flush=True)
+        print(f"log-probs of trainer and rollout differ by at most {off:.4f}", flush=True)
     dist.destroy_process_group()
+
+
+@torch.no_grad()
+def log_probs(model: torch.nn.Module, generated: Generated) -> torch.Tensor:
+    """What the trainer gives the tokens that the rollout chose: float32 of shape ``(N, R)``."""
+    positions = (generated.mask.cumsum(1) - 1).clamp(min=0)
+    logits = model(generated.ids, generated.mask.long(), positions, use_cache=False).logits
+    chosen = torch.log_softmax(logits[:, generated.prompt_ids.shape[1] - 1 : -1].float(), -1)
+    return chosen.gather(-1, generated.response_ids[..., None])[..., 0]
 
 
 def sync(rollout: SpmdRollout, model: torch.nn.Module, options: argparse.Namespace) -> Any:

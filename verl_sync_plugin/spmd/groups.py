@@ -147,8 +147,8 @@ def check_groups(everywhere: Sequence[tuple[int, ...]], places: Sequence[Place])
         hosts = {places[other].host for other in ranks}
         if len(hosts) > 1:
             raise ValueError(
-                f"the engine of ranks {ranks} would be on the hosts {', '.join(sorted(hosts))}, and SpmdRollout launches "
-                "none on several. Use a tensor_parallel_size of at most the GPUs of one host."
+                f"the engine of ranks {ranks} would be on the hosts {', '.join(sorted(hosts))}, and SpmdRollout "
+                "launches none on several. Use a tensor_parallel_size of at most the GPUs of one host."
             )
     taken: dict[Place, int] = {}
     for rank, place in enumerate(places):
