@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Mapping
 from os import PathLike
@@ -44,6 +45,7 @@ class Arguments:
         ranks: of this rank's engine.
         launch: of the engine.
         bucket_bytes: size of a bucket, or what finds it.
+        dtype: of the engine's weights.
         words: what all ranks have to agree on.
     """
 
@@ -62,6 +64,13 @@ class Arguments:
     ) -> None:
         if not isinstance(gpu_memory_utilization, int | float) or not 0 < gpu_memory_utilization < 1:
             raise ValueError(f"gpu_memory_utilization={gpu_memory_utilization!r}: use a share of a GPU, such as 0.4.")
+        allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
+        if device.type == "cuda" and "expandable_segments:true" in allocator.lower():
+            raise ValueError(
+                f"PYTORCH_CUDA_ALLOC_CONF={allocator}: such memory cannot be shared with the engine. Leave out "
+                "expandable_segments."
+            )
+        self.dtype = dtype
         folder, self.config = self._model(model, random_weights)
         self.ranks = engine_ranks(tensor_parallel_size, mesh)
         spec = LocalSpec(

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from verl_sync_plugin.config.bucket_size import DEFAULT_MEGABYTES
 from verl_sync_plugin.config.settings import SyncConfig
-from verl_sync_plugin.errors import RankLostError, RolloutError, SyncError
+from verl_sync_plugin.errors import RolloutError, SyncError
 from verl_sync_plugin.memory.room import release_cache
 from verl_sync_plugin.report.file import write_report
 from verl_sync_plugin.report.sync_report import SyncReport
-from verl_sync_plugin.rollouts.base import LocalEngineProcess
 from verl_sync_plugin.spmd.arguments import Arguments, settled_config
+from verl_sync_plugin.spmd.engine import OwnEngine, errors
 from verl_sync_plugin.spmd.groups import make_groups
 from verl_sync_plugin.spmd.manager import SpmdShardingManager
 from verl_sync_plugin.spmd.prompts import Generated, Prompts, padded, request_of
@@ -80,45 +78,33 @@ class SpmdRollout:
         if not dist.is_initialized():
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         self.device = trainer_device()
-        config, refused = settled_config(sync)
-        self._engine: LocalEngineProcess | None = None
         self._closed = False
-        self._agreement = Agreement(config.timeout_seconds)
-        with self._errors("making the rollout"):
-            with self._agreement.attempt():
-                if refused is not None:
-                    raise refused
-            given = (model, tensor_parallel_size, mesh, dtype, gpu_memory_utilization, random_weights, engine or {})
-            arguments = self._agreement.step(
-                "looking at the arguments",
-                lambda: Arguments(*given, update_weights_bucket_megabytes, config, self.device),
-            )
-            self._agreement.same_on_all("the arguments", arguments.words)
-            self._group = make_groups(self._agreement, arguments.ranks, self.device, config.timeout_seconds)
-            self.ranks = self._group.ranks
-            self._launch(arguments)
-            self._live = Live(arguments.config)
-            endpoint = arguments.launch.endpoint(self._engine, self.ranks)
-            bucket = arguments.bucket_bytes
-            self._manager = SpmdShardingManager(
-                self._live, self._agreement, endpoint, config, bucket, self.device, dtype
-            )
-        self._arguments = arguments  # its folder of a config lives as long
         self._released: set[str] = set()
         self._version: int | None = None
         self.report: SyncReport | None = None
+        given = (model, tensor_parallel_size, mesh, dtype, gpu_memory_utilization, random_weights, engine or {})
+        with errors("making the rollout"):
+            self._make(sync, update_weights_bucket_megabytes, given)
 
-    def _launch(self, arguments: Arguments) -> None:
-        def start() -> None:
-            if self._group.leads:
-                self._engine = arguments.launch.start(self._group.devices)
-
-        try:
-            self._agreement.step("starting the engine", start)
-            self._awaited("launching the engine", None if self._engine is None else self._engine.ready)
-        except BaseException:
-            self.close()
-            raise
+    def _make(self, sync: Any, megabytes: int | str, given: tuple[Any, ...]) -> None:
+        """Collective: checks what is given on all ranks, launches the engines, and pairs them with the trainer."""
+        config, refused = settled_config(sync)
+        agreement = self._agreement = Agreement(config.timeout_seconds)
+        with agreement.attempt():
+            if refused is not None:
+                raise refused
+        arguments = self._arguments = agreement.step(  # kept, for its folder of a config lives as long
+            "looking at the arguments", lambda: Arguments(*given, megabytes, config, self.device)
+        )
+        agreement.same_on_all("the arguments", arguments.words)
+        self._group = make_groups(agreement, arguments.ranks, self.device, config.timeout_seconds)
+        self.ranks = self._group.ranks
+        self._engine = OwnEngine(agreement, self._group, arguments.launch)
+        self._live = Live(arguments.config)
+        endpoint = arguments.launch.endpoint(self._engine.process, self.ranks)
+        self._manager = SpmdShardingManager(
+            self._live, agreement, endpoint, config, arguments.bucket_bytes, self.device, arguments.dtype
+        )
 
     def sync_weights(self, source: LiveSource | Any, version: int | None = None) -> SyncReport:
         """Moves the trainer's weights into the engines: the phase of a colocated run, with its hashes and proofs.
@@ -197,10 +183,11 @@ class SpmdRollout:
 
     def _change_memory(self, method: str, tag: str) -> None:
         what = f"{method} of {tag}"
-        with self._errors(what):
+        self._refuse_closed()
+        with errors(what):
             if method == "resume":
                 self._agreement.step("making room for the engine", lambda: release_cache(self.device))
-            self._awaited(what, self._ask(method, [tag]))
+            self._engine.call(what, method, [tag])
         (self._released.add if method == "release" else self._released.discard)(tag)
 
     def generate(
@@ -225,7 +212,8 @@ class SpmdRollout:
             RolloutError: a prompt or parameter does not fit, the engine has no weights or its memory is released, or an
                 engine failed.
         """
-        with self._errors("generating"):
+        self._refuse_closed()
+        with errors("generating"):
             request = self._agreement.step(
                 "looking at the prompts", lambda: request_of(token_ids, sampling, attention_mask)
             )
@@ -234,40 +222,12 @@ class SpmdRollout:
             if self._agreement.any("comparing the prompts", lambda: len(mine) > 1):
                 raise SyncError("prompts\nthe ranks of one engine gave different prompts or parameters: give the same.")
             try:
-                answered = self._awaited("generating", self._ask("generate", request.prompts, request.sampling))
+                answered = self._engine.call("generating", "generate", request.prompts, request.sampling)
             except SyncError:
-                self._ask("abort")
+                self._engine.abort()
                 raise
             answered = self._agreement.step("sharing the responses", lambda: self._group.share(answered))
         return padded(request, answered, pad_token_id, self._version, self.device)
-
-    def _ask(self, method: str, *arguments: Any) -> Future[Any] | None:
-        return None if self._engine is None else self._engine.ask(method, *arguments)
-
-    def _awaited(self, what: str, future: Future[Any] | None) -> Any:
-        """Collective: the answer of this rank's engine, once every engine has answered; ``None`` where there is none.
-
-        Raises:
-            SyncError: any engine failed, which ends the wait of all.
-        """
-        answer = None
-        while True:
-            with self._agreement.attempt():
-                if future is not None and wait([future], ROUND_SECONDS).done:
-                    answer, future = future.result(), None
-            if not self._agreement.settle(what, waiting=future is not None):
-                return answer
-
-    @contextmanager
-    def _errors(self, what: str) -> Iterator[None]:
-        """What fails inside is no failed sync."""
-        self._refuse_closed()
-        try:
-            yield
-        except RankLostError:
-            raise
-        except SyncError as error:
-            raise RolloutError(f"{what} failed.\n{str(error).partition(chr(10))[2] or error}") from error
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -276,10 +236,8 @@ class SpmdRollout:
     def close(self) -> None:
         """Ends this rank's engine, if it owns one; not collective. The end of the script does so, too."""
         self._closed = True
-        with suppress(AttributeError):  # of a rollout that could not be made
-            self._manager.meeting.close()
-        if self._engine is not None:
-            self._engine.close()
+        self._manager.meeting.close()
+        self._engine.close()
 
     def __enter__(self) -> SpmdRollout:
         return self
