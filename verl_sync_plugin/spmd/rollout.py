@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from verl_sync_plugin.trainers.live import Live, LiveSource
 from verl_sync_plugin.transport.agreement import Agreement
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"  # memory tags
-ROUND_SECONDS = 1.0  # after so long a rank that waits for its engine hears whether another one has failed
 
 
 class SpmdRollout:
@@ -82,11 +81,15 @@ class SpmdRollout:
         self._released: set[str] = set()
         self._version: int | None = None
         self.report: SyncReport | None = None
-        given = (model, tensor_parallel_size, mesh, dtype, gpu_memory_utilization, random_weights, engine or {})
-        with errors("making the rollout"):
-            self._make(sync, update_weights_bucket_megabytes, given)
 
-    def _make(self, sync: Any, megabytes: int | str, given: tuple[Any, ...]) -> None:
+        def settle(config: SyncConfig) -> Arguments:
+            given = (model, tensor_parallel_size, mesh, dtype, gpu_memory_utilization, random_weights)
+            return Arguments(*given, engine or {}, update_weights_bucket_megabytes, config, self.device)
+
+        with errors("making the rollout"):
+            self._make(sync, settle)
+
+    def _make(self, sync: Any, settle: Callable[[SyncConfig], Arguments]) -> None:
         """Collective: checks what is given on all ranks, launches the engines, and pairs them with the trainer."""
         config, refused = settled_config(sync)
         agreement = self._agreement = Agreement(config.timeout_seconds)
@@ -94,7 +97,7 @@ class SpmdRollout:
             if refused is not None:
                 raise refused
         arguments = self._arguments = agreement.step(  # kept, for its folder of a config lives as long
-            "looking at the arguments", lambda: Arguments(*given, megabytes, config, self.device)
+            "looking at the arguments", lambda: settle(config)
         )
         agreement.same_on_all("the arguments", arguments.words)
         self._group = make_groups(agreement, arguments.ranks, self.device, config.timeout_seconds)
