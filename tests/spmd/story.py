@@ -11,9 +11,10 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -41,6 +42,13 @@ def sharded(made: PreTrainedModel) -> torch.nn.Module:
     for layer in made.model.layers:
         fully_shard(layer)
     fully_shard(made)
+    return made
+
+
+def tensor_parallel(made: PreTrainedModel, mesh: DeviceMesh) -> torch.nn.Module:
+    """Placements as torch's tensor parallelism makes them."""
+    for layer in made.model.layers:
+        parallelize_module(layer.mlp, mesh, {"up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()})
     return made
 
 
@@ -88,6 +96,9 @@ def every_source(rollout: SpmdRollout) -> None:
     cut = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in model(6).state_dict().items()}
     assert all(isinstance(tensor, DTensor) for tensor in cut.values())
     serves(rollout, cut, model(6))
+    columns = {name: distribute_tensor(t, mesh, [Shard(t.dim() - 1)]) for name, t in model(11).state_dict().items()}
+    serves(rollout, columns, model(11))
+    serves(rollout, tensor_parallel(model(12), mesh), model(12))
     again = serves(rollout, replicas, model(3))
     assert torch.equal(first.ids, again.ids) and torch.equal(first.log_probs, again.log_probs)
     rollout.sync_weights(replicas)

@@ -10,14 +10,20 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from verl.utils.model import convert_weight_keys
 
+from verl_sync_plugin.lora.adapters import carries_adapter
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
 from verl_sync_plugin.trainers.fsdp import FSDP1Trainer, FSDP2Trainer
-from verl_sync_plugin.trainers.naming import verl_rewrite
+from verl_sync_plugin.trainers.naming import checkpoint_rewrite, verl_rewrite
+from verl_sync_plugin.trainers.placements import PlacedStateSource, ShardSpecTrainer, simple
 from verl_sync_plugin.trainers.state_dict import StateDictSource
 
 LiveSource = torch.nn.Module | Mapping[str, torch.Tensor]
 STATE_DICT = "state dict"
+# With DTensors of other placements than FSDP2's
+PLACED_STATE_DICT, PLACED = "placed state dict", "placed module"
+ENGINES = ("fsdp", "fsdp2", "megatron")
 KINDS = "an FSDP2, FSDP1, DDP or plain module of transformers, a state dict, or one of verl's training engines"
 
 
@@ -29,7 +35,8 @@ class Live:
 
     Attributes:
         source: what the script gave last.
-        kind: of that: ``fsdp2`` (DDP and plain modules too), ``fsdp``, ``state dict``, or a strategy of verl's.
+        kind: of that: ``fsdp2`` (DDP and plain modules too), ``fsdp``, ``state dict``; ``placed module`` and ``placed
+            state dict`` where DTensors have other placements than FSDP2's; or a strategy of verl's.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -47,14 +54,16 @@ class Live:
             TypeError: it is nothing that can be read; says what can.
             ValueError: it is a module that cannot be read; names it and the remedy.
         """
+        if source is self.source and not isinstance(source, Mapping):
+            return False
         kind = kind_of(source)
-        same = kind == self.kind and (kind == STATE_DICT or source is self.source)
+        same = kind == self.kind and isinstance(source, Mapping)
         self.source, self.kind = source, kind
         return not same
 
     def let_go(self) -> None:
         """Drops a state dict, which the script may have made for this sync alone."""
-        if self.kind == STATE_DICT:
+        if isinstance(self.source, Mapping):
             self.source = None
 
 
@@ -62,15 +71,13 @@ def kind_of(source: Any) -> str:
     """The kind of what a script trains; see ``Live`` for the kinds and ``Live.take`` for the errors."""
     strategy = getattr(getattr(source, "engine_config", None), "strategy", None)
     if strategy is not None:
-        if strategy not in ("fsdp", "fsdp2", "megatron"):
-            raise ValueError(
-                f"the training engine's strategy {strategy!r}: weight sync reads fsdp, fsdp2 and megatron."
-            )
+        if strategy not in ENGINES and not hasattr(source, "get_per_tensor_param_shard"):
+            raise ValueError(f"the training engine's strategy {strategy!r}: use one of {', '.join(ENGINES)}.")
         return str(strategy)
     if isinstance(source, Mapping):
         if not source or not all(isinstance(tensor, torch.Tensor) for tensor in source.values()):
             raise TypeError("the state dict is empty, or holds something else than tensors. Give names and tensors.")
-        return STATE_DICT
+        return STATE_DICT if simple(source.values()) else PLACED_STATE_DICT
     if not isinstance(source, torch.nn.Module):
         raise TypeError(f"a {type(source).__name__} cannot be synced. Give {KINDS}.")
     if isinstance(source, FullyShardedDataParallel):
@@ -83,7 +90,11 @@ def kind_of(source: Any) -> str:
             f"a {type(unwrapped(source)).__name__} has no config, which says how a checkpoint names its tensors. Give "
             "a model of transformers, or a state dict with the names of a checkpoint."
         )
-    return "fsdp2"
+    if simple(source.parameters()):
+        return "fsdp2"
+    if carries_adapter(unwrapped(source)):
+        raise ValueError("the module has an adapter of PEFT and other shards than FSDP's. Merge the adapter first.")
+    return PLACED
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
@@ -102,26 +113,41 @@ class LiveTrainer(TrainerBackend):
     def open_source(self) -> ParameterSource:
         """See ``TrainerBackend``."""
         live = self.engine
-        if live.kind == STATE_DICT:
-            self._inner = None
+        self._inner = None
+        if live.kind in (STATE_DICT, PLACED_STATE_DICT):
             tied = frozenset(("lm_head.weight",) if live.config.get("tie_word_embeddings") else ())
-            return StateDictSource(lambda: live.source, self.policy, verl_rewrite(live.config.get("model_type")), tied)
-        if isinstance(live.source, torch.nn.Module):
-            module = live.source.module if isinstance(live.source, DistributedDataParallel) else live.source
-            engine: Any = SimpleNamespace(module=module, model_config=_ModelConfig(unwrapped(module).config))
-        else:
-            engine = live.source
+            reader = StateDictSource if live.kind == STATE_DICT else PlacedStateSource
+            return reader(lambda: live.source, self.policy, verl_rewrite(live.config.get("model_type")), tied)
+        if live.kind == PLACED:
+            return self._placed(unwrapped(live.source))
+        engine: Any = live.source
+        if isinstance(engine, torch.nn.Module):
+            module = engine.module if isinstance(engine, DistributedDataParallel) else engine
+            engine = SimpleNamespace(module=module, model_config=_ModelConfig(unwrapped(module).config))
         self._inner = self._backend()(engine, self.config, self.device, self.rollout_dtype)
         if self._inner.serves_adapter:
             raise ValueError("model.lora.merge=False: a script's engine serves merged weights. Set it to True.")
         return self._inner.open_source()
 
+    def _placed(self, model: Any) -> ParameterSource:
+        named = convert_weight_keys(dict(model.named_parameters(remove_duplicate=False)), model)
+        unsaved = frozenset(getattr(model, "all_tied_weights_keys", None) or ())
+
+        def state() -> dict[str, torch.Tensor]:
+            return dict(convert_weight_keys(dict(model.state_dict()), model))
+
+        buffers = frozenset(state()) - frozenset(named)
+        return PlacedStateSource(state, self.policy, checkpoint_rewrite(model), unsaved, buffers)
+
     def _backend(self) -> type[TrainerBackend]:
-        if self.engine.kind == "megatron":
+        kind = self.engine.kind
+        if kind == "megatron":
             from verl_sync_plugin.trainers.megatron.trainer import MegatronTrainer
 
             return MegatronTrainer
-        return FSDP1Trainer if self.engine.kind == "fsdp" else FSDP2Trainer
+        if kind in ENGINES:
+            return FSDP1Trainer if kind == "fsdp" else FSDP2Trainer
+        return ShardSpecTrainer
 
     @property
     def architectures(self) -> tuple[str, ...]:
