@@ -97,7 +97,7 @@ class Arguments:
             name = str(model)
             try:
                 config = AutoConfig.from_pretrained(name)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 raise ValueError(f"model={name}: {error}. Give a folder with a config.json, or a config.") from error
         else:
             raise ValueError(f"model={type(model).__name__}: give a folder with a config.json, or its config.")
