@@ -102,6 +102,7 @@ class SpmdRollout:
         agreement.same_on_all("the arguments", arguments.words)
         self._group = make_groups(agreement, arguments.ranks, self.device, config.timeout_seconds)
         self.ranks = self._group.ranks
+        agreement.step("making room for the engine", lambda: release_cache(self.device))
         self._engine = OwnEngine(agreement, self._group, arguments.launch)
         self._live = Live(arguments.config)
         endpoint = arguments.launch.endpoint(self._engine.process, self.ranks)
