@@ -20,7 +20,7 @@ from verl_sync_plugin.layout.tensors import Base, Bucket, Entry, Plan, Slice, al
 
 @dataclass
 class _Unit:
-    """The bases of one parameter, all equally long; ``done`` elements of each have been placed."""
+    """The bases of one parameter, of which the longest has ``numel`` elements; ``done`` of each have been placed."""
 
     bases: list[int]
     owners: list[int]
@@ -38,7 +38,7 @@ def plan_joint(bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False
 
     Args:
         bases: ``lengths`` has one entry per rank of the group and exactly one of them is not 0; views have shares. The
-            bases of one parameter are neighbours, equally long, of one dtype, and name the same tensors.
+            bases of one parameter are neighbours, of one dtype, and name the same tensors.
         bucket_bytes: upper bound on what a rank stages of one bucket: all of it, or ``held`` segments when ``sharded``.
         sharded, held: see ``Plan``.
 
@@ -81,11 +81,11 @@ def _queues(bases: tuple[Base, ...]) -> dict[tuple[int, ...], deque[_Unit]]:
                 raise ValueError(f"two tensors of the trainer's model are both named {name!r}")
             seen.add(name)
         members = list(group)
-        assert len({(bases[index].numel, bases[index].dtype) for index in members}) == 1, f"uneven shards of {names}"
+        assert len({bases[index].dtype for index in members}) == 1, f"shards of several dtypes of {names}"
         owners = [_owner(bases[index]) for index in members]
         assert len(set(owners)) == len(owners), f"one rank owns two shards of {names}"
-        first = bases[members[0]]
-        queues.setdefault(tuple(owners), deque()).append(_Unit(members, owners, first.numel, first.itemsize))
+        longest = max((bases[index] for index in members), key=lambda base: base.numel)
+        queues.setdefault(tuple(owners), deque()).append(_Unit(members, owners, longest.numel, longest.itemsize))
     return queues
 
 

@@ -83,7 +83,7 @@ def _views(model: Model, parameter: Parameter, start: int) -> tuple[View, ...]:
 
 
 def _fsdp2(model: Model, world: int) -> list[Base]:
-    from verl_sync_plugin.trainers.fsdp2 import even_chunks
+    from verl_sync_plugin.trainers.dtensors import even_chunks
 
     bases = []
     for each in model.parameters:

@@ -10,10 +10,17 @@ Before anything runs, in every process (no torch, no verl, no SGLang at the top 
 In the task runner and in the rollout server's process:
     replica       launches the servers of one engine, with our server class
     server        verl's HTTP server with our loader: wakes, loads, flushes and answers for the whole engine
+    updates       sleep, wake, load and flush of one engine, here as in `local_server`
     occupation    what of the engine's memory is released, and the one request under way that changes it
     awake         which memory that is in each stage
     gate          keeps ``generate`` out while the weights are half written
     backup        whether SGLang keeps a host copy of its weights
+
+Beside the ranks of a script (`spmd/`):
+    local_launch   SGLang's arguments, and what is refused
+    local          starts the engine's process and calls it
+    local_server   that process
+    local_endpoint one rank's view of the engine
 
 In every actor worker:
     adapter       verl's calls of a sync become the sharding manager's phase

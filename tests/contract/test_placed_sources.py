@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DTensors of any placement, and verl's ``ShardSpec``: what arrives is, bit for bit, the whole tensor.
+
+Real DTensors over real gloo: source -> plan -> pack -> gather -> a second mapping of the slots -> assembler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+from verl.workers.engine.spec import BlockPlacement, ShardSpec
+from worlds import run_world
+
+from bare_engine import trainer
+from contract.reading import Reader
+from verl_sync_plugin.config.settings import SyncConfig
+from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.receiver.assembly import Assembler
+from verl_sync_plugin.sync.sender import BucketSender
+from verl_sync_plugin.trainers.placed import PlacedSource
+from verl_sync_plugin.trainers.placements import PlacedStateSource, ShardSpecSource, ShardSpecTrainer, simple
+from verl_sync_plugin.trainers.wire import WirePolicy
+from verl_sync_plugin.transport.agreement import Agreement
+
+State = dict[str, torch.Tensor]
+CPU = torch.device("cpu")
+POLICY = WirePolicy(torch.bfloat16, (r"\.gate\.weight$",))
+TINY, LARGE = 3_001, 64 << 20
+plain = iter  # no tensor is rewritten
+
+
+def received(source: PlacedSource, agreement: Agreement, bucket_bytes: int, sharded: bool) -> State:
+    assert source.agree_on_layout(agreement) is source
+    shards = source.shards()
+    plan = source.plan(tuple(shard.base for shard in shards), bucket_bytes, sharded)
+    agreement.same_on_all("the plan", plan.digest)
+    sender = BucketSender(CPU, 30.0)
+    reader = Reader(plan, source, sender)
+    assembler = Assembler(frozenset(entry.name for bucket in plan.buckets for entry in bucket.entries))
+    got: State = {}
+    for index, bucket in enumerate(plan.buckets):
+        memory = reader.receive(index, shards)
+        for name, tensor in assembler.tensors(memory, bucket.entries):
+            assert name not in got, f"{name} came twice"
+            got[name] = tensor.clone()
+    assembler.finish()
+    reader.close()
+    source.release()
+    return got
+
+
+def check(source: PlacedSource, expected: Callable[[], State], change: Callable[[], None]) -> None:
+    """Three syncs in three ways, with other values each time and one layout."""
+    agreement = Agreement(30.0)
+    for _ in range(3):
+        for bucket_bytes, sharded in ((TINY, False), (LARGE, False), (TINY, True)):
+            got, wanted = received(source, agreement, bucket_bytes, sharded), expected()
+            assert sorted(got) == sorted(wanted)
+            wrong = [n for n, t in wanted.items() if got[n].dtype != t.dtype or not torch.equal(got[n], t)]
+            assert not wrong, wrong
+        change()
+
+
+def wire(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.bfloat16() if tensor.is_floating_point() and not name.endswith(".gate.weight") else tensor
+
+
+def cuts(mesh: DeviceMesh) -> list[tuple[Any, ...]]:
+    """Placements over a mesh of one or two dimensions, of tensors of three dimensions."""
+    one = [Replicate(), Shard(0), Shard(1), Shard(2)]
+    return [(each,) for each in one] if mesh.ndim == 1 else [(first, second) for first in one for second in one]
+
+
+def mixed_state(meshes: tuple[tuple[int, ...], ...]) -> tuple[State, State]:
+    """Whole tensors of uneven sizes, and the same cut in every way over several meshes."""
+    torch.manual_seed(3)
+    whole: State = {"plain.weight": torch.randn(5, 3), "count": torch.tensor(7), "block.gate.weight": torch.randn(9, 4)}
+    cut: State = {name: tensor.clone() for name, tensor in whole.items()}
+    for shape in meshes:
+        mesh = init_device_mesh("cpu", shape)
+        for number, placements in enumerate(cuts(mesh)):
+            name = f"mesh{'x'.join(map(str, shape))}.{number}.weight"
+            whole[name] = torch.randn(7, 5, 6)
+            cut[name] = distribute_tensor(whole[name].clone(), mesh, list(placements))
+        router = f"mesh{'x'.join(map(str, shape))}.gate.weight"
+        whole[router] = torch.randn(6, 8)
+        cut[router] = distribute_tensor(whole[router].clone(), mesh, [Shard(1)] * mesh.ndim)
+    return whole, cut
+
+
+def any_placement(meshes: tuple[tuple[int, ...], ...]) -> None:
+    whole, cut = mixed_state(meshes)
+    assert not simple(cut.values())
+
+    def change() -> None:
+        for name in whole:
+            for tensor in (whole[name], cut[name]):
+                (tensor.to_local() if isinstance(tensor, DTensor) else tensor).mul_(2)
+
+    check(PlacedStateSource(lambda: cut, POLICY, plain), lambda: {n: wire(n, t) for n, t in whole.items()}, change)
+
+
+@pytest.mark.parametrize(("size", "meshes"), [(2, ((2,),)), (4, ((4,), (2, 2))), (4, ((1, 4), (4, 1)))], ids=str)
+def test_any_placement_arrives_bit_for_bit(size: int, meshes: tuple[tuple[int, ...], ...]) -> None:
+    run_world(size, any_placement, meshes, timeout=120)
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())  # type: ignore[no-any-return]
+
+
+def fsdp_over_tensor_parallel() -> None:
+    """As torchtitan does it: ``_StridedShard`` where both cut one dimension."""
+    torch.manual_seed(5)
+    model = Block()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    assert any(isinstance(p, _StridedShard) for t in model.parameters() for p in t.placements)  # type: ignore[attr-defined]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def expected() -> State:
+        return {name: tensor.full_tensor().detach().bfloat16() for name, tensor in model.state_dict().items()}
+
+    def train() -> None:
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+
+    check(PlacedStateSource(lambda: dict(model.state_dict()), POLICY, plain), expected, train)
+
+
+def test_fsdp2_over_tensor_parallelism() -> None:
+    run_world(4, fsdp_over_tensor_parallel, timeout=120)
+
+
+def specs_of_experts() -> None:
+    """Two exports as verl's engines make them: torchtitan's stacks with a slot per expert over a mesh of two
+    dimensions, and veomni's experts, cut by hand over ranks with a converter."""
+    torch.manual_seed(9)
+    stack, fused, dense = torch.randn(4, 6, 5), torch.randn(8, 6, 4), torch.randn(7, 3)
+    mesh, rank = init_device_mesh("cpu", (2, 2)), dist.get_rank()
+    cut = distribute_tensor(stack.clone(), mesh, [Shard(0), Shard(1)])
+    rows = distribute_tensor(dense.clone(), init_device_mesh("cpu", (4,)), [Shard(0)])
+    own = fused[rank // 2 * 4 : rank // 2 * 4 + 4].clone()  # two expert ranks, each with a replica
+
+    def convert(start: int, segment: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        halves = ((f"experts.{start + at}", row.chunk(2)) for at, row in enumerate(segment))
+        return [(f"{n}.{k}_proj.weight", h) for n, pair in halves for k, h in zip(("gate", "up"), pair, strict=True)]
+
+    def export() -> Iterator[tuple[str, torch.Tensor, ShardSpec]]:
+        yield "dense.weight", rows.to_local().bfloat16().reshape(-1), ShardSpec.from_param(rows)
+        spec = ShardSpec.from_param(cut)
+        spec.hf_slots = [(f"stack.{row}.weight", (6, 5)) for row in range(4)]
+        yield "stack", cut.to_local().bfloat16().reshape(-1), spec
+        block = BlockPlacement((4, 6, 4), (rank // 2 * 4, 0, 0), (8, 6, 4))
+        by_hand = ShardSpec((8, 6, 4), place=block, gather_group=dist.group.WORLD, to_hf_chunk=convert)
+        yield "fused", own.bfloat16().reshape(-1), by_hand
+
+    def expected() -> State:
+        found = {"dense.weight": dense, **{f"stack.{row}.weight": each for row, each in enumerate(stack)}}
+        return {name: tensor.bfloat16() for name, tensor in (found | dict(convert(0, fused))).items()}
+
+    def change() -> None:
+        for tensor in (stack, fused, dense, own, cut.to_local(), rows.to_local()):
+            tensor.mul_(2)
+
+    check(ShardSpecSource(export, POLICY), expected, change)
+
+
+def test_what_verls_engines_export() -> None:
+    run_world(4, specs_of_experts, timeout=120)
+
+
+def real_engine(path: str) -> None:
+    """verl's own FSDP2 engine exports the same ``ShardSpec``."""
+    engine: Any = trainer.build(path, "fsdp2")
+    source = ShardSpecTrainer(engine, SyncConfig(), CPU, "bfloat16").open_source()
+    assert isinstance(source, ShardSpecSource)
+
+    def expected() -> State:
+        return {name: tensor.bfloat16() for name, tensor in trainer.full_state(engine).items()}
+
+    check(source, expected, lambda: trainer.perturb(engine, 1))
+
+
+def test_a_real_engine_of_verl(tiny_model: Callable[[str], str]) -> None:
+    run_world(2, real_engine, tiny_model("qwen2"), timeout=180)
+
+
+def refused() -> list[str]:
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    odd = DTensor.from_local(torch.ones(2, 3), mesh, [Partial()])
+    strided = DTensor.from_local(torch.ones(4, 3), mesh, [_StridedShard(0, split_factor=2)])
+    wrong = DTensor.from_local(torch.ones(2 + rank, 3), mesh, [Shard(0)], shape=torch.Size((4, 3)), stride=(3, 1))
+    cut = distribute_tensor(torch.ones(4, 3), mesh, [Shard(1)])
+    alone = ShardSpec((4, 3), place=BlockPlacement((2, 3), (0, 0), (4, 3)))
+    over = ShardSpec((4, 3), place=BlockPlacement((3, 3), (rank, 0), (4, 3)))
+    sources: list[PlacedSource] = [
+        PlacedStateSource(lambda: {"w": odd}, POLICY, plain),
+        PlacedStateSource(lambda: {"w": strided}, POLICY, plain),
+        PlacedStateSource(lambda: {"w": wrong}, POLICY, plain),
+        PlacedStateSource(lambda: {"w": cut}, POLICY, lambda pairs: ((n, t.T) for n, t in pairs)),
+        PlacedStateSource(lambda: {"w": torch.ones(2 + rank)}, POLICY, plain),
+        ShardSpecSource(lambda: [("w", torch.ones(6), alone)], POLICY),
+        ShardSpecSource(lambda: [("w", torch.ones(9), over)], POLICY),
+        ShardSpecSource(lambda: [("w", torch.ones(6), ShardSpec((4, 3), place=6))], POLICY),
+    ]
+    texts = []
+    for source in sources:
+        with pytest.raises(SyncError) as caught:
+            source.agree_on_layout(Agreement(30.0))
+        texts.append(str(caught.value))
+    with pytest.raises(ValueError, match="has no get_per_tensor_param_shard"):
+        ShardSpecTrainer(SimpleNamespace(), SyncConfig(), CPU, "bfloat16").open_source()
+    return texts
+
+
+def test_what_is_no_box_of_one_whole_is_refused_by_name_on_all_ranks() -> None:
+    first, second = run_world(2, refused, timeout=120)
+    assert first == second
+    for text, words in zip(
+        first,
+        (
+            "parameter 'w' has placements (Partial(sum),): the ranks hold parts of a sum",
+            "a strided shard that is no box",
+            "rank 1: ValueError: parameter 'w': this rank holds shape (3, 3), not (2, 3)",
+            "tensor 'w' is no contiguous part of 'w'",
+            "the ranks disagree on parameter 'w': float32 of shape (2,); float32 of shape (3,)",
+            "the ranks together hold 6 of 12 elements of parameter 'w'",
+            "boxes that overlap at (1, 0) of parameter 'w'",
+            "places a flat part at 6",
+        ),
+        strict=True,
+    ):
+        assert words in text, text

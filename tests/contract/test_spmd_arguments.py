@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a script gives to ``SpmdRollout`` before any engine runs: prompts, groups, arguments, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import Qwen2Config
+from worlds import run_world
+
+from fresh_process import python
+from verl_sync_plugin.config.settings import SyncConfig
+from verl_sync_plugin.errors import RolloutError
+from verl_sync_plugin.rollouts.base import LocalSpec
+from verl_sync_plugin.rollouts.sglang.local import environment
+from verl_sync_plugin.rollouts.sglang.local_launch import SGLangLaunch
+from verl_sync_plugin.spmd.arguments import settled_config
+from verl_sync_plugin.spmd.groups import Place, check_groups, engine_ranks
+from verl_sync_plugin.spmd.prompts import padded, request_of
+from verl_sync_plugin.spmd.rollout import SpmdRollout
+from verl_sync_plugin.trainers.live import Live
+
+
+def test_importing_the_package_imports_no_torch(tmp_path: Path) -> None:
+    code = """
+        import sys
+        import verl_sync_plugin, verl_sync_plugin.spmd
+        assert not {"torch", "sglang", "verl", "transformers"} & set(sys.modules), "imported too early"
+        from verl_sync_plugin import SpmdRollout
+        from verl_sync_plugin.spmd import Generated
+        assert "torch" in sys.modules and "sglang" not in sys.modules
+        try:
+            verl_sync_plugin.SpmdRolout
+        except AttributeError as error:
+            print(error)
+    """
+    run = python(tmp_path, code)
+    assert run.returncode == 0 and "no attribute 'SpmdRolout'" in run.stdout, run.stderr[-2000:]
+
+
+def test_prompts_as_lists_and_as_padded_tensors() -> None:
+    ids = torch.tensor([[0, 0, 5], [6, 7, 8]])
+    mask = torch.tensor([[0, 0, 1], [1, 1, 1]])
+    request = request_of(ids, {"temperature": 0.5, "n": 2}, mask)
+    assert request.prompts == [[5], [5], [6, 7, 8], [6, 7, 8]] and request.sampling == [{"temperature": 0.5}] * 4
+    assert request.digest == request_of([[5], [6, 7, 8]], {"temperature": 0.5, "n": 2}, None).digest
+    assert request.digest != request_of([[5], [6, 7, 9]], {"temperature": 0.5, "n": 2}, None).digest
+    answered = [
+        ([9, 1], [-0.5, -1.0], "stop"),
+        ([], [], "abort"),
+        ([4], [-2.0], "length"),
+        ([3, 2], [-1.0, -3.0], "stop"),
+    ]
+    made = padded(request, answered, 99, 7, torch.device("cpu"))
+    assert made.ids.tolist() == [[99, 99, 5, 9, 1], [99, 99, 5, 99, 99], [6, 7, 8, 4, 99], [6, 7, 8, 3, 2]]
+    assert made.mask.sum(1).tolist() == [3, 1, 4, 5] and made.mask.dtype == torch.bool and made.ids.dtype == torch.int64
+    assert made.log_probs.tolist() == [[-0.5, -1.0], [0.0, 0.0], [-2.0, 0.0], [-1.0, -3.0]] and made.version == 7
+
+
+@pytest.mark.parametrize(
+    ("ids", "sampling", "mask", "words"),
+    [
+        ([], None, None, "no prompts"),
+        ([[1], []], None, None, "token_ids[1] has no tokens"),
+        ([[1, -2]], None, None, "not token ids"),
+        ([[1.5]], None, None, "not token ids"),
+        (torch.ones(2, 2), None, None, "use whole numbers of shape (N, P)"),
+        (torch.ones(2, 2, dtype=torch.int64), None, torch.ones(2, 3), "use that of token_ids, (2, 2)"),
+        ([[1]], None, torch.ones(1, 1), "goes with a padded tensor"),
+        ([[1], [2]], [{}], None, "1 entries for 2 prompts"),
+        ([[1]], {"n": 0}, None, "sampling['n']=0"),
+        ([[1]], {"stop": ["x"]}, None, "Use stop_token_ids"),
+        ([[1]], {"json_schema": "{}"}, None, "needs a tokenizer. Leave it out"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_by_name(ids: Any, sampling: Any, mask: Any, words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        request_of(ids, sampling, mask)
+    assert words in str(caught.value)
+
+
+def spec(**given: Any) -> LocalSpec:
+    model = {"architectures": ["Qwen2ForCausalLM"]}
+    known: dict[str, Any] = {
+        "model": "folder", "config": model, "tensor_parallel_size": 2, "dtype": "bfloat16",
+        "gpu_memory_utilization": 0.4, "random_weights": True, "cuda": False, "sync": SyncConfig(),
+    }  # fmt: skip
+    return LocalSpec(**{**known, **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"dtype": "int8"}, "dtype='int8': not a dtype"),
+        ({"sync": SyncConfig(release_cuda_graph=True)}, "keeps its CUDA graphs"),
+        ({"config": {"architectures": ["Llama4ForCausalLM"]}}, "Use another model"),
+        ({"arguments": {"tp_size": 4}}, "engine.tp_size=4: leave it out, and set tensor_parallel_size"),
+        ({"arguments": {"quantization": "fp8"}}, "engine.quantization='fp8': weight sync cannot serve it"),
+        ({"arguments": {"dp_size": 2}}, "engine.dp_size=2"),
+        ({"arguments": {"moe_runner_backend": "aiter"}}, "engine.moe_runner_backend='aiter'"),
+    ],
+)
+def test_what_the_engine_cannot_do_is_refused_by_name(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        SGLangLaunch(spec(**given))
+    assert words in str(caught.value)
+
+
+def test_a_cpu_needs_the_cpu_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VERL_PLATFORM")
+    with pytest.raises(ValueError, match="VERL_PLATFORM=cpu in the environment"):
+        SGLangLaunch(spec())
+    arguments = SGLangLaunch(spec(cuda=True, arguments={"context_length": 64, "quantization": None})).arguments
+    expected = {
+        "enable_memory_saver": True, "enable_weights_cpu_backup": False, "attention_backend": "flashinfer",
+        "load_format": "dummy", "tp_size": 2, "mem_fraction_static": 0.4, "context_length": 64,
+        "skip_tokenizer_init": True,
+    }  # fmt: skip
+    assert {name: arguments[name] for name in expected} == expected and "device" not in arguments
+    unknown = SGLangLaunch(spec(cuda=True, config={"architectures": ["Gemma2ForCausalLM"]})).arguments
+    assert unknown["enable_weights_cpu_backup"], "of a family that is not known to be covered a copy is kept"
+
+
+def test_the_engine_inherits_nothing_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "GROUP_RANK"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    found = environment(("3", "GPU-4"), 2)
+    assert not [name for name in found if name in ("RANK", "LOCAL_RANK", "MASTER_PORT") or "TORCHELASTIC" in name]
+    assert found["CUDA_VISIBLE_DEVICES"] == "3,GPU-4" and "GROUP_RANK" not in found and found["VERL_PLATFORM"] == "cpu"
+    assert environment((), 2)["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
+
+
+def test_settings_of_other_rollouts_are_refused() -> None:
+    assert settled_config({"timeout_seconds": 7})[0].timeout_seconds == 7 and settled_config(None)[1] is None
+    for given in ({"pause": "retract"}, {"delivery": "broadcast"}, {"enabled": False}, {"no_such_key": 1}):
+        assert isinstance(settled_config(given)[1], ValueError), given
+
+
+def test_engines_share_neither_ranks_nor_gpus_nor_span_hosts() -> None:
+    here = [Place("a", str(number)) for number in range(4)]
+    check_groups([(0, 1), (0, 1), (2, 3), (2, 3)], here)
+    check_groups([(0, 2), (1, 3), (0, 2), (1, 3)], [Place("a", "")] * 4)
+    for ranks, places, words in (
+        ([(0, 1), (0, 1), (1, 2), (3,)], here, "disagree: rank 2"),
+        ([(0, 1), (0, 1), (2, 3), (2, 3)], [*here[:3], Place("b", "3")], "launches none on several"),
+        ([(0,), (1,), (2,), (3,)], [*here[:3], Place("a", "0")], "torch.cuda.set_device"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            check_groups(ranks, places)
+
+
+def ranks_of_meshes() -> list[Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    found: list[Any] = [
+        engine_ranks(None, mesh),
+        engine_ranks(2, mesh),
+        engine_ranks(2, None),
+        engine_ranks(None, None),
+    ]
+    found.append(engine_ranks(None, init_device_mesh("cpu", (4,))))
+    for size, given in ((3, None), (4, mesh), (None, init_device_mesh("cpu", (2, 2)))):
+        with pytest.raises(ValueError) as caught:
+            engine_ranks(size, given)
+        found.append(str(caught.value).partition(":")[0].partition("=")[0])
+    return found
+
+
+def test_ranks_of_a_mesh_or_neighbours() -> None:
+    for rank, found in enumerate(run_world(4, ranks_of_meshes)):
+        mine = (rank % 2, rank % 2 + 2)
+        neighbours = (rank // 2 * 2, rank // 2 * 2 + 1)
+        assert found == [mine, mine, neighbours, (rank,), (0, 1, 2, 3), *("tensor_parallel_size",) * 2, "mesh"]
+
+
+def refused_on_one_rank(folder: str) -> list[str]:
+    rank = torch.distributed.get_rank()
+    texts = []
+    given: list[tuple[Any, dict[str, Any]]] = [
+        (folder, {}),  # no config.json
+        (Qwen2Config(), {}),
+        (Qwen2Config(architectures=["Qwen2ForCausalLM"]), {"random_weights": False}),
+        (Qwen2Config(architectures=["Qwen2ForCausalLM"]), {"gpu_memory_utilization": 40 if rank else 0.4}),
+        (Qwen2Config(architectures=["Qwen2ForCausalLM"]), {"dtype": "float16" if rank else "bfloat16"}),
+        (Qwen2Config(architectures=["Qwen2ForCausalLM"]), {"sync": {"pause": "in_place"} if rank else None}),
+        (Qwen2Config(architectures=["Qwen2ForCausalLM"]), {"update_weights_bucket_megabytes": 0}),
+    ]
+    for model, more in given:
+        with pytest.raises(RolloutError) as caught:
+            SpmdRollout(model, **more)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_an_argument_that_does_not_fit_is_every_ranks_error(tmp_path: Path) -> None:
+    first, second = run_world(2, refused_on_one_rank, str(tmp_path), timeout=180)
+    assert first == second
+    for text, words in zip(
+        first,
+        (
+            "Give a folder with a config.json",
+            "names no architectures",
+            "a config has no weights",
+            "rank 1: ValueError: gpu_memory_utilization=40",
+            "the ranks disagree on the arguments",
+            "rank 1: ValueError: sync.delivery='auto', sync.pause='in_place'",
+            "a bucket must hold at least 1 MiB",
+        ),
+        strict=True,
+    ):
+        assert words in text, text
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "words"),
+    [
+        ("weights", TypeError, "a str cannot be synced"),
+        ({}, TypeError, "empty"),
+        ({"w": 1}, TypeError, "something else than tensors"),
+        (torch.nn.Linear(2, 2), ValueError, "has no config"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(source: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        Live({}).take(source)
+
+
+def test_a_source_is_opened_anew_when_it_is_another() -> None:
+    live, state = Live({}), {"w": torch.ones(2)}
+    assert live.take(state)
+    live.let_go()
+    assert live.source is None and not live.take(dict(state)), "another state dict is no other kind"
+    module: Any = torch.nn.Linear(2, 2)
+    module.config = Qwen2Config()
+    assert live.take(module) and not live.take(module) and live.take(state)

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A script as a user would write one, started by torchrun on two ranks that share one engine; argument: a model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from verl_sync_plugin import SpmdRollout
+from verl_sync_plugin.errors import RolloutError, SyncError
+from verl_sync_plugin.spmd import Generated
+
+PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 12, 13]]
+GREEDY = {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True}
+BOUND = 0.08  # between SGLang's and transformers' in bfloat16; of other weights they are off by 1 and more
+MODEL = sys.argv[1]
+
+
+def model(seed: int) -> PreTrainedModel:
+    """Weights of their own, the same on every rank."""
+    made: PreTrainedModel = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return made
+
+
+def sharded(made: PreTrainedModel) -> torch.nn.Module:
+    for layer in made.model.layers:
+        fully_shard(layer)
+    fully_shard(made)
+    return made
+
+
+def tensor_parallel(made: PreTrainedModel, mesh: DeviceMesh) -> torch.nn.Module:
+    """Placements as torch's tensor parallelism makes them."""
+    for layer in made.model.layers:
+        parallelize_module(layer.mlp, mesh, {"up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()})
+    return made
+
+
+def off(generated: Generated, expected: torch.nn.Module) -> float:
+    """How far the engine's log-probabilities are from those of a whole model."""
+    start = generated.prompt_ids.shape[1]
+    positions = (generated.mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        logits = expected.bfloat16()(generated.ids, generated.mask.long(), positions).logits[:, start - 1 : -1].float()
+    chosen = torch.log_softmax(logits, -1).gather(-1, generated.response_ids[..., None])[..., 0]
+    return float((chosen - generated.log_probs).abs().max())
+
+
+def failing(kind: type[Exception], call: Any, *arguments: Any, **more: Any) -> str:
+    """The text of an error that every rank has to raise alike."""
+    try:
+        call(*arguments, **more)
+    except kind as error:
+        texts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(texts, str(error))
+        assert len(set(texts)) == 1, texts
+        return texts[0]  # type: ignore[no-any-return]
+    raise AssertionError("no error")
+
+
+def serves(rollout: SpmdRollout, source: Any, expected: torch.nn.Module) -> Generated:
+    """The engine has the source's weights after a sync, and every sync is whole and proven."""
+    report = rollout.sync_weights(source)
+    assert (report.manager, report.coverage_missing, report.tensors > 20) == ("SpmdShardingManager", 0, True), report
+    assert report.coverage_expected > 10 and report.own_bytes > 0 and report.nbytes > 200_000, report
+    generated = rollout.generate(PROMPTS, GREEDY)
+    assert off(generated, expected) < BOUND, off(generated, expected)
+    return generated
+
+
+def every_source(rollout: SpmdRollout) -> None:
+    """FSDP2, FSDP1, DDP, a plain module, state dicts, LoRA: each with other weights than the one before."""
+    mesh = init_device_mesh("cpu", (2,))
+    serves(rollout, sharded(model(1)), model(1))
+    serves(rollout, FullyShardedDataParallel(model(2), device_id=torch.device("cpu")), model(2))
+    replicas = DistributedDataParallel(model(3))
+    first = serves(rollout, replicas, model(3))
+    serves(rollout, model(4), model(4))
+    serves(rollout, model(5).state_dict(), model(5))
+    cut = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in model(6).state_dict().items()}
+    assert all(isinstance(tensor, DTensor) for tensor in cut.values())
+    serves(rollout, cut, model(6))
+    columns = {name: distribute_tensor(t, mesh, [Shard(t.dim() - 1)]) for name, t in model(11).state_dict().items()}
+    serves(rollout, columns, model(11))
+    serves(rollout, tensor_parallel(model(12), mesh), model(12))
+    again = serves(rollout, replicas, model(3))
+    assert torch.equal(first.ids, again.ids) and torch.equal(first.log_probs, again.log_probs)
+    rollout.sync_weights(replicas)
+    assert rollout.report is not None and rollout.report.replayed_tensors == rollout.report.tensors
+    same = rollout.generate(PROMPTS, GREEDY)
+    assert torch.equal(same.log_probs, again.log_probs) and same.version == (again.version or 0) + 1
+    with_adapter(rollout)
+
+
+def with_adapter(rollout: SpmdRollout) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def adapted() -> Any:
+        torch.manual_seed(7)
+        made = get_peft_model(model(7), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+        with torch.no_grad():
+            for name, parameter in made.named_parameters():
+                if "lora_B" in name:
+                    parameter.add_(torch.randn(parameter.shape) * 0.2)
+        return made
+
+    whole = adapted().merge_and_unload()
+    module = adapted()
+    for layer in module.get_base_model().model.layers:
+        fully_shard(layer)
+    fully_shard(module)
+    assert off(serves(rollout, module, whole), model(7)) > 4 * BOUND, "the adapter makes no difference"
+
+
+def generation(rollout: SpmdRollout) -> None:
+    """Lists and padded tensors, several responses, shapes, and what is refused."""
+    lists = rollout.generate(PROMPTS, GREEDY, pad_token_id=3)
+    assert lists.prompt_ids.tolist() == [PROMPTS[0], [3, 3, 3, *PROMPTS[1]]]
+    assert lists.prompt_mask.tolist() == [[True] * 6, [False] * 3 + [True] * 3]
+    assert lists.response_ids.shape == lists.log_probs.shape == (2, 6) and bool(lists.response_mask.all())
+    assert lists.log_probs.dtype == torch.float32 and lists.finish_reasons == ("length", "length")
+    padded = rollout.generate(lists.prompt_ids, GREEDY, attention_mask=lists.prompt_mask, pad_token_id=3)
+    assert torch.equal(padded.ids, lists.ids) and torch.equal(padded.log_probs, lists.log_probs)
+    short, long = {**GREEDY, "max_new_tokens": 2}, {**GREEDY, "n": 2}
+    uneven = rollout.generate(PROMPTS, [short, long])
+    assert uneven.response_mask.sum(1).tolist() == [2, 6, 6] and uneven.log_probs[0, 2:].tolist() == [0.0] * 4
+    assert uneven.response_ids[1:].tolist() == lists.response_ids[1:].tolist() * 2
+    sampled = rollout.generate([PROMPTS[0]], {"temperature": 1.0, "max_new_tokens": 12, "n": 4, "ignore_eos": True})
+    everyone: list[Any] = [None] * 2
+    dist.all_gather_object(everyone, sampled.ids)
+    assert torch.equal(*everyone) and len({tuple(row) for row in sampled.response_ids.tolist()}) > 1
+    rank = dist.get_rank()
+    text = failing(RolloutError, rollout.generate, [[5 + rank]], GREEDY)
+    assert "the ranks of one engine gave different prompts" in text, text
+    text = failing(RolloutError, rollout.generate, PROMPTS if rank == 0 else [[]], GREEDY)
+    assert "rank 1: ValueError: token_ids[0] has no tokens" in text and "rank 0" not in text, text
+    text = failing(RolloutError, rollout.generate, PROMPTS, {"stop": "x"})
+    assert "Use stop_token_ids" in text, text
+    text = failing(RolloutError, rollout.generate, [[5] * 300], GREEDY)
+    assert "rank 0: ValueError" in text, text  # SGLang's: longer than the context
+
+
+def memory(rollout: SpmdRollout, source: torch.nn.Module, expected: torch.nn.Module) -> None:
+    """Released weights are not generated from, whatever is resumed; a sync brings them back."""
+    rollout.release_kv()
+    rollout.release_kv()
+    assert "released (kv_cache)" in failing(RolloutError, rollout.generate, PROMPTS, GREEDY)
+    rollout.release_weights()
+    rollout.resume_weights()
+    rollout.resume_kv()
+    assert "call sync_weights first" in failing(RolloutError, rollout.generate, PROMPTS, GREEDY)
+    rollout.release_weights()
+    rollout.release_kv()
+    rollout.sync_weights(source)
+    assert rollout.report is not None and "resume_weights" in rollout.report.stages
+    rollout.resume_kv()
+    assert off(rollout.generate(PROMPTS, GREEDY), expected) < BOUND
+
+
+def failures(rollout: SpmdRollout, source: torch.nn.Module, expected: torch.nn.Module) -> None:
+    """What fails on one rank fails on all; the engine generates nothing until a sync succeeds, as the next one does."""
+    weight = source.model.layers[1].mlp.up_proj.weight
+    held = weight.to_local().detach().view(-1)
+    kept = held[3].item()
+    if dist.get_rank() == 1:
+        held[3] = float("nan")
+    text = failing(SyncError, rollout.sync_weights, source)
+    assert "rank 1: ValueError: parameter 'model.layers.1.mlp.up_proj.weight' holds NaN or Inf" in text, text
+    assert "half written" in failing(RolloutError, rollout.generate, PROMPTS, GREEDY)
+    held[3] = kept
+    serves(rollout, source, expected)
+    text = failing(SyncError, rollout.sync_weights, source if dist.get_rank() == 0 else "weights")
+    assert "rank 1: TypeError: a str cannot be synced" in text, text
+    left_out = {name: tensor for name, tensor in model(8).state_dict().items() if "layers.1.mlp.down_proj" not in name}
+    text = failing(SyncError, rollout.sync_weights, left_out)
+    assert "model.layers.1.mlp.down_proj.weight" in text, text
+    text = failing(SyncError, rollout.sync_weights, {**left_out, "model.layers.1.mlp.down.weight": torch.zeros(2)})
+    assert "model.layers.1.mlp.down.weight" in text, text
+    serves(rollout, source, expected)
+
+
+def engine_dies(rollout: SpmdRollout) -> None:
+    if dist.get_rank() == 0:
+        for child in psutil.Process().children():
+            if any("local_server" in word for word in child.cmdline()):
+                child.send_signal(signal.SIGKILL)
+    text = failing(RolloutError, rollout.generate, PROMPTS, GREEDY)
+    assert "rank 0: RuntimeError: SGLang's process has ended" in text, text
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    text = failing(RolloutError, SpmdRollout, MODEL, engine={"quantization": "fp8"})
+    assert "engine.quantization='fp8': weight sync cannot serve it" in text, text
+    more = {"max_total_tokens": 2048, "context_length": 256, "max_running_requests": 8}
+    rollout = SpmdRollout(MODEL, tensor_parallel_size=2, sync={"timeout_seconds": 60}, engine=more)
+    assert "call sync_weights first" in failing(RolloutError, rollout.generate, PROMPTS, GREEDY)
+    every_source(rollout)
+    generation(rollout)
+    source = sharded(model(9))
+    memory(rollout, source, model(9))
+    failures(rollout, source, model(9))
+    engine_dies(rollout)
+    rollout.close()
+    assert "TORCHELASTIC_RUN_ID" in os.environ, "not started by torchrun"
+    print(f"rank {dist.get_rank()} has seen it all", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
