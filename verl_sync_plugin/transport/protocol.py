@@ -36,7 +36,7 @@ from verl_sync_plugin.layout.tensors import Entry, Plan
 from verl_sync_plugin.transport.memory.exports import Live, StagingExport
 
 MAGIC = "verl-sync-plugin"
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 OMITTED = ("buckets", "sums", "readings", "lives", "used")  # from messages for people
 
 # A trainer rank may spend up to three waits (its shards, its plan, its staging memory; or the last buckets, the commit,
@@ -186,6 +186,7 @@ class Load:
 class Loaded:
     bucket: int
     seconds: float
+    started: float  # by ``time.perf_counter``, the clock of the host that both processes are on
 
 
 @dataclass(frozen=True)

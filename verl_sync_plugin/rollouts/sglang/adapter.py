@@ -183,7 +183,7 @@ class SyncServerAdapter(ServerAdapter):
         manager = self._manager
         assert manager is not None, "update_weights comes first"
         agreement, report = manager.agreement, manager.report
-        report.stages = {**self._around.stages, **report.stages}
+        report.put_before(self._around)
         with agreement.attempt(), report.stage("offload"):
             offload()
         with agreement.attempt(), report.stage("after"):
