@@ -30,8 +30,10 @@ PHASE_STAGES = (
     "resume_kv",
 )
 # Parts of update_weights, on the reporting rank; "engine_load" is the engine's time and overlaps with the others.
+# "open" makes the sharding manager, in the first sync only.
 # What is packed while the engine resumes its weights counts in update_weights; resume_weights is the rest of that wait
 DETAIL_STAGES = (
+    "open",
     "plan",
     "connect",
     "prepare",
@@ -171,7 +173,8 @@ class SyncReport:
 
     def put_before(self, earlier: SyncReport) -> None:
         """Takes over the stages of what came right before."""
-        self.stages = {**earlier.stages, **self.stages}
+        names = {**earlier.stages, **self.stages}
+        self.stages = {name: earlier.stages.get(name, 0.0) + self.stages.get(name, 0.0) for name in names}
         self.spans = [*earlier.spans, *self.spans]
 
     @property

@@ -9,6 +9,7 @@ from html import escape
 from verl_sync_plugin.timeline.figures import Column
 
 GIB = 2**30
+UNTOLD = "not told"  # by a report of an older version
 
 
 def seconds(value: float) -> str:
@@ -149,9 +150,9 @@ def waterfall(spans: Iterable[tuple[str, float, float]], lanes: Sequence[str], w
     rows = ""
     for lane, own in by_lane.items():
         boxes = "".join(
-            f'<i class="c-{lane}" style="left:{100 * start / whole:.4f}%;width:{100 * length / whole:.4f}%" '
-            f'data-stage="{lane}" data-start="{start!r}" data-seconds="{length!r}" '
-            f'title="{lane}: {seconds(length)}, from {seconds(start)}"></i>'
+            f'<i class="c-{escape(lane)}" style="left:{100 * start / whole:.4f}%;width:{100 * length / whole:.4f}%" '
+            f'data-stage="{escape(lane)}" data-start="{start!r}" data-seconds="{length!r}" '
+            f'title="{escape(lane)}: {seconds(length)}, from {seconds(start)}"></i>'
             for start, length in own
         )
         total = seconds(sum(length for _, length in own))
@@ -161,10 +162,17 @@ def waterfall(spans: Iterable[tuple[str, float, float]], lanes: Sequence[str], w
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], name: str) -> str:
-    """A table; the first cell of a row is its heading."""
+    """A table; the first cell of a row is its heading.
+
+    Args:
+        head: the first row.
+        rows: the others.
+        name: the table's id; none when empty.
+    """
+    known = f' id="{name}"' if name else ""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = "".join(
         f"<tr><th>{escape(row[0])}</th>" + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:]) + "</tr>"
         for row in rows
     )
-    return f'<div class="scroll"><table id="{name}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    return f'<div class="scroll"><table{known}><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'

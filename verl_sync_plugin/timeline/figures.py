@@ -74,8 +74,8 @@ def bytes_by_way(report: Report) -> dict[str, float]:
 def memory_by_moment(report: Report) -> list[Moment]:
     """Device memory of the reporting rank's GPU by moment; empty for a run without GPUs.
 
-    The engine's parts are what use grew by when it resumed them, less what the trainer's allocator grew by meanwhile. In
-    reports of older versions, which do not know the trainer's part, that is in ``before``.
+    The engine's parts are what use grew by when it resumed them, less what the trainer's allocator grew by meanwhile.
+    In reports of older versions, which do not know the trainer's part, that is in ``others``.
     """
     used, trainer = report["device_used_bytes"], report["trainer_reserved_bytes"]
     others = {name: used[name] - trainer.get(name, 0) for name in MOMENTS if name in used}
@@ -94,7 +94,13 @@ def _moment(name: str, others: int, reserved: int, report: Report, weights: int,
     weights = 0 if name == "asleep" else min(weights, others)
     kv = min(kv, others - weights) if name == "awake" else 0
     parts = {"trainer": reserved - staging, "staging": staging, "weights": weights, "kv_cache": kv}
-    return Moment(name, {**parts, "before": others - weights - kv})
+    return Moment(name, {**parts, "others": others - weights - kv})
+
+
+def examples(run: Run) -> list[tuple[str, Report]]:
+    """The first and the last sync, with their names."""
+    chosen = [("first sync", run.syncs[0].slowest)]
+    return chosen + ([(f"last sync, step {run.syncs[-1].step}", run.syncs[-1].slowest)] if len(run.syncs) > 1 else [])
 
 
 def nearest_to_median(syncs: Sequence[Sync]) -> Sync:

@@ -12,7 +12,8 @@ from typing import Any
 from verl_sync_plugin.report.file import EVENT, REPORT_FILE_VARIABLE
 from verl_sync_plugin.report.sync_report import PHASE_STAGES, SyncReport
 
-Report = dict[str, Any]  # ``SyncReport.as_dict``, every field there
+# ``SyncReport.as_dict``, with ``versions``, and ``untold``: the fields that the version that wrote it did not know
+Report = dict[str, Any]
 HOW_TO = (
     f"a run writes one where {REPORT_FILE_VARIABLE} names a file in the environment of its workers, for example by "
     f"+ray_kwargs.ray_init.runtime_env.env_vars.{REPORT_FILE_VARIABLE}=/shared/run/reports.jsonl"
@@ -148,7 +149,8 @@ def _report(line: dict[str, Any], place: str) -> Report:
     numbers += [number for span in report["spans"] for number in span[1:]]
     if not all(isinstance(value, int | float) for value in numbers):
         raise ReportFileError(f"{place}: a stage or a reading is no number; remove that line")
-    return {**report, "versions": line.get("versions") or {}}
+    untold = [name for name in _EMPTY if name not in line]
+    return {**report, "versions": line.get("versions") or {}, "untold": untold}
 
 
 def _in_time(lines: list[Report], path: Path) -> list[Report]:
@@ -167,7 +169,7 @@ class _Last:
 
 
 def _split(lines: list[Report]) -> list[list[Report]]:
-    """One list per run: a file may be written by several, one after another. A later run counts from an earlier step."""
+    """One list per run: several may have written a file, one after another. A later one begins at an earlier step."""
     runs: list[list[Report]] = [[]]
     last: dict[str, _Last] = {}
     for report in lines:

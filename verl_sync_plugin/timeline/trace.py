@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One sync in Chrome's trace event format, for chrome://tracing and https://ui.perfetto.dev: when each stage ran.
 
-Every span is drawn where it was measured. What a report knows the length of only (``sleep``, which precedes the training
-step) is no event; it stands in ``otherData``.
+Every span is drawn where it was measured. What a report knows only the length of (``sleep``, which precedes the
+training step) is no event; it stands in ``otherData``.
 """
 
 from __future__ import annotations

@@ -207,7 +207,8 @@ class SyncServerAdapter(ServerAdapter):
 
     def _manager_for(self, weights: ShardStream, ends: bool) -> ShardingManager:
         if self._manager is None:
-            self._manager = self._make_manager(weights)
+            with self._around.stage("update_weights"), self._around.stage("open"):
+                self._manager = self._make_manager(weights)
             if ends and self.config.free_cache_engine:
                 say(
                     "the trainer runs verl's own worker: it empties caches itself, custom.sync.empty_cache does nothing"
