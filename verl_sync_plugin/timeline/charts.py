@@ -13,10 +13,12 @@ UNTOLD = "not told"  # by a report of an older version
 
 
 def seconds(value: float) -> str:
-    """A time for people: 7.73 s, 0.19 s, 26 ms, 0.31 ms."""
+    """A time for people: 7.73 s, 0.19 s, 26 ms, 1.31 ms, 31 µs."""
     if value >= 0.1:
         return f"{value:.2f} s"
-    return f"{value * 1e3:.0f} ms" if value >= 0.01 else f"{value * 1e3:.2f} ms" if value else "0 s"
+    if value >= 1e-4:
+        return f"{value * 1e3:.0f} ms" if value >= 0.01 else f"{value * 1e3:.2f} ms"
+    return f"{value * 1e6:.0f} µs" if value else "0 s"
 
 
 def gigabytes(value: float) -> str:

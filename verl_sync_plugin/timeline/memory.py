@@ -71,7 +71,8 @@ def _moments(label: str, moments: Sequence[figures.Moment], labels: dict[str, st
 
 def bytes_section(run: Run) -> str:
     """What engine ranks read, by way, over steps."""
-    shown = figures.columns(run.syncs, figures.bytes_by_way)
+    first, later = run.syncs[:1], run.syncs[1:]
+    shown = [column for part in (first, later) for column in figures.columns(part, figures.bytes_by_way)]
     used = {way: label for way, label in figures.WAYS.items() if any(column.parts[way] > 0 for column in shown)}
     chart = stacked_columns(shown, used, "bytes", gigabytes, "training step") if used else ""
     text = (

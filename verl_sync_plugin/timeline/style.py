@@ -59,6 +59,7 @@ th:first-child { text-align: left; white-space: normal; min-width: 130px; paddin
 tbody th { color: var(--ink); }
 summary { cursor: pointer; }
 @media (max-width: 560px) {
+  thead th { white-space: normal; vertical-align: bottom; } th, td { padding: 4px 6px; }
   section { padding: 14px 12px; } .waterfall { grid-template-columns: 1fr; gap: 0; } 
   .waterfall dt:not(:empty) { margin-top: 4px; }
   .rows { grid-template-columns: 1fr; } .said { flex-basis: 64px; } .scale { padding-right: 74px; }
