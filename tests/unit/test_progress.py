@@ -22,7 +22,7 @@ def plan(buckets: int = 4, size: int = 64) -> Plan:
 
 
 def test_line_names_bucket_bytes_and_stage() -> None:
-    report = SyncReport.begun(3, "M", 0, "CPU")
+    report = SyncReport.begun(3, "M", 0)
     assert progress_line(report, 6.2) == "sync of step 3: 6 s so far, no bucket handed over yet"
     report.handed_over = (plan(size=10**7), 0)
     with report.stage("update_weights"), report.stage("wait_engine"):
@@ -35,7 +35,7 @@ def test_line_names_bucket_bytes_and_stage() -> None:
 def test_only_what_takes_long_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(progress, "SILENT_SECONDS", 0.2)
     monkeypatch.setattr(progress, "EVERY_SECONDS", 0.1)
-    report = SyncReport.begun(0, "M", 0, "CPU")
+    report = SyncReport.begun(0, "M", 0)
     with Progress(report, speaks=True):
         pass
     assert capsys.readouterr().out == ""

@@ -44,11 +44,12 @@ class PeakMemory:
             self._before = _bytes("allocated", "current")
 
     def into(self, report: SyncReport) -> None:
-        """Writes both peaks, in bytes, into a report; a higher value that is there already stays."""
+        """Writes both peaks, in bytes, and the device's name into a report; a higher value that is there stays."""
         report.peak_host_bytes = max(report.peak_host_bytes, peak_resident_bytes() - self._host)
         if self._cuda:
             peak = _bytes("allocated", "peak") - self._before
             report.peak_device_bytes = max(report.peak_device_bytes, peak)
+            report.origin["device"] = torch.cuda.get_device_name()
 
 
 def _bytes(kind: str, which: str) -> int:

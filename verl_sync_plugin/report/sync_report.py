@@ -122,10 +122,10 @@ class SyncReport:
         self.handed_over: tuple[Plan, int] | None = None  # the plan under way, and the last bucket handed over
 
     @classmethod
-    def begun(cls, global_steps: int | None, manager: str, rank: int, device: str) -> SyncReport:
+    def begun(cls, global_steps: int | None, manager: str, rank: int) -> SyncReport:
         """The report of a sync that begins now."""
         epoch = round(time.time() - time.perf_counter(), 6)
-        origin = {"host": socket.gethostname(), "pid": os.getpid(), "rank": rank, "device": device, "epoch": epoch}
+        origin = {"host": socket.gethostname(), "pid": os.getpid(), "rank": rank, "device": "CPU", "epoch": epoch}
         return cls(-1 if global_steps is None else int(global_steps), manager, origin=origin)
 
     def note(self, committed: Committed, plan: Plan, direct: bool = False) -> None:

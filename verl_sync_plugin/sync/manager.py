@@ -126,8 +126,7 @@ class ShardingManager(BaseShardingManager):
 
     def new_report(self, global_steps: int | None) -> SyncReport:
         """The report of a sync that begins now."""
-        device = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU"
-        return SyncReport.begun(global_steps, type(self).__name__, self.agreement.ranks.rank, device)
+        return SyncReport.begun(global_steps, type(self).__name__, self.agreement.ranks.rank)
 
     async def _peers_unreachable(self, sync_id: str, version: str | None, wake_tags: list[str]) -> bool:
         """Whether the delivery that was chosen could not be used, which is known before anything is loaded."""
