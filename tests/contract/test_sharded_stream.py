@@ -82,6 +82,8 @@ def stream(buckets: int, slow_engine: int, slow_trainer: int, broken: tuple[str,
         running.run(sync)
     except SyncError as error:
         return sender.notes, str(error)
+    assert sync.report.handed_over == ((plan, buckets - 1) if buckets else None)  # what the progress line tells
+    assert len([span for span in sync.report.spans if span[0] == "engine_load"]) == buckets
     return sender.notes, ""
 
 
