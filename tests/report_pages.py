@@ -42,7 +42,9 @@ def line(step: int, rank: int = 0, pid: int = 7, **changes: Any) -> dict[str, An
     report = SyncReport(
         step,
         "FSDP2SGLangShardingManager",
-        {"sleep": 0.125, "update_weights": 0.25 + step / 16 + rank / 64, "resume_kv": 0.03125, "engine_load": 0.125},
+        stages={
+            "sleep": 0.125, "update_weights": 0.25 + step / 16 + rank / 64, "resume_kv": 0.03125, "engine_load": 0.125,
+        },
         nbytes=16_000_000_000,
         tensors=339,
         coverage_expected=199,
@@ -146,5 +148,5 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     with pytest.raises(SystemExit) as ended:
         main(["report", *arguments])
     assert ended.value.code == 2
-    (said,) = [text for text in capsys.readouterr().err.splitlines() if "error:" in text]
+    (said,) = [text for text in capsys.readouterr().err.splitlines() if text.startswith("verl-sync report: ")]
     return said

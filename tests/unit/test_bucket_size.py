@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The size of a bucket: the checks of its keys, ``auto`` from measured memory, and ``verl-sync plan``."""
+"""The size of a bucket: the checks of its keys, and ``auto`` from measured memory."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from verl_sync_plugin import cli
 from verl_sync_plugin.config.bucket_size import (
     LEAST_MEGABYTES,
     LONG_BUCKET_KEY,
@@ -144,25 +142,3 @@ def test_without_device_memory_it_is_the_least() -> None:
     assert auto.spare(resumed=True) is None
     assert AutoBucket.agreed_bytes([None, None]) == LEAST_MEGABYTES << 20
     assert AutoBucket.agreed_bytes([90 * GIB, None]) == LEAST_MEGABYTES << 20, "one that is unknown may be the least"
-
-
-def test_plan_says_what_auto_would_choose(tiny_model: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    model = str(Path(tiny_model("qwen2")))
-    assert cli.main(["plan", model, "--world", "2", "--bucket-mb", "auto", "--spare-gb", "9.5"]) == 0
-    assert "auto: buckets of 512 MiB" in capsys.readouterr().out
-    assert cli.main(["plan", model, "--world", "2", "--bucket-mb", "3"]) == 0
-    assert "auto" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (("--bucket-mb", "auto"), "--spare-gb"),
-        (("--bucket-mb", "0"), "--bucket-mb 0: neither"),
-        (("--bucket-mb", "half"), "--bucket-mb half: neither"),
-    ],
-)
-def test_plan_refuses_a_size(options: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["plan", "nowhere", *options])
-    assert text in capsys.readouterr().err

@@ -23,4 +23,4 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return int(arguments.run(arguments))
     except ValueError as error:
-        parser.error(str(error))
+        parser.exit(2, f"verl-sync {arguments.command}: {error}\n")

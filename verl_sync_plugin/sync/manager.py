@@ -151,7 +151,7 @@ class ShardingManager(BaseShardingManager):
                 with stage("plan"):
                     sync = self.plan(sync_id)
                     delivery = self.choice.of(sync)
-            self.report.delivery = delivery.name
+                    self.report.delivery = delivery.name
             await self.waking.resume(wake_tags, self.report, meanwhile=partial(delivery.fill, sync))
             self.report.staging_bytes = self.sender.staging_bytes
             with stage("update_weights"):

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``verl-sync plan``: what it counts, beside what real syncs counted and measured; and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from benchmarks.models import SHAPES
+from verl_sync_plugin.cli import main
+from verl_sync_plugin.cli.plan.model import OWN_PATH, REPLAYED
+
+ROOT = Path(__file__).resolve().parents[2]
+H200 = ("--gpu-memory-gb", "140.4")
+GIB = 2**30
+
+
+def planned(capsys: pytest.CaptureFixture[str], *options: str, code: int = 0) -> dict[str, Any]:
+    assert main(["plan", *options, "--json"]) == code
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """The one line with which a plan ends that cannot be made."""
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *options])
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert ended.value.code == 2 and line.startswith("verl-sync plan: ")
+    return line
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Configs of the models that were measured; a config is all there is of them."""
+    found = {}
+    for size, kind in (("7b", "qwen2"), ("moe-16b", "qwen3_moe")):
+        folder = tmp_path_factory.mktemp(size)
+        (folder / "config.json").write_text(json.dumps({"model_type": kind, **SHAPES[size]}))
+        found[size] = str(folder)
+    return found
+
+
+CASES = [
+    ("dense-7b-2gpu-fsdp2-tp2-full", "7b", "--world 2 --rollout-tp 2"),
+    ("dense-7b-2gpu-fsdp2-tp1-full", "7b", "--world 2 --rollout-tp 1"),
+    ("dense-7b-2gpu-fsdp2-tp2-full-gathered", "7b", "--world 2 --rollout-tp 2 --delivery gathered"),
+    ("dense-7b-4gpu-fsdp2-tp4-full", "7b", "--world 4 --rollout-tp 4"),
+    ("dense-7b-2gpu-megatron-pp2-tp2-full", "7b", "--trainer megatron --world 2 --pp 2 --rollout-tp 2"),
+    ("dense-7b-2gpu-megatron-tp2-tp2-full", "7b", "--trainer megatron --world 2 --tp 2 --rollout-tp 2"),
+    ("moe-16b-4gpu-megatron-ep4-tp4-full", "moe-16b", "--trainer megatron --world 4 --ep 4 --rollout-tp 4"),
+]
+
+
+@pytest.mark.parametrize(("case", "size", "options"), CASES, ids=[case for case, _, _ in CASES])
+def test_it_predicts_what_was_measured(
+    case: str, size: str, options: str, large: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = {run["variant"]: run for run in json.loads((ROOT / f"benchmarks/results/{case}.json").read_text())["runs"]}
+    samples = runs["plugin"]["samples"]
+    first, syncs = samples["first_sync"]["report"], samples["syncs"][1:]
+    fraction = {"7b": "0.4", "moe-16b": "0.2"}[size]
+    found = planned(capsys, large[size], *options.split(), *H200, "--memory-fraction", fraction)
+    staged = found["deliveries"][0]
+    assert found["tensors"] == first["tensors"] and not found["warnings"]
+    if found["buckets_exact"]:
+        assert (staged["buckets"], staged["bytes"]) == (first["buckets"], first["nbytes"])
+    assert staged["bytes"] == pytest.approx(first["nbytes"], rel=0.15)
+    assert staged["staging_bytes"] == pytest.approx(first["peak_device_bytes"], rel=0.02)
+    seconds = median(sync["stages"]["update_weights"] for sync in syncs)
+    assert found["seconds"]["update_weights"] == pytest.approx(seconds, rel=0.35)
+    low, high = found["seconds"]["phase"]
+    assert low < median(sync["stages"]["phase"] for sync in syncs) < 1.25 * high
+    if "stock" in runs:  # which keeps no cache, so its peak is what must be held
+        peak = max(sync["peak_device_bytes"] for sync in runs["stock"]["samples"]["syncs"])
+        assert max(each["total"] for each in found["memory"]) == pytest.approx(peak, rel=0.1)
+
+
+def test_text_for_tiny_qwen2(tiny_model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", tiny_model("qwen2"), "--world", "2"]) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "27 tensors, 0.231 MB of bf16; fsdp2 on 2 GPUs -> TP1",
+        "first sync: sharded\n  27 tensors",
+        "later syncs: direct\n  read where they lie: nothing is staged",
+        "engine loads by the copy plan from the second sync on: all tensors",
+        "only the first sync knows",
+        "predicted, from the links below: update_weights",
+        "without --gpu-memory-gb",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--world", "2"),
+        ("--trainer", "fsdp", "--world", "3"),
+        ("--trainer", "megatron", "--world", "4", "--tp", "2", "--ep", "2", "--etp", "1"),
+        ("--trainer", "megatron", "--world", "4", "--pp", "2", "--ep", "2"),
+        ("--delivery", "broadcast", "--bucket-mb", "1", "--world", "2"),
+    ],
+    ids=["fsdp2", "fsdp", "megatron-ep", "megatron-pp", "broadcast"],
+)
+def test_tiny_moe_by_every_trainer(
+    options: tuple[str, ...], tiny_model: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors import safe_open
+
+    path = tiny_model("qwen3-moe")
+    with safe_open(Path(path) / "model.safetensors", "pt") as checkpoint:
+        names = list(checkpoint.keys())
+    found = planned(capsys, path, *options)
+    assert found["tensors"] == len(names) == 45
+    assert found["bytes"] <= found["deliveries"][0]["bytes"] <= 1.6 * found["bytes"]
+    assert found["deliveries"][1]["name"] == ("broadcast" if "broadcast" in options else "direct")
+
+
+def test_json_has_the_keys_of_its_documentation(tiny_model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, tiny_model("qwen2"))
+    documented = (ROOT / "docs/plan.md").read_text()
+    assert found["schema"] == 1
+    for key in (*found, *found["deliveries"][0], *found["memory"][0], *found["seconds"], *found["trainer"]):
+        assert f"`{key}`" in documented, key
+
+
+def test_warns_before_an_oom(large: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    options = (large["7b"], "--world", "2", "--rollout-tp", "2", "--gpu-memory-gb", "80")
+    (line,) = planned(capsys, *options, "--memory-fraction", "0.6", code=1)["warnings"]
+    assert line.startswith("OOM expected, rollout: 90.") and "--memory-fraction 0.4" in line
+    assert not planned(capsys, *options, "--memory-fraction", "0.4")["warnings"], "the remedy helps"
+    assert not planned(capsys, *options, "--memory-fraction", "0.6", "--optimizer-offload")["warnings"]
+    few = planned(capsys, large["7b"], "--world", "1", "--gpu-memory-gb", "80", code=1)["warnings"]
+    assert any("OOM expected, training" in line and "more trainer ranks" in line for line in few)
+    tight = planned(capsys, *options, "--memory-fraction", "0.05", code=1)["warnings"]
+    assert any("leave no room for its KV cache" in line for line in tight)
+
+
+def test_delivery_goes_by_nodes_offload_and_family(
+    large: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def later(*options: str) -> tuple[str, str]:
+        each = planned(capsys, *options)["deliveries"][1]
+        return each["name"], each["why"]
+
+    assert later(large["7b"], "--world", "16") == ("gathered", "16 ranks share out the model, on several nodes")
+    assert later(large["7b"], "--param-offload") == ("sharded", "offloaded parameters are staged")
+    gemma = {"model_type": "gemma2", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 320}
+    (tmp_path / "config.json").write_text(json.dumps(gemma))
+    assert later(str(tmp_path)) == ("sharded", "the engine's own load needs whole tensors")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("/no/such/folder",), "/no/such/folder: no such folder; give one that holds"),
+        (("{empty}",), "this folder holds no config.json; give the folder of a HF checkpoint"),
+        (
+            ("{unknown}",),
+            "model type `never_heard_of` but Transformers does not recognize this architecture; is transf",
+        ),
+        (("{broken}",), "config.json' is not a valid JSON file; is transformers new enough for it?"),
+        (("{model}", "--bucket-mb", "auto"), "--spare-gb"),
+        (("{model}", "--bucket-mb", "0"), "--bucket-mb 0: neither"),
+        (("{model}", "--bucket-mb", "half"), "--bucket-mb half: neither"),
+        (("{model}", "--world", "0"), "--world 0: must be at least 1"),
+        (("{model}", "--tp", "2"), "--tp, --pp and --ep are Megatron's"),
+        (("{model}", "--trainer", "megatron", "--tp", "3", "--world", "8"), "use for example --world 3"),
+        (("{model}", "--trainer", "megatron", "--pp", "8"), "--pp 8: the model has only 2 layers"),
+        (("{model}", "--delivery", "carrier-pigeon"), "--delivery carrier-pigeon: not known; use one of auto"),
+        (("{model}", "--delivery", "direct", "--world", "16"), "use --delivery gathered, or auto"),
+        (
+            ("{model}", "--delivery", "direct", "--param-offload"),
+            "offloaded parameters are staged; use --delivery auto",
+        ),
+        (("{model}", "--memory-fraction", "80"), "--memory-fraction 80: not above 0 and up to 1"),
+        (("{quantized}",), "its checkpoint is quantized"),
+    ],
+)
+def test_refused_in_one_line(
+    options: tuple[str, ...], text: str, tmp_path: Path, tiny_model: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    contents = {
+        "empty": None,
+        "unknown": '{"model_type": "never_heard_of"}',
+        "broken": "{",
+        "quantized": '{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 2, '
+        '"hidden_size": 64, "vocab_size": 320, "quantization_config": {"quant_method": "fp8"}}',
+    }
+    folders = {"model": tiny_model("qwen2")}
+    for name, content in contents.items():
+        (tmp_path / name).mkdir()
+        folders[name] = str(tmp_path / name)
+        if content is not None:
+            (tmp_path / name / "config.json").write_text(content)
+    assert text in refused(capsys, *(option.format(**folders) for option in options))
+
+
+def test_a_name_that_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "give a local folder with config.json" in refused(capsys, "nobody/has-such-a-model")
+
+
+def test_auto_is_what_a_run_would_choose(tiny_model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, tiny_model("qwen2"), "--bucket-mb", "auto", "--spare-gb", "9.5")
+    assert found["bucket_mb"] == 512
+
+
+def test_families_are_those_of_the_documentation() -> None:
+    """Rows of docs/families.md, which other tests make, say the same as the table of the plan."""
+    labels = {"Llama": "llama", "Qwen2": "qwen2", "Qwen3-MoE": "qwen3_moe", "Gemma": "gemma", "Gemma 2": "gemma2"}
+    labels |= {"Apertus": "apertus", "GPT-2": "gpt2", "Qwen3-Next": "qwen3_next", "Nemotron-H": "nemotron_h"}
+    labels |= {"Qwen3.5": "qwen3_5", "gpt-oss": "gpt_oss", "Phi-1.5": "phi", "DeepSeek-V3": "deepseek_v3"}
+    rows = dict(re.findall(r"^\| ([^|]+) \| (.+) \|$", (ROOT / "docs/families.md").read_text(), re.MULTILINE))
+    for label, kind in labels.items():
+        own = "by the model's own path" in rows[label]
+        assert (kind in OWN_PATH) == own and (kind in REPLAYED) != own, (label, rows[label])
+    exact = [label for label, row in rows.items() if row.startswith("exact")]
+    assert len(exact) > len(labels) and not set(OWN_PATH) & REPLAYED
