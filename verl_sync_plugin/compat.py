@@ -16,6 +16,9 @@ from typing import Any
 
 from verl_sync_plugin.errors import IncompatibleHostError
 
+# The packages that take part in a sync
+STACK = ("verl-sync-plugin", "verl", "sglang", "torch", "transformers", "megatron-core", "megatron-bridge", "mbridge")
+
 
 def offered(module: Any, name: str) -> Any:
     """``module.name``, a hook of verl that the plugin cannot do without.

@@ -24,6 +24,7 @@ from verl_sync_plugin.sync.delivery.base import Sync
 from verl_sync_plugin.sync.delivery.sharded import Sharded
 from verl_sync_plugin.sync.sender import SLOTS
 from verl_sync_plugin.transport.agreement import Agreement
+from verl_sync_plugin.transport.protocol import Loaded
 
 SLOW = 0.03
 Note = tuple[float, int, str, int]  # when, rank, what, bucket
@@ -62,10 +63,10 @@ class Noting:
     def load(self, index: int, slot: int) -> None:
         self._note("load", index)
 
-    def wait_loaded(self, index: int) -> float:
+    def wait_loaded(self, index: int) -> Loaded:
         time.sleep(self._engine)
         self._note("loaded", index)
-        return 0.0
+        return Loaded(index, 0.0, 0.0)
 
 
 def stream(buckets: int, slow_engine: int, slow_trainer: int, broken: tuple[str, int] | None) -> tuple[list[Note], str]:
@@ -81,6 +82,8 @@ def stream(buckets: int, slow_engine: int, slow_trainer: int, broken: tuple[str,
         running.run(sync)
     except SyncError as error:
         return sender.notes, str(error)
+    assert sync.report.handed_over == ((plan, buckets - 1) if buckets else None)  # what the progress line tells
+    assert len([span for span in sync.report.spans if span[0] == "engine_load"]) == buckets
     return sender.notes, ""
 
 

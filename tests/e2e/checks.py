@@ -74,3 +74,17 @@ def reported(run: Run, steps: int, manager: str = "FSDP2SGLangShardingManager") 
     """The report file has one line for the sync before the first step and one for each step."""
     assert [report["global_steps"] for report in run.reports] == list(range(steps + 1)), run.reports
     assert {report["manager"] for report in run.reports} == {manager}
+    for report in run.reports:
+        check_spans(report)
+
+
+def check_spans(report: dict[str, Any]) -> None:
+    """Every stage but the engine's sleep has spans, and the engine loads within the update, by the same clock."""
+    spans: dict[str, list[tuple[float, float]]] = {}
+    for stage, start, seconds in report["spans"]:
+        spans.setdefault(stage, []).append((start, start + seconds))
+    assert set(spans) == set(report["stages"]) - {"sleep"} and report["spans_left_out"] == 0
+    assert report["delivery"] and report["hashed_tensors"] == report["tensors"] and report["origin"]["host"]
+    whole = (min(start for start, _ in spans["update_weights"]), max(end for _, end in spans["update_weights"]))
+    for start, end in spans["engine_load"]:
+        assert whole[0] <= start <= end <= whole[1], "the engine's clock is the trainer's"

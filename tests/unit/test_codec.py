@@ -33,7 +33,7 @@ MESSAGES = [
     manifest(2, 3),
     protocol.Used("LlamaForCausalLM", READINGS),
     protocol.Load(protocol.ALL, 0),
-    protocol.Loaded(3, 0.25),
+    protocol.Loaded(3, 0.25, 17.5),
     protocol.Commit(True),
     protocol.Committed(
         protocol.Coverage(9, (("a.weight", 0, 1 << 40),)),

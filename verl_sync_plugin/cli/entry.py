@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import argparse
 
-from verl_sync_plugin.cli import doctor, plan
+from verl_sync_plugin.cli import doctor, plan, report
 
-COMMANDS = (doctor, plan)  # in the order in which --help lists them
+COMMANDS = (doctor, plan, report)  # in the order in which --help lists them
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -15,7 +15,7 @@ def main(argv: list[str] | None = None) -> int:
 
     A ``ValueError`` of a subcommand is the user's to mend: it is printed in one line, and the exit code is 2.
     """
-    parser = argparse.ArgumentParser(prog="verl-sync", description="weight sync for verl: checks and plans")
+    parser = argparse.ArgumentParser(prog="verl-sync", description="weight sync for verl: checks, plans and reports")
     subparsers = parser.add_subparsers(dest="command", required=True)
     for command in COMMANDS:
         command.add_parser(subparsers).set_defaults(run=command.run)

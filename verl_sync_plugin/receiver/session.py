@@ -236,8 +236,8 @@ class _Running:
 
     def _say(self, bucket: int, started: float) -> None:
         now = time.perf_counter()
-        seconds, self._idle_since = now - max(started, self._idle_since), now
-        self._channel.send(Loaded(bucket, seconds))
+        started, self._idle_since = max(started, self._idle_since), now
+        self._channel.send(Loaded(bucket, now - started, started))
 
 
 def _wait_for(device: torch.device) -> None:

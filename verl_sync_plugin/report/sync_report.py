@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from verl_sync_plugin.layout.tensors import Plan
-from verl_sync_plugin.transport.protocol import Committed
+if TYPE_CHECKING:  # what reads report files later needs no torch
+    from verl_sync_plugin.layout.tensors import Plan
+    from verl_sync_plugin.transport.protocol import Committed
 
 # In the order of a training step; "phase" is their sum. "before" and "after" make room in device memory, "barrier" is
 # the wait for the other ranks to have done so. These three and "offload" are there where our worker runs
@@ -28,8 +31,10 @@ PHASE_STAGES = (
 )
 ACTIVE = "sync/active"  # the metric that stock verl never has: 1 in every step of a run whose weights the plugin moves
 # Parts of update_weights, on the reporting rank; "engine_load" is the engine's time and overlaps with the others.
+# "open" makes the sharding manager, in the first sync only.
 # What is packed while the engine resumes its weights counts in update_weights; resume_weights is the rest of that wait
 DETAIL_STAGES = (
+    "open",
     "plan",
     "connect",
     "prepare",
@@ -42,6 +47,7 @@ DETAIL_STAGES = (
     "engine_load",
     "commit",
 )
+MAX_SPANS = 1024  # of one sync, some 40 bytes each in the report file
 
 
 @dataclass
@@ -74,6 +80,15 @@ class SyncReport:
         direct_bytes: what the engine rank read from parameters where they lie (direct delivery); also in own or peer.
         activation_bytes: the most device memory that the engine took beyond what it keeps since the sync before; 0 when
             unknown.
+        hashed_tensors: HF tensors whose hashes were compared and equal; 0 without hashing.
+        staging_bytes: staging memory that this rank held while it packed or loaded.
+        device_total_bytes: memory of the device, 0 for a CPU.
+        trainer_reserved_bytes: of ``device_used_bytes``, what this rank's allocator holds, by the same moments.
+        origin: where the report comes from: ``host``, ``pid``, ``rank``, ``device``, and ``epoch``, which added to the
+            start of a span gives seconds since 1970.
+        spans: (stage, start, seconds) in the order in which they ended. Starts are seconds of the host's monotonic
+            clock, which all processes of a host share; stages of ``PHASE_STAGES`` hold others inside.
+        spans_left_out: how many there were beyond ``MAX_SPANS``.
     """
 
     global_steps: int = -1
@@ -99,6 +114,24 @@ class SyncReport:
     network_bytes: int = 0
     direct_bytes: int = 0
     activation_bytes: int = 0
+    hashed_tensors: int = 0
+    staging_bytes: int = 0
+    device_total_bytes: int = 0
+    trainer_reserved_bytes: dict[str, int] = field(default_factory=dict)
+    origin: dict[str, Any] = field(default_factory=dict)
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+    spans_left_out: int = 0
+
+    def __post_init__(self) -> None:
+        self.under_way: list[str] = []  # the stages that this rank is in, the innermost last
+        self.handed_over: tuple[Plan, int] | None = None  # the plan under way, and the last bucket handed over
+
+    @classmethod
+    def begun(cls, global_steps: int | None, manager: str, rank: int) -> SyncReport:
+        """The report of a sync that begins now."""
+        epoch = round(time.time() - time.perf_counter(), 6)
+        origin = {"host": socket.gethostname(), "pid": os.getpid(), "rank": rank, "device": "CPU", "epoch": epoch}
+        return cls(-1 if global_steps is None else int(global_steps), manager, origin=origin)
 
     def note(self, committed: Committed, plan: Plan, direct: bool = False) -> None:
         """Takes over what the engine rank did."""
@@ -120,11 +153,34 @@ class SyncReport:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Adds the seconds spent inside to a stage."""
+        self.under_way.append(name)
         started = time.perf_counter()
         try:
             yield
         finally:
-            self.stages[name] = self.stages.get(name, 0.0) + time.perf_counter() - started
+            seconds = time.perf_counter() - started
+            self.under_way.pop()
+            self.note_stage(name, started, seconds)
+
+    def note_stage(self, name: str, started: float, seconds: float) -> None:
+        """Adds seconds to a stage.
+
+        Args:
+            name: of the stage.
+            started: by ``time.perf_counter`` of any process of this host.
+            seconds: that it lasted.
+        """
+        self.stages[name] = self.stages.get(name, 0.0) + seconds
+        if len(self.spans) < MAX_SPANS:
+            self.spans.append((name, round(started, 6), round(seconds, 6)))
+        else:
+            self.spans_left_out += 1
+
+    def put_before(self, earlier: SyncReport) -> None:
+        """Takes over the stages of what came right before."""
+        names = {**earlier.stages, **self.stages}
+        self.stages = {name: earlier.stages.get(name, 0.0) + self.stages.get(name, 0.0) for name in names}
+        self.spans = [*earlier.spans, *self.spans]
 
     @property
     def phase_seconds(self) -> float:

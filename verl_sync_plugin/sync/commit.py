@@ -93,6 +93,7 @@ class Commit:
             if news:
                 self._hashes.learn(sync.plan)
             self._hashes.compare(sums)
+            sync.report.hashed_tensors = sync.plan.tensor_count
         await self._agreement.step_async("ending the engine's update", lambda: self._answered(sync, pending))
 
     def _ask(self, sync: Sync, delivery: Delivery) -> tuple[torch.Tensor, bool]:

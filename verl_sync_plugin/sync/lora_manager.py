@@ -38,7 +38,7 @@ class LoRAShardingManager(ShardingManager):
             await super().update_weights(wake_tags, global_steps)
             self._base_there = True
         else:
-            self.report = SyncReport(-1 if global_steps is None else int(global_steps), type(self).__name__)
+            self.report = self.new_report(global_steps)
         memory = PeakMemory(self.trainer.device)
         with self.agreement.attempt():
             memory.begin()

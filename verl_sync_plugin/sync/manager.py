@@ -14,6 +14,7 @@ from verl_sync_plugin.config.bucket_size import AutoBucket
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.memory.collection import no_collection
 from verl_sync_plugin.memory.gauges import PeakMemory, note_device_memory
+from verl_sync_plugin.report.progress import Progress
 from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.sync.commit import Commit
 from verl_sync_plugin.sync.connect import MeetingPoint
@@ -108,9 +109,9 @@ class ShardingManager(BaseShardingManager):
         """
         self._syncs += 1
         sync_id, version = f"{self._syncs} (step {global_steps})", None if global_steps is None else str(global_steps)
-        self.report = SyncReport(-1 if global_steps is None else int(global_steps), type(self).__name__)
+        self.report = self.new_report(global_steps)
         memory = PeakMemory(self._device)
-        with no_collection():
+        with no_collection(), Progress(self.report, speaks=self.agreement.ranks.rank == 0):
             with self.agreement.attempt():
                 memory.begin()
             if isinstance(self._bucket_bytes, AutoBucket):
@@ -122,6 +123,10 @@ class ShardingManager(BaseShardingManager):
                 memory.into(self.report)
                 note_device_memory(self.report, self._device, "synced")
         return self.report
+
+    def new_report(self, global_steps: int | None) -> SyncReport:
+        """The report of a sync that begins now."""
+        return SyncReport.begun(global_steps, type(self).__name__, self.agreement.ranks.rank)
 
     async def _peers_unreachable(self, sync_id: str, version: str | None, wake_tags: list[str]) -> bool:
         """Whether the delivery that was chosen could not be used, which is known before anything is loaded."""
@@ -148,6 +153,7 @@ class ShardingManager(BaseShardingManager):
                     delivery = self.choice.of(sync)
                     self.report.delivery = delivery.name
             await self.waking.resume(wake_tags, self.report, meanwhile=partial(delivery.fill, sync))
+            self.report.staging_bytes = self.sender.staging_bytes
             with stage("update_weights"):
                 if not awake:
                     self.meeting.ask(version)

@@ -62,6 +62,11 @@ class BucketSender(Conversation):
         """Whether there is staging memory."""
         return self._staging is not None
 
+    @property
+    def staging_bytes(self) -> int:
+        """Size of the staging memory; 0 when there is none."""
+        return 0 if self._staging is None else self._staging.memory.numel()
+
     def reserve(self, plan: Plan) -> None:
         """Makes the staging memory fit ``plan``; keeps it when it does already."""
         slots = min(SLOTS, len(plan.buckets))

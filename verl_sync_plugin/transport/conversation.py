@@ -98,11 +98,11 @@ class Conversation:
         """Tells the engine rank that a slot is ready."""
         self._open_channel().send(Load(bucket_index, slot))
 
-    def wait_loaded(self, bucket_index: int) -> float:
-        """Waits until the engine rank no longer needs a bucket's slot; returns the seconds its loading took."""
+    def wait_loaded(self, bucket_index: int) -> Loaded:
+        """Waits until the engine rank no longer needs a bucket's slot."""
         loaded = self._expect(Loaded)
         assert loaded.bucket == bucket_index, f"{describe(loaded)} while waiting for bucket {bucket_index}"
-        return loaded.seconds
+        return loaded
 
     def commit(self, tell: bool = False) -> Committed:
         """Ends the sync on this rank.

@@ -188,6 +188,7 @@ class Load:
 class Loaded:
     bucket: int
     seconds: float
+    started: float  # by ``time.perf_counter``, the clock of the host that both processes are on
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ class SyncServerAdapter(ServerAdapter):
         manager = self._manager
         assert manager is not None, "update_weights comes first"
         agreement, report = manager.agreement, manager.report
-        report.stages = {**self._around.stages, **report.stages}
+        report.put_before(self._around)
         with agreement.attempt(), report.stage("offload"):
             offload()
         with agreement.attempt(), report.stage("after"):
@@ -208,7 +208,8 @@ class SyncServerAdapter(ServerAdapter):
 
     def _manager_for(self, weights: ShardStream, ends: bool) -> ShardingManager:
         if self._manager is None:
-            self._manager = self._make_manager(weights)
+            with self._around.stage("update_weights"), self._around.stage("open"):
+                self._manager = self._make_manager(weights)
             if ends and self.config.free_cache_engine:
                 say(
                     "the trainer runs verl's own worker: it empties caches itself, custom.sync.empty_cache does nothing"

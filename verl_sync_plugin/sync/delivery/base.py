@@ -199,11 +199,12 @@ class Delivery(ABC):
         if self._agreement.failed or not self._loads:
             return
         with sync.report.stage("wait_engine"):
-            seconds = self._sender.wait_loaded(index)
-        sync.report.stages["engine_load"] = sync.report.stages.get("engine_load", 0.0) + seconds
+            loaded = self._sender.wait_loaded(index)
+        sync.report.note_stage("engine_load", loaded.started, loaded.seconds)
 
-    def _load(self, index: int, slot: int) -> None:
+    def _load(self, sync: Sync, index: int, slot: int) -> None:
         """Tells the engine rank beside this one, if there is one, that a slot is ready."""
+        sync.report.handed_over = (sync.plan, index)
         if self._loads:
             self._sender.load(index, slot)
 

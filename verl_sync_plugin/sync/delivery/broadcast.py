@@ -34,11 +34,11 @@ class Broadcast(Staged):
             with self._agreement.attempt(), sync.report.stage("broadcast"):
                 self._send(sync, index)
             if index > 0:
-                self._arrived(index - 1)
+                self._arrived(sync, index - 1)
             if index + SLOTS < count:
                 self._fill(sync, index + SLOTS)
         if count:
-            self._arrived(count - 1)
+            self._arrived(sync, count - 1)
         with self._agreement.attempt():
             for index in range(max(count - SLOTS, 0), count):
                 self._wait(sync, index)
@@ -52,16 +52,17 @@ class Broadcast(Staged):
         """Starts to complete a bucket's slot on all ranks; the bytes are there after ``drain``."""
         ranks = self._agreement.ranks
         assert isinstance(ranks, JointRanks), "trainer and rollout are apart"
+        sync.report.handed_over = (sync.plan, index)
         bucket = sync.plan.buckets[index]
         self._sender.broadcast(bucket, index % SLOTS, sync.senders, ranks)
         sync.report.network_bytes += bucket.stride * self._reach.elsewhere(sync.senders[: bucket.world], self._me)
 
-    def _arrived(self, index: int) -> None:
+    def _arrived(self, sync: Sync, index: int) -> None:
         """A rollout rank waits for the bytes of a bucket and has them loaded; a trainer rank packs behind them."""
         with self._agreement.attempt():
             if self._loads and not self._agreement.failed:
                 self._sender.drain(index % SLOTS)
-                self._load(index, index % SLOTS)
+                self._load(sync, index, index % SLOTS)
 
     def fall_back(self, error: PeersUnreachableError) -> None:
         """Never called for: an engine rank reads no memory but that of the rollout rank beside it."""

@@ -145,7 +145,7 @@ class Direct(Delivery):
     def run(self, sync: Sync) -> None:
         """Has the engine rank load everything at once."""
         with self._agreement.attempt():
-            self._load(ALL, 0)
+            self._load(sync, ALL, 0)
             self._wait(sync, ALL)
         self._end(sync)
 

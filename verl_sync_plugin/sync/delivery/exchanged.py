@@ -101,7 +101,7 @@ class Exchanged(Sharded):
                 if index < count:
                     self._exchange(sync, index)
                 if index > 0:
-                    self._load(index - 1, (index - 1) % SLOTS)
+                    self._load(sync, index - 1, (index - 1) % SLOTS)
             if AHEAD <= index < count - 1:
                 self._fill(sync, index + 1)
         with self._agreement.attempt():

@@ -24,7 +24,7 @@ class Gathered(Staged):
             with self._agreement.attempt():
                 with sync.report.stage("gather"):
                     self._sender.drain(index % SLOTS)
-                self._load(index, index % SLOTS)
+                self._load(sync, index, index % SLOTS)
                 if index > 0:
                     self._wait(sync, index - 1)
             if 0 < index <= count - SLOTS:

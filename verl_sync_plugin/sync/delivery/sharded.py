@@ -53,7 +53,7 @@ class Sharded(Staged):
             with sync.report.stage("settle"):
                 self._agreement.settle(f"packing bucket {index + 1} of {count}")
             with self._agreement.attempt():
-                self._load(index, index % SLOTS)
+                self._load(sync, index, index % SLOTS)
             if AHEAD <= index < count - 1:
                 self._fill(sync, index + 1)
         with self._agreement.attempt():

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``verl-sync report``: a page about the syncs of a run, and a trace of one of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from verl_sync_plugin.timeline.page import page_of
+from verl_sync_plugin.timeline.read import read_run
+from verl_sync_plugin.timeline.trace import sync_of_step, trace_of
+
+PAGE = "sync-report.html"
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Adds the subcommand to argparse's ``subparsers``, and returns its parser."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "report", help="a page (HTML) about the syncs of a run, made from its report file"
+    )
+    parser.add_argument("source", metavar="RUN", type=Path, help="the report file, or the folder that holds it")
+    parser.add_argument("--out", type=Path, help=f"where the page goes; {PAGE} beside the report file when not given")
+    parser.add_argument("--run", type=int, dest="number", help="which run of the file, from 1 on; the last by default")
+    parser.add_argument("--trace", type=Path, help="also write a trace of one sync, for https://ui.perfetto.dev")
+    parser.add_argument("--step", type=int, help="of which step the trace is; the last by default")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the subcommand with its parsed arguments; the result is the exit code.
+
+    Raises:
+        ValueError: the report file or an option cannot be used; names it and the remedy.
+    """
+    if arguments.step is not None and arguments.trace is None:
+        raise ValueError("--step says of which sync the trace is; say where that goes with --trace OUT.json")
+    source: Path = arguments.source
+    found = read_run(source, arguments.number)
+    folder = source if source.is_dir() else source.parent
+    page = arguments.out or folder / PAGE
+    if arguments.trace is not None:
+        sync = sync_of_step(found, arguments.step)
+        _write(arguments.trace, json.dumps(trace_of(sync, found.versions)))
+        print(f"{arguments.trace}: the sync of step {sync.step}; open it in https://ui.perfetto.dev")
+    whole = source.resolve()
+    _write(page, page_of(found, whole.name if source.is_dir() else f"{whole.parent.name}/{whole.name}"))
+    of = f", run {found.number} of {found.runs}" if found.runs > 1 else ""
+    print(f"{page}: {len(found.syncs)} syncs{of}")
+    if found.unread:
+        print(f"left out, for they are no JSON: {', '.join(found.unread)}")
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written: {error.strerror}; name another place") from error

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Report files as runs and syncs: lines of ``report/file.py``, also of versions that wrote fewer fields."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from verl_sync_plugin.report.file import EVENT, REPORT_FILE_VARIABLE
+from verl_sync_plugin.report.sync_report import PHASE_STAGES, SyncReport
+
+# ``SyncReport.as_dict``, with ``versions``, and ``untold``: the fields that the version that wrote it did not know
+Report = dict[str, Any]
+HOW_TO = (
+    f"a run writes one where {REPORT_FILE_VARIABLE} names a file in the environment of its workers, for example by "
+    f"+ray_kwargs.ray_init.runtime_env.env_vars.{REPORT_FILE_VARIABLE}=/shared/run/reports.jsonl"
+)
+_EMPTY = SyncReport().as_dict()
+_KINDS = {each.name: type(_EMPTY[each.name]) for each in fields(SyncReport)}
+
+
+class ReportFileError(ValueError):
+    """A report file cannot be used; one line that names it and the remedy."""
+
+
+@dataclass(frozen=True)
+class Sync:
+    """One sync of a run.
+
+    Attributes:
+        step: verl's weight version; -1 when verl gave none.
+        reports: one per reporter: the leader of every engine, and with a separate rollout the trainer's first rank.
+    """
+
+    step: int
+    reports: list[Report]
+
+    @property
+    def slowest(self) -> Report:
+        """The report that a training step waited for."""
+        return max(self.reports, key=phase_seconds)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a report file holds of one run.
+
+    Attributes:
+        files: that were read.
+        syncs: in order; at least one.
+        versions: of packages, as the run told them; empty for files of older versions.
+        number: of this run in the files, from 1 on.
+        runs: how many runs the files hold.
+        unread: lines that are no JSON, ``file:line``.
+    """
+
+    files: list[Path]
+    syncs: list[Sync]
+    versions: dict[str, str]
+    number: int
+    runs: int
+    unread: list[str]
+
+
+def phase_seconds(report: Report) -> float:
+    """Seconds of the whole phase of one report."""
+    return float(sum(report["stages"].get(name, 0.0) for name in PHASE_STAGES))
+
+
+def reporter_of(report: Report) -> str:
+    """Who wrote a report, for people; the same for all lines of files that do not say."""
+    origin = report["origin"]
+    who = f"rank {origin['rank']} on {origin['host']}" if origin else "one rank"
+    return f"{report['manager'] or 'sync'}, {who}"
+
+
+def read_run(path: Path, number: int | None = None) -> Run:
+    """A run of a report file, or of the report files in a folder.
+
+    Args:
+        path: of the file or folder.
+        number: which run, where a file was written by several in turn, from 1 on; the last one when not given.
+
+    Raises:
+        ReportFileError: there is no such run.
+    """
+    files = _files(path)
+    lines, unread = [], []
+    for file in files:
+        found, broken = _lines(file)
+        lines += found
+        unread += broken
+    if not lines:
+        raise ReportFileError(f"{path}: no sync reports in it; {HOW_TO}")
+    if len(files) > 1:
+        lines = _in_time(lines, path)
+    runs = _split(lines)
+    chosen = len(runs) if number is None else number
+    if not 1 <= chosen <= len(runs):
+        raise ReportFileError(f"{path}: no run {chosen} in it, it holds {len(runs)}; use --run 1 to {len(runs)}")
+    own = runs[chosen - 1]
+    versions = {name: text for report in own for name, text in report["versions"].items()}
+    return Run(files, _syncs(own), versions, chosen, len(runs), unread)
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ReportFileError(f"{path}: no such file or folder; {HOW_TO}")
+    named = sorted(file for file in path.rglob("*.jsonl") if file.is_file())
+    return [file for file in named if f'"{EVENT}"' in _text(file)]
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ReportFileError(f"{file}: cannot be read: {error.strerror}; give a file that you may read") from error
+
+
+def _lines(file: Path) -> tuple[list[Report], list[str]]:
+    """The reports of a file, and the places of lines that are no JSON: a run that was killed may leave one."""
+    found, broken = [], []
+    for position, text in enumerate(_text(file).splitlines(), 1):
+        if not text.strip():
+            continue
+        try:
+            line = json.loads(text)
+        except ValueError:
+            broken.append(f"{file.name}:{position}")
+            continue
+        if isinstance(line, dict) and line.get("event") == EVENT:
+            found.append(_report(line, f"{file}:{position}"))
+    return found, broken
+
+
+def _report(line: dict[str, Any], place: str) -> Report:
+    """A report with every field: those that older versions did not write are empty."""
+    report = {name: line.get(name, empty) for name, empty in _EMPTY.items()}
+    for name, kind in _KINDS.items():
+        if not isinstance(report[name], (int, float) if kind is float else kind):
+            raise ReportFileError(f"{place}: {name} is {report[name]!r}, no {kind.__name__}; remove that line")
+    tables = ("stages", "device_used_bytes", "trainer_reserved_bytes")
+    numbers = [value for table in tables for value in report[table].values()]
+    numbers += [number for span in report["spans"] for number in span[1:]]
+    if not all(isinstance(value, int | float) for value in numbers):
+        raise ReportFileError(f"{place}: a stage or a reading is no number; remove that line")
+    untold = [name for name in _EMPTY if name not in line]
+    return {**report, "versions": line.get("versions") or {}, "untold": untold}
+
+
+def _in_time(lines: list[Report], path: Path) -> list[Report]:
+    """The lines of several files in the order of their syncs."""
+    if not all(report["spans"] and report["origin"] for report in lines):
+        raise ReportFileError(f"{path}: several report files that do not say when their syncs began; name one of them")
+    return sorted(lines, key=lambda report: report["origin"]["epoch"] + report["spans"][0][1])
+
+
+@dataclass
+class _Last:
+    """The last report of one reporter."""
+
+    step: int = -1
+    pid: int = 0
+
+
+def _split(lines: list[Report]) -> list[list[Report]]:
+    """One list per run: several may have written a file, one after another. A later one begins at an earlier step."""
+    runs: list[list[Report]] = [[]]
+    last: dict[str, _Last] = {}
+    for report in lines:
+        who, step = reporter_of(report), report["global_steps"]
+        pid = report["origin"].get("pid", 0)
+        before = last.get(who)
+        if before and (step < before.step or (step == before.step and pid != before.pid)):
+            runs.append([])
+            last.clear()
+        last[who] = _Last(step, pid)
+        runs[-1].append(report)
+    return runs
+
+
+def _syncs(lines: list[Report]) -> list[Sync]:
+    """Reports of one sync together. Files that do not name the reporter hold one report per engine and step."""
+    seen: Counter[tuple[str, int]] = Counter()
+    syncs: dict[tuple[int, int], Sync] = {}
+    for report in lines:
+        step = report["global_steps"]
+        key = (reporter_of(report), step)
+        nth = seen[key] if report["origin"] or step < 0 else 0
+        seen[key] += 1
+        syncs.setdefault((step, nth), Sync(step, [])).reports.append(report)
+    return list(syncs.values())
