@@ -20,6 +20,7 @@ CPU_BACKUP_CHOICES = ("auto", "on", "off")
 DELIVERY_CHOICES = ("auto", "direct", "sharded", "gathered", "broadcast")
 EMPTY_CACHE_CHOICES = ("auto", "always")
 PAUSE_CHOICES = ("abort", "retract", "in_place")
+VERIFY_CHOICES = ("never", "first", "always")
 WIRE_DTYPE_CHOICES = ("auto", "bfloat16", "float16", "float32")
 # Ranks wait three times as long and a minute for each other, and polling takes milliseconds in 32 bits: about 715000
 MOST_SECONDS = 86400
@@ -54,6 +55,8 @@ class SyncConfig:
         copy_plan: from the second sync on, replay the copies that the engine model's ``load_weights`` made instead of
             calling it.
         verify_hashes: hash every byte when it is packed and when the engine reads it, and compare.
+        verify: after which syncs what lies in the engine's own parameters is compared with what was sent: ``never``,
+            ``first`` (three of every plan), ``always``, or a number: the first and from then on every n-th.
         delivery: ``direct``: from the second sync on every engine rank reads parameters where they lie; ``sharded``: it
             reads what it needs where the trainer ranks packed it; ``gathered``: every rank gathers everything, or where
             the rollout is separate ``broadcast``: trainer ranks send it to all rollout ranks; ``auto``: the first of
@@ -73,6 +76,7 @@ class SyncConfig:
     check_finite: bool = True
     copy_plan: bool = True
     verify_hashes: bool = True
+    verify: str | int = "first"
     delivery: str = "auto"
     pause: str = "abort"
 
@@ -93,6 +97,15 @@ class SyncConfig:
             raise _fail("timeout_seconds", timeout, "not a positive number of seconds", "Use for example 300.")
         if timeout > MOST_SECONDS:
             raise _fail("timeout_seconds", timeout, "more than a day", "Use for example 300.")
+        if isinstance(self.verify, bool) or not (
+            self.verify in VERIFY_CHOICES if isinstance(self.verify, str) else self.verify > 0
+        ):
+            raise _fail(
+                "verify",
+                self.verify,
+                "no cadence",
+                f"Use {', '.join(VERIFY_CHOICES)}, or every how many syncs, as in 10.",
+            )
         self._check_patterns()
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:

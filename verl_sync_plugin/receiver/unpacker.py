@@ -23,6 +23,7 @@ from verl_sync_plugin.receiver.cuts import scattered
 from verl_sync_plugin.receiver.direct import DirectLoad, obstacle
 from verl_sync_plugin.receiver.engine_model import EngineModel
 from verl_sync_plugin.receiver.ledger import Ledger
+from verl_sync_plugin.receiver.recording import Recording
 from verl_sync_plugin.receiver.replay import Comparison, Replay
 from verl_sync_plugin.receiver.use_teller import UseTeller
 from verl_sync_plugin.transport.memory.exports import Live
@@ -44,17 +45,16 @@ class Unpacker:
         self._manifest = manifest
         self.device = device
         self._key = LayoutKey(model)
-        self._layout: object = None  # of the trusted plan
+        self.layout: object = None  # of the plan
+        self.recording: Recording | None = None  # that was made for this sync
         self._replay: Replay | None = None
         self._comparison: Comparison | None = None
-        self._plan = CopyPlan()
-        self._trusted = False
+        self._plan, self._trusted = CopyPlan(), False
         self._settled = False  # the plan of this layout has been compared, whatever came of it
         self._hashed = False
         self._copier: Copier | None = None
         numbers = numbers_of(manifest.buckets)
-        self._tensors = tuple(numbers)
-        self._names = frozenset(self._tensors)
+        self._tensors, self._names = tuple(numbers), frozenset(numbers)
         self._sources = sources_of([entry for bucket in manifest.buckets for entry in bucket])
         self.uses = UseTeller(model, self._sources, manifest.buckets, numbers)
         self._replay_watched = False
@@ -78,10 +78,10 @@ class Unpacker:
             hashed: whether to hash what is read.
             whole: numbers of tensors to be hashed whole.
         """
-        self._hashed = hashed
+        self._hashed, self.recording = hashed, None
         layout, asked = self._key.now(), frozenset(self._tensors[number] for number in whole)
-        if layout != self._layout or not self._settled:
-            self._layout, self._trusted, self._settled = layout, False, not copy_plan
+        if layout != self.layout or not self._settled:
+            self.layout, self._trusted, self._settled = layout, False, not copy_plan
             self._whole = asked
             self._prepare(self._recorded(copy_plan))
         elif asked != self._whole:
@@ -101,6 +101,7 @@ class Unpacker:
         if self.uses.known and not self._plan.planned:
             return self._plan
         plan = make_plan(self._model, self._sources, self.device)
+        self.recording, plan.recording = plan.recording, None
         self.uses.recorded(plan.uses)
         self._replay_watched = False
         return plan if copy_plan else CopyPlan(uses=plan.uses)

@@ -38,6 +38,7 @@ DETAIL_STAGES = (
     "settle",
     "wait_engine",
     "engine_load",
+    "verify",
     "commit",
 )
 
@@ -69,6 +70,10 @@ class SyncReport:
         direct_bytes: what the engine rank read from parameters where they lie (direct delivery); also in own or peer.
         activation_bytes: the most device memory that the engine took beyond what it keeps since the sync before; 0 when
             unknown.
+        verified_tensors: of how many tensors it was compared what lies in the engines' own parameters; 0 in a sync that
+            is not verified.
+        verified_bytes: what was compared of the parameters of one engine rank.
+        not_comparable: tensors of which it cannot be.
     """
 
     global_steps: int = -1
@@ -92,6 +97,9 @@ class SyncReport:
     gathered_bytes: int = 0
     direct_bytes: int = 0
     activation_bytes: int = 0
+    verified_tensors: int = 0
+    verified_bytes: int = 0
+    not_comparable: int = 0
 
     def note(self, committed: Committed, plan: Plan, direct: bool = False) -> None:
         """Takes over what the engine rank did."""
@@ -175,6 +183,8 @@ def metrics_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "sync/gathered_bytes": float(sum(report.gathered_bytes for report in built)),
         "sync/direct_bytes": float(sum(report.direct_bytes for report in built)),
         "sync/activation_bytes": float(max(report.activation_bytes for report in built)),
+        "sync/verified_tensors": float(min(report.verified_tensors for report in built)),
+        "sync/not_comparable": float(max(report.not_comparable for report in built)),
         "sync/replayed_tensors": float(min(report.replayed_tensors for report in built)),
         "sync/weight_version": float(max(report.global_steps for report in built)),
     }

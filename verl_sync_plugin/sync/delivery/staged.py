@@ -81,7 +81,7 @@ class Staged(Delivery):
         if not self._packs:
             return
         with self._agreement.attempt():
-            self._sender.begin(sync.plan, sync.rank, self._config.verify_hashes, self._config.check_finite)
+            self._pack_all(sync)
         for index in range(min(SLOTS, len(sync.plan.buckets))):
             self._fill(sync, index)
 
@@ -123,7 +123,7 @@ class Staged(Delivery):
                 does = (self._config.copy_plan, questions.hashed, questions.whole)
                 hello = Hello(
                     sync.sync_id, sync.plan.digest, self._stagings, self._place, *does,
-                    tell_use=questions.tell_use, beside=self._me in self._sources(sync),
+                    tell_use=questions.tell_use, beside=self._me in self._sources(sync), prove=questions.prove,
                 )  # fmt: skip
                 unreachable, used = self._sender.greet(hello, sync.plan)
         if self._unopened:
