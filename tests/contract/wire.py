@@ -25,6 +25,7 @@ from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed, Coverage, Manifest
 from verl_sync_plugin.verify.destination import DestinationCheck, refuse_changed
 from verl_sync_plugin.verify.hashes import HashCheck, paired
+from verl_sync_plugin.verify.narrowed import narrowed_sums
 from verl_sync_plugin.verify.uses import UseCheck
 
 CPU = torch.device("cpu")
@@ -85,7 +86,7 @@ class Wire:
             behind: is called between the last copy and the proof of what the parameters hold.
         """
         models.poison(self.model)
-        shards = [self._shards(weights, rank) for rank in range(self._ranks)]
+        shards = self._sent = [self._shards(weights, rank) for rank in range(self._ranks)]
         for packer in self._packers:
             packer.begin()
         self.unpacker.begin(copy_plan=self.copy_plan, hashed=True, whole=self.check.whole(self.plan))
@@ -125,10 +126,18 @@ class Wire:
         proven = self.proof.proven(always=not self.destination.knows(self.plan))
         self.proof.told(proven)
         news = self.destination.note(proven, self.plan)
-        refuse_changed(proven)
+        with self.agreement.attempt():
+            refuse_changed(proven)
         if self.agreement.settle("verifying", waiting=news):
             self.destination.learn(self.plan, proven, sent_by=dist.get_world_size())
-        self.destination.compare(torch.stack([packer.sums() for packer in self._packers]).sum(0), proven)
+        sent = torch.stack([packer.sums() for packer in self._packers]).sum(0)
+        for number in self.destination.narrowed:
+            sent[number] = sum(rounded[number] for rounded in self._rounded())
+        self.destination.compare(sent, proven)
+
+    def _rounded(self) -> list[torch.Tensor]:
+        dtypes = self.destination.narrowed
+        return [narrowed_sums(self.plan, rank, self._sent[rank], dtypes) for rank in range(self._ranks)]
 
     def _compare(self) -> None:
         """The hashes, as the trainer ranks compare them; every model rank holds all packers, as many as its world."""

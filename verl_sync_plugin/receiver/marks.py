@@ -88,6 +88,7 @@ def misplaced(
     if not placed:
         return {}
     device = reader.device
+    dtypes = {held.name: held.dtype for held in placed if held.ratio > 1}
     numbers: dict[str, list[int]] = {}
     for number, held in enumerate(placed):
         numbers.setdefault(held.name, []).append(number)
@@ -95,7 +96,7 @@ def misplaced(
     try:
         with torch.no_grad():
             for marks in _marks(sources, owners, model, device):
-                flats = [flat_storage(tensor) for _, tensor in marks]
+                flats = [_as_kept(tensor, dtypes.get(name, tensor.dtype)) for name, tensor in marks]
                 blocks = [
                     block
                     for base, (name, _) in enumerate(marks)
@@ -114,6 +115,12 @@ def misplaced(
             reader.add_turned(held, _lies(held, number, 0), found)
     wrong = (given != found).nonzero().flatten().tolist()
     return {placed[number].name: "its load puts it elsewhere than was recorded" for number in wrong}
+
+
+def _as_kept(marks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """All bytes of the storage of a tensor, rounded where the model does so: uint8 of shape ``(n,)``."""
+    flat = flat_storage(marks)
+    return flat if marks.dtype == dtype else flat.view(marks.dtype).to(dtype).view(torch.uint8)
 
 
 def _read(held: Held, group: int, base: int) -> list[Block]:

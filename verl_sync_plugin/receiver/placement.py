@@ -28,11 +28,13 @@ class Held:
 
     Attributes:
         name: of the tensor that they come from.
-        dtype: of that tensor.
+        dtype: of that tensor; the model's where that is narrower, and then everything here is as if the tensor had
+            been sent in that dtype.
         target: the elements: a view of a parameter or buffer.
         order: its dimensions in the order in which the tensor has them.
         runs: from the tensor's bytes to those of the target's storage, or of ``unturned()`` where ``turned``.
         turned: the elements lie in another order than in the tensor, or in a wider dtype.
+        ratio: bytes sent per byte of ``dtype``.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Held:
     order: tuple[int, ...]
     runs: tuple[Run, ...]
     turned: bool
+    ratio: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -84,8 +87,11 @@ def placements(recording: Recording, sources: Iterable[Source]) -> tuple[list[He
 
 def _held(copy: Copy, dtype: torch.dtype) -> Held | str:
     source, target = copy.source, copy.target
+    ratio = 1
     if target.dtype != dtype and torch.promote_types(target.dtype, dtype) != target.dtype:
-        return f"is kept as {target.dtype} and sent as {dtype}"
+        if not (dtype == torch.float32 and target.dtype in (torch.bfloat16, torch.float16)):
+            return f"is kept as {target.dtype} and sent as {dtype}"
+        ratio, dtype = dtype.itemsize // target.dtype.itemsize, target.dtype
     source = source.expand(target.shape)
     if any(stride == 0 and size > 1 for stride, size in zip(source.stride(), target.shape, strict=True)):
         return "is written to several elements each"
@@ -98,12 +104,12 @@ def _held(copy: Copy, dtype: torch.dtype) -> Held | str:
         lies = [target.stride(dim) for dim in order]
         runs = _runs(shape, steps, lies, first, storage_first, size)
         if runs is not None and (len(runs) == 1 or runs[0].width >= SHORT_RUN):
-            return Held(copy.name, dtype, target, order, runs, turned=False)
+            return Held(copy.name, dtype, target, order, runs, turned=False, ratio=ratio)
     close = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
     runs = _runs(shape, steps, close, first, 0, size)
     if runs is None:
         return "is placed in too many runs"
-    return Held(copy.name, dtype, target, order, runs, turned=True)
+    return Held(copy.name, dtype, target, order, runs, turned=True, ratio=ratio)
 
 
 def _runs(

@@ -46,12 +46,14 @@ class _Work:
         groups: what each sum is of.
         plain: reads what lies in the order of its tensor.
         turned: what does not, with its blocks.
+        narrowed: see ``Proven``.
     """
 
     placed: Placed
     groups: list[list[Held]]
     plain: Prepared
     turned: list[tuple[Held, list[Block]]]
+    narrowed: tuple[tuple[int, str], ...]
 
 
 class DestinationProof:
@@ -129,6 +131,7 @@ class DestinationProof:
         """Compiles what is to be read; the parameters of which nothing else is said are the unproven ones."""
         counted: dict[str, list[Held]] = {}
         ledger = Ledger(self._model.module)
+        held = self._alike(list(held))
         for each in held:
             if len(each.runs) * len(self._pieces[each.name]) > MOST_BLOCKS:
                 self._left_out[each.name] = "arrives in many small pieces"
@@ -141,6 +144,15 @@ class DestinationProof:
         self._parts = {
             name: [[each] for each in parts] if len(parts) <= MOST_PARTS else [parts] for name, parts in counted.items()
         }
+
+    def _alike(self, held: list[Held]) -> list[Held]:
+        """Without tensors that the model keeps in several dtypes, of which some are narrower."""
+        dtypes: dict[str, set[tuple[torch.dtype, int]]] = {}
+        for each in held:
+            dtypes.setdefault(self._owners.get(each.name, each.name), set()).add((each.dtype, each.ratio))
+        mixed = {each.name for each in held if len(dtypes[self._owners.get(each.name, each.name)]) > 1}
+        self._left_out.update(dict.fromkeys(mixed, "is kept in several dtypes"))
+        return [each for each in held if each.name not in mixed]
 
     def proven(self, always: bool) -> Proven:
         """What lies in the parameters now. Waits for the device.
@@ -163,6 +175,7 @@ class DestinationProof:
             placed=work.placed if always or work.placed != self._told else None,
             left_out=tuple(self._left_out.items()),
             unproven=self._unproven,
+            narrowed=work.narrowed,
             nbytes=sum(held.nbytes for parts in work.groups for held in parts),
             changed=tuple(name for (name, _), flag in zip(odd, flags_of(flag for _, flag in odd), strict=True) if flag),
         )
@@ -175,7 +188,7 @@ class DestinationProof:
         kinds: dict[tuple[int, Parts], list[str]] = {}
         for name, parts in self._parts.items():
             read = tuple(tuple(sorted(_without_target(run) for held in part for run in held.runs)) for part in parts)
-            kinds.setdefault((self._nbytes[name], read), []).append(name)
+            kinds.setdefault((self._nbytes[name] // parts[0][0].ratio, read), []).append(name)
         groups = [part for names in kinds.values() for name in names for part in self._parts[name]]
         placed = tuple((*kind, tuple(self._numbers[name] for name in names)) for kind, names in kinds.items())
         blocks: list[Block] = []
@@ -186,11 +199,14 @@ class DestinationProof:
                     turned.append((held, self._blocks(held, group, 0)))
                 else:
                     blocks += self._blocks(held, group, reader.base(held))
-        return _Work(placed, groups, reader.copier.prepare(blocks), turned)
+        dtypes = [(self._numbers[name], parts[0][0]) for name, parts in self._parts.items()]
+        narrowed = tuple((number, str(held.dtype).removeprefix("torch.")) for number, held in dtypes if held.ratio > 1)
+        return _Work(placed, groups, reader.copier.prepare(blocks), turned, narrowed)
 
     def _blocks(self, held: Held, group: int, base: int) -> list[Block]:
         """Where the bytes of a tensor that a place holds are, with their places in the buckets."""
-        found = [run for piece in self._pieces[held.name] for placed in held.runs for run in compose(piece, placed)]
+        pieces = [piece.narrowed(held.ratio) if held.ratio > 1 else piece for piece in self._pieces[held.name]]
+        found = [run for piece in pieces for placed in held.runs for run in compose(piece, placed)]
         return [
             Block(r.target, 0, r.source, r.width, r.count, r.target_stride, 0, r.source_stride, base=base, group=group)
             for r in found

@@ -17,6 +17,7 @@ from verl_sync_plugin.transport.protocol import Used
 from verl_sync_plugin.verify.coverage import check_coverage
 from verl_sync_plugin.verify.destination import Cadence, DestinationCheck, refuse_changed
 from verl_sync_plugin.verify.hashes import HashCheck, paired
+from verl_sync_plugin.verify.narrowed import narrowed_sums
 from verl_sync_plugin.verify.uses import UseCheck
 
 
@@ -140,11 +141,22 @@ class Commit:
     def _verify(self, sync: Sync, proven: Proven | None, news: bool) -> None:
         """Collective: compares what the engine ranks hold with what was sent."""
         if news:
-            self._destination.learn(sync.plan, proven)
-        self._destination.compare(self._sender.sums(sync.plan), proven)
+            self._destination.learn(sync.plan, proven, sync.source.prepares)
+        sums = self._sender.sums(sync.plan)
+        with self._agreement.attempt():
+            sums = self._narrowed(sync, sums)
+        self._destination.compare(sums, proven)
         sync.report.verified_tensors = len(self._destination.compared)
         sync.report.not_comparable = len(self._destination.left_out)
         sync.report.verified_bytes = proven.nbytes if proven is not None else 0
+
+    def _narrowed(self, sync: Sync, sums: torch.Tensor) -> torch.Tensor:
+        """The hashes of what this rank packed, in the engine's dtype where that is narrower."""
+        dtypes = self._destination.narrowed
+        if not dtypes or not sync.shards or sync.source.prepares:
+            return sums
+        rounded = narrowed_sums(sync.plan, sync.rank, sync.shards, dtypes)
+        return torch.where(torch.isin(torch.arange(len(sums)), torch.tensor(list(dtypes))), rounded, sums)
 
     async def _answered(self, sync: Sync, pending: PendingLoad | None) -> None:
         if pending is not None:

@@ -24,6 +24,8 @@ class Proven:
         left_out: tensors whose bytes cannot be found again in the parameters, and why.
         unproven: engine parameters of which some elements are neither compared nor constant: name, how many elements
             are, and how many there are.
+        narrowed: number and dtype of the tensors that the model keeps in a narrower dtype than is sent. They are told
+            of and hashed as if they had been sent in that dtype.
         nbytes: bytes of parameters that were compared.
         changed: engine parameters in which a constant, such as the padding of a vocabulary, is not what it was.
     """
@@ -32,5 +34,6 @@ class Proven:
     placed: Placed | None
     left_out: tuple[tuple[str, str], ...] = ()
     unproven: tuple[tuple[str, int, int], ...] = ()
+    narrowed: tuple[tuple[int, str], ...] = ()
     nbytes: int = 0
     changed: tuple[str, ...] = ()

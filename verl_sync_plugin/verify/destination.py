@@ -28,6 +28,7 @@ from verl_sync_plugin.verify.hashes import NAMED, times_sent
 
 FIRST_SYNCS = 3  # verified by ``custom.sync.verify=first``
 MOST_TIMES = 1 << 20  # a byte is counted; the hash loses nothing up to 2^32
+MADE = "is made on the way, and rounded by the engine"
 UNEVEN = "the engine's ranks hold parts of it that cannot be compared together"
 
 
@@ -60,6 +61,7 @@ class DestinationCheck:
 
     Attributes:
         compared: numbers of the tensors that are compared.
+        narrowed: dtypes of tensors that engines keep in a narrower dtype than is sent, by number.
         left_out: by name, tensors that are not, with the reason, and engine parameters that are not proven whole.
     """
 
@@ -73,6 +75,7 @@ class DestinationCheck:
         self._times_sent = torch.zeros(0, dtype=torch.int64)
         self.compared: tuple[int, ...] = ()
         self.left_out: dict[str, str] = {}
+        self.narrowed: dict[int, str] = {}
 
     def knows(self, plan: Plan) -> bool:
         """Whether what the engine ranks hold of a plan's tensors is known."""
@@ -84,35 +87,43 @@ class DestinationCheck:
             self._placed, self._known = proven.placed, ""
         return not self.knows(plan)
 
-    def learn(self, plan: Plan, proven: Proven | None, sent_by: int | None = None) -> None:
+    def learn(
+        self, plan: Plan, proven: Proven | None, made_on_the_way: bool = False, sent_by: int | None = None
+    ) -> None:
         """Collective: exchanges what the engine ranks hold.
 
         Args:
             plan: of this sync.
             proven: of the engine rank beside this rank, if there is one.
+            made_on_the_way: what this rank packs is not there any more to be rounded once again.
             sent_by: how many ranks send each byte; ``None`` for what the plan says.
         """
-        placed = self._placed if proven is not None else ()
-        told = (placed, proven.left_out, proven.unproven) if proven is not None else ((), (), ())
-        everywhere = self._agreement.gather("exchanging what the engine holds", told)
+        told = () if proven is None else (self._placed, dict(proven.narrowed), proven.left_out, proven.unproven)
+        everywhere = self._agreement.gather("exchanging what the engine holds", (told, made_on_the_way))
         self._names = list(numbers_of(bucket.entries for bucket in plan.buckets))
         planned = times_sent(plan, len(self._agreement.ranks.trainers))
         self._times_sent = planned if sent_by is None else torch.full_like(planned, sent_by)
-        self.left_out = {name: why for _, left_out, _ in everywhere for name, why in left_out}
-        parts = [_by_number(placed) for placed, _, _ in everywhere]
-        times = torch.zeros(len(self._names), dtype=torch.int64)
-        self._factors = {}
-        for number in sorted({number for of_rank in parts for number in of_rank}):
-            nbytes = next(of_rank[number][0] for of_rank in parts if number in of_rank)
-            everyone = tuple(of_rank[number][1] if number in of_rank else () for of_rank in parts)
-            count, factors = balance(nbytes, everyone)
-            times[number] = count
-            self._factors[number] = factors[self._agreement.ranks.rank]
-            if count < 0:
-                self.left_out.setdefault(self._names[number], UNEVEN)
+        engines = [(rank, *told) for rank, (told, _) in enumerate(everywhere) if told]
+        self.left_out = {name: why for *_, left_out, _ in engines for name, why in left_out}
+        self.narrowed = {number: dtype for _, _, narrowed, *_ in engines for number, dtype in narrowed.items()}
+        made = any(made for _, made in everywhere)
+        parts = {rank: _by_number(placed) for rank, placed, *_ in engines}
+        dtypes = {rank: narrowed for rank, _, narrowed, *_ in engines}
+        times, self._factors = torch.zeros(len(self._names), dtype=torch.int64), {}
+        for number in sorted({number for of_rank in parts.values() for number in of_rank}):
+            holders = {rank: of_rank[number] for rank, of_rank in parts.items() if number in of_rank}
+            alike = len({dtypes[rank].get(number) for rank in holders}) == 1
+            count, factors = balance(next(iter(holders.values()))[0], tuple(parts for _, parts in holders.values()))
+            why = "" if alike and count > 0 else UNEVEN
+            if made and number in self.narrowed:
+                why = why or MADE
+            if why:
+                self.left_out.setdefault(self._names[number], why)
+            times[number] = 0 if why else count
+            self._factors[number] = dict(zip(holders, factors, strict=True)).get(self._agreement.ranks.rank, ())
         self._times, self._known = times, plan.digest
         self.compared = tuple((times > 0).nonzero().flatten().tolist())
-        self._say({name: (held, of) for _, _, unproven in everywhere for name, held, of in unproven})
+        self._say({name: (held, of) for *_, unproven in engines for name, held, of in unproven})
 
     def _say(self, unproven: dict[str, tuple[int, int]]) -> None:
         if self._agreement.ranks.rank:
@@ -130,7 +141,8 @@ class DestinationCheck:
         """Collective: compares what the engine ranks hold with what was sent.
 
         Args:
-            sent: hashes of what this rank packed: int64 of shape ``(tensors,)``.
+            sent: hashes of what this rank packed, of those in ``narrowed`` as the engine keeps them: int64 of shape
+                ``(tensors,)``.
             proven: of the engine rank beside this rank, if there is one.
 
         Raises:
