@@ -171,9 +171,11 @@ class ReceiverSession:
 
     def _prepare_proof(self, hello: Hello, unpacker: Unpacker) -> None:
         """Once per layout, where what lies in the parameters is to be told: they are loaded with marks first."""
-        recording, unpacker.recording = unpacker.recording, None
-        if hello.prove and self._proof is not None:
-            self._proof.prepare(recording)
+        if hello.prove:
+            if self._proof is None:
+                self._proof = DestinationProof(self._model, unpacker.manifest, unpacker.device)
+            self._proof.prepare(unpacker.recording)
+        unpacker.recording = None  # it refers to the parameters of now
 
     def _note_coverage(self, digest: str, found: Coverage) -> None:
         known = self._coverage.get(digest)
@@ -212,7 +214,7 @@ class ReceiverSession:
         if self._unpacker is None or not known:
             manifest = _expect(Manifest, channel.receive(wait))
             self._unpacker, self._digest = Unpacker(self._model, manifest, device), hello.digest
-            self._proof = DestinationProof(self._model, manifest, device)
+            self._proof = None
         return self._unpacker
 
 

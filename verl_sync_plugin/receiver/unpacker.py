@@ -42,7 +42,7 @@ class Unpacker:
 
     def __init__(self, model: EngineModel, manifest: Manifest, device: torch.device) -> None:
         self._model = model
-        self._manifest = manifest
+        self.manifest = manifest
         self.device = device
         self._key = LayoutKey(model)
         self.layout: object = None  # of the plan
@@ -129,7 +129,7 @@ class Unpacker:
 
     def spread(self, index: int) -> bool:
         """Whether the segments of a bucket are in the slots of all ranks."""
-        return self._manifest.sharded and self._manifest.worlds[index] > 1
+        return self.manifest.sharded and self.manifest.worlds[index] > 1
 
     def traffic(self, place: int) -> tuple[int, int]:
         """Bytes that this sync reads from the trainer rank beside and from others.
@@ -165,7 +165,7 @@ class Unpacker:
         )
         made_for = (replay, tuple(live.key for live in lives))
         if self._direct is None or self._direct[0] != made_for:
-            parts = (replay.works, self._manifest, lives, place, regions, self._copier, self.device)
+            parts = (replay.works, self.manifest, lives, place, regions, self._copier, self.device)
             self._direct = made_for, DirectLoad(*parts)
         self._direct[1].run(self._sums, self._hashed)
 
@@ -174,7 +174,7 @@ class Unpacker:
         self._direct = None
 
     def _prepare(self, plan: CopyPlan) -> None:
-        for name in scattered([entry for bucket in self._manifest.buckets for entry in bucket], plan.planned):
+        for name in scattered([entry for bucket in self.manifest.buckets for entry in bucket], plan.planned):
             plan.refuse(name, "arrives in many small pieces")
         self._plan = plan
         self._copier = Copier(self.device, known_tensors(self._model.module))
@@ -185,7 +185,7 @@ class Unpacker:
 
     def _compile(self) -> Replay:
         assert self._copier is not None
-        return Replay(self._plan, self._manifest, self._copier, self._whole)
+        return Replay(self._plan, self.manifest, self._copier, self._whole)
 
     def load(self, index: int, slots: Sequence[torch.Tensor]) -> None:
         """Loads one bucket; copies may still run when it returns.
@@ -196,7 +196,7 @@ class Unpacker:
         """
         replay = self._replay
         assert replay is not None, "begin() comes first"
-        memory = BucketMemory(slots, self._manifest.segments[index], self._manifest.worlds[index])
+        memory = BucketMemory(slots, self.manifest.segments[index], self.manifest.worlds[index])
         if self._trusted:
             replay.run(index, memory, self._sums, self._hashed)
             entries = replay.works[index].leftovers
@@ -205,7 +205,7 @@ class Unpacker:
                 replay.read(index, memory, self._sums)
             if self._comparison is not None:
                 self._comparison.note(index, memory)
-            entries = self._manifest.buckets[index]
+            entries = self.manifest.buckets[index]
         if entries:
             self.uses.load(self._model.load_weights, self._assembler.tensors(memory, entries))
 
