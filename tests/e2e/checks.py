@@ -55,6 +55,7 @@ def plugin_ran(
         actor = rf"actor rank {rank}: sharding manager {manager}, buckets of 1 MiB"
         assert run.matching(r"\(WorkerDict pid=\d+\) " + say + actor), run.tail
         assert run.matching(rf"\[verl-sync-plugin\] pid \d+ loader active, rank {rank} of {model}"), run.tail
+    assert len(run.matching(say + rf"moves the weights of this run: {manager}, delivery ")) == 1, run.tail
     assert not run.matching("stock verl moves the weights"), run.tail
 
 
@@ -62,6 +63,7 @@ def metrics_complete(metrics: Mapping[str, Any], step: int) -> None:
     """One step's metrics, as one logger got them."""
     assert metrics.keys() >= PHASE | COUNTS, sorted((PHASE | COUNTS) - metrics.keys())
     assert all(metrics[name] > 0 for name in PHASE | COUNTS), {name: metrics[name] for name in PHASE | COUNTS}
+    assert metrics["sync/active"] == 1
     assert metrics["sync/weight_version"] == step
     assert metrics["sync/emptied_caches"] == 2, "a CPU's memory is not measured, so it is as in stock verl"
     parts = sum(metrics[name] for name in PHASE if not name.endswith("/phase"))

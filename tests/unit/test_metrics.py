@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from verl_sync_plugin.report import notice
 from verl_sync_plugin.report.sync_report import PHASE_STAGES, SyncReport, metrics_of, peak_resident_bytes, timing_of
 
 
@@ -95,6 +96,7 @@ def test_metrics_sum_bytes_and_take_the_worst_of_the_rest() -> None:
     other.replayed_tensors, other.own_bytes, other.peer_bytes, other.gathered_bytes = 7, 3, 2, 1
     other.bucket_bytes, other.emptied_caches, other.released_bytes = 1 << 20, 1, 2 << 20
     assert metrics_of([report().as_dict(), other.as_dict()]) == {
+        "sync/active": 1.0,
         "sync/bytes": 5e9,
         "sync/gigabytes_per_second": 0.5,
         "sync/buckets": 5.0,
@@ -120,3 +122,14 @@ def test_metrics_sum_bytes_and_take_the_worst_of_the_rest() -> None:
 
 def test_peak_resident_is_in_bytes() -> None:
     assert 10 << 20 < peak_resident_bytes() < 1 << 40
+
+
+def test_one_line_says_who_moves_the_weights(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(notice, "_said_who", False)
+    for steps in (0, 1):
+        notice.say_who_moves(report(global_steps=steps, manager="SomeManager", delivery="sharded", nbytes=3 << 29))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("[verl-sync-plugin] ")
+    assert line.endswith("moves the weights of this run: SomeManager, delivery sharded, 7 tensors, 1.50 GiB")

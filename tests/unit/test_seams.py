@@ -23,7 +23,7 @@ HOMES = {
     "rollouts/__init__.py": "its line of registration",
     "compat.py": "what differs between its versions",
     "cpu/": "what it needs to run without a GPU",
-    "cli.py": "the doctor names its package",
+    "cli/": "the doctor names its package",
 }
 # A word that looks like SGLang's and is another's: file and whole literal
 EXCEPTIONS = {
@@ -136,7 +136,7 @@ def test_a_mention_is_no_leak() -> None:
 
 def test_one_way_to_log() -> None:
     """``log.say``; only what speaks to the user at a terminal prints by itself."""
-    speakers = {"log.py", "cli.py", "plugin.py"}
+    speakers = {"log.py", "plugin.py"}
     for file, code in product():
         names = {text.partition(".")[0] for _, text in words_of(ast.parse(code))}
-        assert "logging" not in names and (file in speakers or "print" not in names), file
+        assert "logging" not in names and (file in speakers or file.startswith("cli/") or "print" not in names), file

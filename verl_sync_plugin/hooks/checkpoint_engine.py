@@ -16,6 +16,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from verl_sync_plugin.config.settings import SEPARATE_BACKEND, SyncConfig, refuse_switched_off
 from verl_sync_plugin.log import say
 from verl_sync_plugin.report.file import write_report
+from verl_sync_plugin.report.notice import say_who_moves
 from verl_sync_plugin.rollouts import ROLLOUTS
 from verl_sync_plugin.trainers import activation
 
@@ -106,6 +107,7 @@ class SyncCheckpointEngine(CheckpointEngine):
             await manager.update_weights([], global_steps)
             await manager.finish([])
         if self._first:
+            say_who_moves(manager.report)
             write_report(manager.report)
 
     def _manager_for(self, weights: Any, ranks: JointRanks) -> SeparateTrainer:

@@ -12,7 +12,7 @@ from verl_sync_plugin.config.settings import KEY_PREFIX, sync_config_of
 from verl_sync_plugin.hooks.driver import settle
 from verl_sync_plugin.log import say
 from verl_sync_plugin.report.notice import expect_metrics
-from verl_sync_plugin.report.sync_report import metrics_of, timing_of
+from verl_sync_plugin.report.sync_report import ACTIVE, metrics_of, timing_of
 from verl_sync_plugin.rollouts import serves
 
 
@@ -56,11 +56,14 @@ class SyncTrainerMixin:
         """verl's hook; ``update_weights`` has run when the super call returns."""
         super().on_step_end()  # type: ignore[misc]
         separate = getattr(self, "standalone_checkpoint_manager", None)
-        reports = take_reports([*self.checkpoint_manager.replicas, *(separate.replicas if separate else ())])
-        if reports:
+        replicas = ours_among([*self.checkpoint_manager.replicas, *(separate.replicas if separate else ())])
+        if not replicas:
+            return
+        pending = dict(getattr(self, "_pending_sync_metrics", None) or {})
+        self._pending_sync_metrics = {**pending, ACTIVE: 1.0}  # also in a step without a sync
+        if reports := take_reports(replicas):
             self.timing_raw.update(timing_of(reports))
-            pending = dict(getattr(self, "_pending_sync_metrics", None) or {})
-            self._pending_sync_metrics = {**pending, **metrics_of(reports)}
+            self._pending_sync_metrics.update(metrics_of(reports))
 
 
 def take_workers(mapping: dict[Any, Any]) -> None:
@@ -78,10 +81,14 @@ def take_workers(mapping: dict[Any, Any]) -> None:
             say(f"task runner: {role} is {ours.__name__}")
 
 
+def ours_among(replicas: list[Any]) -> list[Any]:
+    """The replicas whose weights the plugin moves."""
+    return [replica for replica in replicas if getattr(replica, "syncs_weights", False)]
+
+
 def take_reports(replicas: list[Any]) -> list[dict[str, Any]]:
-    """The last report of every replica that the plugin serves; empty when it serves none."""
-    ours = [replica.servers[0] for replica in replicas if getattr(replica, "syncs_weights", False)]
-    reports = ray.get([server.take_sync_report.remote() for server in ours])
+    """The last report of every one of our replicas that has a new one."""
+    reports = ray.get([replica.servers[0].take_sync_report.remote() for replica in replicas])
     return [report for report in reports if report is not None]
 
 

@@ -26,6 +26,7 @@ PHASE_STAGES = (
     "barrier",
     "resume_kv",
 )
+ACTIVE = "sync/active"  # the metric that stock verl never has: 1 in every step of a run whose weights the plugin moves
 # Parts of update_weights, on the reporting rank; "engine_load" is the engine's time and overlaps with the others.
 # What is packed while the engine resumes its weights counts in update_weights; resume_weights is the rest of that wait
 DETAIL_STAGES = (
@@ -50,6 +51,7 @@ class SyncReport:
     Attributes:
         global_steps: verl's weight version, -1 when verl gave none.
         manager: class name of the sharding manager that ran.
+        delivery: the way that the bytes of the base weights took; empty when none travelled.
         stages: seconds by stage name (``PHASE_STAGES`` and ``DETAIL_STAGES``).
         nbytes: bytes of all buckets; an engine rank reads ``own_bytes + peer_bytes`` of them, hashing included.
         buckets: number of transfers.
@@ -78,6 +80,7 @@ class SyncReport:
 
     global_steps: int = -1
     manager: str = ""
+    delivery: str = ""
     stages: dict[str, float] = field(default_factory=dict)
     nbytes: int = 0
     buckets: int = 0
@@ -167,6 +170,7 @@ def metrics_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """``sync/...`` metrics: sums of bytes over replicas, maxima of the rest."""
     built = [SyncReport(**report) for report in reports]
     return {
+        ACTIVE: 1.0,
         "sync/bytes": float(sum(report.nbytes for report in built)),
         "sync/gigabytes_per_second": min(report.gigabytes_per_second for report in built),
         "sync/buckets": float(max(report.buckets for report in built)),

@@ -146,6 +146,7 @@ class ShardingManager(BaseShardingManager):
                 with stage("plan"):
                     sync = self.plan(sync_id)
                     delivery = self.choice.of(sync)
+                    self.report.delivery = delivery.name
             await self.waking.resume(wake_tags, self.report, meanwhile=partial(delivery.fill, sync))
             with stage("update_weights"):
                 if not awake:

@@ -25,6 +25,7 @@ from verl_sync_plugin.log import say
 from verl_sync_plugin.memory.gauges import note_device_memory
 from verl_sync_plugin.memory.room import FIRST, REST, Room, growth, read_device, release_cache
 from verl_sync_plugin.report.file import write_report
+from verl_sync_plugin.report.notice import say_who_moves
 from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.rollouts.sglang.arguments import refuse_keys
 from verl_sync_plugin.rollouts.sglang.awake import WEIGHTS, awake_behind_load, sleep_tags, wake_stages
@@ -235,5 +236,7 @@ class SyncServerAdapter(ServerAdapter):
                 grown.pop(REST, None)
             self._room.learn(manager.agreement.gather("what the engine resumed", grown))
         await manager.publish()  # no rank waits for another any more
+        if manager.agreement.ranks.rank == 0:
+            say_who_moves(report)
         if manager.endpoint.leader:
             write_report(report)
