@@ -20,3 +20,7 @@ class SyncError(RuntimeError):
 
 class RankLostError(SyncError):
     """A rank died or did not answer in time, so the ranks cannot agree on anything any more."""
+
+
+class RolloutError(RuntimeError):
+    """A call of ``SpmdRollout`` other than a sync failed on some rank; every rank raises it with the same text."""

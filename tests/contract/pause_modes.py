@@ -14,6 +14,7 @@ import torch
 from bare_engine.endpoint import PLAIN, BareEngine
 from verl_sync_plugin.config.settings import SEPARATE_BACKEND
 from verl_sync_plugin.rollouts.sglang import server as server_module
+from verl_sync_plugin.rollouts.sglang import updates
 from verl_sync_plugin.rollouts.sglang.pickling import dumps
 
 pytestmark = pytest.mark.slow
@@ -121,7 +122,7 @@ def play(engine: BareEngine, models: Models, monkeypatch: pytest.MonkeyPatch) ->
     from verl.workers.rollout.replica import RolloutMode
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(server_module, "pack_request", lambda request: models.packed(request[0]))
+    monkeypatch.setattr(updates, "pack_request", lambda request: models.packed(request[0]))
 
     class Server(server_module.SyncSGLangHttpServer):
         loader = property(lambda self: PLAIN[self.pause == "retract"])  # type: ignore[assignment]

@@ -22,6 +22,8 @@ import importlib
 
 from verl_sync_plugin.rollouts.base import Rollout
 
+# What a script's rollout runs, see ``spmd/``
+LOCAL = "sglang"
 # By verl's ``rollout.name``: the module whose ``ROLLOUT`` it is
 ROLLOUTS = {"sglang": "verl_sync_plugin.rollouts.sglang.rollout"}
 

@@ -3,12 +3,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.lora.refusals import RefuseUntied
 from verl_sync_plugin.lora.settings import RefuseAdapter
+
+if TYPE_CHECKING:
+    from verl_sync_plugin.sync.endpoint import RolloutEndpoint
+
+
+@dataclass(frozen=True)
+class LocalSpec:
+    """An engine that a script wants for itself.
+
+    Attributes:
+        model: folder with the model's ``config.json``; weights too, unless ``random_weights``.
+        config: what is in that file.
+        tensor_parallel_size: of the engine.
+        dtype: of its weights.
+        gpu_memory_utilization: share of a device for weights and KV cache together.
+        random_weights: it starts without the checkpoint's, and has to be synced before it generates.
+        cuda: it runs on GPUs; else on the CPU.
+        sync: the settings of its syncs.
+        arguments: more of the engine's own.
+    """
+
+    model: str
+    config: Mapping[str, Any]
+    tensor_parallel_size: int
+    dtype: str
+    gpu_memory_utilization: float
+    random_weights: bool
+    cuda: bool
+    sync: SyncConfig
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+class LocalEngineProcess(Protocol):
+    """A process with an engine in it.
+
+    Attributes:
+        ready: done when the engine answers, with an error when it could not be launched.
+    """
+
+    ready: Future[None]
+
+    def ask(self, method: str, *arguments: Any) -> Future[Any]:
+        """Calls ``generate``, ``release``, ``resume`` or ``abort`` of the engine's server; returns at once."""
+
+    def close(self) -> None:
+        """Ends the engine; harmless when it has ended."""
+
+
+class LocalLaunch(Protocol):
+    """What is known of an engine for a script before it runs."""
+
+    def start(self, devices: Sequence[str]) -> LocalEngineProcess:
+        """Starts it; returns at once.
+
+        Args:
+            devices: what its GPUs are called in ``CUDA_VISIBLE_DEVICES``, in tensor-parallel order; none on a CPU.
+        """
+
+    def endpoint(self, engine: Any, ranks: tuple[int, ...]) -> RolloutEndpoint:
+        """One rank's view of it.
+
+        Args:
+            engine: what ``start`` returned, on the leader; ``None`` on the others.
+            ranks: see ``RolloutEndpoint``.
+        """
 
 
 @dataclass(frozen=True)
@@ -31,6 +98,8 @@ class Rollout:
         refuse_untied: see ``RolloutEndpoint.refuse_untied``.
         refuse_adapter: see ``RolloutEndpoint.refuse_adapter``; its second argument tells under which key, with its
             value, the user gave a setting, for the message.
+        prepare_local: for ``spmd/``; raises ValueError for what the engine cannot do, naming argument, value and
+            remedy.
     """
 
     name: str
@@ -43,3 +112,4 @@ class Rollout:
     refuse_checkpoint: Callable[[str], None]
     refuse_untied: RefuseUntied
     refuse_adapter: RefuseAdapter
+    prepare_local: Callable[[LocalSpec], LocalLaunch]

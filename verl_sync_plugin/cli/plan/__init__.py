@@ -48,7 +48,7 @@ def plan(model: str, world: int, bucket_megabytes: int) -> int:
     from verl_sync_plugin.layout.planner import plan_buckets
     from verl_sync_plugin.layout.tensors import Base
     from verl_sync_plugin.sync.sender import SLOTS, slot_limit
-    from verl_sync_plugin.trainers.fsdp2 import even_chunks
+    from verl_sync_plugin.trainers.dtensors import even_chunks
     from verl_sync_plugin.trainers.naming import hf_views, verl_rewrite
 
     config = AutoConfig.from_pretrained(model)

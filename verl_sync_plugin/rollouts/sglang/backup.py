@@ -32,5 +32,13 @@ def keep_cpu_backup(sync: SyncConfig, rollout: Any, model: Any) -> bool:
         return sync.weights_cpu_backup == "on"
     if rollout.get("quantization", None) is not None:
         return True
-    architectures = getattr(model.hf_config, "architectures", None) or []
-    return not COVERED_ARCHITECTURES.issuperset(architectures) or not architectures
+    return not covered(getattr(model.hf_config, "architectures", None) or [])
+
+
+def covered(architectures: list[str]) -> bool:
+    """Whether a sync is known to write every parameter and persistent buffer of a model.
+
+    Args:
+        architectures: of its config.
+    """
+    return bool(architectures) and COVERED_ARCHITECTURES.issuperset(architectures)

@@ -71,7 +71,7 @@ def refuse_family(path: str, config: Mapping[str, Any]) -> None:
         ValueError: names the key, the architecture, the reason and the remedy.
     """
     for architecture in config.get("architectures") or ():
-        why = _reason(architecture, config)
+        why = reason_against(architecture, config)
         if why:
             raise ValueError(
                 f"actor_rollout_ref.model.path={path}: {architecture} {why}. Use another model, or {TURN_OFF}, "
@@ -79,7 +79,8 @@ def refuse_family(path: str, config: Mapping[str, Any]) -> None:
             )
 
 
-def _reason(architecture: str, config: Mapping[str, Any]) -> str:
+def reason_against(architecture: str, config: Mapping[str, Any]) -> str:
+    """Why SGLang cannot be given a model of this architecture and ``config.json``; empty where it can."""
     if architecture in LEFT_OUT:
         return f"cannot be synced to SGLang: {LEFT_OUT[architecture]}"
     text: Mapping[str, Any] = config.get("text_config") or config

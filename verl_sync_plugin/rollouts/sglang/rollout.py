@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from verl_sync_plugin.rollouts.base import Rollout
+from verl_sync_plugin.rollouts.base import LocalLaunch, LocalSpec, Rollout
 from verl_sync_plugin.rollouts.sglang.arguments import refuse_keys
 from verl_sync_plugin.rollouts.sglang.families import refuse_checkpoint, refuse_untied
 from verl_sync_plugin.rollouts.sglang.served_lora import refuse_adapter
@@ -19,6 +19,13 @@ def load_replica() -> type:
     return SyncSGLangReplica
 
 
+def prepare_local(spec: LocalSpec) -> LocalLaunch:
+    """See ``local_launch.SGLangLaunch``."""
+    from verl_sync_plugin.rollouts.sglang.local_launch import SGLangLaunch
+
+    return SGLangLaunch(spec)
+
+
 ROLLOUT = Rollout(
     name="sglang",
     engine="SGLang",
@@ -30,4 +37,5 @@ ROLLOUT = Rollout(
     refuse_checkpoint=refuse_checkpoint,
     refuse_untied=refuse_untied,
     refuse_adapter=refuse_adapter,
+    prepare_local=prepare_local,
 )

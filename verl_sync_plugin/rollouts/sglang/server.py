@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import time
@@ -11,44 +10,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from sglang.srt.managers.io_struct import (
-    ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
-    UpdateWeightsFromTensorReqInput,
-)
 from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.sglang_rollout.utils import SGLANG_LORA_NAME
 
 from verl_sync_plugin import compat
 from verl_sync_plugin.log import say
 from verl_sync_plugin.lora.build import unties_embeddings
-from verl_sync_plugin.rollouts.sglang.awake import KV_CACHE, WEIGHTS, sleep_tags
+from verl_sync_plugin.rollouts.sglang.awake import KV_CACHE, sleep_tags
 from verl_sync_plugin.rollouts.sglang.backup import keep_cpu_backup
-from verl_sync_plugin.rollouts.sglang.occupation import Occupation
 from verl_sync_plugin.rollouts.sglang.pause import PausingServer
-from verl_sync_plugin.rollouts.sglang.request import hand_down, new_token, pack_request
+from verl_sync_plugin.rollouts.sglang.request import hand_down, new_token
+from verl_sync_plugin.rollouts.sglang.updates import WeightUpdates
 
 CUDA_GRAPH_VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
 
 
-class SyncSGLangHttpServer(PausingServer):
+class SyncSGLangHttpServer(WeightUpdates, PausingServer):
     """verl's SGLang server in hybrid and standalone mode, with the plugin's side of the resharding phase.
 
     Attributes:
         engine_token: what the loader knows this server's requests by; for an engine on several hosts
             ``rollouts/sglang/replica.py`` gives all its servers the same.
-        occupation: which memory of the engine is released.
     """
 
     engine_token: ClassVar[str] = ""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.occupation = Occupation(self._sync.timeout_seconds)
-        self._sleep_seconds = 0.0
-        self._version: str | None = None
+        self.expect_updates(self._sync.timeout_seconds)
         self._report: dict[str, Any] | None = None
-        self._flushing: asyncio.Future[Any] | None = None
 
     async def launch_server(self, master_address: str | None = None, master_port: int | None = None) -> None:
         """Launches SGLang with our loader and with or without its host copy of the weights."""
@@ -93,20 +83,6 @@ class SyncSGLangHttpServer(PausingServer):
             await self.release_tags(sleep_tags(self._sync.release_cuda_graph, keep_weights=self.lora_as_adapter))
             self._sleep_seconds = time.perf_counter() - started
 
-    async def release_tags(self, tags: list[str]) -> None:
-        """Releases what is still resident of ``tags``; see ``Occupation.release``."""
-        manager = self.tokenizer_manager
-        await self.occupation.release(
-            tags, lambda todo: manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=todo), None)
-        )
-
-    async def resume_tags(self, tags: list[str]) -> None:
-        """Resumes what is released of ``tags``; see ``Occupation.resume``."""
-        manager = self.tokenizer_manager
-        await self.occupation.resume(
-            tags, lambda todo: manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=todo), None)
-        )
-
     async def release_kv_cache(self) -> None:
         """verl's call before a checkpoint-engine sync; requests that stay in the engine need the cache."""
         if not self.keeps_requests and self.node_rank == 0 and self.config.free_cache_engine:
@@ -117,39 +93,6 @@ class SyncSGLangHttpServer(PausingServer):
         if not self.keeps_requests and self.node_rank == 0 and self.config.free_cache_engine:
             await self.resume_tags([KV_CACHE])
             await self._flush()
-
-    async def load_weights(self, request: tuple[Any, ...], weight_version: str | None) -> float:
-        """Has every scheduler rank call our loader, and returns when all have left it.
-
-        Args:
-            request: ``LoadRequest.to_wire()``.
-            weight_version: what SGLang and verl report once ``finish_sync`` ends this sync.
-
-        Returns:
-            Seconds the sleep before this sync took; 0.0 without one.
-
-        Raises:
-            RuntimeError: SGLang refused the update.
-        """
-        self.begin_load()
-        self._version, self._flushing = weight_version, None
-        obj = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[pack_request(request)] * int(self.tokenizer_manager.server_args.tp_size),
-            load_format=self.loader,
-            flush_cache=False,
-        )
-        async with compat.weight_update_session(self.tokenizer_manager):
-            success, message = await self.tokenizer_manager.update_weights_from_tensor(obj, None)
-        if not success:
-            raise RuntimeError(f"SGLang refused the weight update: {message}")
-        slept, self._sleep_seconds = self._sleep_seconds, 0.0
-        return slept
-
-    async def flush_behind_load(self) -> None:
-        """Has SGLang flush its prefix cache as soon as the load under way has ended, for ``finish_sync`` to find."""
-        # Flushing while the KV cache is paused crashes SGLang (sglang #19029)
-        if not (self._asleep or self.keeps_requests):
-            self._flushing = asyncio.ensure_future(self.tokenizer_manager.flush_cache())
 
     async def load_adapter(self, settings: dict[str, Any], packed: bytes, weight_version: str | None) -> float:
         """Replaces the adapter under verl's name for it; arguments and result as ``load_weights``'s.
@@ -162,39 +105,6 @@ class SyncSGLangHttpServer(PausingServer):
         await compat.replace_adapter(self.tokenizer_manager, SGLANG_LORA_NAME, settings, packed)
         slept, self._sleep_seconds = self._sleep_seconds, 0.0
         return slept
-
-    async def finish_sync(self, tags: list[str]) -> None:
-        """Ends a committed sync: resumes ``tags``, flushes the prefix cache once, allows generation again.
-
-        Raises:
-            RuntimeError: the cache cannot be flushed because requests are running.
-        """
-        try:
-            await self.resume_tags(tags)
-            await self._flush()
-        except BaseException as error:
-            self._gate.fail(f"waking up after the sync failed: {error}")
-            raise
-        if self._version is not None:
-            compat.set_weight_version(self.tokenizer_manager, self._version)
-            self.global_steps = int(self._version)
-        self._gate.succeed()
-
-    async def abandon_sync(self, why: str) -> None:
-        """The trainer gave a sync up: nothing is generated until a later one succeeds."""
-        self._gate.fail(why)
-
-    @property
-    def _asleep(self) -> bool:
-        return bool({KV_CACHE, WEIGHTS} & self.occupation.state.released)
-
-    async def _flush(self) -> None:
-        under_way, self._flushing = self._flushing, None
-        if self._asleep or self.keeps_requests:  # SGLang flushes nothing while it has requests
-            return
-        flushed = await (under_way or self.tokenizer_manager.flush_cache())
-        if not getattr(flushed, "success", True):
-            raise RuntimeError("SGLang could not flush its cache after the weight sync: requests are running")
 
     async def put_sync_report(self, report: dict[str, Any]) -> None:
         """The leader's report of the last sync."""

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a script trains: an FSDP2, FSDP1, DDP or plain module, a state dict, or one of verl's training engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
+from verl_sync_plugin.trainers.fsdp import FSDP1Trainer, FSDP2Trainer
+from verl_sync_plugin.trainers.naming import verl_rewrite
+from verl_sync_plugin.trainers.state_dict import StateDictSource
+
+LiveSource = torch.nn.Module | Mapping[str, torch.Tensor]
+STATE_DICT = "state dict"
+KINDS = "an FSDP2, FSDP1, DDP or plain module of transformers, a state dict, or one of verl's training engines"
+
+
+class Live:
+    """What the next sync reads; in the place of verl's training engine.
+
+    Args:
+        config: of the model that the engine serves, as in ``config.json``.
+
+    Attributes:
+        source: what the script gave last.
+        kind: of that: ``fsdp2`` (DDP and plain modules too), ``fsdp``, ``state dict``, or a strategy of verl's.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self.source: Any = None
+        self.kind = ""
+
+    def take(self, source: Any) -> bool:
+        """Notes what a sync is to read.
+
+        Returns:
+            Whether it is something else than before: another module, or another kind.
+
+        Raises:
+            TypeError: it is nothing that can be read; says what can.
+            ValueError: it is a module that cannot be read; names it and the remedy.
+        """
+        kind = kind_of(source)
+        same = kind == self.kind and (kind == STATE_DICT or source is self.source)
+        self.source, self.kind = source, kind
+        return not same
+
+    def let_go(self) -> None:
+        """Drops a state dict, which the script may have made for this sync alone."""
+        if self.kind == STATE_DICT:
+            self.source = None
+
+
+def kind_of(source: Any) -> str:
+    """The kind of what a script trains; see ``Live`` for the kinds and ``Live.take`` for the errors."""
+    strategy = getattr(getattr(source, "engine_config", None), "strategy", None)
+    if strategy is not None:
+        if strategy not in ("fsdp", "fsdp2", "megatron"):
+            raise ValueError(
+                f"the training engine's strategy {strategy!r}: weight sync reads fsdp, fsdp2 and megatron."
+            )
+        return str(strategy)
+    if isinstance(source, Mapping):
+        if not source or not all(isinstance(tensor, torch.Tensor) for tensor in source.values()):
+            raise TypeError("the state dict is empty, or holds something else than tensors. Give names and tensors.")
+        return STATE_DICT
+    if not isinstance(source, torch.nn.Module):
+        raise TypeError(f"a {type(source).__name__} cannot be synced. Give {KINDS}.")
+    if isinstance(source, FullyShardedDataParallel):
+        return "fsdp"
+    inner = [name for name, module in source.named_modules() if isinstance(module, FullyShardedDataParallel)]
+    if inner:
+        raise ValueError(f"module {inner[0]!r} is wrapped by FSDP1 and the root is not. Wrap the root, too.")
+    if not hasattr(unwrapped(source), "config"):
+        raise ValueError(
+            f"a {type(unwrapped(source)).__name__} has no config, which says how a checkpoint names its tensors. Give "
+            "a model of transformers, or a state dict with the names of a checkpoint."
+        )
+    return "fsdp2"
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The model inside DDP and FSDP1."""
+    if isinstance(module, DistributedDataParallel):
+        module = module.module
+    return getattr(module, "_fsdp_wrapped_module", module)
+
+
+class LiveTrainer(TrainerBackend):
+    """Opens ``Live`` with the backend of verl's engine that would hold it. Adapters of PEFT are merged on their way."""
+
+    engine: Live
+    _inner: TrainerBackend | None = None
+
+    def open_source(self) -> ParameterSource:
+        """See ``TrainerBackend``."""
+        live = self.engine
+        if live.kind == STATE_DICT:
+            self._inner = None
+            tied = frozenset(("lm_head.weight",) if live.config.get("tie_word_embeddings") else ())
+            return StateDictSource(lambda: live.source, self.policy, verl_rewrite(live.config.get("model_type")), tied)
+        if isinstance(live.source, torch.nn.Module):
+            module = live.source.module if isinstance(live.source, DistributedDataParallel) else live.source
+            engine: Any = SimpleNamespace(module=module, model_config=_ModelConfig(unwrapped(module).config))
+        else:
+            engine = live.source
+        self._inner = self._backend()(engine, self.config, self.device, self.rollout_dtype)
+        if self._inner.serves_adapter:
+            raise ValueError("model.lora.merge=False: a script's engine serves merged weights. Set it to True.")
+        return self._inner.open_source()
+
+    def _backend(self) -> type[TrainerBackend]:
+        if self.engine.kind == "megatron":
+            from verl_sync_plugin.trainers.megatron.trainer import MegatronTrainer
+
+            return MegatronTrainer
+        return FSDP1Trainer if self.engine.kind == "fsdp" else FSDP2Trainer
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        return tuple(self.engine.config.get("architectures") or ())
+
+    def untied_end(self) -> str:
+        return "" if self._inner is None else self._inner.untied_end()
+
+
+class _ModelConfig(dict[str, Any]):
+    """verl's ``HFModelConfig`` as its FSDP backends ask for it; the adapter's settings are in the module."""
+
+    def __init__(self, hf_config: Any) -> None:
+        super().__init__(lora={"merge": True})
+        self.hf_config = hf_config
+        self.lora = self["lora"]
