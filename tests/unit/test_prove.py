@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from verl_sync_plugin.cli.entry import main
-from verl_sync_plugin.cli.prove import run, table
-from verl_sync_plugin.cli.prove.run import Check
+from verl_sync_plugin.cli.prove import checks as made
+from verl_sync_plugin.cli.prove import table
+from verl_sync_plugin.cli.prove.checks import Check
 from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.rollouts.sglang.digests import digests_of
 
@@ -21,25 +22,25 @@ NOTHING = [{"a": "5", "b": "6"}, {"a": "7", "b": "8"}]
 
 
 def test_a_parameter_that_a_reset_leaves_alone_proves_nothing() -> None:
-    assert run._reset(1, LOADED, NOTHING)[0].passed
-    (left,) = run._reset(1, LOADED, [NOTHING[0], {**NOTHING[1], "b": "4"}])
+    assert made._reset(1, LOADED, NOTHING)[0].passed
+    (left,) = made._reset(1, LOADED, [NOTHING[0], {**NOTHING[1], "b": "4"}])
     assert not left.passed and "b of rank 1" in left.found
 
 
 def test_every_parameter_of_every_rank_has_to_be_as_sglang_loads_it() -> None:
     report = SyncReport(verified_tensors=9)
-    assert [each.passed for each in run._synced(1, LOADED, LOADED, report)] == [True, True]
-    first, own = run._synced(1, LOADED, OTHER, report)
+    assert [each.passed for each in made._synced(1, LOADED, LOADED, report)] == [True, True]
+    first, own = made._synced(1, LOADED, OTHER, report)
     assert not first.passed and "b of rank 1" in first.found and own.passed
-    assert not run._synced(1, LOADED, LOADED, SyncReport())[1].passed, "a sync that proves nothing itself"
-    assert not run._synced(1, LOADED, [LOADED[0], {"a": "3"}], report)[0].passed, "a parameter that is gone"
+    assert not made._synced(1, LOADED, LOADED, SyncReport())[1].passed, "a sync that proves nothing itself"
+    assert not made._synced(1, LOADED, [LOADED[0], {"a": "3"}], report)[0].passed, "a parameter that is gone"
 
 
 def test_checksums_are_compared_where_there_are_any() -> None:
-    assert run._same_sums(1, {"a": "1"}, {"a": "1"})[0].passed
-    assert not run._same_sums(1, {"a": "1"}, {"a": "2"})[0].passed
-    assert not run._same_sums(1, {"a": "1"}, "refused")[0].passed
-    assert not run._same_sums(1, {}, {})[0].passed, "no parameter was compared"
+    assert made._same_sums(1, {"a": "1"}, {"a": "1"})[0].passed
+    assert not made._same_sums(1, {"a": "1"}, {"a": "2"})[0].passed
+    assert not made._same_sums(1, {"a": "1"}, "refused")[0].passed
+    assert not made._same_sums(1, {}, {})[0].passed, "no parameter was compared"
 
 
 def test_digests_tell_any_bit_of_parameters_and_buffers() -> None:

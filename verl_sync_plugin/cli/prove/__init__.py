@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"--tp {arguments.tp} with {world} processes: start as many as the engine has ranks, with torchrun "
             f"--nproc-per-node {arguments.tp} -m verl_sync_plugin.cli prove {arguments.model} --tp {arguments.tp}"
         )
-    from verl_sync_plugin.cli.prove.run import prove
+    from verl_sync_plugin.cli.prove.checks import prove
 
     with _log_apart() if arguments.json else nullcontext():
         checks = prove(arguments)
