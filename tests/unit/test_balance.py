@@ -11,7 +11,8 @@ import pytest
 
 from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.transport.proof import Parts
-from verl_sync_plugin.verify.destination import Cadence, balance, weighed
+from verl_sync_plugin.verify.balance import balance
+from verl_sync_plugin.verify.destination import Cadence, weighed
 
 WHOLE = ((Run(0, 0, 96),),)
 UPPER, LOWER = ((Run(0, 0, 48),),), ((Run(48, 0, 48),),)

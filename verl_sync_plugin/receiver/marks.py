@@ -87,23 +87,11 @@ def misplaced(
     """
     if not placed:
         return {}
-    device = reader.device
-    dtypes = {held.name: held.dtype for held in placed if held.ratio > 1}
-    numbers: dict[str, list[int]] = {}
-    for number, held in enumerate(placed):
-        numbers.setdefault(held.name, []).append(number)
-    given, found = (torch.zeros(len(placed), dtype=torch.int64, device=device) for _ in range(2))
+    given, found = (torch.zeros(len(placed), dtype=torch.int64, device=reader.device) for _ in range(2))
     try:
         with torch.no_grad():
-            for marks in _marks(sources, owners, model, device):
-                flats = [_as_kept(tensor, dtypes.get(name, tensor.dtype)) for name, tensor in marks]
-                blocks = [
-                    block
-                    for base, (name, _) in enumerate(marks)
-                    for number in numbers.get(name, ())
-                    for block in _read(placed[number], number, base)
-                ]
-                reader.copier.prepare(blocks).run(memory_of(flats, device), given, copy=False)
+            for marks in _marks(sources, owners, model, reader.device):
+                _hash_given(marks, placed, reader, given)
                 model.load_weights(iter(marks))
     except Exception as error:  # whatever a model's loader makes of random numbers
         why = f"a load of marks failed: {type(error).__name__}: {error}"
@@ -115,6 +103,18 @@ def misplaced(
             reader.add_turned(held, _lies(held, number, 0), found)
     wrong = (given != found).nonzero().flatten().tolist()
     return {placed[number].name: "its load puts it elsewhere than was recorded" for number in wrong}
+
+
+def _hash_given(
+    marks: list[tuple[str, torch.Tensor]], placed: Sequence[Held], reader: Reader, given: torch.Tensor
+) -> None:
+    """Adds the hashes of what is taken of some marks, before the model may write into them."""
+    bases = {name: base for base, (name, _) in enumerate(marks)}
+    here = [(number, held) for number, held in enumerate(placed) if held.name in bases]
+    dtypes = {held.name: held.dtype for _, held in here if held.ratio > 1}
+    flats = [_as_kept(tensor, dtypes.get(name, tensor.dtype)) for name, tensor in marks]
+    blocks = [block for number, held in here for block in _read(held, number, bases[held.name])]
+    reader.copier.prepare(blocks).run(memory_of(flats, reader.device), given, copy=False)
 
 
 def _as_kept(marks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -155,17 +155,17 @@ def _marks(
     for source in sources:
         tied.setdefault(owners.get(source.name, source.name), []).append(source.name)
     generator = torch.Generator(device).manual_seed(SEED)
-    left = dict.fromkeys(by_name)
+    left = set(by_name)
     chunk: list[tuple[str, torch.Tensor]] = []
     nbytes = 0
-    while left:
-        together = [next(iter(left))]
+    for first in by_name:
+        together = [first] if first in left else []
         for name in together:  # grows on the way
             more = [*tied[owners.get(name, name)], partner_of(name, model.fused_pairs)]
             together += [each for each in more if each in left and each not in together]
         made: dict[str, torch.Tensor] = {}
         for name in together:
-            del left[name]
+            left.remove(name)
             source, owner = by_name[name], owners.get(name, name)
             flat = made[owner].clone() if owner in made else made.setdefault(owner, _mark(source, generator))
             chunk.append((name, flat.as_strided(source.shape, source.meta().stride())))

@@ -20,20 +20,20 @@ from verl_sync_plugin.copies.copier import Prepared
 from verl_sync_plugin.copies.hulls import hulls_of, numbers_of
 from verl_sync_plugin.layout.strided import Run, compose
 from verl_sync_plugin.layout.tensors import Entry
+from verl_sync_plugin.receiver.constants import differs, flags_of, kept_constants
 from verl_sync_plugin.receiver.copy_plan import Layout, LayoutKey, known_tensors, sources_of
 from verl_sync_plugin.receiver.engine_model import EngineModel
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.marks import Reader, misplaced
 from verl_sync_plugin.receiver.placement import Held, owners_of, placements
 from verl_sync_plugin.receiver.recorder import record
-from verl_sync_plugin.receiver.recording import Fill, Recording
+from verl_sync_plugin.receiver.recording import Recording
 from verl_sync_plugin.transport.proof import Parts, Placed, Proven
 from verl_sync_plugin.transport.protocol import Manifest
 
 MOST_PARTS = 16  # of one tensor that are hashed apart
 MOST_BLOCKS = 1 << 14  # of one tensor
 RE_LAID = "its load lays parameters out anew"
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DERIVED = "what the model computes from parameters behind its load"
 
 
@@ -121,7 +121,7 @@ class DestinationProof:
         left_out.update({each.name: RE_LAID for each in held if not reader.knows(each)})
         held = [each for each in held if each.name not in left_out]
         left_out.update(misplaced(self._model, self._sources, self._owners, held, reader))
-        self._constants = _kept(recording.fills)
+        self._constants = kept_constants(recording.fills)
         if recording.derives:
             left_out[DERIVED] = "is computed"
         self._left_out, self._layout = left_out, self._key.now()
@@ -225,25 +225,6 @@ class DestinationProof:
         storage = target.untyped_storage()._cdata
         tensors = self._model.module.named_parameters(remove_duplicate=False)
         return next((name for name, tensor in tensors if tensor.untyped_storage()._cdata == storage), "a buffer")
-
-
-def differs(target: torch.Tensor, value: float) -> torch.Tensor:
-    """Whether any element has other bits than a constant: bool of shape ``()``."""
-    constant = torch.full((), value, dtype=target.dtype, device=target.device)
-    as_bits = BITS[target.element_size()]
-    return (target.view(as_bits) != constant.view(as_bits)).any()
-
-
-def flags_of(flags: Iterable[torch.Tensor]) -> list[bool]:
-    """Values of bool tensors of shape ``()``; waits for the device once."""
-    found = list(flags)
-    return torch.stack(found).tolist() if found else []
-
-
-def _kept(fills: Iterable[Fill]) -> list[tuple[torch.Tensor, float]]:
-    """The constants that a load leaves in place; others are a ground that it then writes on."""
-    found = [(fill.target, fill.value) for fill in fills if fill.target.numel()]
-    return [each for each, gone in zip(found, flags_of(differs(t, v) for t, v in found), strict=True) if not gone]
 
 
 def _without_target(run: Run) -> Run:

@@ -22,9 +22,9 @@
                                     <---  Committed(coverage, sums) or Failed(text)
                                     <---  Proven (proof.py; only if asked for)
 
-Either side may close at any time; the other then drops the sync. A Join of another sync is a latecomer: an engine rank
-that was held up until its sync had been given up; the trainer rank closes it. A slot may be written again only after
-``Loaded`` of the bucket that was in it, from every engine rank that reads it.
+Either side may close at any time; the other then drops the sync. A Join of another sync is a latecomer, whose sync had
+been given up; the trainer rank closes it. A slot may be written again only after ``Loaded`` of the bucket that was in
+it, from every engine rank that reads it.
 """
 
 from __future__ import annotations
