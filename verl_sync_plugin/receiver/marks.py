@@ -96,6 +96,8 @@ def misplaced(
     except Exception as error:  # whatever a model's loader makes of random numbers
         why = f"a load of marks failed: {type(error).__name__}: {error}"
         return dict.fromkeys((source.name for source in sources), why)
+    if reader.device.type == "cuda":
+        torch.cuda.empty_cache()  # the marks' memory, which the engine's KV cache may be about to need
     plain = [b for n, held in enumerate(placed) if not held.turned for b in _lies(held, n, reader.base(held))]
     reader.run(reader.copier.prepare(plain), found)
     for number, held in enumerate(placed):
@@ -186,4 +188,4 @@ def _mark(source: Source, generator: torch.Generator) -> torch.Tensor:
         return torch.randint(0, most, (numel,), generator=generator, device=device).to(source.dtype)
     halves = -(-numel * source.dtype.itemsize // 2)
     bits = torch.randint(-(1 << 15), 1 << 15, (halves,), generator=generator, device=device, dtype=torch.int16)
-    return (bits & FINITE).view(torch.uint8)[: numel * source.dtype.itemsize].view(source.dtype)
+    return bits.bitwise_and_(FINITE).view(torch.uint8)[: numel * source.dtype.itemsize].view(source.dtype)
