@@ -127,3 +127,9 @@ def set_weight_version(tokenizer_manager: Any, version: str) -> None:
         update(version)
     else:
         tokenizer_manager.server_args.weight_version = version
+
+
+def weight_version(tokenizer_manager: Any) -> str | None:
+    """The version that SGLang reports for its weights now."""
+    version = getattr(tokenizer_manager.server_args, "weight_version", None)
+    return None if version is None else str(version)

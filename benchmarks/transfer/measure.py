@@ -82,7 +82,8 @@ def run_of(
     settings = {
         "harness": HARNESS, "model": args.model, "bucket_mb": bucket_mb, "device": args.device,
         "tensors": len(bench.named), "trainer_dtype": args.trainer_dtype,
-        "hashed": variant in ("plugin", "plugin-staged"), "staged": variant == "plugin-staged",
+        "hashed": variant not in ("stock", "plugin-unhashed"), "staged": variant == "plugin-staged",
+        "verify": "" if variant == "stock" else ways.VERIFY.get(variant, "first"),
         "floor_seconds": floor.seconds(bench.nbytes),
     }  # fmt: skip
     return {

@@ -7,10 +7,13 @@ import asyncio
 from functools import partial
 from typing import Any
 
-PLUGIN = ("plugin", "plugin-unhashed", "plugin-staged")  # the last one packs every sync, as where nothing lies still
+# "staged" packs every sync, as where nothing lies still; "unverified" and "verified" never and always compare what lies
+# in the engine's own parameters, the others in the first syncs
+PLUGIN = ("plugin", "plugin-unhashed", "plugin-staged", "plugin-unverified", "plugin-verified")
+VERIFY = {"plugin-unhashed": "never", "plugin-unverified": "never", "plugin-verified": "always"}
 
 
-def _manager(server: Any, named: list[tuple[str, Any]], bucket_mb: int, hashed: bool, staged: bool, device: str) -> Any:
+def _manager(server: Any, named: list[tuple[str, Any]], bucket_mb: int, variant: str, device: str) -> Any:
     """The plugin's sharding manager over plain tensors, one owner each."""
     import torch
 
@@ -39,7 +42,10 @@ def _manager(server: Any, named: list[tuple[str, Any]], bucket_mb: int, hashed: 
             return PlainSource()
 
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    config = SyncConfig(verify_hashes=hashed, delivery="sharded" if staged else "auto")
+    delivery = "sharded" if variant == "plugin-staged" else "auto"
+    config = SyncConfig(
+        verify_hashes=variant != "plugin-unhashed", verify=VERIFY.get(variant, "first"), delivery=delivery
+    )
     return PlainManager(None, ServerEndpoint(server), config, bucket_mb << 20, where)
 
 
@@ -62,8 +68,7 @@ class Plugin:
     """The plugin's transfer; the report is its own profile."""
 
     def __init__(self, server: Any, named: list[tuple[str, Any]], bucket_mb: int, variant: str, device: str) -> None:
-        checks = variant != "plugin-unhashed", variant == "plugin-staged"
-        self._manager = _manager(server, named, bucket_mb, *checks, device)
+        self._manager = _manager(server, named, bucket_mb, variant, device)
         self._version = 0
 
     def sync(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from verl_sync_plugin.transport.protocol import LoadRequest
 
 IDLE_SECONDS = 20.0
 DUMP = "bare_engine.inspect_loader.dump"
+SPOIL = "bare_engine.spoiling_loader.spoil"
 PLAIN = ("bare_engine.plain_loader.load", "bare_engine.plain_loader.load_and_forget_prefixes")
 
 
@@ -38,7 +39,7 @@ class BareEngine:
             model_path=model_path,
             tp_size=tp,
             load_format=load_format,
-            custom_weight_loader=[LOADER, DUMP, *PLAIN],
+            custom_weight_loader=[LOADER, DUMP, SPOIL, *PLAIN],
             device="cpu",
             dtype="bfloat16",
             attention_backend="torch_native",
@@ -85,6 +86,10 @@ class BareEngine:
         """What every rank really holds."""
         self.call(self._update(dumps([(str(path), torch.empty(0))]), DUMP, None))
         return [torch.load(f"{path}.{rank}") for rank in range(self.tp)]
+
+    def spoil_next(self, parameter: str) -> None:
+        """Has the last rank flip a bit of a parameter behind the copies of the next sync."""
+        self.call(self._update(dumps([(parameter, torch.empty(0))]), SPOIL, None))
 
     def load_from_disk(self, path: str) -> None:
         """SGLang's own way from a checkpoint into the running engine.

@@ -80,6 +80,22 @@ def bytes_change(member: Rank, version: int) -> str:
     return text
 
 
+def parameters_change(member: Rank, version: int) -> str:
+    """One bit flips in the engine's own parameters, behind all copies. What no rank reads has not changed, and only the
+    comparison of the destination finds it; without that the sync goes through."""
+    victim, cadence = "model.layers.1.mlp.gate_up_proj.weight", member.manager.commit._cadence
+    for verify in ("never", "always"):
+        cadence._verify = verify
+        if member.engine is not None:
+            member.engine.spoil_next(victim)
+        if verify == "never":
+            member.sync(version)
+            assert member.manager.report.verified_tensors == 0
+    text = member.failing(version)
+    assert "do not hold what was sent of model.layers.1.mlp." in text, text
+    return text
+
+
 def peers_out_of_reach(member: Rank, version: int) -> None:
     """An engine rank cannot open another trainer rank's memory: this sync goes on gathered, and so do later ones."""
     manager, last = member.manager, dist.get_world_size() - 1

@@ -14,7 +14,13 @@ import pytest
 import torch.distributed as dist
 
 from bare_engine import stories, trainer
-from bare_engine.engine_failures import bytes_change, engine_refuses, engine_stalls, peers_out_of_reach
+from bare_engine.engine_failures import (
+    bytes_change,
+    engine_refuses,
+    engine_stalls,
+    parameters_change,
+    peers_out_of_reach,
+)
 from bare_engine.scenario import Rank
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.shard import Shard
@@ -38,6 +44,7 @@ def fail_and_recover(member: Rank) -> None:
         engine_stalls,
         coverage_fails,
         bytes_change,
+        parameters_change,
     )
     _fail_each(member, (nothing_starts, planning_fails, names_unknown_to_the_engine, *everything))
     peers_out_of_reach(member, 100)

@@ -22,6 +22,7 @@ from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.copies.packing import Packer
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.receiver.ledger import Ledger
+from verl_sync_plugin.receiver.proof import DERIVED, DestinationProof
 from verl_sync_plugin.receiver.unpacker import Unpacker
 from verl_sync_plugin.rollouts.sglang.families import refuse_checkpoint
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
@@ -31,6 +32,8 @@ from verl_sync_plugin.trainers.wire import wire_policy
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Manifest
 from verl_sync_plugin.verify.coverage import check_coverage
+from verl_sync_plugin.verify.destination import DestinationCheck, refuse_changed
+from verl_sync_plugin.verify.narrowed import narrowed_sums
 from verl_sync_plugin.verify.uses import UseCheck
 
 CPU = torch.device("cpu")
@@ -121,10 +124,12 @@ class Pair:
             self.sharded, policy, rewrite, lambda state: convert_weight_keys(state, self.sharded), unsaved
         )
         self.plan = plan_buckets(tuple(s.base for s in self.source.shards()), BUCKET_BYTES, dist.get_world_size() > 1)
-        self.packer = Packer(CPU, self.plan, dist.get_rank(), hashed=False, finite=False)
-        self.uses = UseCheck(Agreement(60.0), range(dist.get_world_size()))
+        self.packer = Packer(CPU, self.plan, dist.get_rank(), hashed=True, finite=False)
+        self.agreement = Agreement(60.0)
+        self.uses = UseCheck(self.agreement, range(dist.get_world_size()))
+        self.destination = DestinationCheck(self.agreement)
 
-    def send(self, unpacker: Unpacker, model: Any) -> tuple[tuple[str, int, int], ...]:
+    def send(self, unpacker: Unpacker, proof: DestinationProof, model: Any) -> tuple[tuple[str, int, int], ...]:
         """One sync into an engine's model, with its proofs; what of the model is left to a host copy.
 
         Raises:
@@ -138,6 +143,8 @@ class Pair:
             self.uses.note(unpacker.uses.use(loaded=False))
             self.uses.compare(self.plan, loaded=False)
         ledger = Ledger(model) if unpacker.watched else None
+        proof.begin(unpacker.layout)
+        proof.prepare(unpacker.recording)
         slots = [torch.zeros(self.plan.slot_bytes, dtype=torch.uint8) for _ in range(dist.get_world_size())]
         for index in range(len(self.plan.buckets)):
             self.packer.pack(index, slots[dist.get_rank()], shards)
@@ -147,11 +154,27 @@ class Pair:
         unpacker.finish(ledger)
         if self.uses.note(unpacker.uses.news()) or self.uses.asks(self.plan):
             self.uses.compare(self.plan, loaded=True)
+        self._verify(proof)
         if ledger is None:
             return ()
         check_coverage(ledger.coverage(), SyncConfig(), True, False, self.plan.names)
         unpacker.accepted()
         return ledger.coverage().missing
+
+    def _verify(self, proof: DestinationProof) -> None:
+        """What the engine's parameters hold is what was sent; collective."""
+        proven = proof.proven(always=not self.destination.knows(self.plan))
+        proof.told(proven)
+        news = self.destination.note(proven, self.plan)
+        with self.agreement.attempt():
+            refuse_changed(proven)
+        if self.agreement.settle("verifying", waiting=news):
+            self.destination.learn(self.plan, proven)
+        sent = self.packer.sums()
+        rounded = narrowed_sums(self.plan, dist.get_rank(), self.source.shards(), self.destination.narrowed)
+        for number in self.destination.narrowed:
+            sent[number] = rounded[number]
+        self.destination.compare(sent, proven)
 
 
 def outcome(family: Family, folder: Path, port: int) -> str:
@@ -175,19 +198,27 @@ def outcome(family: Family, folder: Path, port: int) -> str:
     engine, reference = (poisoned(config, family, byte) for byte in POISON)
     known, kept = SGLangModel(engine, rank), dict[str, None]()
     unpacker = Unpacker(known, Manifest.of(pair.plan), CPU)
+    proof = DestinationProof(known, Manifest.of(pair.plan), CPU)
     for seed in (1, 2, 3):
         train(pair.whole, pair.sharded, seed)
         if rank == 0:
             save(pair.whole, family, folder / f"step-{seed}")
         dist.barrier()
         reference.load_weights(iter(load_file(folder / f"step-{seed}" / "model.safetensors").items()))
-        kept.update((name, None) for name, *_ in pair.send(unpacker, engine))
+        kept.update((name, None) for name, *_ in pair.send(unpacker, proof, engine))
         assert_same(engine, reference, f"sync {seed}")
     assert unpacker.replayed[0] == pair.plan.tensor_count - len(unpacker.refused)
     how = _how(unpacker.refused, pair.plan.tensor_count)
     why = {reason for name in pair.plan.names if (reason := known.why_skipped(name))}
     left = [f"{', '.join(kept)} left to the engine's host copy"] if kept else []
-    return "; ".join([how, *left, *(f"some left alone: {reason}" for reason in sorted(why))])
+    return "; ".join(
+        [
+            how,
+            *_not_compared(pair.destination, pair.plan.tensor_count),
+            *left,
+            *(f"some left alone: {reason}" for reason in sorted(why)),
+        ]
+    )
 
 
 def _how(refused: dict[str, str], total: int) -> str:
@@ -198,3 +229,10 @@ def _how(refused: dict[str, str], total: int) -> str:
         return "exact, replayed"
     why = "; ".join(sorted({reason.partition(":")[0] for reasons in by_rank for reason in reasons.values()}))
     return f"exact, {len(most)} of {total} tensors by the model's own path: {why}"
+
+
+def _not_compared(destination: DestinationCheck, total: int) -> list[str]:
+    """What of the parameters is not compared with what was sent."""
+    found = {name: why for name, why in destination.left_out.items() if name != DERIVED}
+    why = "; ".join(sorted(set(found.values())))
+    return [f"{len(found)} of {total} not compared in the engine: {why}"] if found else []

@@ -82,6 +82,7 @@ class Run:
     def __init__(self, server: Any) -> None:
         self.server = server
         self.paced = 0
+        self.told: tuple[list[str] | None, str] | None = None  # of the request that sets the pace: its versions
 
     async def load(self, version: int) -> None:
         await self.server.release_kv_cache()
@@ -113,6 +114,7 @@ class Run:
         async with aclosing(self.server.tokenizer_manager.generate_request(request, None)) as answers:
             async for answer in answers:
                 self.paced = answer["meta_info"]["completion_tokens"]
+                self.told = answer["meta_info"].get("weight_versions"), answer["meta_info"]["weight_version"]
 
 
 @pytest.fixture
@@ -134,7 +136,7 @@ def play(engine: BareEngine, models: Models, monkeypatch: pytest.MonkeyPatch) ->
         )
         server = Server(config, HFModelConfig(path=models.path), RolloutMode.STANDALONE, [], 0, 0, 1, "", 0)
         server.tokenizer_manager = engine.engine.tokenizer_manager
-        server.keep_prefixes_apart()
+        server.mark_requests()
 
         async def whole() -> None:
             run = Run(server)
@@ -174,6 +176,9 @@ def test_requests_stay_in_the_engine_and_go_on_with_new_weights(pause: str, play
             check_spanning(models, prompt, output, pause)
         for output in (await new, await run.ask(PROMPTS[1], 20)):
             assert output.extra_fields["min_global_steps"] == output.extra_fields["max_global_steps"] == 2
+        assert run.told == (["1", "2"], "2"), "as over HTTP: a response that spans a sync says so"
+        await run._pace()
+        assert run.told == (["2"], "2")
         assert models.chosen_by_second(PROMPTS[0], (await new).token_ids, 0, 0), "a prefix of old weights was used"
 
     play(pause, story)

@@ -16,13 +16,16 @@ from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, Plan, View
 from verl_sync_plugin.receiver.ledger import Ledger
+from verl_sync_plugin.receiver.proof import DestinationProof
 from verl_sync_plugin.receiver.unpacker import Unpacker
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.trainers.base import dtype_name
 from verl_sync_plugin.trainers.dtensors import even_chunks
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed, Coverage, Manifest
+from verl_sync_plugin.verify.destination import DestinationCheck, refuse_changed
 from verl_sync_plugin.verify.hashes import HashCheck, paired
+from verl_sync_plugin.verify.narrowed import narrowed_sums
 from verl_sync_plugin.verify.uses import UseCheck
 
 CPU = torch.device("cpu")
@@ -39,17 +42,22 @@ class Wire:
         bucket_bytes: int,
         sharded: bool = False,
         copy_plan: bool = True,
+        verified: bool = True,
     ) -> None:
         self.model = model
+        self.verified = verified
         self.copy_plan = copy_plan
         self._ranks = ranks
         bases = tuple(self._base(names, tensor) for names, tensor in _together(weights))
         self.plan: Plan = plan_buckets(bases, bucket_bytes, sharded)
         self._packers = [Packer(CPU, self.plan, rank, hashed=True, finite=False) for rank in range(ranks)]
-        self.unpacker = Unpacker(SGLangModel(model, dist.get_rank()), Manifest.of(self.plan), CPU)
+        known, manifest = SGLangModel(model, dist.get_rank()), Manifest.of(self.plan)
+        self.unpacker = Unpacker(known, manifest, CPU)
+        self.proof = DestinationProof(known, manifest, CPU)
         self.coverage = Coverage(0, ())
         self.agreement = Agreement(60.0)
         self.check = HashCheck(self.agreement)
+        self.destination = DestinationCheck(self.agreement)
         self.uses = UseCheck(self.agreement, range(dist.get_world_size()))
 
     def _base(self, names: tuple[str, ...], tensor: torch.Tensor) -> Base:
@@ -65,11 +73,20 @@ class Wire:
         return shards
 
     def sync(
-        self, weights: models.Weights, spoil: Callable[[torch.Tensor], None] = lambda memory: None
+        self,
+        weights: models.Weights,
+        spoil: Callable[[torch.Tensor], None] = lambda memory: None,
+        behind: Callable[[], None] = lambda: None,
     ) -> tuple[int, int]:
-        """One sync into memory that holds rubbish; returns what was replayed."""
+        """One sync into memory that holds rubbish; returns what was replayed.
+
+        Args:
+            weights: what is sent.
+            spoil: is given every bucket between its packing and its load.
+            behind: is called between the last copy and the proof of what the parameters hold.
+        """
         models.poison(self.model)
-        shards = [self._shards(weights, rank) for rank in range(self._ranks)]
+        shards = self._sent = [self._shards(weights, rank) for rank in range(self._ranks)]
         for packer in self._packers:
             packer.begin()
         self.unpacker.begin(copy_plan=self.copy_plan, hashed=True, whole=self.check.whole(self.plan))
@@ -77,6 +94,9 @@ class Wire:
             self.uses.note(self.unpacker.uses.use(loaded=False))
             self.uses.compare(self.plan, loaded=False)
         ledger = Ledger(self.model) if self.unpacker.watched else None
+        self.proof.begin(self.unpacker.layout)
+        if self.verified:
+            self.proof.prepare(self.unpacker.recording)
         slots = [torch.zeros(self.plan.slot_bytes, dtype=torch.uint8)]
         slots += [slots[0].clone() for _ in range(self._ranks - 1)] if self.plan.sharded else []
         with ledger or nullcontext(), self.unpacker.uses.watching():
@@ -96,7 +116,28 @@ class Wire:
                 self.unpacker.accepted()
         if self.uses.note(self.unpacker.uses.news()) or self.uses.asks(self.plan):
             self.uses.compare(self.plan, loaded=True)
+        behind()
+        if self.verified:
+            self._verify()
         return replayed
+
+    def _verify(self) -> None:
+        """What the parameters hold, as the trainer ranks compare it."""
+        proven = self.proof.proven(always=not self.destination.knows(self.plan))
+        self.proof.told(proven)
+        news = self.destination.note(proven, self.plan)
+        with self.agreement.attempt():
+            refuse_changed(proven)
+        if self.agreement.settle("verifying", waiting=news):
+            self.destination.learn(self.plan, proven, sent_by=dist.get_world_size())
+        sent = torch.stack([packer.sums() for packer in self._packers]).sum(0)
+        for number in self.destination.narrowed:
+            sent[number] = sum(rounded[number] for rounded in self._rounded())
+        self.destination.compare(sent, proven)
+
+    def _rounded(self) -> list[torch.Tensor]:
+        dtypes = self.destination.narrowed
+        return [narrowed_sums(self.plan, rank, self._sent[rank], dtypes) for rank in range(self._ranks)]
 
     def _compare(self) -> None:
         """The hashes, as the trainer ranks compare them; every model rank holds all packers, as many as its world."""
@@ -104,7 +145,7 @@ class Wire:
         if readings is not None:
             self.unpacker.told(readings)
             self.check.note(Committed(self.coverage, readings=readings))
-            self.check.learn(self.plan, times_sent=dist.get_world_size())
+            self.check.learn(self.plan, sent_by=dist.get_world_size())
         sent = torch.stack([packer.sums() for packer in self._packers]).sum(0)
         self.check.compare(paired(sent, Committed(self.coverage, sums=self.unpacker.sums())))
 

@@ -49,6 +49,8 @@ def test_metrics_reach_every_logger_at_every_step(trained: Run) -> None:
 
 def test_reports_name_every_sync(trained: Run) -> None:
     checks.reported(trained, steps=2)
+    for report in trained.reports:  # the first three, so all
+        assert report["verified_tensors"] == report["tensors"] and report["not_comparable"] == 0, report
 
 
 def test_whole_model_travels_in_buckets_smaller_than_its_tensors(trained: Run, larger_model: Path) -> None:

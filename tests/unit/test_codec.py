@@ -14,7 +14,7 @@ import pytest
 from manifests import manifest
 
 from verl_sync_plugin.layout.strided import Run
-from verl_sync_plugin.transport import codec, protocol
+from verl_sync_plugin.transport import codec, proof, protocol
 from verl_sync_plugin.transport.codec import BadMessageError, decode, encode_into
 from verl_sync_plugin.transport.memory.exports import Live, Region, StagingExport
 
@@ -46,6 +46,15 @@ MESSAGES = [
         "why",
         5,
         protocol.Used("", None),
+    ),
+    proof.Proven(
+        b"\x01" * 16,
+        ((96, ((Run(0, 0, 16),), ()), (1, 2)),),
+        (("a", "why"),),
+        (("b", 1, 2),),
+        ((3, "bfloat16"),),
+        7,
+        ("c",),
     ),
     protocol.Failed("a\nb"),
 ]

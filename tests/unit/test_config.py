@@ -34,6 +34,7 @@ def test_every_key_is_taken_over() -> None:
         "release_cuda_graph": True,
         "copy_plan": False,
         "verify_hashes": False,
+        "verify": 7,
         "delivery": "gathered",
     }
     assert SyncConfig.from_mapping(values) == SyncConfig(**{**values, "keep_dtype": ("a", "b$")})  # type: ignore[arg-type]
@@ -55,6 +56,16 @@ def test_direct_delivery_needs_the_copy_plan() -> None:
         ("release_cuda_graph", "on", "'on'", f"Use {KEY_PREFIX}.release_cuda_graph=True or False."),
         ("copy_plan", "auto", "'auto'", f"Use {KEY_PREFIX}.copy_plan=True or False."),
         ("verify_hashes", 1, "1", f"Use {KEY_PREFIX}.verify_hashes=True or False."),
+        (
+            "verify",
+            "sometimes",
+            "'sometimes'",
+            "Use one of never, first, always, or a number: 10 for every tenth sync.",
+        ),
+        ("verify", True, "True", "or a number"),
+        ("verify", 0, "0", "or a number"),
+        ("verify", 1.5, "1.5", "or a number"),
+        ("verify", None, "None", "or a number"),
         ("weights_cpu_backup", "maybe", "'maybe'", "Use one of auto, on, off."),
         ("weights_cpu_backup", 3, "3", "Use one of auto, on, off."),
         ("weights_cpu_backup", None, "None", "Use one of auto, on, off."),

@@ -130,6 +130,7 @@ def test_sync_keys(name: str, engine: tuple[str, ...]) -> None:
         f"{KEY_PREFIX}.empty_cache=always",
         f"{KEY_PREFIX}.copy_plan=False",
         f"{KEY_PREFIX}.verify_hashes=False",
+        f"{KEY_PREFIX}.verify=always",
     ]
     config = built(rollout_of(*engine, *overrides, name=name))
     assert sync_config_of(config) == SyncConfig(
@@ -142,6 +143,7 @@ def test_sync_keys(name: str, engine: tuple[str, ...]) -> None:
         empty_cache="always",
         copy_plan=False,
         verify_hashes=False,
+        verify="always",
     )
 
 

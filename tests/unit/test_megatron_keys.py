@@ -12,7 +12,8 @@ import torch
 import verl
 from hydra import compose, initialize_config_dir
 
-from verl_sync_plugin.config import settings as config
+from verl_sync_plugin.config import refusals as config
+from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.hooks.driver import settle_trainer
 from verl_sync_plugin.sharding_manager.registry import get_sharding_manager
 from verl_sync_plugin.trainers.wire import wire_policy
@@ -56,6 +57,15 @@ def test_lora_needs_megatron_bridge() -> None:
 def test_lora_passes_with_megatron_bridge(merge: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "_has_megatron_bridge", lambda: True)
     settle_trainer(actor_of(*LORA, f"{MEGATRON}.vanilla_mbridge=False", f"++{MODEL}.lora.merge={merge}"))
+
+
+@pytest.mark.parametrize("verify", ["always", "3"])
+def test_adapters_that_the_engine_serves_are_not_compared(verify: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "_has_megatron_bridge", lambda: True)
+    given = (*LORA, f"{MEGATRON}.vanilla_mbridge=False", f"{KEY_PREFIX}.verify={verify}")
+    with pytest.raises(ValueError, match=r"custom\.sync\.verify='?(always|3)'? with .*merge=False and LoRA rank 8: "):
+        settle_trainer(actor_of(*given, f"++{MODEL}.lora.merge=False"))
+    settle_trainer(actor_of(*given, f"++{MODEL}.lora.merge=True"))
 
 
 @pytest.mark.parametrize("merge", ["True", "False"])

@@ -116,6 +116,8 @@ def test_metrics_sum_bytes_and_take_the_worst_of_the_rest() -> None:
         "sync/network_bytes": 4.0,
         "sync/direct_bytes": 0.0,
         "sync/activation_bytes": 0.0,
+        "sync/verified_tensors": 0.0,
+        "sync/not_comparable": 0.0,
         "sync/replayed_tensors": 0.0,
         "sync/weight_version": 3.0,
     }

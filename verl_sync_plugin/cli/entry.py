@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import argparse
 
-from verl_sync_plugin.cli import doctor, plan, report
+from verl_sync_plugin.cli import doctor, plan, prove, report
 
-COMMANDS = (doctor, plan, report)  # in the order in which --help lists them
+COMMANDS = (doctor, plan, prove, report)  # in the order in which --help lists them
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -6,6 +6,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 from verl_sync_plugin.config.bucket_size import SHORT_BUCKET_KEY
@@ -74,6 +75,24 @@ def refuse_pause(rollout: Any) -> None:
         )
 
 
+def refuse_verify(rollout: Any, model: Any) -> None:
+    """Raises ValueError when ``custom.sync.verify`` asks for every sync of an adapter that the engine serves itself,
+    which it takes in its own way; names key, value and remedy.
+
+    Args:
+        rollout: ``actor_rollout_ref.rollout``.
+        model: ``actor_rollout_ref.model``.
+    """
+    verify = sync_config_of(rollout).verify
+    merge = bool(section(model, "lora", "actor_rollout_ref.model.lora").get("merge", False))
+    if verify not in ("never", "first") and (rank := lora_rank_of(model)) and not merge:
+        raise ValueError(
+            f"{KEY_PREFIX}.verify={verify!r} with actor_rollout_ref.model.lora.merge=False and LoRA rank {rank}: the "
+            "engine loads an adapter that it serves in its own way, and what it makes of it is not compared; only its "
+            f"base is. Set {KEY_PREFIX}.verify=first, or actor_rollout_ref.model.lora.merge=True."
+        )
+
+
 def refuse_lora_values(model: Any) -> None:
     """Raises ValueError when a LoRA key holds a value of the wrong kind; names key, value and remedy.
 
@@ -127,3 +146,41 @@ def refuse_separate(rollout: Any, model: Any) -> None:
             f"actor_rollout_ref.model.lora.merge=False with LoRA rank {rank} and {backend}: adapters are not sent to "
             "separate rollouts. Set actor_rollout_ref.model.lora.merge=True."
         )
+
+
+def refuse_megatron_lora(megatron: Any, model: Any) -> None:
+    """Raises ValueError when a Megatron trainer's LoRA cannot be synced; names key, value and remedy.
+
+    Args:
+        megatron: ``actor_rollout_ref.actor.megatron``.
+        model: ``actor_rollout_ref.model``.
+    """
+    rank = lora_rank_of(model)
+    if rank <= 0:
+        return
+    kind = (model.get("lora", None) or {}).get("type", None)
+    if kind == "dora":
+        raise ValueError(
+            "actor_rollout_ref.model.lora.type='dora' with actor_rollout_ref.actor.strategy=megatron: the export of "
+            "Megatron-Bridge leaves DoRA's magnitudes out, and weight sync does not merge them. Set "
+            "actor_rollout_ref.model.lora.type=lora."
+        )
+    remedy = "Install Megatron-Bridge and set actor_rollout_ref.actor.megatron.vanilla_mbridge=False, or train all "
+    remedy += "parameters with actor_rollout_ref.model.lora.rank=0."
+    if megatron.get("vanilla_mbridge", False):
+        raise ValueError(
+            f"actor_rollout_ref.actor.megatron.vanilla_mbridge=True with LoRA rank {rank}: mbridge has no LoRA. "
+            f"{remedy}"
+        )
+    if not _has_megatron_bridge():
+        raise ValueError(
+            f"LoRA rank {rank} with actor_rollout_ref.actor.strategy=megatron: the package megatron.bridge, which has "
+            f"LoRA for Megatron, is not installed. {remedy}"
+        )
+
+
+def _has_megatron_bridge() -> bool:
+    try:
+        return importlib.util.find_spec("megatron.bridge") is not None
+    except ModuleNotFoundError:  # no package "megatron" at all
+        return False

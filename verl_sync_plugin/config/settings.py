@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib.util
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ CPU_BACKUP_CHOICES = ("auto", "on", "off")
 DELIVERY_CHOICES = ("auto", "direct", "sharded", "exchanged", "gathered", "broadcast")
 EMPTY_CACHE_CHOICES = ("auto", "always")
 PAUSE_CHOICES = ("abort", "retract", "in_place")
+VERIFY_CHOICES = ("never", "first", "always")
 WIRE_DTYPE_CHOICES = ("auto", "bfloat16", "float16", "float32")
 # Ranks wait three times as long and a minute for each other, and polling takes milliseconds in 32 bits: about 715000
 MOST_SECONDS = 86400
@@ -54,6 +54,8 @@ class SyncConfig:
         copy_plan: from the second sync on, replay the copies that the engine model's ``load_weights`` made instead of
             calling it.
         verify_hashes: hash every byte when it is packed and when the engine reads it, and compare.
+        verify: after which syncs what lies in the engine's own parameters is compared with what was sent: ``never``,
+            ``first`` (three of every plan), ``always``, or a number: the first and from then on every n-th.
         delivery: ``direct``: from the second sync on every engine rank reads parameters where they lie; ``sharded``: it
             reads what it needs where the trainer ranks packed it; ``exchanged``: as ``sharded`` from the ranks of its
             own host, to each of which other hosts send a part of what they have packed; ``gathered``: every rank
@@ -74,6 +76,7 @@ class SyncConfig:
     check_finite: bool = True
     copy_plan: bool = True
     verify_hashes: bool = True
+    verify: str | int = "first"
     delivery: str = "auto"
     pause: str = "abort"
 
@@ -94,6 +97,10 @@ class SyncConfig:
             raise _fail("timeout_seconds", timeout, "not a positive number of seconds", "Use for example 300.")
         if timeout > MOST_SECONDS:
             raise _fail("timeout_seconds", timeout, "more than a day", "Use for example 300.")
+        every = isinstance(self.verify, int) and not isinstance(self.verify, bool) and self.verify > 0
+        if not every and self.verify not in VERIFY_CHOICES:
+            remedy = f"Use one of {', '.join(VERIFY_CHOICES)}, or a number: 10 for every tenth sync."
+            raise _fail("verify", self.verify, "not a known cadence", remedy)
         self._check_patterns()
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
@@ -209,41 +216,3 @@ def lora_rank_of(model: Any) -> int:
     """The LoRA rank of a model config, from the flat key or the ``lora`` block; 0 without LoRA."""
     block = model.get("lora", None) or {}
     return max(int(model.get("lora_rank", 0) or 0), int(block.get("rank", 0) or 0))
-
-
-def refuse_megatron_lora(megatron: Any, model: Any) -> None:
-    """Raises ValueError when a Megatron trainer's LoRA cannot be synced; names key, value and remedy.
-
-    Args:
-        megatron: ``actor_rollout_ref.actor.megatron``.
-        model: ``actor_rollout_ref.model``.
-    """
-    rank = lora_rank_of(model)
-    if rank <= 0:
-        return
-    kind = (model.get("lora", None) or {}).get("type", None)
-    if kind == "dora":
-        raise ValueError(
-            "actor_rollout_ref.model.lora.type='dora' with actor_rollout_ref.actor.strategy=megatron: the export of "
-            "Megatron-Bridge leaves DoRA's magnitudes out, and weight sync does not merge them. Set "
-            "actor_rollout_ref.model.lora.type=lora."
-        )
-    remedy = "Install Megatron-Bridge and set actor_rollout_ref.actor.megatron.vanilla_mbridge=False, or train all "
-    remedy += "parameters with actor_rollout_ref.model.lora.rank=0."
-    if megatron.get("vanilla_mbridge", False):
-        raise ValueError(
-            f"actor_rollout_ref.actor.megatron.vanilla_mbridge=True with LoRA rank {rank}: mbridge has no LoRA. "
-            f"{remedy}"
-        )
-    if not _has_megatron_bridge():
-        raise ValueError(
-            f"LoRA rank {rank} with actor_rollout_ref.actor.strategy=megatron: the package megatron.bridge, which has "
-            f"LoRA for Megatron, is not installed. {remedy}"
-        )
-
-
-def _has_megatron_bridge() -> bool:
-    try:
-        return importlib.util.find_spec("megatron.bridge") is not None
-    except ModuleNotFoundError:  # no package "megatron" at all
-        return False

@@ -14,7 +14,14 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from verl_sync_plugin.config import hydra_source
 from verl_sync_plugin.config.bucket_size import LONG_BUCKET_KEY, SHORT_BUCKET_KEY, settled_megabytes
-from verl_sync_plugin.config.refusals import refuse_delivery, refuse_lora_values, refuse_pause, refuse_separate
+from verl_sync_plugin.config.refusals import (
+    refuse_delivery,
+    refuse_lora_values,
+    refuse_megatron_lora,
+    refuse_pause,
+    refuse_separate,
+    refuse_verify,
+)
 from verl_sync_plugin.config.settings import (
     KEY_PREFIX,
     NOT_IN_USE,
@@ -22,7 +29,6 @@ from verl_sync_plugin.config.settings import (
     SyncConfig,
     given_value,
     lora_rank_of,
-    refuse_megatron_lora,
     refuse_switched_off,
     section,
     sync_config_of,
@@ -206,6 +212,8 @@ def settle_trainer(actor_rollout_ref: Any) -> None:
         unify_lora_keys(actor_rollout_ref.model, engine.refuse_adapter)
         if moves:
             refuse_lora(actor_rollout_ref.model, strategy, engine.refuse_untied)
+    if moves:
+        refuse_verify(actor_rollout_ref.rollout, actor_rollout_ref.model)
     if strategy == "megatron":
         refuse_megatron_lora(actor_rollout_ref.actor.megatron, actor_rollout_ref.model)
 

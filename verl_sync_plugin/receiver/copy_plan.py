@@ -14,7 +14,7 @@ from verl_sync_plugin.receiver.engine_model import EngineModel, FusedPairs, part
 from verl_sync_plugin.receiver.intervals import intervals, region_of
 from verl_sync_plugin.receiver.order import fills_contradict, overwritten
 from verl_sync_plugin.receiver.recorder import model_tensors, record
-from verl_sync_plugin.receiver.recording import Copy, Source
+from verl_sync_plugin.receiver.recording import Copy, Recording, Source
 from verl_sync_plugin.receiver.uses import uses_in
 
 # Runs shorter than this are no business of a byte copier (a transposed copy has runs of one element)
@@ -61,6 +61,7 @@ class CopyPlan:
         derives: the model must derive again what it computes from parameters, after the copies.
         uses: the bytes of every tensor that the model's load uses (see ``uses``); ``None`` when unknown.
         pairs: of tensors that are refused together.
+        recording: what the plan was made of.
     """
 
     planned: dict[str, Planned] = field(default_factory=dict)
@@ -69,6 +70,7 @@ class CopyPlan:
     derives: bool = False
     uses: dict[str, tuple[Run, ...]] | None = None
     pairs: FusedPairs = ()
+    recording: Recording | None = None
 
     def refuse(self, name: str, why: str) -> None:
         """Leaves a tensor to the model, with the one it is fused with: alone, the model would hold it back for good."""
@@ -130,9 +132,9 @@ def make_plan(model: EngineModel, sources: Sequence[Source], device: torch.devic
     if not recording.spoiled and fills_contradict(recording.fills):
         recording.spoiled = "its load writes one constant over another"
     if recording.spoiled:
-        return CopyPlan(refused={source.name: recording.spoiled for source in sources}, uses=uses)
+        return CopyPlan(refused={source.name: recording.spoiled for source in sources}, uses=uses, recording=recording)
     fills = [(fill.target, fill.value) for fill in recording.fills]
-    plan = CopyPlan({}, dict(recording.refused), fills, recording.derives, uses, model.fused_pairs)
+    plan = CopyPlan({}, dict(recording.refused), fills, recording.derives, uses, model.fused_pairs, recording)
     for name in overwritten(recording.copies, recording.fills):
         plan.refused.setdefault(name, "is overwritten by a constant in part")  # a replay writes constants first
     copies: dict[str, list[Copy]] = {source.name: [] for source in sources}

@@ -39,10 +39,11 @@ class Ledger(TorchDispatchMode):
         if func._schema.is_mutable:
             for argument, value in zip(func._schema.arguments, args, strict=False):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    self._note(value)
+                    self.note(value)
         return result
 
-    def _note(self, value: Any) -> None:
+    def note(self, value: Any) -> None:
+        """Notes the elements of a tensor, or of each of a list, as written."""
         for tensor in value if isinstance(value, list | tuple) else (value,):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata in self._storages:
                 self._written[tensor.untyped_storage()._cdata].add(region_of(tensor))

@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
@@ -15,8 +12,10 @@ from verl_sync_plugin.receiver.activations import Activations
 from verl_sync_plugin.receiver.engine_model import EngineModel
 from verl_sync_plugin.receiver.homes import near, segments
 from verl_sync_plugin.receiver.ledger import Ledger
+from verl_sync_plugin.receiver.proof import DestinationProof
+from verl_sync_plugin.receiver.running import Running
 from verl_sync_plugin.receiver.unpacker import Unpacker
-from verl_sync_plugin.transport.channel import Channel, ChannelTimeoutError
+from verl_sync_plugin.transport.channel import Channel
 from verl_sync_plugin.transport.memory.exports import Live
 from verl_sync_plugin.transport.memory.regions import Regions
 from verl_sync_plugin.transport.memory.staging import decline_staging, open_peer_staging, open_staging, slot_of
@@ -26,7 +25,6 @@ from verl_sync_plugin.transport.protocol import (
     Coverage,
     Hello,
     Load,
-    Loaded,
     LoadRequest,
     Manifest,
     Ready,
@@ -48,6 +46,7 @@ class ReceiverSession:
         self._model = model
         self._digest = ""
         self._unpacker: Unpacker | None = None
+        self._proof: DestinationProof | None = None
         self._stagings: dict[str, torch.Tensor] = {}
         self._coverage: dict[str, Coverage] = {}
         self._regions = Regions()
@@ -77,18 +76,21 @@ class ReceiverSession:
             return
         device = memories[hello.place].device  # this engine rank's own, also of memory that lies elsewhere
         unpacker = self._unpacker_of(hello, channel, device, wait)
-        unpacker.begin(hello.copy_plan, hello.hashed, hello.whole)
+        self._begin(unpacker, hello)
         if hello.tell_use:
             channel.send(unpacker.uses.use(loaded=False))
         # What a plan covers cannot change while names, shapes and dtypes stay
         ledger = None if hello.digest in self._coverage and not unpacker.watched else Ledger(self._model.module)
+        running = Running(channel, device)
+        message = running.receive(wait)
+        self._prepare_proof(hello, unpacker)  # not before: what the model leaves out is refused before it is touched
         with ledger or nullcontext(), unpacker.uses.watching():
-            running = _Running(channel, device)
-            while isinstance(message := running.receive(wait), Load):
+            while isinstance(message, Load):
                 slots = [slot_of(memory, message.slot, hello.stagings[0].slot_bytes) for memory in memories]
                 spread = unpacker.spread(message.bucket)
                 with running.loading(message.bucket):
                     unpacker.load(message.bucket, segments(hello, slots, spread) if spread else [slots[hello.place]])
+                message = running.receive(wait)
         self._commit(_expect(Commit, message), hello, channel, ledger)
 
     def _run_in_place(self, hello: Hello, channel: Channel, wait: float) -> None:
@@ -96,9 +98,10 @@ class ReceiverSession:
         unpacker = self._meet_in_place(hello, channel, wait)
         if unpacker is None:
             return
-        running = _Running(channel, unpacker.device)
+        running = Running(channel, unpacker.device)
         load = _expect(Load, running.receive(wait))
         try:
+            self._prepare_proof(hello, unpacker)
             with running.loading(load.bucket):
                 unpacker.load_in_place(self._lives, hello.place, self._regions)
         except BaseException:
@@ -114,7 +117,7 @@ class ReceiverSession:
         unpacker = self._unpacker if hello.digest == self._digest and hello.digest in self._coverage else None
         obstacle = "the engine does not know the plan"
         if unpacker is not None:
-            unpacker.begin(hello.copy_plan, hello.hashed, hello.whole)
+            self._begin(unpacker, hello)
             obstacle = unpacker.reads_in_place
         known = tuple(live.key for live in self._lives) == hello.live
         channel.send(Ready(unreachable=obstacle, needs_live=not known))
@@ -157,6 +160,23 @@ class ReceiverSession:
         used = unpacker.uses.news()
         channel.send(Committed(self._coverage[hello.digest], *did, sums, readings, obstacle, activations, used))
         unpacker.told(readings)
+        if hello.prove and self._proof is not None:
+            proven = self._proof.proven(always=commit.tell)
+            channel.send(proven)
+            self._proof.told(proven)
+
+    def _begin(self, unpacker: Unpacker, hello: Hello) -> None:
+        unpacker.begin(hello.copy_plan, hello.hashed, hello.whole)
+        if self._proof is not None:
+            self._proof.begin(unpacker.layout)
+
+    def _prepare_proof(self, hello: Hello, unpacker: Unpacker) -> None:
+        """Once per layout, where what lies in the parameters is to be told: they are loaded with marks first."""
+        if hello.prove:
+            if self._proof is None:
+                self._proof = DestinationProof(self._model, unpacker.manifest, unpacker.device)
+            self._proof.prepare(unpacker.recording)
+        unpacker.recording = None  # it refers to the parameters of now
 
     def _note_coverage(self, digest: str, found: Coverage) -> None:
         known = self._coverage.get(digest)
@@ -195,49 +215,8 @@ class ReceiverSession:
         if self._unpacker is None or not known:
             manifest = _expect(Manifest, channel.receive(wait))
             self._unpacker, self._digest = Unpacker(self._model, manifest, device), hello.digest
+            self._proof = None
         return self._unpacker
-
-
-class _Running:
-    """Loads whose copies still run. The sender may overwrite a slot as soon as it hears ``Loaded``, so that is said
-    only after the copies have completed; meanwhile the next load is started, so that the device never waits for us."""
-
-    def __init__(self, channel: Channel, device: torch.device) -> None:
-        self._channel = channel
-        self._cuda = device.type == "cuda"
-        self._started: deque[tuple[int, float, torch.cuda.Event]] = deque()
-        self._idle_since = time.perf_counter()
-
-    @contextmanager
-    def loading(self, bucket: int) -> Iterator[None]:
-        """Around the start of one bucket's copies, on the current stream."""
-        started = time.perf_counter()
-        yield
-        if self._cuda:
-            event = torch.cuda.Event()
-            event.record()
-            self._started.append((bucket, started, event))
-        else:
-            self._say(bucket, started)
-
-    def receive(self, timeout: float) -> object:
-        """The next word of the sender; completed loads are reported while there is none.
-
-        Raises:
-            ChannelTimeoutError: the copies of a load do not end, or the sender is silent.
-        """
-        deadline = time.monotonic() + timeout
-        while self._started and not self._channel.has_word():
-            if self._started[0][2].query():
-                self._say(*self._started.popleft()[:2])
-            elif time.monotonic() > deadline:
-                raise ChannelTimeoutError(f"the copies of a bucket did not complete within {timeout:g} s")
-        return self._channel.receive(timeout)
-
-    def _say(self, bucket: int, started: float) -> None:
-        now = time.perf_counter()
-        started, self._idle_since = max(started, self._idle_since), now
-        self._channel.send(Loaded(bucket, now - started, started))
 
 
 def _wait_for(device: torch.device) -> None:

@@ -23,6 +23,7 @@ from verl_sync_plugin.receiver.cuts import scattered
 from verl_sync_plugin.receiver.direct import DirectLoad, obstacle
 from verl_sync_plugin.receiver.engine_model import EngineModel
 from verl_sync_plugin.receiver.ledger import Ledger
+from verl_sync_plugin.receiver.recording import Recording
 from verl_sync_plugin.receiver.replay import Comparison, Replay
 from verl_sync_plugin.receiver.use_teller import UseTeller
 from verl_sync_plugin.transport.memory.exports import Live
@@ -41,20 +42,19 @@ class Unpacker:
 
     def __init__(self, model: EngineModel, manifest: Manifest, device: torch.device) -> None:
         self._model = model
-        self._manifest = manifest
+        self.manifest = manifest
         self.device = device
         self._key = LayoutKey(model)
-        self._layout: object = None  # of the trusted plan
+        self.layout: object = None  # of the plan
+        self.recording: Recording | None = None  # that was made for this sync
         self._replay: Replay | None = None
         self._comparison: Comparison | None = None
-        self._plan = CopyPlan()
-        self._trusted = False
+        self._plan, self._trusted = CopyPlan(), False
         self._settled = False  # the plan of this layout has been compared, whatever came of it
         self._hashed = False
         self._copier: Copier | None = None
         numbers = numbers_of(manifest.buckets)
-        self._tensors = tuple(numbers)
-        self._names = frozenset(self._tensors)
+        self._tensors, self._names = tuple(numbers), frozenset(numbers)
         self._sources = sources_of([entry for bucket in manifest.buckets for entry in bucket])
         self.uses = UseTeller(model, self._sources, manifest.buckets, numbers)
         self._replay_watched = False
@@ -78,10 +78,10 @@ class Unpacker:
             hashed: whether to hash what is read.
             whole: numbers of tensors to be hashed whole.
         """
-        self._hashed = hashed
+        self._hashed, self.recording = hashed, None
         layout, asked = self._key.now(), frozenset(self._tensors[number] for number in whole)
-        if layout != self._layout or not self._settled:
-            self._layout, self._trusted, self._settled = layout, False, not copy_plan
+        if layout != self.layout or not self._settled:
+            self.layout, self._trusted, self._settled = layout, False, not copy_plan
             self._whole = asked
             self._prepare(self._recorded(copy_plan))
         elif asked != self._whole:
@@ -101,6 +101,7 @@ class Unpacker:
         if self.uses.known and not self._plan.planned:
             return self._plan
         plan = make_plan(self._model, self._sources, self.device)
+        self.recording, plan.recording = plan.recording, None
         self.uses.recorded(plan.uses)
         self._replay_watched = False
         return plan if copy_plan else CopyPlan(uses=plan.uses)
@@ -128,8 +129,8 @@ class Unpacker:
 
     def spread(self, index: int) -> int:
         """Bytes per segment of a bucket whose segments are in the slots of several ranks; 0 when one has all."""
-        spread = self._manifest.sharded and self._manifest.worlds[index] > 1
-        return self._manifest.segments[index] if spread else 0
+        spread = self.manifest.sharded and self.manifest.worlds[index] > 1
+        return self.manifest.segments[index] if spread else 0
 
     def traffic(self, near: frozenset[int]) -> tuple[int, int]:
         """Bytes that this sync reads from the trainer rank beside and from others.
@@ -165,7 +166,7 @@ class Unpacker:
         )
         made_for = (replay, tuple(live.key for live in lives))
         if self._direct is None or self._direct[0] != made_for:
-            parts = (replay.works, self._manifest, lives, place, regions, self._copier, self.device)
+            parts = (replay.works, self.manifest, lives, place, regions, self._copier, self.device)
             self._direct = made_for, DirectLoad(*parts)
         self._direct[1].run(self._sums, self._hashed)
 
@@ -174,7 +175,7 @@ class Unpacker:
         self._direct = None
 
     def _prepare(self, plan: CopyPlan) -> None:
-        for name in scattered([entry for bucket in self._manifest.buckets for entry in bucket], plan.planned):
+        for name in scattered([entry for bucket in self.manifest.buckets for entry in bucket], plan.planned):
             plan.refuse(name, "arrives in many small pieces")
         self._plan = plan
         self._copier = Copier(self.device, known_tensors(self._model.module))
@@ -185,7 +186,7 @@ class Unpacker:
 
     def _compile(self) -> Replay:
         assert self._copier is not None
-        return Replay(self._plan, self._manifest, self._copier, self._whole)
+        return Replay(self._plan, self.manifest, self._copier, self._whole)
 
     def load(self, index: int, slots: Sequence[torch.Tensor]) -> None:
         """Loads one bucket; copies may still run when it returns.
@@ -196,7 +197,7 @@ class Unpacker:
         """
         replay = self._replay
         assert replay is not None, "begin() comes first"
-        memory = BucketMemory(slots, self._manifest.segments[index], self._manifest.worlds[index])
+        memory = BucketMemory(slots, self.manifest.segments[index], self.manifest.worlds[index])
         if self._trusted:
             replay.run(index, memory, self._sums, self._hashed)
             entries = replay.works[index].leftovers
@@ -205,7 +206,7 @@ class Unpacker:
                 replay.read(index, memory, self._sums)
             if self._comparison is not None:
                 self._comparison.note(index, memory)
-            entries = self._manifest.buckets[index]
+            entries = self.manifest.buckets[index]
         if entries:
             self.uses.load(self._model.load_weights, self._assembler.tensors(memory, entries))
 

@@ -45,6 +45,7 @@ DETAIL_STAGES = (
     "settle",
     "wait_engine",
     "engine_load",
+    "verify",
     "commit",
 )
 MAX_SPANS = 1024  # of one sync, some 40 bytes each in the report file
@@ -89,6 +90,10 @@ class SyncReport:
         spans: (stage, start, seconds) in the order in which they ended. Starts are seconds of the host's monotonic
             clock, which all processes of a host share; stages of ``PHASE_STAGES`` hold others inside.
         spans_left_out: how many there were beyond ``MAX_SPANS``.
+        verified_tensors: of how many tensors it was compared what lies in the engines' own parameters; 0 in a sync that
+            is not verified.
+        verified_bytes: what was compared of the parameters of one engine rank.
+        not_comparable: tensors of which it cannot be.
     """
 
     global_steps: int = -1
@@ -114,6 +119,9 @@ class SyncReport:
     network_bytes: int = 0
     direct_bytes: int = 0
     activation_bytes: int = 0
+    verified_tensors: int = 0
+    verified_bytes: int = 0
+    not_comparable: int = 0
     hashed_tensors: int = 0
     staging_bytes: int = 0
     device_total_bytes: int = 0
@@ -240,6 +248,8 @@ def metrics_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "sync/network_bytes": float(sum(report.network_bytes for report in built)),
         "sync/direct_bytes": float(sum(report.direct_bytes for report in built)),
         "sync/activation_bytes": float(max(report.activation_bytes for report in built)),
+        "sync/verified_tensors": float(min(report.verified_tensors for report in built)),
+        "sync/not_comparable": float(max(report.not_comparable for report in built)),
         "sync/replayed_tensors": float(min(report.replayed_tensors for report in built)),
         "sync/weight_version": float(max(report.global_steps for report in built)),
     }

@@ -53,7 +53,8 @@ class LocalEngineProcess(Protocol):
     ready: Future[None]
 
     def ask(self, method: str, *arguments: Any) -> Future[Any]:
-        """Calls ``generate``, ``release``, ``resume`` or ``abort`` of the engine's server; returns at once."""
+        """Calls ``generate``, ``release``, ``resume``, ``abort``, ``check_weights`` or ``digests`` of the engine's
+        server; returns at once."""
 
     def close(self) -> None:
         """Ends the engine; harmless when it has ended."""
@@ -98,6 +99,7 @@ class Rollout:
         refuse_untied: see ``RolloutEndpoint.refuse_untied``.
         refuse_adapter: see ``RolloutEndpoint.refuse_adapter``; its second argument tells under which key, with its
             value, the user gave a setting, for the message.
+        digest_loader: what the engine has to list as a weight loader for ``digests`` to work.
         prepare_local: for ``spmd/``; raises ValueError for what the engine cannot do, naming argument, value and
             remedy.
     """
@@ -112,4 +114,5 @@ class Rollout:
     refuse_checkpoint: Callable[[str], None]
     refuse_untied: RefuseUntied
     refuse_adapter: RefuseAdapter
+    digest_loader: str
     prepare_local: Callable[[LocalSpec], LocalLaunch]

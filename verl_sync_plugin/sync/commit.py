@@ -12,9 +12,12 @@ from verl_sync_plugin.sync.delivery.choice import Choice
 from verl_sync_plugin.sync.endpoint import PendingLoad, RolloutEndpoint
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.transport.agreement import Agreement
+from verl_sync_plugin.transport.proof import Proven
 from verl_sync_plugin.transport.protocol import Used
 from verl_sync_plugin.verify.coverage import check_coverage
+from verl_sync_plugin.verify.destination import Cadence, DestinationCheck, refuse_changed
 from verl_sync_plugin.verify.hashes import HashCheck, paired
+from verl_sync_plugin.verify.narrowed import narrowed_sums
 from verl_sync_plugin.verify.uses import UseCheck
 
 
@@ -44,15 +47,21 @@ class Commit:
         self._endpoint = endpoint
         self._hashes = HashCheck(agreement)
         self._uses = UseCheck(agreement, endpoint.ranks)
+        self._destination = DestinationCheck(agreement)
+        self._cadence = Cadence(config.verify)
         self._told_of_coverage = False
 
-    def questions(self, plan: Plan, delivery: Delivery) -> Questions:
+    def due(self, plan: Plan) -> bool:
+        """Whether the next sync of a plan is to be verified; the same on all ranks of a trainer."""
+        return self._cadence.due(plan.digest)
+
+    def questions(self, sync: Sync, delivery: Delivery) -> Questions:
         """What the engine ranks are asked to do in a sync beside loading; the same on all ranks.
 
         An engine rank that reads in place has told before what it uses.
         """
-        asks = self._uses.asks(plan) and not delivery.in_place
-        return Questions(self._config.verify_hashes, self._hashes.whole(plan), asks)
+        asks = self._uses.asks(sync.plan) and not delivery.in_place
+        return Questions(self._config.verify_hashes, self._hashes.whole(sync.plan), asks, sync.verified)
 
     def opened(self, plan: Plan, used: Used | None, questions: Questions) -> None:
         """Refuses, before anything is loaded, a plan of which the engine leaves something out.
@@ -75,9 +84,11 @@ class Commit:
         Raises:
             SyncError: any rank failed, or bytes changed on the way; the same text on every rank.
         """
-        sums, news = torch.empty(0), False
+        sums, news, proven = torch.empty(0), False, None
         with self._agreement.attempt():
             sums, news = self._ask(sync, delivery)
+            proven = self._ask_for_proof(sync)
+            news = news or (sync.verified and not self._destination.knows(sync.plan))
         # Before waiting for the engine's answer: it gives none while one of its ranks waits for us to hang up
         try:
             news = self._agreement.settle("committing", waiting=news)
@@ -94,7 +105,10 @@ class Commit:
                 self._hashes.learn(sync.plan)
             self._hashes.compare(sums)
             sync.report.hashed_tensors = sync.plan.tensor_count
+        if sync.verified:
+            self._verify(sync, proven, news)
         await self._agreement.step_async("ending the engine's update", lambda: self._answered(sync, pending))
+        self._cadence.note(sync.plan.digest)
 
     def _ask(self, sync: Sync, delivery: Delivery) -> tuple[torch.Tensor, bool]:
         """Has the engine rank commit; returns both sides' hashes, and whether it told anything that the ranks have to
@@ -104,7 +118,8 @@ class Commit:
             self._choice.note(None, plan)
             sums = paired(self._sender.sums(plan), None) if verify else torch.empty(0)
             return sums, self._uses.asks(plan) or (verify and not self._hashes.knows(plan))
-        committed = self._sender.commit(tell=verify and not self._hashes.knows(plan))
+        tell = (verify and not self._hashes.knows(plan)) or (sync.verified and not self._destination.knows(plan))
+        committed = self._sender.commit(tell)
         self._choice.note(committed, plan)
         unlearned, told = self._hashes.note(committed), self._uses.note(committed.used)
         news = told or self._uses.asks(plan) or (verify and unlearned)
@@ -113,6 +128,36 @@ class Commit:
         first, self._told_of_coverage = not self._told_of_coverage, True
         check_coverage(committed.coverage, self._config, self._endpoint.restores_uncovered, first, plan.names)
         return sums, news
+
+    def _ask_for_proof(self, sync: Sync) -> Proven | None:
+        """What the engine rank beside this rank holds, where it was asked for that."""
+        if not sync.verified or not self._endpoint.ranks:
+            return None
+        with sync.report.stage("verify"):
+            proven = self._sender.proven()
+        self._destination.note(proven, sync.plan)
+        refuse_changed(proven)
+        return proven
+
+    def _verify(self, sync: Sync, proven: Proven | None, news: bool) -> None:
+        """Collective: compares what the engine ranks hold with what was sent."""
+        if news:
+            self._destination.learn(sync.plan, proven, sync.source.prepares)
+        sums = self._sender.sums(sync.plan)
+        with self._agreement.attempt():
+            sums = self._narrowed(sync, sums)
+        self._destination.compare(sums, proven)
+        sync.report.verified_tensors = len(self._destination.compared)
+        sync.report.not_comparable = len(self._destination.left_out)
+        sync.report.verified_bytes = proven.nbytes if proven is not None else 0
+
+    def _narrowed(self, sync: Sync, sums: torch.Tensor) -> torch.Tensor:
+        """The hashes of what this rank packed, in the engine's dtype where that is narrower."""
+        dtypes = self._destination.narrowed
+        if not dtypes or not sync.shards or sync.source.prepares:
+            return sums
+        rounded = narrowed_sums(sync.plan, sync.rank, sync.shards, dtypes)
+        return torch.where(torch.isin(torch.arange(len(sums)), torch.tensor(list(dtypes))), rounded, sums)
 
     async def _answered(self, sync: Sync, pending: PendingLoad | None) -> None:
         if pending is not None:

@@ -159,7 +159,7 @@ class ShardingManager(BaseShardingManager):
                     self.meeting.ask(version)
                 with stage("connect"):
                     await self.meeting.meet()
-                    questions = self.commit.questions(sync.plan, delivery)
+                    questions = self.commit.questions(sync, delivery)
                     self.commit.opened(sync.plan, delivery.greet(sync, questions), questions)
                 delivery.run(sync)  # the transfer
                 with stage("commit"):
@@ -192,7 +192,7 @@ class ShardingManager(BaseShardingManager):
         report.buckets, report.tensors = len(plan.buckets), plan.tensor_count
         group = source.group
         beside = (self.agreement.ranks.rank,) if group is None else tuple(dist.get_process_group_ranks(group))
-        return Sync(sync_id, plan, source, shards, report, senders=beside, readers=beside)
+        return Sync(sync_id, plan, source, shards, report, beside, beside, verified=self.commit.due(plan))
 
     async def finish(self, tags: list[str]) -> SyncReport:
         """Awake, stage 2, after the trainer has made room on all ranks: resume ``tags``, flush once.

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from verl_sync_plugin.transport import protocol
+from verl_sync_plugin.transport import proof, protocol
 
 # A message begins with the number of its kind here
 MESSAGES: tuple[type, ...] = (
@@ -27,6 +27,7 @@ MESSAGES: tuple[type, ...] = (
     protocol.Loaded,
     protocol.Commit,
     protocol.Committed,
+    proof.Proven,
     protocol.Failed,
 )
 _encoder = msgspec.msgpack.Encoder()

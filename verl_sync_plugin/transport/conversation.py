@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 from verl_sync_plugin.layout.tensors import Plan
 from verl_sync_plugin.transport.channel import Channel
 from verl_sync_plugin.transport.memory.exports import Live
+from verl_sync_plugin.transport.proof import Proven
 from verl_sync_plugin.transport.protocol import (
     Commit,
     Committed,
@@ -115,6 +116,10 @@ class Conversation:
         """
         self._open_channel().send(Commit(tell))
         return self._expect(Committed)
+
+    def proven(self) -> Proven:
+        """What the engine rank holds, which it was asked for in ``Hello``; behind ``commit``."""
+        return self._expect(Proven)
 
     def hang_up(self) -> bool:
         """Ends the sync whatever its state; the engine rank drops what is unfinished.

@@ -20,10 +20,11 @@
     then
     Commit                          --->  proves coverage
                                     <---  Committed(coverage, sums) or Failed(text)
+                                    <---  Proven (proof.py; only if asked for)
 
-Either side may close at any time; the other then drops the sync. A Join of another sync is a latecomer: an engine rank
-that was held up until its sync had been given up; the trainer rank closes it. A slot may be written again only after
-``Loaded`` of the bucket that was in it, from every engine rank that reads it.
+Either side may close at any time; the other then drops the sync. A Join of another sync is a latecomer, whose sync had
+been given up; the trainer rank closes it. A slot may be written again only after ``Loaded`` of the bucket that was in
+it, from every engine rank that reads it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from verl_sync_plugin.transport.memory.exports import Live, StagingExport
 
 MAGIC = "verl-sync-plugin"
 PROTOCOL_VERSION = 9
-OMITTED = ("buckets", "sums", "readings", "lives", "used")  # from messages for people
+OMITTED = ("buckets", "sums", "readings", "lives", "used", "placed")  # from messages for people
 
 # A trainer rank may spend up to three waits (its shards, its plan, its staging memory; or the last buckets, the commit,
 # the engine's answer) before it meets the others, and who waits for it should hear why it failed instead of giving up
@@ -108,6 +109,7 @@ class Hello:
         live: keys of the ``Live`` of all ranks of the group, in place of stagings.
         tell_use: say, before anything is loaded, which bytes the model uses.
         beside: whether the slots at ``place`` are on the engine rank's own device.
+        prove: say, behind ``Committed``, what lies in the parameters.
     """
 
     sync_id: str
@@ -121,6 +123,7 @@ class Hello:
     tell_use: bool = False
     beside: bool = True
     homes: tuple[tuple[int, int], ...] = ()
+    prove: bool = False
 
 
 @dataclass(frozen=True)

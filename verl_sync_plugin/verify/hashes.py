@@ -57,18 +57,18 @@ class HashCheck:
             self._readings, self._learned = committed.readings, False
         return not self._learned
 
-    def learn(self, plan: Plan, times_sent: int | None = None) -> None:
+    def learn(self, plan: Plan, sent_by: int | None = None) -> None:
         """Collective: exchanges what the engine ranks read. What they read unevenly cannot be summed up; it is not
         compared in this sync, and hashed whole from the next one on.
 
         Args:
             plan: of this sync.
-            times_sent: how many ranks send each byte; ``None`` for what the plan says.
+            sent_by: how many ranks send each byte; ``None`` for what the plan says.
         """
         everywhere = self._agreement.gather("exchanging what the engine reads", self._readings)
         self._names = list(numbers_of(bucket.entries for bucket in plan.buckets))
-        planned = _times_sent(plan, len(self._agreement.ranks.trainers))
-        self._times_sent = planned if times_sent is None else torch.full_like(planned, times_sent)
+        planned = times_sent(plan, len(self._agreement.ranks.trainers))
+        self._times_sent = planned if sent_by is None else torch.full_like(planned, sent_by)
         self.times_read = times_read(len(self._names), everywhere)
         uneven = (self.times_read < 0).nonzero().flatten().tolist()
         self._whole, self._digest, self._learned = (*self.whole(plan), *uneven), plan.digest, True
@@ -116,7 +116,7 @@ def paired(sent: torch.Tensor, committed: Committed | None) -> torch.Tensor:
     return torch.stack([sent, received])
 
 
-def _times_sent(plan: Plan, world: int) -> torch.Tensor:
+def times_sent(plan: Plan, world: int) -> torch.Tensor:
     """How many of the trainer's ranks hash each byte of each tensor when they pack it: in every group one of what it
     shares out, every rank of what it holds whole."""
     times = {entry.name: world // bucket.world for bucket in plan.buckets for entry in bucket.entries}

@@ -20,6 +20,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from verl_sync_plugin.rollouts.sglang.awake import KV_CACHE, WEIGHTS
 from verl_sync_plugin.rollouts.sglang.gate import WeightsGate
+from verl_sync_plugin.rollouts.sglang.oracles import Oracles
 from verl_sync_plugin.rollouts.sglang.request import LOADER, hand_down, new_token
 from verl_sync_plugin.rollouts.sglang.updates import WeightUpdates
 
@@ -28,7 +29,7 @@ RELEASED = "the engine's weights were released, and SGLang keeps no copy of them
 Answered = tuple[list[int], list[float], str]  # tokens, their log-probabilities, why the response ended
 
 
-class LocalServer(WeightUpdates):
+class LocalServer(WeightUpdates, Oracles):
     """SGLang and the calls that a script may make of it. All methods run in SGLang's event loop.
 
     Args:

@@ -16,6 +16,7 @@ from sglang.srt.managers.io_struct import PauseGenerationReqInput
 from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
 
+from verl_sync_plugin import compat
 from verl_sync_plugin.config.settings import SEPARATE_BACKEND, sync_config_of
 from verl_sync_plugin.rollouts.sglang.gate import WeightsGate
 from verl_sync_plugin.rollouts.sglang.request import FORGETTING_LOADER, LOADER
@@ -55,10 +56,12 @@ class PausingServer(SGLangHttpServer):
         self._gate.begin()
         self._loads += 1
 
-    def keep_prefixes_apart(self) -> None:
-        """With ``in_place``, has requests share cached prefixes only with those that began with the same weights."""
-        if self.pause == "in_place":
-            give_namespaces(self.tokenizer_manager, self._gate.enter, lambda: f"weights-{self._loads}:")
+    def mark_requests(self) -> None:
+        """Where requests may span a sync, has every answer tell of which weights it is; with ``in_place``, has requests
+        share cached prefixes only with those that began with the same weights."""
+        if self.keeps_requests:
+            apart = self.pause == "in_place"
+            mark_requests(self.tokenizer_manager, self._gate.enter, lambda: f"weights-{self._loads}:" if apart else "")
 
     async def abort_all_requests(self) -> None:
         """verl's call before a sync: aborts the requests, or pauses SGLang with them inside.
@@ -98,26 +101,37 @@ class PausingServer(SGLangHttpServer):
         return output
 
 
-def give_namespaces(tokenizer_manager: Any, enter: Callable[[], Awaitable[None]], name: Callable[[], str]) -> None:
-    """Puts a name before the ``extra_key`` of every request that this tokenizer manager gets from now on, from verl
-    as over HTTP: SGLang shares a cached prefix among requests of the same key only.
+def mark_requests(tokenizer_manager: Any, enter: Callable[[], Awaitable[None]], name: Callable[[], str]) -> None:
+    """For every request that this tokenizer manager gets from now on, from verl as over HTTP: puts a name before its
+    ``extra_key``, for SGLang shares a cached prefix among requests of the same key only; and adds ``weight_versions``
+    to the ``meta_info`` of its answers, beside SGLang's ``weight_version``, which is that of the last token alone.
 
     Args:
         tokenizer_manager: SGLang's, of one engine.
         enter: waits while SGLang is paused, so that a request is named after the weights that it begins with.
-        name: the name now.
+        name: the name now; may be empty.
     """
     generate = tokenizer_manager.generate_request
 
     async def generate_request(obj: Any, request: Any = None) -> AsyncIterator[Any]:
         await enter()
-        if hasattr(obj, "extra_key"):
+        if hasattr(obj, "extra_key") and (prefix := name()):
             given = obj.extra_key
             obj.extra_key = (
-                [name() + (key or "") for key in given] if isinstance(given, list) else name() + (given or "")
+                [prefix + (key or "") for key in given] if isinstance(given, list) else prefix + (given or "")
             )
+        began = compat.weight_version(tokenizer_manager)
         async with aclosing(generate(obj, request)) as answers:
             async for answer in answers:
+                for each in answer if isinstance(answer, list) else (answer,):
+                    _tell_versions(each, began)
                 yield answer
 
     tokenizer_manager.generate_request = generate_request
+
+
+def _tell_versions(answer: Any, began: str | None) -> None:
+    """Notes in an answer the versions of the first and the last weights that it is of; one where these are the same."""
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    if meta is not None and began is not None:
+        meta["weight_versions"] = list(dict.fromkeys((began, meta.get("weight_version", began))))

@@ -37,5 +37,6 @@ ROLLOUT = Rollout(
     refuse_checkpoint=refuse_checkpoint,
     refuse_untied=refuse_untied,
     refuse_adapter=refuse_adapter,
+    digest_loader="verl_sync_plugin.rollouts.sglang.digests.write",
     prepare_local=prepare_local,
 )

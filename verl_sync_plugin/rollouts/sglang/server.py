@@ -63,7 +63,7 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
                     f"SGLang keeps a CPU backup of its weights ({launched}) although the sync decided on {backup}; "
                     "this verl does not launch SGLang the way verl-sync-plugin expects"
                 )
-            self.keep_prefixes_apart()
+            self.mark_requests()
         word = "on" if backup else "off"
         say(f"rollout server: {self.loader}, CPU backup {word}")
 

@@ -35,6 +35,7 @@ class Sync:
         report: gets the stages.
         senders: the ranks whose segments make up a bucket for the engine rank beside this one, in their order.
         readers: the ranks beside the engine ranks that read this rank's segment.
+        verified: what lies in the engine's parameters is to be compared with what is sent.
     """
 
     sync_id: str
@@ -44,6 +45,7 @@ class Sync:
     report: SyncReport
     senders: tuple[int, ...]
     readers: tuple[int, ...]
+    verified: bool = False
 
     @property
     def rank(self) -> int:
@@ -81,11 +83,13 @@ class Questions:
         hashed: whether hashes are compared.
         whole: numbers of the tensors that it is to hash whole.
         tell_use: it is to tell which bytes its model uses before anything is loaded.
+        prove: it is to tell, behind its commit, what lies in its parameters.
     """
 
     hashed: bool
     whole: tuple[int, ...] = ()
     tell_use: bool = False
+    prove: bool = False
 
 
 class Delivery(ABC):
@@ -126,6 +130,16 @@ class Delivery(ABC):
     def _apart(self) -> bool:
         """Whether trainer and rollout share no process: a rank then packs, or has an engine rank load."""
         return not (self._packs and self._loads)
+
+    def _pack_all(self, sync: Sync, number: int = 0) -> None:
+        """Makes ready to pack or read all buckets; hashed also where only what arrives in the end is compared.
+
+        Args:
+            sync: the one under way.
+            number: which of the segments in this rank's slot is its own.
+        """
+        hashed = self._config.verify_hashes or sync.verified
+        self._sender.begin(sync.plan, sync.rank, hashed, self._config.check_finite, number)
 
     @abstractmethod
     def offer(self, sync: Sync) -> Offer:

@@ -80,7 +80,7 @@ class Direct(Delivery):
                 not self._wanted,
             )
         assert self._parameters is not None, "looked"
-        self._sender.begin(sync.plan, sync.rank, self._config.verify_hashes, self._config.check_finite)
+        self._pack_all(sync)
         self._sender.read(sync.shards, self._parameters.found)
         return Offer(early=self._answered != sync.plan.digest, unready=self._live.key != self.told)
 
@@ -138,7 +138,7 @@ class Direct(Delivery):
         with self._agreement.attempt():
             keys = tuple(live.key for live in self._lives)
             does = (self._config.copy_plan, questions.hashed, questions.whole)
-            hello = Hello(sync.sync_id, sync.plan.digest, (), self._place, *does, keys)
+            hello = Hello(sync.sync_id, sync.plan.digest, (), self._place, *does, keys, prove=questions.prove)
             unreachable = self._sender.greet_live(hello, self._lives) if self._loads else ""
         self._settle_reach("reading parameters where they lie", unreachable)
 

@@ -93,8 +93,7 @@ class Staged(Delivery):
         if not self._packs:
             return
         with self._agreement.attempt():
-            does = self._config.verify_hashes, self._config.check_finite
-            self._sender.begin(sync.plan, sync.rank, *does, self._number(sync))
+            self._pack_all(sync, self._number(sync))
         for index in range(min(SLOTS, len(sync.plan.buckets))):
             self._fill(sync, index)
 
@@ -137,7 +136,7 @@ class Staged(Delivery):
                 hello = Hello(
                     sync.sync_id, sync.plan.digest, self._stagings, self._place, *does,
                     tell_use=questions.tell_use, beside=self._sources(sync)[self._place] == self._me,
-                    homes=self._homes(sync),
+                    homes=self._homes(sync), prove=questions.prove,
                 )  # fmt: skip
                 unreachable, used = self._sender.greet(hello, sync.plan)
         if self._unopened:

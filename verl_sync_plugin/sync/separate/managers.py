@@ -56,10 +56,12 @@ class SeparateManager(ShardingManager):
         choice.reach.decide_apart()
         return choice
 
-    def _hand_out(self, plan: Plan | None, senders: tuple[int, ...]) -> tuple[Plan, tuple[int, ...]]:
-        """Collective: rank 0's plan and senders, on all ranks; the plan travels where any rank lacks it."""
+    def _hand_out(self, plan: Plan | None, senders: tuple[int, ...]) -> tuple[Plan, tuple[int, ...], bool]:
+        """Collective: rank 0's plan and senders, and whether the sync is verified, on all ranks; the plan travels where
+        any rank lacks it."""
         self.agreement.settle("planning the sync")
-        digest, senders = self.agreement.share("naming the plan", (plan.digest if plan else "", senders))
+        named = (plan.digest, senders, self.commit.due(plan)) if plan else ("", senders, False)
+        digest, senders, verified = self.agreement.share("naming the plan", named)
         known = plan or self._plan
         lacking = known is None or known.digest != digest
         if self.agreement.settle("asking who lacks the plan", waiting=lacking):
@@ -67,14 +69,14 @@ class SeparateManager(ShardingManager):
             known = handed if lacking else known
         assert known is not None, "handed out"
         self._plan = known
-        return known, senders
+        return known, senders, verified
 
-    def _sync_of(self, sync_id: str, plan: Plan, senders: tuple[int, ...], shards: list[Shard]) -> Sync:
+    def _sync_of(self, sync_id: str, plan: Plan, senders: tuple[int, ...], verified: bool, shards: list[Shard]) -> Sync:
         report, source = self.report, self.source
         assert source is not None, "opened"
         report.bucket_bytes, report.nbytes = plan.slot_bytes, plan.nbytes
         report.buckets, report.tensors = len(plan.buckets), plan.tensor_count
-        return Sync(sync_id, plan, source, shards, report, senders=senders, readers=self._ranks.rollouts)
+        return Sync(sync_id, plan, source, shards, report, senders, self._ranks.rollouts, verified)
 
     def close(self) -> None:
         """Gives everything back; the group is somebody else's."""
@@ -148,8 +150,7 @@ class SeparateTrainer(SeparateManager):
             plan, shards = self.planning.agree(self.source, self._bucket_bytes, self.choice.reach)
             if self.source.group is not None:
                 senders = tuple(dist.get_process_group_ranks(self.source.group))
-        plan, senders = self._hand_out(plan, senders)
-        return self._sync_of(sync_id, plan, senders, shards)
+        return self._sync_of(sync_id, *self._hand_out(plan, senders), shards)
 
 
 class SeparateRollout(SeparateManager):

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl_sync_plugin.config.settings import TURN_OFF, refuse_megatron_lora
+from verl_sync_plugin.config.refusals import refuse_megatron_lora
+from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, TrainerBackend
 from verl_sync_plugin.trainers.megatron.bridge import MegatronBridgeReader
 from verl_sync_plugin.trainers.megatron.lora import MegatronLoRASource

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A custom loader for tests that spoils what an SGLang rank holds behind the copies of its next sync. Runs in the
+scheduler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from verl_sync_plugin.receiver.unpacker import Unpacker
+
+
+def spoil(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]]) -> None:
+    """One bit flips in a parameter of the last rank once the next sync has been loaded; its name is the only pair's."""
+    from sglang.srt.distributed.parallel_state import get_tp_group
+
+    group, honest = get_tp_group(), Unpacker.finish
+    if group.rank_in_group != group.world_size - 1:
+        return
+
+    def finish(unpacker: Unpacker, *args: Any) -> None:
+        honest(unpacker, *args)
+        Unpacker.finish = honest  # type: ignore[method-assign]
+        dict(model.named_parameters())[named_tensors[0][0]].data.view(torch.uint8).view(-1)[71] ^= 128
+
+    Unpacker.finish = finish  # type: ignore[method-assign]

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``verl-sync prove`` with a real engine and a real model: proven where it is, and not where the trainer has others."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+# The trainer's model is no longer the checkpoint's in one element
+OTHER_TRAINER = """
+import sys, torch, transformers
+honest = transformers.AutoModelForCausalLM.from_pretrained
+def other(*args, **kwargs):
+    model = honest(*args, **kwargs)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 5] += 1
+    return model
+transformers.AutoModelForCausalLM.from_pretrained = other
+from verl_sync_plugin.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def proven(command: list[str], model: str, *options: str) -> tuple[int, dict[str, Any]]:
+    environment = {**os.environ, "VERL_PLATFORM": "cpu"}
+    run = subprocess.run(
+        [sys.executable, *command, "prove", model, "--json", *options],
+        env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert run.returncode in (0, 1), run.stderr[-4000:]
+    return run.returncode, json.loads(run.stdout)
+
+
+def test_a_sync_of_the_checkpoint_itself_is_proven(tiny_model: Callable[[str], str]) -> None:
+    code, found = proven(["-m", "verl_sync_plugin.cli"], tiny_model("qwen2"), "--syncs", "2", "--tokens", "4")
+    assert code == 0 and found["passed"], found
+    names = [check["check"] for check in found["checks"] if not check["skipped"]]
+    assert names[:4] == ["SGLang's own load", "reset 1", "sync 1 (the engine's own load)", "sync 1, its own proof"]
+    assert "sync 2 (replayed)" in names and names[-1] == "log-probabilities"
+
+
+@pytest.mark.extended
+def test_a_trainer_with_other_weights_is_found(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
+    script = tmp_path / "other.py"
+    script.write_text(OTHER_TRAINER)
+    code, found = proven([str(script)], tiny_model("qwen2"), "--syncs", "1", "--tokens", "4")
+    (wrong,) = [check for check in found["checks"] if not check["passed"]]
+    assert code == 1 and not found["passed"]
+    assert "other: model.layers.1.mlp.down_proj.weight of rank 0" in wrong["found"]

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells what lies in the engine's own parameters after a sync: the engine rank's half of ``verify/destination.py``.
+
+Where the bytes of a tensor lie in the parameters is taken from the model's own load: proposed by its recording
+(``placement.py``) and proven by a load of marks (``marks.py``), once per layout. After a sync every such place is read
+again, and hashed as the trainer hashes what it packs: by the place in the bucket. So both hashes are equal if and only
+if the parameters hold what was sent, whoever copied it. Nothing here looks at a copy plan or a replay.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from verl_sync_plugin.copies.blocks import Block
+from verl_sync_plugin.copies.copier import Prepared
+from verl_sync_plugin.copies.hulls import hulls_of, numbers_of
+from verl_sync_plugin.layout.strided import Run, compose
+from verl_sync_plugin.layout.tensors import Entry
+from verl_sync_plugin.receiver.constants import differs, flags_of, kept_constants
+from verl_sync_plugin.receiver.copy_plan import Layout, LayoutKey, known_tensors, sources_of
+from verl_sync_plugin.receiver.engine_model import EngineModel
+from verl_sync_plugin.receiver.ledger import Ledger
+from verl_sync_plugin.receiver.marks import Reader, misplaced
+from verl_sync_plugin.receiver.placement import Held, owners_of, placements
+from verl_sync_plugin.receiver.recorder import record
+from verl_sync_plugin.receiver.recording import Recording
+from verl_sync_plugin.transport.proof import Parts, Placed, Proven
+from verl_sync_plugin.transport.protocol import Manifest
+
+MOST_PARTS = 16  # of one tensor that are hashed apart
+MOST_BLOCKS = 1 << 14  # of one tensor
+RE_LAID = "its load lays parameters out anew"
+DERIVED = "what the model computes from parameters behind its load"
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What is read after a sync.
+
+    Attributes:
+        placed: what is told of it.
+        groups: what each sum is of.
+        plain: reads what lies in the order of its tensor.
+        turned: what does not, with its blocks.
+        narrowed: see ``Proven``.
+    """
+
+    placed: Placed
+    groups: list[list[Held]]
+    plain: Prepared
+    turned: list[tuple[Held, list[Block]]]
+    narrowed: tuple[tuple[int, str], ...]
+
+
+class DestinationProof:
+    """Of one model and one manifest. Device memory: the tables (see ``KernelTable``).
+
+    Args:
+        model: of this engine rank.
+        manifest: what the buckets hold.
+        device: where the model is.
+    """
+
+    def __init__(self, model: EngineModel, manifest: Manifest, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+        self._numbers = numbers_of(manifest.buckets)
+        self._pieces: dict[str, list[Run]] = {}
+        self._nbytes: dict[str, int] = {}
+        for entry in itertools.chain.from_iterable(manifest.buckets):
+            self._note(entry)
+        self._sources = sources_of([entry for bucket in manifest.buckets for entry in bucket])
+        self._owners, self._tied_in_part = owners_of(map(hulls_of, manifest.buckets), self._sources)
+        self._key = LayoutKey(model)
+        self._told: Placed | None = None
+        self._forget()
+
+    def _note(self, entry: Entry) -> None:
+        self._pieces.setdefault(entry.name, []).extend(entry.pieces)
+        self._nbytes[entry.name] = entry.nbytes
+
+    def _forget(self) -> None:
+        """Lets go of all parameters."""
+        self._layout: Layout | None = None
+        self._reader: Reader | None = None
+        self._parts: dict[str, list[list[Held]]] = {}  # by the name that is counted
+        self._left_out: dict[str, str] = {}
+        self._constants: list[tuple[torch.Tensor, float]] = []
+        self._unproven: tuple[tuple[str, int, int], ...] = ()
+        self._work: _Work | None = None
+
+    def begin(self, layout: object) -> None:
+        """At the start of every sync: lets go of parameters that are elsewhere by now.
+
+        Args:
+            layout: ``LayoutKey.now()``.
+        """
+        if self._layout is not None and layout != self._layout:
+            self._forget()
+
+    def prepare(self, recording: Recording | None) -> None:
+        """Before anything of a sync is loaded: finds out, once per layout, where the model's load puts every tensor.
+
+        Overwrites parameters with marks, so the sync has to be loaded then.
+
+        Args:
+            recording: of the load, if there is one already.
+        """
+        if self._layout is not None:
+            return
+        recording = recording or record(self._model, self._sources)
+        held, left_out = placements(recording, self._sources)
+        left_out.update(self._tied_in_part)
+        if not recording.ended:
+            left_out.update({source.name: recording.spoiled for source in self._sources})
+        self._reader = reader = Reader(known_tensors(self._model.module), self._device)
+        left_out.update({each.name: RE_LAID for each in held if not reader.knows(each)})
+        held = [each for each in held if each.name not in left_out]
+        left_out.update(misplaced(self._model, self._sources, self._owners, held, reader))
+        self._constants = kept_constants(recording.fills)
+        if recording.derives:
+            left_out[DERIVED] = "is computed"
+        self._left_out, self._layout = left_out, self._key.now()
+        self._take([each for each in held if each.name not in left_out])
+
+    def _take(self, held: Iterable[Held]) -> None:
+        """Compiles what is to be read; the parameters of which nothing else is said are the unproven ones."""
+        counted: dict[str, list[Held]] = {}
+        ledger = Ledger(self._model.module)
+        held = self._alike(list(held))
+        for each in held:
+            if len(each.runs) * len(self._pieces[each.name]) > MOST_BLOCKS:
+                self._left_out[each.name] = "arrives in many small pieces"
+                continue
+            counted.setdefault(self._owners.get(each.name, each.name), []).append(each)
+            ledger.note(each.target)
+        for target, _ in self._constants:
+            ledger.note(target)
+        self._unproven, self._work = ledger.coverage().missing, None
+        self._parts = {
+            name: [[each] for each in parts] if len(parts) <= MOST_PARTS else [parts] for name, parts in counted.items()
+        }
+
+    def _alike(self, held: list[Held]) -> list[Held]:
+        """Without tensors that the model keeps in several dtypes, of which some are narrower."""
+        dtypes: dict[str, set[tuple[torch.dtype, int]]] = {}
+        for each in held:
+            dtypes.setdefault(self._owners.get(each.name, each.name), set()).add((each.dtype, each.ratio))
+        mixed = {each.name for each in held if len(dtypes[self._owners.get(each.name, each.name)]) > 1}
+        self._left_out.update(dict.fromkeys(mixed, "is kept in several dtypes"))
+        return [each for each in held if each.name not in mixed]
+
+    def proven(self, always: bool) -> Proven:
+        """What lies in the parameters now. Waits for the device.
+
+        Args:
+            always: tell in any case what is hashed.
+        """
+        assert self._reader is not None, "prepare() comes first"
+        if self._key.now() != self._layout:
+            self._drop_moved()
+        work = self._work = self._work or self._compile(self._reader)
+        sums = torch.zeros(len(work.groups), dtype=torch.int64, device=self._device)
+        self._reader.run(work.plain, sums)
+        for held, blocks in work.turned:
+            self._reader.add_turned(held, blocks, sums)
+        odd = [(held.name, held.beside()) for held, _ in work.turned if held.widened]
+        odd += [(self._name_of(target), differs(target, value)) for target, value in self._constants]
+        return Proven(
+            sums=sums.cpu().numpy().astype("<i8").tobytes(),
+            placed=work.placed if always or work.placed != self._told else None,
+            left_out=tuple(self._left_out.items()),
+            unproven=self._unproven,
+            narrowed=work.narrowed,
+            nbytes=sum(held.nbytes for parts in work.groups for held in parts),
+            changed=tuple(name for (name, _), flag in zip(odd, flags_of(flag for _, flag in odd), strict=True) if flag),
+        )
+
+    def told(self, proven: Proven) -> None:
+        """The trainer knows what was told."""
+        self._told = proven.placed or self._told
+
+    def _compile(self, reader: Reader) -> _Work:
+        kinds: dict[tuple[int, Parts], list[str]] = {}
+        for name, parts in self._parts.items():
+            read = tuple(tuple(sorted(_without_target(run) for held in part for run in held.runs)) for part in parts)
+            kinds.setdefault((self._nbytes[name] // parts[0][0].ratio, read), []).append(name)
+        groups = [part for names in kinds.values() for name in names for part in self._parts[name]]
+        placed = tuple((*kind, tuple(self._numbers[name] for name in names)) for kind, names in kinds.items())
+        blocks: list[Block] = []
+        turned: list[tuple[Held, list[Block]]] = []
+        for group, together in enumerate(groups):
+            for held in together:
+                if held.turned:
+                    turned.append((held, self._blocks(held, group, 0)))
+                else:
+                    blocks += self._blocks(held, group, reader.base(held))
+        dtypes = [(self._numbers[name], parts[0][0]) for name, parts in self._parts.items()]
+        narrowed = tuple((number, str(held.dtype).removeprefix("torch.")) for number, held in dtypes if held.ratio > 1)
+        return _Work(placed, groups, reader.copier.prepare(blocks), turned, narrowed)
+
+    def _blocks(self, held: Held, group: int, base: int) -> list[Block]:
+        """Where the bytes of a tensor that a place holds are, with their places in the buckets."""
+        pieces = [piece.narrowed(held.ratio) if held.ratio > 1 else piece for piece in self._pieces[held.name]]
+        found = [run for piece in pieces for placed in held.runs for run in compose(piece, placed)]
+        return [
+            Block(r.target, 0, r.source, r.width, r.count, r.target_stride, 0, r.source_stride, base=base, group=group)
+            for r in found
+        ]
+
+    def _drop_moved(self) -> None:
+        """The sync's own load has moved parameters: what was there before says nothing any more."""
+        storages = {tensor.untyped_storage()._cdata for tensor in known_tensors(self._model.module)}
+        held = [each for parts in self._parts.values() for part in parts for each in part]
+        moved = {each.name for each in held if each.target.untyped_storage()._cdata not in storages}
+        self._left_out.update(dict.fromkeys(moved, RE_LAID))
+        self._constants = [each for each in self._constants if each[0].untyped_storage()._cdata in storages]
+        self._take([each for each in held if each.name not in moved])
+
+    def _name_of(self, target: torch.Tensor) -> str:
+        storage = target.untyped_storage()._cdata
+        tensors = self._model.module.named_parameters(remove_duplicate=False)
+        return next((name for name, tensor in tensors if tensor.untyped_storage()._cdata == storage), "a buffer")
+
+
+def _without_target(run: Run) -> Run:
+    if run.count == 1 or run.source_stride == run.width:
+        return Run(run.source, 0, run.width * run.count)
+    return Run(run.source, 0, run.width, run.count, run.source_stride)
