@@ -66,16 +66,16 @@ def kill(process: Any) -> None:
 
 
 def manager_of(replicas: list[Any], monkeypatch: pytest.MonkeyPatch, *syncs: Any) -> tuple[OutlivingManager, list[Any]]:
-    """The manager, whose base class runs these syncs one after the other; and the replicas of each."""
+    """The manager, which runs these syncs one after the other; and the replicas of each."""
     taken: list[Any] = []
     left = list(syncs)
 
-    def update_weights(self: Any, global_steps: int | None = None) -> dict[str, int]:
+    async def sync(self: Any, global_steps: int | None) -> dict[str, int]:
         taken.append([each.replica_rank for each in self.replicas])
         left.pop(0)()
         return {"steps": global_steps or 0}
 
-    monkeypatch.setattr(CheckpointEngineManager, "update_weights", update_weights)
+    monkeypatch.setattr(OutlivingManager, "_sync", sync)
     config = SimpleNamespace(backend="sync_plugin", custom_backend_module=None)
     servers = SimpleNamespace(global_load_balancer=Balancer.remote())  # type: ignore[attr-defined]
     manager = OutlivingManager(CheckpointEngineManager(config, None, replicas), servers)  # type: ignore[arg-type]

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's driver of the syncs of separate rollouts, which goes on without replicas that have died."""
+"""verl's driver of the syncs of separate rollouts: it goes on without replicas that die, in few calls."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
-from verl.checkpoint_engine.base import CheckpointEngineManager
+from verl.checkpoint_engine.base import CheckpointEngineManager, CheckpointEngineWorker
+from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 
 from verl_sync_plugin.log import say
 
+_WORKER = ray.remote(CheckpointEngineWorker)
 ANSWER_SECONDS = 20.0  # a process that is dead is known at once; one that is busy may take longer, and is not dead
 
 
@@ -25,6 +28,8 @@ class OutlivingManager(CheckpointEngineManager):
     def __init__(self, manager: CheckpointEngineManager, servers: Any) -> None:
         super().__init__(manager.config, manager.actor_wg, manager.replicas)
         self._servers = servers
+        self._joined: list[Any] = []  # whose group stands, since their last sync went well
+        self._rollout: Any = None  # verl's worker group of theirs
 
     def update_weights(self, global_steps: int | None = None) -> Any:
         """verl's call; see ``CheckpointEngineManager``.
@@ -36,10 +41,29 @@ class OutlivingManager(CheckpointEngineManager):
         self._drop_dead()
         while True:
             try:
-                return super().update_weights(global_steps)
+                return asyncio.run(self._sync(global_steps))
             except Exception:
                 if not self._drop_dead():
                     raise
+
+    async def _sync(self, global_steps: int | None) -> dict[str, Any]:
+        """verl's order of calls, without those that say nothing new: while the same replicas take part and all went
+        well, their group stands, so nobody prepares, joins or finalizes. The engines wait through every such round."""
+        await self.abort_replicas()
+        await self.release_kv_cache_replicas()
+        if self._joined != self.replicas:
+            self._joined, joining = [], list(self.replicas)
+            workers = [worker for replica in joining for worker in replica.workers]
+            self._rollout = RayWorkerGroup(worker_handles=workers, ray_cls_with_init=RayClassWithInitArgs(cls=_WORKER))
+            self.build_process_group(self._rollout)
+        else:
+            joining, self._joined = self._joined, []
+        trainers = self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend)
+        ray.get(trainers + self._rollout.update_weights(global_steps=global_steps))
+        self._joined = joining
+        await self.resume_kv_cache_replicas()
+        await self.resume_generation_replicas()
+        return {}
 
     def _drop_dead(self) -> list[Any]:
         """Takes replicas that have died out of the syncs and out of the routing of requests; returns them."""
