@@ -64,7 +64,7 @@ class World:
         self.server.ask("learn", {name: self._trainers("save", name)[0] for name in "AB"})
         assert self.server.answer() is None
         self._processes = psutil.Process(self.server.process.pid).children(recursive=True)
-        self._version = 0
+        self._version, self._new = 0, ""  # of the sync under way
         self.whole = True
 
     def _trainers(self, method: str, *args: Any) -> list[Any]:
@@ -92,12 +92,13 @@ class World:
         assert ways == ["staged", "direct"][: len(ways)], ways
         old = self.server.ask("holds").answer()
         assert old in ("A", "B"), old
-        self._trainers("put", "B")
+        self._new = "AB".replace(old, "")
+        self._trainers("put", self._new)
         self._arm(cell)
         started = time.monotonic()
         answers = self._faulty(cell)
         seconds = time.monotonic() - started
-        outcome = self._check(cell, answers, seconds, {old, "B"})
+        outcome = self._check(cell, answers, seconds, {old, self._new})
         if cell.must_restart:
             self.whole = False
             self._check_restart(cell, outcome.text)
@@ -163,10 +164,10 @@ class World:
         holds, request = self._served(cell)
         if request == "an answer":
             assert holds in allowed, f"it answers with {holds}"
-            assert not text or holds == "B", "verl was told that the sync failed, and the engine answers"
+            assert not text or holds == self._new, "verl was told that the sync failed, and the engine answers"
         elif request:
             assert request == "a refusal" or (cell.place == "leader" and cell.group_is_lost), request
-        assert text or (holds, request) == ("B", "an answer")
+        assert text or (holds, request) == (self._new, "an answer")
         return Outcome(seconds, text, holds, request)
 
     def _check_text(self, cell: Cell, failure: Failure) -> None:
@@ -183,7 +184,7 @@ class World:
     def _check_trainers(self, cell: Cell) -> None:
         for rank, each in enumerate(self.trainers):
             if not (cell.kind == "kill" and cell.group_is_lost and rank == RANK_OF[cell.place]):
-                assert each.ask("holds", "B").answer() is True, "the sync changed the trainer"
+                assert each.ask("holds", self._new).answer() is True, "the sync changed the trainer"
                 if self._of(cell) is each:
                     assert each.ask("fired").answer() is True, f"{cell}: the fault did not happen"
 
@@ -197,7 +198,7 @@ class World:
     def _check_next(self) -> None:
         """The next sync is exact, and requests are answered from it."""
         self._healthy()
-        assert self.server.ask("holds").answer() == "B", "the next sync is not exact"
+        assert self.server.ask("holds").answer() == self._new, "the next sync is not exact"
         assert self.server.ask("answers").answer() == "an answer"
 
     def _check_restart(self, cell: Cell, text: str) -> None:
