@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from one_process import OneProcess
+from one_process import OneProcess, Source
 from worlds import run_world
 
 from faults import points
@@ -101,13 +101,30 @@ class Phase(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
 
+def each_once() -> None:
+    """Every fault in the first sync, in one that replays, and in place; the machine below orders them at will."""
+    for fault in FAULTS:
+        phase = Phase()
+        for _ in range(3):
+            phase.failing_sync(fault=fault, kind="error")
+            phase.answers_as_modelled()
+            phase.train()
+            phase.sync()
+            phase.answers_as_modelled()
+            phase.serves_one_version()
+            phase.sleep()
+        phase.teardown()
+
+
 def play(checkpoint: str) -> None:
     import os
 
     os.environ.update(RANK="0", RAY_LOCAL_WORLD_SIZE="1", CUDA_VISIBLE_DEVICES="")
     for place in ("leader", "engine", "server"):
         points.install(place)
+    points.wrap(Source, "shards", "leader", "plan")
     Phase.checkpoint = checkpoint
+    each_once()
     found = settings(
         max_examples=10, stateful_step_count=20, deadline=None, database=None, derandomize=True,
         suppress_health_check=list(HealthCheck),

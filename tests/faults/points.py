@@ -82,7 +82,12 @@ def install(place: str) -> None:
             *classes, name = path.split(".")
             for each in classes:
                 owner = getattr(owner, each)
-            setattr(owner, name, _wrapped(getattr(owner, name), place, stage, wanted))
+            wrap(owner, name, place, stage, wanted)
+
+
+def wrap(owner: Any, name: str, place: str, stage: str, wanted: str = "") -> None:
+    """Makes one more method a point."""
+    setattr(owner, name, _wrapped(getattr(owner, name), place, stage, wanted))
 
 
 def arm(place: str, stage: str, kind: str) -> None:
