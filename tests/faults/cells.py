@@ -48,6 +48,12 @@ class Cell:
         return self.place == "engine" and self.stage in ("wake", "finish") and self.kind in ("error", "oom")
 
     @property
+    def heard_by(self) -> int:
+        """The trainer rank that hears of it first: the engine rank's own, or the one that leads and asks the server."""
+        beside = self.place == "engine" and self.stage not in ("wake", "finish")
+        return 1 if beside or self.place == "trainer" else 0
+
+    @property
     def group_is_lost(self) -> bool:
         """A trainer rank was away for longer than the others wait."""
         return self.place in ("leader", "trainer") and self.kind in ("kill", "stop")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 SLOW_SECONDS = 1.5
+SIGNAL_SECONDS = 0.2  # a signal may reach another thread first, and this one would go on for a moment
 
 # Per place and stage: module, the attribute to be wrapped, and a value that must be among the arguments (or "")
 Point = tuple[str, str, str]
@@ -142,6 +143,7 @@ def _fail(stage: str, place: str, kind: str) -> None:
         time.sleep(SLOW_SECONDS)
     else:
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
+        time.sleep(SIGNAL_SECONDS)
 
 
 def arm_engine(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
