@@ -59,12 +59,19 @@ class World:
         ours.close()
         theirs.close()
         self._processes: list[psutil.Process] = []
-        assert [each.answer() for each in (self.server, *self.trainers)] == ["ready"] * 3
-        self.server.ask("learn", {name: self._trainers("save", name)[0] for name in "AB"})
-        assert self.server.answer() is None
-        self._processes = psutil.Process(self.server.process.pid).children(recursive=True)
         self._version, self._new = 0, ""  # of the sync under way
         self.whole = True
+        try:
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self) -> None:
+        assert [each.answer() for each in (self.server, *self.trainers)] == ["ready"] * 3
+        self._processes = psutil.Process(self.server.process.pid).children(recursive=True)
+        self.server.ask("learn", {name: self._trainers("save", name)[0] for name in "AB"})
+        assert self.server.answer() is None
 
     def _trainers(self, method: str, *args: Any) -> list[Any]:
         return [each.answer() for each in [each.ask(method, *args) for each in self.trainers]]
