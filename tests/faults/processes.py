@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -166,6 +167,9 @@ class Server:
             self.bare.load_from_disk(path)
             self._references[name] = self._state()
         self.bare.run()
+        # SGLang ends its process by this signal when a scheduler dies. In an actor of Ray it can set no handler of its
+        # own, for only a main thread may
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
         self._serve()
 
     def _serve(self) -> None:
