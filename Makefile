@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 # The pytest command, not "python -m pytest": that would put the source tree before the installed package.
 PYTEST := VERL_PLATFORM=cpu $(BIN)/pytest
 
-.PHONY: venv quickstart test test-all coverage test-fast lint format clean
+.PHONY: venv quickstart test test-all test-faults coverage test-fast lint format clean
 
 venv: ## the stack and this project in .venv
 	VENV=$(VENV) scripts/setup_venv.sh
@@ -13,16 +13,19 @@ quickstart: venv ## two real training steps on the CPU
 	PYTHON=$(abspath $(BIN)/python) examples/cpu_quickstart/run.sh
 
 test: venv ## every feature once, without a GPU; half an hour on two cores
-	$(PYTEST) --durations=12 -m "not gpu and not extended"
+	$(PYTEST) --durations=12 -m "not gpu and not extended and not faults"
 
 test-all: venv ## also other SGLang releases, more layouts and more models; an hour on two cores
-	$(PYTEST) --durations=12 -m "not gpu"
+	$(PYTEST) --durations=12 -m "not gpu and not faults"
+
+test-faults: venv ## every kind of fault in every place, at every stage of a sync
+	$(PYTEST) --durations=5 -m faults
 
 coverage: venv ## make test-all with coverage, which more than doubles the time of most tests
-	$(PYTEST) --cov -m "not gpu"  # what it measures is in pyproject.toml
+	$(PYTEST) --cov -m "not gpu and not faults"  # what it measures is in pyproject.toml
 
 test-fast: venv ## without the tests that start verl, Ray or SGLang
-	$(PYTEST) -m "not gpu and not slow and not extended"
+	$(PYTEST) -m "not gpu and not slow and not extended and not faults"
 
 lint: venv ## style, formatting, layers, types, licence lines, names of test modules
 	$(BIN)/ruff check .

@@ -29,7 +29,7 @@ PLAIN = ("bare_engine.plain_loader.load", "bare_engine.plain_loader.load_and_for
 class BareEngine:
     """``sgl.Engine`` on CPU; SGLang's calls run in its own event loop, on one thread at a time."""
 
-    def __init__(self, model_path: str, tp: int, load_format: str = "dummy") -> None:
+    def __init__(self, model_path: str, tp: int, load_format: str = "dummy", loaders: tuple[str, ...] = ()) -> None:
         import sglang
 
         hand_down(new_token())
@@ -39,7 +39,7 @@ class BareEngine:
             model_path=model_path,
             tp_size=tp,
             load_format=load_format,
-            custom_weight_loader=[LOADER, DUMP, SPOIL, *PLAIN],
+            custom_weight_loader=[LOADER, DUMP, SPOIL, *PLAIN, *loaders],
             device="cpu",
             dtype="bfloat16",
             attention_backend="torch_native",

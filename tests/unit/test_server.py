@@ -6,10 +6,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import RolloutMode
 
@@ -149,6 +151,16 @@ def test_only_an_engine_that_is_awake_behind_the_load_is_told_to_flush(awake: bo
     server = SimpleNamespace(flush_behind_load=SimpleNamespace(remote=lambda: told.append(None)))
     ServerActorEndpoint(server, 0, (0,), True, 1.0, awake).flush_behind_load()
     assert len(told) == awake
+
+
+def test_a_server_that_died_is_named_with_what_to_do_then() -> None:
+    died: Future[Any] = Future()
+    died.set_exception(ActorDiedError())
+    reference = SimpleNamespace(future=lambda: died)
+    server = SimpleNamespace(resume_tags=SimpleNamespace(remote=lambda tags: reference))
+    leader = ServerActorEndpoint(server, 0, (0,), True, 1.0, False, after_death="restart the run")
+    with pytest.raises(RuntimeError, match=r"the rollout server died, and its engine with it \(.*\); restart the run"):
+        asyncio.run(leader.resume([WEIGHTS]))
 
 
 BOUND = 0.3

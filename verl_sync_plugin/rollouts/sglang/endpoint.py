@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 import torch
+from ray.exceptions import RayActorError
 
 from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.rollouts.sglang.families import refuse_untied
@@ -27,6 +28,7 @@ class ServerActorEndpoint(RolloutEndpoint):
         restores_uncovered: see ``RolloutEndpoint``.
         timeout_seconds: bound on every call of the server.
         awake_behind_load: nothing is left to be resumed after a load.
+        after_death: what a user is told to do once the server has died.
     """
 
     name = "SGLang"
@@ -39,6 +41,7 @@ class ServerActorEndpoint(RolloutEndpoint):
         restores_uncovered: bool,
         timeout_seconds: float,
         awake_behind_load: bool,
+        after_death: str = "",
     ) -> None:
         self._server = server
         self._place = place
@@ -46,6 +49,7 @@ class ServerActorEndpoint(RolloutEndpoint):
         self._restores = restores_uncovered
         self._timeout = timeout_seconds
         self._awake_behind_load = awake_behind_load
+        self._after_death = after_death
 
     @property
     def leader(self) -> bool:
@@ -60,7 +64,7 @@ class ServerActorEndpoint(RolloutEndpoint):
         return self._ranks
 
     async def _bounded(self, reference: ray.ObjectRef) -> Any:
-        return await _answer(reference, self._timeout)
+        return await _answer(reference, self._timeout, self._after_death)
 
     async def resume(self, tags: list[str]) -> None:
         await self._bounded(self._server.resume_tags.remote(tags))
@@ -85,7 +89,7 @@ class ServerActorEndpoint(RolloutEndpoint):
         return LoadOutcome(slept, len(packed))
 
     def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
-        return _ActorLoad(self._server.load_weights.remote(request.to_wire(), weight_version))
+        return _ActorLoad(self._server.load_weights.remote(request.to_wire(), weight_version), self._after_death)
 
     def flush_behind_load(self) -> None:
         if self._awake_behind_load:
@@ -99,22 +103,24 @@ class ServerActorEndpoint(RolloutEndpoint):
 
 
 class _ActorLoad(PendingLoad):
-    def __init__(self, reference: ray.ObjectRef) -> None:
+    def __init__(self, reference: ray.ObjectRef, after_death: str) -> None:
         self._reference = reference
+        self._after_death = after_death
 
     def finished(self) -> bool:
         ready, _ = ray.wait([self._reference], timeout=0)
         return bool(ready)
 
     async def outcome(self, timeout: float) -> LoadOutcome:
-        return LoadOutcome(sleep_seconds=float(await _answer(self._reference, timeout)))
+        return LoadOutcome(sleep_seconds=float(await _answer(self._reference, timeout, self._after_death)))
 
 
-async def _answer(reference: ray.ObjectRef, timeout: float) -> Any:
+async def _answer(reference: ray.ObjectRef, timeout: float, after_death: str) -> Any:
     """What a call of the server actor returns.
 
     Raises:
         TimeoutError: it has not within ``timeout`` seconds.
+        RuntimeError: the server has died; ends with ``after_death``.
     """
     try:
         return await asyncio.wait_for(asyncio.wrap_future(reference.future()), timeout)
@@ -122,3 +128,6 @@ async def _answer(reference: ray.ObjectRef, timeout: float) -> Any:
         raise TimeoutError(
             f"the rollout server did not answer within {timeout:g} s ({KEY_PREFIX}.timeout_seconds); see SGLang's log"
         ) from error
+    except RayActorError as error:
+        said = str(error).strip().splitlines()[0]
+        raise RuntimeError(f"the rollout server died, and its engine with it ({said}); {after_death}") from error

@@ -23,6 +23,7 @@ from verl_sync_plugin.sync.separate.handles import Incoming
 from verl_sync_plugin.sync.separate.managers import SeparateRollout
 from verl_sync_plugin.trainers.base import trainer_device
 from verl_sync_plugin.trainers.shard_stream import ShardStream
+from verl_sync_plugin.transport.ranks import TrainerWorld
 
 
 def make_manager(
@@ -55,7 +56,9 @@ def make_manager(
     restores = backup and not str(config.load_format).startswith("dummy")
     bucket = AutoBucket(static_fraction(config), device_reading(device)) if megabytes is None else megabytes << 20
     place, ranks = mesh.get_local_rank(), tuple(mesh.mesh.tolist())
-    endpoint = ServerActorEndpoint(server, place, ranks, restores, sync.timeout_seconds, awake)
+    endpoint = ServerActorEndpoint(
+        server, place, ranks, restores, sync.timeout_seconds, awake, after_death=TrainerWorld.after_loss
+    )
     say(
         f"actor rank {torch.distributed.get_rank()}: sharding manager {manager_class.__name__}, "
         f"buckets of {megabytes or 'auto'} MiB, engine's CPU backup {'on' if backup else 'off'}"
@@ -82,6 +85,7 @@ def make_separate(incoming: Incoming, config: Any, model_config: Any, server: An
     place = ranks.index(membership.ranks.rank)
     # What no sync writes stays what the engine began with: it never releases its weights
     real = not str(config.load_format).startswith("dummy")
-    endpoint = ServerActorEndpoint(server, place, ranks, real, sync.timeout_seconds, not config.free_cache_engine)
+    awake, after_death = not config.free_cache_engine, membership.ranks.after_loss
+    endpoint = ServerActorEndpoint(server, place, ranks, real, sync.timeout_seconds, awake, after_death)
     say(f"rollout rank {membership.ranks.rank}: engine rank {place} of {len(ranks)}, separate from the trainer")
     return SeparateRollout(membership.ranks, endpoint, sync, trainer_device())

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cells of the matrix: which fault happens where, at which stage, in which sync."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+KINDS = ("error", "oom", "slow", "kill", "stop")
+SYNCS = ("first", "second", "direct")
+STAGES = ("plan", "wake", "connect", "pack", "hand over", "load", "commit", "finish")
+# Where each stage can fail: on the trainer rank that leads its engine, on the other one, on the last engine rank (a
+# scheduler of SGLang) and in the rollout server
+STAGES_OF = {
+    "leader": STAGES,
+    "trainer": STAGES,
+    "engine": ("plan", "wake", "connect", "hand over", "load", "commit", "finish"),
+    "server": ("wake", "connect", "commit", "finish"),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One fault.
+
+    Attributes:
+        place: whose process it happens in.
+        stage: of the phase.
+        kind: ``error`` and ``oom`` are raised, ``slow`` sleeps, ``kill`` and ``stop`` are signals to itself.
+        sync: ``first`` loads the model's own way, ``second`` replays out of staging memory, ``direct`` reads in place.
+    """
+
+    place: str
+    stage: str
+    kind: str
+    sync: str
+
+    def __str__(self) -> str:
+        return "-".join((self.kind, self.stage.replace(" ", "_"), self.place, self.sync))
+
+    @property
+    def possible(self) -> bool:
+        return self.stage in STAGES_OF[self.place]
+
+    @property
+    def ends_sglang(self) -> bool:
+        """SGLang takes an exception of its scheduler outside of a loader for fatal, and ends all its processes."""
+        return self.place == "engine" and self.stage in ("wake", "finish") and self.kind in ("error", "oom")
+
+    @property
+    def heard_by(self) -> int:
+        """The trainer rank that hears of it first: the engine rank's own, or the one that leads and asks the server."""
+        beside = self.place == "engine" and self.stage not in ("wake", "finish")
+        return 1 if beside or self.place == "trainer" else 0
+
+    @property
+    def group_is_lost(self) -> bool:
+        """A trainer rank was away for longer than the others wait."""
+        return self.place in ("leader", "trainer") and self.kind in ("kill", "stop")
+
+    @property
+    def must_restart(self) -> bool:
+        return self.kind == "kill" or self.group_is_lost or self.ends_sglang
+
+
+def matrix() -> list[Cell]:
+    """Cells so that every possible pair of values of two attributes occurs, and every kind in every place and sync.
+
+    Greedy: the next cell is the one that covers most of what is not covered yet; the order is the same in every run.
+    """
+    every = [Cell(*values) for values in itertools.product(STAGES_OF, STAGES, KINDS, SYNCS)]
+    left = [cell for cell in every if cell.possible]
+    missing = {values for cell in left for values in _covers(cell)}
+    chosen = []
+    while missing:
+        best = max(left, key=lambda cell: len(_covers(cell) & missing))
+        chosen.append(best)
+        missing -= _covers(best)
+    return sorted(chosen, key=lambda cell: cell.must_restart)  # one world lasts for all those that leave it whole
+
+
+def _covers(cell: Cell) -> set[tuple[tuple[str, str], ...]]:
+    values = {"place": cell.place, "stage": cell.stage, "kind": cell.kind, "sync": cell.sync}
+    triple = tuple((name, values[name]) for name in ("place", "kind", "sync"))
+    return {triple, *itertools.combinations(values.items(), 2)}

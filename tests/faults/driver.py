@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One world of the matrix, and what is checked of a cell in it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from faults.cells import Cell
+from faults.processes import SLACK_SECONDS, Server, T, Trainer
+from separate.driver import Failure, Member
+
+RESTART = "restart"
+SPARE_SECONDS = 5.0  # of a busy machine, beside what the product's own bounds add up to
+SYNCS_BEFORE = {"first": 0, "second": 1, "direct": 2}
+
+
+def bound(cell: Cell) -> float:
+    """Seconds that the sync of a cell may take: see the table in docs/design/failures.md."""
+    leaving = 2 * T + SPARE_SECONDS  # the server is told, and the engine leaves the load
+    together = 3 * T + SLACK_SECONDS
+    return leaving + (together if cell.group_is_lost else T if cell.kind in ("stop", "kill") else 0)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a cell came to, for the table of the docs.
+
+    Attributes:
+        seconds: the sync took, on the rank that took longest.
+        text: its error; empty when it succeeded.
+        holds: what the engine held then; empty when it is gone.
+        request: what a request got.
+    """
+
+    seconds: float
+    text: str
+    holds: str
+    request: str
+
+
+class World:
+    """Two trainer ranks and a server with an engine of two ranks; lasts until a cell takes one of them away."""
+
+    def __init__(self, model: str, folder: Path) -> None:
+        folder.mkdir()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        ours, theirs = multiprocessing.get_context("spawn").Pipe()
+        self.server = Member(Server, model, str(folder), theirs)
+        self.trainers = [Member(Trainer, rank, port, model, str(folder), (ours, None)[rank]) for rank in range(2)]
+        ours.close()
+        theirs.close()
+        self._processes: list[psutil.Process] = []
+        self._version, self._new = 0, ""  # of the sync under way
+        self.whole = True
+        try:
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self) -> None:
+        assert [each.answer() for each in (self.server, *self.trainers)] == ["ready"] * 3
+        self._processes = psutil.Process(self.server.process.pid).children(recursive=True)
+        self.server.ask("learn", {name: self._trainers("save", name)[0] for name in "AB"})
+        assert self.server.answer() is None
+
+    def _trainers(self, method: str, *args: Any) -> list[Any]:
+        return [each.answer() for each in [each.ask(method, *args) for each in self.trainers]]
+
+    def _of(self, cell: Cell) -> Member:
+        return self.server if cell.place in ("engine", "server") else self.trainers[cell.heard_by]
+
+    def close(self) -> None:
+        """Ends all of it."""
+        for member in (self.server, *self.trainers):
+            member.process.kill()
+        for process in self._processes:
+            if process.is_running():
+                process.kill()
+        for member in (self.server, *self.trainers):
+            member.process.join()
+
+    def run(self, cell: Cell) -> Outcome:
+        """Plays a cell and checks all that is promised of it."""
+        assert self._trainers("begin", "auto" if cell.sync == "direct" else "sharded") == [None, None]
+        assert self.server.ask("reset").answer() is None
+        self._trainers("put", "A")
+        ways = [self._healthy() for _ in range(SYNCS_BEFORE[cell.sync])]
+        assert ways == ["staged", "direct"][: len(ways)], ways
+        old = self.server.ask("holds").answer()
+        assert old in ("A", "B"), old
+        self._new = "AB".replace(old, "")
+        self._trainers("put", self._new)
+        self._arm(cell)
+        started = time.monotonic()
+        answers = self._faulty(cell)
+        seconds = time.monotonic() - started
+        outcome = self._check(cell, answers, seconds, {old, self._new})
+        if cell.must_restart:
+            self.whole = False
+            self._check_restart(cell, outcome.text)
+        else:
+            self._check_next()
+        return outcome
+
+    def _healthy(self) -> str:
+        """A sync that must succeed, as verl makes it."""
+        answers = self._sync()
+        assert answers in (["staged"] * 2, ["direct"] * 2), answers
+        return str(answers[0])
+
+    def _sync(self) -> list[Any]:
+        self._version += 1
+        assert self.server.ask("sleep").answer() is None
+        return self._trainers("sync", self._version)
+
+    def _arm(self, cell: Cell) -> None:
+        method = "arm_server" if cell.place == "server" else "arm"
+        assert self.server.ask("sleep").answer() is None
+        assert self._of(cell).ask(method, cell.stage, cell.kind).answer() is None
+
+    def _faulty(self, cell: Cell) -> list[Any]:
+        """Answers of the trainer ranks that are there; what was stopped goes on when the others have ended."""
+        self._version += 1
+        for each in self.trainers:
+            each.ask("sync", self._version)
+        away = cell.heard_by if cell.group_is_lost else None
+        answers: list[Any] = [None, None]
+        for rank, each in enumerate(self.trainers):
+            if rank != away:
+                answers[rank] = each.answer(bound(cell) + 60)
+        if cell.kind == "stop":
+            self._go_on(cell)
+        if cell.group_is_lost and cell.kind == "stop":
+            late = self.trainers[cell.heard_by].answer()
+            assert isinstance(late, Failure), "the group went on without this rank"
+        return answers
+
+    def _go_on(self, cell: Cell) -> None:
+        stopped = [psutil.Process(self._of(cell).process.pid)]
+        if cell.place == "engine":
+            stopped = [each for each in self._processes if each.is_running() and "scheduler_TP1" in each.name()]
+        assert [each.status() for each in stopped] == [psutil.STATUS_STOPPED], f"{cell}: the fault did not happen"
+        stopped[0].resume()
+
+    def _check(self, cell: Cell, answers: list[Any], seconds: float, allowed: set[str]) -> Outcome:
+        print(f"{cell}: {seconds:.1f} s {answers}", flush=True)
+        assert seconds < bound(cell), f"{seconds:.1f} s of {bound(cell):.1f}"
+        present = [answer for rank, answer in enumerate(answers) if not (cell.group_is_lost and rank == cell.heard_by)]
+        text = ""
+        if cell.kind == "slow":
+            assert present in (["staged"] * 2, ["direct"] * 2), present
+        else:
+            assert all(isinstance(answer, Failure) for answer in present), present
+            assert len({answer.text for answer in present}) == 1, present
+            text = present[0].text
+            self._check_text(cell, present[0])
+        self._check_trainers(cell)
+        holds, request = self._served(cell)
+        # Nobody tells the server when the leading rank is gone: it answers while nothing is asked of it, and then waits
+        untold = cell.place == "leader" and cell.group_is_lost
+        if request == "an answer":
+            assert holds in allowed, f"it answers with {holds}"
+            assert not text or untold, "the sync has failed, and requests are answered"
+        elif request:
+            assert request == "a refusal" or untold, request
+        assert text or (holds, request) == (self._new, "an answer")
+        return Outcome(seconds, text, holds, request)
+
+    def _check_text(self, cell: Cell, failure: Failure) -> None:
+        """It names the place and the stage as closely as those who are left can know them."""
+        text = failure.text
+        if cell.group_is_lost:
+            assert failure.kind == "RankLostError" and "a rank died or did not reach" in text and RESTART in text, text
+            return
+        assert failure.kind == "SyncError" and f"rank {cell.heard_by}: " in text, failure
+        told = cell.kind in ("error", "oom") and not cell.ends_sglang
+        if told and (cell.place, cell.stage) != ("engine", "connect"):
+            assert f"injected: {cell.kind} at {cell.stage!r} in the {cell.place}" in text, text
+
+    def _check_trainers(self, cell: Cell) -> None:
+        for rank, each in enumerate(self.trainers):
+            if not (cell.kind == "kill" and cell.group_is_lost and rank == cell.heard_by):
+                assert each.ask("holds", self._new).answer() is True, "the sync changed the trainer"
+                if self._of(cell) is each:
+                    assert each.ask("fired").answer() is True, f"{cell}: the fault did not happen"
+
+    def _served(self, cell: Cell) -> tuple[str, str]:
+        """What the engine holds, and what a request gets; nothing of an engine that is gone."""
+        if cell.must_restart and cell.place in ("engine", "server"):
+            return "", ""
+        request = self.server.ask("answers").answer()
+        return self.server.ask("holds").answer(), request
+
+    def _check_next(self) -> None:
+        """The next sync is exact, and requests are answered from it."""
+        self._healthy()
+        assert self.server.ask("holds").answer() == self._new, "the next sync is not exact"
+        assert self.server.ask("answers").answer() == "an answer"
+
+    def _check_restart(self, cell: Cell, text: str) -> None:
+        """The error says that the run must be restarted; if not at once, then that of the next sync."""
+        if RESTART not in text:
+            answers = self._trainers("sync", self._version + 1)
+            print(f"{cell}, the next sync: {answers}", flush=True)
+            assert all(isinstance(answer, Failure) and RESTART in answer.text for answer in answers), answers

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fault points: the real methods of each stage, wrapped in the processes of a test; the product knows nothing of them.
+
+``install`` wraps the methods of one place; ``arm`` has the next call of one of them fail.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import json
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+
+SLOW_SECONDS = 1.5
+SIGNAL_SECONDS = 0.2  # a signal may reach another thread first, and this one would go on for a moment
+
+# Per place and stage: module, the attribute to be wrapped, and a value that must be among the arguments (or "")
+Point = tuple[str, str, str]
+_SENDER = "verl_sync_plugin.sync.sender"
+_ENDPOINT = "verl_sync_plugin.rollouts.sglang.endpoint"
+_SERVER = "verl_sync_plugin.rollouts.sglang.server"
+_SESSION = "verl_sync_plugin.receiver.session"
+_UNPACKER = "verl_sync_plugin.receiver.unpacker"
+_SAVER = "sglang.srt.utils.torch_memory_saver_adapter"
+_TRAINER: dict[str, tuple[Point, ...]] = {
+    "plan": (("verl_sync_plugin.trainers.fsdp2", "FSDP2Source.shards", ""),),
+    "connect": (("verl_sync_plugin.sync.connect", "MeetingPoint._accept", ""),),
+    "pack": ((_SENDER, "BucketSender.pack", ""), (_SENDER, "BucketSender.read", "")),
+    "hand over": ((_SENDER, "BucketSender.load", ""),),
+    "load": ((_SENDER, "BucketSender.wait_loaded", ""),),
+    "commit": ((_SENDER, "BucketSender.commit", ""),),
+}
+POINTS: dict[str, dict[str, tuple[Point, ...]]] = {
+    "trainer": {
+        **_TRAINER,
+        "wake": (("verl_sync_plugin.sync.wake", "note_device_memory", "asleep"),),
+        "finish": (("verl_sync_plugin.rollouts.sglang.adapter", "note_device_memory", ""),),
+    },
+    "leader": {
+        **_TRAINER,
+        "wake": ((_ENDPOINT, "ServerActorEndpoint.resume", ""),),
+        "finish": ((_ENDPOINT, "ServerActorEndpoint.finish", ""),),
+    },
+    "engine": {
+        "plan": ((_UNPACKER, "Unpacker.begin", ""),),
+        "wake": ((_SAVER, "_TorchMemorySaverAdapterNoop.resume", "weights"),),
+        "connect": (("verl_sync_plugin.rollouts.sglang.loader", "connect", ""),),
+        "hand over": ((_SESSION, "ReceiverSession._open", ""), (_SESSION, "ReceiverSession._meet_in_place", "")),
+        "load": ((_UNPACKER, "Unpacker.load", ""), (_UNPACKER, "Unpacker.load_in_place", "")),
+        "commit": ((_SESSION, "ReceiverSession._commit", ""),),
+        "finish": ((_SAVER, "_TorchMemorySaverAdapterNoop.resume", "kv_cache"),),
+    },
+    "server": {
+        "wake": ((_SERVER, "SyncSGLangHttpServer.resume_tags", "weights"),),
+        "connect": ((_SERVER, "SyncSGLangHttpServer.load_weights", ""),),
+        "commit": (("sglang.srt.managers.tokenizer_manager", "TokenizerManager.update_weights_from_tensor", "behind"),),
+        "finish": ((_SERVER, "SyncSGLangHttpServer.finish_sync", ""),),
+    },
+}
+
+_armed: list[tuple[str, str, str]] = []  # place, stage and kind of the next fault of this process, if there is one
+_installed: set[str] = set()
+
+
+class InjectedError(RuntimeError):
+    """The error of a fault."""
+
+
+def install(place: str) -> None:
+    """Wraps all points of a place in this process, once."""
+    if place in _installed:
+        return
+    _installed.add(place)
+    for stage, points in POINTS[place].items():
+        for module, path, wanted in points:
+            owner: Any = importlib.import_module(module)
+            *classes, name = path.split(".")
+            for each in classes:
+                owner = getattr(owner, each)
+            wrap(owner, name, place, stage, wanted)
+
+
+def wrap(owner: Any, name: str, place: str, stage: str, wanted: str = "") -> None:
+    """Makes one more method a point."""
+    setattr(owner, name, _wrapped(getattr(owner, name), place, stage, wanted))
+
+
+def arm(place: str, stage: str, kind: str) -> None:
+    """The next call at that point fails; nothing does with an empty stage."""
+    _armed[:] = [(place, stage, kind)] if stage else []
+
+
+def fired() -> bool:
+    """Whether what was armed has happened."""
+    return not _armed
+
+
+def _wrapped(honest: Any, place: str, stage: str, wanted: str) -> Any:
+    behind = wanted == "behind"  # it fails once it has done its work
+
+    def act(args: tuple[Any, ...]) -> None:
+        if _armed and _armed[0][:2] == (place, stage) and (behind or _has(args, wanted)):
+            _fail(stage, place, _armed.pop()[2])
+
+    if inspect.iscoroutinefunction(honest):
+
+        @functools.wraps(honest)
+        async def later(*args: Any, **kwargs: Any) -> Any:
+            if not behind:
+                act(args)
+            result = await honest(*args, **kwargs)
+            if behind:
+                act(args)
+            return result
+
+        return later
+
+    @functools.wraps(honest)
+    def now(*args: Any, **kwargs: Any) -> Any:
+        act((*args, *kwargs.values()))
+        return honest(*args, **kwargs)
+
+    return now
+
+
+def _has(args: tuple[Any, ...], wanted: str) -> bool:
+    return not wanted or any(wanted == arg or (isinstance(arg, list) and wanted in arg) for arg in args)
+
+
+def _fail(stage: str, place: str, kind: str) -> None:
+    where = f"injected: {kind} at {stage!r} in the {place}"
+    if kind == "error":
+        raise InjectedError(where)
+    if kind == "oom":
+        raise torch.OutOfMemoryError(where)
+    if kind == "slow":
+        time.sleep(SLOW_SECONDS)
+    else:
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
+        time.sleep(SIGNAL_SECONDS)
+
+
+def arm_engine(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """A custom loader of SGLang: arms the last engine rank, or has all engine ranks forget every sync before."""
+    from verl_sync_plugin.rollouts.sglang import loader
+
+    install("engine")
+    stage, kind = json.loads(named_tensors[0][0])
+    if not stage:
+        loader._sessions.clear()
+    last = torch.distributed.get_world_size() - 1
+    arm("engine", stage if loader.tensor_parallel_rank() == last else "", kind)

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of the matrix, called by ``driver.py``: two trainer ranks, and the rollout server with its engine.
+
+All of it is real but for Ray, whose handle of the server ``actor.py`` stands for: verl's FSDP2 engine, the adapter and
+the sharding manager of the trainer ranks, the server's own class, SGLang's tokenizer manager and two schedulers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bare_engine import trainer
+from bare_engine.endpoint import BareEngine
+from bare_engine.scenario import PROMPT, _checkpoint
+from faults import points
+
+T = 8.0  # custom.sync.timeout_seconds
+SLACK_SECONDS = 4.0  # of the ranks, in place of a minute
+BUCKET_BYTES = 40_000
+GATE_SECONDS = 3.0
+ARM = "faults.points.arm_engine"
+
+
+def rollout_config(delivery: str) -> Any:
+    """verl's."""
+    from verl.workers.config import RolloutConfig
+
+    sync = {"timeout_seconds": T, "delivery": delivery}
+    return RolloutConfig(name="sglang", tensor_model_parallel_size=2, custom={"sync": sync}, max_model_len=64)
+
+
+class Trainer:
+    """A trainer rank. Its weights are one of two sets, "A" and "B"."""
+
+    def __init__(self, rank: int, port: int, model: str, folder: str, server: Connection | None) -> None:
+        os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+        os.environ.update(MASTER_PORT=str(port), RAY_LOCAL_WORLD_SIZE="2")
+        dist.init_process_group("cpu:gloo", rank=rank, world_size=2)
+        self.trainer, self.model, self.folder = trainer.build(model, "fsdp2"), model, Path(folder)
+        trainer.share(self.trainer, self.folder)
+        self._states = {}
+        for seed, name in enumerate("AB"):
+            trainer.perturb(self.trainer, seed)
+            self._states[name] = trainer.local_state(self.trainer)
+        self._server, self._adapter = server, None
+        self._place = "leader" if rank == 0 else "trainer"
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """After the trainer's model: SGLang changes what transformers builds."""
+        from types import SimpleNamespace
+
+        from verl.workers.config import HFModelConfig
+
+        from faults.actor import Handle, answered
+        from verl_sync_plugin.rollouts.sglang import endpoint
+        from verl_sync_plugin.transport.agreement import Agreement
+
+        endpoint.ray.wait = answered
+        Agreement.__init__.__defaults__ = (SLACK_SECONDS, None)
+        self._model_config = HFModelConfig(path=self.model)
+        self._mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("dp", "infer_tp", "infer_pp"))
+        self._handle = Handle(self._server) if self._server is not None else SimpleNamespace()
+        points.install(self._place)
+
+    def begin(self, delivery: str) -> None:
+        """A new adapter, whose next sync is its first."""
+        from verl_sync_plugin.rollouts.sglang.adapter import SyncServerAdapter
+
+        if self._adapter is not None:
+            self._adapter._manager.sender.close()
+            self._adapter._manager.meeting.close()
+        self._adapter = SyncServerAdapter(rollout_config(delivery), self._model_config, self._mesh)
+        self._adapter.server_actor = self._handle
+        manager = self._adapter._manager = self._adapter._make_manager(self._stream())
+        manager._bucket_bytes = BUCKET_BYTES  # verl's key is in megabytes, and the model has one of these
+
+    def _stream(self) -> Any:
+        return self.trainer.get_per_tensor_param()[0]  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def put(self, name: str) -> None:
+        """Changes the weights in place, as a step of training does."""
+        for local, kept in zip(trainer._local_weights(self.trainer), self._states[name], strict=True):
+            local.copy_(kept)
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank's weights are that set, bit for bit."""
+        return all(map(torch.equal, trainer.local_state(self.trainer), self._states[name]))
+
+    def save(self, name: str) -> str:
+        """Writes a checkpoint of a set; collective."""
+        from safetensors.torch import save_file
+
+        self.put(name)
+        tensors = {
+            key: value.to(torch.bfloat16).contiguous() for key, value in trainer.full_state(self.trainer).items()
+        }
+        target = self.folder / f"checkpoint-{name}"
+        if dist.get_rank() == 0:
+            save_file(tensors, _checkpoint(self.model, target) / "model.safetensors", metadata={"format": "pt"})
+        return str(target)
+
+    def arm(self, stage: str, kind: str) -> None:
+        points.arm(self._place, stage, kind)
+
+    def fired(self) -> bool:
+        return points.fired()
+
+    def sync(self, version: int) -> str:
+        """The worker's calls, in their order; returns how the delivery went."""
+        asyncio.run(self._sync(version))
+        assert self._adapter is not None
+        return "direct" if self._adapter._manager.report.direct_bytes else "staged"
+
+    async def _sync(self, version: int) -> None:
+        adapter = self._adapter
+        assert adapter is not None
+        adapter.make_room_for_weights(False)
+        await adapter.resume(["weights"])
+        await adapter.update_weights(self._stream(), global_steps=version, ends=False)
+        await adapter.make_room_for_rest(lambda: None)
+        await adapter.end_sync()
+
+    def end(self) -> None:
+        """The pipes close with the process."""
+
+
+class Engine(BareEngine):
+    """Its loop runs in a thread of its own once ``run`` was called."""
+
+    running = False
+
+    def run(self) -> None:
+        threading.Thread(target=self.engine.loop.run_forever, daemon=True).start()
+        self.running = True
+
+    def call(self, coroutine: Any) -> Any:
+        if not self.running:
+            return super().call(coroutine)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.engine.loop).result(60)
+
+
+class Server:
+    """The rollout server: its own class on a real engine of two ranks."""
+
+    def __init__(self, model: str, folder: str, calls: Connection) -> None:
+        os.environ.update(SGLANG_CPU_OMP_THREADS_BIND="0|1", CUDA_VISIBLE_DEVICES="")
+        self.folder, self._model, self._calls = Path(folder), model, calls
+        self.bare = Engine(model, 2, loaders=(ARM,))
+        self._references: dict[str, list[dict[str, torch.Tensor]]] = {}
+        self.dumps = 0
+
+    def learn(self, checkpoints: dict[str, str]) -> None:
+        """What the engine holds after its own load of each set, and from here on the server serves."""
+        for name, path in checkpoints.items():
+            self.bare.load_from_disk(path)
+            self._references[name] = self._state()
+        self.bare.run()
+        # SGLang ends its process by this signal when a scheduler dies. In an actor of Ray it can set no handler of its
+        # own, for only a main thread may
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+        self._serve()
+
+    def _serve(self) -> None:
+        import psutil
+        from verl.workers.config import HFModelConfig
+        from verl.workers.rollout.replica import RolloutMode
+
+        from faults.actor import serve
+        from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
+
+        points.install("server")
+        config, model = rollout_config("auto"), HFModelConfig(path=self._model)
+        self.server = SyncSGLangHttpServer(config, model, RolloutMode.HYBRID, [], 0, 0, 1, "", 0)
+        self.server.tokenizer_manager = self.bare.engine.tokenizer_manager
+        self.server._processes = psutil.Process().children(recursive=True)
+        serve(self.server, self._calls, self.bare.engine.loop)
+
+    def sleep(self) -> None:
+        """verl's call before the trainer works."""
+        self.bare.call(self.server.sleep())
+
+    def reset(self) -> None:
+        """The next sync is the first that the engine knows of."""
+        self.arm("", "")
+
+    def arm(self, stage: str, kind: str) -> None:
+        """Arms the engine."""
+        from verl_sync_plugin.rollouts.sglang.pickling import dumps
+
+        packed = dumps([(json.dumps([stage, kind]), torch.empty(0))])
+        self.bare.call(self.bare._update(packed, ARM, None))
+
+    def arm_server(self, stage: str, kind: str) -> None:
+        points.arm("server", stage, kind)
+
+    def holds(self) -> str:
+        """The set that the engine holds, on all its ranks bit for bit; else which parameters are of neither."""
+        found = self._state()
+        for name, reference in self._references.items():
+            if all(torch.equal(f[key], r[key]) for f, r in zip(found, reference, strict=True) for key in r):
+                return name
+        return "a mixture"
+
+    def _state(self) -> list[dict[str, torch.Tensor]]:
+        self.dumps += 1
+        return self.bare.state(self.folder / f"state{self.dumps}")
+
+    def answers(self) -> str:
+        """What a request gets: "an answer", "a refusal", or nothing in time: "no word"."""
+        return str(self.bare.call(self._answer()))
+
+    async def _answer(self) -> str:
+        try:
+            await asyncio.wait_for(self.server._gate.enter(), GATE_SECONDS)
+        except asyncio.TimeoutError:
+            return "no word"
+        except RuntimeError:
+            return "a refusal"
+        sampling = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
+        await self.bare.engine.async_generate(input_ids=[PROMPT], sampling_params=sampling)
+        return "an answer"
+
+    def end(self) -> None:
+        """Its world kills it."""
