@@ -64,7 +64,11 @@ class Rank:
         assert adapter is None
         manager_class = get_sharding_manager(self.stream.trainer, "sglang")
         self.manager: ShardingManager = manager_class(
-            self.stream.engine, self.endpoint, SyncConfig(timeout_seconds=60), setup.bucket_bytes, torch.device("cpu")
+            self.stream.engine,
+            self.endpoint,
+            SyncConfig(timeout_seconds=60, verify="first"),
+            setup.bucket_bytes,
+            torch.device("cpu"),
         )
 
     def sync(self, version: int, awake: bool = False) -> None:

@@ -20,13 +20,14 @@ BUCKET_BYTES = 1 << 20
 DUMMY = f"{ROLLOUT}.load_format=dummy"
 SMALL_BUCKETS = f"{ROLLOUT}.update_weights_bucket_megabytes=1"
 SHORT_WAIT = f"{ROLLOUT}.custom.sync.timeout_seconds=90"
+VERIFIED = f"{ROLLOUT}.custom.sync.verify=first"
 RANKS = 2  # one alone: test_phase_benchmark.py and test_legacy_trainer.py
 
 
 @pytest.fixture(scope="session")
 def trained(larger_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two steps, so three syncs; SGLang refuses the load of the fourth, which ends the run in its third step."""
-    overrides = (DUMMY, SMALL_BUCKETS, SHORT_WAIT)
+    overrides = (DUMMY, SMALL_BUCKETS, SHORT_WAIT, VERIFIED)
     setup = Setup(overrides, RANKS, 3, larger_model, modules=("e2e.wrong_shape",))
     return main_ppo(setup, tmp_path_factory.mktemp("trained"))
 
