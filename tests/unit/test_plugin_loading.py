@@ -50,7 +50,17 @@ def test_import_is_quick_and_light(tmp_path: Path) -> None:
     assert [name for name in imported if name.startswith(heavy)] == []
 
 
-def test_verl_loads_the_plugin_and_not_its_engines(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "route",
+    [
+        {},
+        {"VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_USE_EXTERNAL_MODULES": "verl_sync_plugin.plugin"},
+        {"VERL_USE_EXTERNAL_MODULES": "verl_sync_plugin.plugin"},
+    ],
+    ids=["entry point", "module", "both"],
+)
+def test_verl_loads_the_plugin_and_not_its_engines(tmp_path: Path, route: dict[str, str]) -> None:
+    """By either of verl's routes: the entry point, and the list of modules that each of its processes imports."""
     ended = python(
         tmp_path,
         """
@@ -66,6 +76,7 @@ def test_verl_loads_the_plugin_and_not_its_engines(tmp_path: Path) -> None:
         assert RolloutReplicaRegistry._registry["vllm"].__module__ == "verl.workers.rollout.replica"
         print("all there")
         """,
+        **route,
     )
     assert ended.returncode == 0, ended.stderr
     assert "all there" in ended.stdout
