@@ -57,6 +57,7 @@ def test_the_separate_engine_is_synced_before_the_first_step_and_after_each(sepa
 
 
 def test_a_replica_that_dies_in_a_sync_costs_that_sync_alone(separate: Run) -> None:
+    assert separate.matching(r"rollout server: .*, [1-9]\d* processes of SGLang"), separate.tail
     assert separate.matching(r"driver: replica 3 of the separate rollout has died; 1 go on without it"), separate.tail
 
 

@@ -12,7 +12,7 @@ import pytest
 import ray
 from verl.checkpoint_engine.base import CheckpointEngineManager
 
-from verl_sync_plugin.hooks.checkpoint_manager import OutlivingManager, alive
+from verl_sync_plugin.hooks.checkpoint_manager import OutlivingManager, dead_among
 
 
 @ray.remote(num_cpus=0)
@@ -58,6 +58,7 @@ class Replica:
 
     def __init__(self, rank: int) -> None:
         self.replica_rank, self.server_address = rank, f"server-{rank}"
+        self._server_handle = None
         self.workers, self.servers = [Process.remote()], [Process.remote()]  # type: ignore[attr-defined]
 
 
@@ -77,7 +78,8 @@ def manager_of(replicas: list[Any], monkeypatch: pytest.MonkeyPatch, *syncs: Any
 
     monkeypatch.setattr(OutlivingManager, "_sync", sync)
     config = SimpleNamespace(backend="sync_plugin", custom_backend_module=None)
-    servers = SimpleNamespace(global_load_balancer=Balancer.remote())  # type: ignore[attr-defined]
+    balancer = Balancer.remote()  # type: ignore[attr-defined]
+    servers = SimpleNamespace(global_load_balancer=balancer, rollout_replicas=list(replicas))
     manager = OutlivingManager(CheckpointEngineManager(config, None, replicas), servers)  # type: ignore[arg-type]
     return manager, taken
 
@@ -96,6 +98,7 @@ def test_a_replica_that_dies_in_a_sync_costs_that_sync_alone(monkeypatch: pytest
     manager, taken = manager_of(replicas, monkeypatch, dies, lambda: None)
     assert manager.update_weights(3) == {"steps": 3}
     assert taken == [[0, 1], [0]] and removed(manager) == ["server-1"]
+    assert manager._servers.rollout_replicas == replicas[:1] and manager._servers.server_addresses == ["server-0"]
 
 
 def test_a_replica_whose_engine_is_dead_is_left_out_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +107,7 @@ def test_a_replica_whose_engine_is_dead_is_left_out_beforehand(monkeypatch: pyte
     manager, taken = manager_of(replicas, monkeypatch, lambda: None)
     manager.update_weights(1)
     assert taken == [[1]] and removed(manager) == ["server-0"]
-    assert not alive(replicas[0]), "whoever waits for it hears that it is gone"
+    assert dead_among(replicas) == replicas[:1], "whoever waits for it hears that it is gone"
 
 
 def test_a_failure_with_everybody_alive_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:

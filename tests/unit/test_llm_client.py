@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorDiedError
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
@@ -98,7 +98,7 @@ def test_what_a_dead_server_was_asked_for_goes_to_another_one(monkeypatch: pytes
     acquire = LLMServerClient._acquire_server
 
     async def dead(**_: Any) -> TokenOutput:
-        raise RayActorError
+        raise ActorDiedError
 
     async def acquired(self: Any, request_id: str, **more: Any) -> tuple[str, Any]:
         if removed:

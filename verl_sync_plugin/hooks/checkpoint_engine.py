@@ -3,7 +3,8 @@
 
 verl makes one in every actor worker and one in every process that it puts beside an engine rank
 (``CheckpointEngineWorker``), and calls them in this order: ``prepare`` in all, ``build_topology`` in the driver,
-``init_process_group`` in all, ``send_weights`` here and ``receive_weights`` there, ``finalize`` in all.
+``init_process_group`` in all, ``send_weights`` here and ``receive_weights`` there, ``finalize`` in all. Our manager
+(``hooks/checkpoint_manager.py``) leaves out what says nothing new.
 """
 
 from __future__ import annotations

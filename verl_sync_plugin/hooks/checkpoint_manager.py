@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 from verl.checkpoint_engine.base import CheckpointEngineManager, CheckpointEngineWorker
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 
 from verl_sync_plugin.log import say
 
 _WORKER = ray.remote(CheckpointEngineWorker)
-ANSWER_SECONDS = 20.0  # a process that is dead is known at once; one that is busy may take longer, and is not dead
+# The death of a process is known at once, that of a host after Ray's health checks. One that is busy may take longer to
+# answer, and is not dead.
+ANSWER_SECONDS = 20.0
 
 
 class OutlivingManager(CheckpointEngineManager):
@@ -67,12 +70,16 @@ class OutlivingManager(CheckpointEngineManager):
 
     def _drop_dead(self) -> list[Any]:
         """Takes replicas that have died out of the syncs and out of the routing of requests; returns them."""
-        dead = [replica for replica in self.replicas if not alive(replica)]
+        dead = dead_among(self.replicas)
         if not dead:
             return []
         names = ", ".join(str(replica.replica_rank) for replica in dead)
         self.remove_replicas(dead)
-        ray.get(self._servers.global_load_balancer.remove_servers.remote([each.server_address for each in dead]))
+        servers = self._servers  # verl goes through these lists for profiles and metrics
+        servers.rollout_replicas = [each for each in servers.rollout_replicas if each not in dead]
+        servers.server_handles = [each._server_handle for each in servers.rollout_replicas]
+        servers.server_addresses = [each.server_address for each in servers.rollout_replicas]
+        ray.get(servers.global_load_balancer.remove_servers.remote([each.server_address for each in dead]))
         for replica in dead:  # whoever still waits for an answer of it hears that none will come
             for actor in (*replica.servers, *replica.workers):
                 ray.kill(actor)
@@ -82,14 +89,29 @@ class OutlivingManager(CheckpointEngineManager):
         return dead
 
 
-def alive(replica: Any) -> bool:
-    """Whether no process of a replica is known to be dead: verl's workers, its servers, and SGLang's own."""
-    workers = [worker.__ray_ready__.remote() for worker in replica.workers]
-    servers = [server.engine_alive.remote() for server in replica.servers]
-    answered, _ = ray.wait([*workers, *servers], num_returns=len(workers) + len(servers), timeout=ANSWER_SECONDS)
+def dead_among(replicas: Sequence[Any]) -> list[Any]:
+    """The replicas of which a process is known to be dead: one of verl's workers, a server, or one of SGLang's own."""
+    asked = {
+        replica: [
+            *(worker.__ray_ready__.remote() for worker in replica.workers),
+            *(server.engine_alive.remote() for server in replica.servers),
+        ]
+        for replica in replicas
+    }
+    everything = [reference for references in asked.values() for reference in references]
+    if not everything:
+        return []
+    answered, _ = ray.wait(everything, num_returns=len(everything), timeout=ANSWER_SECONDS)
+    heard = set(answered)
+    return [replica for replica, references in asked.items() if any(_says_dead(r) for r in references if r in heard)]
+
+
+def _says_dead(answer: ray.ObjectRef) -> bool:
     try:
-        return all(ray.get(reference) is not False for reference in answered)
-    except RayActorError:
+        return ray.get(answer) is False
+    except ActorDiedError:
+        return True
+    except ActorUnavailableError:  # no connection at the moment
         return False
 
 

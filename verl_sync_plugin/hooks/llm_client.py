@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextvars import ContextVar
 from typing import Any
 
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
 from verl_sync_plugin.log import say
@@ -27,7 +28,9 @@ class _Outliving(LLMServerClient):
         while True:
             try:
                 return await super().generate(*args, **kwargs)
-            except RayActorError:
+            except ActorUnavailableError:  # no connection at the moment
+                await asyncio.sleep(1)
+            except ActorDiedError:
                 # The one with the fewest requests gets the next one, which a dead server soon is
                 say(f"rollout server {_server.get()} has died; its requests go to another one")
                 await self._load_balancer.remove_servers.remote([_server.get()])

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import ray
 from omegaconf import OmegaConf
+from ray.exceptions import ActorDiedError
 
 from verl_sync_plugin.config.settings import KEY_PREFIX, SEPARATE_BACKEND, sync_config_of
 from verl_sync_plugin.hooks.driver import backend_of, settle
@@ -101,7 +103,10 @@ def ours_among(replicas: list[Any]) -> list[Any]:
 
 def take_reports(replicas: list[Any]) -> list[dict[str, Any]]:
     """The last report of every one of our replicas that has a new one."""
-    reports = ray.get([replica.servers[0].take_sync_report.remote() for replica in replicas])
+    reports = []
+    for asked in [replica.servers[0].take_sync_report.remote() for replica in replicas]:
+        with suppress(ActorDiedError):  # the next sync finds that out
+            reports.append(ray.get(asked))
     return [report for report in reports if report is not None]
 
 

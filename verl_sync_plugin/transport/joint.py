@@ -55,7 +55,7 @@ class JointRanks(Ranks):
         self.trainers, self.rollouts = tuple(range(trainers)), tuple(range(trainers, self.size))
         self._bound = timedelta(seconds=timeout_seconds)
         self._met = False
-        self._words: Any = dist.ProcessGroupGloo(dist.PrefixStore("words", store), rank, self.size, self._bound)
+        self._kept: Any = dist.ProcessGroupGloo(dist.PrefixStore("words", store), rank, self.size, self._bound)
         self._bytes: Any = None
         if rollouts:
             bytes_store = dist.PrefixStore("bytes", store)
@@ -65,29 +65,34 @@ class JointRanks(Ranks):
                 else dist.ProcessGroupGloo(bytes_store, rank, self.size, self._bound)
             )
 
+    def _words(self) -> Any:
+        if self._kept is None:
+            raise RuntimeError("this rank has left the group")
+        return self._kept
+
     def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
         options = dist.AllreduceOptions()
         options.reduceOp = op  # type: ignore[assignment]
-        self._words.allreduce([values], options).wait(self._bound)
+        self._words().allreduce([values], options).wait(self._bound)
 
     def gather(self, value: T) -> list[T]:
         mine = _packed(value)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._words.allgather([sizes], [torch.tensor([mine.numel()])]).wait(self._bound)
+        self._words().allgather([sizes], [torch.tensor([mine.numel()])]).wait(self._bound)
         longest = int(max(size.item() for size in sizes))
         everywhere = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
         padded = torch.nn.functional.pad(mine, (0, longest - mine.numel()))
-        self._words.allgather([everywhere], [padded]).wait(self._bound)
+        self._words().allgather([everywhere], [padded]).wait(self._bound)
         return [_unpacked(each[: int(size.item())]) for each, size in zip(everywhere, sizes, strict=True)]
 
     def share(self, value: T) -> T:
         """Rank 0's value (picklable), on all ranks."""
         mine = _packed(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([mine.numel()])
-        self._words.broadcast(size, 0).wait(self._bound)
+        self._words().broadcast(size, 0).wait(self._bound)
         if self.rank:
             mine = torch.empty(int(size.item()), dtype=torch.uint8)
-        self._words.broadcast(mine, 0).wait(self._bound)
+        self._words().broadcast(mine, 0).wait(self._bound)
         return value if self.rank == 0 else _unpacked(mine)
 
     def broadcast(self, memory: torch.Tensor, root: int) -> None:
@@ -117,10 +122,10 @@ class JointRanks(Ranks):
 
         With the last reference to them their connections close, which is how members that wait for this one hear of it.
         """
-        for group in (self._bytes, self._words):
+        for group in (self._bytes, self._kept):
             if group is not None:
                 group.abort()
-        self._bytes = self._words = None
+        self._bytes = self._kept = None
 
 
 def _nccl(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Any:

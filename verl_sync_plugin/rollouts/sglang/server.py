@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from typing import Any, ClassVar
 
-import psutil
 from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.sglang_rollout.utils import SGLANG_LORA_NAME
 
@@ -40,7 +41,7 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
         super().__init__(*args, **kwargs)
         self.expect_updates(self._sync.timeout_seconds)
         self._report: dict[str, Any] | None = None
-        self._processes: list[psutil.Process] = []
+        self._processes: list[BaseProcess] = []
 
     async def launch_server(self, master_address: str | None = None, master_port: int | None = None) -> None:
         """Launches SGLang with our loader and with or without its host copy of the weights."""
@@ -55,7 +56,8 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
         backup = keep_cpu_backup(self._sync, self.config, self.model_config)
         with compat.launch_shims(), _decided(self, backup):
             await super().launch_server(master_address=master_address, master_port=master_port)
-        self._processes = psutil.Process().children(recursive=True)
+        # SGLang's schedulers and its detokenizer; what these start themselves, to compile kernels, comes and goes
+        self._processes = multiprocessing.active_children()
         if self.node_rank == 0:
             launched = bool(self.tokenizer_manager.server_args.enable_weights_cpu_backup)
             if launched and not backup and self.rollout_mode == RolloutMode.HYBRID:
@@ -65,7 +67,7 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
                 )
             self.mark_requests()
         word = "on" if backup else "off"
-        say(f"rollout server: {self.loader}, CPU backup {word}")
+        say(f"rollout server: {self.loader}, CPU backup {word}, {len(self._processes)} processes of SGLang")
 
     def _untie(self, sglang_kwargs: dict[str, Any]) -> None:
         """Has SGLang untie embedding and head where a merged adapter changes one of them: a tied engine cannot hold
@@ -111,7 +113,7 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
 
     async def engine_alive(self) -> bool:
         """Whether every process that SGLang started here still runs."""
-        return all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in self._processes)
+        return all(process.is_alive() for process in self._processes)
 
     async def put_sync_report(self, report: dict[str, Any]) -> None:
         """The leader's report of the last sync."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who takes part in the syncs of separate trainers and rollouts: told in every sync, and the group kept while it stays.
+"""Who takes part in the syncs of separate trainers and rollouts: told before a sync, and the group kept while it stays.
 
 verl has every process ``prepare``, builds a topology in the driver, and has every process join its group, before every
 sync; and ``finalize`` behind it. Here a process says who it is, the driver lists who is there, and the group is made
