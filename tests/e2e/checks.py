@@ -84,7 +84,11 @@ def check_spans(report: dict[str, Any]) -> None:
     for stage, start, seconds in report["spans"]:
         spans.setdefault(stage, []).append((start, start + seconds))
     assert set(spans) == set(report["stages"]) - {"sleep"} and report["spans_left_out"] == 0
-    assert report["delivery"] and report["hashed_tensors"] == report["tensors"] and report["origin"]["host"]
+    assert report["origin"]["host"]
+    if "deliver_adapter" in spans:  # an adapter's factors have no way of delivery, and no hashes
+        assert report["hashed_tensors"] < report["tensors"]
+    else:
+        assert report["delivery"] and report["hashed_tensors"] == report["tensors"]
     whole = (min(start for start, _ in spans["update_weights"]), max(end for _, end in spans["update_weights"]))
-    for start, end in spans["engine_load"]:
+    for start, end in spans.get("engine_load", []):
         assert whole[0] <= start <= end <= whole[1], "the engine's clock is the trainer's"
