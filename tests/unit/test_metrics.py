@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from verl_sync_plugin.report import notice
-from verl_sync_plugin.report.sync_report import PHASE_STAGES, SyncReport, metrics_of, peak_resident_bytes, timing_of
+from verl_sync_plugin.report.metrics import metrics_of, timing_of
+from verl_sync_plugin.report.sync_report import PHASE_STAGES, SyncReport, peak_resident_bytes
 
 
 def report(**changes: Any) -> SyncReport:

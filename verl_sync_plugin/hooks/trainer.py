@@ -13,8 +13,8 @@ from ray.exceptions import ActorDiedError
 from verl_sync_plugin.config.settings import KEY_PREFIX, SEPARATE_BACKEND, sync_config_of
 from verl_sync_plugin.hooks.driver import backend_of, settle
 from verl_sync_plugin.log import say
+from verl_sync_plugin.report.metrics import ACTIVE, metrics_of, timing_of
 from verl_sync_plugin.report.notice import expect_metrics
-from verl_sync_plugin.report.sync_report import ACTIVE, metrics_of, timing_of
 from verl_sync_plugin.rollouts import serves
 
 
