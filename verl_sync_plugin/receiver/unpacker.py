@@ -129,8 +129,7 @@ class Unpacker:
 
     def spread(self, index: int) -> int:
         """Bytes per segment of a bucket whose segments are in the slots of several ranks; 0 when one has all."""
-        spread = self.manifest.sharded and self.manifest.worlds[index] > 1
-        return self.manifest.segments[index] if spread else 0
+        return self.manifest.segments[index] if self.manifest.sharded and self.manifest.worlds[index] > 1 else 0
 
     def traffic(self, near: frozenset[int]) -> tuple[int, int]:
         """Bytes that this sync reads from the trainer rank beside and from others.

@@ -15,6 +15,7 @@ import msgspec
 
 from verl_sync_plugin.transport import proof, protocol
 
+OMITTED = ("buckets", "sums", "readings", "lives", "used", "placed")  # from messages for people
 # A message begins with the number of its kind here
 MESSAGES: tuple[type, ...] = (
     protocol.Join,
@@ -63,3 +64,9 @@ def decode(data: memoryview) -> Any:
         return _decoders[data[0]].decode(data[1:])
     except msgspec.DecodeError as error:
         raise BadMessageError(f"not a {MESSAGES[data[0]].__name__} of the weight-sync protocol: {error}") from error
+
+
+def describe(message: Any) -> str:
+    """A short form for logs and errors."""
+    fields = {key: value for key, value in vars(message).items() if key not in OMITTED}
+    return f"{type(message).__name__}({str(fields)[:200]})"

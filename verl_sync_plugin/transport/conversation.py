@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar
 
 from verl_sync_plugin.layout.tensors import Plan
 from verl_sync_plugin.transport.channel import Channel
+from verl_sync_plugin.transport.codec import describe
 from verl_sync_plugin.transport.memory.exports import Live
 from verl_sync_plugin.transport.proof import Proven
 from verl_sync_plugin.transport.protocol import (
@@ -20,7 +21,6 @@ from verl_sync_plugin.transport.protocol import (
     Ready,
     Used,
     Whereabouts,
-    describe,
 )
 
 T = TypeVar("T")

@@ -38,12 +38,10 @@ from verl_sync_plugin.transport.memory.exports import Live, StagingExport
 
 MAGIC = "verl-sync-plugin"
 PROTOCOL_VERSION = 9
-OMITTED = ("buckets", "sums", "readings", "lives", "used", "placed")  # from messages for people
 
 # A trainer rank may spend up to three waits (its shards, its plan, its staging memory; or the last buckets, the commit,
 # the engine's answer) before it meets the others, and who waits for it should hear why it failed instead of giving up
 TOGETHER_WAITS, TOGETHER_SLACK_SECONDS = 3, 60.0
-
 ALL = -1  # in place of a bucket: all of them at once
 
 # Of what size, what is read of it, and the tensors that are so. Runs may overlap, and their targets are left out (0).
@@ -250,9 +248,3 @@ class Failed:
     """The receiver could not go on; ``text`` says why."""
 
     text: str
-
-
-def describe(message: Any) -> str:
-    """A short form for logs and errors."""
-    fields = {key: value for key, value in vars(message).items() if key not in OMITTED}
-    return f"{type(message).__name__}({str(fields)[:200]})"
