@@ -51,9 +51,16 @@ def test_whitelist_without_us(tmp_path: Path) -> None:
     assert "VERL_USE_EXTERNAL_PLUGINS=theirs,other,verl_sync_plugin" in told.findings["whitelist"]["remedy"]
 
 
+def source(folder: Path) -> str:
+    """A folder with the package and nothing that pip has left beside it."""
+    (folder / "source").mkdir()
+    (folder / "source" / PACKAGE.name).symlink_to(PACKAGE)
+    return str(folder / "source")
+
+
 def test_python_path_instead_of_pip(tmp_path: Path) -> None:
     python = environment_without(tmp_path, "verl_sync_plugin-")
-    told = doctor(tmp_path, python=python, PYTHONPATH=str(PACKAGE.parent))
+    told = doctor(tmp_path, python=python, PYTHONPATH=source(tmp_path))
     assert told.code == 1 and told.bad == {"entry-point": "problem"}
     assert "was not installed with pip" in told.findings["entry-point"]["text"]
     assert "pip install ." in told.findings["entry-point"]["remedy"]
@@ -62,7 +69,7 @@ def test_python_path_instead_of_pip(tmp_path: Path) -> None:
 @pytest.mark.extended
 def test_external_module_is_a_way_too(tmp_path: Path) -> None:
     python = environment_without(tmp_path, "verl_sync_plugin-")
-    variables = {"PYTHONPATH": str(PACKAGE.parent), "VERL_USE_EXTERNAL_MODULES": "verl_sync_plugin.plugin"}
+    variables = {"PYTHONPATH": source(tmp_path), "VERL_USE_EXTERNAL_MODULES": "verl_sync_plugin.plugin"}
     told = doctor(tmp_path, python=python, **variables)
     assert told.code == 0 and told.bad == {"entry-point": "warning"}
     assert "on every node" in told.findings["entry-point"]["remedy"]
@@ -71,7 +78,7 @@ def test_external_module_is_a_way_too(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 def test_no_sglang(tmp_path: Path) -> None:
-    told = doctor(tmp_path, python=environment_without(tmp_path, "sglang"), PYTHONPATH=str(PACKAGE.parent))
+    told = doctor(tmp_path, python=environment_without(tmp_path, "sglang"), PYTHONPATH=source(tmp_path))
     assert told.code == 1 and told.bad["version/sglang"] == "problem"
     assert "pip install sglang==0.5.12" in told.findings["version/sglang"]["remedy"]
     for hook in ("rollout-adapter", "rollout-replica"):
