@@ -12,7 +12,7 @@ venv: ## the stack and this project in .venv
 quickstart: venv ## two real training steps on the CPU
 	PYTHON=$(abspath $(BIN)/python) examples/cpu_quickstart/run.sh
 
-test: venv ## every feature once, without a GPU; half an hour on two cores
+test: venv ## every feature once, without a GPU; forty minutes on two cores
 	$(PYTEST) --durations=12 -m "not gpu and not extended and not faults"
 
 test-all: venv ## also other SGLang releases, more layouts and more models; an hour on two cores
