@@ -7,10 +7,10 @@ import asyncio
 from functools import partial
 from typing import Any
 
-# "staged" packs every sync, as where nothing lies still; "unverified" and "verified" never and always compare what lies
-# in the engine's own parameters, the others in the first syncs
-PLUGIN = ("plugin", "plugin-unhashed", "plugin-staged", "plugin-unverified", "plugin-verified")
-VERIFY = {"plugin-unhashed": "never", "plugin-unverified": "never", "plugin-verified": "always"}
+# "staged" packs every sync, as where nothing lies still; "verified" compares what lies in the
+# engine's own parameters in the first syncs, "verified-always" in all, the others as a run does by default: in none
+PLUGIN = ("plugin", "plugin-unhashed", "plugin-staged", "plugin-verified", "plugin-verified-always")
+VERIFY = {"plugin-verified": "first", "plugin-verified-always": "always"}
 
 
 def _manager(server: Any, named: list[tuple[str, Any]], bucket_mb: int, variant: str, device: str) -> Any:
@@ -44,7 +44,7 @@ def _manager(server: Any, named: list[tuple[str, Any]], bucket_mb: int, variant:
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     delivery = "sharded" if variant == "plugin-staged" else "auto"
     config = SyncConfig(
-        verify_hashes=variant != "plugin-unhashed", verify=VERIFY.get(variant, "first"), delivery=delivery
+        verify_hashes=variant != "plugin-unhashed", verify=VERIFY.get(variant, "never"), delivery=delivery
     )
     return PlainManager(None, ServerEndpoint(server), config, bucket_mb << 20, where)
 
