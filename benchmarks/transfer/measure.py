@@ -83,7 +83,7 @@ def run_of(
         "harness": HARNESS, "model": args.model, "bucket_mb": bucket_mb, "device": args.device,
         "tensors": len(bench.named), "trainer_dtype": args.trainer_dtype,
         "hashed": variant not in ("stock", "plugin-unhashed"), "staged": variant == "plugin-staged",
-        "verify": "" if variant == "stock" else ways.VERIFY.get(variant, "never"),
+        "verify": ways.verify_of(variant),
         "floor_seconds": floor.seconds(bench.nbytes),
     }  # fmt: skip
     return {

@@ -50,6 +50,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_MOE, **_TINY, "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 8,
         "num_experts_per_tok": 2,
     },
+    # as many tensors as moe-19k, for what the host does with each
+    "tiny-moe-19k": {
+        **_MOE, **_TINY, "num_hidden_layers": 48, "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 32,
+        "num_experts": 128,
+    },
 }  # fmt: skip
 
 

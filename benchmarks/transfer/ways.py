@@ -7,10 +7,15 @@ import asyncio
 from functools import partial
 from typing import Any
 
-# "staged" packs every sync, as where nothing lies still; "verified" compares what lies in the
-# engine's own parameters in the first syncs, "verified-always" in all, the others as a run does by default: in none
-PLUGIN = ("plugin", "plugin-unhashed", "plugin-staged", "plugin-verified", "plugin-verified-always")
-VERIFY = {"plugin-verified": "first", "plugin-verified-always": "always"}
+# "staged" packs every sync, as where nothing lies still; "verified-always" compares what lies in the engine's own
+# parameters in every sync, "unverified" in none, the others as a run does by default: in the first three
+PLUGIN = ("plugin", "plugin-unhashed", "plugin-staged", "plugin-unverified", "plugin-verified-always")
+VERIFY = {"plugin-unverified": "never", "plugin-unhashed": "never", "plugin-verified-always": "always"}
+
+
+def verify_of(variant: str) -> str:
+    """The ``custom.sync.verify`` of a variant; empty for stock."""
+    return "" if variant == "stock" else VERIFY.get(variant, "first")
 
 
 def _manager(server: Any, named: list[tuple[str, Any]], bucket_mb: int, variant: str, device: str) -> Any:
@@ -43,9 +48,8 @@ def _manager(server: Any, named: list[tuple[str, Any]], bucket_mb: int, variant:
 
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     delivery = "sharded" if variant == "plugin-staged" else "auto"
-    config = SyncConfig(
-        verify_hashes=variant != "plugin-unhashed", verify=VERIFY.get(variant, "never"), delivery=delivery
-    )
+    hashed = variant != "plugin-unhashed"
+    config = SyncConfig(verify_hashes=hashed, verify=verify_of(variant), delivery=delivery)
     return PlainManager(None, ServerEndpoint(server), config, bucket_mb << 20, where)
 
 

@@ -36,6 +36,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size of the engine")
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps, each followed by a sync")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.4, help="of the engine")
+    parser.add_argument("--attention-backend", help="SGLang's; without it SpmdRollout's own choice")
     parser.add_argument("--seconds", action="store_true", help="print what each sync cost, as a line of JSON")
     return parser.parse_args()
 
@@ -65,9 +66,9 @@ def run(options: argparse.Namespace, model: torch.nn.Module, config: Any, device
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     prompts = [[5, 6, 7, 8, 9, 10], [11, 12, 13]]
     greedy = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
-    with SpmdRollout(
-        config, tensor_parallel_size=options.tp, gpu_memory_utilization=options.gpu_memory_utilization
-    ) as rollout:
+    engine = {"attention_backend": options.attention_backend} if options.attention_backend else {}
+    memory = options.gpu_memory_utilization
+    with SpmdRollout(config, tensor_parallel_size=options.tp, gpu_memory_utilization=memory, engine=engine) as rollout:
         first = sync(rollout, model, options)
         before = rollout.generate(prompts, greedy)
         again = sync(rollout, model, options)

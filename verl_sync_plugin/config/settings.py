@@ -76,7 +76,7 @@ class SyncConfig:
     check_finite: bool = True
     copy_plan: bool = True
     verify_hashes: bool = True
-    verify: str | int = "never"
+    verify: str | int = "first"
     delivery: str = "auto"
     pause: str = "abort"
 

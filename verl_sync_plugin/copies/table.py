@@ -160,7 +160,12 @@ def addresses(target: int, sources: Sequence[int], device: torch.device) -> torc
 
 
 def kernel_works(device: torch.device) -> bool:
-    """Whether the kernel compiles and copies here; tried on a few bytes, which also warms its variants up."""
+    """Whether the kernel compiles and copies here; tried on a few bytes.
+
+    Only the variant that most rows need is tried. The others are compiled when a table has rows of them: all eighteen
+    here took 3.9 s where Triton's cache was empty (1.1 s for the first, then 0.07 to 0.27 s each; H200), and a run needs
+    three of them.
+    """
     if device.type != "cuda":
         return False
     try:
@@ -173,12 +178,7 @@ def kernel_works(device: torch.device) -> bool:
 def _try_out(device: torch.device) -> bool:
     source = torch.arange(256, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    sums, flags = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+    sums = torch.zeros(1, dtype=torch.int64, device=device)
     bases = addresses(target.data_ptr(), [source.data_ptr()], device)
-    for width in (16, 2, 1):
-        blocks = [Block(0, 0, 0, width), Block(32, 32, 32, width, 2, 2 * width, 2 * width, 2 * width)]
-        table = KernelTable(blocks, device)
-        for copy, hashed in ((True, True), (True, False), (False, True)):
-            table.run(bases, sums, copy, hashed)
-    KernelTable([Block(0, 0, 0, 16, dtype="bfloat16")], device).run(bases, sums, flags=flags)
-    return bool(torch.equal(source[:16], target[:16]) and sums.item() != 0 and flags.item() == 0)
+    KernelTable([Block(0, 0, 0, 16)], device).run(bases, sums)
+    return bool(torch.equal(source[:16], target[:16]) and sums.item() != 0)

@@ -7,12 +7,11 @@ tensors in threads, which no dispatch mode sees), and every view of one shares i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from verl_sync_plugin.receiver.engine_model import EngineModel
 from verl_sync_plugin.receiver.recording import Copy, Fill, Recording, Source
@@ -31,6 +30,16 @@ def model_tensors(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
+def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among an operation's arguments or results. The same by torch's ``tree_flatten`` was 40 % of the
+    recording's time."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors_in(value)
+
+
 class _Recorder(TorchDispatchMode):
     """Watches one load. Writes into the model are noted and left out; reading it is real."""
 
@@ -47,7 +56,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
+        tensors = [*_tensors_in(args), *_tensors_in(kwargs.values())]
         names = self._names(tensors)
         if func is aten.copy_.default and names:
             return self._copy(args[0], args[1], names)
@@ -109,7 +118,7 @@ class _Recorder(TorchDispatchMode):
     def _other(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
         result = func(*args, **kwargs)
         if any(storage_of(tensor) in self._targets for tensor in tensors):
-            made = [value for value in tree_flatten(result)[0] if isinstance(value, torch.Tensor)]
+            made = list(_tensors_in((result,)))
             if not made or any(storage_of(value) not in self._targets for value in made):
                 self.recording.derives = True
         return result
@@ -124,7 +133,7 @@ class _Recorder(TorchDispatchMode):
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("meta")}
         result = func(*args, **kwargs)
-        made = [value for value in tree_flatten(result)[0] if isinstance(value, torch.Tensor)]
+        made = list(_tensors_in((result,)))
         known = [storage_of(value) in self._sources or storage_of(value) in self._derived for value in made]
         if made and all(known) and not func._schema.is_mutable:
             return result  # views
