@@ -162,9 +162,9 @@ def addresses(target: int, sources: Sequence[int], device: torch.device) -> torc
 def kernel_works(device: torch.device) -> bool:
     """Whether the kernel compiles and copies here; tried on a few bytes.
 
-    Only the variant that most rows need is tried. The others are compiled when a table has rows of them: all eighteen
-    here took 3.9 s where Triton's cache was empty (1.1 s for the first, then 0.07 to 0.27 s each; H200), and a run needs
-    three of them.
+    Only the variant that most rows need is tried. The others are compiled when a table has rows of them: to try all
+    eighteen took 3.9 s on an H200 where Triton's cache was empty (1.1 s for the first, then 0.07 to 0.27 s each), and a
+    run needs about three of them.
     """
     if device.type != "cuda":
         return False
