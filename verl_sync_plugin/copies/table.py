@@ -35,26 +35,30 @@ def _lane(block: Block) -> int:
     return 2 if (read | written) % 2 == 0 else 1
 
 
-def _rows(block: Block) -> np.ndarray:
-    """A block cut into rows: int64 of shape ``(n, 10)``, in bytes."""
-    tall = block.count > 1 and block.width <= ROW_BYTES
-    if tall:
-        step = max(1, ROW_BYTES // block.width)
-        run = np.arange(0, block.count, step, dtype=np.int64)
-        column = np.zeros(1, dtype=np.int64)
-    else:
-        step = 1
-        run = np.arange(block.count, dtype=np.int64)
-        column = np.arange(0, block.width, ROW_BYTES, dtype=np.int64)
-    first, offset = (grid.reshape(-1) for grid in np.meshgrid(run, column, indexing="ij"))
-    rows = np.empty((first.size, 10), dtype=np.int64)
-    rows[:, 0] = block.source + first * block.source_stride + offset * block.grow
-    rows[:, 1] = block.target + first * block.target_stride + offset
-    rows[:, 2] = block.position + first * block.position_stride + offset
-    rows[:, 3], rows[:, 4], rows[:, 9] = block.source_stride, block.target_stride, block.position_stride
-    rows[:, 5], rows[:, 6] = block.base, block.group
-    rows[:, 8] = block.width if tall else np.minimum(block.width - offset, ROW_BYTES)
-    rows[:, 7] = rows[:, 8] * (np.minimum(block.count - first, step) if tall else 1)
+def _rows(blocks: Sequence[Block], tall: bool) -> np.ndarray:
+    """Blocks cut into rows, in their order: int64 of shape ``(n, 10)``, in bytes."""
+    fields = [
+        (b.source, b.target, b.position, b.width, b.count, b.source_stride, b.target_stride, b.position_stride, b.base,
+         b.group, b.grow)
+        for b in blocks
+    ]  # fmt: skip
+    table = np.array(fields, dtype=np.int64)
+    step = np.maximum(1, ROW_BYTES // table[:, 3]) if tall else np.ones(len(table), dtype=np.int64)  # runs per row
+    columns = 1 if tall else -(-table[:, 3] // ROW_BYTES)  # rows per run
+    many = -(-table[:, 4] // step) * columns
+    of = np.repeat(np.arange(len(table)), many)  # the block of each row
+    row = np.arange(len(of)) - np.repeat(np.cumsum(many) - many, many)  # its number in the block
+    run, column = (row, 0) if tall else np.divmod(row, columns[of])
+    first, offset = run * step[of], column * ROW_BYTES
+    source, target, position, width, count, by, target_by, position_by, base, group, grow = table[of].T
+    rows = np.empty((len(of), 10), dtype=np.int64)
+    rows[:, 0] = source + first * by + offset * grow
+    rows[:, 1] = target + first * target_by + offset
+    rows[:, 2] = position + first * position_by + offset
+    rows[:, 3], rows[:, 4], rows[:, 9] = by, target_by, position_by
+    rows[:, 5], rows[:, 6] = base, group
+    rows[:, 8] = width if tall else np.minimum(width - offset, ROW_BYTES)
+    rows[:, 7] = rows[:, 8] * (np.minimum(count - first, step[of]) if tall else 1)
     return rows
 
 
@@ -102,14 +106,14 @@ class KernelTable:
     """
 
     def __init__(self, blocks: Iterable[Block], device: torch.device, homes: Sequence[int] = ()) -> None:
-        kinds: dict[_Kind, list[np.ndarray]] = {}
+        kinds: dict[_Kind, list[Block]] = {}
         for block in blocks:
             if block.count and block.width:
-                kinds.setdefault(_Kind.of(block), []).append(_rows(block))
+                kinds.setdefault(_Kind.of(block), []).append(block)
         self._device = device
         self._homes = np.array(homes)
         self._unused = torch.zeros(1, dtype=torch.int64, device=device)
-        self._parts = [(kind, *self._upload(np.concatenate(rows), kind)) for kind, rows in kinds.items()]
+        self._parts = [(kind, *self._upload(_rows(alike, kind.tall), kind)) for kind, alike in kinds.items()]
 
     def _upload(self, rows: np.ndarray, kind: _Kind) -> tuple[torch.Tensor, torch.Tensor, int]:
         if len(self._homes):
