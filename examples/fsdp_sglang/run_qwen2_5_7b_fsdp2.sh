@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # GRPO on GSM8K with Qwen2.5-7B-Instruct: FSDP2 trainer, SGLang rollout with tensor parallelism, on the same GPUs.
-# Needs GSM8K as verl prepares it (examples/data_preprocess/gsm8k.py of verl), then:
+# Needs GSM8K (python examples/data/gsm8k.py ~/data/gsm8k), then:
 #   NGPUS=8 ROLLOUT_TP=2 bash run_qwen2_5_7b_fsdp2.sh [hydra overrides]
 set -euxo pipefail
 
@@ -36,7 +36,7 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32 \
     actor_rollout_ref.rollout.multi_stage_wake_up=True \
     actor_rollout_ref.rollout.update_weights_bucket_megabytes=512 \
-    trainer.logger='["console","wandb"]' \
+    trainer.logger='["console"]' \
     trainer.project_name=verl_sync_plugin \
     trainer.experiment_name=qwen2_5_7b_fsdp2 \
     trainer.n_gpus_per_node="$NGPUS" \

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # GRPO with LoRA on GSM8K, Qwen2.5-7B-Instruct: the adapter is merged while the weights stream to SGLang.
-# Needs GSM8K as verl prepares it (examples/data_preprocess/gsm8k.py of verl), then:
+# Needs GSM8K (python examples/data/gsm8k.py ~/data/gsm8k), then:
 #   NGPUS=2 ROLLOUT_TP=2 bash run_qwen2_5_7b_lora.sh [hydra overrides]
 # DoRA: actor_rollout_ref.model.lora.type=dora. Served as an adapter: actor_rollout_ref.model.lora.merge=False
 set -euxo pipefail
@@ -38,7 +38,7 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
     actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16 \
     actor_rollout_ref.rollout.update_weights_bucket_megabytes=512 \
-    trainer.logger='["console","wandb"]' \
+    trainer.logger='["console"]' \
     trainer.project_name=verl_sync_plugin \
     trainer.experiment_name=qwen2_5_7b_lora \
     trainer.n_gpus_per_node="$NGPUS" \

@@ -44,11 +44,11 @@ def _rows(blocks: Sequence[Block], tall: bool) -> np.ndarray:
     ]  # fmt: skip
     table = np.array(fields, dtype=np.int64)
     step = np.maximum(1, ROW_BYTES // table[:, 3]) if tall else np.ones(len(table), dtype=np.int64)  # runs per row
-    columns = 1 if tall else -(-table[:, 3] // ROW_BYTES)  # rows per run
+    columns = np.ones_like(step) if tall else -(-table[:, 3] // ROW_BYTES)  # rows per run
     many = -(-table[:, 4] // step) * columns
     of = np.repeat(np.arange(len(table)), many)  # the block of each row
     row = np.arange(len(of)) - np.repeat(np.cumsum(many) - many, many)  # its number in the block
-    run, column = (row, 0) if tall else np.divmod(row, columns[of])
+    run, column = np.divmod(row, columns[of])
     first, offset = run * step[of], column * ROW_BYTES
     source, target, position, width, count, by, target_by, position_by, base, group, grow = table[of].T
     rows = np.empty((len(of), 10), dtype=np.int64)
