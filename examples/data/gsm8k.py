@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GSM8K as verl reads it: ``train.parquet`` and ``test.parquet``, from the dataset ``openai/gsm8k`` of the Hugging Face Hub.
+"""GSM8K as verl reads it: ``train.parquet`` and ``test.parquet``, from ``openai/gsm8k`` of the Hugging Face Hub.
 
 python examples/data/gsm8k.py ~/data/gsm8k
 
-verl has a script that makes the same files, but its wheel leaves it out. verl's own reward for ``openai/gsm8k`` looks for
-the number behind ``####``, which is why every prompt asks for it.
+verl has a script that makes the same files, but its wheel leaves it out. verl's own reward for ``openai/gsm8k`` looks
+for the number behind ``####``, which is why every prompt asks for it.
 """
 
 from __future__ import annotations

@@ -33,7 +33,9 @@ def test_verl_reads_and_rewards_a_row(tmp_path: Path, tiny_model: Any) -> None:
     path = tmp_path / "train.parquet"
     datasets.Dataset.from_list([made]).to_parquet(str(path))
     tokenizer = AutoTokenizer.from_pretrained(tiny_model("qwen2"))
-    read = RLHFDataset(str(path), tokenizer, OmegaConf.create({"max_prompt_length": 512, "cache_dir": str(tmp_path)}))[0]
+    read = RLHFDataset(str(path), tokenizer, OmegaConf.create({"max_prompt_length": 512, "cache_dir": str(tmp_path)}))[
+        0
+    ]
     assert "How many did she sell?" in str(read["raw_prompt"]) and read["index"] == 3
     truth = read["reward_model"]["ground_truth"]
     assert default_compute_score(read["data_source"], "... so it is\n#### 1234", truth) == 1.0
