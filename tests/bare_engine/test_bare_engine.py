@@ -97,7 +97,7 @@ def test_failures_are_the_same_everywhere_and_the_next_sync_works(
     ("kind", "strategy", "world", "settings"),
     [
         pytest.param("qwen2", "fsdp2", 2, (), id="fsdp2-tp2-fp32", marks=extended),
-        pytest.param("qwen2", "megatron", 2, (("tp", 2),), id="megatron-tp2"),
+        pytest.param("qwen2", "megatron", 2, (("tp", 2),), id="megatron-tp2", marks=extended),
     ],
 )
 def test_parameters_are_read_where_they_lie(

@@ -104,6 +104,8 @@ def test_nothing_of_the_trainer_is_held_between_syncs(merge: bool) -> None:
     run_world(2, offload_between_syncs, Layout((2,)), merge)
 
 
-@pytest.mark.parametrize("layout", [Layout((2,)), Layout((2,), True)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout((2,)), pytest.param(Layout((2,), True), marks=pytest.mark.extended)], ids=str
+)
 def test_a_hundred_merges_and_a_failure_leave_the_trainer_bit_identical(layout: Layout) -> None:
     run_world(layout.size, sync_often, layout, 100)

@@ -11,7 +11,7 @@ from ray.cluster_utils import Cluster
 
 from doctor_runs import Told, doctor, stand_in
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")

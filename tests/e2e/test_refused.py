@@ -53,6 +53,7 @@ def test_model_that_sglang_cannot_hold(tiny_model: Callable[[str], str], tmp_pat
     assert f"set {ROLLOUT}.custom.sync.enabled=False" in text
 
 
+@pytest.mark.extended
 def test_ia3_through_lora_adapter_path(tmp_path: Path) -> None:
     adapter = tmp_path / "adapter"
     IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]).save_pretrained(str(adapter))

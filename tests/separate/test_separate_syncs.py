@@ -144,6 +144,7 @@ def test_on_one_host_engines_read_the_memory_of_the_trainer(model: str, tmp_path
         exact(driver, [first, second], tmp_path / "v7")
 
 
+@pytest.mark.extended  # of the same without an engine: tests/contract/test_exchanged.py
 def test_over_hosts_every_byte_crosses_once_and_engines_of_a_host_share(model: str, tmp_path: Path) -> None:
     """Two engines on one other host, of which each holds a part for both; then one of them is on the trainer's."""
     with members(model, 2) as (driver, (first, second)):

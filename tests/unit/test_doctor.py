@@ -58,6 +58,7 @@ def source(folder: Path) -> str:
     return str(folder / "source")
 
 
+@pytest.mark.extended
 def test_python_path_instead_of_pip(tmp_path: Path) -> None:
     python = environment_without(tmp_path, "verl_sync_plugin-")
     told = doctor(tmp_path, python=python, PYTHONPATH=source(tmp_path))
@@ -120,6 +121,7 @@ def test_another_plugin_was_there_first(tmp_path: Path) -> None:
     assert "other-plugin 1.0" in told.findings["other-plugins"]["text"]
 
 
+@pytest.mark.extended
 def test_other_plugins_that_take_keys_later(tmp_path: Path) -> None:
     """Each key that our entries can be replaced under without an error, by a plugin that comes after ours."""
     site = other_plugin(
