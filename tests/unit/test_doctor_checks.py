@@ -54,6 +54,7 @@ def test_a_good_machine_has_nothing_to_mend() -> None:
         ({"devices": []}, "gpu", "problem", "sees no GPU", "CUDA_VISIBLE_DEVICES"),
         ({"devices": [], "torch_cuda": None}, "gpu", "problem", "a build without CUDA", "install the torch"),
         ({"devices": [], "driver": None}, "gpu", "warning", "only starts runs", "--ray"),
+        ({"devices": [], "driver": None, "torch_cuda": None}, "gpu", "warning", "for CPUs", "VERL_PLATFORM=cpu"),
         ({"devices": [H200, {**H200, "name": "A10"}]}, "gpu", "warning", "different GPUs", "of one kind"),
         ({"no_peer_access": [[0, 1], [1, 0]]}, "peer-access", "warning", "0→1, 1→0", "nvidia-smi topo"),
         ({"cuda_ipc": "RuntimeError: CUDA error: invalid"}, "cuda-ipc", "problem", "CUDA error: invalid", "--ipc=host"),

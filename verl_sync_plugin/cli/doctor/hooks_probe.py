@@ -213,15 +213,21 @@ def _look(look: Callable[[], str]) -> dict[str, Any]:
 
 
 def _cause(error: BaseException) -> dict[str, str]:
-    """Which module an import failed for, and the last file of the traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    inner = error.__cause__ or error.__context__ or error
+    """Which module an import failed for, and the file that raised first."""
+    inner = error
+    while following := inner.__cause__ or inner.__context__:  # transformers wraps whatever stops an import of its own
+        inner = following
+    frames = traceback.extract_tb(inner.__traceback__)
     missing = getattr(inner, "name", "") if isinstance(inner, ModuleNotFoundError) else ""
     return {"missing": missing or "", "file": frames[-1].filename if frames else ""}
 
 
 def one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:600]
+    first = error
+    while following := first.__cause__ or first.__context__:
+        first = following
+    because = f" (because of {type(first).__name__}: {first})" if first is not error else ""
+    return " ".join(f"{type(error).__name__}: {error}{because}".split())[:600]
 
 
 def main(arguments: list[str]) -> int:

@@ -125,6 +125,9 @@ def _build(path: str, config: Any) -> Any:
         except Exception as error:
             errors.append(error)
     text = f"{path}: no model can be built of this config: {first_sentence(errors[0])}"
+    if isinstance(errors[0], ImportError) and errors[0].__cause__ is not None:
+        remedy = "mend this environment; in that of make quickstart, put VERL_PLATFORM=cpu in front of the command"
+        raise ValueError(f"{text} ({first_sentence(errors[0].__cause__)}); {remedy}") from errors[0]
     raise ValueError(f"{text}; give a causal language model") from errors[0]
 
 
