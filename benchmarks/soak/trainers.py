@@ -38,7 +38,15 @@ def server_options(kind: str) -> list[str]:
     """What SGLang's command line needs for a kind of trainer."""
     if kind != "fsdp2-lora-served":
         return []
-    return ["--enable-lora", "--lora-backend", "torch_native", "--max-lora-rank", str(RANK), "--lora-target-modules", *TARGETS]
+    return [
+        "--enable-lora",
+        "--lora-backend",
+        "torch_native",
+        "--max-lora-rank",
+        str(RANK),
+        "--lora-target-modules",
+        *TARGETS,
+    ]
 
 
 def engine(kind: str, model: str, folder: Path) -> Any:

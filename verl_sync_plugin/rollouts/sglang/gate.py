@@ -22,8 +22,8 @@ class WeightsGate:
         self._settle()
 
     def succeed(self) -> None:
-        """Ends the sync: it succeeded and the weights are whole. One that was given up meanwhile has failed: the trainer
-        has said so, whatever a server that was late has come to."""
+        """Ends the sync: it succeeded and the weights are whole. One that was given up meanwhile has failed: so the
+        trainer has said, whatever a server that was late has come to."""
         if self._syncing:
             self._syncing, self._failure = False, None
             self._settle()
