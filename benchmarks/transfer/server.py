@@ -70,9 +70,8 @@ class Client:
     def tokens(self) -> list[int]:
         """Greedy tokens of a fixed prompt: the same for the same weights."""
         sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
-        body: dict[str, Any] = {"input_ids": list(range(100, 132)), "sampling_params": sampling}
-        if self.adapter:
-            body["lora_path"] = self.adapter
+        adapter = {"lora_path": self.adapter} if self.adapter else {}
+        body = {"input_ids": list(range(100, 132)), "sampling_params": sampling, **adapter}
         return list(self.ask("POST", "/generate", body)["output_ids"])
 
 
