@@ -85,6 +85,23 @@ def rss_peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def mapped_shared_bytes(pid: int) -> int:
+    """Bytes of shared memory that a process has mapped: named (in ``/dev/shm``) and anonymous."""
+    total = 0
+    with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if "/dev/shm/" in line or "/memfd:" in line:
+                first, _, last = line.split(" ", 1)[0].partition("-")
+                total += int(last, 16) - int(first, 16)
+    return total
+
+
+def dev_shm_bytes() -> int:
+    """Bytes in use in ``/dev/shm``, by every process on the machine."""
+    found = os.statvfs("/dev/shm")
+    return (found.f_blocks - found.f_bfree) * found.f_frsize
+
+
 class PeakSampler:
     """Samples device and host memory in a thread between ``start`` and ``stop``.
 

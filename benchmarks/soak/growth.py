@@ -22,9 +22,15 @@ ALLOWED: dict[str, float] = {
     "trainer.rss_bytes": 16 * MIB,
     "trainer.fds": 2,  # a socket that is about to be closed
     "trainer.threads": 2,  # a pool that has not yet reached its size
+    "trainer.shared_bytes": 0,  # mapped: staging memory, which is one piece for the whole run
     "schedulers.rss_bytes": 16 * MIB,
     "schedulers.fds": 2,
     "schedulers.threads": 2,
+    "schedulers.shared_bytes": 0,
+    "rollout.rss_bytes": 16 * MIB,  # of a separate rollout, the process beside the scheduler
+    "rollout.fds": 2,
+    "rollout.threads": 2,
+    "rollout.shared_bytes": 0,
 }
 # of the early seconds; without an accelerator the neighbours on the machine decide, so it is not looked at
 ALLOWED_SECONDS_SHARE = 0.25
@@ -32,7 +38,7 @@ ALLOWED_SECONDS_SHARE = 0.25
 
 def _value(sample: dict[str, Any], name: str) -> float | None:
     part, _, key = name.rpartition(".")
-    value = (sample[part] if part else sample).get(key)
+    value = (sample.get(part, {}) if part else sample).get(key)
     return None if value is None else float(value)
 
 

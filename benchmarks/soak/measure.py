@@ -21,9 +21,10 @@ from typing import Any
 import psutil
 
 from benchmarks import floor, gauges, machine, schema
-from benchmarks.soak import growth
+from benchmarks.soak import growth, trainers
 from benchmarks.transfer import models, rig, ways
 
+Bench = rig.Rig | trainers.Trained
 HARNESS = "soak"
 LEAST_SYNCS = 24
 
@@ -36,6 +37,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--case", help="default: soak-MODEL")
     parser.add_argument("--model", choices=sorted(models.CONFIGS), required=True)
     parser.add_argument("--variant", choices=("plugin", "plugin-unhashed", "stock"), default="plugin")
+    parser.add_argument("--trainer", choices=trainers.KINDS, default="plain", help="plain: tensors in one process")
     parser.add_argument("--bucket-mb", type=int, default=512)
     parser.add_argument("--trainer-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--syncs", type=int, default=200)
@@ -45,6 +47,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
     args.case = args.case or f"soak-{args.model}"
+    if args.trainer != "plain" and (args.device, args.variant) != ("cpu", "plugin"):
+        parser.error(f"--trainer {args.trainer}: with --device cpu and --variant plugin")
     if args.syncs < LEAST_SYNCS or args.syncs % 2 or not 1 <= args.every <= args.syncs // 8:
         parser.error(f"--syncs: an even number from {LEAST_SYNCS} on; --every: at most an eighth of it")
     return args
@@ -53,22 +57,32 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def _process(process: psutil.Process) -> dict[str, int]:
     with process.oneshot():
         rss, threads = process.memory_info().rss, process.num_threads()
-    return {"rss_bytes": rss, "fds": process.num_fds(), "threads": threads}
+    shared = gauges.mapped_shared_bytes(process.pid)
+    return {"rss_bytes": rss, "fds": process.num_fds(), "threads": threads, "shared_bytes": shared}
 
 
-def sample(bench: rig.Rig, number: int, seconds: list[float]) -> dict[str, Any]:
-    """What trainer, schedulers and device hold after sync ``number``."""
+def sample(bench: Bench, number: int, seconds: list[float]) -> dict[str, Any]:
+    """What trainer, schedulers and device hold after sync ``number``, and ``/dev/shm`` of the whole machine."""
     found: dict[str, Any] = {"sync": number, "seconds": round(statistics.median(seconds), 6)}
     found["device_used_bytes"] = gauges.device_used_bytes(gauges.current_device())
-    found["trainer"] = {**_process(psutil.Process()), **gauges.torch_bytes()}
-    parts = [_process(process) for process in bench.server.schedulers()]
-    found["schedulers"] = {name: sum(part[name] for part in parts) for name in parts[0]}
+    found["dev_shm_bytes"] = gauges.dev_shm_bytes()
+    for kind, processes in bench.processes().items():
+        parts = [_process(process) for process in processes]
+        found[kind] = {name: sum(part[name] for part in parts) for name in parts[0]}
+    found["trainer"].update(gauges.torch_bytes())
     return found
 
 
-def soak(args: argparse.Namespace, bench: rig.Rig) -> dict[str, Any]:
+def _way(args: argparse.Namespace, bench: Bench) -> Any:
+    """What makes the syncs."""
+    if isinstance(bench, trainers.Trained):
+        return bench
+    return ways.make(args.variant, bench.server, bench.named, args.bucket_mb, args.device)
+
+
+def soak(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
     """Runs the syncs; samples, and the tokens for the first weights and for others, at the start and at the end."""
-    way = ways.make(args.variant, bench.server, bench.named, args.bucket_mb, args.device)
+    way = _way(args, bench)
     samples: list[dict[str, Any]] = []
     tokens: dict[str, list[list[int]]] = {"first": [], "others": []}
     seconds: list[float] = []
@@ -81,7 +95,7 @@ def soak(args: argparse.Namespace, bench: rig.Rig) -> dict[str, Any]:
         seconds.append(time.perf_counter() - started)
         if number <= 2 or number > args.syncs - 2:
             tokens["others" if number % 2 else "first"].append(bench.server.tokens())
-        if number % args.every == 0:
+        if number == 1 or number % args.every == 0:
             samples.append(sample(bench, number, seconds[-args.every :]))
             print(json.dumps(samples[-1]), flush=True)
     way.close()
@@ -99,13 +113,14 @@ def problems(samples: dict[str, Any]) -> list[str]:
     return found
 
 
-def run_of(args: argparse.Namespace, samples: dict[str, Any], bench: rig.Rig) -> dict[str, Any]:
+def run_of(args: argparse.Namespace, samples: dict[str, Any], bench: Bench) -> dict[str, Any]:
     """The one entry of ``runs``, in the form of ``schema``."""
     seconds = statistics.median(entry["seconds"] for entry in samples["syncs"])
     none = {"sleep": 0.0, "resume_weights": 0.0, "resume_kv": 0.0}
     settings = {
         "harness": HARNESS, "model": args.model, "bucket_mb": args.bucket_mb, "device": args.device,
-        "tensors": len(bench.named), "trainer_dtype": args.trainer_dtype, "hashed": args.variant == "plugin",
+        "tensors": bench.tensors, "trainer": args.trainer, "trainer_dtype": args.trainer_dtype,
+        "hashed": args.variant == "plugin",
         "floor_seconds": floor.seconds(bench.nbytes), "syncs": args.syncs, "every": args.every,
     }  # fmt: skip
     used = [entry["device_used_bytes"] for entry in samples["syncs"] if entry["device_used_bytes"] is not None]
@@ -123,11 +138,12 @@ def run_of(args: argparse.Namespace, samples: dict[str, Any], bench: rig.Rig) ->
 def command_line(args: argparse.Namespace) -> str:
     """The command that measures the same again, without the paths of this machine."""
     words = f"--case {args.case} --model {args.model} --variant {args.variant} --bucket-mb {args.bucket_mb}"
-    words += f" --trainer-dtype {args.trainer_dtype} --syncs {args.syncs} --every {args.every} --device {args.device}"
+    words += f" --trainer {args.trainer} --trainer-dtype {args.trainer_dtype}"
+    words += f" --syncs {args.syncs} --every {args.every} --device {args.device}"
     return f"python -m benchmarks.soak {words}"
 
 
-def measure(args: argparse.Namespace, bench: rig.Rig) -> int:
+def measure(args: argparse.Namespace, bench: Bench) -> int:
     """Runs the syncs and writes the result, whether or not something grew; returns the exit status."""
     samples = soak(args, bench)
     result = machine.result(args.case, command_line(args), [run_of(args, samples, bench)])
@@ -143,5 +159,8 @@ def main(argv: list[str] | None = None) -> int:
     """Measures one case; returns the exit status."""
     args = arguments(argv)
     work = (args.work or Path(tempfile.mkdtemp(prefix="sync-soak-"))).resolve()
+    if args.trainer != "plain":
+        with trainers.rig(args.trainer, args.model, args.bucket_mb, work) as trained:
+            return measure(args, trained)
     with rig.rig(args.model, args.device, args.trainer_dtype, work) as bench:
         return measure(args, bench)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks import launch
 from benchmarks.transfer import models
 
@@ -32,6 +34,14 @@ class Rig:
     device: str
     nbytes: int
 
+    @property
+    def tensors(self) -> int:
+        return len(self.named)
+
+    def processes(self) -> dict[str, list[psutil.Process]]:
+        """All whose growth matters, by what they are."""
+        return {"trainer": [psutil.Process()], "schedulers": self.server.schedulers()}
+
     def other_weights(self) -> None:
         """Turns the trainer's weights into others, and at the next call back into what they were."""
         head = self.named[-1][1]
@@ -39,11 +49,9 @@ class Rig:
 
 
 @contextmanager
-def rig(model: str, device: str, dtype: str, work: Path) -> Iterator[Rig]:
-    """Starts the server and makes the weights; ends every process below this one."""
+def one_rank(work: Path) -> Iterator[None]:
+    """This process is the only rank of a trainer; ends every process below it in the end."""
     import torch.distributed as dist
-
-    from benchmarks.transfer.server import Server
 
     work.mkdir(parents=True, exist_ok=True)
     # a visit's time limit ends this process alone; unwinding is what ends the server, with its device memory
@@ -51,6 +59,18 @@ def rig(model: str, device: str, dtype: str, work: Path) -> Iterator[Rig]:
     launch.become_subreaper()
     dist.init_process_group("gloo", init_method=f"file://{work}/store-{os.getpid()}", rank=0, world_size=1)
     try:
+        yield
+    finally:
+        launch.end_descendants()
+        dist.destroy_process_group()
+
+
+@contextmanager
+def rig(model: str, device: str, dtype: str, work: Path) -> Iterator[Rig]:
+    """Starts the server and makes the weights; ends every process below this one."""
+    from benchmarks.transfer.server import Server
+
+    with one_rank(work):
         config = models.write_config(model, work / model)
         named = models.weights(model, device, dtype, work)
         server = Server(config, device, work / f"{model}-server.log")
@@ -58,6 +78,3 @@ def rig(model: str, device: str, dtype: str, work: Path) -> Iterator[Rig]:
             yield Rig(server, named, device, sum(2 * tensor.numel() for _, tensor in named))
         finally:
             server.stop()
-    finally:
-        launch.end_descendants()
-        dist.destroy_process_group()

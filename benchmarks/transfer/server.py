@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from typing import Any
 import psutil
 
 from verl_sync_plugin.rollouts.sglang.request import LOADER, hand_down, new_token, pack_request
+from verl_sync_plugin.rollouts.sglang.served_lora import pack_adapter, served_settings
 from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
 from verl_sync_plugin.transport.protocol import LoadRequest
 
 START_SECONDS = 240.0
+ADAPTER = "trained"
 _CUDA = (
     "--attention-backend triton --mem-fraction-static 0.5 --cuda-graph-bs 1 2 4 8 --disable-piecewise-cuda-graph "
     "--enable-memory-saver"
@@ -35,35 +38,16 @@ _CPU = (
 )
 
 
-class Server:
-    """``sglang.launch_server`` with random weights; ended by ``stop``."""
+class Client:
+    """Whoever knows the port of a server.
 
-    def __init__(self, model: Path, device: str, log: Path) -> None:
-        self.port = _free_port()
-        common = "--load-format dummy --skip-tokenizer-init --sampling-backend pytorch --grammar-backend none"
-        words = f"{common} --skip-server-warmup --log-level warning {_CPU if device == 'cpu' else _CUDA}".split()
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(self.port)]
-        hand_down(new_token())
-        env = dict(os.environ, **({"SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else {}))
-        env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "0")
-        with open(log, "wb") as output:
-            self._process = subprocess.Popen(
-                [*command, *words, "--custom-weight-loader", LOADER], stdout=output, stderr=subprocess.STDOUT, env=env
-            )
-        self._log = log
-        self.model = model
-        self._wait()
+    Attributes:
+        adapter: generation is asked of this one, where SGLang serves any.
+    """
 
-    def _wait(self) -> None:
-        end = time.monotonic() + START_SECONDS
-        while time.monotonic() < end and self._process.poll() is None:
-            try:
-                self.ask("GET", "/get_model_info")
-                return
-            except (OSError, RuntimeError):
-                time.sleep(0.5)
-        self.stop()
-        raise RuntimeError(f"SGLang did not start:\n{self._log.read_text(errors='replace')[-4000:]}")
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.adapter = ""
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """One request on a connection of its own.
@@ -86,8 +70,41 @@ class Server:
     def tokens(self) -> list[int]:
         """Greedy tokens of a fixed prompt: the same for the same weights."""
         sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
-        answer = self.ask("POST", "/generate", {"input_ids": list(range(100, 132)), "sampling_params": sampling})
-        return list(answer["output_ids"])
+        adapter = {"lora_path": self.adapter} if self.adapter else {}
+        body = {"input_ids": list(range(100, 132)), "sampling_params": sampling, **adapter}
+        return list(self.ask("POST", "/generate", body)["output_ids"])
+
+
+class Server(Client):
+    """``sglang.launch_server`` with random weights; ended by ``stop``."""
+
+    def __init__(self, model: Path, device: str, log: Path, options: Sequence[str] = ()) -> None:
+        super().__init__(_free_port())
+        common = "--load-format dummy --skip-tokenizer-init --sampling-backend pytorch --grammar-backend none"
+        words = f"{common} --skip-server-warmup --log-level warning {_CPU if device == 'cpu' else _CUDA}".split()
+        words += options
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(self.port)]
+        hand_down(new_token())
+        env = dict(os.environ, **({"SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else {}))
+        env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "0")
+        with open(log, "wb") as output:
+            self._process = subprocess.Popen(
+                [*command, *words, "--custom-weight-loader", LOADER], stdout=output, stderr=subprocess.STDOUT, env=env
+            )
+        self._log = log
+        self.model = model
+        self._wait()
+
+    def _wait(self) -> None:
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end and self._process.poll() is None:
+            try:
+                self.ask("GET", "/get_model_info")
+                return
+            except (OSError, RuntimeError):
+                time.sleep(0.5)
+        self.stop()
+        raise RuntimeError(f"SGLang did not start:\n{self._log.read_text(errors='replace')[-4000:]}")
 
     def schedulers(self) -> list[psutil.Process]:
         """The processes that hold the model, one per rank.
@@ -125,15 +142,24 @@ def _free_port() -> int:
 
 
 class ServerEndpoint(RolloutEndpoint):
-    """The server as the plugin's sharding manager sees it: one POST per sync."""
+    """The server as the plugin's sharding manager sees it: one POST per sync.
 
-    def __init__(self, server: Server) -> None:
+    Args:
+        server: of one engine rank.
+        ranks: see ``RolloutEndpoint``.
+    """
+
+    def __init__(self, server: Client, ranks: tuple[int, ...] = (0,)) -> None:
         self._server = server
+        self._ranks = ranks
         self._flushing: Future[None] | None = None
 
     leader = True  # type: ignore[assignment]
     restores_uncovered = False  # type: ignore[assignment]
-    ranks = (0,)  # type: ignore[assignment]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self._ranks
 
     async def resume(self, tags: list[str]) -> None:
         raise AssertionError("the benchmark's server never sleeps")
@@ -152,13 +178,20 @@ class ServerEndpoint(RolloutEndpoint):
         pass
 
     async def load_adapter(self, config: Any, factors: Any, weight_version: str | None) -> LoadOutcome:
-        raise AssertionError("the benchmark moves whole weights")
+        server, body = self._server, {"lora_name": ADAPTER}
+        if server.adapter:
+            await asyncio.to_thread(server.ask, "POST", "/unload_lora_adapter", body)
+        packed = base64.b64encode(pack_adapter(factors)).decode()
+        body = {**body, "config_dict": served_settings(config), "serialized_tensors": packed}
+        await asyncio.to_thread(server.ask, "POST", "/load_lora_adapter_from_tensors", body)
+        server.adapter = ADAPTER
+        return LoadOutcome(nbytes=len(packed))
 
     def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
         return _Post(self._server, request)
 
 
-def _asked(server: Server, *question: Any) -> Future[None]:
+def _asked(server: Client, *question: Any) -> Future[None]:
     """Asks in a thread."""
     future: Future[None] = Future()
 
@@ -174,7 +207,7 @@ def _asked(server: Server, *question: Any) -> Future[None]:
 
 
 class _Post(PendingLoad):
-    def __init__(self, server: Server, request: LoadRequest) -> None:
+    def __init__(self, server: Client, request: LoadRequest) -> None:
         blob = base64.b64encode(pack_request(request.to_wire())).decode()
         body = {"serialized_named_tensors": [blob], "load_format": LOADER, "flush_cache": False}
         self._future = _asked(server, "POST", "/update_weights_from_tensor", body)

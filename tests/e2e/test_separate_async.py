@@ -18,10 +18,15 @@ ROLLOUT = "actor_rollout_ref.rollout"
 SEPARATE = {"SeparateTrainer": [0, 1, 2, 3], "SeparateRollout": [0, 0, 1, 1, 2, 3]}
 
 
-@pytest.fixture(scope="module")
-def separate(tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Run:
+@pytest.fixture(
+    scope="module", params=["e2e.dying_replica", pytest.param("e2e.dying_engine", marks=pytest.mark.extended)]
+)
+def separate(
+    request: pytest.FixtureRequest, tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
+) -> Run:
     """Three steps of two trainer ranks, each of which shares its GPU with an engine, and of two replicas with GPUs of
-    their own. One of these dies in the sync behind the second step."""
+    their own. Of one of these a process dies in the sync behind the second step: verl's beside the engine, or a
+    scheduler of SGLang's."""
     overrides = (
         "+sync=separate",
         "trainer.v1.separate_async.parameter_sync_step=1",
@@ -32,7 +37,7 @@ def separate(tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPath
         f"{ROLLOUT}.custom.sync.timeout_seconds=90",
         "++ray_kwargs.ray_init.num_gpus=4",
     )
-    setup = Setup(overrides, 2, 3, Path(tiny_model("qwen2")), modules=("e2e.dying_replica",), replicas=2)
+    setup = Setup(overrides, 2, 3, Path(tiny_model("qwen2")), modules=(request.param,), replicas=2)
     return main_ppo(setup, tmp_path_factory.mktemp("separate"))
 
 

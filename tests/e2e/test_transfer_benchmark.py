@@ -17,6 +17,7 @@ import unmeasured
 from benchmarks import schema
 from benchmarks.report import table, transfer_table
 from benchmarks.soak import growth
+from benchmarks.soak.trainers import KINDS
 from benchmarks.transfer import models as transfer_models
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,14 +101,34 @@ def test_soak_samples_both_processes(folder: Path) -> None:
     result = json.loads((folder / "soak.json").read_text())
     assert not schema.problems(result)
     samples = result["runs"][0]["samples"]
-    assert [sample["sync"] for sample in samples["syncs"]] == list(range(3, 31, 3))
+    assert [sample["sync"] for sample in samples["syncs"]] == [1, *range(3, 31, 3)]
     for part in ("trainer", "schedulers"):
         assert all(sample[part]["rss_bytes"] > 1e8 and sample[part]["fds"] > 3 for sample in samples["syncs"])
-    expected = {name for name in growth.ALLOWED if not name.startswith(("device", "trainer.torch"))}
+    expected = {name for name in growth.ALLOWED if not name.startswith(("device", "trainer.torch", "rollout"))}
     assert samples["growth"].keys() == expected, "and no seconds: other work on this machine decides those"
     first, others = samples["tokens"]["first"], samples["tokens"]["others"]
     assert len(first) == len(others) == 2 and first[0] == first[1] != others[0] == others[1]
     assert "30 syncs in a row" in table.render([result]) and "nothing grows" in table.render([result])
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+@pytest.mark.parametrize("trainer", [kind for kind in KINDS if kind != "plain"])
+def test_soak_of_a_training_engine(trainer: str, tmp_path: Path) -> None:
+    """Also the adapter that SGLang serves, and the rollout rank of a separate rollout."""
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    megatron = {"VERL_CPU_MCORE": "1"} if trainer == "megatron" else {}
+    words = f"--model tiny --trainer {trainer} --bucket-mb 1 --syncs 24 --every 3 --device cpu --work w --out soak.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.soak", *words.split()],
+        env={**unmeasured.environment(), **megatron, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = json.loads((tmp_path / "soak.json").read_text())
+    assert not schema.problems(result)
+    grown = {name.partition(".")[0] for name in result["runs"][0]["samples"]["growth"]}
+    assert grown == {"trainer", "schedulers", *(["rollout"] if trainer == "separate" else [])}
 
 
 @pytest.mark.slow

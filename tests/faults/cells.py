@@ -50,7 +50,8 @@ class Cell:
     @property
     def heard_by(self) -> int:
         """The trainer rank that hears of it first: the engine rank's own, or the one that leads and asks the server."""
-        beside = self.place == "engine" and self.stage not in ("wake", "finish")
+        complains = self.stage == "connect" and self.kind in ("error", "oom")
+        beside = self.place == "engine" and self.stage not in ("wake", "finish") and not complains
         return 1 if beside or self.place == "trainer" else 0
 
     @property

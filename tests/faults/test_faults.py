@@ -17,6 +17,7 @@ SMOKE = (
     Cell("trainer", "pack", "oom", "second"),
     Cell("engine", "load", "error", "direct"),
     Cell("server", "commit", "error", "first"),
+    Cell("engine", "connect", "error", "second"),
     Cell("leader", "hand over", "slow", "direct"),
     Cell("engine", "commit", "stop", "second"),
     Cell("trainer", "commit", "kill", "direct"),

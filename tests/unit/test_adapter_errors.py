@@ -28,10 +28,8 @@ class Manager:
 
     def __init__(self) -> None:
         self.errors: list[Exception] = []
-        self.abandoned: list[str] = []
         self.asked: list[list[str]] = []
         self.agreement = SimpleNamespace(attempt=self.attempt)
-        self.endpoint = SimpleNamespace(leader=True, abandon=self.abandon)
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
@@ -39,9 +37,6 @@ class Manager:
             yield
         except Exception as error:
             self.errors.append(error)
-
-    async def abandon(self, why: str) -> None:
-        self.abandoned.append(why)
 
     async def update_weights(self, tags: list[str], global_steps: int | None) -> None:
         self.asked.append(tags)
@@ -78,7 +73,6 @@ def test_an_error_while_making_room_is_told_to_all_and_forgotten(
     adapter.make_room_for_weights(offloaded=False)
     with pytest.raises(SyncError, match="on all ranks: CUDA error of the step before"):
         asyncio.run(adapter.update_weights(stream, 1, ends=False))
-    assert manager.abandoned == ["on all ranks: CUDA error of the step before"], "the engine may not generate"
     for step in (2, 3):
         asyncio.run(adapter.update_weights(stream, step, ends=False))
     assert manager.asked == [["weights"], ["weights"], []], "what could not be woken is still to be"

@@ -149,7 +149,8 @@ def soak_samples(**rates: float) -> list[dict[str, Any]]:
         trainer = {"rss_bytes": 10**9, "fds": 12, "threads": 4, "torch_allocated_bytes": 10**9}
         trainer["torch_reserved_bytes"] = 2 * 10**9
         sample = {"sync": sync, "seconds": 0.01, "device_used_bytes": 10**10, "trainer": trainer}
-        sample["schedulers"] = {"rss_bytes": 10**9, "fds": 60, "threads": 27}
+        sample["schedulers"] = {"rss_bytes": 10**9, "fds": 60, "threads": 27, "shared_bytes": 10**6}
+        sample["rollout"] = {"rss_bytes": 10**9, "fds": 20, "threads": 10, "shared_bytes": 10**6}
         for name, rate in rates.items():
             part, _, key = name.rpartition("__")
             (sample[part] if part else sample)[key] += rate * sync
@@ -169,6 +170,9 @@ def soak_samples(**rates: float) -> list[dict[str, Any]]:
         ("schedulers__rss_bytes", 200_000),
         ("schedulers__fds", 0.1),
         ("schedulers__threads", 0.1),
+        ("schedulers__shared_bytes", 1),
+        ("rollout__rss_bytes", 200_000),
+        ("rollout__fds", 0.1),
         ("seconds", 0.00005),
     ],
 )

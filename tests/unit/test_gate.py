@@ -51,6 +51,23 @@ def test_locked_after_a_failure_until_a_sync_succeeds() -> None:
     asyncio.run(story())
 
 
+def test_a_sync_that_was_given_up_does_not_succeed_later() -> None:
+    """A server that was stopped in the last step of a sync goes on with it, and finds that it was given up."""
+
+    async def story() -> None:
+        gate = WeightsGate()
+        gate.begin()
+        gate.fail("no answer")
+        gate.succeed()
+        with pytest.raises(RuntimeError, match="half written: no answer"):
+            await gate.enter()
+        gate.begin()
+        gate.succeed()
+        await gate.enter()
+
+    asyncio.run(story())
+
+
 def test_a_failure_without_a_word_is_one() -> None:
     async def story() -> None:
         gate = WeightsGate()

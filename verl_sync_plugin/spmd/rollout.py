@@ -23,7 +23,6 @@ from verl_sync_plugin.spmd.engine import OwnEngine, errors
 from verl_sync_plugin.spmd.groups import make_groups
 from verl_sync_plugin.spmd.manager import SpmdShardingManager
 from verl_sync_plugin.spmd.prompts import Generated, Prompts, padded, request_of
-from verl_sync_plugin.sync.endpoint import abandon
 from verl_sync_plugin.trainers.base import trainer_device
 from verl_sync_plugin.trainers.live import Live, LiveSource
 from verl_sync_plugin.transport.agreement import Agreement
@@ -151,12 +150,8 @@ class SpmdRollout:
 
     async def _sync(self, tags: list[str], version: int) -> SyncReport:
         manager = self._manager
-        try:
-            await manager.update_weights(tags, version)
-            return await manager.finish([])
-        except (SyncError, asyncio.CancelledError) as error:
-            await abandon(manager.endpoint, str(error) or repr(error))  # whatever failed: the engine may not generate
-            raise
+        await manager.update_weights(tags, version)
+        return await manager.finish([])
 
     def release_weights(self) -> None:
         """Gives the memory of the engine's weights back; CUDA graphs stay. The next sync resumes it.

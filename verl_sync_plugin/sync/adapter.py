@@ -7,15 +7,13 @@ deliver    the leader of every engine has its adapter replaced                  
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Generator
 
 import torch
 
 from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
-from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.report.sync_report import SyncReport
-from verl_sync_plugin.sync.endpoint import RolloutEndpoint, abandon
+from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.trainers.base import ServedAdapter
 from verl_sync_plugin.trainers.bounded import reached
 from verl_sync_plugin.transport.agreement import Agreement
@@ -47,8 +45,7 @@ class AdapterSender:
         """Collective over all trainer ranks.
 
         Raises:
-            SyncError: any rank or engine failed; the same text on every rank. The engine generates nothing until a
-                later sync succeeds.
+            SyncError: any rank or engine failed; the same text on every rank.
         """
         self._sent += 1
         try:
@@ -62,9 +59,6 @@ class AdapterSender:
                 await agreement.step_async(
                     "loading the adapter", lambda: self._deliver(endpoint, factors, report, version)
                 )
-        except (SyncError, asyncio.CancelledError) as error:
-            await abandon(endpoint, str(error) or repr(error))
-            raise
         finally:
             self._adapter.release()
 

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from contextlib import suppress
 
 from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
 from verl_sync_plugin.sync.arrivals import Arrivals
@@ -80,23 +82,39 @@ class MeetingPoint:
         seconds, name = self._config.timeout_seconds, self._endpoint.name
         deadline = time.monotonic() + seconds
         missing = bool(self._endpoint.ranks)  # the engine rank, where there is one beside this rank
-        waiting = True
+        waiting, again = True, False
         while waiting:
             with self._agreement.attempt():
                 if missing and (channel := self._accept()) is not None:
                     self._sender.adopt(channel)
                     missing = False
-                if missing and self.pending is not None and self.pending.finished():
-                    await self.pending.outcome(ACCEPT_SECONDS)
-                    raise RuntimeError(f"{name} accepted the update but its loader did not connect; see its log")
+                if missing or again:
+                    await self._look_at_load()
                 if missing and time.monotonic() > deadline:
                     raise TimeoutError(
                         f"the engine did not connect within {KEY_PREFIX}.timeout_seconds={seconds:g}; see {name}'s log"
                     )
-            waiting = self._agreement.settle("connecting to the engine", waiting=missing)
+            waiting = again = self._agreement.settle("connecting to the engine", waiting=missing)
         with self._agreement.attempt():
             if self._endpoint.leader:
                 self._endpoint.flush_behind_load()
+
+    async def _look_at_load(self) -> None:
+        """Of the leader, while an engine rank is awaited on any rank.
+
+        Raises:
+            RuntimeError: none will come: the load has ended, or an engine rank says why it cannot.
+        """
+        if self.pending is None:
+            return
+        name, ended, said = self._endpoint.name, self.pending.finished(), []
+        with suppress(TimeoutError):  # of a server that is busy or silent; whoever waits for it has a bound of its own
+            said = await self.pending.complaints(ACCEPT_SECONDS)
+        if said:
+            raise RuntimeError(f"{name} cannot load: {'; '.join(said)}")
+        if ended:
+            await self.pending.outcome(ACCEPT_SECONDS)
+            raise RuntimeError(f"{name} accepted the update but its loader did not connect; see its log")
 
     async def give_up(self, why: str) -> None:
         """Ends the sync whatever its state: the engine leaves the load, and generates nothing until one succeeds.
@@ -105,8 +123,8 @@ class MeetingPoint:
             why: the failure.
         """
         self._part()
-        await abandon(self._endpoint, why)
-        await leave(self.pending, self._config.timeout_seconds)
+        # Side by side: a server that is silent costs one bound, not two
+        await asyncio.gather(abandon(self._endpoint, why), leave(self.pending, self._config.timeout_seconds))
 
     async def leave(self) -> None:
         """Ends a load of which nothing was loaded; returns when the leader's engine is ready for another one."""

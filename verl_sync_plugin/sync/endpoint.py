@@ -34,6 +34,15 @@ class PendingLoad(ABC):
     def finished(self) -> bool:
         """Whether the engine has answered; before the commit that means it failed."""
 
+    async def complaints(self, timeout: float) -> list[str]:
+        """Why engine ranks cannot come to their trainer ranks, as far as they have said so; by default they cannot say.
+
+        Raises:
+            RuntimeError: the engine is gone.
+            TimeoutError: no answer within ``timeout`` seconds.
+        """
+        return []
+
     @abstractmethod
     async def outcome(self, timeout: float) -> LoadOutcome:
         """The engine's answer.

@@ -30,12 +30,12 @@ class LoRAShardingManager(ShardingManager):
             self.endpoint.refuse_untied(self.trainer.architectures, f"the adapter's {end}")
         return source
 
-    async def update_weights(self, wake_tags: list[str], global_steps: int | None) -> SyncReport:
+    async def move(self, wake_tags: list[str], global_steps: int | None) -> SyncReport:
         """One sync; with ``lora.merge=False`` the base only if the engine has none, then the adapter."""
         if not self.trainer.serves_adapter:
-            return await super().update_weights(wake_tags, global_steps)
+            return await super().move(wake_tags, global_steps)
         if not self._base_there:
-            await super().update_weights(wake_tags, global_steps)
+            await super().move(wake_tags, global_steps)
             self._base_there = True
         else:
             self.report = self.new_report(global_steps)

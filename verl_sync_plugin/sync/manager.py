@@ -20,7 +20,7 @@ from verl_sync_plugin.sync.commit import Commit
 from verl_sync_plugin.sync.connect import MeetingPoint
 from verl_sync_plugin.sync.delivery.base import PeersUnreachableError, Sync
 from verl_sync_plugin.sync.delivery.choice import Choice
-from verl_sync_plugin.sync.endpoint import RolloutEndpoint
+from verl_sync_plugin.sync.endpoint import RolloutEndpoint, abandon
 from verl_sync_plugin.sync.planning import Planning
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.sync.wake import Waking
@@ -105,8 +105,17 @@ class ShardingManager(BaseShardingManager):
 
         Raises:
             SyncError: any rank or engine failed; the same text on every rank. Trainer weights are as before, the
-                engine's may be half written, and the next call starts afresh.
+                engine's may be half written, so that it generates nothing until a sync succeeds. The next call starts
+                afresh.
         """
+        try:
+            return await self.move(wake_tags, global_steps)
+        except BaseException as error:
+            await self.meeting.give_up(str(error) or repr(error))
+            raise
+
+    async def move(self, wake_tags: list[str], global_steps: int | None) -> SyncReport:
+        """What ``update_weights`` does; a failure is not yet told to the engine."""
         self._syncs += 1
         sync_id, version = f"{self._syncs} (step {global_steps})", None if global_steps is None else str(global_steps)
         self.report = self.new_report(global_steps)
@@ -133,6 +142,7 @@ class ShardingManager(BaseShardingManager):
         try:
             await self._sync(sync_id, version, wake_tags)
         except PeersUnreachableError as error:
+            await self.meeting.leave()
             self.choice.fall_back(error)
             return True
         return False
@@ -164,15 +174,8 @@ class ShardingManager(BaseShardingManager):
                 delivery.run(sync)  # the transfer
                 with stage("commit"):
                     await self.commit.run(sync, delivery, self.meeting.pending)
-        except PeersUnreachableError:
+        finally:
             self._let_go()
-            await self.meeting.leave()
-            raise
-        except BaseException as error:
-            self._let_go()
-            await self.meeting.give_up(str(error) or repr(error))
-            raise
-        self._let_go()
 
     def _let_go(self) -> None:
         """Hangs up, and drops every reference to the trainer's parameters."""
@@ -198,9 +201,13 @@ class ShardingManager(BaseShardingManager):
         """Awake, stage 2, after the trainer has made room on all ranks: resume ``tags``, flush once.
 
         Raises:
-            SyncError: any engine failed; the same text on every rank.
+            SyncError: any engine failed; the same text on every rank. It generates nothing until a sync succeeds.
         """
-        await self.waking.finish(tags, self.report)
+        try:
+            await self.waking.finish(tags, self.report)
+        except BaseException as error:
+            await abandon(self.endpoint, str(error) or repr(error))
+            raise
         return self.report
 
     async def publish(self) -> None:

@@ -147,11 +147,7 @@ class SyncServerAdapter(ServerAdapter):
         with manager.agreement.attempt():
             if early is not None:
                 raise early
-        try:
-            await manager.update_weights(self._wake_tags, global_steps)
-        except (SyncError, asyncio.CancelledError) as error:
-            await abandon(manager.endpoint, str(error) or repr(error))  # whatever failed: the engine may not generate
-            raise
+        await manager.update_weights(self._wake_tags, global_steps)
         self._wake_tags = []
         if ends and not self.config.free_cache_engine:
             await self._finish([])
@@ -226,11 +222,7 @@ class SyncServerAdapter(ServerAdapter):
         assert manager is not None
         with manager.agreement.attempt():
             note_device_memory(manager.report, trainer_device(), REST[0])
-        try:
-            report = await manager.finish(tags)
-        except (SyncError, asyncio.CancelledError) as error:
-            await abandon(manager.endpoint, str(error) or repr(error))
-            raise
+        report = await manager.finish(tags)
         if self._room.learning:
             grown = growth(report.device_used_bytes)
             if not tags:  # what changed then is none of the engine's needs

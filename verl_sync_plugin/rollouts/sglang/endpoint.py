@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import ray
@@ -89,7 +90,8 @@ class ServerActorEndpoint(RolloutEndpoint):
         return LoadOutcome(slept, len(packed))
 
     def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
-        return _ActorLoad(self._server.load_weights.remote(request.to_wire(), weight_version), self._after_death)
+        reference = self._server.load_weights.remote(request.to_wire(), weight_version)
+        return _ActorLoad(reference, partial(self._server.complaints.remote, request.sync_id), self._after_death)
 
     def flush_behind_load(self) -> None:
         if self._awake_behind_load:
@@ -103,13 +105,17 @@ class ServerActorEndpoint(RolloutEndpoint):
 
 
 class _ActorLoad(PendingLoad):
-    def __init__(self, reference: ray.ObjectRef, after_death: str) -> None:
+    def __init__(self, reference: ray.ObjectRef, ask: Callable[[], ray.ObjectRef], after_death: str) -> None:
         self._reference = reference
+        self._ask = ask
         self._after_death = after_death
 
     def finished(self) -> bool:
         ready, _ = ray.wait([self._reference], timeout=0)
         return bool(ready)
+
+    async def complaints(self, timeout: float) -> list[str]:
+        return list(await _answer(self._ask(), timeout, self._after_death))
 
     async def outcome(self, timeout: float) -> LoadOutcome:
         return LoadOutcome(sleep_seconds=float(await _answer(self._reference, timeout, self._after_death)))

@@ -22,9 +22,11 @@ class WeightsGate:
         self._settle()
 
     def succeed(self) -> None:
-        """Ends the sync: it succeeded and the weights are whole."""
-        self._syncing, self._failure = False, None
-        self._settle()
+        """Ends the sync: it succeeded and the weights are whole. One that was given up meanwhile has failed: so the
+        trainer has said, whatever a server that was late has come to."""
+        if self._syncing:
+            self._syncing, self._failure = False, None
+            self._settle()
 
     def fail(self, why: str) -> None:
         """Locks the gate: the sync was given up, and the weights may be half written until a later one succeeds."""

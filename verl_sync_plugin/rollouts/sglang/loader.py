@@ -18,9 +18,10 @@ import torch
 from verl_sync_plugin.log import say
 from verl_sync_plugin.memory.collection import no_collection
 from verl_sync_plugin.receiver.session import ReceiverSession
+from verl_sync_plugin.rollouts.sglang.complaints import complain
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.rollouts.sglang.prefixes import forget_prefixes, wait_for_forwards
-from verl_sync_plugin.rollouts.sglang.request import admitted
+from verl_sync_plugin.rollouts.sglang.request import admitted, sync_id_in
 from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, ChannelTimeoutError
 from verl_sync_plugin.transport.codec import BadMessageError
 from verl_sync_plugin.transport.listener import connect
@@ -48,16 +49,18 @@ def load_and_forget_prefixes(model: torch.nn.Module, named_tensors: list[tuple[A
 
 def _load(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]], forget: bool) -> None:
     try:
-        request = LoadRequest.from_wire(admitted(named_tensors[0][0]))
-    except Exception as error:
+        header = admitted(named_tensors[0][0])
+    except Exception as error:  # of whoever can reach SGLang's port; no trainer is told of it
         say(f"a weight update was refused: {error}")
         return
     try:
+        request = LoadRequest.from_wire(header)
         address = request.addresses[tensor_parallel_rank()]
         channel = connect(address, CONNECT_TIMEOUT_SECONDS, request.timeout_seconds)
         channel.send(Join(request.sync_id))
-    except Exception:
-        say(f"the weight sync could not reach its trainer rank\n{traceback.format_exc()}")
+    except Exception as error:
+        why = f"engine rank {tensor_parallel_rank()} could not reach its trainer rank: {type(error).__name__}: {error}"
+        complain(sync_id_in(header), f"{why}\n{traceback.format_exc(limit=-6)}")
         return
     try:
         _receive(model, channel, request, forget)

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,7 +72,8 @@ class LocalEndpoint(RolloutEndpoint):
         raise AssertionError("adapters of a script are merged")
 
     def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
-        return _LocalLoad(self._ask("load_weights", request.to_wire(), weight_version))
+        load = self._ask("load_weights", request.to_wire(), weight_version)
+        return _LocalLoad(load, partial(self._ask, "complaints", request.sync_id))
 
     def flush_behind_load(self) -> None:
         self._ask("flush_behind_load")
@@ -81,11 +83,15 @@ class LocalEndpoint(RolloutEndpoint):
 
 
 class _LocalLoad(PendingLoad):
-    def __init__(self, future: Future[Any]) -> None:
+    def __init__(self, future: Future[Any], ask: Callable[[], Future[Any]]) -> None:
         self._future = future
+        self._ask = ask
 
     def finished(self) -> bool:
         return self._future.done()
+
+    async def complaints(self, timeout: float) -> list[str]:
+        return list(await _answer(self._ask(), timeout))
 
     async def outcome(self, timeout: float) -> LoadOutcome:
         return LoadOutcome(sleep_seconds=float(await _answer(self._future, timeout)))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from verl_sync_plugin.rollouts.sglang.complaints import listen
 from verl_sync_plugin.rollouts.sglang.pickling import dumps
 
 # What SGLang is told to load a request with: its ``load_format``
@@ -29,9 +30,10 @@ def new_token() -> str:
 
 
 def hand_down(token: str) -> None:
-    """Before SGLang is launched from this process: its processes inherit the token. Those of one engine on several
-    hosts need the same one."""
+    """Before SGLang is launched from this process: its processes inherit the token, and where they can complain. Those
+    of one engine on several hosts need the same token."""
     os.environ[TOKEN_VARIABLE] = token
+    listen()
 
 
 def pack_request(request: tuple[Any, ...]) -> bytes:
@@ -55,3 +57,8 @@ def admitted(header: Any) -> tuple[Any, ...]:
     if not own or not isinstance(given, str) or not hmac.compare_digest(own.encode(), given.encode()):
         raise PermissionError("the request does not come from the server that launched this engine")
     return header[:-1]
+
+
+def sync_id_in(header: tuple[Any, ...]) -> str:
+    """The sync that an admitted request names, also one of another version of the protocol; empty if it names none."""
+    return str(header[2]) if len(header) > 2 else ""

@@ -7,9 +7,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.report.file import write_report
-from verl_sync_plugin.sync.endpoint import abandon
 from verl_sync_plugin.sync.separate.handles import Incoming
 from verl_sync_plugin.sync.separate.managers import SeparateRollout
 
@@ -43,12 +41,8 @@ class SeparateReceiver:
     async def _receive(self, incoming: Incoming, global_steps: int | None) -> None:
         with incoming.membership.taking_part():
             manager = self._manager_for(incoming)
-            try:
-                await manager.update_weights([], global_steps)
-                await manager.finish([])
-            except (SyncError, asyncio.CancelledError) as error:
-                await abandon(manager.endpoint, str(error) or repr(error))
-                raise
+            await manager.update_weights([], global_steps)
+            await manager.finish([])
         await manager.publish()
         if manager.endpoint.leader:
             write_report(manager.report)

@@ -17,6 +17,7 @@ from sglang.srt.managers.io_struct import (
 
 from verl_sync_plugin import compat
 from verl_sync_plugin.rollouts.sglang.awake import KV_CACHE, WEIGHTS
+from verl_sync_plugin.rollouts.sglang.complaints import complaints_of
 from verl_sync_plugin.rollouts.sglang.gate import WeightsGate
 from verl_sync_plugin.rollouts.sglang.occupation import Occupation
 from verl_sync_plugin.rollouts.sglang.request import pack_request
@@ -92,6 +93,10 @@ class WeightUpdates:
             raise RuntimeError(f"SGLang refused the weight update: {message}")
         slept, self._sleep_seconds = self._sleep_seconds, 0.0
         return slept
+
+    async def complaints(self, sync_id: str) -> list[str]:
+        """Why engine ranks could not reach their trainer ranks in a sync, as far as they have said so."""
+        return complaints_of(sync_id)
 
     async def flush_behind_load(self) -> None:
         """Has SGLang flush its prefix cache as soon as the load under way has ended, for ``finish_sync`` to find."""
