@@ -72,6 +72,7 @@ KINDS: dict[str, tuple[type, type[PreTrainedModel], dict[str, Any]]] = {
         {
             "tie_word_embeddings": True,
             "head_dim": 16,
+            "hidden_act": "gelu_pytorch_tanh",  # as in published checkpoints; SGLang reads this one
             "query_pre_attn_scalar": 16,
             # Small enough to matter: logits are larger, and prompts longer
             "attn_logit_softcapping": 1.0,

@@ -44,7 +44,8 @@ def row(release: str, reports: tuple[dict[str, Any], ...], difference: float, bo
     beside = ", ".join(f"`{package}`" for package in RELEASES[release]) or "nothing"
     syncs = (
         f"{len(reports)}, {last['delivery']}; {last['replayed_tensors']} of {last['tensors']} tensors replayed, "
-        f"{last['hashed_tensors']} hashed; {last['coverage_missing']} of {last['coverage_expected']} parameters left out"
+        f"{last['hashed_tensors']} hashed; "
+        f"{last['coverage_missing']} of {last['coverage_expected']} parameters left out"
     )
     near = f"below {bound:g}" if difference < bound else f"{difference:.2g}"
     return f"| {release} | {beside} | {syncs} | {near} |"

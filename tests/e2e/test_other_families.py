@@ -45,8 +45,8 @@ class Family(NamedTuple):
 FAMILIES = (
     # verl's default: the engine starts with random weights, so only a sync can make it sample like the trainer
     Family("mixtral", "MixtralForCausalLM", 2, (f"{ROLLOUT}.load_format=dummy",), replayed=True, missing=0),
-    # Only eager attention caps its logits in the trainer. A buffer that is in no checkpoint forbids random weights, so it
-    # is the second step that shows a sync: the checkpoint's weights are stale by then
+    # Only eager attention caps its logits in the trainer. A buffer that is in no checkpoint forbids random weights, so
+    # it is the second step that shows a sync: the checkpoint's weights are stale by then
     Family(
         "gemma2",
         "Gemma2ForCausalLM",

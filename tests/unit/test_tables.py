@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables that ``make families`` and ``make releases`` write are those of the tests and the pinned stack as they are."""
+"""The tables that ``make families`` and ``make releases`` write are those of the tests and of the pinned stack."""
 
 from __future__ import annotations
 
