@@ -10,8 +10,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -77,17 +75,6 @@ KINDS: dict[str, tuple[type, type[PreTrainedModel], dict[str, Any]]] = {
             # Small enough to matter: logits are larger, and prompts longer
             "attn_logit_softcapping": 1.0,
             "final_logit_softcapping": 5.0,
-            "sliding_window": 16,
-        },
-    ),
-    "gpt-oss": (
-        GptOssConfig,
-        GptOssForCausalLM,
-        {
-            "tie_word_embeddings": False,
-            "head_dim": 16,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 4,
             "sliding_window": 16,
         },
     ),

@@ -2,8 +2,8 @@
 """What SGLang's CPU path leaves out of Gemma 2: logits that are capped, and attention that looks back a window only.
 
 SGLang caps the final logits by a Triton kernel, and its torch-native attention ignores both a layer's cap and its
-window. Without a GPU there is no Triton, and no other attention backend that knows them: ``intel_amx`` needs a CPU build
-of sgl_kernel, and passes on no window.
+window. Without a GPU there is no Triton, and no other attention backend that knows them: ``intel_amx`` needs a CPU
+build of sgl_kernel, and passes on no window.
 """
 
 import functools
