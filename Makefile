@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 # The pytest command, not "python -m pytest": that would put the source tree before the installed package.
 PYTEST := VERL_PLATFORM=cpu $(BIN)/pytest
 
-.PHONY: venv quickstart test test-all test-faults coverage test-fast lint format clean
+.PHONY: venv quickstart test test-all test-faults coverage test-fast families releases lint format clean
 
 venv: ## the stack and this project in .venv
 	VENV=$(VENV) scripts/setup_venv.sh
@@ -26,6 +26,12 @@ coverage: venv ## make test-all with coverage, which more than doubles the time 
 
 test-fast: venv ## without the tests that start verl, Ray or SGLang
 	$(PYTEST) -m "not gpu and not slow and not extended and not faults"
+
+families: venv ## syncs every model family and writes the table in docs/families.md anew
+	FAMILIES=write $(PYTEST) tests/contract/test_families.py
+
+releases: venv ## trains with every SGLang release and writes the table in docs/releases.md anew
+	RELEASES=write $(PYTEST) tests/e2e/test_old_and_new_sglang.py
 
 lint: venv ## style, formatting, layers, types, licence lines, names of test modules
 	$(BIN)/ruff check .

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -61,6 +63,20 @@ KINDS: dict[str, tuple[type, type[PreTrainedModel], dict[str, Any]]] = {
         MixtralConfig,
         MixtralForCausalLM,
         {"tie_word_embeddings": False, "num_local_experts": 4, "num_experts_per_tok": 4},
+    ),
+    "gemma2": (
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        {
+            "tie_word_embeddings": True,
+            "head_dim": 16,
+            "hidden_act": "gelu_pytorch_tanh",  # as in published checkpoints; SGLang reads this one
+            "query_pre_attn_scalar": 16,
+            # Small enough to matter: logits are larger, and prompts longer
+            "attn_logit_softcapping": 1.0,
+            "final_logit_softcapping": 5.0,
+            "sliding_window": 16,
+        },
     ),
     "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
 }

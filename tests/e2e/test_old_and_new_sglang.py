@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``main_ppo`` with other SGLang releases than the installed one. Stock verl 0.9.1 does not run with the newest."""
+"""``main_ppo`` with several SGLang releases. Stock verl 0.9.1 does not run with the newest.
+
+``make releases`` writes the table in ``docs/releases.md`` anew.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,18 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from e2e import checks
+from e2e.releases import INSTALLED, PAGE, RELEASES, row, rows, written
 from e2e.runs import Run, Setup, main_ppo
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1000)]
 
-# A release, and what it needs beside the installed packages to start on a CPU
-RELEASES = {
-    "0.5.14": (),
-    "0.5.23": ("apache-tvm-ffi==0.1.11", "xgrammar==0.2.8"),
-}
 ROLLOUT = "actor_rollout_ref.rollout"
 OVERRIDES = (
     f"{ROLLOUT}.load_format=dummy",
@@ -38,6 +38,8 @@ def release(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def folder_of_release(release: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SGLang in a folder; ``SYNC_TEST_SGLANG_DIR`` names a place that keeps these folders between sessions."""
+    if release == INSTALLED:
+        return Path(sysconfig.get_path("purelib"))
     kept = os.environ.get("SYNC_TEST_SGLANG_DIR")
     folder = (Path(kept) if kept else tmp_path_factory.mktemp("sglang")) / release
     if not (folder / "sglang").is_dir():
@@ -49,10 +51,13 @@ def folder_of_release(release: str, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="session")
-def trained(folder_of_release: Path, tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Run:
+def trained(
+    release: str, folder_of_release: Path, tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
+) -> Run:
     """Two steps, so three syncs."""
     model = Path(tiny_model("qwen2"))
-    setup = Setup(OVERRIDES, steps=2, model=model, modules=("e2e.sglang_version",), path=(str(folder_of_release),))
+    path = () if release == INSTALLED else (str(folder_of_release),)
+    setup = Setup(OVERRIDES, steps=2, model=model, modules=("e2e.sglang_version",), path=path)
     return main_ppo(setup, tmp_path_factory.mktemp("trained"))
 
 
@@ -72,3 +77,13 @@ def test_release_gets_the_weights_from_the_plugin(trained: Run) -> None:
     for step in (1, 2):
         checks.metrics_complete(trained.logged[step], step)
     checks.reported(trained, steps=2)
+
+
+def test_the_table_says_what_was_found(trained: Run, release: str) -> None:
+    assert trained.logged, trained.tail
+    difference = max(metrics["training/rollout_probs_diff_max"] for metrics in trained.logged.values())
+    text = PAGE.read_text()
+    now = written(text, {**rows(text), release: row(release, trained.reports, difference, checks.MOST_DIFFERENCE)})
+    if os.environ.get("RELEASES") == "write":
+        PAGE.write_text(now)
+    assert PAGE.read_text() == now, "write it anew: make releases"

@@ -15,7 +15,7 @@ from typing import Any
 
 from wrapt import register_post_import_hook
 
-from verl_sync_plugin.cpu import megatron
+from verl_sync_plugin.cpu import gemma2, megatron
 from verl_sync_plugin.cpu.sgl_kernel_standin import StandInFinder
 
 _ENV_DEFAULTS = {
@@ -175,6 +175,8 @@ _HOOKS: dict[str, Callable[[ModuleType], None]] = {
     "torch.multiprocessing": _share_tensors_by_file,
     "torch.distributed.fsdp._init_utils": _let_fsdp1_broadcast_on_cpu,
     "torchvision.extension": _declare_missing_ops,
+    "sglang.srt.layers.attention.torch_native_backend": gemma2.attend_as_the_layer_says,
+    "sglang.srt.layers.logits_processor": gemma2.cap_logits,
     "sglang.srt.lora.layers": _forget_pinning,
     "sglang.srt.models.deepseek_common.attention_backend_handler": _attend_to_latents,
     "sglang.srt.utils.patch_torch": _leave_cpu_tensors_alone,

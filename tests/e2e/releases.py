@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table in ``docs/releases.md``: SGLang releases with which ``main_ppo`` trains, and what their syncs did."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "releases.md"
+BEGIN, END = "<!-- releases:begin -->\n", "<!-- releases:end -->\n"
+REQUIREMENTS = [ROOT / "requirements" / name for name in ("cpu.txt", "cpu-no-deps.txt")]
+
+
+def pinned(package: str) -> str:
+    """The version of a package that the stack for a CPU has."""
+    text = "\n".join(file.read_text() for file in REQUIREMENTS)
+    found = re.search(rf"^{package}==(\S+)$", text, re.MULTILINE)
+    assert found is not None, f"no requirement of {package}"
+    return found[1]
+
+
+INSTALLED = pinned("sglang")
+# A release, and what it needs beside the installed packages to start on a CPU
+RELEASES: dict[str, tuple[str, ...]] = {
+    INSTALLED: (),
+    "0.5.14": (),
+    "0.5.20": ("apache-tvm-ffi==0.1.11", "xgrammar==0.2.1"),
+    "0.5.23": ("apache-tvm-ffi==0.1.11", "xgrammar==0.2.8"),
+}
+
+
+def row(release: str, reports: tuple[dict[str, Any], ...], difference: float, bound: float) -> str:
+    """One row of the table, from what a run left behind.
+
+    Args:
+        release: of SGLang.
+        reports: of all syncs of the run.
+        difference: the largest one between a token's probability in the engine and in the trainer.
+        bound: what tests allow that to be.
+    """
+    last = reports[-1]
+    beside = ", ".join(f"`{package}`" for package in RELEASES[release]) or "nothing"
+    syncs = (
+        f"{len(reports)}, {last['delivery']}; {last['replayed_tensors']} of {last['tensors']} tensors replayed, "
+        f"{last['hashed_tensors']} hashed; "
+        f"{last['coverage_missing']} of {last['coverage_expected']} parameters left out"
+    )
+    near = f"below {bound:g}" if difference < bound else f"{difference:.2g}"
+    return f"| {release} | {beside} | {syncs} | {near} |"
+
+
+def rows(page: str) -> dict[str, str]:
+    """The rows of the table by release."""
+    inside = page.partition(BEGIN)[2].partition(END)[0]
+    return {line.split(" | ")[0].strip("| "): line for line in inside.splitlines() if re.match(r"\| \d", line)}
+
+
+def written(page: str, found: dict[str, str]) -> str:
+    """The page with these rows, in the order of ``RELEASES``."""
+    before, _, rest = page.partition(BEGIN)
+    stack = ", ".join(f"{package} {pinned(package)}" for package in ("verl", "torch", "transformers"))
+    table = [
+        f"With {stack}, on a CPU:",
+        "",
+        "| SGLang | installed beside | syncs of two steps | probability difference, largest |",
+        "| --- | --- | --- | --- |",
+        *(found[release] for release in RELEASES if release in found),
+    ]
+    return before + BEGIN + "\n".join(table) + "\n" + END + rest.partition(END)[2]
