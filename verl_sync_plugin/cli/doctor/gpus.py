@@ -134,7 +134,9 @@ def _check_absent(read: Mapping[str, Any], on_cpu: bool) -> Finding:
         return ok("gpu", "none is used: VERL_PLATFORM=cpu")
     if read["driver"] is None and read["torch_cuda"] is None and read["torch_hip"] is None:
         text = "no GPU and no driver on this machine, and torch is a build for CPUs: verl does not start here as it is"
-        return warning("gpu", text, "in the environment of make quickstart, put VERL_PLATFORM=cpu in front of the command")
+        return warning(
+            "gpu", text, "in the environment of make quickstart, put VERL_PLATFORM=cpu in front of the command"
+        )
     if read["driver"] is None:
         text = "no GPU and no driver on this machine: fine for a node that only starts runs"
         return warning("gpu", text, "run the doctor on a node with GPUs, or with --ray on all nodes of a cluster")
