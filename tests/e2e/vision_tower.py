@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Imported by verl in every process of a test run: actor workers say after every step what of the model has changed.
 
-With ``SYNC_TEST_FREEZE=1`` the vision tower is frozen, as ``actor.freeze_vision_tower`` asks for and verl 0.9.1 does not.
+With ``SYNC_TEST_FREEZE=1`` the vision tower is frozen, which ``actor.freeze_vision_tower`` asks for in vain: verl 0.9.1
+does not read it.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def settle_trainer(actor_rollout_ref: Any) -> None:
         say(f"{MERGE_KEY}=True has no effect without a LoRA rank, all parameters are trained; see {RANK_KEY}")
     if OmegaConf.select(actor_rollout_ref, "actor.freeze_vision_tower", default=False):
         say(
-            "actor_rollout_ref.actor.freeze_vision_tower=True has no effect: verl 0.9.1 reads it nowhere, and trains all"
+            "actor_rollout_ref.actor.freeze_vision_tower=True has no effect: verl 0.9.1 does not read it and trains all"
         )
     if strategy in FLAT_LORA_TRAINERS:
         unify_lora_keys(actor_rollout_ref.model, engine.refuse_adapter)
