@@ -82,6 +82,12 @@ def test_merge_without_a_rank_is_said_to_have_no_effect(capsys: pytest.CaptureFi
     assert "no effect" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_freezing_the_tower_is_said_to_have_no_effect(frozen: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    settle_trainer(actor_of(f"++actor_rollout_ref.actor.freeze_vision_tower={frozen}"))
+    assert ("freeze_vision_tower=True has no effect" in capsys.readouterr().out) is frozen
+
+
 def test_a_manager_is_registered() -> None:
     assert get_sharding_manager("megatron", "sglang").__name__ == "MegatronSGLangShardingManager"
 

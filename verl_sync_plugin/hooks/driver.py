@@ -208,6 +208,10 @@ def settle_trainer(actor_rollout_ref: Any) -> None:
     merge = OmegaConf.select(actor_rollout_ref, "model.lora.merge", default=False)
     if merge and not lora_rank_of(actor_rollout_ref.model):
         say(f"{MERGE_KEY}=True has no effect without a LoRA rank, all parameters are trained; see {RANK_KEY}")
+    if OmegaConf.select(actor_rollout_ref, "actor.freeze_vision_tower", default=False):
+        say(
+            "actor_rollout_ref.actor.freeze_vision_tower=True has no effect: verl 0.9.1 does not read it and trains all"
+        )
     if strategy in FLAT_LORA_TRAINERS:
         unify_lora_keys(actor_rollout_ref.model, engine.refuse_adapter)
         if moves:

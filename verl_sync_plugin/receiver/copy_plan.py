@@ -166,7 +166,8 @@ def _accept(plan: CopyPlan, source: Source, copies: Sequence[Copy], device: torc
             return
         runs.extend(part)
     target = targets.pop() if targets else source.dtype
-    plan.planned[source.name] = Planned(source.dtype, target, tuple(runs))
+    # SGLang's vision-language models load a tied embedding twice, once as the head, which is the same parameter
+    plan.planned[source.name] = Planned(source.dtype, target, tuple(dict.fromkeys(runs)))
 
 
 def runs_of(source: torch.Tensor, target: torch.Tensor) -> list[Run] | None:
