@@ -102,8 +102,11 @@ class SyncCheckpointEngine(CheckpointEngine):
         Raises:
             SyncError: any rank failed; the same text on every rank.
         """
+        from verl_sync_plugin.hooks.worker import sending
+
         assert self._membership is not None and self._membership.ranks is not None, "init_process_group() comes first"
-        with self._membership.taking_part():
+        # Here and not in our worker, since one_step_off and fully_async make verl's own
+        with self._membership.taking_part(), sending(_engine_of(weights)):
             manager = self._manager_for(weights, self._membership.ranks)
             await manager.update_weights([], global_steps)
             await manager.finish([])
@@ -116,11 +119,7 @@ class SyncCheckpointEngine(CheckpointEngine):
         from verl_sync_plugin.sharding_manager import get_sharding_manager
         from verl_sync_plugin.sync.separate.managers import SeparateTrainer
         from verl_sync_plugin.trainers.base import trainer_device
-        from verl_sync_plugin.trainers.conflict import refuse_plain_stream
-        from verl_sync_plugin.trainers.shard_stream import ShardStream
 
-        if not isinstance(weights, ShardStream):
-            refuse_plain_stream()
         before = self._manager
         if before is not None and before.agreement.ranks is ranks:
             return before
@@ -140,3 +139,13 @@ class SyncCheckpointEngine(CheckpointEngine):
 
         assert self._membership is not None and self._membership.ranks is not None, "init_process_group() comes first"
         return Incoming(self._membership, self._membership.ranks)
+
+
+def _engine_of(weights: Any) -> Any:
+    """verl's training engine, whose weights a stream hands out; see ``refuse_plain_stream`` for any other's."""
+    from verl_sync_plugin.trainers.conflict import refuse_plain_stream
+    from verl_sync_plugin.trainers.shard_stream import ShardStream
+
+    if not isinstance(weights, ShardStream):
+        refuse_plain_stream()
+    return weights.engine

@@ -18,8 +18,6 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_torch_device, set_expandable_segments
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
-from verl_sync_plugin.config.settings import SEPARATE_BACKEND
-
 
 class SyncWorkerMixin:
     """Replaces ``update_weights`` of a worker of verl; comes before verl's class among the bases."""
@@ -38,9 +36,6 @@ class SyncWorkerMixin:
         rollout = self.rollout
         # Hazard: the adapter's class is not imported here. SGLang would come with it, before the actor's model is
         # built, and what it changes in torch and transformers would then reach the trainer.
-        if backend == SEPARATE_BACKEND:
-            with sending(self.actor.engine):
-                return await super().update_weights(global_steps=global_steps, mode=mode)  # type: ignore[misc]
         if backend != "naive" or not getattr(rollout, "makes_room", False):
             return await super().update_weights(global_steps=global_steps, mode=mode)  # type: ignore[misc]
         set_expandable_segments(False)  # other processes cannot open such memory
