@@ -7,7 +7,6 @@ import asyncio
 import pickle
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +25,6 @@ import unmeasured
 from verl_sync_plugin.config.bucket_size import DEFAULT_MEGABYTES
 from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.hooks import trainer, worker
-from verl_sync_plugin.hooks.checkpoint_engine import SyncCheckpointEngine
-from verl_sync_plugin.trainers.shard_stream import ShardStream
 
 CONFIG_DIR = Path(verl.__file__).parent / "trainer" / "config"
 PAIRS = [
@@ -240,34 +237,3 @@ def test_everything_else_is_verls(makes_room: bool, backend: str, mode: str) -> 
     rollout = Rollout(makes_room)
     assert asyncio.run(Worker(rollout, backend).update_weights(7, mode)) == f"verl's: 7 {mode}"
     assert not rollout.calls
-
-
-@pytest.mark.parametrize("offloaded", [True, False])
-def test_a_separate_sync_waits_for_what_is_on_its_way_to_the_host(
-    offloaded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In whatever worker: ``one_step_off`` and ``fully_async`` make verl's own, which know nothing of ours."""
-    order: list[Any] = []
-    device = SimpleNamespace(synchronize=lambda: order.append("waited"))
-    monkeypatch.setattr(worker, "get_torch_device", lambda: device)
-    monkeypatch.setattr(worker, "set_expandable_segments", order.append)
-    monkeypatch.setattr(worker, "offload", lambda engine: order.append("offloaded"))
-
-    def fails(*_: Any) -> Any:
-        order.append("sync")
-        raise RuntimeError("injected")
-
-    sender = object.__new__(SyncCheckpointEngine)
-    sender.__dict__["_membership"] = SimpleNamespace(ranks=object(), taking_part=nullcontext)
-    monkeypatch.setattr(SyncCheckpointEngine, "_manager_for", fails)
-    training_engine = SimpleNamespace(
-        is_param_offload_enabled=offloaded, get_per_tensor_param=lambda: (ShardStream(training_engine, list), None)
-    )
-    verls = SimpleNamespace(
-        config=OmegaConf.create({"rollout": {"checkpoint_engine": {"backend": "sync_plugin"}}}),
-        actor=SimpleNamespace(engine=training_engine),
-        checkpoint_engine=sender,
-    )
-    with pytest.raises(RuntimeError, match="injected"):
-        asyncio.run(DetachActorWorker.update_weights(verls, 7, "sync_plugin"))
-    assert order == [False, *(["waited"] if offloaded else []), "sync", "offloaded", True]

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer rank's side of a separate sync, in whatever worker of verl's it runs."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from verl.experimental.separation.engine_workers import DetachActorWorker
+
+from verl_sync_plugin.hooks import worker
+from verl_sync_plugin.hooks.checkpoint_engine import SyncCheckpointEngine
+from verl_sync_plugin.trainers.shard_stream import ShardStream
+
+
+@pytest.mark.parametrize("offloaded", [True, False])
+def test_a_separate_sync_waits_for_what_is_on_its_way_to_the_host(
+    offloaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whatever worker: ``one_step_off`` and ``fully_async`` make verl's own, which know nothing of ours."""
+    order: list[Any] = []
+    device = SimpleNamespace(synchronize=lambda: order.append("waited"))
+    monkeypatch.setattr(worker, "get_torch_device", lambda: device)
+    monkeypatch.setattr(worker, "set_expandable_segments", order.append)
+    monkeypatch.setattr(worker, "offload", lambda engine: order.append("offloaded"))
+
+    def fails(*_: Any) -> Any:
+        order.append("sync")
+        raise RuntimeError("injected")
+
+    sender = SyncCheckpointEngine(1 << 20)
+    monkeypatch.setattr(sender, "_membership", SimpleNamespace(ranks=object(), taking_part=nullcontext))
+    monkeypatch.setattr(SyncCheckpointEngine, "_manager_for", fails)
+    training_engine = SimpleNamespace(
+        is_param_offload_enabled=offloaded, get_per_tensor_param=lambda: (ShardStream(training_engine, list), None)
+    )
+    verls = SimpleNamespace(
+        config=OmegaConf.create({"rollout": {"checkpoint_engine": {"backend": "sync_plugin"}}}),
+        actor=SimpleNamespace(engine=training_engine),
+        checkpoint_engine=sender,
+    )
+    with pytest.raises(RuntimeError, match="injected"):
+        asyncio.run(DetachActorWorker.update_weights(verls, 7, "sync_plugin"))
+    assert order == [False, *(["waited"] if offloaded else []), "sync", "offloaded", True]
