@@ -39,6 +39,15 @@ SGLANG = f"{ROLLOUT}.name=sglang"
             f"{ROLLOUT}.update_weights_bucket_megabytes='auto'",
             "for example 512",
         ),
+        (
+            (
+                BACKEND,
+                f"{KEY_PREFIX}.pause=in_place",
+                "+async_training.staleness_threshold=0.1",
+            ),  # a key of fully_async
+            f"{KEY_PREFIX}.pause='in_place' with verl's fully_async",
+            f"Set {KEY_PREFIX}.pause=abort",
+        ),
     ],
 )
 def test_refused_in_the_driver_by_key_value_and_remedy(

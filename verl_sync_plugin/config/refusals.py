@@ -148,6 +148,23 @@ def refuse_separate(rollout: Any, model: Any) -> None:
         )
 
 
+def refuse_fully_async(rollout: Any) -> None:
+    """Raises ValueError where verl's ``fully_async`` would give a response the wrong age; names key, value and remedy.
+
+    Its own client, which the plugin does not replace, tells only which version a request ended with. With ``abort`` no
+    request outlives a sync, so that is right.
+
+    Args:
+        rollout: ``actor_rollout_ref.rollout`` of a config of ``fully_async``.
+    """
+    pause = sync_config_of(rollout).pause
+    if pause != "abort":
+        raise ValueError(
+            f"{KEY_PREFIX}.pause={pause!r} with verl's fully_async: a response that spans a sync would be taken for one "
+            f"of the newer weights alone. Set {KEY_PREFIX}.pause=abort."
+        )
+
+
 def refuse_megatron_lora(megatron: Any, model: Any) -> None:
     """Raises ValueError when a Megatron trainer's LoRA cannot be synced; names key, value and remedy.
 

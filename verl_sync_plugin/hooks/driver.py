@@ -16,6 +16,7 @@ from verl_sync_plugin.config import hydra_source
 from verl_sync_plugin.config.bucket_size import LONG_BUCKET_KEY, SHORT_BUCKET_KEY, settled_megabytes
 from verl_sync_plugin.config.refusals import (
     refuse_delivery,
+    refuse_fully_async,
     refuse_lora_values,
     refuse_megatron_lora,
     refuse_pause,
@@ -79,6 +80,8 @@ def settle(config: DictConfig, overrides: Sequence[str] = (), program: str = "",
         leave_to_verl(rollout, resolved)
         return unserved or OFF
     settle_rollout(rollout, resolved)
+    if backend_of(rollout) == SEPARATE_BACKEND and "async_training" in config:
+        refuse_fully_async(rollout)
     settle_trainer(actor_rollout_ref)
     return "weight sync on"
 
