@@ -160,8 +160,8 @@ def refuse_fully_async(rollout: Any) -> None:
     pause = sync_config_of(rollout).pause
     if pause != "abort":
         raise ValueError(
-            f"{KEY_PREFIX}.pause={pause!r} with verl's fully_async: a response that spans a sync would be taken for one "
-            f"of the newer weights alone. Set {KEY_PREFIX}.pause=abort."
+            f"{KEY_PREFIX}.pause={pause!r} with verl's fully_async: a response that spans a sync would be taken for "
+            f"one of the newer weights alone. Set {KEY_PREFIX}.pause=abort."
         )
 
 
