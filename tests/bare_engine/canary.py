@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The canary on a real engine and verl's real FSDP2 engine: equal weights pass, a spoiled engine is found, the next sync
-recovers."""
+"""The canary on a real engine and verl's real FSDP2 engine: equal weights pass, a spoiled engine is found, the next
+sync recovers."""
 
 from __future__ import annotations
 
@@ -84,4 +84,3 @@ def _random_states() -> Sequence[object]:
 
 def _same(one: Sequence[object], other: Sequence[object]) -> bool:
     return all(a == b for a, b in zip(one, other, strict=True))
-
