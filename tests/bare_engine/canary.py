@@ -32,7 +32,6 @@ def found_and_recovered(member: Rank) -> None:
     _set(member, canary="log", threshold=THRESHOLD)
     member.sync(4)
     if member.endpoint.leader:
-        print("canary spoiled", member.manager.report.canary_difference, said, flush=True)
         assert len(said) == 1 and "prompt" in said[0] and f"canary_threshold={THRESHOLD:g}" in said[0], said
         assert member.manager.report.canary_difference > THRESHOLD
     assert not member.endpoint.abandoned, "log lets the run go on"
@@ -59,7 +58,6 @@ def _passes(member: Rank, version: int) -> None:
     assert _modes(member) == modes and _same(states, _random_states())
     if member.endpoint.leader:
         report = member.manager.report
-        print("canary", version, report.canary_difference, report.canary_decode_difference, report.spans, flush=True)
         assert 0 <= report.canary_difference <= THRESHOLD, report.canary_difference
         assert 0 <= report.canary_decode_difference <= THRESHOLD, report.canary_decode_difference
         assert report.stages["canary"] > 0
