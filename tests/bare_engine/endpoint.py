@@ -17,12 +17,15 @@ from verl_sync_plugin import compat
 from verl_sync_plugin.rollouts.sglang.awake import AwakeState
 from verl_sync_plugin.rollouts.sglang.pickling import dumps
 from verl_sync_plugin.rollouts.sglang.request import LOADER, hand_down, new_token, pack_request
+from verl_sync_plugin.rollouts.sglang.scoring import score
 from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
 from verl_sync_plugin.transport.protocol import LoadRequest
+from verl_sync_plugin.verify.canary import Scored
 
 IDLE_SECONDS = 20.0
 DUMP = "bare_engine.inspect_loader.dump"
 SPOIL = "bare_engine.spoiling_loader.spoil"
+NEGATE = "bare_engine.spoiling_loader.negate"
 PLAIN = ("bare_engine.plain_loader.load", "bare_engine.plain_loader.load_and_forget_prefixes")
 
 
@@ -39,7 +42,7 @@ class BareEngine:
             model_path=model_path,
             tp_size=tp,
             load_format=load_format,
-            custom_weight_loader=[LOADER, DUMP, SPOIL, *PLAIN, *loaders],
+            custom_weight_loader=[LOADER, DUMP, SPOIL, NEGATE, *PLAIN, *loaders],
             device="cpu",
             dtype="bfloat16",
             attention_backend="torch_native",
@@ -90,6 +93,10 @@ class BareEngine:
     def spoil_next(self, parameter: str) -> None:
         """Has the last rank flip a bit of a parameter behind the copies of the next sync."""
         self.call(self._update(dumps([(parameter, torch.empty(0))]), SPOIL, None))
+
+    def negate_next(self, parameter: str) -> None:
+        """Has all ranks change the sign of a parameter behind the copies of the next sync."""
+        self.call(self._update(dumps([(parameter, torch.empty(0))]), NEGATE, None))
 
     def load_from_disk(self, path: str) -> None:
         """SGLang's own way from a checkpoint into the running engine.
@@ -175,6 +182,10 @@ class BareEngineEndpoint(RolloutEndpoint):
             self.flushed_behind += 1
         assert flushed.success
         self.flushes += 1
+
+    async def score(self, prompts: list[list[int]], response_tokens: int) -> Scored:
+        manager = self._bare().engine.tokenizer_manager
+        return Scored(*await asyncio.to_thread(self._bare().call, score(manager, prompts, response_tokens, None)))
 
     def _flush(self) -> Any:
         return self._bare().call(self._bare().engine.tokenizer_manager.flush_cache())

@@ -11,6 +11,19 @@ import torch
 from verl_sync_plugin.receiver.unpacker import Unpacker
 
 
+def negate(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]]) -> None:
+    """A parameter changes its sign on every rank once the next sync has been loaded, so that the model computes
+    something else with bytes that arrived; its name is the only pair's."""
+    honest = Unpacker.finish
+
+    def finish(unpacker: Unpacker, *args: Any) -> None:
+        honest(unpacker, *args)
+        Unpacker.finish = honest  # type: ignore[method-assign]
+        dict(model.named_parameters())[named_tensors[0][0]].data.neg_()
+
+    Unpacker.finish = finish  # type: ignore[method-assign]
+
+
 def spoil(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]]) -> None:
     """One bit flips in a parameter of the last rank once the next sync has been loaded; its name is the only pair's."""
     from sglang.srt.distributed.parallel_state import get_tp_group

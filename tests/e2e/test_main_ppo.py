@@ -21,13 +21,14 @@ DUMMY = f"{ROLLOUT}.load_format=dummy"
 SMALL_BUCKETS = f"{ROLLOUT}.update_weights_bucket_megabytes=1"
 SHORT_WAIT = f"{ROLLOUT}.custom.sync.timeout_seconds=90"
 VERIFIED = f"{ROLLOUT}.custom.sync.verify=first"
+CANARY = f"{ROLLOUT}.custom.sync.canary=enforce"
 RANKS = 2  # one alone: test_phase_benchmark.py and test_legacy_trainer.py
 
 
 @pytest.fixture(scope="session")
 def trained(larger_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two steps, so three syncs; SGLang refuses the load of the fourth, which ends the run in its third step."""
-    overrides = (DUMMY, SMALL_BUCKETS, SHORT_WAIT, VERIFIED)
+    overrides = (DUMMY, SMALL_BUCKETS, SHORT_WAIT, VERIFIED, CANARY)
     setup = Setup(overrides, RANKS, 3, larger_model, modules=("e2e.wrong_shape",))
     return main_ppo(setup, tmp_path_factory.mktemp("trained"))
 
@@ -52,6 +53,14 @@ def test_reports_name_every_sync(trained: Run) -> None:
     checks.reported(trained, steps=2)
     for report in trained.reports:  # the first three, so all
         assert report["verified_tensors"] == report["tensors"] and report["not_comparable"] == 0, report
+
+
+def test_engine_answers_as_the_trainer_does_after_every_sync(trained: Run) -> None:
+    assert len(trained.reports) == 3, trained.tail
+    for report in trained.reports:
+        assert 0 <= report["canary_difference"] <= 0.03 and 0 <= report["canary_decode_difference"] <= 0.03, report
+        assert report["stages"]["canary"] > 0
+    assert all("sync/canary_difference" in metrics for metrics in trained.logged.values())
 
 
 def test_whole_model_travels_in_buckets_smaller_than_its_tensors(trained: Run, larger_model: Path) -> None:

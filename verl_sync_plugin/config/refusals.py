@@ -93,6 +93,30 @@ def refuse_verify(rollout: Any, model: Any) -> None:
         )
 
 
+def refuse_canary(rollout: Any, strategy: str) -> None:
+    """Raises ValueError when ``custom.sync.canary`` asks for log-probabilities of a trainer that cannot tell them
+    inside the phase; names key, value and remedy.
+
+    Args:
+        rollout: verl's rollout config (dataclass, DictConfig or dict).
+        strategy: verl's ``actor.strategy``.
+    """
+    canary = sync_config_of(rollout).canary
+    if canary == "never":
+        return
+    off = f"Set {KEY_PREFIX}.canary=never."
+    backend = section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine").get("backend", "naive")
+    if backend == SEPARATE_BACKEND:
+        key = f"{PREFIX}.checkpoint_engine.backend={backend}"
+        raise ValueError(f"{KEY_PREFIX}.canary={canary!r} with {key}: only for a rollout on the trainer's GPUs. {off}")
+    if strategy != "fsdp2":
+        key = f"actor_rollout_ref.actor.strategy={strategy}"
+        raise ValueError(
+            f"{KEY_PREFIX}.canary={canary!r} with {key}: only an fsdp2 trainer is asked for log-probabilities inside a "
+            f"sync. {off}"
+        )
+
+
 def refuse_lora_values(model: Any) -> None:
     """Raises ValueError when a LoRA key holds a value of the wrong kind; names key, value and remedy.
 

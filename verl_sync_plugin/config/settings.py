@@ -15,6 +15,7 @@ TURN_OFF = f"set {KEY_PREFIX}.enabled=False to run stock verl"
 
 # verl's strategies for which a sharding manager to SGLang is built in
 TRAINERS = ("fsdp", "fsdp2", "megatron")
+CANARY_CHOICES = ("never", "log", "enforce")
 CPU_BACKUP_CHOICES = ("auto", "on", "off")
 DELIVERY_CHOICES = ("auto", "direct", "sharded", "exchanged", "gathered", "broadcast")
 EMPTY_CACHE_CHOICES = ("auto", "always")
@@ -56,6 +57,10 @@ class SyncConfig:
         verify_hashes: hash every byte when it is packed and when the engine reads it, and compare.
         verify: after which syncs what lies in the engine's own parameters is compared with what was sent: ``never``,
             ``first`` (three of every plan), ``always``, or a number: the first and from then on every n-th.
+        canary: after a sync, compare log-probabilities of fixed prompts, the trainer's with the engine's: ``never``;
+            ``log``: say what is too far apart; ``enforce``: fail the sync, and nothing is generated.
+        canary_threshold: how far apart they may be, in nats: the mean over the tokens of a prompt.
+        canary_every: after which syncs: ``first`` (three), ``always``, or a number: the first and every n-th from it.
         delivery: ``direct``: from the second sync on every engine rank reads parameters where they lie; ``sharded``: it
             reads what it needs where the trainer ranks packed it; ``exchanged``: as ``sharded`` from the ranks of its
             own host, to each of which other hosts send a part of what they have packed; ``gathered``: every rank
@@ -77,6 +82,9 @@ class SyncConfig:
     copy_plan: bool = True
     verify_hashes: bool = True
     verify: str | int = "first"
+    canary: str = "never"
+    canary_threshold: float = 0.03
+    canary_every: str | int = "always"
     delivery: str = "auto"
     pause: str = "abort"
 
@@ -97,11 +105,20 @@ class SyncConfig:
             raise _fail("timeout_seconds", timeout, "not a positive number of seconds", "Use for example 300.")
         if timeout > MOST_SECONDS:
             raise _fail("timeout_seconds", timeout, "more than a day", "Use for example 300.")
-        every = isinstance(self.verify, int) and not isinstance(self.verify, bool) and self.verify > 0
-        if not every and self.verify not in VERIFY_CHOICES:
-            remedy = f"Use one of {', '.join(VERIFY_CHOICES)}, or a number: 10 for every tenth sync."
-            raise _fail("verify", self.verify, "not a known cadence", remedy)
+        self._check_cadence("verify", VERIFY_CHOICES)
+        self._check_cadence("canary_every", VERIFY_CHOICES[1:])  # never is said by canary
+        self._check_choice("canary", CANARY_CHOICES)
+        far = self.canary_threshold
+        if isinstance(far, bool) or not isinstance(far, int | float) or not 0 < far < float("inf"):
+            raise _fail("canary_threshold", far, "not a positive number", "Use for example 0.03.")
         self._check_patterns()
+
+    def _check_cadence(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        every = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if not every and value not in choices:
+            remedy = f"Use one of {', '.join(choices)}, or a number: 10 for every tenth sync."
+            raise _fail(name, value, "not a known cadence", remedy)
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)

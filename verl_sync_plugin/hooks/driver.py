@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from verl_sync_plugin.config import hydra_source
 from verl_sync_plugin.config.bucket_size import LONG_BUCKET_KEY, SHORT_BUCKET_KEY, settled_megabytes
 from verl_sync_plugin.config.refusals import (
+    refuse_canary,
     refuse_delivery,
     refuse_fully_async,
     refuse_lora_values,
@@ -221,6 +222,7 @@ def settle_trainer(actor_rollout_ref: Any) -> None:
             refuse_lora(actor_rollout_ref.model, strategy, engine.refuse_untied)
     if moves:
         refuse_verify(actor_rollout_ref.rollout, actor_rollout_ref.model)
+        refuse_canary(actor_rollout_ref.rollout, strategy)
     if strategy == "megatron":
         refuse_megatron_lora(actor_rollout_ref.actor.megatron, actor_rollout_ref.model)
 

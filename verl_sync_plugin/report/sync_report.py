@@ -28,6 +28,7 @@ PHASE_STAGES = (
     "after",
     "barrier",
     "resume_kv",
+    "canary",
 )
 # Parts of update_weights, on the reporting rank; "engine_load" is the engine's time and overlaps with the others.
 # "open" makes the sharding manager, in the first sync only.
@@ -93,6 +94,10 @@ class SyncReport:
             is not verified.
         verified_bytes: what was compared of the parameters of one engine rank.
         not_comparable: tensors of which it cannot be.
+        canary_difference: how far the engine's log-probabilities of the canary's prompts are from the trainer's, in
+            nats: the mean over the tokens of the worst prompt; -1 in a sync without canary.
+        canary_decode_difference: the same between what the engine decodes and what it says of these tokens when it
+            reads them.
     """
 
     global_steps: int = -1
@@ -121,6 +126,8 @@ class SyncReport:
     verified_tensors: int = 0
     verified_bytes: int = 0
     not_comparable: int = 0
+    canary_difference: float = -1.0
+    canary_decode_difference: float = -1.0
     hashed_tensors: int = 0
     staging_bytes: int = 0
     device_total_bytes: int = 0

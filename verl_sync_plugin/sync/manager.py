@@ -11,11 +11,12 @@ import torch.distributed as dist
 from verl.utils.ulysses import BaseShardingManager
 
 from verl_sync_plugin.config.bucket_size import AutoBucket
-from verl_sync_plugin.config.settings import SyncConfig
+from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
 from verl_sync_plugin.memory.collection import no_collection
 from verl_sync_plugin.memory.gauges import PeakMemory, note_device_memory
 from verl_sync_plugin.report.progress import Progress
 from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.sync.canary import Canary
 from verl_sync_plugin.sync.commit import Commit
 from verl_sync_plugin.sync.connect import MeetingPoint
 from verl_sync_plugin.sync.delivery.base import PeersUnreachableError, Sync
@@ -65,6 +66,8 @@ class ShardingManager(BaseShardingManager):
         self._device = device
         if hasattr(self, "backend"):
             self.trainer = self.backend(engine, config, device, rollout_dtype)
+        elif config.canary != "never":
+            raise ValueError(f"{KEY_PREFIX}.canary={config.canary!r}: needs a manager with a backend. Set it to never.")
         self.source: ParameterSource | None = None
         self.agreement = self._agree()
         self.sender = BucketSender(device, config.timeout_seconds)
@@ -73,6 +76,7 @@ class ShardingManager(BaseShardingManager):
         self.meeting = MeetingPoint(self.agreement, endpoint, self.sender, config)
         self.choice = self._choose()
         self.commit = Commit(config, self.agreement, self.sender, self.choice, endpoint)
+        self.canary = Canary(config, self.agreement, endpoint)
         self.report = SyncReport()
         self._bucket_bytes = bucket_bytes
         self._syncs = 0
@@ -109,7 +113,10 @@ class ShardingManager(BaseShardingManager):
                 afresh.
         """
         try:
-            return await self.move(wake_tags, global_steps)
+            await self.move(wake_tags, global_steps)
+            if hasattr(self, "trainer"):
+                self.canary.ask_trainer(self.trainer, self.report)
+            return self.report
         except BaseException as error:
             await self.meeting.give_up(str(error) or repr(error))
             raise
@@ -204,6 +211,10 @@ class ShardingManager(BaseShardingManager):
             SyncError: any engine failed; the same text on every rank. It generates nothing until a sync succeeds.
         """
         try:
+            if self.canary.asked:
+                await self.waking.resume_rest(tags, self.report)
+                await self.canary.ask_engine(self.report)
+                tags = []  # what is left is to flush and to let requests in
             await self.waking.finish(tags, self.report)
         except BaseException as error:
             await abandon(self.endpoint, str(error) or repr(error))

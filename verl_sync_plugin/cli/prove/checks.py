@@ -130,9 +130,11 @@ def _same_sums(number: int, before: dict[str, str] | str | None, now: dict[str, 
 
 
 def _logprobs(options: argparse.Namespace, rollout: SpmdRollout, model: torch.nn.Module) -> list[Check]:
-    mean, most, count = difference(rollout, model, options.prompts, options.tokens)
-    found = f"mean difference {mean:.4f} (at most {options.threshold:g}), largest {most:.4f}, {count} tokens"
-    return [Check("log-probabilities", mean <= options.threshold, found)]
+    far = difference(rollout, model, options.prompts, options.tokens)
+    found = (
+        f"mean difference {far.mean:.4f} (at most {options.threshold:g}), largest {far.largest:.4f}, {far.count} tokens"
+    )
+    return [Check("log-probabilities", far.mean <= options.threshold, found)]
 
 
 def _compared(one: Digests, other: Digests, wrong: Callable[[str, str | None], bool]) -> list[str]:

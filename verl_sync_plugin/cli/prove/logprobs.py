@@ -6,13 +6,13 @@ from __future__ import annotations
 import torch
 
 from verl_sync_plugin.spmd.rollout import SpmdRollout
+from verl_sync_plugin.verify.canary import Apart, apart, canary_prompts
 
 PROMPT_TOKENS = 12
-SEED = 7
 
 
 @torch.no_grad()
-def difference(rollout: SpmdRollout, model: torch.nn.Module, prompts: int, tokens: int) -> tuple[float, float, int]:
+def difference(rollout: SpmdRollout, model: torch.nn.Module, prompts: int, tokens: int) -> Apart:
     """How far the engine's log-probabilities are from the trainer's. Collective.
 
     Args:
@@ -22,14 +22,12 @@ def difference(rollout: SpmdRollout, model: torch.nn.Module, prompts: int, token
         tokens: of each response.
 
     Returns:
-        Mean and largest absolute difference, and the number of tokens that were compared.
+        How far they are apart, over the tokens of the responses.
     """
-    generator = torch.Generator().manual_seed(SEED)
     vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-    asked = torch.randint(0, vocabulary, (prompts, PROMPT_TOKENS), generator=generator).tolist()
+    asked = canary_prompts(vocabulary, prompts, PROMPT_TOKENS)
     answer = rollout.generate(asked, {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True})
     whole = torch.cat([answer.prompt_ids, answer.response_ids], dim=1)
     logits = model(input_ids=whole, use_cache=False).logits[:, PROMPT_TOKENS - 1 : -1].float()
     trained = torch.log_softmax(logits, -1).gather(-1, answer.response_ids[..., None])[..., 0]
-    apart = (trained - answer.log_probs).abs()[answer.response_mask]
-    return float(apart.mean()), float(apart.max()), apart.numel()
+    return apart(trained.tolist(), answer.log_probs.tolist())

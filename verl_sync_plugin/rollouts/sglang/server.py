@@ -22,6 +22,7 @@ from verl_sync_plugin.rollouts.sglang.awake import KV_CACHE, sleep_tags
 from verl_sync_plugin.rollouts.sglang.backup import keep_cpu_backup
 from verl_sync_plugin.rollouts.sglang.pause import PausingServer
 from verl_sync_plugin.rollouts.sglang.request import hand_down, new_token
+from verl_sync_plugin.rollouts.sglang.scoring import Scores, score
 from verl_sync_plugin.rollouts.sglang.updates import WeightUpdates
 
 CUDA_GRAPH_VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
@@ -110,6 +111,11 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
         await compat.replace_adapter(self.tokenizer_manager, SGLANG_LORA_NAME, settings, packed)
         slept, self._sleep_seconds = self._sleep_seconds, 0.0
         return slept
+
+    async def score(self, prompts: list[list[int]], response_tokens: int) -> Scores:
+        """The canary of a sync, which closes the gate to all but this; see ``scoring.score``."""
+        adapter = SGLANG_LORA_NAME if self.lora_as_adapter else None
+        return await score(self.tokenizer_manager, prompts, response_tokens, adapter)
 
     async def engine_alive(self) -> bool:
         """Whether every process that SGLang started here still runs."""

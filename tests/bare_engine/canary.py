@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The canary on a real engine and verl's real FSDP2 engine: equal weights pass, a spoiled engine is found, the next
+sync recovers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from bare_engine import trainer
+from bare_engine.scenario import Rank
+from verl_sync_plugin.sync import canary as sync_canary
+
+# The tiny model's logits are spread widely by ``perturb``, and both sides compute in bfloat16 but in another order
+THRESHOLD = 0.1
+NORM = "model.norm.weight"  # matters to every token
+
+
+def found_and_recovered(member: Rank) -> None:
+    """Three equal syncs; then one parameter is spoiled behind the copies, under ``log`` and under ``enforce``."""
+    said: list[str] = []
+    sync_canary.say = said.append  # type: ignore[assignment]
+    _set(member, canary="enforce", threshold=THRESHOLD)
+    for version in (1, 2, 3):
+        trainer.perturb(member.trainer, seed=version)
+        _passes(member, version)
+    _spoil_next(member)
+    _set(member, canary="log", threshold=THRESHOLD)
+    member.sync(4)
+    if member.endpoint.leader:
+        assert len(said) == 1 and "prompt" in said[0] and f"canary_threshold={THRESHOLD:g}" in said[0], said
+        assert member.manager.report.canary_difference > THRESHOLD
+    assert not member.endpoint.abandoned, "log lets the run go on"
+    _spoil_next(member)
+    _set(member, canary="enforce", threshold=THRESHOLD)
+    flushes = member.endpoint.flushes
+    error = member.failing(5)
+    assert "at 'the canary of the engine'" in error and "differ by" in error and "rank 0: " in error, error
+    if member.endpoint.leader:
+        assert member.endpoint.flushes == flushes, "finished, so requests were let in"
+        assert member.endpoint.abandoned, "the engine was not told that it may not generate"
+    _set(member, canary="enforce", threshold=THRESHOLD, every=1000)
+    _passes(member, 6)  # whatever the cadence says: the last one failed
+    member.sync(7)
+    assert member.manager.report.canary_difference == -1.0, "not due"
+
+
+def _passes(member: Rank, version: int) -> None:
+    """A sync with a canary leaves the trainer as it was, and ends well."""
+    weights, modes = trainer.local_state(member.trainer), _modes(member)
+    states = _random_states()
+    member.sync(version)
+    assert all(map(torch.equal, weights, trainer.local_state(member.trainer)))
+    assert _modes(member) == modes and _same(states, _random_states())
+    if member.endpoint.leader:
+        report = member.manager.report
+        assert 0 <= report.canary_difference <= THRESHOLD, report.canary_difference
+        assert 0 <= report.canary_decode_difference <= THRESHOLD, report.canary_decode_difference
+        assert report.stages["canary"] > 0
+
+
+def _set(member: Rank, canary: str, threshold: float, every: str | int = "always") -> None:
+    config = member.manager.canary._config
+    changed = replace(config, canary=canary, canary_threshold=threshold, canary_every=every)
+    member.manager.canary._config = changed
+
+
+def _spoil_next(member: Rank) -> None:
+    if member.engine is not None:
+        member.engine.negate_next(NORM)
+
+
+def _modes(member: Rank) -> list[bool]:
+    return [module.training for module in member.trainer.module.modules()]  # type: ignore[attr-defined]
+
+
+def _random_states() -> Sequence[object]:
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+
+def _same(one: Sequence[object], other: Sequence[object]) -> bool:
+    return all(a == b for a, b in zip(one, other, strict=True))
