@@ -7,7 +7,6 @@ parameters, and ``separate`` is FSDP2 with a rollout in another process (``apart
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import psutil
 
 from benchmarks import models
 from benchmarks.transfer.rig import one_rank
+from benchmarks.transfer.ways import Plugin
 
 KINDS = ("plain", "fsdp2-lora", "fsdp2-lora-served", "megatron", "separate")
 RANK = 8
@@ -126,35 +126,20 @@ class Turned:
             value.copy_(value.flip(0))
 
 
-class Colocated:
-    """The phase of a colocated trainer."""
+def colocated(trained: Any, server: Any, bucket_mb: int) -> Plugin:
+    """The phase of a colocated trainer, by the sharding manager that a run of verl would have."""
+    import torch
 
-    def __init__(self, trained: Any, server: Any, bucket_mb: int) -> None:
-        import torch
+    from benchmarks.transfer.server import ServerEndpoint
+    from verl_sync_plugin.config.settings import SyncConfig
+    from verl_sync_plugin.sharding_manager import get_sharding_manager
+    from verl_sync_plugin.trainers import activation
 
-        from benchmarks.transfer.server import ServerEndpoint
-        from verl_sync_plugin.config.settings import SyncConfig
-        from verl_sync_plugin.sharding_manager import get_sharding_manager
-        from verl_sync_plugin.trainers import activation
-
-        activation.take_over(True)
-        self._stream, _ = trained.get_per_tensor_param()
-        manager = get_sharding_manager(self._stream.trainer, "sglang")
-        config = SyncConfig(timeout_seconds=TIMEOUT_SECONDS)
-        where = torch.device("cpu")
-        self._manager = manager(trained, ServerEndpoint(server), config, bucket_mb << 20, where, "bfloat16")
-        self._version = 0
-
-    def sync(self) -> dict[str, Any]:
-        self._version += 1
-        return asyncio.run(self._both()).as_dict()
-
-    async def _both(self) -> Any:
-        await self._manager.update_weights([], self._version)
-        return await self._manager.finish([])
-
-    def close(self) -> None:
-        self._manager.sender.close()
+    activation.take_over(True)
+    stream, _ = trained.get_per_tensor_param()
+    manager = get_sharding_manager(stream.trainer, "sglang")
+    config, where = SyncConfig(timeout_seconds=TIMEOUT_SECONDS), torch.device("cpu")
+    return Plugin(manager(trained, ServerEndpoint(server), config, bucket_mb << 20, where, "bfloat16"))
 
 
 class Trained:
@@ -178,7 +163,7 @@ class Trained:
         self.server = server
         self._turned = Turned(trained)
         separate = kind == "separate"
-        self.way = Apart(trained, server, work) if separate else Colocated(trained, server, bucket_mb)
+        self.way = Apart(trained, server, work) if separate else colocated(trained, server, bucket_mb)
         self.nbytes = self.tensors = 0
 
     def other_weights(self) -> None:

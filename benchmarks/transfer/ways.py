@@ -69,10 +69,10 @@ class Stock:
 
 
 class Plugin:
-    """The plugin's transfer; the report is its own profile."""
+    """The plugin's transfer by a sharding manager; the report is its own profile."""
 
-    def __init__(self, server: Any, named: list[tuple[str, Any]], bucket_mb: int, variant: str, device: str) -> None:
-        self._manager = _manager(server, named, bucket_mb, variant, device)
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
         self._version = 0
 
     def sync(self) -> dict[str, Any]:
@@ -91,4 +91,4 @@ def make(variant: str, server: Any, named: list[tuple[str, Any]], bucket_mb: int
     """The way of ``stock`` or of one of ``PLUGIN``."""
     if variant == "stock":
         return Stock(server, named, bucket_mb)
-    return Plugin(server, named, bucket_mb, variant, device)
+    return Plugin(_manager(server, named, bucket_mb, variant, device))

@@ -207,6 +207,20 @@ def test_a_name_that_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch, caps
     assert "give a local folder with config.json" in refused(capsys, "nobody/has-such-a-model")
 
 
+def test_an_environment_that_cannot_import_the_model_is_named(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the environment of make quickstart is without ``VERL_PLATFORM=cpu``."""
+
+    def stopped(*_: Any, **__: Any) -> None:
+        raise ModuleNotFoundError("Could not import module 'X'. Is it there?") from RuntimeError("no operator nms")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", stopped)
+    monkeypatch.setattr("transformers.AutoModelForImageTextToText.from_config", stopped)
+    text = refused(capsys, tiny_model("qwen2"), "--world", "1")
+    assert "no operator nms" in text and "VERL_PLATFORM=cpu" in text, text
+
+
 def test_auto_is_what_a_run_would_choose(tiny_model: Any, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, tiny_model("qwen2"), "--bucket-mb", "auto", "--spare-gb", "9.5")
     assert found["bucket_mb"] == 512

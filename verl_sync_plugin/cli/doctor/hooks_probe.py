@@ -214,18 +214,22 @@ def _look(look: Callable[[], str]) -> dict[str, Any]:
 
 def _cause(error: BaseException) -> dict[str, str]:
     """Which module an import failed for, and the file that raised first."""
-    inner = error
-    while following := inner.__cause__ or inner.__context__:  # transformers wraps whatever stops an import of its own
-        inner = following
+    inner = _first_of(error)
     frames = traceback.extract_tb(inner.__traceback__)
     missing = getattr(inner, "name", "") if isinstance(inner, ModuleNotFoundError) else ""
     return {"missing": missing or "", "file": frames[-1].filename if frames else ""}
 
 
+def _first_of(error: BaseException) -> BaseException:
+    """The error that all others were raised from: transformers wraps whatever stops an import of its own."""
+    while following := error.__cause__ or error.__context__:
+        error = following
+    return error
+
+
 def one_line(error: BaseException) -> str:
-    first = error
-    while following := first.__cause__ or first.__context__:
-        first = following
+    """An error and the one that it was raised from, in one line."""
+    first = _first_of(error)
     because = f" (because of {type(first).__name__}: {first})" if first is not error else ""
     return " ".join(f"{type(error).__name__}: {error}{because}".split())[:600]
 
