@@ -43,6 +43,7 @@ _TINY: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attenti
 CONFIGS: dict[str, dict[str, Any]] = {
     "dense-1p8b": {**_QWEN2, **SHAPES["1p8b"]},
     "dense-7b": {**_QWEN2, **SHAPES["7b"]},
+    "moe-8b": {**_MOE, "num_hidden_layers": 24},
     "moe-10k": _MOE,
     "moe-19k": {**_MOE, "num_experts": 128, "moe_intermediate_size": 384},
     "tiny": {**_QWEN2, **SHAPES["tiny"]},

@@ -21,6 +21,7 @@ from contract.families import Family
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.copies.packing import Packer
 from verl_sync_plugin.layout.planner import plan_buckets
+from verl_sync_plugin.receiver.homes import spread
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.proof import DERIVED, DestinationProof
 from verl_sync_plugin.receiver.unpacker import Unpacker
@@ -145,12 +146,13 @@ class Pair:
         ledger = Ledger(model) if unpacker.watched else None
         proof.begin(unpacker.layout)
         proof.prepare(unpacker.recording)
+        unpacker.trust(proof.proves)
         slots = [torch.zeros(self.plan.slot_bytes, dtype=torch.uint8) for _ in range(dist.get_world_size())]
         for index in range(len(self.plan.buckets)):
             self.packer.pack(index, slots[dist.get_rank()], shards)
             dist.all_gather(slots, slots[dist.get_rank()].clone())
             with ledger or nullcontext(), unpacker.uses.watching():
-                unpacker.load(index, slots if unpacker.spread(index) else [slots[dist.get_rank()]])
+                unpacker.load(index, slots if spread(unpacker.manifest, index) else [slots[dist.get_rank()]])
         unpacker.finish(ledger)
         if self.uses.note(unpacker.uses.news()) or self.uses.asks(self.plan):
             self.uses.compare(self.plan, loaded=True)
@@ -207,8 +209,8 @@ def outcome(family: Family, folder: Path, port: int) -> str:
         reference.load_weights(iter(load_file(folder / f"step-{seed}" / "model.safetensors").items()))
         kept.update((name, None) for name, *_ in pair.send(unpacker, proof, engine))
         assert_same(engine, reference, f"sync {seed}")
-    assert unpacker.replayed[0] == pair.plan.tensor_count - len(unpacker.refused)
-    how = _how(unpacker.refused, pair.plan.tensor_count)
+    assert unpacker.replayed[0] == pair.plan.tensor_count - len(unpacker.plan.refused)
+    how = _how(unpacker.plan.refused, pair.plan.tensor_count)
     why = {reason for name in pair.plan.names if (reason := known.why_skipped(name))}
     left = [f"{', '.join(kept)} left to the engine's host copy"] if kept else []
     return "; ".join(

@@ -27,7 +27,7 @@ from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 
 pytestmark = pytest.mark.slow
 # trainer ranks, bucket size, sharded: whole tensors in one piece; many torn ones; a few
-CUTS = ((1, 1 << 30, False), (3, 20_000, True), (2, 1 << 16, False))
+CUTS = ((1, 1 << 30, False, True), (3, 20_000, True, False), (2, 1 << 16, False, False), (3, 20_000, True, True))
 
 
 def assert_same(model: Any, reference: Any, what: str) -> None:
@@ -38,24 +38,32 @@ def assert_same(model: Any, reference: Any, what: str) -> None:
 
 
 def replays_are_exact(kind: str, config: Any) -> None:
-    """Three syncs of every cut: the first is the model's own, the others are replayed whole."""
+    """Three syncs of every cut: all are replayed whole, but for a first one that no marks have proven."""
     model, reference = models.build(config), models.build(config)
-    for ranks, bucket_bytes, sharded in CUTS:
-        wire = Wire(model, models.weights_of(kind, 0), ranks, bucket_bytes, sharded)
+    for ranks, bucket_bytes, sharded, verified in CUTS:
+        wire = Wire(model, models.weights_of(kind, 0), ranks, bucket_bytes, sharded, verified=verified)
         nbytes = sum(tensor.nbytes for _, tensor in models.weights_of(kind, 0))
         for seed in (1, 2, 3):
             weights = models.weights_of(kind, seed)
             replayed = wire.sync(weights)
-            assert replayed == ((0, 0) if seed == 1 else (len(weights), nbytes)), (kind, ranks, seed, replayed)
+            at_once = verified or seed > 1
+            assert replayed == ((len(weights), nbytes) if at_once else (0, 0)), (kind, ranks, seed, replayed)
             reference.load_weights(iter(weights))
             assert_same(model, reference, f"{kind}, {ranks} ranks, {bucket_bytes} bytes, sync {seed}")
         assert wire.coverage.expected > 10 and not wire.coverage.missing, (kind, wire.coverage)
 
 
 def moved_parameters_start_over(kind: str, config: Any) -> None:
-    """``param.data = tensor`` makes no operation, yet the sync after it replays nothing, and the next one does."""
+    """``param.data = tensor`` makes no operation, yet the sync after it has a new plan: one that marks prove is replayed
+    at once, another from the next sync on."""
+    for verified, expected in ((False, [False, True, False, True, True]), (True, [True] * 5)):
+        assert moved_in_the_third(kind, config, verified) == expected
+
+
+def moved_in_the_third(kind: str, config: Any, verified: bool) -> list[bool]:
+    """Which of five syncs were replayed."""
     model, reference = models.build(config), models.build(config)
-    wire = Wire(model, models.weights_of(kind, 0), 2, 1 << 16)
+    wire = Wire(model, models.weights_of(kind, 0), 2, 1 << 16, verified=verified)
     counts = []
     for seed in range(1, 6):
         if seed == 3:
@@ -64,7 +72,7 @@ def moved_parameters_start_over(kind: str, config: Any) -> None:
         counts.append(wire.sync(models.weights_of(kind, seed))[0] > 0)
         reference.load_weights(iter(models.weights_of(kind, seed)))
         assert_same(model, reference, f"{kind}, sync {seed}")
-    assert counts == [False, True, False, True, True]
+    return counts
 
 
 def moved_experts_start_over(kind: str, config: Any) -> None:
@@ -72,7 +80,7 @@ def moved_experts_start_over(kind: str, config: Any) -> None:
     from sglang.srt.eplb import expert_location
 
     model = models.build(config)
-    wire = Wire(model, models.weights_of(kind, 0), 1, 1 << 20)
+    wire = Wire(model, models.weights_of(kind, 0), 1, 1 << 20, verified=False)
     placed = SimpleNamespace(physical_to_logical_map_cpu=torch.tensor([[1, 0]]))
     assert wire.sync(models.weights_of(kind, 1)) == (0, 0) != wire.sync(models.weights_of(kind, 2))
     with mock.patch.object(expert_location, "get_global_expert_location_metadata", lambda: placed):
@@ -95,7 +103,7 @@ def others_take_the_models_own_way(kind: str, config: Any) -> None:
         assert tensors == (0 if seed == 1 else len(weights) - 1)
         reference.load_weights(iter(weights))
         assert_same(model, reference, f"{kind}, sync {seed}")
-    assert set(wire.unpacker.refused) == {"model.norm.weight"}
+    assert set(wire.unpacker.plan.refused) == {"model.norm.weight"}
 
 
 def _last_row_cleared(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
@@ -141,7 +149,7 @@ def what_a_replay_would_get_wrong_is_refused(kind: str, config: Any) -> None:
             wire.sync(weights)
             reference.load_weights((n, t.clone()) for n, t in weights)
             assert_same(model, reference, f"{loader.__name__}, sync {seed}")
-        assert wire.unpacker.refused.get(name, "") == why, loader.__name__
+        assert wire.unpacker.plan.refused.get(name, "") == why, loader.__name__
 
 
 def a_model_that_keeps_tensors_is_not_planned(kind: str, config: Any) -> None:
@@ -179,7 +187,7 @@ def a_wrong_plan_is_found(kind: str, config: Any) -> None:
             tensors, _ = wire.sync(weights)
             reference.load_weights(iter(weights))
             assert_same(model, reference, f"{kind}, sync {seed}")
-    assert tensors == len(weights) - 2 and set(wire.unpacker.refused) == set(swapped)
+    assert tensors == len(weights) - 2 and set(wire.unpacker.plan.refused) == set(swapped)
 
 
 def changed_bytes_are_found(kind: str, config: Any) -> None:

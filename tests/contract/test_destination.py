@@ -122,7 +122,7 @@ def a_replay_that_only_looked_right_is_found(kind: str, config: Any) -> None:
     ones = [(n, torch.ones_like(t) if n in swapped else t) for n, t in models.weights_of(kind, 1)]
     with mock.patch.object(unpacker, "make_plan", wrong):
         wire.sync(ones)
-        assert not wire.unpacker.refused, "the first sync finds nothing wrong"
+        assert not wire.unpacker.plan.refused, "the first sync finds nothing wrong"
         with pytest.raises(SyncError, match=rf"{HELD} .*input_layernorm\.weight"):
             wire.sync(models.weights_of(kind, 2))
 

@@ -97,6 +97,7 @@ class Wire:
         self.proof.begin(self.unpacker.layout)
         if self.verified:
             self.proof.prepare(self.unpacker.recording)
+            self.unpacker.trust(self.proof.proves)
         slots = [torch.zeros(self.plan.slot_bytes, dtype=torch.uint8)]
         slots += [slots[0].clone() for _ in range(self._ranks - 1)] if self.plan.sharded else []
         with ledger or nullcontext(), self.unpacker.uses.watching():

@@ -44,7 +44,7 @@ def test_each_engine_is_synced_once_a_step_and_nothing_is_resumed(awake: Run) ->
     assert sorted(steps) == [0, 0, 1, 1, 2, 2], steps
     for report in awake.reports:
         assert report["stages"]["sleep"] == 0 and "resume_weights" not in report["stages"], report
-        assert report["replayed_tensors"] == (report["tensors"] if report["global_steps"] else 0), report
+        assert report["replayed_tensors"] == report["tensors"] > 0, report
         # Every engine holds the whole model, of which each trainer rank packs a half
         assert report["own_bytes"] == report["peer_bytes"] == report["nbytes"] // 2, report
 

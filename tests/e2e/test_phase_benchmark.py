@@ -39,4 +39,4 @@ def test_every_sync_of_a_training_run_is_measured(tmp_path: Path) -> None:
     for sync in later:
         report = sync["report"]
         assert sync["bytes"] == first["bytes"] == run["bytes"] > 0
-        assert report["replayed_tensors"] == report["tensors"] > 0 == first["report"]["replayed_tensors"]
+        assert report["replayed_tensors"] == report["tensors"] == first["report"]["replayed_tensors"] > 0

@@ -43,7 +43,7 @@ def test_a_sync_of_the_checkpoint_itself_is_proven(tiny_model: Callable[[str], s
     code, found = proven(["-m", "verl_sync_plugin.cli"], tiny_model("qwen2"), "--syncs", "2", "--tokens", "4")
     assert code == 0 and found["passed"], found
     names = [check["check"] for check in found["checks"] if not check["skipped"]]
-    assert names[:4] == ["SGLang's own load", "reset 1", "sync 1 (the engine's own load)", "sync 1, its own proof"]
+    assert names[:4] == ["SGLang's own load", "reset 1", "sync 1 (replayed)", "sync 1, its own proof"]
     assert "sync 2 (replayed)" in names and names[-1] == "log-probabilities"
 
 

@@ -57,7 +57,7 @@ def test_the_separate_engine_is_synced_before_the_first_step_and_after_each(sepa
     for report in separate.reports:
         if report["manager"] == "SeparateRollout":
             assert report["coverage_expected"] > 10 and report["coverage_missing"] == 0, report
-            assert report["replayed_tensors"] == (report["tensors"] if report["global_steps"] else 0), report
+            assert report["replayed_tensors"] == report["tensors"] > 0, report
             assert report["gathered_bytes"] == 0 < report["own_bytes"] + report["peer_bytes"], report
 
 

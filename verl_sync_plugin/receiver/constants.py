@@ -29,3 +29,8 @@ def kept_constants(fills: Iterable[Fill]) -> list[tuple[torch.Tensor, float]]:
     """The constants that a load leaves in place; others are a ground that it then writes on."""
     found = [(fill.target, fill.value) for fill in fills if fill.target.numel()]
     return [each for each, gone in zip(found, flags_of(differs(t, v) for t, v in found), strict=True) if not gone]
+
+
+def hold(constants: Iterable[tuple[torch.Tensor, float]]) -> bool:
+    """Whether all constants are in place, whatever the sign of a zero; waits for the device once."""
+    return not any(flags_of((target != value).any() for target, value in constants if target.numel()))

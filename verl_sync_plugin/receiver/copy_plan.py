@@ -80,7 +80,7 @@ class CopyPlan:
 
     def lines_for_log(self, tensors: int, how: str) -> Iterator[str]:
         """What of ``tensors`` is replayed ``how``, and why some are not."""
-        yield f"after the first sync {tensors - len(self.refused)} of {tensors} tensors go by {how}"
+        yield f"once their plan is proven, {tensors - len(self.refused)} of {tensors} tensors go by {how}"
         for name, why in list(self.refused.items())[:5]:
             yield f"{name} goes through load_weights ({why})"
 

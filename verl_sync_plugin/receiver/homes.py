@@ -7,7 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from verl_sync_plugin.transport.protocol import Hello
+from verl_sync_plugin.transport.protocol import Hello, Manifest
+
+
+def spread(manifest: Manifest, bucket: int) -> int:
+    """Bytes per segment of a bucket whose segments are in the slots of several ranks; 0 when one has all."""
+    return manifest.segments[bucket] if manifest.sharded and manifest.worlds[bucket] > 1 else 0
 
 
 def segments(hello: Hello, slots: Sequence[torch.Tensor], nbytes: int) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,13 @@ class Held:
     def widened(self) -> bool:
         """The model keeps the elements in a wider dtype."""
         return self.target.dtype != self.dtype
+
+    def absolute(self) -> Iterator[Run]:
+        """The runs of what is not turned, from the bytes that are sent to addresses."""
+        first = self.target.untyped_storage().data_ptr()
+        for run in self.runs:
+            source, width, stride = (self.ratio * number for number in (run.source, run.width, run.source_stride))
+            yield Run(source, first + run.target, width, run.count, stride, run.target_stride)
 
     def unturned(self) -> torch.Tensor:
         """The elements as the tensor has them: uint8 of shape ``(n,)``, a copy."""

@@ -4,7 +4,8 @@
 Where the bytes of a tensor lie in the parameters is taken from the model's own load: proposed by its recording
 (``placement.py``) and proven by a load of marks (``marks.py``), once per layout. After a sync every such place is read
 again, and hashed as the trainer hashes what it packs: by the place in the bucket. So both hashes are equal if and only
-if the parameters hold what was sent, whoever copied it. Nothing here looks at a copy plan or a replay.
+if the parameters hold what was sent, whoever copied it. What is read is taken from no copy plan or replay; of a plan is
+only said whether the marks prove it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from verl_sync_plugin.copies.copier import Prepared
 from verl_sync_plugin.copies.hulls import hulls_of, numbers_of
 from verl_sync_plugin.layout.strided import Run, compose
 from verl_sync_plugin.layout.tensors import Entry
-from verl_sync_plugin.receiver.constants import differs, flags_of, kept_constants
-from verl_sync_plugin.receiver.copy_plan import Layout, LayoutKey, known_tensors, sources_of
+from verl_sync_plugin.receiver.constants import differs, flags_of, hold, kept_constants
+from verl_sync_plugin.receiver.copy_plan import CopyPlan, Layout, LayoutKey, known_tensors, sources_of
 from verl_sync_plugin.receiver.engine_model import EngineModel
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.marks import Reader, misplaced
@@ -86,6 +87,7 @@ class DestinationProof:
     def _forget(self) -> None:
         """Lets go of all parameters."""
         self._layout: Layout | None = None
+        self._filled = False  # the load of marks left all constants in place
         self._reader: Reader | None = None
         self._parts: dict[str, list[list[Held]]] = {}  # by the name that is counted
         self._left_out: dict[str, str] = {}
@@ -121,11 +123,22 @@ class DestinationProof:
         left_out.update({each.name: RE_LAID for each in held if not reader.knows(each)})
         held = [each for each in held if each.name not in left_out]
         left_out.update(misplaced(self._model, self._sources, self._owners, held, reader))
+        self._filled = hold((fill.target, fill.value) for fill in recording.fills)
         self._constants = kept_constants(recording.fills)
         if recording.derives:
             left_out[DERIVED] = "is computed"
         self._left_out, self._layout = left_out, self._key.now()
         self._take([each for each in held if each.name not in left_out])
+
+    def proves(self, plan: CopyPlan) -> bool:
+        """Whether the marks were found exactly where a plan copies to, all of them, and its constants beside them."""
+        found: dict[str, set[Run]] = {name: set() for name in plan.planned}
+        for held in (held for parts in self._parts.values() for part in parts for held in part):
+            if held.name in found and not held.turned:
+                found[held.name].update(held.absolute())
+        return self._filled and all(
+            name not in self._left_out and found[name] == set(planned.runs) for name, planned in plan.planned.items()
+        )
 
     def _take(self, held: Iterable[Held]) -> None:
         """Compiles what is to be read; the parameters of which nothing else is said are the unproven ones."""

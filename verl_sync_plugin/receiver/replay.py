@@ -12,6 +12,7 @@ from verl_sync_plugin.copies.bucket_memory import BucketMemory
 from verl_sync_plugin.copies.copier import Copier
 from verl_sync_plugin.copies.hulls import hulls_of, numbers_of
 from verl_sync_plugin.copies.plain import runs
+from verl_sync_plugin.receiver.constants import hold
 from verl_sync_plugin.receiver.copy_plan import CopyPlan
 from verl_sync_plugin.receiver.cuts import Cast, Work, bytes_of, cut
 from verl_sync_plugin.receiver.readings import choose, readings_of
@@ -148,7 +149,7 @@ class Comparison:
         differing = self.differing()
         for name in differing:
             plan.refuse(name, "its replay differs from the model's own load")
-        if not all(bool((target == value).all()) for target, value in plan.fills):
+        if not hold(plan.fills):
             plan.planned, plan.refused = {}, dict.fromkeys(names, "is loaded beside a constant that changes")
         return bool(differing)
 

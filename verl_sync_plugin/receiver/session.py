@@ -10,7 +10,7 @@ import torch
 
 from verl_sync_plugin.receiver.activations import Activations
 from verl_sync_plugin.receiver.engine_model import EngineModel
-from verl_sync_plugin.receiver.homes import near, segments
+from verl_sync_plugin.receiver.homes import near, segments, spread
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.proof import DestinationProof
 from verl_sync_plugin.receiver.running import Running
@@ -87,9 +87,9 @@ class ReceiverSession:
         with ledger or nullcontext(), unpacker.uses.watching():
             while isinstance(message, Load):
                 slots = [slot_of(memory, message.slot, hello.stagings[0].slot_bytes) for memory in memories]
-                spread = unpacker.spread(message.bucket)
+                nbytes = spread(unpacker.manifest, message.bucket)
                 with running.loading(message.bucket):
-                    unpacker.load(message.bucket, segments(hello, slots, spread) if spread else [slots[hello.place]])
+                    unpacker.load(message.bucket, segments(hello, slots, nbytes) if nbytes else [slots[hello.place]])
                 message = running.receive(wait)
         self._commit(_expect(Commit, message), hello, channel, ledger)
 
@@ -171,11 +171,13 @@ class ReceiverSession:
             self._proof.begin(unpacker.layout)
 
     def _prepare_proof(self, hello: Hello, unpacker: Unpacker) -> None:
-        """Once per layout, where what lies in the parameters is to be told: they are loaded with marks first."""
+        """Once per layout, where what lies in the parameters is to be told: they are loaded with marks first, which
+        prove a new copy plan, too."""
         if hello.prove:
             if self._proof is None:
                 self._proof = DestinationProof(self._model, unpacker.manifest, unpacker.device)
             self._proof.prepare(unpacker.recording)
+            unpacker.trust(self._proof.proves)
         unpacker.recording = None  # it refers to the parameters of now
 
     def _note_coverage(self, digest: str, found: Coverage) -> None:

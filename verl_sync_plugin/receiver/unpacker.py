@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads buckets into the model: by the model's own ``load_weights``, or by replaying what that does.
 
-The first sync of a plan goes the model's own way and is the reference: every byte that a replay would have written is
-compared (by hash) with what the model wrote, and a tensor that differs keeps the model's way. From the second sync on
-buckets are replayed. A model whose parameters moved starts over.
+A plan is replayed once it is proven. Where the first sync begins with a load of marks (``proof.py``), these prove it.
+Otherwise the first sync goes the model's own way and is the reference: every byte that a replay would have written is
+compared (by hash) with what the model wrote, and a tensor that differs keeps the model's way. A model whose parameters
+moved starts over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -49,8 +50,8 @@ class Unpacker:
         self.recording: Recording | None = None  # that was made for this sync
         self._replay: Replay | None = None
         self._comparison: Comparison | None = None
-        self._plan, self._trusted = CopyPlan(), False
-        self._settled = False  # the plan of this layout has been compared, whatever came of it
+        self.plan, self._trusted = CopyPlan(), False  # the plan's ``refused`` are left to the model's own load
+        self._settled = False  # the plan of this layout has been judged, whatever came of it
         self._hashed = False
         self._copier: Copier | None = None
         numbers = numbers_of(manifest.buckets)
@@ -64,11 +65,6 @@ class Unpacker:
         self._told: Readings | None = None
         self.replayed = (0, 0)  # tensors and bytes that this sync replays
         self._direct: tuple[tuple[Replay, tuple[str, ...]], DirectLoad] | None = None
-
-    @property
-    def refused(self) -> dict[str, str]:
-        """Names of tensors that are left to the model's own load, and why."""
-        return self._plan.refused
 
     def begin(self, copy_plan: bool, hashed: bool, whole: Sequence[int] = ()) -> None:
         """Decides how this sync loads. Never fails because a model cannot be planned.
@@ -87,10 +83,22 @@ class Unpacker:
         elif asked != self._whole:
             self._whole = asked
             self._replay = self._compile()
+        self._start()
+
+    def trust(self, proves: Callable[[CopyPlan], bool]) -> None:
+        """After ``begin``: a plan that is proven already and leaves nothing to the model is replayed at once."""
+        plan, moved = self.plan, self._key.now() != self.layout
+        if not self._trusted and plan.planned and not plan.refused and not moved and proves(plan):
+            self._trusted = self._settled = True
+            self._say()
+            self._start()
+
+    def _start(self) -> None:
         assert self._replay is not None
         names = self._replay.leftovers if self._trusted else self._names
         self._assembler = Assembler(names, self._model.fused_pairs)
         self._sums.zero_()
+        self._comparison = None
         self.replayed = (self._replay.tensors, self._replay.nbytes) if self._trusted else (0, 0)
         if self._trusted:
             self._replay.fill()
@@ -98,8 +106,8 @@ class Unpacker:
     def _recorded(self, copy_plan: bool) -> CopyPlan:
         """The plan of the present layout. Without copy plans, and of a model that cannot be planned, the load is
         recorded once all the same, to know what it leaves out."""
-        if self.uses.known and not self._plan.planned:
-            return self._plan
+        if self.uses.known and not self.plan.planned:
+            return self.plan
         plan = make_plan(self._model, self._sources, self.device)
         self.recording, plan.recording = plan.recording, None
         self.uses.recorded(plan.uses)
@@ -127,16 +135,8 @@ class Unpacker:
         """The trainer knows these; ``None``: nothing new."""
         self._told = self._told if readings is None else readings
 
-    def spread(self, index: int) -> int:
-        """Bytes per segment of a bucket whose segments are in the slots of several ranks; 0 when one has all."""
-        return self.manifest.segments[index] if self.manifest.sharded and self.manifest.worlds[index] > 1 else 0
-
     def traffic(self, near: frozenset[int]) -> tuple[int, int]:
-        """Bytes that this sync reads from the trainer rank beside and from others.
-
-        Args:
-            near: the segments that the rank beside holds.
-        """
+        """Bytes that this sync reads from the trainer rank beside, which holds segments ``near``, and from others."""
         assert self._replay is not None, "begin() comes first"
         return self._replay.traffic(near, self._trusted)
 
@@ -160,9 +160,7 @@ class Unpacker:
             ValueError: they do not hold what the manifest says.
         """
         replay = self._replay
-        assert replay is not None and self._copier is not None and self._trusted, (
-            "begin() and reads_in_place come first"
-        )
+        assert replay is not None and self._copier is not None and self._trusted, "reads_in_place comes first"
         made_for = (replay, tuple(live.key for live in lives))
         if self._direct is None or self._direct[0] != made_for:
             parts = (replay.works, self.manifest, lives, place, regions, self._copier, self.device)
@@ -176,16 +174,15 @@ class Unpacker:
     def _prepare(self, plan: CopyPlan) -> None:
         for name in scattered([entry for bucket in self.manifest.buckets for entry in bucket], plan.planned):
             plan.refuse(name, "arrives in many small pieces")
-        self._plan = plan
+        self.plan = plan
         self._copier = Copier(self.device, known_tensors(self._model.module))
         self._replay = self._compile()
-        self._comparison = Comparison(self._replay, self._copier, self.device) if plan.planned else None
         if plan.refused:
-            self._say(plan)
+            self._say()
 
     def _compile(self) -> Replay:
-        assert self._copier is not None
-        return Replay(self._plan, self.manifest, self._copier, self._whole)
+        assert self._copier is not None, "begin() comes first"
+        return Replay(self.plan, self.manifest, self._copier, self._whole)
 
     def load(self, index: int, slots: Sequence[torch.Tensor]) -> None:
         """Loads one bucket; copies may still run when it returns.
@@ -203,7 +200,8 @@ class Unpacker:
         else:
             if self._hashed:
                 replay.read(index, memory, self._sums)
-            if self._comparison is not None:
+            if self.plan.planned and self._copier is not None:
+                self._comparison = self._comparison or Comparison(replay, self._copier, self.device)
                 self._comparison.note(index, memory)
             entries = self.manifest.buckets[index]
         if entries:
@@ -221,10 +219,10 @@ class Unpacker:
         self._assembler.finish()
         if self._trusted:
             with ledger or nullcontext():
-                if self._plan.derives:
+                if self.plan.derives:
                     self._model.derive_after_load()
             if ledger is not None:
-                ledger.note_bytes(self._plan.target_runs())
+                ledger.note_bytes(self.plan.target_runs())
         elif self._comparison is not None:
             self._compare(self._comparison, ledger)
             self._comparison = None
@@ -235,16 +233,16 @@ class Unpacker:
         self._replay_watched = self._replay_watched or self.replayed[0] > 0
 
     def _compare(self, comparison: Comparison, ledger: Ledger | None) -> None:
-        plan, changed = self._plan, comparison.refuse_wrong(self._plan, self._names)
+        plan, changed = self.plan, comparison.refuse_wrong(self.plan, self._names)
         if changed or not plan.planned:
             self._replay = self._compile()
         if ledger is not None and ledger.coverage().missing:
             ledger.note_bytes(plan.target_runs())
         self._trusted = bool(plan.planned)
         if changed or not plan.refused:
-            self._say(plan)
+            self._say()
 
-    def _say(self, plan: CopyPlan) -> None:
+    def _say(self) -> None:
         how = "the kernel" if self._copier is not None and self._copier.kernel else "plain copies"
-        for line in plan.lines_for_log(len(self._names), how):
+        for line in self.plan.lines_for_log(len(self._names), how):
             say(line)
