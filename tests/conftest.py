@@ -27,7 +27,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (TESTS, os.environ.get("
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Two tests run at a time (see the Makefile), but never two of one file, which share what they start, and never two
-    of tests/e2e: those look at all Ray processes of the machine. They begin first, for they take as long as the rest."""
+    of tests/e2e: those look at all Ray processes of the machine. They come first, for they take as long as the rest."""
     runs = Path(TESTS, "e2e")
     items.sort(key=lambda item: runs not in item.path.parents)
     for item in items:

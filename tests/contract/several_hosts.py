@@ -149,7 +149,7 @@ def play(rank: int, folder: str, port: int, tp: int, cases: tuple[Case, ...]) ->
 def story(member: Member, case: Case) -> None:
     """Three syncs, each exact, with the bytes over the network that there have to be; then failures and recoveries."""
     hosts = len(set(case.hosts))
-    for number in (1, 2, 3):
+    for _ in range(3):
         report = member.sync()
         member.exact()
         way = member.manager.choice._chosen

@@ -54,8 +54,8 @@ def replays_are_exact(kind: str, config: Any) -> None:
 
 
 def moved_parameters_start_over(kind: str, config: Any) -> None:
-    """``param.data = tensor`` makes no operation, yet the sync after it has a new plan: one that marks prove is replayed
-    at once, another from the next sync on."""
+    """``param.data = tensor`` makes no operation, yet the sync after it has a new plan: one that marks prove is
+    replayed at once, another from the next sync on."""
     for verified, expected in ((False, [False, True, False, True, True]), (True, [True] * 5)):
         assert moved_in_the_third(kind, config, verified) == expected
 
