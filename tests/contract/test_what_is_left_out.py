@@ -49,7 +49,7 @@ def an_untied_head_is_an_error_where_the_engine_ties(config: Any) -> None:
     with pytest.raises(SyncError, match=r"leaves out 1 .*lm_head\.weight"):
         Wire(model, untied, 2, 1 << 16).sync(untied)
     wire = Wire(model, tied, 2, 1 << 16)
-    assert [wire.sync(models.weights_of("qwen2-tied", seed))[0] > 0 for seed in (1, 2, 3)] == [False, True, True]
+    assert [wire.sync(models.weights_of("qwen2-tied", seed))[0] > 0 for seed in (1, 2, 3)] == [True] * 3
 
 
 def what_lands_where_another_tensor_is_does_not_count(config: Any) -> None:

@@ -20,6 +20,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 VISION = ("qwen-vl-utils==0.0.14", "av==18.1.0")
 PACKAGES = {"qwen2_5_vl": (*VISION, "transformers==5.8.1"), "qwen3_vl": VISION}
 CLASSES = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
+ROUNDING = 0.001  # of a probability: runs sample other tokens, so their largest differences are not the same
 # Model, trainer ranks, whether its tower is frozen
 CASES = [("qwen2_5_vl", 1, True), ("qwen2_5_vl", 2, False), ("qwen3_vl", 2, False), ("qwen3_vl", 1, True)]
 
@@ -33,6 +34,17 @@ def case(request: pytest.FixtureRequest) -> tuple[str, int, bool]:
 @pytest.fixture(scope="module")
 def trained(case: tuple[str, int, bool], tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two steps, so three syncs; the engine starts with random weights, so only a sync can bring the tower's."""
+    return trained_by(case, tmp_path_factory, f"{ROLLOUT}.custom.sync.verify=always")
+
+
+@pytest.fixture(scope="module")
+def stock(case: tuple[str, int, bool], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The same with the plugin switched off."""
+    return trained_by(case, tmp_path_factory, f"{ROLLOUT}.custom.sync.enabled=False")
+
+
+def trained_by(case: tuple[str, int, bool], tmp_path_factory: pytest.TempPathFactory, sync: str) -> Run:
+    """Two steps of ``main_ppo`` with one setting of the sync."""
     kind, ranks, frozen = case
     folder, packages = tmp_path_factory.mktemp(kind), tmp_path_factory.mktemp("packages")
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(packages), *PACKAGES[kind]]
@@ -45,7 +57,7 @@ def trained(case: tuple[str, int, bool], tmp_path_factory: pytest.TempPathFactor
         "data.max_prompt_length=96",
         f"{ROLLOUT}.load_format=dummy",
         f"{ROLLOUT}.update_weights_bucket_megabytes=1",
-        f"{ROLLOUT}.custom.sync.verify=always",
+        sync,
         f"actor_rollout_ref.actor.freeze_vision_tower={frozen}",
     )
     model = tiny_vision.write(kind, folder / "model")
@@ -60,6 +72,17 @@ def test_the_engine_has_the_trainers_weights_at_every_step(trained: Run) -> None
     checks.same_weights(trained)
     for step in (1, 2):
         checks.metrics_complete(trained.logged[step], step)
+
+
+def test_probabilities_differ_no_more_than_with_stock_verl(trained: Run, stock: Run) -> None:
+    """Both engines and trainers compute in the same ways; what is left are roundings of bf16."""
+    checks.reached(stock, steps=2)
+    assert not stock.reports and stock.matching("stock verl moves the weights"), stock.tail
+    ours, theirs = (
+        [step["training/rollout_probs_diff_max"] for step in run.logged.values()] for run in (trained, stock)
+    )
+    print(f"largest differences of probabilities: plugin {ours}, stock {theirs}")
+    assert max(ours) < 2 * max(theirs) + ROUNDING, (ours, theirs)
 
 
 def test_the_plugin_moved_and_compared_every_tensor(trained: Run, case: tuple[str, int, bool]) -> None:
