@@ -48,11 +48,13 @@ class Host:
 
 
 class Trainer(Host):
-    """A trainer rank with verl's own FSDP2 engine."""
+    """A trainer rank with one of verl's own engines, sharded as ``layout`` says."""
 
-    def __init__(self, rank: int, world: int, port: int, model: str, sync: dict[str, Any]) -> None:
+    def __init__(
+        self, rank: int, world: int, port: int, model: str, sync: dict[str, Any], strategy: str, layout: dict[str, Any]
+    ) -> None:
         super().__init__(rank, world, port, sync, is_master=rank == 0)
-        self.trainer = trainer.build(model, "fsdp2")
+        self.trainer = trainer.build(model, strategy, **layout)
         self.model = model
 
     def sync(self, version: int) -> list[int]:

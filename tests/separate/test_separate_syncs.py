@@ -6,11 +6,12 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 
+from megatron_cpu.engines import megatron_environment
 from separate.driver import Driver, Failure, Member, together
 from separate.processes import TIMEOUT, Rollout, Trainer
 
@@ -29,10 +30,13 @@ def model(tiny_model: Callable[[str], str]) -> str:
 
 
 @contextmanager
-def members(model: str, rollouts: int, **sync: object) -> Iterator[tuple[Driver, list[Member]]]:
+def members(
+    model: str, rollouts: int, strategy: str = "fsdp2", layout: dict[str, object] | None = None, **sync: object
+) -> Iterator[tuple[Driver, list[Member]]]:
     """Two trainer ranks, and rollouts of one engine rank each."""
     port = free_port()
-    trainers = [Member(Trainer, rank, 2, port, model, sync) for rank in range(2)]
+    with megatron_environment(megatron_bridge=True) if strategy == "megatron" else nullcontext():
+        trainers = [Member(Trainer, rank, 2, port, model, sync, strategy, layout or {}) for rank in range(2)]
     engines = [Member(Rollout, free_port(), model, sync) for _ in range(rollouts)]
     try:
         assert [member.answer() for member in (*trainers, *engines)] == ["ready"] * (2 + rollouts)
@@ -142,6 +146,28 @@ def test_on_one_host_engines_read_the_memory_of_the_trainer(model: str, tmp_path
         together(driver.trainers, "train", 7)
         driver.sync(7, [first, second])
         exact(driver, [first, second], tmp_path / "v7")
+
+
+def test_a_megatron_trainer_with_experts_on_each_rank(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
+    """Megatron-Bridge, expert-parallel: equal weights have equal hashes, and a failure leaves the next sync exact."""
+    with members(tiny_model("qwen3-moe"), 1, "megatron", {"ep": 2}) as (driver, engines):
+        hashes = []
+        for version, seed in ((1, 1), (2, None), (3, 3)):
+            if seed is not None:
+                together(driver.trainers, "train", seed)
+            *sent, report = driver.sync(version, engines)
+            hashes.append(sent)
+            assert report["replayed_tensors"] == report["tensors"] > 0 == report["coverage_missing"], report
+            assert report["verified_tensors"] == report["tensors"] and report["gathered_bytes"] == 0, report
+            exact(driver, engines, tmp_path / f"v{version}")
+        assert hashes[0] == hashes[1] != hashes[2] and any(hashes[0][0])
+        assert driver.trainers[1].ask("break_packing", 1).answer() is None
+        failed = driver.sync(4, engines)
+        texts = {each.text for each in failed if isinstance(each, Failure)}
+        assert len(texts) == 1 and "rank 1: MemoryError: injected: cannot pack" in texts.pop(), failed
+        together(driver.trainers, "train", 5)
+        driver.sync(5, engines)
+        exact(driver, engines, tmp_path / "v5")
 
 
 @pytest.mark.extended  # of the same without an engine: tests/contract/test_exchanged.py
