@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,6 @@ ROLLOUT = "actor_rollout_ref.rollout"
 VISION = ("qwen-vl-utils==0.0.14", "av==18.1.0")
 PACKAGES = {"qwen2_5_vl": (*VISION, "transformers==5.8.1"), "qwen3_vl": VISION}
 CLASSES = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
-ROUNDING = 0.001  # of a probability: runs sample other tokens, so their largest differences are not the same
 # Model, trainer ranks, whether its tower is frozen
 CASES = [("qwen2_5_vl", 1, True), ("qwen2_5_vl", 2, False), ("qwen3_vl", 2, False), ("qwen3_vl", 1, True)]
 
@@ -74,15 +74,20 @@ def test_the_engine_has_the_trainers_weights_at_every_step(trained: Run) -> None
         checks.metrics_complete(trained.logged[step], step)
 
 
-def test_probabilities_differ_no_more_than_with_stock_verl(trained: Run, stock: Run) -> None:
-    """Both engines and trainers compute in the same ways; what is left are roundings of bf16."""
+def test_probabilities_differ_as_with_stock_verl(trained: Run, case: tuple[str, int, bool], request: Any) -> None:
+    """What differs between trainer and engine are roundings of bf16, in stock verl's run as in the plugin's."""
+    if case[0] == "qwen2_5_vl":
+        pytest.skip(
+            "stock verl 0.9.1 sends SGLang 0.5.12 names it does not know: model.visual.blocks.0.mlp.gate_up_proj"
+        )
+    stock: Run = request.getfixturevalue("stock")
     checks.reached(stock, steps=2)
     assert not stock.reports and stock.matching("stock verl moves the weights"), stock.tail
     ours, theirs = (
-        [step["training/rollout_probs_diff_max"] for step in run.logged.values()] for run in (trained, stock)
+        [step["training/rollout_probs_diff_mean"] for step in run.logged.values()] for run in (trained, stock)
     )
-    print(f"largest differences of probabilities: plugin {ours}, stock {theirs}")
-    assert max(ours) < 2 * max(theirs) + ROUNDING, (ours, theirs)
+    print(f"mean differences of probabilities: plugin {ours}, stock {theirs}")
+    assert max(ours) < 2 * max(theirs), (ours, theirs)
 
 
 def test_the_plugin_moved_and_compared_every_tensor(trained: Run, case: tuple[str, int, bool]) -> None:

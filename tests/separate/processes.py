@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from bare_engine import trainer
 from bare_engine.endpoint import BareEngine, BareEngineEndpoint
 from bare_engine.scenario import PROMPT, _checkpoint
+from verl_sync_plugin.sync.endpoint import LoadOutcome
 
 TIMEOUT = 20.0
 BUCKET_BYTES = 60_000
@@ -75,6 +77,17 @@ class Trainer(Host):
     def train(self, seed: int) -> None:
         trainer.perturb(self.trainer, seed)
 
+    def train_adapter(self, seed: int) -> dict[str, torch.Tensor]:
+        """Changes the adapter alone; returns its factors whole, in bf16, by their names in PEFT's checkpoints."""
+        module: Any = self.trainer.module  # type: ignore[attr-defined]
+        factors = {name: p.detach() for name, p in module.named_parameters() if "lora_" in name}
+        generator = torch.Generator().manual_seed(seed)
+        for factor in factors.values():
+            local = factor.to_local()
+            local.add_(torch.randn(local.shape, generator=generator) * 0.1)
+        whole = {name.replace(".default.", "."): factor.full_tensor() for name, factor in factors.items()}
+        return {name: factor.to(torch.bfloat16) for name, factor in whole.items()}
+
     def share(self, folder: Path) -> None:
         """See ``trainer.share``."""
         trainer.share(self.trainer, folder)
@@ -116,9 +129,25 @@ class Trainer(Host):
 
 
 class Endpoint(BareEngineEndpoint):
-    """The engine of one rollout rank, which has a place among trainer and rollout ranks."""
+    """The engine of one rollout rank, which has a place among trainer and rollout ranks.
+
+    It keeps what it is told to serve: whether SGLang does is shown by ``tests/e2e/test_separate_lora.py``.
+    """
 
     joint: tuple[int, ...] = ()
+    refuses_adapters = False
+
+    def __init__(self, engine: BareEngine) -> None:
+        super().__init__(engine)
+        self.adapters: list[tuple[dict[str, Any], dict[str, torch.Tensor], str | None]] = []
+
+    async def load_adapter(
+        self, settings: Mapping[str, Any], factors: dict[str, torch.Tensor], weight_version: str | None
+    ) -> LoadOutcome:
+        if self.refuses_adapters:
+            raise RuntimeError("injected: no room for the adapter")
+        self.adapters.append((dict(settings), factors, weight_version))
+        return LoadOutcome(nbytes=sum(factor.nbytes for factor in factors.values()))
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -167,6 +196,12 @@ class Rollout(Host):
         (loaded,) = self.sglang.state(folder / "loaded")
         assert synced.keys() == loaded.keys()
         return [name for name in loaded if not torch.equal(synced[name], loaded[name])]
+
+    def adapters(self) -> list[tuple[dict[str, Any], dict[str, torch.Tensor], str | None]]:
+        return self.endpoint.adapters
+
+    def refuse_adapters(self, refuses: bool) -> None:
+        self.endpoint.refuses_adapters = refuses
 
     def abandoned(self) -> list[str]:
         return self.endpoint.abandoned

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_cpu.engines import megatron_environment
 from separate.driver import Driver, Failure, Member, together
@@ -168,6 +169,37 @@ def test_a_megatron_trainer_with_experts_on_each_rank(tiny_model: Callable[[str]
         together(driver.trainers, "train", 5)
         driver.sync(5, engines)
         exact(driver, engines, tmp_path / "v5")
+
+
+def test_an_adapter_that_the_engines_serve_travels_alone_behind_the_base(model: str, tmp_path: Path) -> None:
+    """Two engines, of which one joins late and gets the base as well; one that refuses fails the sync for all."""
+    lora = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora": {"merge": False}}
+    with members(model, 2, layout={"model": lora}) as (driver, (first, second)):
+        for version, engines, base in ((1, [first], True), (2, [first], False), (3, [first, second], True)):
+            expected, _ = together(driver.trainers, "train_adapter", version)
+            reports = driver.sync(version, engines)[2:]
+            for engine, report in zip(engines, reports, strict=True):
+                assert (report["buckets"] > 0) == base and report["tensors"] >= len(expected) == 28, report
+                assert_serves(engine, expected, str(version))
+        assert second.ask("refuse_adapters", True).answer() is None
+        failed = driver.sync(4, [first, second])
+        texts = {each.text for each in failed if isinstance(each, Failure)}
+        assert len(texts) == 1 and len(failed) == 4, failed
+        assert "rank 3: RuntimeError: injected: no room for the adapter" in texts.pop()
+        assert all(together([first, second], "abandoned"))
+        assert second.ask("refuse_adapters", False).answer() is None
+        expected, _ = together(driver.trainers, "train_adapter", 5)
+        driver.sync(5, [first, second])
+        for engine in (first, second):
+            assert_serves(engine, expected, "5")
+
+
+def assert_serves(engine: Member, expected: dict[str, torch.Tensor], version: str) -> None:
+    """The engine was last given this adapter, bit for bit."""
+    settings, factors, given = engine.ask("adapters").answer()[-1]
+    assert given == version and settings["r"] == 4 and settings["lora_alpha"] == 8
+    assert factors.keys() == expected.keys()
+    assert all(torch.equal(factors[name], expected[name]) for name in expected)
 
 
 @pytest.mark.extended  # of the same without an engine: tests/contract/test_exchanged.py

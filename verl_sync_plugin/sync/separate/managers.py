@@ -7,28 +7,27 @@ engine rank load. Both go through the same steps of the same method (``ShardingM
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from verl_sync_plugin.config.settings import SEPARATE_BACKEND, SyncConfig
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Plan
 from verl_sync_plugin.lora.refusals import RefuseUntied
+from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.sync.adapter import AdapterSender, send_apart
 from verl_sync_plugin.sync.delivery.base import Sync
 from verl_sync_plugin.sync.delivery.choice import Choice
-from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
+from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.planning import Planning
+from verl_sync_plugin.sync.separate.absent import NoEngine, NoTrainer
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.joint import JointRanks
-from verl_sync_plugin.transport.protocol import LoadRequest
 from verl_sync_plugin.transport.ranks import Alone, Ranks
-
-MERGE_KEY = "actor_rollout_ref.model.lora.merge"
 
 
 class SeparateManager(ShardingManager):
@@ -47,9 +46,40 @@ class SeparateManager(ShardingManager):
         self._own = Agreement(config.timeout_seconds, ranks=own)
         super().__init__(engine, endpoint, config, *args)
         self._plan: Plan | None = None
+        self._served: bool | None = None  # as trainer rank 0 has it
+        self._base_there = True  # nothing but an adapter is needed here
+        self._adapter_sender: AdapterSender | None = None
 
     def _agree(self) -> Agreement:
         return Agreement(self.config.timeout_seconds, ranks=self._ranks)
+
+    @property
+    def _serves(self) -> bool:
+        """Of a trainer rank: the engines serve the trainer's adapter themselves."""
+        return False
+
+    def _open_adapter(self) -> AdapterSender | None:
+        """Of a trainer rank: sends the adapter; collective over the trainer's ranks."""
+        return None
+
+    async def move(self, wake_tags: list[str], global_steps: int | None) -> SyncReport:
+        """One sync; of an adapter that is served the base only if any engine lacks it, then the adapter."""
+        if self._served is None:
+            self._served = self.agreement.share("asking whether an adapter is served", self._serves)
+        if not self._served:
+            return await super().move(wake_tags, global_steps)
+        if self.agreement.any("asking who lacks the base", lambda: not self._base_there):
+            await super().move(wake_tags, global_steps)
+            self._base_there = True
+        else:
+            self.report = self.new_report(global_steps)
+        version = None if global_steps is None else str(global_steps)
+        with self.report.stage("update_weights"):
+            if self._adapter_sender is None:
+                with self.agreement.attempt():
+                    self._adapter_sender = self._open_adapter()
+            await send_apart(self._adapter_sender, self._own, self.agreement, self.endpoint, self.report, version)
+        return self.report
 
     def _choose(self) -> Choice:
         choice = Choice(self.config, self.agreement, self.sender, self._device, self._own)
@@ -115,22 +145,27 @@ class SeparateTrainer(SeparateManager):
         self.trainer = backend(engine, config, device, rollout_dtype)
         self.planning = Planning(self._own)
         self._refuse_untied = refuse_untied
+        self._base_there = not self.trainer.rewrites_base
 
     def take_over(self, before: SeparateTrainer) -> None:
         """Goes on with what the manager of the group before has opened of the trainer."""
-        self.source, self.trainer = before.source, before.trainer
+        self.source, self.trainer, self._adapter_sender = before.source, before.trainer, before._adapter_sender
+
+    @property
+    def _serves(self) -> bool:
+        return self.trainer.serves_adapter
+
+    def _open_adapter(self) -> AdapterSender:
+        source = self._opened()
+        adapter = self._own.step("opening the adapter", lambda: self.trainer.open_adapter(source))
+        return AdapterSender(adapter, self.trainer.policy.dtype, self.config)
 
     def open_source(self) -> ParameterSource:
         """See ``ShardingManager``.
 
         Raises:
-            ValueError: also where the engine is to serve the adapter itself, or cannot hold what it changes.
+            ValueError: also where the engine cannot hold what the adapter changes.
         """
-        if self.trainer.serves_adapter:
-            raise ValueError(
-                f"{MERGE_KEY}=False with actor_rollout_ref.rollout.checkpoint_engine.backend={SEPARATE_BACKEND}: "
-                f"adapters are not sent to separate rollouts. Set {MERGE_KEY}=True."
-            )
         source = self.trainer.open_source()
         if source.prepares and (end := self.trainer.untied_end()):
             self._refuse_untied(self.trainer.architectures, f"the adapter's {end}")
@@ -142,15 +177,19 @@ class SeparateTrainer(SeparateManager):
         shards: list[Shard] = []
         senders: tuple[int, ...] = (0,)
         with self.agreement.attempt():
-            if self._own.any("asking who has not opened the trainer", lambda: self.source is None):
-                self.source = self._own.step("opening the trainer", self.open_source)
-            assert self.source is not None, "opened"
-            self.source = self.source.agree_on_layout(self._own) or self.source
+            source = self._opened()
+            self.source = source.agree_on_layout(self._own) or source
             assert isinstance(self._bucket_bytes, int), "verl gives a size"
             plan, shards = self.planning.agree(self.source, self._bucket_bytes, self.choice.reach)
             if self.source.group is not None:
                 senders = tuple(dist.get_process_group_ranks(self.source.group))
         return self._sync_of(sync_id, *self._hand_out(plan, senders), shards)
+
+    def _opened(self) -> ParameterSource:
+        if self._own.any("asking who has not opened the trainer", lambda: self.source is None):
+            self.source = self._own.step("opening the trainer", self.open_source)
+        assert self.source is not None, "opened"
+        return self.source
 
 
 class SeparateRollout(SeparateManager):
@@ -166,53 +205,8 @@ class SeparateRollout(SeparateManager):
     def __init__(self, ranks: JointRanks, endpoint: RolloutEndpoint, config: SyncConfig, device: torch.device) -> None:
         super().__init__(ranks, Alone(), None, endpoint, config, 0, device)
         self.source = NoTrainer()
+        self._base_there = endpoint.restores_uncovered
 
     def plan(self, sync_id: str) -> Sync:
         """Collective: takes the trainer's plan."""
         return self._sync_of(sync_id, *self._hand_out(None, ()), [])
-
-
-class NoTrainer(ParameterSource):
-    """What a rollout rank holds of the trainer's parameters: nothing."""
-
-    def shards(self) -> list[Shard]:
-        return []
-
-
-class NoEngine(RolloutEndpoint):
-    """What a trainer rank has beside it of a separate rollout: nothing, so that it never leads."""
-
-    @property
-    def leader(self) -> bool:
-        return False
-
-    @property
-    def restores_uncovered(self) -> bool:
-        return False
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return ()
-
-    async def resume(self, tags: list[str]) -> None:
-        raise AssertionError("no leader")
-
-    async def finish(self, tags: list[str]) -> None:
-        raise AssertionError("no leader")
-
-    async def abandon(self, why: str) -> None:
-        raise AssertionError("no leader")
-
-    async def publish(self, report: dict[str, Any]) -> None:
-        raise AssertionError("no leader")
-
-    async def load_adapter(
-        self, settings: Mapping[str, Any], factors: dict[str, torch.Tensor], weight_version: str | None
-    ) -> LoadOutcome:
-        raise AssertionError("no leader")
-
-    def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
-        raise AssertionError("no leader")
-
-    def flush_behind_load(self) -> None:
-        raise AssertionError("no leader")

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The half that a rank of a separate run does not have: a trainer rank's engine, a rollout rank's trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
+from verl_sync_plugin.trainers.base import ParameterSource
+from verl_sync_plugin.transport.protocol import LoadRequest
+
+
+class NoTrainer(ParameterSource):
+    """What a rollout rank holds of the trainer's parameters: nothing."""
+
+    def shards(self) -> list[Shard]:
+        return []
+
+
+class NoEngine(RolloutEndpoint):
+    """What a trainer rank has beside it of a separate rollout: nothing, so that it never leads."""
+
+    @property
+    def leader(self) -> bool:
+        return False
+
+    @property
+    def restores_uncovered(self) -> bool:
+        return False
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return ()
+
+    async def resume(self, tags: list[str]) -> None:
+        raise AssertionError("no leader")
+
+    async def finish(self, tags: list[str]) -> None:
+        raise AssertionError("no leader")
+
+    async def abandon(self, why: str) -> None:
+        raise AssertionError("no leader")
+
+    async def publish(self, report: dict[str, Any]) -> None:
+        raise AssertionError("no leader")
+
+    async def load_adapter(
+        self, settings: Mapping[str, Any], factors: dict[str, torch.Tensor], weight_version: str | None
+    ) -> LoadOutcome:
+        raise AssertionError("no leader")
+
+    def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
+        raise AssertionError("no leader")
+
+    def flush_behind_load(self) -> None:
+        raise AssertionError("no leader")
