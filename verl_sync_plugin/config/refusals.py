@@ -168,8 +168,8 @@ def refuse_separate(rollout: Any, model: Any) -> None:
     pause = sync_config_of(rollout).pause
     if lora_rank_of(model) and not merge and pause != "abort":
         raise ValueError(
-            f"{KEY_PREFIX}.pause={pause!r} with actor_rollout_ref.model.lora.merge=False and {backend}: an engine gives "
-            f"up an adapter only when no request uses it. Set {KEY_PREFIX}.pause=abort, or "
+            f"{KEY_PREFIX}.pause={pause!r} with actor_rollout_ref.model.lora.merge=False and {backend}: an engine "
+            f"gives up an adapter only when no request uses it. Set {KEY_PREFIX}.pause=abort, or "
             "actor_rollout_ref.model.lora.merge=True."
         )
 
