@@ -24,8 +24,9 @@ def served(tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFa
     overrides = (
         "+sync=separate",
         "trainer.v1.separate_async.parameter_sync_step=1",
+        "trainer.v1.separate_async.num_warmup_batches=0",  # answers are of the version that the trainer holds
         f"{ROLLOUT}.nnodes=1",
-        f"{ROLLOUT}.n_gpus_per_node=1",
+        f"{ROLLOUT}.n_gpus_per_node=2",
         f"{ROLLOUT}.load_format=dummy",
         f"{ROLLOUT}.update_weights_bucket_megabytes=1",
         f"{ROLLOUT}.custom.sync.timeout_seconds=90",
@@ -33,13 +34,15 @@ def served(tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFa
         f"{MODEL}.lora.rank=8",
         f"{MODEL}.lora.alpha=16",
         f"{MODEL}.lora.merge=False",
-        "++ray_kwargs.ray_init.num_gpus=3",
+        "++ray_kwargs.ray_init.num_gpus=4",
     )
     return main_ppo(Setup(overrides, 2, 2, Path(tiny_model("qwen2"))), tmp_path_factory.mktemp("served"))
 
 
 def test_its_answers_are_the_trainers(served: Run) -> None:
     checks.reached(served, steps=2)
+    for metrics in served.logged.values():
+        assert metrics["training/off_policy/trajectory_staleness/max"] == 0, metrics
     checks.same_weights(served)
     assert not served.matching("stock verl moves the weights|stock loading"), served.tail
 

@@ -35,6 +35,11 @@ SGLANG = f"{ROLLOUT}.name=sglang"
             f"Set {KEY_PREFIX}.pause=abort, or {MODEL}.lora.merge=True",
         ),
         (
+            (BACKEND, f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=1", f"{ROLLOUT}.tensor_model_parallel_size=2"),
+            f"{ROLLOUT}.nnodes=1 and {ROLLOUT}.n_gpus_per_node=1",
+            "one engine needs 2",
+        ),
+        (
             (BACKEND, f"{ROLLOUT}.update_weights_bucket_megabytes=auto"),
             f"{ROLLOUT}.update_weights_bucket_megabytes='auto'",
             "for example 512",

@@ -7,6 +7,7 @@ Imports no torch.
 from __future__ import annotations
 
 import importlib.util
+import math
 from typing import Any
 
 from verl_sync_plugin.config.bucket_size import SHORT_BUCKET_KEY
@@ -164,6 +165,7 @@ def refuse_separate(rollout: Any, model: Any) -> None:
     backend = f"{PREFIX}.checkpoint_engine.backend={SEPARATE_BACKEND}"
     if given_value(rollout, "update_weights_bucket_megabytes", SHORT_BUCKET_KEY) == "auto":
         raise ValueError(f"{SHORT_BUCKET_KEY}='auto' with {backend}: there is no engine beside. Use for example 512.")
+    _refuse_too_few_gpus(rollout)
     merge = bool(section(model, "lora", "actor_rollout_ref.model.lora").get("merge", False))
     pause = sync_config_of(rollout).pause
     if lora_rank_of(model) and not merge and pause != "abort":
@@ -171,6 +173,17 @@ def refuse_separate(rollout: Any, model: Any) -> None:
             f"{KEY_PREFIX}.pause={pause!r} with actor_rollout_ref.model.lora.merge=False and {backend}: an engine "
             f"gives up an adapter only when no request uses it. Set {KEY_PREFIX}.pause=abort, or "
             "actor_rollout_ref.model.lora.merge=True."
+        )
+
+
+def _refuse_too_few_gpus(rollout: Any) -> None:
+    nodes, each = (int(rollout.get(key, 0) or 0) for key in ("nnodes", "n_gpus_per_node"))
+    sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+    needed = math.prod(int(rollout.get(key, 1) or 1) for key in sizes)
+    if 0 < nodes * each < needed:  # verl would start no engine, and say nothing
+        raise ValueError(
+            f"{PREFIX}.nnodes={nodes} and {PREFIX}.n_gpus_per_node={each}: the rollout has {nodes * each} GPUs of its "
+            f"own, and one engine needs {needed} ({', '.join(sizes)}). Give it more, or make the engine smaller."
         )
 
 

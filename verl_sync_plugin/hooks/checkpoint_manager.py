@@ -12,6 +12,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from verl.checkpoint_engine.base import CheckpointEngineManager, CheckpointEngineWorker
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 
+from verl_sync_plugin.config.refusals import PREFIX
 from verl_sync_plugin.log import say
 
 _WORKER = ray.remote(CheckpointEngineWorker)
@@ -38,9 +39,14 @@ class OutlivingManager(CheckpointEngineManager):
         """verl's call; see ``CheckpointEngineManager``.
 
         Raises:
+            ValueError: there never was a replica.
             RuntimeError: no replica is left.
             RayTaskError: the sync failed for another reason than a replica's death.
         """
+        if not self.replicas:
+            raise ValueError(
+                f"the separate rollout has no engine. {PREFIX}.nnodes and n_gpus_per_node say how many GPUs"
+            )
         self._drop_dead()
         while True:
             try:
