@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from contract import odd_loaders
 from contract import sglang_models as models
 from contract.wire import Wire
 from verl_sync_plugin.errors import SyncError
@@ -87,15 +88,11 @@ def moved_experts_start_over(kind: str, config: Any) -> None:
         assert wire.sync(models.weights_of(kind, 3)) == (0, 0) != wire.sync(models.weights_of(kind, 4))
 
 
-def _plus_one(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
-    parameter.data.copy_(loaded + 1)
-
-
 def others_take_the_models_own_way(kind: str, config: Any) -> None:
     """Names that the model computes with, transposes or reads on the host are loaded by it; the rest is replayed."""
     model, reference = models.build(config), models.build(config)
     for each in (model, reference):
-        each.model.norm.weight.weight_loader = _plus_one
+        each.model.norm.weight.weight_loader = odd_loaders.plus_one
     wire = Wire(model, models.weights_of(kind, 0), 3, 20_000)
     for seed in (1, 2, 3):
         weights = models.weights_of(kind, seed)
@@ -106,38 +103,15 @@ def others_take_the_models_own_way(kind: str, config: Any) -> None:
     assert set(wire.unpacker.plan.refused) == {"model.norm.weight"}
 
 
-def _last_row_cleared(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
-    parameter.data.copy_(loaded)
-    parameter.data[-1].zero_()
-
-
-def _cleared_first(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
-    parameter.data.zero_()
-    parameter.data.copy_(loaded)
-
-
-def _as_words(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
-    parameter.data.view(torch.int16).copy_(loaded.view(torch.int16))
-
-
-def _negated(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
-    parameter.data.copy_(torch._neg_view(loaded))
-
-
-def _changed_where_it_lies(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
-    loaded *= 2  # as SGLang's Gemma adds one to its norms
-    parameter.data.copy_(loaded)
-
-
 def what_a_replay_would_get_wrong_is_refused(kind: str, config: Any) -> None:
     """By what the load does, not by values: those of the first sync are such that a wrong replay gives them, too."""
     name = "model.norm.weight"
     loaders = (
-        (_last_row_cleared, "is overwritten by a constant in part"),
-        (_as_words, "is copied through a view of another dtype"),
-        (_negated, "is copied through a view of another dtype"),
-        (_changed_where_it_lies, "goes through aten.mul_.Tensor"),
-        (_cleared_first, ""),
+        (odd_loaders.last_row_cleared, "is overwritten by a constant in part"),
+        (odd_loaders.as_words, "is copied through a view of another dtype"),
+        (odd_loaders.negated, "is copied through a view of another dtype"),
+        (odd_loaders.changed_where_it_lies, "goes through aten.mul_.Tensor"),
+        (odd_loaders.cleared_first, ""),
     )
     for loader, why in loaders:
         model, reference = models.build(config), models.build(config)

@@ -56,6 +56,7 @@ def apart(
     overrides = (
         *request.param.overrides,
         f"{ROLLOUT}.checkpoint_engine.backend=sync_plugin",
+        "actor_rollout_ref.hybrid_engine=False",
         "rollout.nnodes=1",
         "rollout.n_gpus_per_node=1",
         f"{ROLLOUT}.load_format=dummy",
