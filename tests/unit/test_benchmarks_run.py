@@ -243,10 +243,7 @@ def test_run_past_its_limit_leaves_no_process_behind(tmp_path: Path) -> None:
         [sys.executable, "-c", script],
         cwd=tmp_path,
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
+        **{"capture_output": True, "text": True, "timeout": 60, "check": True},
     )
     assert done.stdout.strip() == "124"
     assert not psutil.pid_exists(int((tmp_path / "log").read_text()))

@@ -246,7 +246,5 @@ def run_main_ppo(folder: Path, *overrides: str) -> subprocess.CompletedProcess[s
 def test_main_ppo_stops_before_ray(tmp_path: Path, overrides: tuple[str, ...], text: str) -> None:
     ended = run_main_ppo(tmp_path, *overrides)
     output = ended.stdout + ended.stderr
-    assert ended.returncode != 0
-    assert text in output
-    assert "verl-sync-plugin: " in output
+    assert ended.returncode != 0 and text in output and "verl-sync-plugin: " in output
     assert "Traceback" not in output and "Started a local Ray instance" not in output

@@ -236,8 +236,7 @@ def one_line(error: BaseException) -> str:
 
 def main(arguments: list[str]) -> int:
     """Writes the result of ``probe`` as JSON into the file that the first argument names; the rest are overrides."""
-    path, *overrides = arguments
-    result = probe()
+    (path, *overrides), result = arguments, probe()
     if overrides and result["plugin"]["loaded"]:
         from verl_sync_plugin.cli.doctor.overrides import lint
 
