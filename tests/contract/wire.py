@@ -86,7 +86,7 @@ class Wire:
             behind: is called between the last copy and the proof of what the parameters hold.
         """
         models.poison(self.model)
-        shards = self._sent = [self._shards(weights, rank) for rank in range(self._ranks)]
+        self._sent = [self._shards(weights, rank) for rank in range(self._ranks)]
         for packer in self._packers:
             packer.begin()
         self.unpacker.begin(copy_plan=self.copy_plan, hashed=True, whole=self.check.whole(self.plan))
@@ -98,16 +98,8 @@ class Wire:
         if self.verified:
             self.proof.prepare(self.unpacker.recording)
             self.unpacker.trust(self.proof.proves)
-        slots = [torch.zeros(self.plan.slot_bytes, dtype=torch.uint8)]
-        slots += [slots[0].clone() for _ in range(self._ranks - 1)] if self.plan.sharded else []
         with ledger or nullcontext(), self.unpacker.uses.watching():
-            for index in range(len(self.plan.buckets)):
-                for rank, packer in enumerate(self._packers):
-                    packer.pack(index, slots[rank % len(slots)], shards[rank])
-                spoil(slots[0])
-                self.unpacker.load(index, slots)
-                for slot in slots:
-                    slot.fill_(0xEE)  # used again
+            self._transfer(spoil)
         replayed = self.unpacker.replayed
         self._compare()
         self.unpacker.finish(ledger)
@@ -121,6 +113,17 @@ class Wire:
         if self.verified:
             self._verify()
         return replayed
+
+    def _transfer(self, spoil: Callable[[torch.Tensor], None]) -> None:
+        slots = [torch.zeros(self.plan.slot_bytes, dtype=torch.uint8)]
+        slots += [slots[0].clone() for _ in range(self._ranks - 1)] if self.plan.sharded else []
+        for index in range(len(self.plan.buckets)):
+            for rank, packer in enumerate(self._packers):
+                packer.pack(index, slots[rank % len(slots)], self._sent[rank])
+            spoil(slots[0])
+            self.unpacker.load(index, slots)
+            for slot in slots:
+                slot.fill_(0xEE)  # used again
 
     def _verify(self) -> None:
         """What the parameters hold, as the trainer ranks compare it."""

@@ -59,11 +59,13 @@ def exact(driver: Driver, rollouts: list[Member], folder: Path) -> None:
 
 def test_syncs_are_exact_while_engines_join_leave_fail_and_die(model: str, tmp_path: Path) -> None:
     with members(model, 3, delivery="broadcast") as (driver, rollouts):
+        equal_and_other_weights(driver, rollouts[:2], tmp_path)
         come_and_go(driver, rollouts, tmp_path)
+        fail_and_die(driver, rollouts[1:], tmp_path)
 
 
-def come_and_go(driver: Driver, rollouts: list[Member], tmp_path: Path) -> None:
-    first, second, third = rollouts
+def equal_and_other_weights(driver: Driver, rollouts: list[Member], tmp_path: Path) -> None:
+    first, second = rollouts
     together(driver.trainers, "train", 1)
     sent = driver.sync(1, [first, second])
     words = together([first, second], "generate")
@@ -86,6 +88,9 @@ def come_and_go(driver: Driver, rollouts: list[Member], tmp_path: Path) -> None:
     assert together([first, second], "generate") != words
     exact(driver, [first, second], tmp_path / "v3")
 
+
+def come_and_go(driver: Driver, rollouts: list[Member], tmp_path: Path) -> None:
+    first, second, third = rollouts
     # one more cannot join, which all hear of at once
     assert third.ask("break_making").answer() is None
     before = time.monotonic()
@@ -104,6 +109,9 @@ def come_and_go(driver: Driver, rollouts: list[Member], tmp_path: Path) -> None:
     driver.sync(5, [second, third])
     exact(driver, [second, third], tmp_path / "v5")
 
+
+def fail_and_die(driver: Driver, rollouts: list[Member], tmp_path: Path) -> None:
+    second, third = rollouts
     # a trainer rank fails: the same error for all, and the engines generate nothing
     assert driver.trainers[1].ask("break_packing", 1).answer() is None
     failed = driver.sync(6, [second, third])
