@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import pytest
 
-from e2e import checks
 from e2e.runs import Run, Setup, main_ppo
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1000)]
@@ -70,7 +69,8 @@ def apart(
 
 
 def test_it_reaches_its_steps(apart: Run) -> None:
-    checks.reached(apart, steps=3)
+    assert apart.returncode == 0 and not apart.timed_out and not apart.leftovers, apart.tail
+    assert {1, 2, 3} <= set(apart.logged), (sorted(apart.logged), sorted(apart.printed))
     assert not apart.matching("stock verl moves the weights|stock loading"), apart.tail
 
 
