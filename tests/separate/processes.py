@@ -52,8 +52,11 @@ class Trainer(Host):
 
     def __init__(self, rank: int, world: int, port: int, model: str, sync: dict[str, Any]) -> None:
         super().__init__(rank, world, port, sync, is_master=rank == 0)
-        self.trainer = trainer.build(model, "fsdp2")
+        self.trainer = self._build(model)
         self.model = model
+
+    def _build(self, model: str) -> object:
+        return trainer.build(model, "fsdp2")
 
     def sync(self, version: int) -> list[int]:
         """Sends; returns the hashes of what this rank packed."""
@@ -111,6 +114,19 @@ class Trainer(Host):
         if dist.get_rank() == 0:
             tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in full.items()}
             save_file(tensors, _checkpoint(self.model, folder) / "model.safetensors", metadata={"format": "pt"})
+
+
+class MegatronTrainer(Trainer):
+    """A tensor-parallel rank of verl's own Megatron engine, with the bridge that its environment has."""
+
+    def _build(self, model: str) -> object:
+        return trainer.build(model, "megatron", tp=dist.get_world_size())
+
+    def step(self) -> None:
+        """A real optimizer step."""
+        from megatron_cpu.engines import train_step
+
+        train_step(self.trainer)
 
 
 class Endpoint(BareEngineEndpoint):

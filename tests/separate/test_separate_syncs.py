@@ -6,13 +6,14 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 
+from megatron_cpu.engines import megatron_environment
 from separate.driver import Driver, Failure, Member, together
-from separate.processes import TIMEOUT, Rollout, Trainer
+from separate.processes import TIMEOUT, MegatronTrainer, Rollout, Trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -29,10 +30,17 @@ def model(tiny_model: Callable[[str], str]) -> str:
 
 
 @contextmanager
-def members(model: str, rollouts: int, **sync: object) -> Iterator[tuple[Driver, list[Member]]]:
-    """Two trainer ranks, and rollouts of one engine rank each."""
+def members(
+    model: str,
+    rollouts: int,
+    trainer: type[Trainer] = Trainer,
+    environment: AbstractContextManager[None] | None = None,
+    **sync: object,
+) -> Iterator[tuple[Driver, list[Member]]]:
+    """Two trainer ranks, started in an environment of their own, and rollouts of one engine rank each."""
     port = free_port()
-    trainers = [Member(Trainer, rank, 2, port, model, sync) for rank in range(2)]
+    with environment or nullcontext():
+        trainers = [Member(trainer, rank, 2, port, model, sync) for rank in range(2)]
     engines = [Member(Rollout, free_port(), model, sync) for _ in range(rollouts)]
     try:
         assert [member.answer() for member in (*trainers, *engines)] == ["ready"] * (2 + rollouts)
@@ -142,6 +150,37 @@ def test_on_one_host_engines_read_the_memory_of_the_trainer(model: str, tmp_path
         together(driver.trainers, "train", 7)
         driver.sync(7, [first, second])
         exact(driver, [first, second], tmp_path / "v7")
+
+
+@pytest.mark.extended  # 90 s each
+@pytest.mark.parametrize("megatron_bridge", [False, True], ids=["mbridge", "megatron-bridge"])
+def test_a_megatron_trainer_is_synced_as_an_fsdp2_one_is(megatron_bridge: bool, model: str, tmp_path: Path) -> None:
+    """Two tensor-parallel ranks; broadcast, so that every one of them sends what it holds."""
+    environment = megatron_environment(megatron_bridge)
+    with members(model, 1, MegatronTrainer, environment, delivery="broadcast") as (driver, (rollout,)):
+        sent = driver.sync(1, [rollout])
+        words = rollout.ask("generate").answer()
+        exact(driver, [rollout], tmp_path / "v1")
+
+        again = driver.sync(2, [rollout])
+        assert again[:2] == sent[:2] and all(any(hashes) for hashes in sent[:2]), "hashes of equal weights"
+        assert rollout.ask("generate").answer() == words
+        assert again[2]["manager"] == "SeparateRollout" and again[2]["global_steps"] == 2
+        assert again[2]["replayed_tensors"] == again[2]["tensors"] and again[2]["coverage_missing"] == 0
+
+        together(driver.trainers, "step")
+        changed = driver.sync(3, [rollout])
+        assert all(now != before for now, before in zip(changed[:2], sent[:2], strict=True))
+        assert rollout.ask("generate").answer() != words
+        exact(driver, [rollout], tmp_path / "v3")
+
+        assert driver.trainers[1].ask("break_packing", 1).answer() is None
+        failed = driver.sync(4, [rollout])
+        texts = {each.text for each in failed if isinstance(each, Failure)}
+        assert len(texts) == 1 and "rank 1: MemoryError: injected: cannot pack" in texts.pop(), failed
+        together(driver.trainers, "step")
+        driver.sync(5, [rollout])
+        exact(driver, [rollout], tmp_path / "v5")
 
 
 @pytest.mark.extended  # of the same without an engine: tests/contract/test_exchanged.py
