@@ -4,6 +4,7 @@
 # Usage: [N_GPUS=1] [ROLLOUT_TP=1] [STRATEGY=fsdp2] [MODEL_KIND=qwen2] [STEPS=2] [WORK=folder] run.sh [hydra overrides]
 # With STRATEGY=megatron also: [TRAIN_TP=1] [TRAIN_PP=1] [TRAIN_EP=1]; MODEL_KIND=qwen3-moe has experts;
 # [VANILLA_MBRIDGE=False] True takes mbridge, which verl deprecates, instead of Megatron-Bridge
+# [MAIN=verl.trainer.main_ppo] is another one of verl's mains, for example verl.experimental.one_step_off_policy.main_ppo
 set -euo pipefail
 
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -13,6 +14,7 @@ ROLLOUT_TP=${ROLLOUT_TP:-1}
 STRATEGY=${STRATEGY:-fsdp2}
 MODEL_KIND=${MODEL_KIND:-qwen2}
 STEPS=${STEPS:-2}
+MAIN=${MAIN:-verl.trainer.main_ppo}
 WORK=${WORK:-$HERE/../../.quickstart}
 mkdir -p "$WORK"
 WORK=$(cd "$WORK" && pwd)
@@ -103,7 +105,7 @@ fi
 
 # Not in the source tree: Python would prefer the sources here to the installed package
 cd "$WORK"
-"$PYTHON" -m verl.trainer.main_ppo "${overrides[@]}" "$@" 2>&1 | tee "$LOG"
+"$PYTHON" -m "$MAIN" "${overrides[@]}" "$@" 2>&1 | tee "$LOG"
 
 grep -q "step:$STEPS " "$LOG" || { echo "quickstart: step $STEPS is not in $LOG" >&2; exit 1; }
 echo "quickstart: reached step $STEPS, log in $LOG"

@@ -146,9 +146,15 @@ class Rollout(Host):
         super().__init__(0, 1, port, sync, is_master=None)
         from verl_sync_plugin.rollouts.sglang.separate import SeparateReceiver
 
-        self.sglang = BareEngine(model, 1)
-        self.endpoint = Endpoint(self.sglang)
+        self.sglang = self._start(model)
+        self.endpoint = self._endpoint()
         self.receiver = SeparateReceiver(self._make)
+
+    def _start(self, model: str) -> BareEngine:
+        return BareEngine(model, 1)
+
+    def _endpoint(self) -> Endpoint:
+        return Endpoint(self.sglang)
 
     def break_making(self) -> None:
         """The next group finds this rank unable to take part."""
@@ -159,6 +165,16 @@ class Rollout(Host):
             raise ValueError("injected: cannot be synced")
 
         self.receiver._make = broken
+
+    def refuse_once(self, text: str) -> None:
+        """The next load of an adapter is refused, as by SGLang."""
+        honest = self.endpoint.load_adapter
+
+        async def refusing(*args: Any) -> Any:
+            self.endpoint.load_adapter = honest  # type: ignore[method-assign]
+            raise RuntimeError(text)
+
+        self.endpoint.load_adapter = refusing  # type: ignore[method-assign]
 
     def _make(self, incoming: Any) -> Any:
         from verl_sync_plugin.sync.separate.managers import SeparateRollout

@@ -35,13 +35,14 @@ def members(
     rollouts: int,
     trainer: type[Trainer] = Trainer,
     environment: AbstractContextManager[None] | None = None,
+    rollout: type[Rollout] = Rollout,
     **sync: object,
 ) -> Iterator[tuple[Driver, list[Member]]]:
     """Two trainer ranks, started in an environment of their own, and rollouts of one engine rank each."""
     port = free_port()
     with environment or nullcontext():
         trainers = [Member(trainer, rank, 2, port, model, sync) for rank in range(2)]
-    engines = [Member(Rollout, free_port(), model, sync) for _ in range(rollouts)]
+    engines = [Member(rollout, free_port(), model, sync) for _ in range(rollouts)]
     try:
         assert [member.answer() for member in (*trainers, *engines)] == ["ready"] * (2 + rollouts)
         yield Driver(trainers), engines

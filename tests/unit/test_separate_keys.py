@@ -30,9 +30,9 @@ SGLANG = f"{ROLLOUT}.name=sglang"
         ((BACKEND, f"{KEY_PREFIX}.delivery=gathered"), f"{KEY_PREFIX}.delivery='gathered'", "Use broadcast"),
         ((f"{KEY_PREFIX}.delivery=broadcast",), f"{KEY_PREFIX}.delivery='broadcast'", "Use gathered"),
         (
-            (BACKEND, f"{MODEL}.lora.rank=8"),
-            f"{MODEL}.lora.merge=False with LoRA rank 8",
-            f"Set {MODEL}.lora.merge=True",
+            (BACKEND, f"{MODEL}.lora.rank=8", f"{KEY_PREFIX}.pause=retract"),
+            f"{KEY_PREFIX}.pause='retract' with {MODEL}.lora.merge=False and LoRA rank 8",
+            f"Set {KEY_PREFIX}.pause=abort, or {MODEL}.lora.merge=True",
         ),
         (
             (BACKEND, f"{ROLLOUT}.update_weights_bucket_megabytes=auto"),

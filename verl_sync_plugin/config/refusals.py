@@ -165,10 +165,12 @@ def refuse_separate(rollout: Any, model: Any) -> None:
     if given_value(rollout, "update_weights_bucket_megabytes", SHORT_BUCKET_KEY) == "auto":
         raise ValueError(f"{SHORT_BUCKET_KEY}='auto' with {backend}: there is no engine beside. Use for example 512.")
     merge = bool(section(model, "lora", "actor_rollout_ref.model.lora").get("merge", False))
-    if (rank := lora_rank_of(model)) and not merge:
+    pause = sync_config_of(rollout).pause
+    if pause != "abort" and (rank := lora_rank_of(model)) and not merge:
         raise ValueError(
-            f"actor_rollout_ref.model.lora.merge=False with LoRA rank {rank} and {backend}: adapters are not sent to "
-            "separate rollouts. Set actor_rollout_ref.model.lora.merge=True."
+            f"{KEY_PREFIX}.pause={pause!r} with actor_rollout_ref.model.lora.merge=False and LoRA rank {rank}: the "
+            "engine replaces an adapter only when no request uses it, and with this pause requests stay in the engine. "
+            f"Set {KEY_PREFIX}.pause=abort, or actor_rollout_ref.model.lora.merge=True."
         )
 
 

@@ -117,6 +117,7 @@ class SyncCheckpointEngine(CheckpointEngine):
     def _manager_for(self, weights: Any, ranks: JointRanks) -> SeparateTrainer:
         assert self._membership is not None, "joined"
         from verl_sync_plugin.sharding_manager import get_sharding_manager
+        from verl_sync_plugin.sync.separate.absent import NoEngine
         from verl_sync_plugin.sync.separate.managers import SeparateTrainer
         from verl_sync_plugin.trainers.base import trainer_device
 
@@ -125,8 +126,9 @@ class SyncCheckpointEngine(CheckpointEngine):
             return before
         arguments = (weights.engine, self._config, self._bucket_bytes, trainer_device(), self._dtype)
         backend = get_sharding_manager(weights.trainer, self._rollout).backend
-        refuse_untied = rollout_of(self._rollout).refuse_untied
-        manager = SeparateTrainer(ranks, self._membership.own, backend, refuse_untied, *arguments)
+        rollout = rollout_of(self._rollout)
+        nobody = NoEngine(rollout.refuse_untied, rollout.refuse_adapter)
+        manager = SeparateTrainer(ranks, self._membership.own, backend, nobody, *arguments)
         if before is not None:
             before.close()
             manager.take_over(before)

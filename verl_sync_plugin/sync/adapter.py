@@ -7,7 +7,9 @@ deliver    the leader of every engine has its adapter replaced                  
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -37,30 +39,48 @@ class AdapterSender:
         self._adapter = adapter
         self._dtype = dtype
         self._sync = sync
-        self._sent = 0
+        self._gathered = 0
 
     async def send(
         self, agreement: Agreement, endpoint: RolloutEndpoint, report: SyncReport, version: str | None
     ) -> None:
-        """Collective over all trainer ranks.
+        """Collective over all trainer ranks, each of which is beside an engine rank.
 
         Raises:
             SyncError: any rank or engine failed; the same text on every rank.
         """
-        self._sent += 1
         try:
-            with report.stage("plan"):
-                agreement.step("planning the adapter", self._adapter.look)
-            with report.stage("gather"):
-                run = f"adapter {agreement.number}.{self._sent}"
-                factors = agreement.run("gathering the adapter", self._gather(run)) or {}
-            agreement.settle("gathering the adapter")
+            factors = self.gather(agreement, report)
             with report.stage("deliver_adapter"):
-                await agreement.step_async(
-                    "loading the adapter", lambda: self._deliver(endpoint, factors, report, version)
-                )
+                work = partial(deliver, endpoint, self.settings, factors, report, version)
+                await agreement.step_async("loading the adapter", work)
         finally:
-            self._adapter.release()
+            self.release()
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Fields of PEFT's ``LoraConfig``."""
+        return self._adapter.settings
+
+    def gather(self, agreement: Agreement, report: SyncReport) -> dict[str, torch.Tensor]:
+        """All factors by their names in an adapter checkpoint, whole, in the wire's dtype. Collective over the
+        trainer's ranks; ``release`` comes later.
+
+        Raises:
+            SyncError: any rank failed; the same text on every rank.
+        """
+        self._gathered += 1
+        with report.stage("plan"):
+            agreement.step("planning the adapter", self._adapter.look)
+        with report.stage("gather"):
+            run = f"adapter {agreement.number}.{self._gathered}"
+            factors = agreement.run("gathering the adapter", self._gather(run)) or {}
+        agreement.settle("gathering the adapter")
+        return factors
+
+    def release(self) -> None:
+        """Drops every reference to the trainer's parameters."""
+        self._adapter.release()
 
     def _gather(self, run: str) -> Generator[None, None, dict[str, torch.Tensor]]:
         found = yield from self._adapter.gather(run)
@@ -72,18 +92,34 @@ class AdapterSender:
             _refuse_broken(found)
         return {name: factor.to(self._dtype) for name, factor in found.items()}
 
-    async def _deliver(
-        self, endpoint: RolloutEndpoint, factors: dict[str, torch.Tensor], report: SyncReport, version: str | None
-    ) -> None:
-        """The leader of an engine has its adapter replaced."""
-        if not endpoint.leader:
-            return
-        # Cloned: a view would be pickled with the whole bucket it lies in
-        on_host = {name: factor.cpu().clone() for name, factor in factors.items()}
-        outcome = await endpoint.load_adapter(self._adapter.settings, on_host, version)
-        report.stages = {"sleep": outcome.sleep_seconds, **report.stages}
-        report.nbytes += outcome.nbytes
-        report.tensors += len(factors)
+
+async def deliver(
+    endpoint: RolloutEndpoint,
+    settings: Mapping[str, Any],
+    factors: Mapping[str, torch.Tensor],
+    report: SyncReport,
+    version: str | None,
+) -> None:
+    """The leader of an engine has its adapter replaced.
+
+    Args:
+        endpoint: the engine beside this rank.
+        settings: fields of PEFT's ``LoraConfig``.
+        factors: by their names in an adapter checkpoint, whole.
+        report: of the sync under way.
+        version: see ``RolloutEndpoint.start_load``.
+
+    Raises:
+        RuntimeError: the engine refused it.
+    """
+    if not endpoint.leader:
+        return
+    # Cloned: a view would be pickled with the whole bucket it lies in
+    on_host = {name: factor.cpu().clone() for name, factor in factors.items()}
+    outcome = await endpoint.load_adapter(settings, on_host, version)
+    report.stages = {"sleep": outcome.sleep_seconds, **report.stages}
+    report.nbytes += outcome.nbytes
+    report.tensors += len(factors)
 
 
 def _refuse_broken(factors: dict[str, torch.Tensor]) -> None:

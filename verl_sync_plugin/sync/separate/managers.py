@@ -7,31 +7,44 @@ engine rank load. Both go through the same steps of the same method (``ShardingM
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from verl_sync_plugin.config.settings import SEPARATE_BACKEND, SyncConfig
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Plan
-from verl_sync_plugin.lora.refusals import RefuseUntied
+from verl_sync_plugin.sync.adapter import deliver
 from verl_sync_plugin.sync.delivery.base import Sync
 from verl_sync_plugin.sync.delivery.choice import Choice
-from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
-from verl_sync_plugin.sync.manager import ShardingManager
+from verl_sync_plugin.sync.endpoint import RolloutEndpoint
+from verl_sync_plugin.sync.lora_manager import LoRAShardingManager
 from verl_sync_plugin.sync.planning import Planning
+from verl_sync_plugin.sync.separate.absent import NoEngine, NoTrainer
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.joint import JointRanks
-from verl_sync_plugin.transport.protocol import LoadRequest
 from verl_sync_plugin.transport.ranks import Alone, Ranks
 
-MERGE_KEY = "actor_rollout_ref.model.lora.merge"
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter on its way from trainer rank 0 to the engines that serve it.
+
+    Attributes:
+        settings: fields of PEFT's ``LoraConfig``.
+        factors: by their names in an adapter checkpoint, as safetensors writes them: what pickles tensors would need
+            the trainer's packages to unpickle them, where one of these has replaced torch's own way.
+    """
+
+    settings: dict[str, Any]
+    factors: bytes
 
 
-class SeparateManager(ShardingManager):
+class SeparateManager(LoRAShardingManager):
     """What both halves share. Construction is collective over trainer and rollout ranks.
 
     Args:
@@ -47,6 +60,7 @@ class SeparateManager(ShardingManager):
         self._own = Agreement(config.timeout_seconds, ranks=own)
         super().__init__(engine, endpoint, config, *args)
         self._plan: Plan | None = None
+        self._adapters: tuple[bool, bool] | None = None  # what the trainer says of its adapter, once there is a group
 
     def _agree(self) -> Agreement:
         return Agreement(self.config.timeout_seconds, ranks=self._ranks)
@@ -78,6 +92,40 @@ class SeparateManager(ShardingManager):
         report.buckets, report.tensors = len(plan.buckets), plan.tensor_count
         return Sync(sync_id, plan, source, shards, report, senders, self._ranks.rollouts, verified)
 
+    def tell_adapters(self) -> tuple[bool, bool]:
+        """Of a trainer rank: whether the engines serve the adapter, and whether its base is not the checkpoint's."""
+        return False, False
+
+    def serves_adapter(self) -> bool:
+        if self._adapters is None:
+            self._adapters = self.agreement.share("telling who serves an adapter", self.tell_adapters())
+        return self._adapters[0]
+
+    def lacks_base(self) -> bool:
+        assert self._adapters is not None, "asked first who serves an adapter"
+        rewritten = self._adapters[1]
+        return self.agreement.any("asking who lacks the base", lambda: not self.has_base(rewritten))
+
+    async def send_adapter(self, version: str | None) -> None:
+        """See ``LoRAShardingManager``: the trainer's ranks gather the adapter, rank 0 hands it to all."""
+        found: Adapter | None = None
+        with self.agreement.attempt():
+            found = self.gather_adapter()
+        self.agreement.settle("gathering the adapter")
+        with self.report.stage("deliver_adapter"):
+            adapter = self.agreement.share("handing out the adapter", found)
+            assert adapter is not None, "gathered by the trainer's ranks"
+            await self.agreement.step_async("loading the adapter", lambda: self._load_adapter(adapter, version))
+
+    def gather_adapter(self) -> Adapter | None:
+        """What this rank has to hand out of the trainer's adapter. Collective over the trainer's ranks."""
+        return None
+
+    async def _load_adapter(self, adapter: Adapter, version: str | None) -> None:
+        if self.endpoint.leader:
+            factors = safetensors.torch.load(adapter.factors)
+            await deliver(self.endpoint, adapter.settings, factors, self.report, version)
+
     def close(self) -> None:
         """Gives everything back; the group is somebody else's."""
         self.sender.close()
@@ -91,7 +139,7 @@ class SeparateTrainer(SeparateManager):
         ranks: both halves.
         own: the trainer's ranks.
         backend: of the trainer.
-        refuse_untied: of the rollout engine, see ``RolloutEndpoint.refuse_untied``.
+        endpoint: in place of an engine.
         engine: verl's training engine.
         config: the sync's settings.
         bucket_bytes: as in ``ShardingManager``.
@@ -104,37 +152,52 @@ class SeparateTrainer(SeparateManager):
         ranks: JointRanks,
         own: Ranks,
         backend: type[TrainerBackend],
-        refuse_untied: RefuseUntied,
+        endpoint: NoEngine,
         engine: Any,
         config: SyncConfig,
         bucket_bytes: int,
         device: torch.device,
         rollout_dtype: str,
     ) -> None:
-        super().__init__(ranks, own, engine, NoEngine(), config, bucket_bytes, device, rollout_dtype)
+        super().__init__(ranks, own, engine, endpoint, config, bucket_bytes, device, rollout_dtype)
         self.trainer = backend(engine, config, device, rollout_dtype)
         self.planning = Planning(self._own)
-        self._refuse_untied = refuse_untied
 
     def take_over(self, before: SeparateTrainer) -> None:
         """Goes on with what the manager of the group before has opened of the trainer."""
-        self.source, self.trainer = before.source, before.trainer
+        self.source, self.trainer, self._adapter_sender = before.source, before.trainer, before._adapter_sender
 
     def open_source(self) -> ParameterSource:
         """See ``ShardingManager``.
 
         Raises:
-            ValueError: also where the engine is to serve the adapter itself, or cannot hold what it changes.
+            ValueError: also where the engines cannot serve the adapter, or cannot hold what it changes.
         """
-        if self.trainer.serves_adapter:
-            raise ValueError(
-                f"{MERGE_KEY}=False with actor_rollout_ref.rollout.checkpoint_engine.backend={SEPARATE_BACKEND}: "
-                f"adapters are not sent to separate rollouts. Set {MERGE_KEY}=True."
-            )
         source = self.trainer.open_source()
-        if source.prepares and (end := self.trainer.untied_end()):
-            self._refuse_untied(self.trainer.architectures, f"the adapter's {end}")
+        self.refuse_unservable(source)
         return source
+
+    def tell_adapters(self) -> tuple[bool, bool]:
+        return self.trainer.serves_adapter, self.trainer.rewrites_base
+
+    def has_base(self, rewritten: bool) -> bool:
+        """The engines say what they lack."""
+        return True
+
+    def gather_adapter(self) -> Adapter | None:
+        if self._adapter_sender is None:
+            self._adapter_sender = self._own.step("opening the adapter", self.open_adapter)
+        sender, report = self._adapter_sender, self.report
+        try:
+            factors = sender.gather(self._own, report)
+            if self.agreement.ranks.rank:
+                return None
+            packed = safetensors.torch.save({name: factor.cpu().contiguous() for name, factor in factors.items()})
+        finally:
+            sender.release()
+        report.nbytes += len(packed)
+        report.tensors += len(factors)
+        return Adapter(dict(sender.settings), packed)
 
     def plan(self, sync_id: str) -> Sync:
         """Collective: the trainer's ranks plan among themselves; what comes of it is handed out to all."""
@@ -167,52 +230,10 @@ class SeparateRollout(SeparateManager):
         super().__init__(ranks, Alone(), None, endpoint, config, 0, device)
         self.source = NoTrainer()
 
+    def take_over(self, before: SeparateRollout) -> None:
+        """Goes on with what the engine got in the group before."""
+        self._base_sent = before._base_sent
+
     def plan(self, sync_id: str) -> Sync:
         """Collective: takes the trainer's plan."""
         return self._sync_of(sync_id, *self._hand_out(None, ()), [])
-
-
-class NoTrainer(ParameterSource):
-    """What a rollout rank holds of the trainer's parameters: nothing."""
-
-    def shards(self) -> list[Shard]:
-        return []
-
-
-class NoEngine(RolloutEndpoint):
-    """What a trainer rank has beside it of a separate rollout: nothing, so that it never leads."""
-
-    @property
-    def leader(self) -> bool:
-        return False
-
-    @property
-    def restores_uncovered(self) -> bool:
-        return False
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return ()
-
-    async def resume(self, tags: list[str]) -> None:
-        raise AssertionError("no leader")
-
-    async def finish(self, tags: list[str]) -> None:
-        raise AssertionError("no leader")
-
-    async def abandon(self, why: str) -> None:
-        raise AssertionError("no leader")
-
-    async def publish(self, report: dict[str, Any]) -> None:
-        raise AssertionError("no leader")
-
-    async def load_adapter(
-        self, settings: Mapping[str, Any], factors: dict[str, torch.Tensor], weight_version: str | None
-    ) -> LoadOutcome:
-        raise AssertionError("no leader")
-
-    def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
-        raise AssertionError("no leader")
-
-    def flush_behind_load(self) -> None:
-        raise AssertionError("no leader")
