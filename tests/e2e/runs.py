@@ -46,6 +46,7 @@ class Setup:
         megatron: tensor, pipeline and expert parallel size of a Megatron trainer; ``None`` for FSDP2.
         mbridge: that trainer uses mbridge instead of verl's default bridge.
         replicas: rollout engines, among which the ranks are shared out.
+        main: the module of verl's main.
     """
 
     overrides: tuple[str, ...] = ()
@@ -57,6 +58,7 @@ class Setup:
     megatron: tuple[int, int, int] | None = None
     mbridge: bool = False
     replicas: int = 1
+    main: str = "verl.trainer.main_ppo"
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def _numbers(pairs: str) -> dict[str, float]:
 
 
 def main_ppo(setup: Setup, folder: Path) -> Run:
-    """Runs ``main_ppo`` through the quickstart's script to its end, at the latest to ``TIMEOUT_SECONDS``.
+    """Runs a main of verl's through the quickstart's script to its end, at the latest to ``TIMEOUT_SECONDS``.
 
     Args:
         setup: what to run.
@@ -160,6 +162,7 @@ def _environment(setup: Setup, folder: Path) -> dict[str, str]:
         "N_GPUS": str(setup.ranks),
         "ROLLOUT_TP": str(setup.ranks // setup.replicas),
         "STEPS": str(setup.steps),
+        "MAIN": setup.main,
         "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
         "VERL_SYNC_REPORT_FILE": str(folder / "reports.jsonl"),
         "VERL_USE_EXTERNAL_MODULES": ",".join(setup.modules),

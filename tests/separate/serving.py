@@ -98,7 +98,9 @@ class ServingRollout(Rollout):
     """A rollout rank and a real SGLang engine that serves an adapter."""
 
     def _start(self, model: str) -> BareEngine:
-        return BareEngine(model, 1, enable_lora=True, max_lora_rank=RANK, lora_target_modules=TARGETS)
+        return BareEngine(
+            model, 1, enable_lora=True, max_lora_rank=RANK, lora_target_modules=TARGETS, lora_backend="torch_native"
+        )
 
     def _endpoint(self) -> Endpoint:
         return ServingEndpoint(self.sglang)
