@@ -41,6 +41,19 @@ def one_step_off(tiny_model: Callable[[str], str], tmp_path_factory: pytest.Temp
     return of_experimental("one_step_off_policy.main_ppo", overrides, tiny_model("qwen2"), folder)
 
 
+@pytest.fixture(scope="module")
+def fully_async(tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    overrides = (
+        "rollout.n=2",
+        "rollout.total_rollout_steps=12",  # prompts, of which a step takes four
+        "data.train_batch_size=0",
+        "async_training.trigger_parameter_sync_step=1",
+        "async_training.staleness_threshold=0.5",
+    )
+    folder = tmp_path_factory.mktemp("fully-async")
+    return of_experimental("fully_async_policy.fully_async_main", overrides, tiny_model("qwen2"), folder)
+
+
 def synced(run: Run, versions: list[int]) -> None:
     """The plugin has moved the weights of every version, all of them, and the engine held what was sent."""
     for name in ("SeparateTrainer", "SeparateRollout"):
@@ -66,3 +79,11 @@ def test_one_step_off_logs_what_each_sync_cost(one_step_off: Run) -> None:
         for metrics in (one_step_off.logged[step], one_step_off.printed[step]):
             assert metrics["sync/active"] == 1 and metrics["sync/weight_version"] == step, metrics
             assert metrics["timing_s/sync/phase"] > 0 < metrics["sync/bytes"], metrics
+
+
+def test_fully_async_is_synced_before_the_first_step_and_after_each(fully_async: Run) -> None:
+    assert fully_async.returncode == 0 and not fully_async.timed_out, fully_async.tail
+    assert not fully_async.leftovers, fully_async.leftovers
+    for step in (1, 2, 3):
+        assert fully_async.matching(rf"FullyAsyncTrainer\] global_steps: {step} "), fully_async.tail
+    synced(fully_async, [0, 1, 2, 3])
