@@ -84,6 +84,30 @@ def _merged(full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
+class MegatronLoRATrainer(LoRATrainer):
+    """A tensor-parallel rank of verl's own Megatron engine with an adapter of Megatron-Bridge."""
+
+    def _build(self, model: str) -> object:
+        from megatron_cpu import engines, lora
+
+        world = dist.get_world_size()
+        return lora.with_factors(model, engines.Layout(world, tp=world), merge=False)
+
+    @torch.no_grad()
+    def train(self, seed: int) -> None:
+        """See ``LoRATrainer``; ranks that hold the same factor change it alike."""
+        generator = torch.Generator().manual_seed(seed)
+        for chunk in self.trainer.module:  # type: ignore[attr-defined]
+            for name, parameter in chunk.named_parameters():
+                if ".adapter." in name:
+                    noise = torch.randn(parameter.shape, generator=generator)
+                    parameter.data.add_(noise.to(parameter.dtype) * 0.1)
+
+    def save(self, folder: Path) -> None:
+        """Writes what the bridge itself exports, which merges; collective over the trainer's ranks."""
+        Trainer.save(self, folder)
+
+
 class ServingEndpoint(Endpoint):
     """Has the engine's adapter replaced, as the rollout server does."""
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from bare_engine.scenario import PROMPT
+from megatron_cpu.engines import megatron_environment
 from separate.driver import Driver, Failure, Member, together
-from separate.serving import LoRATrainer, ServingRollout
+from separate.serving import LoRATrainer, MegatronLoRATrainer, ServingRollout
 from separate.test_separate_syncs import members
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -47,15 +48,20 @@ def adapter_alone(reports: list[dict[str, Any]], factors: int) -> None:
         assert "deliver_adapter" in report["stages"] and report["delivery"] == "", report
 
 
-def test_the_base_travels_once_and_then_the_adapter(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
-    with members(tiny_model("qwen2"), 2, LoRATrainer, rollout=ServingRollout) as (driver, (first, second)):
+@pytest.mark.parametrize(
+    "trainer", [LoRATrainer, pytest.param(MegatronLoRATrainer, marks=pytest.mark.extended)], ids=["fsdp2", "megatron"]
+)
+def test_the_base_travels_once_and_then_the_adapter(
+    trainer: type[LoRATrainer], tiny_model: Callable[[str], str], tmp_path: Path
+) -> None:
+    environment = megatron_environment(megatron_bridge=True) if trainer is MegatronLoRATrainer else None
+    with members(tiny_model("qwen2"), 2, trainer, environment, ServingRollout) as (driver, (first, second)):
         come_and_go(driver, first, second, tmp_path)
 
 
 def come_and_go(driver: Driver, first: Member, second: Member, tmp_path: Path) -> None:
     together(driver.trainers, "train", 1)
     report = driver.sync(1, [first])[2]
-    factors = report["tensors"] - report["coverage_expected"]
     assert report["manager"] == "SeparateRollout" and report["buckets"] > 3 and report["coverage_missing"] == 0
     words = serves(driver, first, tmp_path / "v1")
     assert far(first.ask("generate_with_base").answer(), tmp_path / "v1") > BOUND, "the adapter changes nothing"

@@ -192,7 +192,9 @@ class SeparateTrainer(SeparateManager):
             factors = sender.gather(self._own, report)
             if self.agreement.ranks.rank:
                 return None
-            packed = safetensors.torch.save({name: factor.cpu().contiguous() for name, factor in factors.items()})
+            # Cloned: names that share a factor, as those that Megatron fuses do, safetensors does not take
+            whole = torch.contiguous_format
+            packed = safetensors.torch.save({n: f.cpu().clone(memory_format=whole) for n, f in factors.items()})
         finally:
             sender.release()
         report.nbytes += len(packed)
