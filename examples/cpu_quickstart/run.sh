@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # Two steps of verl's own main_ppo with a tiny random model, real Ray, FSDP and SGLang, on a machine without a GPU.
 # Usage: [N_GPUS=1] [ROLLOUT_TP=1] [STRATEGY=fsdp2] [MODEL_KIND=qwen2] [STEPS=2] [WORK=folder] run.sh [hydra overrides]
-# MAIN=verl.experimental.one_step_off_policy.main_ppo runs another of verl's mains.
 # With STRATEGY=megatron also: [TRAIN_TP=1] [TRAIN_PP=1] [TRAIN_EP=1]; MODEL_KIND=qwen3-moe has experts;
 # [VANILLA_MBRIDGE=False] True takes mbridge, which verl deprecates, instead of Megatron-Bridge
+# [MAIN=verl.trainer.main_ppo] is another one of verl's mains, for example verl.experimental.one_step_off_policy.main_ppo
 set -euo pipefail
 
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -32,7 +32,9 @@ PLAIN = ("bare_engine.plain_loader.load", "bare_engine.plain_loader.load_and_for
 class BareEngine:
     """``sgl.Engine`` on CPU; SGLang's calls run in its own event loop, on one thread at a time."""
 
-    def __init__(self, model_path: str, tp: int, load_format: str = "dummy", loaders: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, model_path: str, tp: int, load_format: str = "dummy", loaders: tuple[str, ...] = (), **more: Any
+    ) -> None:
         import sglang
 
         hand_down(new_token())
@@ -58,6 +60,7 @@ class BareEngine:
             skip_server_warmup=True,
             sleep_on_idle=True,  # a scheduler without work would keep a core busy
             log_level="error",
+            **more,
         )
 
     def call(self, coroutine: Any) -> Any:
@@ -109,10 +112,11 @@ class BareEngine:
         success, message, *_ = self.engine.update_weights_from_disk(path, load_format="auto")
         assert success, message
 
-    def generate(self, prompt: list[int], tokens: int) -> tuple[list[int], list[float]]:
-        """Greedy token ids and their log-probabilities."""
+    def generate(self, prompt: list[int], tokens: int, adapter: str | None = None) -> tuple[list[int], list[float]]:
+        """Greedy token ids and their log-probabilities, with an adapter that the engine serves."""
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        answer = self.engine.generate(input_ids=[prompt], sampling_params=sampling, return_logprob=True)[0]
+        named = {"lora_path": [adapter]} if adapter else {}
+        answer = self.engine.generate(input_ids=[prompt], sampling_params=sampling, return_logprob=True, **named)[0]
         return answer["output_ids"], [item[0] for item in answer["meta_info"]["output_token_logprobs"]]
 
     def shutdown(self) -> None:

@@ -46,7 +46,7 @@ class Setup:
         megatron: tensor, pipeline and expert parallel size of a Megatron trainer; ``None`` for FSDP2.
         mbridge: that trainer uses mbridge instead of verl's default bridge.
         replicas: rollout engines, among which the ranks are shared out.
-        main: verl's main, if another than ``main_ppo``.
+        main: the module of verl's main.
     """
 
     overrides: tuple[str, ...] = ()
@@ -121,7 +121,7 @@ def _numbers(pairs: str) -> dict[str, float]:
 
 
 def main_ppo(setup: Setup, folder: Path) -> Run:
-    """Runs ``main_ppo`` through the quickstart's script to its end, at the latest to ``TIMEOUT_SECONDS``.
+    """Runs a main of verl's through the quickstart's script to its end, at the latest to ``TIMEOUT_SECONDS``.
 
     Args:
         setup: what to run.

@@ -14,6 +14,15 @@ from e2e.runs import Run, Setup, main_ppo
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
 ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
+COMMON = (
+    "+sync=separate",
+    "trainer.v1.separate_async.parameter_sync_step=1",
+    f"{ROLLOUT}.nnodes=1",
+    f"{ROLLOUT}.load_format=dummy",
+    f"{ROLLOUT}.update_weights_bucket_megabytes=1",
+    f"{ROLLOUT}.custom.sync.timeout_seconds=90",
+)
 # the versions that each side reports: two replicas, and one of them since the second step
 SEPARATE = {"SeparateTrainer": [0, 1, 2, 3], "SeparateRollout": [0, 0, 1, 1, 2, 3]}
 
@@ -27,16 +36,7 @@ def separate(
     """Three steps of two trainer ranks, each of which shares its GPU with an engine, and of two replicas with GPUs of
     their own. Of one of these a process dies in the sync behind the second step: verl's beside the engine, or a
     scheduler of SGLang's."""
-    overrides = (
-        "+sync=separate",
-        "trainer.v1.separate_async.parameter_sync_step=1",
-        f"{ROLLOUT}.nnodes=1",
-        f"{ROLLOUT}.n_gpus_per_node=2",
-        f"{ROLLOUT}.load_format=dummy",
-        f"{ROLLOUT}.update_weights_bucket_megabytes=1",
-        f"{ROLLOUT}.custom.sync.timeout_seconds=90",
-        "++ray_kwargs.ray_init.num_gpus=4",
-    )
+    overrides = (*COMMON, f"{ROLLOUT}.n_gpus_per_node=2", "++ray_kwargs.ray_init.num_gpus=4")
     setup = Setup(overrides, 2, 3, Path(tiny_model("qwen2")), modules=(request.param,), replicas=2)
     return main_ppo(setup, tmp_path_factory.mktemp("separate"))
 
@@ -75,3 +75,35 @@ def test_verl_logs_what_the_sync_cost(separate: Run) -> None:
 def test_engines_on_the_trainers_gpus_are_synced_as_ever(separate: Run) -> None:
     colocated = [report for report in separate.reports if report["manager"] == "FSDP2SGLangShardingManager"]
     assert colocated and all(report["coverage_missing"] == 0 for report in colocated), separate.reports
+
+
+@pytest.fixture(scope="module")
+def serving(tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Three steps of a trainer whose adapter two engines serve: one on its GPU, and one on a GPU of its own."""
+    overrides = (
+        *COMMON,
+        "trainer.v1.separate_async.num_warmup_batches=0",  # answers are of the version that the trainer holds
+        f"{ROLLOUT}.n_gpus_per_node=1",
+        "++ray_kwargs.ray_init.num_gpus=2",
+        f"{MODEL}.lora.rank=8",
+        f"{MODEL}.lora.alpha=16",
+        f"{MODEL}.lora.merge=False",
+        f"+{ROLLOUT}.engine_kwargs.sglang.lora_backend=torch_native",  # the others compute on GPUs
+    )
+    return main_ppo(Setup(overrides, 1, 3, Path(tiny_model("qwen2"))), tmp_path_factory.mktemp("serving"))
+
+
+@pytest.mark.extended  # of the same without verl's trainer: tests/separate/test_separate_adapters.py
+def test_the_separate_engine_serves_the_adapter(serving: Run) -> None:
+    """The base travels in the first sync, then the adapter alone."""
+    checks.reached(serving, steps=3)
+    for name in ("SeparateTrainer", "SeparateRollout"):
+        found = [report for report in serving.reports if report["manager"] == name]
+        assert [report["global_steps"] for report in found] == [0, 1, 2, 3], serving.reports
+        first, *later = found
+        assert first["buckets"] > 0 and first["coverage_missing"] == 0 < first["coverage_expected"], first
+        assert all(0 < each["tensors"] < first["tensors"] and each["buckets"] == 0 for each in later), later
+    for step in (1, 2, 3):
+        assert serving.logged[step]["sync/weight_version"] == step, serving.logged[step]
+        assert serving.logged[step]["training/off_policy/trajectory_staleness/max"] == 0, serving.logged[step]
+    checks.same_weights(serving)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -49,7 +50,8 @@ class Member:
 
     def end(self) -> None:
         if self.process.is_alive():
-            self.ask("end")
+            with suppress(OSError):  # it may be dying, which must not keep the others from being ended
+                self.ask("end")
             self.process.join(20)
         if self.process.is_alive():
             self.process.kill()

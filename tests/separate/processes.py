@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch.distributed as dist
 from bare_engine import trainer
 from bare_engine.endpoint import BareEngine, BareEngineEndpoint
 from bare_engine.scenario import PROMPT, _checkpoint
-from verl_sync_plugin.sync.endpoint import LoadOutcome
 
 TIMEOUT = 20.0
 BUCKET_BYTES = 60_000
@@ -50,14 +48,15 @@ class Host:
 
 
 class Trainer(Host):
-    """A trainer rank with one of verl's own engines, sharded as ``layout`` says."""
+    """A trainer rank with verl's own FSDP2 engine."""
 
-    def __init__(
-        self, rank: int, world: int, port: int, model: str, sync: dict[str, Any], strategy: str, layout: dict[str, Any]
-    ) -> None:
+    def __init__(self, rank: int, world: int, port: int, model: str, sync: dict[str, Any]) -> None:
         super().__init__(rank, world, port, sync, is_master=rank == 0)
-        self.trainer = trainer.build(model, strategy, **layout)
+        self.trainer = self._build(model)
         self.model = model
+
+    def _build(self, model: str) -> object:
+        return trainer.build(model, "fsdp2")
 
     def sync(self, version: int) -> list[int]:
         """Sends; returns the hashes of what this rank packed."""
@@ -76,17 +75,6 @@ class Trainer(Host):
 
     def train(self, seed: int) -> None:
         trainer.perturb(self.trainer, seed)
-
-    def train_adapter(self, seed: int) -> dict[str, torch.Tensor]:
-        """Changes the adapter alone; returns its factors whole, in bf16, by their names in PEFT's checkpoints."""
-        module: Any = self.trainer.module  # type: ignore[attr-defined]
-        factors = {name: p.detach() for name, p in module.named_parameters() if "lora_" in name}
-        generator = torch.Generator().manual_seed(seed)
-        for factor in factors.values():
-            local = factor.to_local()
-            local.add_(torch.randn(local.shape, generator=generator) * 0.1)
-        whole = {name.replace(".default.", "."): factor.full_tensor() for name, factor in factors.items()}
-        return {name: factor.to(torch.bfloat16) for name, factor in whole.items()}
 
     def share(self, folder: Path) -> None:
         """See ``trainer.share``."""
@@ -128,26 +116,23 @@ class Trainer(Host):
             save_file(tensors, _checkpoint(self.model, folder) / "model.safetensors", metadata={"format": "pt"})
 
 
-class Endpoint(BareEngineEndpoint):
-    """The engine of one rollout rank, which has a place among trainer and rollout ranks.
+class MegatronTrainer(Trainer):
+    """A tensor-parallel rank of verl's own Megatron engine, with the bridge that its environment has."""
 
-    It keeps what it is told to serve: whether SGLang does is shown by ``tests/e2e/test_separate_lora.py``.
-    """
+    def _build(self, model: str) -> object:
+        return trainer.build(model, "megatron", tp=dist.get_world_size())
+
+    def step(self) -> None:
+        """A real optimizer step."""
+        from megatron_cpu.engines import train_step
+
+        train_step(self.trainer)
+
+
+class Endpoint(BareEngineEndpoint):
+    """The engine of one rollout rank, which has a place among trainer and rollout ranks."""
 
     joint: tuple[int, ...] = ()
-    refuses_adapters = False
-
-    def __init__(self, engine: BareEngine) -> None:
-        super().__init__(engine)
-        self.adapters: list[tuple[dict[str, Any], dict[str, torch.Tensor], str | None]] = []
-
-    async def load_adapter(
-        self, settings: Mapping[str, Any], factors: dict[str, torch.Tensor], weight_version: str | None
-    ) -> LoadOutcome:
-        if self.refuses_adapters:
-            raise RuntimeError("injected: no room for the adapter")
-        self.adapters.append((dict(settings), factors, weight_version))
-        return LoadOutcome(nbytes=sum(factor.nbytes for factor in factors.values()))
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -161,9 +146,15 @@ class Rollout(Host):
         super().__init__(0, 1, port, sync, is_master=None)
         from verl_sync_plugin.rollouts.sglang.separate import SeparateReceiver
 
-        self.sglang = BareEngine(model, 1)
-        self.endpoint = Endpoint(self.sglang)
+        self.sglang = self._start(model)
+        self.endpoint = self._endpoint()
         self.receiver = SeparateReceiver(self._make)
+
+    def _start(self, model: str) -> BareEngine:
+        return BareEngine(model, 1)
+
+    def _endpoint(self) -> Endpoint:
+        return Endpoint(self.sglang)
 
     def break_making(self) -> None:
         """The next group finds this rank unable to take part."""
@@ -174,6 +165,16 @@ class Rollout(Host):
             raise ValueError("injected: cannot be synced")
 
         self.receiver._make = broken
+
+    def refuse_once(self, text: str) -> None:
+        """The next load of an adapter is refused, as by SGLang."""
+        honest = self.endpoint.load_adapter
+
+        async def refusing(*args: Any) -> Any:
+            self.endpoint.load_adapter = honest  # type: ignore[method-assign]
+            raise RuntimeError(text)
+
+        self.endpoint.load_adapter = refusing  # type: ignore[method-assign]
 
     def _make(self, incoming: Any) -> Any:
         from verl_sync_plugin.sync.separate.managers import SeparateRollout
@@ -196,12 +197,6 @@ class Rollout(Host):
         (loaded,) = self.sglang.state(folder / "loaded")
         assert synced.keys() == loaded.keys()
         return [name for name in loaded if not torch.equal(synced[name], loaded[name])]
-
-    def adapters(self) -> list[tuple[dict[str, Any], dict[str, torch.Tensor], str | None]]:
-        return self.endpoint.adapters
-
-    def refuse_adapters(self, refuses: bool) -> None:
-        self.endpoint.refuses_adapters = refuses
 
     def abandoned(self) -> list[str]:
         return self.endpoint.abandoned

@@ -6,15 +6,14 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_cpu.engines import megatron_environment
 from separate.driver import Driver, Failure, Member, together
-from separate.processes import TIMEOUT, Rollout, Trainer
+from separate.processes import TIMEOUT, MegatronTrainer, Rollout, Trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -32,13 +31,18 @@ def model(tiny_model: Callable[[str], str]) -> str:
 
 @contextmanager
 def members(
-    model: str, rollouts: int, strategy: str = "fsdp2", layout: dict[str, object] | None = None, **sync: object
+    model: str,
+    rollouts: int,
+    trainer: type[Trainer] = Trainer,
+    environment: AbstractContextManager[None] | None = None,
+    rollout: type[Rollout] = Rollout,
+    **sync: object,
 ) -> Iterator[tuple[Driver, list[Member]]]:
-    """Two trainer ranks, and rollouts of one engine rank each."""
+    """Two trainer ranks, started in an environment of their own, and rollouts of one engine rank each."""
     port = free_port()
-    with megatron_environment(megatron_bridge=True) if strategy == "megatron" else nullcontext():
-        trainers = [Member(Trainer, rank, 2, port, model, sync, strategy, layout or {}) for rank in range(2)]
-    engines = [Member(Rollout, free_port(), model, sync) for _ in range(rollouts)]
+    with environment or nullcontext():
+        trainers = [Member(trainer, rank, 2, port, model, sync) for rank in range(2)]
+    engines = [Member(rollout, free_port(), model, sync) for _ in range(rollouts)]
     try:
         assert [member.answer() for member in (*trainers, *engines)] == ["ready"] * (2 + rollouts)
         yield Driver(trainers), engines
@@ -157,57 +161,35 @@ def test_on_one_host_engines_read_the_memory_of_the_trainer(model: str, tmp_path
         exact(driver, [first, second], tmp_path / "v7")
 
 
-def test_a_megatron_trainer_with_experts_on_each_rank(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
-    """Megatron-Bridge, expert-parallel: equal weights have equal hashes, and a failure leaves the next sync exact."""
-    with members(tiny_model("qwen3-moe"), 1, "megatron", {"ep": 2}) as (driver, engines):
-        hashes = []
-        for version, seed in ((1, 1), (2, None), (3, 3)):
-            if seed is not None:
-                together(driver.trainers, "train", seed)
-            *sent, report = driver.sync(version, engines)
-            hashes.append(sent)
-            assert report["replayed_tensors"] == report["tensors"] > 0 == report["coverage_missing"], report
-            assert report["verified_tensors"] == report["tensors"] and report["gathered_bytes"] == 0, report
-            exact(driver, engines, tmp_path / f"v{version}")
-        assert hashes[0] == hashes[1] != hashes[2] and any(hashes[0][0])
+@pytest.mark.extended  # 90 s each
+@pytest.mark.parametrize("megatron_bridge", [False, True], ids=["mbridge", "megatron-bridge"])
+def test_a_megatron_trainer_is_synced_as_an_fsdp2_one_is(megatron_bridge: bool, model: str, tmp_path: Path) -> None:
+    """Two tensor-parallel ranks; broadcast, so that every one of them sends what it holds."""
+    environment = megatron_environment(megatron_bridge)
+    with members(model, 1, MegatronTrainer, environment, delivery="broadcast") as (driver, (rollout,)):
+        sent = driver.sync(1, [rollout])
+        words = rollout.ask("generate").answer()
+        exact(driver, [rollout], tmp_path / "v1")
+
+        again = driver.sync(2, [rollout])
+        assert again[:2] == sent[:2] and all(any(hashes) for hashes in sent[:2]), "hashes of equal weights"
+        assert rollout.ask("generate").answer() == words
+        assert again[2]["manager"] == "SeparateRollout" and again[2]["global_steps"] == 2
+        assert again[2]["replayed_tensors"] == again[2]["tensors"] and again[2]["coverage_missing"] == 0
+
+        together(driver.trainers, "step")
+        changed = driver.sync(3, [rollout])
+        assert all(now != before for now, before in zip(changed[:2], sent[:2], strict=True))
+        assert rollout.ask("generate").answer() != words
+        exact(driver, [rollout], tmp_path / "v3")
+
         assert driver.trainers[1].ask("break_packing", 1).answer() is None
-        failed = driver.sync(4, engines)
+        failed = driver.sync(4, [rollout])
         texts = {each.text for each in failed if isinstance(each, Failure)}
         assert len(texts) == 1 and "rank 1: MemoryError: injected: cannot pack" in texts.pop(), failed
-        together(driver.trainers, "train", 5)
-        driver.sync(5, engines)
-        exact(driver, engines, tmp_path / "v5")
-
-
-def test_an_adapter_that_the_engines_serve_travels_alone_behind_the_base(model: str, tmp_path: Path) -> None:
-    """Two engines, of which one joins late and gets the base as well; one that refuses fails the sync for all."""
-    lora = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora": {"merge": False}}
-    with members(model, 2, layout={"model": lora}) as (driver, (first, second)):
-        for version, engines, base in ((1, [first], True), (2, [first], False), (3, [first, second], True)):
-            expected, _ = together(driver.trainers, "train_adapter", version)
-            reports = driver.sync(version, engines)[2:]
-            for engine, report in zip(engines, reports, strict=True):
-                assert (report["buckets"] > 0) == base and report["tensors"] >= len(expected) == 28, report
-                assert_serves(engine, expected, str(version))
-        assert second.ask("refuse_adapters", True).answer() is None
-        failed = driver.sync(4, [first, second])
-        texts = {each.text for each in failed if isinstance(each, Failure)}
-        assert len(texts) == 1 and len(failed) == 4, failed
-        assert "rank 3: RuntimeError: injected: no room for the adapter" in texts.pop()
-        assert all(together([first, second], "abandoned"))
-        assert second.ask("refuse_adapters", False).answer() is None
-        expected, _ = together(driver.trainers, "train_adapter", 5)
-        driver.sync(5, [first, second])
-        for engine in (first, second):
-            assert_serves(engine, expected, "5")
-
-
-def assert_serves(engine: Member, expected: dict[str, torch.Tensor], version: str) -> None:
-    """The engine was last given this adapter, bit for bit."""
-    settings, factors, given = engine.ask("adapters").answer()[-1]
-    assert given == version and settings["r"] == 4 and settings["lora_alpha"] == 8
-    assert factors.keys() == expected.keys()
-    assert all(torch.equal(factors[name], expected[name]) for name in expected)
+        together(driver.trainers, "step")
+        driver.sync(5, [rollout])
+        exact(driver, [rollout], tmp_path / "v5")
 
 
 @pytest.mark.extended  # of the same without an engine: tests/contract/test_exchanged.py

@@ -31,7 +31,7 @@ SGLANG = f"{ROLLOUT}.name=sglang"
         ((f"{KEY_PREFIX}.delivery=broadcast",), f"{KEY_PREFIX}.delivery='broadcast'", "Use gathered"),
         (
             (BACKEND, f"{MODEL}.lora.rank=8", f"{KEY_PREFIX}.pause=retract"),
-            f"{KEY_PREFIX}.pause='retract' with {MODEL}.lora.merge=False",
+            f"{KEY_PREFIX}.pause='retract' with {MODEL}.lora.merge=False and LoRA rank 8",
             f"Set {KEY_PREFIX}.pause=abort, or {MODEL}.lora.merge=True",
         ),
         (

@@ -168,11 +168,11 @@ def refuse_separate(rollout: Any, model: Any) -> None:
     _refuse_too_few_gpus(rollout)
     merge = bool(section(model, "lora", "actor_rollout_ref.model.lora").get("merge", False))
     pause = sync_config_of(rollout).pause
-    if lora_rank_of(model) and not merge and pause != "abort":
+    if pause != "abort" and (rank := lora_rank_of(model)) and not merge:
         raise ValueError(
-            f"{KEY_PREFIX}.pause={pause!r} with actor_rollout_ref.model.lora.merge=False and {backend}: an engine "
-            f"gives up an adapter only when no request uses it. Set {KEY_PREFIX}.pause=abort, or "
-            "actor_rollout_ref.model.lora.merge=True."
+            f"{KEY_PREFIX}.pause={pause!r} with actor_rollout_ref.model.lora.merge=False and LoRA rank {rank}: the "
+            "engine replaces an adapter only when no request uses it, and with this pause requests stay in the engine. "
+            f"Set {KEY_PREFIX}.pause=abort, or actor_rollout_ref.model.lora.merge=True."
         )
 
 

@@ -17,6 +17,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from verl_sync_plugin.config.settings import SEPARATE_BACKEND, SyncConfig, refuse_switched_off
 from verl_sync_plugin.log import say
 from verl_sync_plugin.report.file import write_report
+from verl_sync_plugin.report.metrics import metrics_of, timing_of
 from verl_sync_plugin.report.notice import say_who_moves
 from verl_sync_plugin.rollouts import ROLLOUTS, rollout_of
 from verl_sync_plugin.trainers import activation
@@ -92,12 +93,16 @@ class SyncCheckpointEngine(CheckpointEngine):
     def finalize(self) -> None:
         """Nothing: group and slots are kept for the next sync."""
 
-    async def send_weights(self, weights: Any, global_steps: int | None = None) -> None:
+    async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
         """One sync of a trainer rank. Collective over trainer and rollout ranks.
 
         Args:
             weights: the ``ShardStream`` of the plugin's engine.
             global_steps: verl's weight version.
+
+        Returns:
+            Of trainer rank 0 what the sync cost, as metrics, which verl's manager hands to its trainer. Where the
+            trainer is the plugin's, its own of the rollout's side count (``hooks/trainer.py``).
 
         Raises:
             SyncError: any rank failed; the same text on every rank.
@@ -110,13 +115,17 @@ class SyncCheckpointEngine(CheckpointEngine):
             manager = self._manager_for(weights, self._membership.ranks)
             await manager.update_weights([], global_steps)
             await manager.finish([])
-        if self._first:
-            say_who_moves(manager.report)
-            write_report(manager.report)
+        if not self._first:
+            return {}
+        say_who_moves(manager.report)
+        write_report(manager.report)
+        reports = [manager.report.as_dict()]
+        return {**{f"timing_s/{name}": value for name, value in timing_of(reports).items()}, **metrics_of(reports)}
 
     def _manager_for(self, weights: Any, ranks: JointRanks) -> SeparateTrainer:
         assert self._membership is not None, "joined"
         from verl_sync_plugin.sharding_manager import get_sharding_manager
+        from verl_sync_plugin.sync.separate.absent import NoEngine
         from verl_sync_plugin.sync.separate.managers import SeparateTrainer
         from verl_sync_plugin.trainers.base import trainer_device
 
@@ -125,8 +134,9 @@ class SyncCheckpointEngine(CheckpointEngine):
             return before
         arguments = (weights.engine, self._config, self._bucket_bytes, trainer_device(), self._dtype)
         backend = get_sharding_manager(weights.trainer, self._rollout).backend
-        refuse_untied = rollout_of(self._rollout).refuse_untied
-        manager = SeparateTrainer(ranks, self._membership.own, backend, refuse_untied, *arguments)
+        rollout = rollout_of(self._rollout)
+        nobody = NoEngine(rollout.refuse_untied, rollout.refuse_adapter)
+        manager = SeparateTrainer(ranks, self._membership.own, backend, nobody, *arguments)
         if before is not None:
             before.close()
             manager.take_over(before)

@@ -17,41 +17,69 @@ class LoRAShardingManager(ShardingManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # An engine that started from the checkpoint has the base already, and keeps it
-        self._base_there = self.endpoint.restores_uncovered and not self.trainer.rewrites_base
+        self._base_sent = False
         self._adapter_sender: AdapterSender | None = None
 
     def open_source(self) -> ParameterSource:
         """See ``ShardingManager``; the engine refuses what it could not serve."""
         source = super().open_source()
+        self.refuse_unservable(source)
+        return source
+
+    def refuse_unservable(self, source: ParameterSource) -> None:
+        """Raises ValueError when the engine cannot serve the trainer's adapter, or hold what it is merged into."""
         if self.trainer.serves_adapter:
             self.endpoint.refuse_adapter(self.trainer.open_adapter(source).settings)
         elif source.prepares and (end := self.trainer.untied_end()):
             self.endpoint.refuse_untied(self.trainer.architectures, f"the adapter's {end}")
-        return source
 
     async def move(self, wake_tags: list[str], global_steps: int | None) -> SyncReport:
         """One sync; with ``lora.merge=False`` the base only if the engine has none, then the adapter."""
-        if not self.trainer.serves_adapter:
+        if not self.serves_adapter():
             return await super().move(wake_tags, global_steps)
-        if not self._base_there:
+        if self.lacks_base():
+            self._base_sent = False
             await super().move(wake_tags, global_steps)
-            self._base_there = True
+            self._base_sent = True
         else:
             self.report = self.new_report(global_steps)
-        memory = PeakMemory(self.trainer.device)
+        memory = PeakMemory(self._device)
         with self.agreement.attempt():
             memory.begin()
         with self.report.stage("update_weights"):
-            if self._adapter_sender is None:
-                self._adapter_sender = self.agreement.step("opening the adapter", self._open_adapter)
-            version = None if global_steps is None else str(global_steps)
-            await self._adapter_sender.send(self.agreement, self.endpoint, self.report, version)
+            await self.send_adapter(None if global_steps is None else str(global_steps))
         with self.agreement.attempt():
             memory.into(self.report)
         return self.report
 
-    def _open_adapter(self) -> AdapterSender:
+    def serves_adapter(self) -> bool:
+        """Whether the engine serves the trainer's adapter itself; the same on all ranks."""
+        return self.trainer.serves_adapter
+
+    def lacks_base(self) -> bool:
+        """Whether the base has to travel before the adapter; the same on all ranks."""
+        return not self.has_base(self.trainer.rewrites_base)
+
+    def has_base(self, rewritten: bool) -> bool:
+        """Whether the engine beside this rank holds the trainer's base. One that began with the checkpoint does.
+
+        Args:
+            rewritten: the trainer's base is not the checkpoint's, see ``TrainerBackend.rewrites_base``.
+        """
+        return self._base_sent or (self.endpoint.restores_uncovered and not rewritten)
+
+    async def send_adapter(self, version: str | None) -> None:
+        """The factors, into the engine. Collective.
+
+        Raises:
+            SyncError: any rank or engine failed; the same text on every rank.
+        """
+        if self._adapter_sender is None:
+            self._adapter_sender = self.agreement.step("opening the adapter", self.open_adapter)
+        await self._adapter_sender.send(self.agreement, self.endpoint, self.report, version)
+
+    def open_adapter(self) -> AdapterSender:
+        """Once, on a rank that has a trainer."""
         if self.source is None:
             self.source = self.open_source()
         return AdapterSender(self.trainer.open_adapter(self.source), self.trainer.policy.dtype, self.config)

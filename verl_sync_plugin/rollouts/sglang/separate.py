@@ -48,9 +48,14 @@ class SeparateReceiver:
             write_report(manager.report)
 
     def _manager_for(self, incoming: Incoming) -> SeparateRollout:
-        if self._manager is not None and self._manager.agreement.ranks is not incoming.ranks:
-            self._manager.close()
-            self._manager = None
-        if self._manager is None:
-            self._manager = self._make(incoming)
-        return self._manager
+        before = self._manager
+        if before is not None and before.agreement.ranks is incoming.ranks:
+            return before
+        self._manager = None
+        if before is not None:
+            before.close()
+        manager = self._make(incoming)
+        if before is not None:
+            manager.take_over(before)
+        self._manager = manager
+        return manager

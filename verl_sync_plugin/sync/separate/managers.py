@@ -7,21 +7,21 @@ engine rank load. Both go through the same steps of the same method (``ShardingM
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Plan
-from verl_sync_plugin.lora.refusals import RefuseUntied
-from verl_sync_plugin.report.sync_report import SyncReport
-from verl_sync_plugin.sync.adapter import AdapterSender, send_apart
+from verl_sync_plugin.sync.adapter import deliver
 from verl_sync_plugin.sync.delivery.base import Sync
 from verl_sync_plugin.sync.delivery.choice import Choice
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
-from verl_sync_plugin.sync.manager import ShardingManager
+from verl_sync_plugin.sync.lora_manager import LoRAShardingManager
 from verl_sync_plugin.sync.planning import Planning
 from verl_sync_plugin.sync.separate.absent import NoEngine, NoTrainer
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
@@ -30,7 +30,21 @@ from verl_sync_plugin.transport.joint import JointRanks
 from verl_sync_plugin.transport.ranks import Alone, Ranks
 
 
-class SeparateManager(ShardingManager):
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter on its way from trainer rank 0 to the engines that serve it.
+
+    Attributes:
+        settings: fields of PEFT's ``LoraConfig``.
+        factors: by their names in an adapter checkpoint, as safetensors writes them: what pickles tensors would need
+            the trainer's packages to unpickle them, where one of these has replaced torch's own way.
+    """
+
+    settings: dict[str, Any]
+    factors: bytes
+
+
+class SeparateManager(LoRAShardingManager):
     """What both halves share. Construction is collective over trainer and rollout ranks.
 
     Args:
@@ -46,40 +60,10 @@ class SeparateManager(ShardingManager):
         self._own = Agreement(config.timeout_seconds, ranks=own)
         super().__init__(engine, endpoint, config, *args)
         self._plan: Plan | None = None
-        self._served: bool | None = None  # as trainer rank 0 has it
-        self._base_there = True  # nothing but an adapter is needed here
-        self._adapter_sender: AdapterSender | None = None
+        self._adapters: tuple[bool, bool] | None = None  # what the trainer says of its adapter, once there is a group
 
     def _agree(self) -> Agreement:
         return Agreement(self.config.timeout_seconds, ranks=self._ranks)
-
-    @property
-    def _serves(self) -> bool:
-        """Of a trainer rank: the engines serve the trainer's adapter themselves."""
-        return False
-
-    def _open_adapter(self) -> AdapterSender | None:
-        """Of a trainer rank: sends the adapter; collective over the trainer's ranks."""
-        return None
-
-    async def move(self, wake_tags: list[str], global_steps: int | None) -> SyncReport:
-        """One sync; of an adapter that is served the base only if any engine lacks it, then the adapter."""
-        if self._served is None:
-            self._served = self.agreement.share("asking whether an adapter is served", self._serves)
-        if not self._served:
-            return await super().move(wake_tags, global_steps)
-        if self.agreement.any("asking who lacks the base", lambda: not self._base_there):
-            await super().move(wake_tags, global_steps)
-            self._base_there = True
-        else:
-            self.report = self.new_report(global_steps)
-        version = None if global_steps is None else str(global_steps)
-        with self.report.stage("update_weights"):
-            if self._adapter_sender is None:
-                with self.agreement.attempt():
-                    self._adapter_sender = self._open_adapter()
-            await send_apart(self._adapter_sender, self._own, self.agreement, self.endpoint, self.report, version)
-        return self.report
 
     def _choose(self) -> Choice:
         choice = Choice(self.config, self.agreement, self.sender, self._device, self._own)
@@ -108,6 +92,40 @@ class SeparateManager(ShardingManager):
         report.buckets, report.tensors = len(plan.buckets), plan.tensor_count
         return Sync(sync_id, plan, source, shards, report, senders, self._ranks.rollouts, verified)
 
+    def tell_adapters(self) -> tuple[bool, bool]:
+        """Of a trainer rank: whether the engines serve the adapter, and whether its base is not the checkpoint's."""
+        return False, False
+
+    def serves_adapter(self) -> bool:
+        if self._adapters is None:
+            self._adapters = self.agreement.share("telling who serves an adapter", self.tell_adapters())
+        return self._adapters[0]
+
+    def lacks_base(self) -> bool:
+        assert self._adapters is not None, "asked first who serves an adapter"
+        rewritten = self._adapters[1]
+        return self.agreement.any("asking who lacks the base", lambda: not self.has_base(rewritten))
+
+    async def send_adapter(self, version: str | None) -> None:
+        """See ``LoRAShardingManager``: the trainer's ranks gather the adapter, rank 0 hands it to all."""
+        found: Adapter | None = None
+        with self.agreement.attempt():
+            found = self.gather_adapter()
+        self.agreement.settle("gathering the adapter")
+        with self.report.stage("deliver_adapter"):
+            adapter = self.agreement.share("handing out the adapter", found)
+            assert adapter is not None, "gathered by the trainer's ranks"
+            await self.agreement.step_async("loading the adapter", lambda: self._load_adapter(adapter, version))
+
+    def gather_adapter(self) -> Adapter | None:
+        """What this rank has to hand out of the trainer's adapter. Collective over the trainer's ranks."""
+        return None
+
+    async def _load_adapter(self, adapter: Adapter, version: str | None) -> None:
+        if self.endpoint.leader:
+            factors = safetensors.torch.load(adapter.factors)
+            await deliver(self.endpoint, adapter.settings, factors, self.report, version)
+
     def close(self) -> None:
         """Gives everything back; the group is somebody else's."""
         self.sender.close()
@@ -121,7 +139,7 @@ class SeparateTrainer(SeparateManager):
         ranks: both halves.
         own: the trainer's ranks.
         backend: of the trainer.
-        refuse_untied: of the rollout engine, see ``RolloutEndpoint.refuse_untied``.
+        endpoint: in place of an engine.
         engine: verl's training engine.
         config: the sync's settings.
         bucket_bytes: as in ``ShardingManager``.
@@ -134,42 +152,54 @@ class SeparateTrainer(SeparateManager):
         ranks: JointRanks,
         own: Ranks,
         backend: type[TrainerBackend],
-        refuse_untied: RefuseUntied,
+        endpoint: NoEngine,
         engine: Any,
         config: SyncConfig,
         bucket_bytes: int,
         device: torch.device,
         rollout_dtype: str,
     ) -> None:
-        super().__init__(ranks, own, engine, NoEngine(), config, bucket_bytes, device, rollout_dtype)
+        super().__init__(ranks, own, engine, endpoint, config, bucket_bytes, device, rollout_dtype)
         self.trainer = backend(engine, config, device, rollout_dtype)
         self.planning = Planning(self._own)
-        self._refuse_untied = refuse_untied
-        self._base_there = not self.trainer.rewrites_base
 
     def take_over(self, before: SeparateTrainer) -> None:
         """Goes on with what the manager of the group before has opened of the trainer."""
         self.source, self.trainer, self._adapter_sender = before.source, before.trainer, before._adapter_sender
 
-    @property
-    def _serves(self) -> bool:
-        return self.trainer.serves_adapter
-
-    def _open_adapter(self) -> AdapterSender:
-        source = self._opened()
-        adapter = self._own.step("opening the adapter", lambda: self.trainer.open_adapter(source))
-        return AdapterSender(adapter, self.trainer.policy.dtype, self.config)
-
     def open_source(self) -> ParameterSource:
         """See ``ShardingManager``.
 
         Raises:
-            ValueError: also where the engine cannot hold what the adapter changes.
+            ValueError: also where the engines cannot serve the adapter, or cannot hold what it changes.
         """
         source = self.trainer.open_source()
-        if source.prepares and (end := self.trainer.untied_end()):
-            self._refuse_untied(self.trainer.architectures, f"the adapter's {end}")
+        self.refuse_unservable(source)
         return source
+
+    def tell_adapters(self) -> tuple[bool, bool]:
+        return self.trainer.serves_adapter, self.trainer.rewrites_base
+
+    def has_base(self, rewritten: bool) -> bool:
+        """The engines say what they lack."""
+        return True
+
+    def gather_adapter(self) -> Adapter | None:
+        if self._adapter_sender is None:
+            self._adapter_sender = self._own.step("opening the adapter", self.open_adapter)
+        sender, report = self._adapter_sender, self.report
+        try:
+            factors = sender.gather(self._own, report)
+            if self.agreement.ranks.rank:
+                return None
+            # Cloned: names that share a factor, as those that Megatron fuses do, safetensors does not take
+            whole = torch.contiguous_format
+            packed = safetensors.torch.save({n: f.cpu().clone(memory_format=whole) for n, f in factors.items()})
+        finally:
+            sender.release()
+        report.nbytes += len(packed)
+        report.tensors += len(factors)
+        return Adapter(dict(sender.settings), packed)
 
     def plan(self, sync_id: str) -> Sync:
         """Collective: the trainer's ranks plan among themselves; what comes of it is handed out to all."""
@@ -177,19 +207,15 @@ class SeparateTrainer(SeparateManager):
         shards: list[Shard] = []
         senders: tuple[int, ...] = (0,)
         with self.agreement.attempt():
-            source = self._opened()
-            self.source = source.agree_on_layout(self._own) or source
+            if self._own.any("asking who has not opened the trainer", lambda: self.source is None):
+                self.source = self._own.step("opening the trainer", self.open_source)
+            assert self.source is not None, "opened"
+            self.source = self.source.agree_on_layout(self._own) or self.source
             assert isinstance(self._bucket_bytes, int), "verl gives a size"
             plan, shards = self.planning.agree(self.source, self._bucket_bytes, self.choice.reach)
             if self.source.group is not None:
                 senders = tuple(dist.get_process_group_ranks(self.source.group))
         return self._sync_of(sync_id, *self._hand_out(plan, senders), shards)
-
-    def _opened(self) -> ParameterSource:
-        if self._own.any("asking who has not opened the trainer", lambda: self.source is None):
-            self.source = self._own.step("opening the trainer", self.open_source)
-        assert self.source is not None, "opened"
-        return self.source
 
 
 class SeparateRollout(SeparateManager):
@@ -205,7 +231,10 @@ class SeparateRollout(SeparateManager):
     def __init__(self, ranks: JointRanks, endpoint: RolloutEndpoint, config: SyncConfig, device: torch.device) -> None:
         super().__init__(ranks, Alone(), None, endpoint, config, 0, device)
         self.source = NoTrainer()
-        self._base_there = endpoint.restores_uncovered
+
+    def take_over(self, before: SeparateRollout) -> None:
+        """Goes on with what the engine got in the group before."""
+        self._base_sent = before._base_sent
 
     def plan(self, sync_id: str) -> Sync:
         """Collective: takes the trainer's plan."""

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An adapter that separate engines serve themselves: the base travels once to each, then the adapter alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bare_engine.scenario import PROMPT
+from megatron_cpu.engines import megatron_environment
+from separate.driver import Driver, Failure, Member, together
+from separate.serving import LoRATrainer, MegatronLoRATrainer, ServingRollout
+from separate.test_separate_syncs import members
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+BOUND = 0.06  # of log-probabilities in bfloat16, as in tests/bare_engine
+Words = tuple[list[int], list[float]]
+
+
+def far(words: Words, checkpoint: Path) -> float:
+    """How far the log-probabilities of an engine's words are from those of transformers, with a checkpoint."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tokens, logprobs = words
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    logits = model(torch.tensor([PROMPT + tokens])).logits[0].float()
+    expected = torch.log_softmax(logits, -1)[len(PROMPT) - 1 : -1]
+    return max(abs(expected[i, t].item() - p) for i, (t, p) in enumerate(zip(tokens, logprobs, strict=True)))
+
+
+def serves(driver: Driver, rollout: Member, folder: Path) -> Words:
+    """The engine answers as the trainer's base and adapter together do; returns what it says."""
+    together(driver.trainers, "save", folder)
+    words: Words = rollout.ask("generate").answer()
+    assert far(words, folder) < BOUND
+    return words
+
+
+def adapter_alone(reports: list[dict[str, Any]], factors: int) -> None:
+    for report in reports:
+        assert report["tensors"] == factors and report["buckets"] == 0 < report["nbytes"], report
+        assert {"plan", "gather"} & set(report["stages"]) or report["manager"] == "SeparateRollout"
+        assert "deliver_adapter" in report["stages"] and report["delivery"] == "", report
+
+
+@pytest.mark.parametrize(
+    "trainer", [LoRATrainer, pytest.param(MegatronLoRATrainer, marks=pytest.mark.extended)], ids=["fsdp2", "megatron"]
+)
+def test_the_base_travels_once_and_then_the_adapter(
+    trainer: type[LoRATrainer], tiny_model: Callable[[str], str], tmp_path: Path
+) -> None:
+    environment = megatron_environment(megatron_bridge=True) if trainer is MegatronLoRATrainer else None
+    with members(tiny_model("qwen2"), 2, trainer, environment, ServingRollout) as (driver, (first, second)):
+        come_and_go(driver, first, second, tmp_path)
+
+
+def come_and_go(driver: Driver, first: Member, second: Member, tmp_path: Path) -> None:
+    together(driver.trainers, "train", 1)
+    report = driver.sync(1, [first])[2]
+    assert report["manager"] == "SeparateRollout" and report["buckets"] > 3 and report["coverage_missing"] == 0
+    words = serves(driver, first, tmp_path / "v1")
+    assert far(first.ask("generate_with_base").answer(), tmp_path / "v1") > BOUND, "the adapter changes nothing"
+
+    # equal weights: the same words, of the adapter alone
+    said = driver.sync(2, [first])
+    factors = said[2]["tensors"]
+    assert factors > 10
+    adapter_alone([said[0], said[2]], factors)
+    assert said[2]["global_steps"] == 2
+    assert serves(driver, first, tmp_path / "v2") == words
+
+    # after a step: others
+    together(driver.trainers, "train", 3)
+    said = driver.sync(3, [first])
+    adapter_alone([said[0], said[2]], factors)
+    assert serves(driver, first, tmp_path / "v3") != words
+
+    # one that joins gets the base as well
+    joined = driver.sync(4, [first, second])[3]
+    assert joined["buckets"] > 3 and joined["tensors"] == report["tensors"], joined
+    assert second.ask("generate").answer() == first.ask("generate").answer() == serves(driver, second, tmp_path / "v4")
+
+    # a trainer rank or an engine fails: the same error for all; the next sync works, of the adapter alone
+    together(driver.trainers, "train", 5)
+    for who, how, text in (
+        (driver.trainers[1], ("break_gathering",), "MemoryError: injected: cannot look"),
+        (second, ("refuse_once", "injected: no room"), "RuntimeError: injected: no room"),
+    ):
+        before = len(first.ask("abandoned").answer())
+        assert who.ask(*how).answer() is None
+        failed = driver.sync(5, [first, second])
+        texts = {each.text for each in failed if isinstance(each, Failure)}
+        assert len(texts) == 1 and len(failed) == 4 and text in texts.pop(), failed
+        assert len(first.ask("abandoned").answer()) > before
+    adapter_alone(driver.sync(6, [first, second])[2:], factors)
+    for number, rollout in enumerate((first, second)):
+        serves(driver, rollout, tmp_path / f"v6-{number}")
