@@ -17,7 +17,8 @@ from separate.test_separate_syncs import members
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-BOUND = 0.06  # of log-probabilities in bfloat16, as in tests/bare_engine
+# Of log-probabilities in bfloat16: the engine adds the adapter's share to a layer's output, transformers to its weight
+BOUND = 0.1
 Words = tuple[list[int], list[float]]
 
 
@@ -64,7 +65,7 @@ def come_and_go(driver: Driver, first: Member, second: Member, tmp_path: Path) -
     report = driver.sync(1, [first])[2]
     assert report["manager"] == "SeparateRollout" and report["buckets"] > 3 and report["coverage_missing"] == 0
     words = serves(driver, first, tmp_path / "v1")
-    assert far(first.ask("generate_with_base").answer(), tmp_path / "v1") > BOUND, "the adapter changes nothing"
+    assert far(first.ask("generate_with_base").answer(), tmp_path / "v1") > 2 * BOUND, "the adapter changes little"
 
     # equal weights: the same words, of the adapter alone
     said = driver.sync(2, [first])

@@ -14,6 +14,7 @@ from verl.experimental.separation.engine_workers import DetachActorWorker
 
 from verl_sync_plugin.hooks import worker
 from verl_sync_plugin.hooks.checkpoint_engine import SyncCheckpointEngine
+from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.trainers.shard_stream import ShardStream
 
 
@@ -46,3 +47,24 @@ def test_a_separate_sync_waits_for_what_is_on_its_way_to_the_host(
     with pytest.raises(RuntimeError, match="injected"):
         asyncio.run(DetachActorWorker.update_weights(verls, 7, "sync_plugin"))
     assert order == [False, *(["waited"] if offloaded else []), "sync", "offloaded", True]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_trainer_rank_0_hands_verl_what_a_sync_cost(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl's own manager gives it to its trainer: ``one_step_off`` has none of the plugin's."""
+    report = SyncReport.begun(7, "SeparateTrainer", 0)
+    report.stages["update_weights"] = 0.25
+
+    async def nothing(*_: Any) -> None: ...
+
+    manager = SimpleNamespace(report=report, update_weights=nothing, finish=nothing)
+    sender = SyncCheckpointEngine(1 << 20, is_master=first)
+    monkeypatch.setattr(sender, "_membership", SimpleNamespace(ranks=object(), taking_part=nullcontext))
+    monkeypatch.setattr(SyncCheckpointEngine, "_manager_for", lambda *_: manager)
+    monkeypatch.setattr(worker, "sending", lambda _: nullcontext())
+    metrics = asyncio.run(sender.send_weights(ShardStream(SimpleNamespace(), list), 7))
+    if first:
+        assert metrics["sync/active"] == 1 and metrics["sync/weight_version"] == 7
+        assert metrics["timing_s/sync/update_weights"] == 0.25 == metrics["timing_s/sync/phase"]
+    else:
+        assert metrics == {}
