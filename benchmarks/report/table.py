@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import floor, schema
-from benchmarks.report import report_table, soak_table, throughput_table, transfer_table
+from benchmarks.report import report_table, soak_table, throughput_table, training_table, transfer_table
 from benchmarks.schema import STAGES, VARIANTS
 
 BEGIN = "<!-- benchmarks:begin -->"
@@ -35,6 +35,7 @@ HEAD = (
     "peak device",
     "peak host",
 )
+HARNESSES = ("phase", "transfer", "soak", "report", "training")
 EMPTY = "No results yet."
 
 
@@ -120,7 +121,7 @@ def render(results: list[dict[str, Any]]) -> str:
     """The Markdown of all results."""
     if not results:
         return EMPTY
-    by_harness: dict[str, list[dict[str, Any]]] = {"phase": [], "transfer": [], "soak": [], "report": []}
+    by_harness: dict[str, list[dict[str, Any]]] = {name: [] for name in HARNESSES}
     for result in results:
         by_harness[transfer_table.harness(result)].append(result)
     phases = by_harness["phase"]
@@ -129,6 +130,7 @@ def render(results: list[dict[str, Any]]) -> str:
     lines += transfer_table.render(by_harness["transfer"])
     lines += throughput_table.render([*phases, *by_harness["report"]])
     lines += report_table.render(by_harness["report"])
+    lines += training_table.render(by_harness["training"])
     lines += soak_table.render(by_harness["soak"])
     return "\n".join([*lines, "", *_where(results)]).lstrip("\n")
 
