@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import floor, schema
-from benchmarks.report import report_table, soak_table, throughput_table, training_table, transfer_table
+from benchmarks.report import memory_table, report_table, soak_table, throughput_table, training_table, transfer_table
 from benchmarks.schema import STAGES, VARIANTS
 
 BEGIN = "<!-- benchmarks:begin -->"
@@ -35,7 +35,7 @@ HEAD = (
     "peak device",
     "peak host",
 )
-HARNESSES = ("phase", "transfer", "soak", "report", "training")
+HARNESSES = ("phase", "transfer", "soak", "report", "training", "memory")
 EMPTY = "No results yet."
 
 
@@ -131,6 +131,7 @@ def render(results: list[dict[str, Any]]) -> str:
     lines += throughput_table.render([*phases, *by_harness["report"]])
     lines += report_table.render(by_harness["report"])
     lines += training_table.render(by_harness["training"])
+    lines += memory_table.render(by_harness["memory"])
     lines += soak_table.render(by_harness["soak"])
     return "\n".join([*lines, "", *_where(results)]).lstrip("\n")
 

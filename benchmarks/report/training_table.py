@@ -37,7 +37,9 @@ def render(results: list[dict[str, Any]]) -> list[str]:
     """The lines of the table; nothing without results."""
     if not results:
         return []
-    title = "GRPO of a model of random weights, the same seed and data in every run. Sampling repeats itself in none, so"
+    title = (
+        "GRPO of a model of random weights, seed and data the same in every run. Sampling repeats itself in none, so"
+    )
     title += " runs of stock verl differ among themselves as well ([every step](../benchmarks/results/training.svg)):"
     lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
     rows = [_row(result, run) for result in results for run in result["runs"]]
