@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import floor, schema
-from benchmarks.report import memory_table, report_table, soak_table, throughput_table, training_table, transfer_table
+from benchmarks.report import (
+    memory_table,
+    report_table,
+    rollouts_table,
+    soak_table,
+    throughput_table,
+    training_table,
+    transfer_table,
+)
 from benchmarks.schema import STAGES, VARIANTS
 
 BEGIN = "<!-- benchmarks:begin -->"
@@ -35,7 +43,7 @@ HEAD = (
     "peak device",
     "peak host",
 )
-HARNESSES = ("phase", "transfer", "soak", "report", "training", "memory")
+HARNESSES = ("phase", "transfer", "soak", "report", "training", "memory", "rollouts")
 EMPTY = "No results yet."
 
 
@@ -129,6 +137,7 @@ def render(results: list[dict[str, Any]]) -> str:
     lines += ["| " + " | ".join(row) + " |" for result in phases for row in _rows(result)]
     lines += transfer_table.render(by_harness["transfer"])
     lines += throughput_table.render([*phases, *by_harness["report"]])
+    lines += rollouts_table.render(by_harness["rollouts"])
     lines += report_table.render(by_harness["report"])
     lines += training_table.render(by_harness["training"])
     lines += memory_table.render(by_harness["memory"])

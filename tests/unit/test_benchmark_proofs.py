@@ -14,6 +14,7 @@ from benchmarks.memory import measure as memory
 from benchmarks.memory import search
 from benchmarks.phase import cases, command
 from benchmarks.report import table, training_plot
+from benchmarks.rollouts import measure as rollouts
 from benchmarks.training import measure as training
 from benchmarks.training import metrics
 from benchmarks.training.reward import compute_score
@@ -97,3 +98,18 @@ def test_log_of_a_try_says_what_fits_and_what_ended_it() -> None:
     )
     assert search.kv_tokens(log) == 800 and search.reason(log) == "torch.OutOfMemoryError: CUDA out of memory."
     assert search.reason("one\nlast\n\n") == "last" and search.kv_tokens("") is None
+
+
+def test_served_and_merged_rollouts_differ_in_the_adapter_alone() -> None:
+    args = rollouts.arguments(["--case", "x", "--model", "tiny", "--rank", "4", "--out", "x.json"])
+    assert rollouts.server_options(args, "served")[4:7] == ["--enable-lora", "--max-lora-rank", "4"]
+    assert rollouts.server_options(args, "merged") == ["--cuda-graph-bs", "1", "16", "64"]
+    made = rollouts.factors("tiny", 4)
+    assert len(made) == 2 * 7 * 2  # layers, modules, sides
+    assert made["base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"].shape == (4, 128)
+
+
+def test_rollouts_are_shown_with_their_spread() -> None:
+    samples = [{"seconds": seconds, "tokens": 600} for seconds in (1.0, 3.0, 2.0)]
+    shown = table.render([_result([_run("stock", samples, harness="rollouts", way="served")])])
+    assert "| `x` | stock | served | 3 | 2.00 s | 1.00 to 3.00 s | 300 |" in shown
