@@ -1,8 +1,9 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 # Measures cases on an offline GPU machine, in one visit.
-#   COMMIT=... bash benchmarks/gpu_visit.sh [phase|transfer|soak] ARGUMENTS [-- [phase|transfer|soak] ARGUMENTS ...]
-# Each case takes the arguments of `python -m benchmarks.phase` (or transfer, soak) but --work and --out; --profile of
+#   COMMIT=... bash benchmarks/gpu_visit.sh [HARNESS] ARGUMENTS [-- [HARNESS] ARGUMENTS ...]
+# HARNESS is phase (where none is named), training, memory, rollouts, transfer or soak.
+# Each case takes the arguments of `python -m benchmarks.HARNESS` but --work and --out; --profile of
 # phase and transfer takes no folder here. Run it in the repository's root, next to the payload in .gpu; results
 # (CASE.json), profiles (CASE-profile.json and .md), traces (traces.tgz) and logs (logs.tgz) go to $OUT.
 # VISIT_SECONDS bounds the whole visit, CASE_SECONDS a case of transfer or soak (phase has its --timeout).
@@ -46,7 +47,7 @@ run_case() {
     python3 -m benchmarks.models "$@" --out "$BENCH/work/model-$2" --device cuda
     return
   fi
-  case "$1" in phase | transfer | soak) harness=$1 && shift ;; esac
+  case "$1" in phase | training | memory | rollouts | transfer | soak) harness=$1 && shift ;; esac
   for word in "$@"; do
     [ "$previous" = --case ] && name=$word
     previous=$word
@@ -58,6 +59,8 @@ run_case() {
     local path=$PYTHONPATH
     [[ $name == *-bridge* ]] && path=$BRIDGE_SITE:$path
     PYTHONPATH=$path python3 -m benchmarks.phase "${words[@]}" --budget "$left"
+  elif [ "$harness" = training ] || [ "$harness" = memory ]; then
+    python3 -m "benchmarks.$harness" "${words[@]}" --budget "$left"
   elif [ "$left" -lt 60 ]; then
     echo "no time left for $name" >&2
     return 1

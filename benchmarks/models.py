@@ -60,6 +60,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
     },
+    "small": {  # learns within forty steps of seconds: for benchmarks/training
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "vocab_size": 320,
+    },
     "tiny": {
         "hidden_size": 64,
         "intermediate_size": 128,

@@ -64,14 +64,16 @@ def _run(run: Any, where: str) -> list[str]:
 
 def problems(result: Any) -> list[str]:
     """What is wrong with a result; empty when it has the form."""
-    found = _keys(result, TOP, "result")
+    searched = isinstance(result, dict) and isinstance(result.get("attempts"), list)
+    found = _keys(result, {**TOP, "attempts": list} if searched else TOP, "result")
     if found:
         return found
     if "gpu" not in result["machine"]:
         found.append("machine: missing 'gpu'")
     if not re.fullmatch(r"\d{4}-\d\d-\d\d", result["date"]):
         found.append(f"date: {result['date']!r} is not YYYY-MM-DD")
-    if not result["runs"]:
+    # of a search every try is an attempt, and a run only what survived
+    if not (result["attempts"] if searched else result["runs"]):
         found.append("runs: empty")
     for index, run in enumerate(result["runs"]):
         found += _run(run, f"runs[{index}]")

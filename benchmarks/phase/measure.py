@@ -52,13 +52,23 @@ def _importable(work: Path) -> Path:
 
 
 def run_variant(
-    case: cases.Case, variant: str, repeat: int, paths: cases.Paths, work: Path, timeout: float, profile: bool
+    case: cases.Case,
+    variant: str,
+    repeat: int,
+    paths: cases.Paths,
+    work: Path,
+    timeout: float,
+    profile: bool,
+    idle: bool = True,
 ) -> dict[str, Any] | None:
-    """Runs and summarizes one training; None, with the end of its log on stderr, when it failed."""
+    """Runs and summarizes one training; None, with the end of its log on stderr, when it failed.
+
+    ``idle``: whether the devices are waited for until nothing else holds their memory.
+    """
     stem = f"{case.name}-{variant}-{repeat}"
     probe_file, log = work / f"{stem}.jsonl", work / f"{stem}.log"
     probe_file.unlink(missing_ok=True)
-    if case.device == "cuda" and not machine.wait_until_idle():
+    if case.device == "cuda" and idle and not machine.wait_until_idle():
         print("warning: device memory is still in use; the run may lack memory", file=sys.stderr)
     longer = dataclasses.replace(case, steps=case.steps + (tracing.EXTRA_SYNCS if profile else 0))
     line = command.training(longer, variant, paths)

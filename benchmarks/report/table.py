@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import floor, schema
-from benchmarks.report import report_table, soak_table, throughput_table, transfer_table
+from benchmarks.report import (
+    memory_table,
+    report_table,
+    rollouts_table,
+    soak_table,
+    throughput_table,
+    training_table,
+    transfer_table,
+)
 from benchmarks.schema import STAGES, VARIANTS
 
 BEGIN = "<!-- benchmarks:begin -->"
@@ -35,6 +43,7 @@ HEAD = (
     "peak device",
     "peak host",
 )
+HARNESSES = ("phase", "transfer", "soak", "report", "training", "memory", "rollouts")
 EMPTY = "No results yet."
 
 
@@ -120,7 +129,7 @@ def render(results: list[dict[str, Any]]) -> str:
     """The Markdown of all results."""
     if not results:
         return EMPTY
-    by_harness: dict[str, list[dict[str, Any]]] = {"phase": [], "transfer": [], "soak": [], "report": []}
+    by_harness: dict[str, list[dict[str, Any]]] = {name: [] for name in HARNESSES}
     for result in results:
         by_harness[transfer_table.harness(result)].append(result)
     phases = by_harness["phase"]
@@ -128,7 +137,10 @@ def render(results: list[dict[str, Any]]) -> str:
     lines += ["| " + " | ".join(row) + " |" for result in phases for row in _rows(result)]
     lines += transfer_table.render(by_harness["transfer"])
     lines += throughput_table.render([*phases, *by_harness["report"]])
+    lines += rollouts_table.render(by_harness["rollouts"])
     lines += report_table.render(by_harness["report"])
+    lines += training_table.render(by_harness["training"])
+    lines += memory_table.render(by_harness["memory"])
     lines += soak_table.render(by_harness["soak"])
     return "\n".join([*lines, "", *_where(results)]).lstrip("\n")
 

@@ -11,7 +11,9 @@ HEAD = ("case", "bucket", "stock", "**plugin**", "speed-up", "floor", "× floor"
 
 
 def harness(result: dict[str, Any]) -> str:
-    """What measured a result: ``phase``, ``transfer``, ``soak`` or ``report``."""
+    """What measured a result: one of ``table.HARNESSES``."""
+    if "attempts" in result:  # it may have no run
+        return "memory"
     (name,) = {str(run["settings"].get("harness", "phase")) for run in result["runs"]}
     return name
 
