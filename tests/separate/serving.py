@@ -47,7 +47,7 @@ class LoRATrainer(Trainer):
         for name, parameter in self.trainer.module.named_parameters():  # type: ignore[attr-defined]
             if "lora_" in name:
                 local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
-                local.add_(torch.randn(local.shape, generator=generator, dtype=local.dtype) * 0.2)
+                local.add_(torch.randn(local.shape, generator=generator, dtype=local.dtype) * 0.1)
 
     def break_gathering(self) -> None:
         """The next sync cannot read the adapter on this rank."""
