@@ -66,5 +66,6 @@ def test_trainer_rank_0_hands_verl_what_a_sync_cost(first: bool, monkeypatch: py
     if first:
         assert metrics["sync/active"] == 1 and metrics["sync/weight_version"] == 7
         assert metrics["timing_s/sync/update_weights"] == 0.25 == metrics["timing_s/sync/phase"]
+        assert "sync/bytes" in metrics and "sync/coverage_expected" not in metrics, "counted beside engines"
     else:
         assert metrics == {}

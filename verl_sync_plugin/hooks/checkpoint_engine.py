@@ -17,7 +17,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from verl_sync_plugin.config.settings import SEPARATE_BACKEND, SyncConfig, refuse_switched_off
 from verl_sync_plugin.log import say
 from verl_sync_plugin.report.file import write_report
-from verl_sync_plugin.report.metrics import metrics_of, timing_of
+from verl_sync_plugin.report.metrics import sent
 from verl_sync_plugin.report.notice import say_who_moves
 from verl_sync_plugin.rollouts import ROLLOUTS, rollout_of
 from verl_sync_plugin.trainers import activation
@@ -119,8 +119,7 @@ class SyncCheckpointEngine(CheckpointEngine):
             return {}
         say_who_moves(manager.report)
         write_report(manager.report)
-        reports = [manager.report.as_dict()]
-        return {**{f"timing_s/{name}": value for name, value in timing_of(reports).items()}, **metrics_of(reports)}
+        return sent(manager.report.as_dict())
 
     def _manager_for(self, weights: Any, ranks: JointRanks) -> SeparateTrainer:
         assert self._membership is not None, "joined"

@@ -10,6 +10,15 @@ from verl_sync_plugin.report.sync_report import SyncReport
 
 ACTIVE = "sync/active"  # the metric that stock verl never has: 1 in every step of a run whose weights the plugin moves
 
+# What is counted beside an engine: of a trainer rank with none beside it these would be zeros that say nothing
+BESIDE_ENGINES = frozenset(
+    f"sync/{name}"
+    for name in (
+        *("coverage_expected", "coverage_missing", "replayed_tensors", "activation_bytes"),
+        *("own_bytes", "peer_bytes", "gathered_bytes", "network_bytes", "direct_bytes"),
+    )
+)
+
 
 def timing_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Seconds by ``sync/<stage>`` for verl's ``timing_raw``: the slowest replica counts.
@@ -55,3 +64,13 @@ def metrics_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "sync/replayed_tensors": float(min(report.replayed_tensors for report in built)),
         "sync/weight_version": float(max(report.global_steps for report in built)),
     }
+
+
+def sent(report: Mapping[str, Any]) -> dict[str, float]:
+    """What a trainer rank without an engine beside it knows of a sync, as metrics: ``timing_s/sync/...`` too.
+
+    Args:
+        report: its own ``SyncReport.as_dict``.
+    """
+    timing = {f"timing_s/{name}": value for name, value in timing_of([report]).items()}
+    return {**timing, **{name: value for name, value in metrics_of([report]).items() if name not in BESIDE_ENGINES}}
