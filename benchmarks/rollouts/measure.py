@@ -28,6 +28,7 @@ from benchmarks.transfer import models, rig
 
 HARNESS = "rollouts"
 WAYS = ("merged", "served")
+FLUSH_SECONDS = 10.0
 LOCAL_ARGUMENTS = ("work", "out")
 
 
@@ -100,6 +101,23 @@ def _generate(args: argparse.Namespace, server: Any) -> int:
     return sum(len(answer["output_ids"]) for answer in answers)
 
 
+def _flush(server: Any) -> None:
+    """Empties the prefix cache. SGLang refuses while it still clears up behind the last answer, so this asks again.
+
+    Raises:
+        RuntimeError: it refuses for longer.
+    """
+    end = time.monotonic() + FLUSH_SECONDS
+    while True:
+        try:
+            server.ask("GET", "/flush_cache")
+            return
+        except RuntimeError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)
+
+
 def rollouts(args: argparse.Namespace, way: str, server: Any) -> list[dict[str, Any]]:
     """Seconds and tokens of every measured rollout.
 
@@ -116,7 +134,7 @@ def rollouts(args: argparse.Namespace, way: str, server: Any) -> list[dict[str, 
             raise RuntimeError("the server generates the same with the adapter as without: it is not used")
     samples = []
     for _ in range(args.repeat + 1):
-        server.ask("GET", "/flush_cache")  # or the prompts of the one before would not be computed again
+        _flush(server)  # or the prompts of the one before would not be computed again
         started = time.perf_counter()
         tokens = _generate(args, server)
         samples.append({"seconds": round(time.perf_counter() - started, 6), "tokens": tokens})

@@ -72,11 +72,14 @@ def one_rank(work: Path, device: str = "cpu") -> Iterator[None]:
 
 
 @contextmanager
-def rig(model: str, device: str, dtype: str, work: Path) -> Iterator[Rig]:
-    """Starts the server and makes the weights; ends every process below this one."""
+def rig(model: str, device: str, dtype: str, work: Path, nccl: bool = False) -> Iterator[Rig]:
+    """Starts the server and makes the weights; ends every process below this one.
+
+    ``nccl``: whether the trainer has collectives on the device.
+    """
     from benchmarks.transfer.server import Server
 
-    with one_rank(work):
+    with one_rank(work, device if nccl else "cpu"):
         config = models.write_config(model, work / model)
         named = models.weights(model, device, dtype, work)
         server = Server(config, device, work / f"{model}-server.log")
