@@ -87,8 +87,9 @@ def factors(kind: str, rank: int) -> dict[str, Any]:
         if module != name and module.rpartition(".")[2] in TARGETS:
             sides = {"lora_A": (rank, shape[1]), "lora_B": (shape[0], rank)}
             for side, size in sides.items():
-                tensor = torch.randn(size, generator=generator) * 0.02
-                made[f"base_model.model.{module}.{side}.weight"] = tensor.to(torch.bfloat16)
+                # large, for SGLang's made-up weights are near zero, norms included, and the adapter has to show
+                tensor = torch.randn(size, generator=generator).to(torch.bfloat16)
+                made[f"base_model.model.{module}.{side}.weight"] = tensor
     return made
 
 
