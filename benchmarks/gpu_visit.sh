@@ -3,7 +3,7 @@
 # Measures cases on an offline GPU machine, in one visit.
 #   COMMIT=... bash benchmarks/gpu_visit.sh [HARNESS] ARGUMENTS [-- [HARNESS] ARGUMENTS ...]
 # HARNESS is phase (where none is named), training, memory, rollouts, transfer or soak.
-# Each case takes the arguments of `python -m benchmarks.HARNESS` but --work and --out; --profile of
+# Each case takes the arguments of that harness but --work and --out; --profile of
 # phase and transfer takes no folder here. Run it in the repository's root, next to the payload in .gpu; results
 # (CASE.json), profiles (CASE-profile.json and .md), traces (traces.tgz) and logs (logs.tgz) go to $OUT.
 # VISIT_SECONDS bounds the whole visit, CASE_SECONDS a case of transfer or soak (phase has its --timeout).

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 VARIANTS = ("stock", "plugin")
+PEERS = ("checkpoint-engine",)  # of the transfer alone
 STAGES = ("sleep", "resume_weights", "update_weights", "resume_kv", "phase")
 TOP: dict[str, type | tuple[type, ...]] = {
     "case": str,
@@ -52,8 +53,8 @@ def _run(run: Any, where: str) -> list[str]:
     problems = _keys(run, RUN, where)
     if problems:
         return problems
-    if run["variant"] not in VARIANTS:
-        problems.append(f"{where}.variant: {run['variant']!r} is not one of {VARIANTS}")
+    if run["variant"] not in (*VARIANTS, *PEERS):
+        problems.append(f"{where}.variant: {run['variant']!r} is not one of {(*VARIANTS, *PEERS)}")
     problems += _stages(run["stages"], f"{where}.stages")
     if not problems and run["stages"]["phase"] <= 0:
         problems.append(f"{where}.stages.phase: not above zero")

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
-from benchmarks import floor
+from benchmarks import floor, schema
 
 HEAD = ("case", "bucket", "stock", "**plugin**", "speed-up", "floor", "× floor")
 
@@ -68,6 +69,10 @@ def _note(result: dict[str, Any]) -> str:
         found = seconds_by_bucket(result, "plugin", hashed, staged)
         shown = [f"{milliseconds(found[size])} ({size} MiB)" for size in shown_buckets(result) if size in found]
         text += f"; {what} {', '.join(shown)}" if shown else ""
+    for peer in (run for run in result["runs"] if run["variant"] in schema.PEERS):
+        apart = statistics.median(sync["report"]["registration_seconds"] for sync in peer["samples"]["syncs"])
+        text += f"; {peer['variant']} {milliseconds(peer['stages']['phase'])}, and {milliseconds(apart)} before it to "
+        text += "register the weights in pinned host memory"
     return f"{text}."
 
 

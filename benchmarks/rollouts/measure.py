@@ -28,6 +28,7 @@ from benchmarks.transfer import models, rig
 
 HARNESS = "rollouts"
 WAYS = ("merged", "served")
+FLUSH_SECONDS = 10.0
 LOCAL_ARGUMENTS = ("work", "out")
 
 
@@ -86,8 +87,9 @@ def factors(kind: str, rank: int) -> dict[str, Any]:
         if module != name and module.rpartition(".")[2] in TARGETS:
             sides = {"lora_A": (rank, shape[1]), "lora_B": (shape[0], rank)}
             for side, size in sides.items():
-                tensor = torch.randn(size, generator=generator) * 0.02
-                made[f"base_model.model.{module}.{side}.weight"] = tensor.to(torch.bfloat16)
+                # large, for SGLang's made-up weights are near zero, norms included, and the adapter has to show
+                tensor = torch.randn(size, generator=generator).to(torch.bfloat16)
+                made[f"base_model.model.{module}.{side}.weight"] = tensor
     return made
 
 
@@ -98,6 +100,23 @@ def _generate(args: argparse.Namespace, server: Any) -> int:
     adapter = {"lora_path": server.adapter} if server.adapter else {}
     answers = server.ask("POST", "/generate", {"input_ids": prompts, "sampling_params": sampling, **adapter})
     return sum(len(answer["output_ids"]) for answer in answers)
+
+
+def _flush(server: Any) -> None:
+    """Empties the prefix cache. SGLang refuses while it still clears up behind the last answer, so this asks again.
+
+    Raises:
+        RuntimeError: it refuses for longer.
+    """
+    end = time.monotonic() + FLUSH_SECONDS
+    while True:
+        try:
+            server.ask("GET", "/flush_cache")
+            return
+        except RuntimeError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)
 
 
 def rollouts(args: argparse.Namespace, way: str, server: Any) -> list[dict[str, Any]]:
@@ -116,7 +135,7 @@ def rollouts(args: argparse.Namespace, way: str, server: Any) -> list[dict[str, 
             raise RuntimeError("the server generates the same with the adapter as without: it is not used")
     samples = []
     for _ in range(args.repeat + 1):
-        server.ask("GET", "/flush_cache")  # or the prompts of the one before would not be computed again
+        _flush(server)  # or the prompts of the one before would not be computed again
         started = time.perf_counter()
         tokens = _generate(args, server)
         samples.append({"seconds": round(time.perf_counter() - started, 6), "tokens": tokens})

@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from benchmarks import floor, gauges, machine, schema
+from benchmarks.models import SHAPES
 from benchmarks.soak import growth, trainers
 from benchmarks.transfer import models, rig, ways
 
@@ -47,8 +48,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
     args.case = args.case or f"soak-{args.model}"
-    if args.trainer != "plain" and (args.device, args.variant) != ("cpu", "plugin"):
-        parser.error(f"--trainer {args.trainer}: with --device cpu and --variant plugin")
+    if args.trainer != "plain" and args.variant != "plugin":
+        parser.error(f"--trainer {args.trainer}: with --variant plugin")
+    if args.trainer != "plain" and args.model not in SHAPES:
+        parser.error(f"--trainer {args.trainer}: with --model {' or '.join(sorted(set(models.CONFIGS) & set(SHAPES)))}")
+    if args.trainer == trainers.CPU_ONLY and args.device != "cpu":
+        parser.error(f"--trainer {args.trainer}: with --device cpu")
     if args.syncs < LEAST_SYNCS or args.syncs % 2 or not 1 <= args.every <= args.syncs // 8:
         parser.error(f"--syncs: an even number from {LEAST_SYNCS} on; --every: at most an eighth of it")
     return args
@@ -160,7 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     work = (args.work or Path(tempfile.mkdtemp(prefix="sync-soak-"))).resolve()
     if args.trainer != "plain":
-        with trainers.rig(args.trainer, args.model, args.bucket_mb, work) as trained:
+        with trainers.rig(args.trainer, args.model, args.bucket_mb, work, args.device) as trained:
             return measure(args, trained)
     with rig.rig(args.model, args.device, args.trainer_dtype, work) as bench:
         return measure(args, bench)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's own training engines of one rank on a CPU, and the sharding managers that bring their weights to a server.
+"""verl's own training engines of one rank, and the sharding managers that bring their weights to a server.
 
 ``fsdp2-lora`` merges its adapter on the way, ``fsdp2-lora-served`` has SGLang serve it, ``megatron`` sends all
-parameters, and ``separate`` is FSDP2 with a rollout in another process (``apart.py``).
+parameters, and ``separate`` is FSDP2 with a rollout in another process (``apart.py``), on a CPU only.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from benchmarks import models
 from benchmarks.transfer.rig import one_rank
 from benchmarks.transfer.ways import Plugin
 
-KINDS = ("plain", "fsdp2-lora", "fsdp2-lora-served", "megatron", "separate")
+CPU_ONLY = "separate"
+KINDS = ("plain", "fsdp2-lora", "fsdp2-lora-served", "megatron", CPU_ONLY)
 RANK = 8
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TIMEOUT_SECONDS = 60.0
 _LOCAL_LAYERS: dict[str, Any] = {
-    "sequence_parallel": False, "use_cpu_initialization": True, "attention_backend": "unfused",
+    "sequence_parallel": False, "attention_backend": "unfused",
     "gradient_accumulation_fusion": False, "bias_dropout_fusion": False, "apply_rope_fusion": False,
     "masked_softmax_fusion": False, "bias_activation_fusion": False, "persist_layer_norm": False,
 }  # fmt: skip
@@ -34,14 +35,13 @@ _OF_BRIDGE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def server_options(kind: str) -> list[str]:
-    """What SGLang's command line needs for a kind of trainer."""
+def server_options(kind: str, device: str) -> list[str]:
+    """What SGLang's command line needs for a kind of trainer; on a GPU it chooses its own backend, as under verl."""
     if kind != "fsdp2-lora-served":
         return []
     return [
         "--enable-lora",
-        "--lora-backend",
-        "torch_native",
+        *(("--lora-backend", "torch_native") if device == "cpu" else ()),
         "--max-lora-rank",
         str(RANK),
         "--lora-target-modules",
@@ -49,21 +49,28 @@ def server_options(kind: str) -> list[str]:
     ]
 
 
-def engine(kind: str, model: str, folder: Path) -> Any:
+def engine(kind: str, model: str, folder: Path, device: str) -> Any:
     """verl's training engine with random weights; ``torch.distributed`` has one rank.
 
     Args:
         kind: of ``KINDS``, not ``plain``.
         model: of ``benchmarks.models.SHAPES``.
         folder: for its checkpoint.
+        device: ``cuda`` or ``cpu``.
     """
+    if device == "cuda":
+        import torch
+
+        torch.cuda.set_device(0)
+        if kind == "megatron":
+            import benchmarks.phase.local_megatron  # noqa: F401
     from verl.trainer.config import CheckpointConfig
     from verl.workers.engine import EngineRegistry
 
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", RAY_LOCAL_WORLD_SIZE="1")
-    models.write_model(model, folder, "cpu")
+    models.write_model(model, folder, device)
     strategy = "megatron" if kind == "megatron" else "fsdp2"
-    parts = _megatron(folder) if kind == "megatron" else _fsdp2(folder, kind)
+    parts = _megatron(folder, device) if kind == "megatron" else _fsdp2(folder, kind)
     built = EngineRegistry.new("language_model", strategy, *parts, CheckpointConfig())
     built.initialize()
     return built
@@ -86,7 +93,7 @@ def _fsdp2(folder: Path, kind: str) -> tuple[Any, Any, Any]:
     return model, config, FSDPOptimizerConfig(lr=1e-3, total_training_steps=10)
 
 
-def _megatron(folder: Path) -> tuple[Any, Any, Any]:
+def _megatron(folder: Path, device: str) -> tuple[Any, Any, Any]:
     import importlib.util
 
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
@@ -98,7 +105,11 @@ def _megatron(folder: Path) -> tuple[Any, Any, Any]:
         use_mbridge=True,
         use_remove_padding=False,
         use_dynamic_bsz=False,
-        override_transformer_config={**_LOCAL_LAYERS, **(_OF_BRIDGE if bridge else {})},
+        override_transformer_config={
+            **_LOCAL_LAYERS,
+            **(_OF_BRIDGE if bridge else {}),
+            **({"use_cpu_initialization": True} if device == "cpu" else {}),
+        },
     )
     optimizer = McoreOptimizerConfig(lr=1e-3, lr_warmup_steps=0, total_training_steps=10)
     return HFModelConfig(path=str(folder), use_remove_padding=False), config, optimizer
@@ -126,7 +137,7 @@ class Turned:
             value.copy_(value.flip(0))
 
 
-def colocated(trained: Any, server: Any, bucket_mb: int) -> Plugin:
+def colocated(trained: Any, server: Any, bucket_mb: int, device: str) -> Plugin:
     """The phase of a colocated trainer, by the sharding manager that a run of verl would have."""
     import torch
 
@@ -138,7 +149,8 @@ def colocated(trained: Any, server: Any, bucket_mb: int) -> Plugin:
     activation.take_over(True)
     stream, _ = trained.get_per_tensor_param()
     manager = get_sharding_manager(stream.trainer, "sglang")
-    config, where = SyncConfig(timeout_seconds=TIMEOUT_SECONDS), torch.device("cpu")
+    config = SyncConfig(timeout_seconds=TIMEOUT_SECONDS)
+    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     return Plugin(manager(trained, ServerEndpoint(server), config, bucket_mb << 20, where, "bfloat16"))
 
 
@@ -151,19 +163,20 @@ class Trained:
         server: a ``server.Server``.
         bucket_mb: size of a bucket in MiB.
         work: a folder.
+        device: ``cuda`` or ``cpu``.
 
     Attributes:
         nbytes: of the last sync.
         tensors: likewise.
     """
 
-    def __init__(self, kind: str, trained: Any, server: Any, bucket_mb: int, work: Path) -> None:
+    def __init__(self, kind: str, trained: Any, server: Any, bucket_mb: int, work: Path, device: str) -> None:
         from benchmarks.soak.apart import Apart
 
         self.server = server
         self._turned = Turned(trained)
         separate = kind == "separate"
-        self.way = Apart(trained, server, work) if separate else colocated(trained, server, bucket_mb)
+        self.way = Apart(trained, server, work) if separate else colocated(trained, server, bucket_mb, device)
         self.nbytes = self.tensors = 0
 
     def other_weights(self) -> None:
@@ -189,15 +202,15 @@ class Trained:
 
 
 @contextmanager
-def rig(kind: str, model: str, bucket_mb: int, work: Path) -> Iterator[Trained]:
+def rig(kind: str, model: str, bucket_mb: int, work: Path, device: str) -> Iterator[Trained]:
     """Starts the server and makes the training engine; ends every process below this one."""
     from benchmarks.transfer.server import Server
 
-    with one_rank(work):
+    with one_rank(work, device):
         folder = work / model
-        trained = engine(kind, model, folder)
-        server = Server(folder, "cpu", work / f"{model}-server.log", server_options(kind))
+        trained = engine(kind, model, folder, device)
+        server = Server(folder, device, work / f"{model}-server.log", server_options(kind, device))
         try:
-            yield Trained(kind, trained, server, bucket_mb, work)
+            yield Trained(kind, trained, server, bucket_mb, work, device)
         finally:
             server.stop()

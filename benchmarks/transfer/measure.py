@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import floor, gauges, machine, profiling, schema
-from benchmarks.transfer import models, rig, ways
+from benchmarks.transfer import models, peer, rig, ways
 
 HARNESS = "transfer"
 
@@ -42,10 +42,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, help="folder for config and log; default: temporary")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
-    known = ("stock", *ways.PLUGIN)
+    known = ("stock", *ways.PLUGIN, peer.NAME)
     unknown = set(args.variants.split(",")) - set(known)
     if unknown:
         parser.error(f"unknown variants {sorted(unknown)}; choose from {', '.join(known)}")
+    if peer.NAME in args.variants.split(",") and args.device != "cuda":
+        parser.error(f"--variants {peer.NAME}: with --device cuda")
     return args
 
 
@@ -63,7 +65,8 @@ def measure(way: Any, bench: rig.Rig, repeat: int) -> dict[str, Any]:
         started = time.perf_counter()
         report = way.sync()
         gauges.synchronize()
-        samples.append({"seconds": round(time.perf_counter() - started, 6), "report": report})
+        seconds = time.perf_counter() - started - report.get(peer.REGISTRATION, 0.0)
+        samples.append({"seconds": round(seconds, 6), "report": report})
         print(json.dumps(samples[-1]), flush=True)
         if number == 0:
             other = bench.server.tokens()
@@ -82,12 +85,12 @@ def run_of(
     settings = {
         "harness": HARNESS, "model": args.model, "bucket_mb": bucket_mb, "device": args.device,
         "tensors": len(bench.named), "trainer_dtype": args.trainer_dtype,
-        "hashed": variant not in ("stock", "plugin-unhashed"), "staged": variant == "plugin-staged",
+        "hashed": variant not in ("stock", "plugin-unhashed", peer.NAME), "staged": variant == "plugin-staged",
         "verify": ways.verify_of(variant),
         "floor_seconds": floor.seconds(bench.nbytes),
     }  # fmt: skip
     return {
-        "variant": variant.partition("-")[0],
+        "variant": variant if variant == peer.NAME else variant.partition("-")[0],
         "settings": settings,
         "stages": {**none, "update_weights": seconds, "phase": seconds},
         "samples": samples,
@@ -122,10 +125,14 @@ def compare(args: argparse.Namespace, bench: rig.Rig) -> dict[str, Any]:
     runs: list[dict[str, Any]] = []
     for variant, bucket_mb, way in _ways(args, bench):
         samples = measure(way, bench, args.repeat)
+        if peer.NAME in args.variants.split(","):  # a peer proves nothing itself; SGLang's own checksums do
+            samples["digest"] = peer.digest(bench.server)
         runs.append(run_of(args, variant, bucket_mb, samples, bench))
         expected = runs[0]["samples"]["tokens"]
         if samples["tokens"] != expected:
             raise RuntimeError(f"{variant}: the server generates {samples['tokens']}, not {expected}")
+        if samples.get("digest") != runs[0]["samples"].get("digest"):
+            raise RuntimeError(f"{variant}: the server holds other weights than after {runs[0]['variant']}")
         result = machine.result(args.case, command_line(args), runs)
         assert not schema.problems(result), schema.problems(result)
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -147,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
     """Measures one case; raises when a variant fails."""
     args = arguments(argv)
     work = (args.work or Path(tempfile.mkdtemp(prefix="sync-transfer-"))).resolve()
-    with rig.rig(args.model, args.device, args.trainer_dtype, work) as bench:
+    with rig.rig(args.model, args.device, args.trainer_dtype, work, peer.NAME in args.variants) as bench:
         result = compare(args, bench)
         if args.profile is not None:
             profile(args, bench, result)

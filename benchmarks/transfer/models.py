@@ -46,6 +46,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "moe-8b": {**_MOE, "num_hidden_layers": 24},
     "moe-10k": _MOE,
     "moe-19k": {**_MOE, "num_experts": 128, "moe_intermediate_size": 384},
+    "small": {**_QWEN2, **SHAPES["small"]},
     "tiny": {**_QWEN2, **SHAPES["tiny"]},
     "tiny-moe": {
         **_MOE, **_TINY, "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 8,

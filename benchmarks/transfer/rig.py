@@ -49,15 +49,21 @@ class Rig:
 
 
 @contextmanager
-def one_rank(work: Path) -> Iterator[None]:
-    """This process is the only rank of a trainer; ends every process below it in the end."""
+def one_rank(work: Path, device: str = "cpu") -> Iterator[None]:
+    """This process is the only rank of a trainer; ends every process below it in the end.
+
+    Args:
+        work: a folder.
+        device: where its collectives are: verl's training engines have some, on a GPU by NCCL; plain tensors have none.
+    """
     import torch.distributed as dist
 
     work.mkdir(parents=True, exist_ok=True)
     # a visit's time limit ends this process alone; unwinding is what ends the server, with its device memory
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     launch.become_subreaper()
-    dist.init_process_group("gloo", init_method=f"file://{work}/store-{os.getpid()}", rank=0, world_size=1)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{work}/store-{os.getpid()}", rank=0, world_size=1)
     try:
         yield
     finally:
@@ -66,11 +72,14 @@ def one_rank(work: Path) -> Iterator[None]:
 
 
 @contextmanager
-def rig(model: str, device: str, dtype: str, work: Path) -> Iterator[Rig]:
-    """Starts the server and makes the weights; ends every process below this one."""
+def rig(model: str, device: str, dtype: str, work: Path, nccl: bool = False) -> Iterator[Rig]:
+    """Starts the server and makes the weights; ends every process below this one.
+
+    ``nccl``: whether the trainer has collectives on the device.
+    """
     from benchmarks.transfer.server import Server
 
-    with one_rank(work):
+    with one_rank(work, device if nccl else "cpu"):
         config = models.write_config(model, work / model)
         named = models.weights(model, device, dtype, work)
         server = Server(config, device, work / f"{model}-server.log")

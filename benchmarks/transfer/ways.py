@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two ways from a trainer process into a server: stock verl's and the plugin's."""
+"""The ways from a trainer process into a server: stock verl's, the plugin's, and a peer's."""
 
 from __future__ import annotations
 
 import asyncio
 from functools import partial
 from typing import Any
+
+from benchmarks.transfer import peer
 
 # "staged" packs every sync, as where nothing lies still; "verified-always" compares what lies in the engine's own
 # parameters in every sync, "unverified" in none, the others as a run does by default: in the first three
@@ -14,8 +16,8 @@ VERIFY = {"plugin-unverified": "never", "plugin-unhashed": "never", "plugin-veri
 
 
 def verify_of(variant: str) -> str:
-    """The ``custom.sync.verify`` of a variant; empty for stock."""
-    return "" if variant == "stock" else VERIFY.get(variant, "first")
+    """The ``custom.sync.verify`` of a variant; empty for others than the plugin's."""
+    return "" if variant not in PLUGIN else VERIFY.get(variant, "first")
 
 
 def _manager(server: Any, named: list[tuple[str, Any]], bucket_mb: int, variant: str, device: str) -> Any:
@@ -87,8 +89,10 @@ class Plugin:
         self._manager.sender.close()
 
 
-def make(variant: str, server: Any, named: list[tuple[str, Any]], bucket_mb: int, device: str) -> Stock | Plugin:
-    """The way of ``stock`` or of one of ``PLUGIN``."""
+def make(variant: str, server: Any, named: list[tuple[str, Any]], bucket_mb: int, device: str) -> Any:
+    """The way of ``stock``, of ``peer.NAME`` or of one of ``PLUGIN``."""
+    if variant == peer.NAME:
+        return peer.CheckpointEngine(server, named)
     if variant == "stock":
         return Stock(server, named, bucket_mb)
     return Plugin(_manager(server, named, bucket_mb, variant, device))

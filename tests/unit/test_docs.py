@@ -23,7 +23,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 GONE = re.compile(r"^### (?:Dropped|Moved)\n.*?(?=^##|\Z)", re.MULTILINE | re.DOTALL)
 PATH = re.compile(r"(?<![\w./$-])((?:[\w.-]+/)+[\w-]+\.(?:py|md|yaml|sh|toml|txt|svg|json))(?![\w/])")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-RESULT = re.compile(r"`((?:dense|moe|transfer|soak)-[\w-]+)`")
+RESULT = re.compile(r"`((?:dense|moe|transfer|soak|rollouts)-[\w-]+)`")
 # Files of others that the package's docstrings name
 UPSTREAM = ("core/inference/contexts/dynamic_context.py",)
 
