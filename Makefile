@@ -3,8 +3,6 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The pytest command, not "python -m pytest": that would put the source tree before the installed package.
 PYTEST := VERL_PLATFORM=cpu $(BIN)/pytest
-# Most tests wait for processes to start. tests/conftest.py says which may run beside each other
-TWO_AT_A_TIME := -n 2 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: venv quickstart test test-all test-faults coverage test-fast families releases lint format clean
 
@@ -14,11 +12,11 @@ venv: ## the stack and this project in .venv
 quickstart: venv ## two real training steps on the CPU
 	PYTHON=$(abspath $(BIN)/python) examples/cpu_quickstart/run.sh
 
-test: venv ## every feature once, without a GPU; twenty minutes on two cores
-	$(PYTEST) $(TWO_AT_A_TIME) --durations=12 -m "not gpu and not extended and not faults"
+test: venv ## every feature once, without a GPU; half an hour on two cores
+	$(PYTEST) --durations=12 -m "not gpu and not extended and not faults"
 
 test-all: venv ## also other SGLang releases, more layouts and more models; an hour on two cores
-	$(PYTEST) $(TWO_AT_A_TIME) --durations=12 -m "not gpu and not faults"
+	$(PYTEST) --durations=12 -m "not gpu and not faults"
 
 test-faults: venv ## every kind of fault in every place, at every stage of a sync
 	$(PYTEST) --durations=5 -m faults

@@ -25,16 +25,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (TESTS, os.environ.get("PYTHONPATH"))))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two tests run at a time (see the Makefile), but never two of one file, which share what they start, and never two
-    of tests/e2e: those look at all Ray processes of the machine. They come first, for they take as long as the rest."""
-    runs = Path(TESTS, "e2e")
-    items.sort(key=lambda item: runs not in item.path.parents)
-    for item in items:
-        together = runs if runs in item.path.parents else item.path
-        item.add_marker(pytest.mark.xdist_group(str(together.relative_to(TESTS))))
-
-
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """Makes (once) and names a tiny random checkpoint with tokenizer of a given kind."""

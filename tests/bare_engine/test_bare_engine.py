@@ -35,7 +35,7 @@ def _play(setup: Setup, story: Callable[[Rank], None], folder: Path) -> None:
     ("kind", "strategy", "world", "bucket_bytes", "settings"),
     [
         pytest.param("qwen2", "fsdp2", 1, 1 << 20, (), id="qwen2-fsdp2-tp1", marks=extended),
-        pytest.param("qwen3", "fsdp2", 2, 20_000, (), id="qwen3-fsdp2-tp2-split-tensors"),
+        pytest.param("qwen3", "fsdp2", 2, 20_000, (), id="qwen3-fsdp2-tp2-split-tensors", marks=extended),
         pytest.param("llama", "fsdp", 2, 60_000, (("use_orig_params", True),), id="llama-fsdp1-tp2"),
         pytest.param("qwen2-tied", "fsdp", 1, 1 << 20, (), id="tied-fsdp1-tp1", marks=extended),
         pytest.param("qwen3", "megatron", 1, 1 << 20, (), id="qwen3-megatron-to-tp1", marks=extended),

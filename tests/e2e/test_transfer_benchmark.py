@@ -56,6 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_stock_and_plugin_on_one_server(folder: Path) -> None:
     result = json.loads((folder / "result.json").read_text())
     assert not schema.problems(result)
@@ -73,6 +74,7 @@ def test_stock_and_plugin_on_one_server(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_profile_of_one_sync_shows_both_processes(folder: Path) -> None:
     stock, direct, plugin = json.loads((folder / "profiles" / "smoke-profile.json").read_text())["profiles"]
     assert (stock["variant"], direct["variant"], plugin["variant"]) == ("stock", "plugin", "plugin-staged")
@@ -97,6 +99,7 @@ def test_profile_of_one_sync_shows_both_processes(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_soak_samples_both_processes(folder: Path) -> None:
     result = json.loads((folder / "soak.json").read_text())
     assert not schema.problems(result)
@@ -132,6 +135,7 @@ def test_soak_of_a_training_engine(trainer: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_time_limit_leaves_no_engine_behind(folder: Path) -> None:
     pids = (folder / "schedulers").read_text().split()
     assert pids and not any(psutil.pid_exists(int(pid)) for pid in pids)

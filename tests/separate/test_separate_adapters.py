@@ -49,9 +49,8 @@ def adapter_alone(reports: list[dict[str, Any]], factors: int) -> None:
         assert "deliver_adapter" in report["stages"] and report["delivery"] == "", report
 
 
-@pytest.mark.parametrize(
-    "trainer", [LoRATrainer, pytest.param(MegatronLoRATrainer, marks=pytest.mark.extended)], ids=["fsdp2", "megatron"]
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("trainer", [LoRATrainer, MegatronLoRATrainer], ids=["fsdp2", "megatron"])
 def test_the_base_travels_once_and_then_the_adapter(
     trainer: type[LoRATrainer], tiny_model: Callable[[str], str], tmp_path: Path
 ) -> None:
