@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``main_ppo`` with families whose sync is not that of Qwen2: Mixtral, by two engine ranks, and Gemma 2.
 
-All of it in ``make test-all``, as is Mixtral under the legacy trainer (``test_legacy_trainer.py``). ``make test`` has
-both in ``tests/contract/test_families.py``, which compares every parameter bit for bit.
+All of it in ``make test-all``. ``make test`` has Mixtral under the legacy trainer (``test_legacy_trainer.py``) and both
+in ``tests/contract/test_families.py``, which compares every parameter bit for bit.
 """
 
 from __future__ import annotations

@@ -35,9 +35,10 @@ def torchrun(ranks: int, script: Path, *arguments: str) -> str:
     return run.stdout
 
 
-@pytest.mark.extended  # the story below shows more of the same; the examples are what users copy
 @pytest.mark.parametrize(
-    ("script", "ranks", "tp"), [("fsdp2.py", 2, 2), ("ddp.py", 2, 1)], ids=["fsdp2-tp2", "ddp-two-engines"]
+    ("script", "ranks", "tp"),
+    [("fsdp2.py", 2, 2), pytest.param("ddp.py", 2, 1, marks=pytest.mark.extended)],
+    ids=["fsdp2-tp2", "ddp-two-engines"],
 )
 def test_an_example_trains_and_serves(script: str, ranks: int, tp: int) -> None:
     output = torchrun(ranks, EXAMPLES / script, "--tp", str(tp), "--seconds")
