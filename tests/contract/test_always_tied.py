@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from contract import sglang_configs
 from contract import sglang_models as models
 from verl_sync_plugin.rollouts.sglang.families import ALWAYS_TIED
 
@@ -35,7 +36,7 @@ TIED: dict[str, dict[str, Any]] = {
 }
 FREE: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"model_type": "llama", "attention_bias": False, "mlp_bias": False},
-    "Qwen2ForCausalLM": models.QWEN2,
+    "Qwen2ForCausalLM": sglang_configs.QWEN2,
 }
 
 
@@ -51,7 +52,7 @@ def heads(_: int, folder: str, port: int) -> None:
     """One engine rank; entry of a spawned process."""
     with torch.no_grad():
         for name, settings in {**TIED, **FREE}.items():
-            models.CONFIGS[name] = {"architectures": [name], **settings, "tie_word_embeddings": False}
+            sglang_configs.CONFIGS[name] = {"architectures": [name], **settings, "tie_word_embeddings": False}
             changed = changed_by_a_head(models.start(Path(folder), name, 0, 1, port))
             assert changed == ([] if name in ALWAYS_TIED else ["lm_head.weight"]), (name, changed)
 
