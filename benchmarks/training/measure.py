@@ -5,7 +5,7 @@
 
 Sampling repeats itself in no two runs, of stock verl neither: several stock runs show how far apart they are, and only
 what lies outside of that could be the plugin's doing. A run is one of the phase's harness (``phase/``) with a reward
-that can be raised and a learning rate that raises it.
+that can be raised; which learning rate raises it is to be found (``--lr``).
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class OutlivingManager(CheckpointEngineManager):
         """
         if not self.replicas:
             raise ValueError(
-                f"the separate rollout has no engine. {PREFIX}.nnodes and n_gpus_per_node say how many GPUs"
+                f"the separate rollout has no engine. Set {PREFIX}.nnodes and n_gpus_per_node to its GPUs."
             )
         self._drop_dead()
         while True:
