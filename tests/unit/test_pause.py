@@ -94,13 +94,12 @@ def server_with(tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatc
     return make
 
 
-async def synced(server: Any, version: int = 7) -> None:
-    """verl's calls around a sync of a separate rollout, and ours in it."""
-    await server.abort_all_requests()
-    await server.release_kv_cache()
+async def synced(server: Any, version: int = 7, direct: int = 0) -> None:
+    """The calls of our driver around a sync of a separate rollout of 8 bytes, and those in it."""
+    await server.stop_for_sync()
     await loaded(server, version)
-    await server.resume_kv_cache()
-    await server.resume_generation()
+    await server.put_sync_report({"nbytes": 8, "direct_bytes": direct})
+    await server.go_on_after_sync()
 
 
 async def loaded(server: Any, version: int) -> None:
@@ -125,6 +124,27 @@ def test_the_cache_goes_only_when_no_request_stays(pause: str, asked: list[str],
         manager = Manager()
         await synced(server_with(manager, pause))
         assert manager.asked == asked
+
+    asyncio.run(story())
+
+
+def test_the_cache_stays_while_syncs_read_in_place(server_with: Make) -> None:
+    """Such a sync needs no memory of the engine's. Prefixes are flushed all the same, and a sync that fails, or one
+    that stages, has the next one release the cache again."""
+
+    async def story() -> None:
+        manager = Manager()
+        server = server_with(manager, "abort")
+        resident = [each for each in ABORTING if "kv_cache" not in each]
+        for direct, asked in ((8, ABORTING), (8, resident), (4, resident), (8, ABORTING)):
+            manager.asked.clear()
+            await synced(server, direct=direct)
+            assert manager.asked == asked, direct
+        await server.load_weights(("sync",), "8")
+        await server.abandon_sync("a trainer rank failed")
+        manager.asked.clear()
+        await synced(server)
+        assert manager.asked == ABORTING
 
     asyncio.run(story())
 

@@ -56,10 +56,10 @@ class OutlivingManager(CheckpointEngineManager):
                     raise
 
     async def _sync(self, global_steps: int | None) -> dict[str, Any]:
-        """verl's order of calls, without those that say nothing new: while the same replicas take part and all went
-        well, their group stands, so nobody prepares, joins or finalizes. The engines wait through every such round."""
-        await self.abort_replicas()
-        await self.release_kv_cache_replicas()
+        """verl's order of calls, in fewer rounds, for the engines wait through every one: two calls to the servers go in
+        one before and behind; and while the same replicas take part and all went well, their group stands, so nobody
+        prepares, joins or finalizes."""
+        await asyncio.gather(*(replica.servers[0].stop_for_sync.remote() for replica in self.replicas))
         if self._joined != self.replicas:
             self._joined, joining = [], list(self.replicas)
             workers = [worker for replica in joining for worker in replica.workers]
@@ -70,8 +70,7 @@ class OutlivingManager(CheckpointEngineManager):
         trainers = self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend)
         ray.get(trainers + self._rollout.update_weights(global_steps=global_steps))
         self._joined = joining
-        await self.resume_kv_cache_replicas()
-        await self.resume_generation_replicas()
+        await asyncio.gather(*(replica.servers[0].go_on_after_sync.remote() for replica in self.replicas))
         return {}
 
     def _drop_dead(self) -> list[Any]:

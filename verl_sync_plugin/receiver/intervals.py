@@ -17,7 +17,8 @@ def region_of(tensor: torch.Tensor) -> Region:
 
 def intervals(regions: Iterable[Region]) -> torch.Tensor:
     """The bytes of strided regions: int64 of shape ``(n, 2)``, first and one past the last address of each run."""
-    parts = [torch.zeros((0, 2), dtype=torch.int64)]
+    plain: list[tuple[int, int]] = []  # most regions are one run; a tensor for each took most of the time
+    parts = []
     for address, shape, strides, itemsize in regions:
         run = 1
         outer: list[tuple[int, int]] = []
@@ -26,12 +27,17 @@ def intervals(regions: Iterable[Region]) -> torch.Tensor:
                 run *= size
             else:
                 outer.append((stride, size))
-        starts = torch.zeros(0 if 0 in shape else 1, dtype=torch.int64)
+        if 0 in shape:
+            continue
+        if not outer:
+            plain.append((address, address + run * itemsize))
+            continue
+        starts = torch.zeros(1, dtype=torch.int64)
         for stride, size in outer:
             starts = (starts[:, None] + torch.arange(size) * stride).flatten()
         starts = address + starts * itemsize
         parts.append(torch.stack((starts, starts + run * itemsize), dim=1))
-    return torch.cat(parts)
+    return torch.cat([torch.tensor(plain, dtype=torch.int64).reshape(-1, 2), *parts])
 
 
 def union(found: torch.Tensor) -> int:

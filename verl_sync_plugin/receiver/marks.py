@@ -10,6 +10,7 @@ weights, marks are never alike (norms are all ones, biases all zeros), so nothin
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -23,7 +24,16 @@ from verl_sync_plugin.receiver.recording import Source
 
 CHUNK_BYTES = 256 << 20  # of marks given to the model in one call; bounds the memory that they take
 SEED = 20_251
+ALIGNMENT = 16  # bytes, of every tensor of marks
 FINITE = -0x4001  # clears the highest bit of every exponent, in bf16, fp16 and the upper half of fp32
+
+
+class _Mark(NamedTuple):
+    """One tensor of marks; ``flat`` is all of its memory: uint8 of shape ``(n,)``."""
+
+    name: str
+    tensor: torch.Tensor
+    flat: torch.Tensor
 
 
 class Reader:
@@ -88,11 +98,14 @@ def misplaced(
     if not placed:
         return {}
     given, found = (torch.zeros(len(placed), dtype=torch.int64, device=reader.device) for _ in range(2))
+    of_name: dict[str, list[tuple[int, Held]]] = {}
+    for number, held in enumerate(placed):
+        of_name.setdefault(held.name, []).append((number, held))
     try:
         with torch.no_grad():
             for marks in _marks(sources, owners, model, reader.device):
-                _hash_given(marks, placed, reader, given)
-                model.load_weights(iter(marks))
+                _hash_given(marks, of_name, reader, given)
+                model.load_weights((mark.name, mark.tensor) for mark in marks)
     except Exception as error:  # whatever a model's loader makes of random numbers
         why = f"a load of marks failed: {type(error).__name__}: {error}"
         return dict.fromkeys((source.name for source in sources), why)
@@ -108,21 +121,20 @@ def misplaced(
 
 
 def _hash_given(
-    marks: list[tuple[str, torch.Tensor]], placed: Sequence[Held], reader: Reader, given: torch.Tensor
+    marks: list[_Mark], of_name: Mapping[str, list[tuple[int, Held]]], reader: Reader, given: torch.Tensor
 ) -> None:
     """Adds the hashes of what is taken of some marks, before the model may write into them."""
-    bases = {name: base for base, (name, _) in enumerate(marks)}
-    here = [(number, held) for number, held in enumerate(placed) if held.name in bases]
-    dtypes = {held.name: held.dtype for _, held in here if held.ratio > 1}
-    flats = [_as_kept(tensor, dtypes.get(name, tensor.dtype)) for name, tensor in marks]
-    blocks = [block for number, held in here for block in _read(held, number, bases[held.name])]
+    here = [(base, number, held) for base, mark in enumerate(marks) for number, held in of_name.get(mark.name, ())]
+    dtypes = {held.name: held.dtype for _, _, held in here if held.ratio > 1}
+    flats = [_as_kept(mark, dtypes.get(mark.name, mark.tensor.dtype)) for mark in marks]
+    blocks = [block for base, number, held in here for block in _read(held, number, base)]
     reader.copier.prepare(blocks).run(memory_of(flats, reader.device), given, copy=False)
 
 
-def _as_kept(marks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """All bytes of the storage of a tensor, rounded where the model does so: uint8 of shape ``(n,)``."""
-    flat = flat_storage(marks)
-    return flat if marks.dtype == dtype else flat.view(marks.dtype).to(dtype).view(torch.uint8)
+def _as_kept(mark: _Mark, dtype: torch.dtype) -> torch.Tensor:
+    """All bytes of a mark, rounded where the model does so: uint8 of shape ``(n,)``."""
+    same = mark.tensor.dtype == dtype
+    return mark.flat if same else mark.flat.view(mark.tensor.dtype).to(dtype).view(torch.uint8)
 
 
 def _read(held: Held, group: int, base: int) -> list[Block]:
@@ -149,29 +161,47 @@ def _lies(held: Held, group: int, base: int) -> list[Block]:
 
 def _marks(
     sources: Sequence[Source], owners: Mapping[str, str], model: EngineModel, device: torch.device
-) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """All tensors as marks, as many in one go as make up ``CHUNK_BYTES``, each with those it is tied to or fused with;
-    every tensor has a storage of its own, for some models write into what they are given, and some keep it."""
+) -> Iterator[list[_Mark]]:
+    """All tensors as marks, in the chunks of ``_chunks``. Tied ones hold the same marks, in memory of their own, for
+    some models write into what they are given. The random bits of a chunk are made at once: made one by one, those of
+    18867 tensors took longer than their load."""
+    generator = torch.Generator(device).manual_seed(SEED)
+    for chunk in _chunks(sources, owners, model):
+        metas = [source.meta() for source in chunk]
+        sizes = [meta.untyped_storage().nbytes() for meta in metas]
+        bits = _finite_bits(sum(map(_aligned, sizes)), generator)
+        flats: dict[str, torch.Tensor] = {}
+        marks, start = [], 0
+        for source, meta, nbytes in zip(chunk, metas, sizes, strict=True):
+            owner = owners.get(source.name, source.name)
+            if owner in flats:
+                flat = flats[owner].clone()
+            elif source.dtype.is_floating_point:
+                flat = flats[owner] = bits[start : start + nbytes]
+            else:
+                flat = flats[owner] = _whole_numbers(source, nbytes, generator)
+            start += _aligned(nbytes)
+            marks.append(_Mark(source.name, flat.view(source.dtype).as_strided(source.shape, meta.stride()), flat))
+        yield marks
+
+
+def _chunks(sources: Sequence[Source], owners: Mapping[str, str], model: EngineModel) -> Iterator[list[Source]]:
+    """As many tensors in one go as make up ``CHUNK_BYTES``, each with those it is tied to or fused with."""
     by_name = {source.name: source for source in sources}
     tied: dict[str, list[str]] = {}
     for source in sources:
         tied.setdefault(owners.get(source.name, source.name), []).append(source.name)
-    generator = torch.Generator(device).manual_seed(SEED)
     left = set(by_name)
-    chunk: list[tuple[str, torch.Tensor]] = []
+    chunk: list[Source] = []
     nbytes = 0
     for first in by_name:
         together = [first] if first in left else []
         for name in together:  # grows on the way
             more = [*tied[owners.get(name, name)], partner_of(name, model.fused_pairs)]
             together += [each for each in more if each in left and each not in together]
-        made: dict[str, torch.Tensor] = {}
-        for name in together:
-            left.remove(name)
-            source, owner = by_name[name], owners.get(name, name)
-            flat = made[owner].clone() if owner in made else made.setdefault(owner, _mark(source, generator))
-            chunk.append((name, flat.as_strided(source.shape, source.meta().stride())))
-            nbytes += chunk[-1][1].nbytes
+        left.difference_update(together)
+        chunk += [by_name[name] for name in together]
+        nbytes += sum(by_name[name].nbytes for name in together)
         if nbytes >= CHUNK_BYTES:
             yield chunk
             chunk, nbytes = [], 0
@@ -179,13 +209,20 @@ def _marks(
         yield chunk
 
 
-def _mark(source: Source, generator: torch.Generator) -> torch.Tensor:
-    """Random numbers, none of them NaN or Inf: flat, as many as the storage of the tensor has elements."""
-    numel = source.meta().untyped_storage().nbytes() // source.dtype.itemsize
-    device = generator.device
-    if not source.dtype.is_floating_point:
-        most = 2 if source.dtype == torch.bool else 64
-        return torch.randint(0, most, (numel,), generator=generator, device=device).to(source.dtype)
-    halves = -(-numel * source.dtype.itemsize // 2)
-    bits = torch.randint(-(1 << 15), 1 << 15, (halves,), generator=generator, device=device, dtype=torch.int16)
-    return bits.bitwise_and_(FINITE).view(torch.uint8)[: numel * source.dtype.itemsize].view(source.dtype)
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _finite_bits(nbytes: int, generator: torch.Generator) -> torch.Tensor:
+    """Random bytes of shape ``(nbytes,)``, none of which is a part of a NaN or Inf of 16 or 32 bits."""
+    halves = (nbytes // 2,)
+    bits = torch.randint(-(1 << 15), 1 << 15, halves, generator=generator, device=generator.device, dtype=torch.int16)
+    return bits.bitwise_and_(FINITE).view(torch.uint8)
+
+
+def _whole_numbers(source: Source, nbytes: int, generator: torch.Generator) -> torch.Tensor:
+    """Small whole numbers as bytes of shape ``(nbytes,)``."""
+    most = 2 if source.dtype == torch.bool else 64
+    shape = (nbytes // source.dtype.itemsize,)
+    found = torch.randint(0, most, shape, generator=generator, device=generator.device)
+    return found.to(source.dtype).view(torch.uint8)

@@ -56,6 +56,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.is_view:  # shares its storage, by which everything is known here; two of three operations of a load
+            return func(*args, **kwargs)
         tensors = [*_tensors_in(args), *_tensors_in(kwargs.values())]
         names = self._names(tensors)
         if func is aten.copy_.default and names:
