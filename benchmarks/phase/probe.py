@@ -48,10 +48,11 @@ class Target:
 
 _SGLANG = "verl.workers.rollout.sglang_rollout"
 _ADAPTER_EVENTS = {"resume": "resume", "update_weights": "update_weights"}
+_SERVER_EVENTS = {"sleep": "sleep", "abort_all_requests": "stop", "resume_generation": "go_on"}
 TARGETS = (
     Target("verl.workers.engine_workers", "ActorRolloutRefWorker", {"update_weights": "sync"}, "trainer", "sync"),
     Target(f"{_SGLANG}.sglang_rollout", "ServerAdapter", _ADAPTER_EVENTS, "trainer", "stage"),
-    Target(f"{_SGLANG}.async_sglang_server", "SGLangHttpServer", {"sleep": "sleep"}, "server", "stage"),
+    Target(f"{_SGLANG}.async_sglang_server", "SGLangHttpServer", _SERVER_EVENTS, "server", "stage"),
     # the driver's whole sync, of separate rollouts as of colocated ones
     Target("verl.checkpoint_engine.base", "CheckpointEngineManager", {"update_weights": "whole"}, "driver", "whole"),
 )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the lines of a probe file to seconds per sync, where trainer and rollout have devices of their own.
 
-The clock is the driver's: ``CheckpointEngineManager.update_weights`` from the first request that is held back to the
-last that goes on, so it is also how long the engine is paused. What the ranks did in that time is what their records
-say that began within it.
+The clock is the driver's, around its whole ``CheckpointEngineManager.update_weights``. What servers and ranks did in
+that time is what their records say that began within it: ``paused`` is from a server's first abort until it generates
+again.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def _sync(call: parse.Record, records: list[parse.Record], reports: list[parse.R
     outer = {"call": round(float(call["seconds"]), 6)}
     for name, found in (("trainer", trainers), ("rollout", rollouts)):
         outer[name] = round(float(parse.largest(found, "seconds") or 0.0), 6)
+    outer["paused"] = round(_paused(inside), 6)
     stages = dict.fromkeys(("sleep", "resume_weights", "resume_kv"), 0.0)
     return parse.Sync(
         stages={**stages, "update_weights": max(outer["trainer"], outer["rollout"]), "phase": outer["call"]},
@@ -48,3 +49,14 @@ def _sync(call: parse.Record, records: list[parse.Record], reports: list[parse.R
         host_used_peak_bytes=parse.largest(ranks, "host_used_peak_bytes"),
         report=parse.report_numbers(reports),
     )
+
+
+def _paused(inside: list[parse.Record]) -> float:
+    """Seconds of the server that is paused longest."""
+    longest = 0.0
+    for server in {record["pid"] for record in inside if record["event"] == "stop"}:
+        own = [record for record in inside if record["pid"] == server]
+        stopped = min(float(record["start"]) for record in own if record["event"] == "stop")
+        went_on = [float(record["start"]) + float(record["seconds"]) for record in own if record["event"] == "go_on"]
+        longest = max([longest, *(end - stopped for end in went_on)])
+    return longest

@@ -94,12 +94,13 @@ def server_with(tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatc
     return make
 
 
-async def synced(server: Any, version: int = 7, direct: int = 0) -> None:
-    """The calls of our driver around a sync of a separate rollout of 8 bytes, and those in it."""
-    await server.stop_for_sync()
+async def synced(server: Any, version: int = 7) -> None:
+    """verl's calls around a sync of a separate rollout, and ours in it."""
+    await server.abort_all_requests()
+    await server.release_kv_cache()
     await loaded(server, version)
-    await server.put_sync_report({"nbytes": 8, "direct_bytes": direct})
-    await server.go_on_after_sync()
+    await server.resume_kv_cache()
+    await server.resume_generation()
 
 
 async def loaded(server: Any, version: int) -> None:
@@ -128,23 +129,30 @@ def test_the_cache_goes_only_when_no_request_stays(pause: str, asked: list[str],
     asyncio.run(story())
 
 
-def test_the_cache_stays_while_syncs_read_in_place(server_with: Make) -> None:
-    """Such a sync needs no memory of the engine's. Prefixes are flushed all the same, and a sync that fails, or one
-    that stages, has the next one release the cache again."""
+@pytest.mark.parametrize(
+    ("pause", "asked"),
+    [
+        ("abort", ["pause abort", "load load", "flush", "continue"]),
+        ("retract", ["pause retract", "load load_and_forget_prefixes", "continue"]),
+        ("in_place", ["pause in_place", "load load", "continue"]),
+    ],
+)
+def test_a_load_pauses_a_server_whose_driver_has_not(pause: str, asked: list[str], server_with: Make) -> None:
+    """And leaves it paused where the sync fails, until one succeeds."""
 
     async def story() -> None:
         manager = Manager()
-        server = server_with(manager, "abort")
-        resident = [each for each in ABORTING if "kv_cache" not in each]
-        for direct, asked in ((8, ABORTING), (8, resident), (4, resident), (8, ABORTING)):
-            manager.asked.clear()
-            await synced(server, direct=direct)
-            assert manager.asked == asked, direct
-        await server.load_weights(("sync",), "8")
+        server = server_with(manager, pause)
+        for version in (7, 8):
+            await loaded(server, version)
+        assert manager.asked == [*asked, *asked]
+        await server.load_weights(("sync",), "9")
         await server.abandon_sync("a trainer rank failed")
+        with pytest.raises(RuntimeError, match="half written"):
+            await server.resume_generation()
         manager.asked.clear()
-        await synced(server)
-        assert manager.asked == ABORTING
+        await loaded(server, 10)
+        assert manager.asked == [each for each in asked if not each.startswith("pause")]
 
     asyncio.run(story())
 

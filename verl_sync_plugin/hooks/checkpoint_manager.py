@@ -56,21 +56,23 @@ class OutlivingManager(CheckpointEngineManager):
                     raise
 
     async def _sync(self, global_steps: int | None) -> dict[str, Any]:
-        """verl's order of calls, in fewer rounds, for the engines wait through every one: two calls to the servers go in
-        one before and behind; and while the same replicas take part and all went well, their group stands, so nobody
-        prepares, joins or finalizes."""
-        await asyncio.gather(*(replica.servers[0].stop_for_sync.remote() for replica in self.replicas))
-        if self._joined != self.replicas:
-            self._joined, joining = [], list(self.replicas)
+        """The first sync of a group of replicas in verl's order of calls. While the same replicas take part and all
+        goes well, the group stands, so nobody prepares, joins or finalizes; it has the memory that it needs, so no KV
+        cache is released; and the servers pause for their loads themselves (``rollouts/sglang/pause.py``)."""
+        stands, self._joined = self._joined == self.replicas, []
+        joining = list(self.replicas)
+        if not stands:
+            await self.abort_replicas()
+            await self.release_kv_cache_replicas()
             workers = [worker for replica in joining for worker in replica.workers]
             self._rollout = RayWorkerGroup(worker_handles=workers, ray_cls_with_init=RayClassWithInitArgs(cls=_WORKER))
             self.build_process_group(self._rollout)
-        else:
-            joining, self._joined = self._joined, []
         trainers = self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend)
         ray.get(trainers + self._rollout.update_weights(global_steps=global_steps))
+        if not stands:
+            await self.resume_kv_cache_replicas()
+            await self.resume_generation_replicas()
         self._joined = joining
-        await asyncio.gather(*(replica.servers[0].go_on_after_sync.remote() for replica in self.replicas))
         return {}
 
     def _drop_dead(self) -> list[Any]:

@@ -40,6 +40,7 @@ class PausingServer(SGLangHttpServer):
         self.separate = self.rollout_mode == RolloutMode.STANDALONE and backend == SEPARATE_BACKEND
         self.pause = self._sync.pause if self.separate else "abort"
         self._loads = 0
+        self._paused = self._paused_by_load = False
 
     @property
     def keeps_requests(self) -> bool:
@@ -69,6 +70,7 @@ class PausingServer(SGLangHttpServer):
         SGLang handles requests to its scheduler in their order and runs no forward pass while paused, so a load that
         is asked for behind this finds none under way.
         """
+        self._paused = True
         if not self.keeps_requests:
             await super().abort_all_requests()
         elif self.node_rank == 0:
@@ -84,7 +86,23 @@ class PausingServer(SGLangHttpServer):
         if self.separate:
             self._gate.refuse_half_written()
         await super().resume_generation()
+        self._paused = self._paused_by_load = False
         self._gate.let_go()
+
+    async def pause_for_load(self) -> None:
+        """Before weights are loaded: pauses a separate rollout that its driver has not paused.
+
+        Who pauses only here pauses for no longer than the load takes, and needs no round of verl's calls for it.
+        """
+        if self.separate and not self._paused:
+            self._paused_by_load = True
+            await self.abort_all_requests()
+
+    async def go_on_behind_load(self) -> None:
+        """Behind a committed sync: ends what ``pause_for_load`` has begun. After a failed sync the engine stays
+        paused until one succeeds."""
+        if self._paused_by_load:
+            await self.resume_generation()
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
         """verl's generate, through the gate (see ``WeightsGate.enter``).

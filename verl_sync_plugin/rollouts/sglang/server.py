@@ -42,7 +42,6 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
         super().__init__(*args, **kwargs)
         self.expect_updates(self._sync.timeout_seconds)
         self._report: dict[str, Any] | None = None
-        self._read_in_place = False  # all of the last sync
         self._processes: list[BaseProcess] = []
 
     async def launch_server(self, master_address: str | None = None, master_port: int | None = None) -> None:
@@ -91,27 +90,20 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
             self._sleep_seconds = time.perf_counter() - started
 
     async def release_kv_cache(self) -> None:
-        """verl's call before a checkpoint-engine sync. Requests that stay in the engine need the cache; and a sync that
-        reads the trainer's parameters in place needs no memory here."""
-        needed = self.keeps_requests or (self.separate and self._read_in_place)
-        if not needed and self.node_rank == 0 and self.config.free_cache_engine:
+        """verl's call before a checkpoint-engine sync; requests that stay in the engine need the cache."""
+        if not self.keeps_requests and self.node_rank == 0 and self.config.free_cache_engine:
             await self.release_tags([KV_CACHE])
 
     async def resume_kv_cache(self) -> None:
-        """verl's counterpart of ``release_kv_cache``; what was not released has been flushed by the sync."""
-        if self._asleep and self.node_rank == 0 and self.config.free_cache_engine:
+        """verl's counterpart of ``release_kv_cache``."""
+        if not self.keeps_requests and self.node_rank == 0 and self.config.free_cache_engine:
             await self.resume_tags([KV_CACHE])
             await self._flush()
 
-    async def stop_for_sync(self) -> None:
-        """verl's two calls before a checkpoint-engine sync in one: every round of calls lengthens the pause."""
-        await self.abort_all_requests()
-        await self.release_kv_cache()
-
-    async def go_on_after_sync(self) -> None:
-        """verl's two calls behind a checkpoint-engine sync in one."""
-        await self.resume_kv_cache()
-        await self.resume_generation()
+    async def load_weights(self, request: tuple[Any, ...], weight_version: str | None) -> float:
+        """See ``WeightUpdates``; pauses a separate rollout that its driver has not paused, until ``finish_sync``."""
+        await self.pause_for_load()
+        return await super().load_weights(request, weight_version)
 
     async def load_adapter(self, settings: dict[str, Any], packed: bytes, weight_version: str | None) -> float:
         """Replaces the adapter under verl's name for it; arguments and result as ``load_weights``'s.
@@ -119,11 +111,17 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
         Raises:
             RuntimeError: SGLang refused the adapter.
         """
+        await self.pause_for_load()
         self._gate.begin()
         self._version, self._flushing = weight_version, None
         await compat.replace_adapter(self.tokenizer_manager, SGLANG_LORA_NAME, settings, packed)
         slept, self._sleep_seconds = self._sleep_seconds, 0.0
         return slept
+
+    async def finish_sync(self, tags: list[str]) -> None:
+        """See ``WeightUpdates``."""
+        await super().finish_sync(tags)
+        await self.go_on_behind_load()
 
     async def score(self, prompts: list[list[int]], response_tokens: int) -> Scores:
         """The canary of a sync, which closes the gate to all but this; see ``scoring.score``."""
@@ -137,11 +135,6 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
     async def put_sync_report(self, report: dict[str, Any]) -> None:
         """The leader's report of the last sync."""
         self._report = report
-        self._read_in_place = 0 < report["nbytes"] == report["direct_bytes"]
-
-    def begin_load(self) -> None:
-        super().begin_load()
-        self._read_in_place = False  # until its report says so
 
     async def take_sync_report(self) -> dict[str, Any] | None:
         """The report of the last sync, once."""
