@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import shlex
 import sys
 import tempfile
@@ -28,7 +29,7 @@ from benchmarks.training import metrics
 
 HARNESS = "training"
 REWARD = Path(__file__).resolve().parent / "reward.py"
-LOCAL_ARGUMENTS = ("work", "out", "timeout", "budget")
+LOCAL_ARGUMENTS = ("work", "out", "timeout", "budget", "beside")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -44,14 +45,15 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--response", type=int, default=64, help="most tokens of an answer")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--beside", action="store_true", help="others use the device, too: curves need no clock")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--timeout", type=float, default=270.0, help="seconds per run")
     parser.add_argument("--budget", type=float, help="seconds for all runs together; a run starts only with 60 s left")
     parser.add_argument("--work", type=Path, help="folder for model, prompts and logs; default: temporary")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
-    if args.steps < 2 or args.stock_runs < 1 or args.plugin_runs < 1:
-        parser.error("--steps: at least 2; --stock-runs and --plugin-runs: at least 1")
+    if args.steps < 2 or args.stock_runs + args.plugin_runs < 1:
+        parser.error("--steps: at least 2; --stock-runs and --plugin-runs: at least 1 together")
     return args
 
 
@@ -66,8 +68,13 @@ def command_line(args: argparse.Namespace) -> str:
 
 def case_of(args: argparse.Namespace) -> cases.Case:
     """The phase's case: one device, FSDP2, all parameters, and what makes the training learn and repeat itself."""
+    answers = cases.batch_of(args.device) * cases.samples_of(args.device)
+    share = () if args.device == "cpu" else ("actor_rollout_ref.rollout.gpu_memory_utilization=0.15",)
     extra = (
+        *share,
         f"actor_rollout_ref.actor.optim.lr={args.lr}",
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={answers}",
+        f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={answers}",
         f"data.max_response_length={args.response}",
         f"data.seed={args.seed}",
         f"actor_rollout_ref.actor.data_loader_seed={args.seed}",
@@ -88,10 +95,13 @@ def order(stock: int, plugin: int) -> list[tuple[str, int]]:
 
 
 def train(
-    case: cases.Case, variant: str, repeat: int, paths: cases.Paths, work: Path, limit: float
+    case: cases.Case, variant: str, repeat: int, paths: cases.Paths, work: Path, limit: float, idle: bool = True
 ) -> dict[str, Any] | None:
-    """One training with what its steps printed; None where it failed or printed too little."""
-    run = phase.run_variant(case, variant, repeat, paths, work, limit, profile=False)
+    """One training with what its steps printed; None where it failed, printed too little or has no time left."""
+    if limit < phase.LEAST_RUN_SECONDS:
+        print(f"no time left for {variant} {repeat}", file=sys.stderr, flush=True)
+        return None
+    run = phase.run_variant(case, variant, repeat, paths, work, limit, profile=False, idle=idle)
     if run is None:
         return None
     log = work / f"{case.name}-{variant}-{repeat}.log"
@@ -108,18 +118,14 @@ def train(
 
 def measure(args: argparse.Namespace, work: Path) -> int:
     """Trains every run and writes the result after each; returns how many failed."""
-    end = time.monotonic() + args.budget if args.budget else None
+    end = time.monotonic() + args.budget if args.budget else math.inf
     case = case_of(args)
     paths = dataclasses.replace(phase.prepare(case, work, None), reward=REWARD)
     runs: list[dict[str, Any]] = []
     failed = 0
     for variant, repeat in order(args.stock_runs, args.plugin_runs):
-        limit = args.timeout if end is None else min(args.timeout, end - time.monotonic())
-        run = None
-        if limit < phase.LEAST_RUN_SECONDS:
-            print(f"no time left for {variant} {repeat}", file=sys.stderr, flush=True)
-        else:
-            run = train(case, variant, repeat, paths, work, limit)
+        limit = min(args.timeout, end - time.monotonic())
+        run = train(case, variant, repeat, paths, work, limit, idle=not args.beside)
         if run is None:
             failed += 1
             continue
