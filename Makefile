@@ -3,6 +3,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The pytest command, not "python -m pytest": that would put the source tree before the installed package.
 PYTEST := VERL_PLATFORM=cpu $(BIN)/pytest
+# Two at a time; the groups are tests/conftest.py's.
+TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: venv quickstart test test-all test-faults coverage test-fast families releases lint format clean
 
@@ -12,8 +14,8 @@ venv: ## the stack and this project in .venv
 quickstart: venv ## two real training steps on the CPU
 	PYTHON=$(abspath $(BIN)/python) examples/cpu_quickstart/run.sh
 
-test: venv ## every feature once, without a GPU; half an hour on two cores
-	$(PYTEST) --durations=12 -m "not gpu and not extended and not faults"
+test: venv ## every feature once, without a GPU, two tests at a time; 25 minutes on two cores
+	$(PYTEST) $(TWO) --durations=12 -m "not gpu and not extended and not faults"
 
 test-all: venv ## also other SGLang releases, more layouts and more models; an hour on two cores
 	$(PYTEST) --durations=12 -m "not gpu and not faults"

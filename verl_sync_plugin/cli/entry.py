@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import warnings
 
 from verl_sync_plugin.cli import doctor, plan, prove, report
 
@@ -20,6 +22,8 @@ def main(argv: list[str] | None = None) -> int:
     for command in COMMANDS:
         command.add_parser(subparsers).set_defaults(run=command.run)
     arguments = parser.parse_args(argv)
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")  # importing verl tells at length of the engines that are not installed
     try:
         return int(arguments.run(arguments))
     except ValueError as error:
