@@ -25,15 +25,19 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (TESTS, os.environ.get("PYTHONPATH"))))
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Groups for ``pytest -n 2 --dist loadgroup``, as ``make test`` runs: a module's tests share what it has started, and
+    the runs of verl's mains share one group, since a run looks for Ray's processes that outlive it."""
+    item.add_marker(pytest.mark.xdist_group("e2e" if _of_a_main(item) else item.path.stem))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups for ``pytest -n 2 --dist loadgroup``, as ``make test`` runs: a module's tests share what it has started,
-    and the runs of verl's mains share one group, which goes first: it is the longest, and a run looks for Ray's
-    processes that outlive it."""
-    for item in items:
-        folder, *_ = item.path.relative_to(TESTS).parts
-        item.add_marker(pytest.mark.xdist_group("e2e" if folder == "e2e" else item.path.stem))
-    items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] != "e2e")
+    """The longest group goes first."""
+    items.sort(key=lambda item: not _of_a_main(item))
+
+
+def _of_a_main(item: pytest.Item) -> bool:
+    return item.path.parent.name == "e2e"
 
 
 @pytest.fixture(scope="session")

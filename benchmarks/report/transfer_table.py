@@ -8,6 +8,13 @@ from typing import Any
 
 from benchmarks import floor, schema
 
+DEFAULT_VERIFY = "first"
+NOTED = (
+    ("without hashes", False, False),
+    ("staged in every sync", True, True),
+    ("never compared in the engine", True, False, "never"),
+    ("compared in the engine in every sync", True, False, "always"),
+)
 HEAD = ("case", "bucket", "stock", "**plugin**", "speed-up", "floor", "× floor")
 
 
@@ -23,14 +30,18 @@ def milliseconds(value: float) -> str:
     return f"{value * 1e3:.0f} ms" if value >= 0.1 else f"{value * 1e3:.1f} ms"
 
 
-def seconds_by_bucket(result: dict[str, Any], variant: str, hashed: bool, staged: bool = False) -> dict[int, float]:
-    """Seconds of the transfer by bucket size in MiB."""
-    return {
-        run["settings"]["bucket_mb"]: run["stages"]["phase"]
-        for run in sorted(result["runs"], key=lambda run: int(run["settings"]["bucket_mb"]))
-        if run["variant"] == variant
-        and (run["settings"]["hashed"], run["settings"].get("staged", False)) == (hashed, staged)
-    }
+def seconds_by_bucket(
+    result: dict[str, Any], variant: str, hashed: bool, staged: bool = False, verify: str = ""
+) -> dict[int, float]:
+    """Seconds of the transfer by bucket size in MiB; where no ``verify`` is named, of the default, or of the first."""
+    found: dict[int, float] = {}
+    for run in sorted(result["runs"], key=lambda run: int(run["settings"]["bucket_mb"])):
+        settings = run["settings"]
+        alike = (run["variant"], settings["hashed"], settings.get("staged", False)) == (variant, hashed, staged)
+        said, size = settings.get("verify", ""), settings["bucket_mb"]
+        if alike and (said == verify or (not verify and (size not in found or said == DEFAULT_VERIFY))):
+            found[size] = run["stages"]["phase"]
+    return found
 
 
 def shown_buckets(result: dict[str, Any]) -> list[int]:
@@ -65,10 +76,13 @@ def _rows(result: dict[str, Any]) -> list[list[str]]:
 def _note(result: dict[str, Any]) -> str:
     run = result["runs"][0]
     text = f"- `{result['case']}`: {run['settings']['tensors']} tensors, {run['bytes'] / 1e9:.2f} GB of bf16"
-    for what, hashed, staged in (("without hashes", False, False), ("staged in every sync", True, True)):
-        found = seconds_by_bucket(result, "plugin", hashed, staged)
+    for what, *how in NOTED:
+        found = seconds_by_bucket(result, "plugin", *how)
         shown = [f"{milliseconds(found[size])} ({size} MiB)" for size in shown_buckets(result) if size in found]
         text += f"; {what} {', '.join(shown)}" if shown else ""
+    firsts = {run["variant"]: run["samples"]["first_syncs"][0]["seconds"] for run in reversed(result["runs"])}
+    if {"plugin", "stock"} <= firsts.keys():
+        text += f"; the first sync {firsts['plugin']:.2f} s, stock's {firsts['stock']:.2f} s"
     for peer in (run for run in result["runs"] if run["variant"] in schema.PEERS):
         apart = statistics.median(sync["report"]["registration_seconds"] for sync in peer["samples"]["syncs"])
         text += f"; {peer['variant']} {milliseconds(peer['stages']['phase'])}, and {milliseconds(apart)} before it to "
