@@ -7,12 +7,12 @@ What SGLang does then: ``tests/contract/test_pause_modes.py``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
+from noting_manager import Manager
 from sglang.srt.managers.io_struct import GenerateReqInput
 from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import RolloutMode
@@ -23,46 +23,6 @@ from verl_sync_plugin.rollouts.sglang.request import FORGETTING_LOADER, LOADER, 
 from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
 
 STANDALONE, HYBRID = RolloutMode.STANDALONE, RolloutMode.HYBRID
-
-
-class Manager:
-    """Notes what it is asked for; a request is answered when it is told to."""
-
-    server_args = SimpleNamespace(tp_size=1, weight_version="", enable_weights_cpu_backup=False)
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-        self.keys: list[Any] = []
-        self.answers = asyncio.Event()
-        self.closed = 0
-
-    async def pause_generation(self, obj: Any) -> None:
-        self.asked.append(f"pause {obj.mode}")
-
-    async def continue_generation(self, obj: Any) -> None:
-        self.asked.append("continue")
-
-    async def update_weights_from_tensor(self, obj: Any, request: None) -> tuple[bool, str]:
-        self.asked.append(f"load {obj.load_format.rpartition('.')[2]}")
-        return True, ""
-
-    async def flush_cache(self) -> Any:
-        self.asked.append("flush")
-        return SimpleNamespace(success=True)
-
-    async def release_memory_occupation(self, obj: Any, request: None) -> None:
-        self.asked.append(f"release {obj.tags[0]}")
-
-    async def resume_memory_occupation(self, obj: Any, request: None) -> None:
-        self.asked.append(f"resume {obj.tags[0]}")
-
-    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
-        self.keys.append(obj.extra_key)
-        try:
-            await self.answers.wait()
-            yield {"output_ids": [1], "meta_info": {"finish_reason": {"type": "length"}}}
-        finally:
-            self.closed += 1
 
 
 Make = Callable[..., Any]

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stand-in for SGLang's tokenizer manager, which needs its processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+
+class Manager:
+    """Notes what it is asked for; a request is answered when it is told to."""
+
+    server_args = SimpleNamespace(tp_size=1, weight_version="", enable_weights_cpu_backup=False)
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.keys: list[Any] = []
+        self.answers = asyncio.Event()
+        self.closed = 0
+
+    async def pause_generation(self, obj: Any) -> None:
+        self.asked.append(f"pause {obj.mode}")
+
+    async def continue_generation(self, obj: Any) -> None:
+        self.asked.append("continue")
+
+    async def update_weights_from_tensor(self, obj: Any, request: None) -> tuple[bool, str]:
+        self.asked.append(f"load {obj.load_format.rpartition('.')[2]}")
+        return True, ""
+
+    async def flush_cache(self) -> Any:
+        self.asked.append("flush")
+        return SimpleNamespace(success=True)
+
+    async def release_memory_occupation(self, obj: Any, request: None) -> None:
+        self.asked.append(f"release {obj.tags[0]}")
+
+    async def resume_memory_occupation(self, obj: Any, request: None) -> None:
+        self.asked.append(f"resume {obj.tags[0]}")
+
+    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        self.keys.append(obj.extra_key)
+        try:
+            await self.answers.wait()
+            yield {"output_ids": [1], "meta_info": {"finish_reason": {"type": "length"}}}
+        finally:
+            self.closed += 1
