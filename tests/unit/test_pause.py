@@ -23,8 +23,6 @@ from verl_sync_plugin.rollouts.sglang.request import FORGETTING_LOADER, LOADER, 
 from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
 
 STANDALONE, HYBRID = RolloutMode.STANDALONE, RolloutMode.HYBRID
-
-
 Make = Callable[..., Any]
 
 
@@ -113,6 +111,20 @@ def test_a_load_pauses_a_server_whose_driver_has_not(pause: str, asked: list[str
         manager.asked.clear()
         await loaded(server, 10)
         assert manager.asked == [each for each in asked if not each.startswith("pause")]
+
+    asyncio.run(story())
+
+
+def test_a_driver_that_takes_over_behind_a_failed_load_resumes_the_cache_first(server_with: Make) -> None:
+    """Generation without its memory would end the engine."""
+
+    async def story() -> None:
+        manager = Manager()
+        server = server_with(manager, "abort")
+        await server.load_weights(("sync",), "7")
+        await server.abandon_sync("a replica died")
+        await synced(server, 8)
+        assert manager.asked[2:] == ABORTING
 
     asyncio.run(story())
 

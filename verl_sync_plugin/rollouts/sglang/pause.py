@@ -70,12 +70,12 @@ class PausingServer(SGLangHttpServer):
         SGLang handles requests to its scheduler in their order and runs no forward pass while paused, so a load that
         is asked for behind this finds none under way.
         """
-        self._paused = True
         if not self.keeps_requests:
             await super().abort_all_requests()
         elif self.node_rank == 0:
             self._gate.hold()
             await self.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode=self.pause))
+        self._paused, self._paused_by_load = True, False  # who calls this resumes, when all that it released is back
 
     async def resume_generation(self) -> None:
         """verl's counterpart of ``abort_all_requests``.
@@ -95,8 +95,8 @@ class PausingServer(SGLangHttpServer):
         Who pauses only here pauses for no longer than the load takes, and needs no round of verl's calls for it.
         """
         if self.separate and not self._paused:
-            self._paused_by_load = True
             await self.abort_all_requests()
+            self._paused_by_load = True
 
     async def go_on_behind_load(self) -> None:
         """Behind a committed sync: ends what ``pause_for_load`` has begun. After a failed sync the engine stays
