@@ -16,10 +16,12 @@ from benchmarks.report import plot, table, throughput_table, transfer_table
 from benchmarks.soak import growth
 
 
-def transfer_run(variant: str, bucket_mb: int, seconds: float, hashed: bool = True) -> dict[str, Any]:
+def transfer_run(variant: str, bucket_mb: int, seconds: float, hashed: bool = True, verify: str = "") -> dict[str, Any]:
     settings = {"harness": "transfer", "bucket_mb": bucket_mb, "hashed": hashed and variant == "plugin", "tensors": 3}
+    settings["verify"] = verify
+    samples = {"first_syncs": [{"seconds": 100 * seconds}]}
     stages = {"sleep": 0.0, "resume_weights": 0.0, "resume_kv": 0.0, "update_weights": seconds, "phase": seconds}
-    return {"variant": variant, "settings": settings, "stages": stages, "bytes": 4_300_000_000}
+    return {"variant": variant, "settings": settings, "stages": stages, "bytes": 4_300_000_000, "samples": samples}
 
 
 def transfer(*runs: dict[str, Any]) -> dict[str, Any]:
@@ -48,8 +50,16 @@ def test_transfer_table_shows_the_smallest_and_largest_bucket_that_can_be_compar
         "| t | 512 MiB | 400 ms | **10.0 ms** | 40.0× | 2.0 ms | 5.0 |",
         "| t | 2048 MiB | 400 ms | **10.0 ms** | 40.0× | 2.0 ms | 5.0 |",
     ]
-    assert "3 tensors, 4.30 GB of bf16; without hashes 8.0 ms (512 MiB)." in text
+    first = "the first sync 1.00 s, stock's 40.00 s"
+    assert f"3 tensors, 4.30 GB of bf16; without hashes 8.0 ms (512 MiB); {first}." in text
     assert transfer_table.shown_buckets(transfer(transfer_run("plugin", 8, 1.0))) == [8]
+
+
+def test_transfer_table_shows_the_default_comparison_and_notes_the_others() -> None:
+    kinds = {"never": 0.01, "first": 0.011, "always": 0.02}
+    text = table.render([transfer(*(transfer_run("plugin", 512, s, verify=kind) for kind, s in kinds.items()))])
+    assert "| t | 512 MiB |  | **11.0 ms** |" in text
+    assert "never compared in the engine 10.0 ms (512 MiB); compared in the engine in every sync 20.0 ms" in text
 
 
 def lora(name: str, lengths: list[float], extra: tuple[str, ...] = (), **changed: Any) -> dict[str, Any]:
