@@ -127,6 +127,8 @@ SHAPES["tiny-mla"] = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
 }
+# what one device holds with Megatron's optimizer, beside a rollout on another
+SHAPES["moe-2b"] = {**SHAPES["moe-8b"], "num_hidden_layers": 6}
 SHAPES["moe-16b"] = {**SHAPES["moe-8b"], "num_hidden_layers": 48}
 
 

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import launch, machine, models, profiling, schema
+from benchmarks import launch, link, machine, models, profiling, schema
 from benchmarks.phase import cases, command, options, parse, summary, tracing
 
 ROWS_PER_STEP = 16
@@ -113,6 +113,7 @@ def measure(case: cases.Case, args: argparse.Namespace, work: Path) -> int:
     """Runs every variant as often as asked and writes the result after each; returns how many runs failed."""
     end = time.monotonic() + args.budget if args.budget else None
     paths = prepare(case, work, args.tokenizer_dir)
+    rate = link.bytes_per_second() if case.rollout_gpus and case.device == "cuda" else None
     runs: list[dict[str, Any]] = []
     profiles: list[dict[str, Any]] = []
     failed = 0
@@ -129,6 +130,8 @@ def measure(case: cases.Case, args: argparse.Namespace, work: Path) -> int:
         runs.append(run)
         print(json.dumps({"case": case.name, "variant": variant, "stages": run["stages"]}), flush=True)
         result = machine.result(case.name, options.command_line(args), runs)
+        if rate is not None:
+            result["machine"]["link_bytes_per_second"] = rate
         assert not schema.problems(result), schema.problems(result)
         # written after every run: a visit that is cut short keeps what it measured
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

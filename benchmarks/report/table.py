@@ -18,6 +18,7 @@ from benchmarks.report import (
     memory_table,
     report_table,
     rollouts_table,
+    separate_table,
     soak_table,
     throughput_table,
     training_table,
@@ -135,6 +136,7 @@ def render(results: list[dict[str, Any]]) -> str:
     phases = by_harness["phase"]
     lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)] if phases else []
     lines += ["| " + " | ".join(row) + " |" for result in phases for row in _rows(result)]
+    lines += separate_table.render(phases)
     lines += transfer_table.render(by_harness["transfer"])
     lines += throughput_table.render([*phases, *by_harness["report"]])
     lines += rollouts_table.render(by_harness["rollouts"])

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A separate rollout for the soak: the process that verl puts beside an engine rank, and the trainer's end of it.
+"""A separate rollout: the process that verl puts beside an engine rank, and the trainer's end of it.
 
-What verl's driver calls through Ray comes through a pipe here.
+What verl's driver calls through Ray comes through a pipe here. On GPUs the trainer computes on the first of those that
+are visible, the rollout on the second.
 """
 
 from __future__ import annotations
@@ -12,16 +13,21 @@ import os
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.soak.trainers import TIMEOUT_SECONDS
 
-BUCKET_BYTES = 1 << 20
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 SYNC = {"timeout_seconds": TIMEOUT_SECONDS}
 
 
-def _rollout(pipe: Connection, server: Any, folder: str) -> None:
+def second_gpu(device: str) -> dict[str, str]:
+    """The environment of a process that sees nothing but the second of the visible GPUs; of none, on a CPU."""
+    return {VISIBLE: os.environ.get(VISIBLE, "0,1").split(",")[1]} if device == "cuda" else {}
+
+
+def _rollout(pipe: Connection, server: Any, folder: str, bucket_bytes: int) -> None:
     """The rollout rank: answers calls until the pipe closes."""
-    import torch
     import torch.distributed as dist
 
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
@@ -31,12 +37,13 @@ def _rollout(pipe: Connection, server: Any, folder: str) -> None:
     from verl_sync_plugin.hooks.checkpoint_engine import SyncCheckpointEngine
     from verl_sync_plugin.rollouts.sglang.separate import SeparateReceiver
     from verl_sync_plugin.sync.separate.managers import SeparateRollout
+    from verl_sync_plugin.trainers.base import trainer_device
 
-    engine = SyncCheckpointEngine(BUCKET_BYTES, None, sync=SYNC)
+    engine = SyncCheckpointEngine(bucket_bytes, None, sync=SYNC)
 
     def make(incoming: Any) -> SeparateRollout:
         endpoint = ServerEndpoint(server, ranks=incoming.membership.engine_ranks)
-        return SeparateRollout(incoming.ranks, endpoint, SyncConfig.from_mapping(SYNC), torch.device("cpu"))
+        return SeparateRollout(incoming.ranks, endpoint, SyncConfig.from_mapping(SYNC), trainer_device())
 
     receiver = SeparateReceiver(make)
     while True:
@@ -59,19 +66,23 @@ class Apart:
     Args:
         trained: verl's training engine.
         server: the rollout's.
+        bucket_mb: size of a bucket in MiB.
+        device: ``cuda`` or ``cpu``.
         folder: where the rollout rank makes its process group.
     """
 
-    def __init__(self, trained: Any, server: Any, folder: Path) -> None:
+    def __init__(self, trained: Any, server: Any, bucket_mb: int, device: str, folder: Path) -> None:
         from benchmarks.transfer.server import Client
         from verl_sync_plugin.hooks.checkpoint_engine import SyncCheckpointEngine
 
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_rollout, args=(theirs, Client(server.port), str(folder)), daemon=True)
-        self.process.start()
+        given = (theirs, Client(server.port), str(folder), bucket_mb << 20)
+        self.process = context.Process(target=_rollout, args=given, daemon=True)
+        with patch.dict(os.environ, second_gpu(device)):
+            self.process.start()
         theirs.close()
-        self._engine = SyncCheckpointEngine(BUCKET_BYTES, True, sync=SYNC)
+        self._engine = SyncCheckpointEngine(bucket_mb << 20, True, sync=SYNC)
         self._stream, _ = trained.get_per_tensor_param()
         self._version = 0
 

@@ -52,8 +52,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--trainer {args.trainer}: with --variant plugin")
     if args.trainer != "plain" and args.model not in SHAPES:
         parser.error(f"--trainer {args.trainer}: with --model {' or '.join(sorted(set(models.CONFIGS) & set(SHAPES)))}")
-    if args.trainer == trainers.CPU_ONLY and args.device != "cpu":
-        parser.error(f"--trainer {args.trainer}: with --device cpu")
     if args.syncs < LEAST_SYNCS or args.syncs % 2 or not 1 <= args.every <= args.syncs // 8:
         parser.error(f"--syncs: an even number from {LEAST_SYNCS} on; --every: at most an eighth of it")
     return args
@@ -69,7 +67,8 @@ def _process(process: psutil.Process) -> dict[str, int]:
 def sample(bench: Bench, number: int, seconds: list[float]) -> dict[str, Any]:
     """What trainer, schedulers and device hold after sync ``number``, and ``/dev/shm`` of the whole machine."""
     found: dict[str, Any] = {"sync": number, "seconds": round(statistics.median(seconds), 6)}
-    found["device_used_bytes"] = gauges.device_used_bytes(gauges.current_device())
+    used = [gauges.device_used_bytes(device) for device in bench.devices]
+    found["device_used_bytes"] = sum(map(int, filter(None, used))) if any(used) else None
     found["dev_shm_bytes"] = gauges.dev_shm_bytes()
     for kind, processes in bench.processes().items():
         parts = [_process(process) for process in processes]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's own training engines of one rank, and the sharding managers that bring their weights to a server.
 
-``fsdp2-lora`` merges its adapter on the way, ``fsdp2-lora-served`` has SGLang serve it, ``megatron`` sends all
-parameters, and ``separate`` is FSDP2 with a rollout in another process (``apart.py``), on a CPU only.
+``fsdp2-lora`` merges its adapter on the way, ``fsdp2-lora-served`` has SGLang serve it, ``fsdp2`` and ``megatron`` send
+all parameters. ``separate-…`` is one of these with the rollout in another process, on a GPU of its own (``apart.py``).
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from benchmarks import models
 from benchmarks.transfer.rig import one_rank
 from benchmarks.transfer.ways import Plugin
 
-CPU_ONLY = "separate"
-KINDS = ("plain", "fsdp2-lora", "fsdp2-lora-served", "megatron", CPU_ONLY)
+SEPARATE = "separate-"
+_COLOCATED = ("fsdp2", "fsdp2-lora", "fsdp2-lora-served", "megatron")
+KINDS = ("plain", *_COLOCATED, *(SEPARATE + kind for kind in _COLOCATED))
+SERVED = "-served"
 RANK = 8
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TIMEOUT_SECONDS = 60.0
@@ -37,7 +39,7 @@ _OF_BRIDGE: dict[str, Any] = {
 
 def server_options(kind: str, device: str) -> list[str]:
     """What SGLang's command line needs for a kind of trainer; on a GPU it chooses its own backend, as under verl."""
-    if kind != "fsdp2-lora-served":
+    if not kind.endswith(SERVED):
         return []
     return [
         "--enable-lora",
@@ -62,15 +64,15 @@ def engine(kind: str, model: str, folder: Path, device: str) -> Any:
         import torch
 
         torch.cuda.set_device(0)
-        if kind == "megatron":
+        if "megatron" in kind:
             import benchmarks.phase.local_megatron  # noqa: F401
     from verl.trainer.config import CheckpointConfig
     from verl.workers.engine import EngineRegistry
 
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", RAY_LOCAL_WORLD_SIZE="1")
     models.write_model(model, folder, device)
-    strategy = "megatron" if kind == "megatron" else "fsdp2"
-    parts = _megatron(folder, device) if kind == "megatron" else _fsdp2(folder, kind)
+    strategy = "megatron" if "megatron" in kind else "fsdp2"
+    parts = _megatron(folder, device) if strategy == "megatron" else _fsdp2(folder, kind)
     built = EngineRegistry.new("language_model", strategy, *parts, CheckpointConfig())
     built.initialize()
     return built
@@ -81,7 +83,7 @@ def _fsdp2(folder: Path, kind: str) -> tuple[Any, Any, Any]:
 
     lora: dict[str, Any] = {}
     if "lora" in kind:
-        lora = {"lora_rank": RANK, "target_modules": TARGETS, "lora": {"merge": kind == "fsdp2-lora"}}
+        lora = {"lora_rank": RANK, "target_modules": TARGETS, "lora": {"merge": not kind.endswith(SERVED)}}
     model = HFModelConfig(
         path=str(folder),
         use_remove_padding=False,
@@ -137,8 +139,8 @@ class Turned:
             value.copy_(value.flip(0))
 
 
-def colocated(trained: Any, server: Any, bucket_mb: int, device: str) -> Plugin:
-    """The phase of a colocated trainer, by the sharding manager that a run of verl would have."""
+def colocated(trained: Any, server: Any, bucket_mb: int, device: str, work: Path) -> Plugin:
+    """The phase of a colocated trainer, by the sharding manager that a run of verl would have. ``work`` is not used."""
     import torch
 
     from benchmarks.transfer.server import ServerEndpoint
@@ -168,15 +170,20 @@ class Trained:
     Attributes:
         nbytes: of the last sync.
         tensors: likewise.
+        devices: the GPUs whose memory matters.
     """
 
     def __init__(self, kind: str, trained: Any, server: Any, bucket_mb: int, work: Path, device: str) -> None:
         from benchmarks.soak.apart import Apart
+        from benchmarks.transfer.server import ADAPTER
 
         self.server = server
         self._turned = Turned(trained)
-        separate = kind == "separate"
-        self.way = Apart(trained, server, work) if separate else colocated(trained, server, bucket_mb, device)
+        separate = kind.startswith(SEPARATE)
+        way = Apart if separate else colocated
+        self.way = way(trained, server, bucket_mb, device, work)
+        self._adapter = ADAPTER if kind.endswith(SERVED) else ""
+        self.devices = (0, 1) if separate else (0,)
         self.nbytes = self.tensors = 0
 
     def other_weights(self) -> None:
@@ -190,6 +197,7 @@ class Trained:
         """One sync of the trainer's weights as they are."""
         report = self.way.sync()
         self.nbytes, self.tensors = report["nbytes"], report["tensors"]
+        self.server.adapter = self._adapter  # the endpoint that loads it may be in another process
 
     def close(self) -> None:
         self.way.close()
@@ -204,12 +212,14 @@ class Trained:
 @contextmanager
 def rig(kind: str, model: str, bucket_mb: int, work: Path, device: str) -> Iterator[Trained]:
     """Starts the server and makes the training engine; ends every process below this one."""
+    from benchmarks.soak import apart
     from benchmarks.transfer.server import Server
 
     with one_rank(work, device):
         folder = work / model
         trained = engine(kind, model, folder, device)
-        server = Server(folder, device, work / f"{model}-server.log", server_options(kind, device))
+        where = apart.second_gpu(device) if kind.startswith(SEPARATE) else {}
+        server = Server(folder, device, work / f"{model}-server.log", server_options(kind, device), where)
         try:
             yield Trained(kind, trained, server, bucket_mb, work, device)
         finally:

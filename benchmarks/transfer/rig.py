@@ -27,12 +27,14 @@ class Rig:
         named: the trainer's tensors by HF name, each an allocation of its own.
         device: ``cuda`` or ``cpu``.
         nbytes: bytes of the weights in bf16, whatever the trainer holds.
+        devices: the GPUs whose memory matters.
     """
 
     server: Any
     named: list[tuple[str, Any]]
     device: str
     nbytes: int
+    devices: tuple[int, ...] = (0,)
 
     @property
     def tensors(self) -> int:

@@ -14,9 +14,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -76,16 +77,31 @@ class Client:
 
 
 class Server(Client):
-    """``sglang.launch_server`` with random weights; ended by ``stop``."""
+    """``sglang.launch_server`` with random weights; ended by ``stop``.
 
-    def __init__(self, model: Path, device: str, log: Path, options: Sequence[str] = ()) -> None:
+    Args:
+        model: folder of the model's config.
+        device: ``cuda`` or ``cpu``.
+        log: where its output goes.
+        options: further words of its command line.
+        variables: further ones of its environment.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        device: str,
+        log: Path,
+        options: Sequence[str] = (),
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         super().__init__(_free_port())
         common = "--load-format dummy --skip-tokenizer-init --sampling-backend pytorch --grammar-backend none"
         words = f"{common} --skip-server-warmup --log-level warning {_CPU if device == 'cpu' else _CUDA}".split()
         words += options
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(self.port)]
         hand_down(new_token())
-        env = dict(os.environ, **({"SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else {}))
+        env = dict(os.environ, **({"SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else {}), **variables)
         env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "0")
         with open(log, "wb") as output:
             self._process = subprocess.Popen(

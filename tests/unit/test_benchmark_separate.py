@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmarks say of trainers and rollouts on GPUs of their own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.phase import separate
+from benchmarks.report import table
+from benchmarks.soak import apart, measure, trainers
+
+
+def record(event: str, start: float, seconds: float, **more: Any) -> dict[str, Any]:
+    return {"event": event, "start": start, "seconds": seconds, "pid": 1, **more}
+
+
+def test_paused_is_from_a_servers_first_stop_until_it_goes_on() -> None:
+    records = [
+        record("whole", 10.0, 1.0, backend="sync_plugin"),
+        record("sync", 10.1, 0.7),
+        record("update_weights", 10.1, 0.8),
+        record("stop", 10.2, 0.1, pid=2),
+        record("stop", 10.4, 0.1, pid=2),
+        record("go_on", 10.6, 0.1, pid=2),
+        record("stop", 10.3, 0.1, pid=3),
+        record("go_on", 10.8, 0.1, pid=3),
+        record("go_on", 12.0, 0.1, pid=3),  # of another sync
+        record("whole", 11.5, 1.0, backend="naive"),  # of the colocated replica beside it
+    ]
+    (sync,) = separate.syncs(records)
+    assert sync.outer == {"call": 1.0, "trainer": 0.7, "rollout": 0.8, "paused": 0.6}
+    assert (sync.stages["update_weights"], sync.stages["phase"]) == (0.8, 1.0)
+
+
+def sync(call: float, paused: float, load: float | None = None) -> dict[str, Any]:
+    report = {} if load is None else {"stage/engine_load": load}
+    return {"stages": {"update_weights": call / 2}, "outer": {"call": call, "paused": paused}, "report": report}
+
+
+def result(**machine: Any) -> dict[str, Any]:
+    common: dict[str, Any] = {
+        "settings": {"rollout_gpus": 1, "gpus": 1, "rollout_tp": 1},
+        "stages": dict.fromkeys(("sleep", "resume_weights", "update_weights", "resume_kv", "phase"), 0.1),
+        "bytes": 4_000_000_000,
+        "peak_device_bytes": None,
+        "peak_host_bytes": 0,
+    }
+    ours = {**common, "variant": "plugin", "samples": {"syncs": [sync(9, 9, 9), sync(0.08, 0.03, 0.01)]}}
+    stock = {**common, "variant": "stock", "samples": {"syncs": [sync(9, 9), sync(0.8, 0.7)]}}
+    where = {"gpu": "H200", "gpus": 2, **machine}
+    about = {"versions": {}, "commit": "c", "date": "d"}
+    return {"case": "separate-x", "machine": where, **about, "runs": [ours, stock]}
+
+
+def test_table_compares_pauses_and_the_rate_with_the_link() -> None:
+    lines = table.render([result(link_bytes_per_second=500_000_000_000)]).splitlines()
+    assert "| separate-x | stock | 800 ms | 400 ms | 700 ms (1.75 × ranks) | – | – | 1 |" in lines
+    assert "| separate-x | plugin | 80 ms | 40 ms | 30 ms (0.75 × ranks) | 10 ms | 400 GB/s, 80% of 500 | 1 |" in lines
+    assert "| 400 GB/s |" in table.render([result()]), "a link that was not measured is not compared with"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in trainers.KINDS if kind.startswith(trainers.SEPARATE)])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_every_trainer_is_soaked_apart(kind: str, device: str) -> None:
+    args = measure.arguments(["--model", "small", "--trainer", kind, "--device", device, "--out", "x"])
+    assert f"--trainer {kind}" in measure.command_line(args)
+
+
+def test_the_rollout_sees_the_second_of_the_visible_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(apart.VISIBLE, "5,3")
+    assert apart.second_gpu("cuda") == {apart.VISIBLE: "3"}
+    monkeypatch.delenv(apart.VISIBLE)
+    assert apart.second_gpu("cuda") == {apart.VISIBLE: "1"}
+    assert apart.second_gpu("cpu") == {}
+    assert apart.VISIBLE not in os.environ
