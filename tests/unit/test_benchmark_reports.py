@@ -128,8 +128,8 @@ QUOTED = {
     ),
     "| MoE 16 B (9651 tensors), Megatron EP4 → TP4 |": "moe-16b-4gpu-megatron-ep4-tp4-full",
     "| 7.6 B, FSDP2 → TP2, an engine that never sleeps |": "dense-7b-2gpu-fsdp2-tp2-resident",
-    "| MoE 8.3 B, FSDP2 on one GPU → a GPU of its own, beside verl's `nccl` backend |": (
-        "separate-moe-8b-1plus1gpu-fsdp2-tp1"
+    "| 7.6 B, FSDP2 on one GPU → a GPU of its own, beside verl's `nccl` backend |": (
+        "separate-dense-7b-1plus1gpu-fsdp2-tp1"
     ),
 }
 
