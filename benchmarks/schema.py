@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 VARIANTS = ("stock", "plugin")
-PEERS = ("checkpoint-engine",)  # of the transfer alone
+PEERS = ("checkpoint-engine", "awex")  # of the transfer alone
 STAGES = ("sleep", "resume_weights", "update_weights", "resume_kv", "phase")
 TOP: dict[str, type | tuple[type, ...]] = {
     "case": str,

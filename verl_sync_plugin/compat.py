@@ -68,6 +68,13 @@ def _fields(struct: Any) -> list[Any]:
     return [types.SimpleNamespace(name=name) for name in struct.__struct_fields__]
 
 
+async def answering(tokenizer_manager: Any) -> bool:
+    """Whether SGLang has requests that it has not answered to the end, by the lock that its own pause looks at; False
+    where a release has no such lock."""
+    lock = getattr(tokenizer_manager, "model_update_lock", None)
+    return lock is not None and bool(await lock.is_locked())
+
+
 @asynccontextmanager
 async def weight_update_session(tokenizer_manager: Any) -> AsyncIterator[None]:
     """SGLang >= 0.5.21 accepts weights only inside a session; earlier ones know none.

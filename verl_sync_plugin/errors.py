@@ -18,6 +18,10 @@ class SyncError(RuntimeError):
     """
 
 
+class HalfWrittenError(RuntimeError):
+    """A rollout engine generates nothing, because its last weight sync failed; the next one that succeeds ends that."""
+
+
 class RankLostError(SyncError):
     """A rank died or did not answer in time, so the ranks cannot agree on anything any more."""
 

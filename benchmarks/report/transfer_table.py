@@ -15,6 +15,11 @@ NOTED = (
     ("never compared in the engine", True, False, "never"),
     ("compared in the engine in every sync", True, False, "always"),
 )
+# what a peer tells of its syncs
+PARTS = {
+    "registration_seconds": "and {} before it to register the weights in pinned host memory",
+    "writer_seconds": "of which its writer took {}",
+}
 HEAD = ("case", "bucket", "stock", "**plugin**", "speed-up", "floor", "× floor")
 
 
@@ -84,9 +89,10 @@ def _note(result: dict[str, Any]) -> str:
     if {"plugin", "stock"} <= firsts.keys():
         text += f"; the first sync {firsts['plugin']:.2f} s, stock's {firsts['stock']:.2f} s"
     for peer in (run for run in result["runs"] if run["variant"] in schema.PEERS):
-        apart = statistics.median(sync["report"]["registration_seconds"] for sync in peer["samples"]["syncs"])
-        text += f"; {peer['variant']} {milliseconds(peer['stages']['phase'])}, and {milliseconds(apart)} before it to "
-        text += "register the weights in pinned host memory"
+        text += f"; {peer['variant']} {milliseconds(peer['stages']['phase'])}"
+        for name, what in PARTS.items():
+            parts = [sync["report"][name] for sync in peer["samples"]["syncs"] if name in sync["report"]]
+            text += f", {what.format(milliseconds(statistics.median(parts)))}" if parts else ""
     return f"{text}."
 
 

@@ -193,11 +193,12 @@ class Trained:
         with torch.no_grad():
             self._turned.turn()
 
-    def sync(self) -> None:
-        """One sync of the trainer's weights as they are."""
+    def sync(self) -> dict[str, Any]:
+        """One sync of the trainer's weights as they are; its report."""
         report = self.way.sync()
         self.nbytes, self.tensors = report["nbytes"], report["tensors"]
         self.server.adapter = self._adapter  # the endpoint that loads it may be in another process
+        return report
 
     def close(self) -> None:
         self.way.close()

@@ -51,8 +51,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def measure(way: Any, bench: rig.Rig, repeat: int) -> dict[str, Any]:
+def measure(way: Any, bench: Any, repeat: int) -> dict[str, Any]:
     """One variant: a sync of other weights, one that counts apart (it sets things up), then the measured ones.
+
+    Args:
+        way: what syncs.
+        bench: a ``rig.Rig``, or what has its ``other_weights`` and ``server``.
+        repeat: measured syncs.
 
     Raises:
         RuntimeError: the server generates the same with other weights, so that nothing proves that they arrived.
@@ -77,20 +82,20 @@ def measure(way: Any, bench: rig.Rig, repeat: int) -> dict[str, Any]:
 
 
 def run_of(
-    args: argparse.Namespace, variant: str, bucket_mb: int, samples: dict[str, Any], bench: rig.Rig
+    args: argparse.Namespace, variant: str, bucket_mb: int, samples: dict[str, Any], bench: Any
 ) -> dict[str, Any]:
-    """One entry of ``runs``; the stages that this harness does not have are zero."""
+    """One entry of ``runs``; the stages that this harness does not have are zero. ``bench`` tells how much was sent."""
     seconds = statistics.median(sample["seconds"] for sample in samples["syncs"])
     none = {"sleep": 0.0, "resume_weights": 0.0, "resume_kv": 0.0}
     settings = {
         "harness": HARNESS, "model": args.model, "bucket_mb": bucket_mb, "device": args.device,
-        "tensors": len(bench.named), "trainer_dtype": args.trainer_dtype,
-        "hashed": variant not in ("stock", "plugin-unhashed", peer.NAME), "staged": variant == "plugin-staged",
+        "tensors": bench.tensors, "trainer_dtype": args.trainer_dtype,
+        "hashed": variant not in ("stock", "plugin-unhashed", *schema.PEERS), "staged": variant == "plugin-staged",
         "verify": ways.verify_of(variant),
         "floor_seconds": floor.seconds(bench.nbytes),
     }  # fmt: skip
     return {
-        "variant": variant if variant == peer.NAME else variant.partition("-")[0],
+        "variant": variant if variant in schema.PEERS else variant.partition("-")[0],
         "settings": settings,
         "stages": {**none, "update_weights": seconds, "phase": seconds},
         "samples": samples,

@@ -30,7 +30,11 @@ def digest(server: Any) -> str:
     """One hash of SGLang's own checksums of all its parameters; on a GPU only."""
     answer = server.ask("POST", "/weights_checker", {"action": "checksum"})
     assert answer["ranks"], answer
-    sums = [rank["checksums"] for rank in answer["ranks"]]
+    return hash_of([rank["checksums"] for rank in answer["ranks"]])
+
+
+def hash_of(sums: list[dict[str, str]]) -> str:
+    """One hash of the checksums of every rank."""
     return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 
 

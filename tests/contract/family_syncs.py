@@ -146,7 +146,7 @@ class Pair:
         ledger = Ledger(model) if unpacker.watched else None
         proof.begin(unpacker.layout)
         proof.prepare(unpacker.recording)
-        unpacker.trust(proof.proves)
+        unpacker.trust(proof.judge)
         slots = [torch.zeros(self.plan.slot_bytes, dtype=torch.uint8) for _ in range(dist.get_world_size())]
         for index in range(len(self.plan.buckets)):
             self.packer.pack(index, slots[dist.get_rank()], shards)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from typing import Any
@@ -198,8 +199,11 @@ def check_spanning(models: Models, prompt: list[int], output: Any, pause: str) -
 
 def test_aborted_requests_come_back_with_what_they_have(play: Play, models: Models) -> None:
     async def story(run: Run) -> None:
-        asked = await run.in_flight()
+        asked, began = await run.in_flight(), time.perf_counter()
         await run.server.abort_all_requests()
+        took = time.perf_counter() - began
+        assert took < 0.9, f"{took:.2f} s: SGLang's own pause takes a second with a request in flight"
+        print(f"paused after {took:.3f} s")
         for prompt, output in zip(PROMPTS, await asyncio.gather(*asked[:-1]), strict=True):
             assert 0 < len(output.token_ids) < TOKENS and output.stop_reason == "abort"
             assert models.chosen_until(prompt, output.token_ids) == len(output.token_ids)

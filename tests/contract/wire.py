@@ -97,7 +97,7 @@ class Wire:
         self.proof.begin(self.unpacker.layout)
         if self.verified:
             self.proof.prepare(self.unpacker.recording)
-            self.unpacker.trust(self.proof.proves)
+            self.unpacker.trust(self.proof.judge)
         with ledger or nullcontext(), self.unpacker.uses.watching():
             self._transfer(spoil)
         replayed = self.unpacker.replayed

@@ -17,7 +17,7 @@ import unmeasured
 from benchmarks import schema
 from benchmarks.report import table, transfer_table
 from benchmarks.soak import growth
-from benchmarks.soak.trainers import KINDS
+from benchmarks.soak.trainers import KINDS, SEPARATE
 from benchmarks.transfer import models as transfer_models
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,19 +119,35 @@ def test_soak_samples_both_processes(folder: Path) -> None:
 @pytest.mark.parametrize("trainer", [kind for kind in KINDS if kind != "plain"])
 def test_soak_of_a_training_engine(trainer: str, tmp_path: Path) -> None:
     """Also the adapter that SGLang serves, and the rollout rank of a separate rollout."""
-    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
-    megatron = {"VERL_CPU_MCORE": "1"} if trainer == "megatron" else {}
-    words = f"--model tiny --trainer {trainer} --bucket-mb 1 --syncs 24 --every 3 --device cpu --work w --out soak.json"
+    words = f"--model tiny --trainer {trainer} --bucket-mb 1 --syncs 24 --every 3"
+    result = harness("soak", words, tmp_path)
+    grown = {name.partition(".")[0] for name in result["runs"][0]["samples"]["growth"]}
+    assert grown == {"trainer", "schedulers", *(["rollout"] if trainer.startswith(SEPARATE) else [])}
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+def test_transfer_from_megatron_to_a_rollout_apart(tmp_path: Path) -> None:
+    result = harness("apart", "--case apart --model tiny --bucket-mb 1 --variants plugin --repeat 2", tmp_path)
+    (run,) = result["runs"]
+    last = run["samples"]["syncs"][-1]["report"]
+    assert last["nbytes"] == run["bytes"] > 0 and last["manager"] == "SeparateTrainer"
+    assert any(line.startswith("| apart | 1 MiB |") for line in table.render([result]).splitlines())
+
+
+def harness(name: str, words: str, folder: Path) -> dict[str, Any]:
+    """The result of a harness that has a training engine of verl's."""
+    (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
+    words += " --device cpu --work w --out result.json"
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.soak", *words.split()],
-        env={**unmeasured.environment(), **megatron, "PYTHONPATH": str(tmp_path)},
-        cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False,
+        [sys.executable, "-m", f"benchmarks.{name}", *words.split()],
+        env={**unmeasured.environment(), "VERL_CPU_MCORE": "1", "PYTHONPATH": str(folder)},
+        cwd=folder, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    result = json.loads((tmp_path / "soak.json").read_text())
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
     assert not schema.problems(result)
-    grown = {name.partition(".")[0] for name in result["runs"][0]["samples"]["growth"]}
-    assert grown == {"trainer", "schedulers", *(["rollout"] if trainer == "separate" else [])}
+    return result
 
 
 @pytest.mark.slow

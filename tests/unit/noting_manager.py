@@ -18,7 +18,14 @@ class Manager:
         self.asked: list[str] = []
         self.keys: list[Any] = []
         self.answers = asyncio.Event()
-        self.closed = 0
+        self.closed = self.aborted = 0
+        self.model_update_lock = SimpleNamespace(is_locked=self._locked)
+
+    async def _locked(self) -> bool:
+        return self.closed < len(self.keys)
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        self.aborted += 1
 
     async def pause_generation(self, obj: Any) -> None:
         self.asked.append(f"pause {obj.mode}")

@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TYPED = (ROOT / "benchmarks" / "README.md", ROOT / "benchmarks" / "gpu_visit.sh")
-HARNESSES = {"phase", "training", "memory", "rollouts", "transfer", "soak"}  # the script puts their names in a variable
+# the script puts their names in a variable
+HARNESSES = {"phase", "training", "memory", "rollouts", "transfer", "apart", "soak"}
 
 
 def commands() -> set[str]:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.apart import measure as apart_measure
 from benchmarks.phase import separate
-from benchmarks.report import table
+from benchmarks.report import table, transfer_table
 from benchmarks.soak import apart, measure, trainers
 
 
@@ -77,3 +78,32 @@ def test_the_rollout_sees_the_second_of_the_visible_gpus(monkeypatch: pytest.Mon
     assert apart.second_gpu("cuda") == {apart.VISIBLE: "1"}
     assert apart.second_gpu("cpu") == {}
     assert apart.VISIBLE not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("variants", "device", "why"),
+    [("awex", "cuda", "plugin comes first"), ("plugin,awex", "cpu", "with --device cuda"), ("x", "cuda", "unknown")],
+)
+def test_a_peer_is_measured_behind_the_plugin(
+    variants: str, device: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"--case c --model tiny --variants {variants} --device {device} --out o".split()
+    with pytest.raises(SystemExit):
+        apart_measure.arguments(words)
+    assert why in capsys.readouterr().err
+
+
+def test_what_a_peer_took_is_noted_with_its_parts() -> None:
+    def run(variant: str, seconds: float, **report: float) -> dict[str, Any]:
+        samples = {"syncs": [{"seconds": seconds, "report": report}], "first_syncs": [{"seconds": 9.0}]}
+        settings = {"harness": "transfer", "bucket_mb": 8, "hashed": variant == "plugin", "tensors": 3}
+        stages = {"phase": seconds}
+        return {"variant": variant, "settings": settings, "stages": stages, "bytes": 10**9, "samples": samples}
+
+    runs = [
+        run("plugin", 0.05),
+        run("awex", 0.25, writer_seconds=0.2),
+        run("checkpoint-engine", 2, registration_seconds=1),
+    ]
+    text = "\n".join(transfer_table.render([{"case": "t", "runs": runs}]))
+    assert "; awex 250 ms, of which its writer took 200 ms; checkpoint-engine 2000 ms, and 1000 ms before it to" in text

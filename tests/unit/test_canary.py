@@ -150,6 +150,13 @@ def test_trainers_that_are_not_asked_are_refused(strategy: str, backend: str, na
     refuse_canary({**rollout, "checkpoint_engine": {"backend": "naive"}}, "fsdp2")
 
 
+def test_a_trainer_that_syncs_paused_engines_is_refused() -> None:
+    rollout = {"custom": {"sync": {"canary": "log"}}}
+    with pytest.raises(ValueError, match=r"canary='log' with trainer\.v1\.trainer_mode=colocate_async: .*canary=never"):
+        refuse_canary(rollout, "fsdp2", "colocate_async")
+    refuse_canary(rollout, "fsdp2", "colocate_sync")
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -19,6 +19,7 @@ from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
 
 from verl_sync_plugin.config.settings import SEPARATE_BACKEND
+from verl_sync_plugin.errors import HalfWrittenError
 from verl_sync_plugin.rollouts.sglang.request import FORGETTING_LOADER, LOADER, TOKEN_VARIABLE, hand_down, new_token
 from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
 
@@ -111,6 +112,79 @@ def test_a_load_pauses_a_server_whose_driver_has_not(pause: str, asked: list[str
         manager.asked.clear()
         await loaded(server, 10)
         assert manager.asked == [each for each in asked if not each.startswith("pause")]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
+def test_who_resumes_during_a_load_waits_for_its_end(pause: str, server_with: Make) -> None:
+    """A load that nobody has given up yet may be half done all the same."""
+
+    async def story() -> None:
+        manager = Manager()
+        server = server_with(manager, pause)
+        for ends, version in ((server.abandon_sync("the trainer died"), 7), (server.finish_sync([]), 8)):
+            await server.load_weights(("sync",), str(version))
+            manager.asked.clear()
+            resumed = asyncio.ensure_future(server.resume_generation())
+            await asyncio.sleep(0.01)
+            assert "continue" not in manager.asked and not resumed.done()
+            await ends
+            (answer,) = await asyncio.gather(resumed, return_exceptions=True)
+            assert isinstance(answer, HalfWrittenError) is (version == 7) is ("continue" not in manager.asked)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("load", ["load_weights", "load_adapter"])
+def test_a_sync_that_is_given_up_while_requests_end_is_not_loaded(load: str, server_with: Make) -> None:
+    async def story() -> None:
+        manager = Manager()
+        server = server_with(manager, "abort")
+        call = asyncio.ensure_future(server.generate([1], {"max_new_tokens": 1}, "request"))
+        await asyncio.sleep(0)
+        loading = asyncio.ensure_future(
+            getattr(server, load)(*{"load_weights": (("s",), "7")}.get(load, ({}, b"", "7")))
+        )
+        await asyncio.sleep(0.01)
+        assert manager.aborted and manager.asked == []
+        await server.abandon_sync("the trainer gave up")
+        manager.answers.set()
+        with pytest.raises(RuntimeError, match="gave this sync up"):
+            await loading
+        assert manager.asked == ["pause abort"] and (await call).token_ids == [1]
+        with pytest.raises(HalfWrittenError):
+            await server.generate([1], {"max_new_tokens": 1}, "request")
+
+    asyncio.run(story())
+
+
+def test_a_pause_waits_in_short_turns_for_requests_that_end(server_with: Make) -> None:
+    """SGLang's own looks once a second."""
+
+    async def story() -> None:
+        manager = Manager()
+        server = server_with(manager, "abort")
+        call = asyncio.ensure_future(server.generate([1], {"max_new_tokens": 1}, "request"))
+        await asyncio.sleep(0)
+        pausing = asyncio.ensure_future(server.abort_all_requests())
+        await asyncio.sleep(0.01)
+        assert manager.aborted == 1 and manager.asked == []
+        manager.answers.set()
+        await asyncio.sleep(0.1)
+        assert pausing.done() and manager.asked == ["pause abort"] and call.done()
+
+    asyncio.run(story())
+
+
+def test_nothing_goes_on_without_the_memory_that_a_driver_has_released(server_with: Make) -> None:
+    async def story() -> None:
+        manager = Manager()
+        server = server_with(manager, "abort")
+        await server.sleep()
+        assert manager.asked == ["release kv_cache"], "no sync resumes the weights of a separate rollout"
+        await loaded(server, 7)
+        assert manager.asked[1:] == ["pause abort", "load load", "resume kv_cache", "flush", "continue"]
 
     asyncio.run(story())
 

@@ -66,6 +66,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.uses = SimpleNamespace(watching=nullcontext, news=lambda: None)
+        self.direct = SimpleNamespace(forget=self.forget_places)
 
     def begin(self, *given: object) -> None: ...
 

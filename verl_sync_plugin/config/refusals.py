@@ -23,6 +23,7 @@ from verl_sync_plugin.config.settings import (
 )
 
 PREFIX = "actor_rollout_ref.rollout"
+COLOCATE_ASYNC = "colocate_async"
 
 
 def refuse_unsupported(rollout: Any) -> None:
@@ -94,13 +95,14 @@ def refuse_verify(rollout: Any, model: Any) -> None:
         )
 
 
-def refuse_canary(rollout: Any, strategy: str) -> None:
+def refuse_canary(rollout: Any, strategy: str, mode: str = "") -> None:
     """Raises ValueError when ``custom.sync.canary`` asks for log-probabilities of a trainer that cannot tell them
     inside the phase; names key, value and remedy.
 
     Args:
         rollout: verl's rollout config (dataclass, DictConfig or dict).
         strategy: verl's ``actor.strategy``.
+        mode: verl's ``trainer.v1.trainer_mode``.
     """
     canary = sync_config_of(rollout).canary
     if canary == "never":
@@ -116,6 +118,9 @@ def refuse_canary(rollout: Any, strategy: str) -> None:
             f"{KEY_PREFIX}.canary={canary!r} with {key}: only an fsdp2 trainer is asked for log-probabilities inside a "
             f"sync. {off}"
         )
+    if mode == COLOCATE_ASYNC:  # an engine that is paused answers nothing, and a canary asks it inside the sync
+        key = f"trainer.v1.trainer_mode={mode}"
+        raise ValueError(f"{KEY_PREFIX}.canary={canary!r} with {key}: verl syncs paused engines there. {off}")
 
 
 def refuse_lora_values(model: Any) -> None:

@@ -83,7 +83,7 @@ def settle(config: DictConfig, overrides: Sequence[str] = (), program: str = "",
     settle_rollout(rollout, resolved)
     if backend_of(rollout) == SEPARATE_BACKEND and "async_training" in config:
         refuse_fully_async(rollout)
-    settle_trainer(actor_rollout_ref)
+    settle_trainer(actor_rollout_ref, OmegaConf.select(config, "trainer.v1.trainer_mode", default=""))
     return "weight sync on"
 
 
@@ -193,8 +193,12 @@ def _settle_buckets(rollout: DictConfig, resolved: bool, syncs: bool) -> None:
     rollout[key], engine[key] = settled_megabytes(short, long, given, stock, syncs)
 
 
-def settle_trainer(actor_rollout_ref: Any) -> None:
+def settle_trainer(actor_rollout_ref: Any, mode: str = "") -> None:
     """Refuses what the sync cannot serve of the actor's model, and makes its LoRA keys one.
+
+    Args:
+        actor_rollout_ref: verl's config.
+        mode: verl's ``trainer.v1.trainer_mode``.
 
     Raises:
         ValueError: names key, value and remedy.
@@ -222,7 +226,7 @@ def settle_trainer(actor_rollout_ref: Any) -> None:
             refuse_lora(actor_rollout_ref.model, strategy, engine.refuse_untied)
     if moves:
         refuse_verify(actor_rollout_ref.rollout, actor_rollout_ref.model)
-        refuse_canary(actor_rollout_ref.rollout, strategy)
+        refuse_canary(actor_rollout_ref.rollout, strategy, mode)
     if strategy == "megatron":
         refuse_megatron_lora(actor_rollout_ref.actor.megatron, actor_rollout_ref.model)
 

@@ -10,6 +10,7 @@ from typing import Any
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
+from verl_sync_plugin.errors import HalfWrittenError
 from verl_sync_plugin.log import say
 
 _server: ContextVar[str] = ContextVar("_server", default="")
@@ -17,7 +18,8 @@ _first_versions: ContextVar[list[Any] | None] = ContextVar("_first_versions", de
 
 
 class _Outliving(LLMServerClient):
-    """Asks another server for what one that has died was asked for; between verl's two clients."""
+    """Asks another server for what one that has died was asked for, and the same one again where a sync has failed,
+    which the driver runs again or ends the run; between verl's two clients."""
 
     async def _acquire_server(self, *args: Any, **kwargs: Any) -> Any:
         acquired = await super()._acquire_server(*args, **kwargs)
@@ -28,7 +30,7 @@ class _Outliving(LLMServerClient):
         while True:
             try:
                 return await super().generate(*args, **kwargs)
-            except ActorUnavailableError:  # no connection at the moment
+            except (ActorUnavailableError, HalfWrittenError):  # no connection, or no weights, at the moment
                 await asyncio.sleep(1)
             except ActorDiedError:
                 # The one with the fewest requests gets the next one, which a dead server soon is

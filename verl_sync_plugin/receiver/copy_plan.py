@@ -20,6 +20,7 @@ from verl_sync_plugin.receiver.uses import uses_in
 # Runs shorter than this are no business of a byte copier (a transposed copy has runs of one element)
 SHORTEST_RUN = 32
 MOST_RUNS = 1 << 16
+REMEDY = "Set actor_rollout_ref.rollout.custom.sync.copy_plan=False."
 
 Layout = tuple[tuple[object, ...], ...]
 

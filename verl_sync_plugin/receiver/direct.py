@@ -89,6 +89,34 @@ class DirectLoad:
             self._reads.run(self._memory, sums, copy=False)
 
 
+class DirectLoads:
+    """The direct load of one manifest, made anew for another replay or other places.
+
+    Args:
+        manifest: what the buckets hold.
+        device: where the model is.
+    """
+
+    def __init__(self, manifest: Manifest, device: torch.device) -> None:
+        self._manifest = manifest
+        self._device = device
+        self._made: tuple[Sequence[Work], tuple[str, ...], DirectLoad] | None = None
+
+    def of(
+        self, works: Sequence[Work], lives: Sequence[Live], place: int, regions: Regions, copier: Copier
+    ) -> DirectLoad:
+        """Arguments and errors as of ``DirectLoad``, but for what this knows."""
+        keys = tuple(live.key for live in lives)
+        if self._made is None or self._made[0] is not works or self._made[1] != keys:
+            load = DirectLoad(works, self._manifest, lives, place, regions, copier, self._device)
+            self._made = works, keys, load
+        return self._made[2]
+
+    def forget(self) -> None:
+        """Regions are about to be unmapped; mapped again, they may lie elsewhere."""
+        self._made = None
+
+
 class _Where:
     """Where the bytes of one bucket lie."""
 

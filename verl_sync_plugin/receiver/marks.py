@@ -24,6 +24,7 @@ from verl_sync_plugin.receiver.recording import Source
 
 CHUNK_BYTES = 256 << 20  # of marks given to the model in one call; bounds the memory that they take
 SEED = 20_251
+ELSEWHERE = "its load puts it elsewhere than was recorded"
 ALIGNMENT = 16  # bytes, of every tensor of marks
 FINITE = -0x4001  # clears the highest bit of every exponent, in bf16, fp16 and the upper half of fp32
 
@@ -117,7 +118,7 @@ def misplaced(
         if held.turned:
             reader.add_turned(held, _lies(held, number, 0), found)
     wrong = (given != found).nonzero().flatten().tolist()
-    return {placed[number].name: "its load puts it elsewhere than was recorded" for number in wrong}
+    return {placed[number].name: ELSEWHERE for number in wrong}
 
 
 def _hash_given(

@@ -25,7 +25,7 @@ from verl_sync_plugin.receiver.constants import differs, flags_of, hold, kept_co
 from verl_sync_plugin.receiver.copy_plan import CopyPlan, Layout, LayoutKey, known_tensors, sources_of
 from verl_sync_plugin.receiver.engine_model import EngineModel
 from verl_sync_plugin.receiver.ledger import Ledger
-from verl_sync_plugin.receiver.marks import Reader, misplaced
+from verl_sync_plugin.receiver.marks import ELSEWHERE, Reader, misplaced
 from verl_sync_plugin.receiver.placement import Held, owners_of, placements
 from verl_sync_plugin.receiver.recorder import record
 from verl_sync_plugin.receiver.recording import Recording
@@ -130,15 +130,17 @@ class DestinationProof:
         self._left_out, self._layout = left_out, self._key.now()
         self._take([each for each in held if each.name not in left_out])
 
-    def proves(self, plan: CopyPlan) -> bool:
-        """Whether the marks were found exactly where a plan copies to, all of them, and its constants beside them."""
+    def judge(self, plan: CopyPlan) -> tuple[bool, list[str]]:
+        """What the marks say of a plan: whether they were found exactly where it copies to, all of them, and its
+        constants beside them; and the tensors whose marks were found to be elsewhere."""
         found: dict[str, set[Run]] = {name: set() for name in plan.planned}
         for held in (held for parts in self._parts.values() for part in parts for held in part):
             if held.name in found and not held.turned:
                 found[held.name].update(held.absolute())
-        return self._filled and all(
+        proven = self._filled and all(
             name not in self._left_out and found[name] == set(planned.runs) for name, planned in plan.planned.items()
         )
+        return proven, [name for name in plan.planned if self._left_out.get(name) == ELSEWHERE]
 
     def _take(self, held: Iterable[Held]) -> None:
         """Compiles what is to be read; the parameters of which nothing else is said are the unproven ones."""

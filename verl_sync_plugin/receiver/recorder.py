@@ -50,13 +50,16 @@ class _Recorder(TorchDispatchMode):
         self._dtypes = {storage: source.dtype for storage, source in sources.items()}
         self._sources = {storage: source.name for storage, source in sources.items()}
         self._targets = targets
+        # In inference mode ``to`` and ``reshape`` come whole, and count as views, although they may copy
+        self._views = not torch.is_inference_mode_enabled()
         self._derived: dict[int, set[str]] = {}  # results of anything else, by storage
-        self._joined: dict[int, list[tuple[str, torch.Tensor, int, int]]] = {}  # results of cat: name, part, dim, start
+        # results of cat: their shape, and of each part its name, itself, the dimension and the start
+        self._joined: dict[int, tuple[torch.Size, list[tuple[str, torch.Tensor, int, int]]]] = {}
         self._keep: list[torch.Tensor] = []  # a freed storage's identity would be used again
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.is_view:  # shares its storage, by which everything is known here; two of three operations of a load
+        if func.is_view and self._views:  # shares its storage, by which everything is known here; most operations
             return func(*args, **kwargs)
         tensors = [*_tensors_in(args), *_tensors_in(kwargs.values())]
         names = self._names(tensors)
@@ -90,12 +93,17 @@ class _Recorder(TorchDispatchMode):
             self._refuse(names, "is copied through a view of another dtype")
         elif into_model and storage in self._sources:
             self._note(self._sources[storage], source, target.detach())
-        elif into_model and storage in self._joined and source.is_contiguous() and source.shape == target.shape:
-            for name, part, dim, start in self._joined[storage]:
+        elif into_model and self._whole(source) and source.shape == target.shape:
+            for name, part, dim, start in self._joined[storage][1]:
                 self._note(name, part, target.detach().narrow(dim, start, part.shape[dim]))
         else:
             self._refuse(names, "is changed before it is copied" if into_model else "is copied elsewhere")
         return target
+
+    def _whole(self, source: torch.Tensor) -> bool:
+        """Whether this is the whole result of a join, in its own shape and order."""
+        shape, _ = self._joined.get(storage_of(source), (None, []))
+        return source.shape == shape and source.is_contiguous()
 
     def _note(self, name: str, source: torch.Tensor, target: torch.Tensor) -> None:
         self.recording.copies.append(Copy(name, source, target, self.recording.writes))
@@ -158,7 +166,7 @@ class _Recorder(TorchDispatchMode):
             joined.append((self._sources[storage_of(part)], part, dim, start))
             start += part.shape[dim]
         self._keep.append(result)
-        self._joined[storage_of(result)] = joined
+        self._joined[storage_of(result)] = (result.shape, joined)
         self._derived[storage_of(result)] = {name for name, *_ in joined}
         return True
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 
 from verl_sync_plugin.receiver.activations import Activations
+from verl_sync_plugin.receiver.copy_plan import REMEDY
 from verl_sync_plugin.receiver.engine_model import EngineModel
 from verl_sync_plugin.receiver.homes import near, segments, spread
 from verl_sync_plugin.receiver.ledger import Ledger
@@ -141,7 +142,7 @@ class ReceiverSession:
         if self._lives:
             self._lives = ()
             if self._unpacker is not None:
-                self._unpacker.forget_places()
+                self._unpacker.direct.forget()
             self._regions.map(())
 
     def _commit(self, commit: Commit, hello: Hello, channel: Channel, ledger: Ledger | None) -> None:
@@ -177,7 +178,7 @@ class ReceiverSession:
             if self._proof is None:
                 self._proof = DestinationProof(self._model, unpacker.manifest, unpacker.device)
             self._proof.prepare(unpacker.recording)
-            unpacker.trust(self._proof.proves)
+            unpacker.trust(self._proof.judge)
         unpacker.recording = None  # it refers to the parameters of now
 
     def _note_coverage(self, digest: str, found: Coverage) -> None:
@@ -187,7 +188,7 @@ class ReceiverSession:
             if lost := [name for name, *_ in found.missing if name not in before]:
                 raise ValueError(
                     f"given only what is not replayed, {self._model.name} no longer writes "
-                    f"{', '.join(lost[:5])}. Set actor_rollout_ref.rollout.custom.sync.copy_plan=False."
+                    f"{', '.join(lost[:5])}. {REMEDY}"
                 )
         self._coverage[digest] = found
 

@@ -19,11 +19,12 @@ from verl_sync_plugin.copies.copier import Copier
 from verl_sync_plugin.copies.hulls import numbers_of
 from verl_sync_plugin.log import say
 from verl_sync_plugin.receiver.assembly import Assembler
-from verl_sync_plugin.receiver.copy_plan import CopyPlan, LayoutKey, known_tensors, make_plan, sources_of
+from verl_sync_plugin.receiver.copy_plan import REMEDY, CopyPlan, LayoutKey, known_tensors, make_plan, sources_of
 from verl_sync_plugin.receiver.cuts import scattered
-from verl_sync_plugin.receiver.direct import DirectLoad, obstacle
+from verl_sync_plugin.receiver.direct import DirectLoads, obstacle
 from verl_sync_plugin.receiver.engine_model import EngineModel
 from verl_sync_plugin.receiver.ledger import Ledger
+from verl_sync_plugin.receiver.marks import ELSEWHERE
 from verl_sync_plugin.receiver.recording import Recording
 from verl_sync_plugin.receiver.replay import Comparison, Replay
 from verl_sync_plugin.receiver.use_teller import UseTeller
@@ -51,20 +52,19 @@ class Unpacker:
         self._replay: Replay | None = None
         self._comparison: Comparison | None = None
         self.plan, self._trusted = CopyPlan(), False  # the plan's ``refused`` are left to the model's own load
-        self._settled = False  # the plan of this layout has been judged, whatever came of it
-        self._hashed = False
+        self._settled = self._judged = False  # it is known what the plan is good for; marks have been loaded for it
+        self._hashed = self._replay_watched = False
         self._copier: Copier | None = None
         numbers = numbers_of(manifest.buckets)
         self._tensors, self._names = tuple(numbers), frozenset(numbers)
         self._sources = sources_of([entry for bucket in manifest.buckets for entry in bucket])
         self.uses = UseTeller(model, self._sources, manifest.buckets, numbers)
-        self._replay_watched = False
         self._assembler = Assembler(self._names, model.fused_pairs)
         self._sums = torch.zeros(len(self._tensors), dtype=torch.int64, device=device)
         self._whole: frozenset[str] = frozenset()
         self._told: Readings | None = None
         self.replayed = (0, 0)  # tensors and bytes that this sync replays
-        self._direct: tuple[tuple[Replay, tuple[str, ...]], DirectLoad] | None = None
+        self.direct = DirectLoads(manifest, device)
 
     def begin(self, copy_plan: bool, hashed: bool, whole: Sequence[int] = ()) -> None:
         """Decides how this sync loads. Never fails because a model cannot be planned.
@@ -76,22 +76,33 @@ class Unpacker:
         """
         self._hashed, self.recording = hashed, None
         layout, asked = self._key.now(), frozenset(self._tensors[number] for number in whole)
+        others, self._whole = asked != self._whole, asked
         if layout != self.layout or not self._settled:
-            self.layout, self._trusted, self._settled = layout, False, not copy_plan
-            self._whole = asked
+            self.layout, self._trusted, self._judged, self._settled = layout, False, False, not copy_plan
             self._prepare(self._recorded(copy_plan))
-        elif asked != self._whole:
-            self._whole = asked
+        elif others:
             self._replay = self._compile()
         self._start()
 
-    def trust(self, proves: Callable[[CopyPlan], bool]) -> None:
-        """After ``begin``: a plan that is proven already and leaves nothing to the model is replayed at once."""
-        plan, moved = self.plan, self._key.now() != self.layout
-        if not self._trusted and plan.planned and not plan.refused and not moved and proves(plan):
+    def trust(self, judge: Callable[[CopyPlan], tuple[bool, list[str]]]) -> None:
+        """After ``begin``, once per layout by ``DestinationProof.judge``: a plan that is proven and leaves nothing to
+        the model is replayed at once; what is wrong is left to the model, for weights that are alike would hide it.
+
+        Raises:
+            ValueError: something is wrong in a plan that earlier syncs have replayed.
+        """
+        if self._judged or self._key.now() != self.layout:
+            return
+        self._judged, (proven, wrong) = True, judge(self.plan)
+        if wrong and self._trusted:
+            raise ValueError(f"its load puts {', '.join(wrong[:5])} elsewhere than earlier syncs did. {REMEDY}")
+        for name in wrong:
+            self.plan.refuse(name, ELSEWHERE)
+        self._replay = self._compile() if wrong else self._replay
+        if proven and self.plan.planned and not self.plan.refused and not self._trusted:
             self._trusted = self._settled = True
             self._say()
-            self._start()
+        self._start()
 
     def _start(self) -> None:
         assert self._replay is not None
@@ -127,8 +138,7 @@ class Unpacker:
 
     def readings(self, always: bool) -> Readings | None:
         """What ``sums`` are of; ``None`` when that is what ``told`` has noted, unless ``always``."""
-        assert self._replay is not None, "begin() comes first"
-        readings = self._replay.readings if self._hashed else None
+        readings = self._replay.readings if self._replay is not None and self._hashed else None
         return readings if always or readings != self._told else None
 
     def told(self, readings: Readings | None) -> None:
@@ -161,15 +171,7 @@ class Unpacker:
         """
         replay = self._replay
         assert replay is not None and self._copier is not None and self._trusted, "reads_in_place comes first"
-        made_for = (replay, tuple(live.key for live in lives))
-        if self._direct is None or self._direct[0] != made_for:
-            parts = (replay.works, self.manifest, lives, place, regions, self._copier, self.device)
-            self._direct = made_for, DirectLoad(*parts)
-        self._direct[1].run(self._sums, self._hashed)
-
-    def forget_places(self) -> None:
-        """Regions are about to be unmapped; mapped again, they may lie elsewhere."""
-        self._direct = None
+        self.direct.of(replay.works, lives, place, regions, self._copier).run(self._sums, self._hashed)
 
     def _prepare(self, plan: CopyPlan) -> None:
         for name in scattered([entry for bucket in self.manifest.buckets for entry in bucket], plan.planned):

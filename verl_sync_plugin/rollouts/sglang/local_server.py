@@ -53,7 +53,7 @@ class LocalServer(WeightUpdates, Oracles):
         self._unready, self._keeps_copy = unready, keeps_copy
         self.expect_updates(timeout_seconds)
 
-    def begin_load(self) -> None:
+    async def begin_load(self) -> None:
         """A load starts: the gate closes."""
         self._gate.begin()
 

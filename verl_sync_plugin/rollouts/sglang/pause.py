@@ -8,6 +8,8 @@ each mode keeps and costs: ``docs/design/pause.md``.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
@@ -21,6 +23,9 @@ from verl_sync_plugin.config.settings import SEPARATE_BACKEND, sync_config_of
 from verl_sync_plugin.rollouts.sglang.gate import WeightsGate
 from verl_sync_plugin.rollouts.sglang.request import FORGETTING_LOADER, LOADER
 
+ABORT_SECONDS = 1.0
+POLL_SECONDS = 0.002
+
 
 class PausingServer(SGLangHttpServer):
     """verl's server with the gate before generation, and ``custom.sync.pause`` where the rollout is separate.
@@ -30,6 +35,7 @@ class PausingServer(SGLangHttpServer):
     Attributes:
         separate: the rollout shares no GPU with the trainer, and the plugin syncs it.
         pause: SGLang's mode of pausing; ``abort`` unless ``separate``.
+        paused_by_load: SGLang is paused for a load alone; nobody else is going to resume it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -40,7 +46,7 @@ class PausingServer(SGLangHttpServer):
         self.separate = self.rollout_mode == RolloutMode.STANDALONE and backend == SEPARATE_BACKEND
         self.pause = self._sync.pause if self.separate else "abort"
         self._loads = 0
-        self._paused = self._paused_by_load = False
+        self._paused = self.paused_by_load = False  # when SGLang was asked to
 
     @property
     def keeps_requests(self) -> bool:
@@ -52,10 +58,23 @@ class PausingServer(SGLangHttpServer):
         """SGLang's ``load_format`` of a sync. Prefixes of retracted requests would be found again behind it."""
         return FORGETTING_LOADER if self.pause == "retract" else LOADER
 
-    def begin_load(self) -> None:
-        """A load of weights starts: the gate closes, and what is cached from now on is of other weights."""
+    async def begin_load(self) -> None:
+        """A load of weights starts: the gate closes, what is cached from now on is of other weights, and a separate
+        rollout that its driver has not paused is paused until ``finish_sync``. After a failed sync it stays paused
+        until one succeeds.
+
+        Who pauses only here pauses for no longer than the load takes, and needs no round of verl's calls for it.
+
+        Raises:
+            RuntimeError: the sync was given up while requests were still coming to their end.
+        """
         self._gate.begin()
         self._loads += 1
+        if self.separate and not self._paused:
+            await self.abort_all_requests()
+            self.paused_by_load = True
+            if not self._gate.syncing:
+                raise RuntimeError("the trainer gave this sync up before the requests in flight had ended")
 
     def mark_requests(self) -> None:
         """Where requests may span a sync, has every answer tell of which weights it is; with ``in_place``, has requests
@@ -70,39 +89,31 @@ class PausingServer(SGLangHttpServer):
         SGLang handles requests to its scheduler in their order and runs no forward pass while paused, so a load that
         is asked for behind this finds none under way.
         """
-        if not self.keeps_requests:
-            await super().abort_all_requests()
-        elif self.node_rank == 0:
+        if self.separate and self.node_rank == 0:
             self._gate.hold()
-            await self.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode=self.pause))
-        self._paused, self._paused_by_load = True, False  # who calls this resumes, when all that it released is back
+        try:
+            if self.keeps_requests and self.node_rank == 0:
+                await self.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode=self.pause))
+            elif not self.keeps_requests:
+                if self.separate and self.node_rank == 0:
+                    await end_requests(self.tokenizer_manager)
+                await super().abort_all_requests()
+        except BaseException:
+            self._gate.let_go()
+            raise
+        self._paused, self.paused_by_load = True, False  # who calls this resumes, when all that it released is back
 
     async def resume_generation(self) -> None:
-        """verl's counterpart of ``abort_all_requests``.
+        """verl's counterpart of ``abort_all_requests``. Of a separate rollout it waits for the sync under way.
 
         Raises:
-            RuntimeError: the last sync of a separate rollout failed; requests that wait in SGLang stay there.
+            HalfWrittenError: the last sync of a separate rollout failed; requests that wait in SGLang stay there.
         """
         if self.separate:
-            self._gate.refuse_half_written()
+            await self._gate.rest()
         await super().resume_generation()
-        self._paused = self._paused_by_load = False
+        self._paused = self.paused_by_load = False
         self._gate.let_go()
-
-    async def pause_for_load(self) -> None:
-        """Before weights are loaded: pauses a separate rollout that its driver has not paused.
-
-        Who pauses only here pauses for no longer than the load takes, and needs no round of verl's calls for it.
-        """
-        if self.separate and not self._paused:
-            await self.abort_all_requests()
-            self._paused_by_load = True
-
-    async def go_on_behind_load(self) -> None:
-        """Behind a committed sync: ends what ``pause_for_load`` has begun. After a failed sync the engine stays
-        paused until one succeeds."""
-        if self._paused_by_load:
-            await self.resume_generation()
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
         """verl's generate, through the gate (see ``WeightsGate.enter``).
@@ -117,6 +128,18 @@ class PausingServer(SGLangHttpServer):
             fields = output.extra_fields
             fields.update(min_global_steps=began, max_global_steps=fields["global_steps"])
         return output
+
+
+async def end_requests(tokenizer_manager: Any) -> None:
+    """Aborts all requests and waits a second at most until they have ended.
+
+    SGLang's own pause does so, too, but looks only once a second whether they have: with any request in flight it
+    takes a second, where requests end within a step of the engine.
+    """
+    deadline = time.monotonic() + ABORT_SECONDS
+    tokenizer_manager.abort_request(abort_all=True)
+    while await compat.answering(tokenizer_manager) and time.monotonic() < deadline:
+        await asyncio.sleep(POLL_SECONDS)
 
 
 def mark_requests(tokenizer_manager: Any, enter: Callable[[], Awaitable[None]], name: Callable[[], str]) -> None:

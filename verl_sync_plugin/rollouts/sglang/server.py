@@ -86,7 +86,9 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
         """
         if self.node_rank == 0 and self.config.free_cache_engine:
             started = time.perf_counter()
-            await self.release_tags(sleep_tags(self._sync.release_cuda_graph, keep_weights=self.lora_as_adapter))
+            # what no sync resumes stays: an adapter's base, and the weights of a separate rollout
+            keep = self.lora_as_adapter or self.separate
+            await self.release_tags(sleep_tags(self._sync.release_cuda_graph, keep_weights=keep))
             self._sleep_seconds = time.perf_counter() - started
 
     async def release_kv_cache(self) -> None:
@@ -100,28 +102,25 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
             await self.resume_tags([KV_CACHE])
             await self._flush()
 
-    async def load_weights(self, request: tuple[Any, ...], weight_version: str | None) -> float:
-        """See ``WeightUpdates``; pauses a separate rollout that its driver has not paused, until ``finish_sync``."""
-        await self.pause_for_load()
-        return await super().load_weights(request, weight_version)
-
     async def load_adapter(self, settings: dict[str, Any], packed: bytes, weight_version: str | None) -> float:
         """Replaces the adapter under verl's name for it; arguments and result as ``load_weights``'s.
 
         Raises:
             RuntimeError: SGLang refused the adapter.
         """
-        await self.pause_for_load()
-        self._gate.begin()
+        await self.begin_load()
         self._version, self._flushing = weight_version, None
         await compat.replace_adapter(self.tokenizer_manager, SGLANG_LORA_NAME, settings, packed)
         slept, self._sleep_seconds = self._sleep_seconds, 0.0
         return slept
 
     async def finish_sync(self, tags: list[str]) -> None:
-        """See ``WeightUpdates``."""
+        """See ``WeightUpdates``; goes on where the load has paused."""
         await super().finish_sync(tags)
-        await self.go_on_behind_load()
+        if self.paused_by_load:
+            if self._asleep:  # a driver has released the KV cache without pausing
+                await self.resume_kv_cache()
+            await self.resume_generation()
 
     async def score(self, prompts: list[list[int]], response_tokens: int) -> Scores:
         """The canary of a sync, which closes the gate to all but this; see ``scoring.score``."""

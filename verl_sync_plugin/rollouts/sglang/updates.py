@@ -78,9 +78,9 @@ class WeightUpdates:
             Seconds the sleep before this sync took; 0.0 without one.
 
         Raises:
-            RuntimeError: SGLang refused the update.
+            RuntimeError: SGLang refused the update, or the server is not ready for one.
         """
-        self.begin_load()
+        await self.begin_load()
         self._version, self._flushing = weight_version, None
         obj = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[pack_request(request)] * int(self.tokenizer_manager.server_args.tp_size),

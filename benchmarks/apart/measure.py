@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times the transfer from verl's Megatron trainer on one GPU into an SGLang engine on another, beside a peer's.
+
+``python -m benchmarks.apart --case transfer-dense-7b-awex-2gpu --model 7b --out results.json``
+
+Each variant has an engine of its own, which starts with other weights. ``plugin`` makes the calls that verl makes
+around every sync of a separate rollout; ``awex`` is another project's (``peer.py``). SGLang's own checksums of all
+parameters have to be the same behind both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from benchmarks import floor, link, machine, models, schema
+from benchmarks.apart import peer
+from benchmarks.soak import apart, trainers
+from benchmarks.transfer import measure as transfer
+from benchmarks.transfer import rig
+from benchmarks.transfer.peer import digest
+
+KIND = f"{trainers.SEPARATE}megatron"
+VARIANTS = ("plugin", peer.NAME)
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The parsed command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.apart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--case", required=True)
+    parser.add_argument("--model", choices=sorted(models.SHAPES), required=True)
+    parser.add_argument("--bucket-mb", type=int, default=2048)
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--repeat", type=int, default=5, help="measured syncs per variant")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--work", type=Path, help="folder for model and log; default: temporary")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args(argv)
+    args.variants, args.trainer_dtype = args.variants.split(","), "bfloat16"
+    if unknown := set(args.variants) - set(VARIANTS):
+        parser.error(f"unknown variants {sorted(unknown)}; choose from {', '.join(VARIANTS)}")
+    if args.variants[0] != VARIANTS[0]:
+        parser.error(f"--variants: {VARIANTS[0]} comes first, which tells how much is sent")
+    if peer.NAME in args.variants and args.device != "cuda":
+        parser.error(f"--variants {peer.NAME}: with --device cuda")
+    return args
+
+
+def command_line(args: argparse.Namespace) -> str:
+    """The command that measures the same again, without the paths of this machine."""
+    words = f"--case {args.case} --model {args.model} --bucket-mb {args.bucket_mb} --variants {','.join(args.variants)}"
+    return f"python -m benchmarks.apart {words} --repeat {args.repeat} --device {args.device}"
+
+
+class Peer:
+    """What ``transfer.measure`` asks of a rig, of the peer.
+
+    Attributes:
+        server: whose tokens tell of the weights: the peer, too, for it has the engine.
+        tensors: as many as the plugin sent.
+        nbytes: likewise.
+    """
+
+    def __init__(self, trained: Any, folder: Path, sent: tuple[int, int]) -> None:
+        self.server = peer.Awex(trained, folder)
+        self.tensors, self.nbytes = sent
+        self.other_weights = trainers.Turned(trained).turn
+        self.sync, self.digest, self.close = self.server.sync, self.server.digest, self.server.close
+
+
+class Plugin(trainers.Trained):
+    """Likewise, of the plugin."""
+
+    def digest(self) -> str:
+        return digest(self.server)
+
+    def close(self) -> None:
+        super().close()
+        self.server.stop()
+
+
+def bench(
+    variant: str, args: argparse.Namespace, trained: Any, folder: Path, work: Path, sent: tuple[int, int]
+) -> Peer | Plugin:
+    """A variant with its engine."""
+    from benchmarks.transfer.server import Server
+
+    if variant == peer.NAME:
+        return Peer(trained, folder, sent)
+    where = apart.second_gpu(args.device)
+    server = Server(folder, args.device, work / f"{variant}-server.log", variables=where)
+    return Plugin(KIND, trained, server, args.bucket_mb, work, args.device)
+
+
+def compare(args: argparse.Namespace, trained: Any, folder: Path, work: Path) -> None:
+    """Measures every variant, and writes the result after each.
+
+    Raises:
+        RuntimeError: a variant left other weights in its engine than the first one.
+    """
+    rate = link.bytes_per_second() if args.device == "cuda" else None
+    runs: list[dict[str, Any]] = []
+    sent = (0, 0)
+    for variant in args.variants:
+        print(f"[{args.case}] {variant}", flush=True)
+        with closing(bench(variant, args, trained, folder, work, sent)) as made:
+            samples = transfer.measure(made, made, args.repeat)
+            samples["digest"] = made.digest() if args.device == "cuda" else ""
+            sent = (made.tensors, made.nbytes)
+            run = transfer.run_of(args, variant, args.bucket_mb, samples, made)
+        # every byte comes over the link between the two GPUs
+        run["settings"].update(rollout_gpus=1, floor_seconds=made.nbytes / floor.LINK_BYTES_PER_SECOND)
+        runs.append(run)
+        for what in ("tokens", "digest"):
+            if samples[what] != runs[0]["samples"][what]:
+                raise RuntimeError(f"{variant}: the engine's {what}: {samples[what]}, not {runs[0]['samples'][what]}")
+        result = machine.result(args.case, command_line(args), runs)
+        if rate is not None:
+            result["machine"]["link_bytes_per_second"] = rate
+        assert not schema.problems(result), schema.problems(result)
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measures one case; raises when a variant fails."""
+    args = arguments(argv)
+    work = (args.work or Path(tempfile.mkdtemp(prefix="sync-apart-"))).resolve()
+    if peer.NAME in args.variants:
+        peer.prepare()
+    with rig.one_rank(work, args.device):
+        folder = work / args.model
+        trained = trainers.engine(KIND, args.model, folder, args.device)
+        compare(args, trained, folder, work)
+    return 0

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Adds another project's weight transfer to the payload of benchmarks/gpu_visit.sh: less than 0.3 MB each.
+# Usage: bash benchmarks/stage_peer.sh checkpoint-engine==0.4.2|awex==0.9.0 [.gpu]
+set -euo pipefail
+
+package=${1:?checkpoint-engine==0.4.2 or awex==0.9.0}
+payload=$(cd "${2:-.gpu}" && pwd)
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+python3 -m pip install --quiet --no-deps --no-compile --target "$folder" "$package"
+# install.sh unpacks every .tar.xz of the payload into the site folder
+archive=$payload/${package%%=*}.tar.xz
+tar -cJf "$archive" -C "$folder" --exclude=__pycache__ --exclude=bin --exclude=tests .
+ls -l "$archive"

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads of which the recording says something else than what they do: what marks make of them, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+
+from verl_sync_plugin.layout.planner import plan_buckets
+from verl_sync_plugin.layout.tensors import Base, View
+from verl_sync_plugin.receiver.copy_plan import make_plan
+from verl_sync_plugin.receiver.engine_model import EngineModel
+from verl_sync_plugin.receiver.ledger import Ledger
+from verl_sync_plugin.receiver.proof import DestinationProof
+from verl_sync_plugin.receiver.recorder import record
+from verl_sync_plugin.receiver.recording import Source
+from verl_sync_plugin.receiver.unpacker import Unpacker
+from verl_sync_plugin.transport.protocol import Manifest
+
+CPU, BF16, LENGTH = torch.device("cpu"), torch.bfloat16, 64
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+class Engine(EngineModel):
+    def load_weights(self, weights: Weights) -> None:
+        self.module.load_weights(weights)
+
+
+class Swapping(torch.nn.Module):
+    """Its load takes tensors without bytes, as a recording gives them, for each other's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("a", "b"):
+            self.register_parameter(name, torch.nn.Parameter(torch.zeros(LENGTH, dtype=BF16), requires_grad=False))
+
+    def load_weights(self, weights: Weights) -> None:
+        for name, tensor in weights:
+            other = {"a": "b", "b": "a"}[name]
+            getattr(self, other if tensor.is_meta else name).data.copy_(tensor)
+
+
+class Receiver:
+    """The engine rank's half of syncs of two tensors, without a channel."""
+
+    def __init__(self) -> None:
+        bases = [Base(name, "bfloat16", 2, (LENGTH,), (View(name, (LENGTH,), 0, LENGTH),)) for name in ("a", "b")]
+        self._nbytes = plan_buckets(tuple(bases), 1 << 20, False).slot_bytes
+        self._manifest = Manifest.of(plan_buckets(tuple(bases), 1 << 20, False))
+        self.model = Swapping()
+        engine = Engine(self.model, 0)
+        self.unpacker, self.proof = (kind(engine, self._manifest, CPU) for kind in (Unpacker, DestinationProof))
+
+    @torch.no_grad()
+    def sync(self, a: float, b: float, verified: bool = True) -> None:
+        sent = {"a": torch.full((LENGTH,), a, dtype=BF16), "b": torch.full((LENGTH,), b, dtype=BF16)}
+        slot = torch.zeros(self._nbytes, dtype=torch.uint8)
+        for entry in self._manifest.buckets[0]:
+            for piece in entry.pieces:
+                taken = sent[entry.name].view(torch.uint8)[piece.target : piece.target + piece.width]
+                slot[piece.source : piece.source + piece.width] = taken
+        self.unpacker.begin(copy_plan=True, hashed=True)
+        self.proof.begin(self.unpacker.layout)
+        if verified:
+            self.proof.prepare(self.unpacker.recording)
+            self.unpacker.trust(self.proof.judge)
+        ledger = Ledger(self.model) if self.unpacker.watched else None
+        with ledger or nullcontext(), self.unpacker.uses.watching():
+            self.unpacker.load(0, [slot])
+        self.unpacker.finish(ledger)
+        for name, tensor in sent.items():
+            assert torch.equal(getattr(self.model, name).data, tensor), name
+
+
+def test_what_marks_disprove_stays_with_the_model_although_weights_are_alike() -> None:
+    receiver = Receiver()
+    receiver.sync(1.0, 1.0)  # as norms are at first: a replay into the wrong places would write the same
+    assert not receiver.unpacker.plan.planned
+    assert "elsewhere than was recorded" in receiver.unpacker.plan.refused["a"]
+    receiver.sync(2.0, 3.0)
+    receiver.sync(4.0, 5.0)
+
+
+def test_what_earlier_syncs_have_replayed_to_the_wrong_places_ends_the_sync() -> None:
+    receiver = Receiver()
+    receiver.sync(1.0, 1.0, verified=False)  # the comparison with the model's own load finds no difference
+    assert receiver.unpacker.plan.planned
+    with pytest.raises(ValueError, match=r"a, b elsewhere than earlier syncs did\. Set .*copy_plan=False"):
+        receiver.sync(2.0, 3.0)
+
+
+class Deriving(torch.nn.Module):
+    """Computes something from a parameter behind its load, by an operation that counts as a view in inference mode."""
+
+    def __init__(self, derive: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.zeros(8, 16, dtype=BF16), requires_grad=False)
+        self._derive = derive
+
+    def load_weights(self, weights: Weights) -> None:
+        for _, tensor in weights:
+            self.a.data.copy_(tensor)
+        self.derived = self._derive(self.a.data)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("derive", [lambda a: a.to(torch.float32), lambda a: a.t().reshape(-1)])
+def test_what_a_model_derives_is_seen_in_either_mode(
+    mode: Callable[[], AbstractContextManager[None]], derive: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    with mode():
+        recording = record(Engine(Deriving(derive), 0), [Source("a", BF16, (8, 16), None)])
+    assert recording.derives and len(recording.copies) == 1
+
+
+class Joining(torch.nn.Module):
+    """Joins two tensors, and puts the result elsewhere in another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = torch.nn.Parameter(torch.zeros(4, 64, dtype=BF16), requires_grad=False)
+
+    def load_weights(self, weights: Weights) -> None:
+        parts = dict(weights)
+        self.p.data.copy_(torch.cat([parts["a"], parts["b"]]).view(4, 64))
+
+
+def test_a_joined_tensor_in_another_shape_is_left_to_the_model() -> None:
+    sources = [Source(name, BF16, (1, 128), None) for name in ("a", "b")]
+    plan = make_plan(Engine(Joining(), 0), sources, CPU)
+    assert not plan.planned and set(plan.refused) == {"a", "b"}
