@@ -47,7 +47,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--bucket-mb", type=int, default=512)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--override", action="append", default=[], help="a Hydra override for all ways")
-    parser.add_argument("--timeout", type=float, default=180.0, help="seconds per try, which then counts as died")
+    parser.add_argument(
+        "--timeout", type=float, default=350.0, help="seconds per try, which says nothing if they end it"
+    )
     parser.add_argument("--budget", type=float, help="seconds for all tries; one starts only with --timeout left")
     parser.add_argument("--work", type=Path, help="folder for model, prompts and logs; default: temporary")
     parser.add_argument("--out", type=Path, required=True)
@@ -82,8 +84,8 @@ def case_of(args: argparse.Namespace, way: str, share: float) -> cases.Case:
 
 def attempt(
     args: argparse.Namespace, way: str, share: float, paths: cases.Paths, work: Path
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """One try: what became of it, and the run where it survived."""
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """One try: what became of it, and the run where it survived. None: its limit ended it, and memory did not."""
     case, variant = case_of(args, way, share), search.WAYS[way][0]
     if args.device == "cuda" and not machine.wait_until_idle():
         print("warning: device memory is still in use before the ballast", file=sys.stderr)
@@ -96,8 +98,8 @@ def attempt(
     log = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     found: dict[str, Any] = {"way": way, "share": share, "survived": survived, "kv_tokens": search.kv_tokens(log)}
     found["reason"] = "" if survived else search.reason(log)
-    if not survived and time.monotonic() - started >= args.timeout:
-        found["reason"] = f"ended by the limit of {args.timeout:.0f} s; {found['reason']}"[: search.LONGEST]
+    if not survived and time.monotonic() - started >= args.timeout and not search.ran_out(log):
+        return None, None
     if run is None or not survived:
         return found, None
     run["settings"].update(harness=HARNESS, way=way, share=share, ballast_gb=args.ballast_gb)
@@ -125,6 +127,9 @@ def measure(args: argparse.Namespace, work: Path) -> int:
             print(f"no time left for {way} {share}: the same command goes on there", file=sys.stderr, flush=True)
             return 1
         found, run = attempt(args, way, share, paths, work)
+        if found is None:
+            print(f"{way} {share} was ended by --timeout {args.timeout:.0f}: raise it", file=sys.stderr, flush=True)
+            return 1
         attempts.append(found)
         runs += [run] if run is not None else []
         print(json.dumps(found), flush=True)

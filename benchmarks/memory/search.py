@@ -23,6 +23,11 @@ def kv_tokens(log: str) -> int | None:
     return min((int(value) for value in _TOKENS.findall(log)), default=None)
 
 
+def ran_out(log: str) -> bool:
+    """Whether a log tells of memory that could not be had."""
+    return _OUT_OF_MEMORY.search(log) is not None
+
+
 def reason(log: str) -> str:
     """The first line of a log about memory that could not be had, else its last line that is not empty."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]

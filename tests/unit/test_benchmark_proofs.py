@@ -92,6 +92,23 @@ def test_memory_search_ends_at_the_highest_share_that_survives_and_goes_on_where
     assert tried == whole[4:]
 
 
+@pytest.mark.parametrize("ran_out", [False, True])
+def test_a_try_that_its_limit_ends_says_nothing_unless_memory_ran_out(
+    ran_out: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--case", "x", "--model-size", "tiny", "--shares", "0.9", "--ways", "stock", "--device", "cpu"]
+    args = memory.arguments([*words, "--timeout", "0", "--out", str(tmp_path / "x.json")])
+
+    def run(case: Any, variant: str, *_: Any, **__: Any) -> None:
+        log = tmp_path / f"{case.name}-{variant}-0.log"
+        log.write_text("CUDA out of memory" if ran_out else "on its way")
+
+    monkeypatch.setattr(memory.phase, "prepare", lambda *_: None)
+    monkeypatch.setattr(memory.phase, "run_variant", run)
+    assert memory.measure(args, tmp_path) == (0 if ran_out else 1)
+    assert args.out.exists() is ran_out is ("raise it" not in capsys.readouterr().err)
+
+
 def test_log_of_a_try_says_what_fits_and_what_ended_it() -> None:
     log = (
         "max_total_num_tokens=900, chunked\nmax_total_num_tokens=800,\ntorch.OutOfMemoryError: CUDA out of memory.\nend"

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, RayTaskError
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from verl_sync_plugin.errors import HalfWrittenError
 from verl_sync_plugin.hooks.llm_client import OutlivingLLMServerClient, SpanningLLMServerClient, of_separate_rollout
 from verl_sync_plugin.hooks.trainer import reporting
 
@@ -117,3 +118,22 @@ def test_what_a_dead_server_was_asked_for_goes_to_another_one(monkeypatch: pytes
     )
     output = asyncio.run(client.generate("request", prompt_ids=[1], sampling_params={}))
     assert output.token_ids == [1] and removed == [["dead"]] and cleared
+
+
+def test_what_came_behind_a_failed_sync_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ray raises it here: the driver runs such a sync once more, or ends the run."""
+    client = client_of([("length", WHOLE)], monkeypatch)
+    acquire, asked = LLMServerClient._acquire_server, list[str]()
+
+    async def half_written(**_: Any) -> TokenOutput:
+        asked.append("half written")
+        raise RayTaskError("generate", "", HalfWrittenError("a replica died")).as_instanceof_cause()
+
+    async def acquired(self: Any, request_id: str, **more: Any) -> tuple[str, Any]:
+        if len(asked) > 1:
+            return await acquire(self, request_id, **more)
+        return "server", SimpleNamespace(generate=SimpleNamespace(remote=half_written))
+
+    monkeypatch.setattr(LLMServerClient, "_acquire_server", acquired)
+    output = asyncio.run(client.generate("request", prompt_ids=[1], sampling_params={}))
+    assert output.token_ids == [1] and len(asked) == 2
