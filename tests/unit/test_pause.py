@@ -215,6 +215,7 @@ def test_others_than_separate_rollouts_of_ours_abort(
         server = server_with(manager, pause, mode, backend)
         await synced(server)
         assert manager.asked == ABORTING
+        assert manager.aborted == (mode == HYBRID), "what verl syncs is left as it is"
         await server.abandon_sync("another rank failed")
         await server.resume_generation()  # as verl's
 

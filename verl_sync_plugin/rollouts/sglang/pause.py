@@ -30,7 +30,7 @@ POLL_SECONDS = 0.002
 class PausingServer(SGLangHttpServer):
     """verl's server with the gate before generation, and ``custom.sync.pause`` where the rollout is separate.
 
-    In hybrid mode verl's calls are left as they are: it aborts requests there to put an engine to sleep.
+    In hybrid mode verl aborts requests to put an engine to sleep; all that is added there is that it takes no second.
 
     Attributes:
         separate: the rollout shares no GPU with the trainer, and the plugin syncs it.
@@ -95,7 +95,7 @@ class PausingServer(SGLangHttpServer):
             if self.keeps_requests and self.node_rank == 0:
                 await self.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode=self.pause))
             elif not self.keeps_requests:
-                if self.separate and self.node_rank == 0:
+                if self.node_rank == 0 and (self.separate or self.rollout_mode == RolloutMode.HYBRID):
                     await end_requests(self.tokenizer_manager)
                 await super().abort_all_requests()
         except BaseException:
