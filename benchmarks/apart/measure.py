@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from benchmarks import floor, link, machine, models, schema
+from benchmarks import floor, gauges, link, machine, models, schema
 from benchmarks.apart import peer
 from benchmarks.soak import apart, trainers
 from benchmarks.transfer import measure as transfer
@@ -26,6 +27,8 @@ from benchmarks.transfer.peer import digest
 
 KIND = f"{trainers.SEPARATE}megatron"
 VARIANTS = ("plugin", peer.NAME)
+WAIT_SECONDS = 30.0
+IDLE_BYTES = 2 << 30
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -117,14 +120,23 @@ def compare(args: argparse.Namespace, trained: Any, folder: Path, work: Path) ->
         # every byte comes over the link between the two GPUs
         run["settings"].update(rollout_gpus=1, floor_seconds=made.nbytes / floor.LINK_BYTES_PER_SECOND)
         runs.append(run)
-        for what in ("tokens", "digest"):
-            if samples[what] != runs[0]["samples"][what]:
-                raise RuntimeError(f"{variant}: the engine's {what}: {samples[what]}, not {runs[0]['samples'][what]}")
+        # Greedy tokens of random weights may differ between engines that differ in their kernels
+        what = "digest" if args.device == "cuda" else "tokens"
+        if samples[what] != runs[0]["samples"][what]:
+            raise RuntimeError(f"{variant}: the engine's {what}: {samples[what]}, not {runs[0]['samples'][what]}")
+        _wait_for_memory()
         result = machine.result(args.case, command_line(args), runs)
         if rate is not None:
             result["machine"]["link_bytes_per_second"] = rate
         assert not schema.problems(result), schema.problems(result)
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def _wait_for_memory() -> None:
+    """An engine that has ended gives its device memory back with a delay; the next one counts what is free."""
+    end = time.monotonic() + WAIT_SECONDS
+    while (gauges.device_used_bytes(1) or 0) > IDLE_BYTES and time.monotonic() < end:
+        time.sleep(0.5)
 
 
 def main(argv: list[str] | None = None) -> int:
