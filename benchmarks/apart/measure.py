@@ -124,12 +124,12 @@ def compare(args: argparse.Namespace, trained: Any, folder: Path, work: Path) ->
         what = "digest" if args.device == "cuda" else "tokens"
         if samples[what] != runs[0]["samples"][what]:
             raise RuntimeError(f"{variant}: the engine's {what}: {samples[what]}, not {runs[0]['samples'][what]}")
-        _wait_for_memory()
         result = machine.result(args.case, command_line(args), runs)
         if rate is not None:
             result["machine"]["link_bytes_per_second"] = rate
         assert not schema.problems(result), schema.problems(result)
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        _wait_for_memory()
 
 
 def _wait_for_memory() -> None:
