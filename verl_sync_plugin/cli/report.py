@@ -8,10 +8,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from verl_sync_plugin.timeline.page import page_of
-from verl_sync_plugin.timeline.read import read_run
-from verl_sync_plugin.timeline.trace import sync_of_step, trace_of
-
 PAGE = "sync-report.html"
 
 
@@ -34,6 +30,11 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: the report file or an option cannot be used; names it and the remedy.
     """
+    # Here, so that the doctor also starts where these cannot be imported
+    from verl_sync_plugin.timeline.page import page_of
+    from verl_sync_plugin.timeline.read import read_run
+    from verl_sync_plugin.timeline.trace import sync_of_step, trace_of
+
     if arguments.step is not None and arguments.trace is None:
         raise ValueError("--step says of which sync the trace is; say where that goes with --trace OUT.json")
     source: Path = arguments.source
