@@ -177,6 +177,20 @@ def test_a_pause_waits_in_short_turns_for_requests_that_end(server_with: Make) -
     asyncio.run(story())
 
 
+@pytest.mark.parametrize("pause", ["abort", "retract"])
+def test_a_pause_that_fails_holds_nobody(pause: str, server_with: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        manager = Manager()
+        manager.answers.set()
+        server = server_with(manager, pause)
+        monkeypatch.setattr(manager, "pause_generation", AsyncMock(side_effect=OSError("SGLang is gone")))
+        with pytest.raises(OSError, match="SGLang is gone"):
+            await server.abort_all_requests()
+        assert (await asyncio.wait_for(server.generate([1], {"max_new_tokens": 1}, "request"), 1)).token_ids == [1]
+
+    asyncio.run(story())
+
+
 def test_nothing_goes_on_without_the_memory_that_a_driver_has_released(server_with: Make) -> None:
     async def story() -> None:
         manager = Manager()
