@@ -139,8 +139,8 @@ class Turned:
             value.copy_(value.flip(0))
 
 
-def colocated(trained: Any, server: Any, bucket_mb: int, device: str, work: Path) -> Plugin:
-    """The phase of a colocated trainer, by the sharding manager that a run of verl would have. ``work`` is not used."""
+def colocated(trained: Any, server: Any, bucket_mb: int, device: str) -> Plugin:
+    """The phase of a colocated trainer, by the sharding manager that a run of verl would have."""
     import torch
 
     from benchmarks.transfer.server import ServerEndpoint
@@ -180,8 +180,8 @@ class Trained:
         self.server = server
         self._turned = Turned(trained)
         separate = kind.startswith(SEPARATE)
-        way = Apart if separate else colocated
-        self.way = way(trained, server, bucket_mb, device, work)
+        given = (trained, server, bucket_mb, device)
+        self.way = Apart(*given, work) if separate else colocated(*given)
         self._adapter = ADAPTER if kind.endswith(SERVED) else ""
         self.devices = (0, 1) if separate else (0,)
         self.nbytes = self.tensors = 0

@@ -84,12 +84,16 @@ def test_what_marks_disprove_stays_with_the_model_although_weights_are_alike() -
     receiver.sync(4.0, 5.0)
 
 
-def test_what_earlier_syncs_have_replayed_to_the_wrong_places_ends_the_sync() -> None:
+@pytest.mark.parametrize("verified", [True, False])
+def test_what_earlier_syncs_have_replayed_to_the_wrong_places_ends_the_sync(verified: bool) -> None:
+    """And the syncs behind it are exact, whether or not they are verified."""
     receiver = Receiver()
     receiver.sync(1.0, 1.0, verified=False)  # the comparison with the model's own load finds no difference
     assert receiver.unpacker.plan.planned
     with pytest.raises(ValueError, match=r"a, b elsewhere than earlier syncs did\. Set .*copy_plan=False"):
         receiver.sync(2.0, 3.0)
+    receiver.sync(4.0, 5.0, verified=verified)
+    receiver.sync(6.0, 7.0, verified=verified)
 
 
 class Deriving(torch.nn.Module):

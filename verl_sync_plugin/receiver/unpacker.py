@@ -89,16 +89,16 @@ class Unpacker:
         the model is replayed at once; what is wrong is left to the model, for weights that are alike would hide it.
 
         Raises:
-            ValueError: something is wrong in a plan that earlier syncs have replayed.
+            ValueError: something is wrong in a plan that earlier syncs have replayed; the next sync leaves it out.
         """
         if self._judged or self._key.now() != self.layout:
             return
         self._judged, (proven, wrong) = True, judge(self.plan)
-        if wrong and self._trusted:
-            raise ValueError(f"its load puts {', '.join(wrong[:5])} elsewhere than earlier syncs did. {REMEDY}")
         for name in wrong:
             self.plan.refuse(name, ELSEWHERE)
         self._replay = self._compile() if wrong else self._replay
+        if wrong and self._trusted:
+            raise ValueError(f"its load puts {', '.join(wrong[:5])} elsewhere than earlier syncs did. {REMEDY}")
         if proven and self.plan.planned and not self.plan.refused and not self._trusted:
             self._trusted = self._settled = True
             self._say()
@@ -122,7 +122,6 @@ class Unpacker:
         plan = make_plan(self._model, self._sources, self.device)
         self.recording, plan.recording = plan.recording, None
         self.uses.recorded(plan.uses)
-        self._replay_watched = False
         return plan if copy_plan else CopyPlan(uses=plan.uses)
 
     @property
@@ -184,6 +183,7 @@ class Unpacker:
 
     def _compile(self) -> Replay:
         assert self._copier is not None, "begin() comes first"
+        self._replay_watched = False  # other leftovers than before
         return Replay(self.plan, self.manifest, self._copier, self._whole)
 
     def load(self, index: int, slots: Sequence[torch.Tensor]) -> None:

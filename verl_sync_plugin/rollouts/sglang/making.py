@@ -86,7 +86,7 @@ def make_separate(incoming: Incoming, config: Any, model_config: Any, server: An
     # What no sync writes stays what the engine began with: it never releases its weights
     real = not str(config.load_format).startswith("dummy")
     # A server whose driver has released its KV cache flushes when that is back, whatever it is asked
-    after_death = membership.ranks.after_loss
-    endpoint = ServerActorEndpoint(server, place, ranks, real, sync.timeout_seconds, True, after_death)
+    after_death, seconds = membership.ranks.after_loss, sync.timeout_seconds
+    endpoint = ServerActorEndpoint(server, place, ranks, real, seconds, awake_behind_load=True, after_death=after_death)
     say(f"rollout rank {membership.ranks.rank}: engine rank {place} of {len(ranks)}, separate from the trainer")
     return SeparateRollout(membership.ranks, endpoint, sync, trainer_device())
