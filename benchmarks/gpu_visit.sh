@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # Measures cases on an offline GPU machine, in one visit.
 #   COMMIT=... bash benchmarks/gpu_visit.sh [HARNESS] ARGUMENTS [-- [HARNESS] ARGUMENTS ...]
-# HARNESS is phase (where none is named), training, memory, rollouts, transfer, apart or soak.
+# HARNESS is phase (where none is named), training, memory, rollouts, transfer, apart, pauses or soak.
 # Each case takes the arguments of that harness but --work and --out; --profile of
 # phase and transfer takes no folder here. Run it in the repository's root, next to the payload in .gpu; results
 # (CASE.json), profiles (CASE-profile.json and .md), traces (traces.tgz) and logs (logs.tgz) go to $OUT.
-# VISIT_SECONDS bounds the whole visit, CASE_SECONDS a case of transfer, apart or soak (phase has its --timeout).
+# VISIT_SECONDS bounds the whole visit, CASE_SECONDS a case of transfer, apart, pauses or soak (phase has its --timeout).
 # "model --size SIZE" only makes a model for phase.
 #   COMMIT=... bash benchmarks/gpu_visit.sh --lanes FILE
 # runs several lanes at the same time, each on GPUs of its own: a line "lane 0,1" of the file opens one, every other line
@@ -47,7 +47,7 @@ run_case() {
     python3 -m benchmarks.models "$@" --out "$BENCH/work/model-$2" --device cuda
     return
   fi
-  case "$1" in phase | training | memory | rollouts | transfer | apart | soak) harness=$1 && shift ;; esac
+  case "$1" in phase | training | memory | rollouts | transfer | apart | pauses | soak) harness=$1 && shift ;; esac
   for word in "$@"; do
     [ "$previous" = --case ] && name=$word
     previous=$word

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times the transfer from verl's Megatron trainer on one GPU into an SGLang engine on another, beside a peer's.
+"""Times the transfer from verl's trainer on one GPU into an SGLang engine on another, beside verl's own and a peer's.
 
-``python -m benchmarks.apart --case transfer-dense-7b-awex-2gpu --model 7b --out results.json``
+``python -m benchmarks.apart --case transfer-dense-7b-apart-2gpu --model 7b --out results.json``
 
-Each variant has an engine of its own, which starts with other weights. ``plugin`` makes the calls that verl makes
-around every sync of a separate rollout; ``awex`` is another project's (``peer.py``). SGLang's own checksums of all
-parameters have to be the same behind both.
+Each variant has an engine of its own, which starts with other weights. ``plugin`` and ``stock`` (verl's backend
+``nccl``) get the calls that verl makes around every sync of a separate rollout; ``awex`` is another project's
+(``peer.py``). SGLang's own checksums of all parameters have to be the same behind all.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from benchmarks.transfer import measure as transfer
 from benchmarks.transfer import rig
 from benchmarks.transfer.peer import digest
 
-KIND = f"{trainers.SEPARATE}megatron"
-VARIANTS = ("plugin", peer.NAME)
+TRAINERS = ("megatron", "fsdp2")
+VARIANTS = ("plugin", "stock", peer.NAME)
 WAIT_SECONDS = 30.0
 IDLE_BYTES = 2 << 30
 
@@ -38,6 +38,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--case", required=True)
     parser.add_argument("--model", choices=sorted(models.SHAPES), required=True)
+    parser.add_argument("--trainer", choices=TRAINERS, default=TRAINERS[0])
     parser.add_argument("--bucket-mb", type=int, default=2048)
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--repeat", type=int, default=5, help="measured syncs per variant")
@@ -46,19 +47,23 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
     args.variants, args.trainer_dtype = args.variants.split(","), "bfloat16"
+    args.kind = trainers.SEPARATE + args.trainer
     if unknown := set(args.variants) - set(VARIANTS):
         parser.error(f"unknown variants {sorted(unknown)}; choose from {', '.join(VARIANTS)}")
     if args.variants[0] != VARIANTS[0]:
         parser.error(f"--variants: {VARIANTS[0]} comes first, which tells how much is sent")
-    if peer.NAME in args.variants and args.device != "cuda":
-        parser.error(f"--variants {peer.NAME}: with --device cuda")
+    for name in set(args.variants) - {VARIANTS[0]} if args.device != "cuda" else ():
+        parser.error(f"--variants {name}: with --device cuda")
+    if peer.NAME in args.variants and args.trainer != TRAINERS[0]:
+        parser.error(f"--variants {peer.NAME}: knows no other trainer than {TRAINERS[0]}")
     return args
 
 
 def command_line(args: argparse.Namespace) -> str:
     """The command that measures the same again, without the paths of this machine."""
-    words = f"--case {args.case} --model {args.model} --bucket-mb {args.bucket_mb} --variants {','.join(args.variants)}"
-    return f"python -m benchmarks.apart {words} --repeat {args.repeat} --device {args.device}"
+    words = f"--case {args.case} --model {args.model} --trainer {args.trainer} --bucket-mb {args.bucket_mb}"
+    words += f" --variants {','.join(args.variants)} --repeat {args.repeat} --device {args.device}"
+    return f"python -m benchmarks.apart {words}"
 
 
 class Peer:
@@ -88,17 +93,29 @@ class Plugin(trainers.Trained):
         self.server.stop()
 
 
+class Stock(Plugin):
+    """Likewise, of verl's own backend, which does not say how much it sent."""
+
+    def sync(self) -> dict[str, Any]:
+        return self.way.sync()
+
+
 def bench(
     variant: str, args: argparse.Namespace, trained: Any, folder: Path, work: Path, sent: tuple[int, int]
 ) -> Peer | Plugin:
-    """A variant with its engine."""
+    """A variant with its engine; ``sent``: how many tensors and bytes, where it does not say so itself."""
     from benchmarks.transfer.server import Server
 
     if variant == peer.NAME:
         return Peer(trained, folder, sent)
     where = apart.second_gpu(args.device)
     server = Server(folder, args.device, work / f"{variant}-server.log", variables=where)
-    return Plugin(KIND, trained, server, args.bucket_mb, work, args.device)
+    given = (args.kind, trained, server, args.bucket_mb, work, args.device)
+    if variant == VARIANTS[0]:
+        return Plugin(*given)
+    made = Stock(*given, stock=True)
+    made.tensors, made.nbytes = sent
+    return made
 
 
 def compare(args: argparse.Namespace, trained: Any, folder: Path, work: Path) -> None:
@@ -118,7 +135,8 @@ def compare(args: argparse.Namespace, trained: Any, folder: Path, work: Path) ->
             sent = (made.tensors, made.nbytes)
             run = transfer.run_of(args, variant, args.bucket_mb, samples, made)
         # every byte comes over the link between the two GPUs
-        run["settings"].update(rollout_gpus=1, floor_seconds=made.nbytes / floor.LINK_BYTES_PER_SECOND)
+        lowest = made.nbytes / floor.LINK_BYTES_PER_SECOND
+        run["settings"].update(trainer=args.trainer, rollout_gpus=1, floor_seconds=lowest)
         runs.append(run)
         # Greedy tokens of random weights may differ between engines that differ in their kernels
         what = "digest" if args.device == "cuda" else "tokens"
@@ -147,6 +165,6 @@ def main(argv: list[str] | None = None) -> int:
         peer.prepare()
     with rig.one_rank(work, args.device):
         folder = work / args.model
-        trained = trainers.engine(KIND, args.model, folder, args.device)
+        trained = trainers.engine(args.kind, args.model, folder, args.device, args.trainer_dtype)
         compare(args, trained, folder, work)
     return 0

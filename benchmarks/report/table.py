@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks import floor, schema
 from benchmarks.report import (
     memory_table,
+    pauses_table,
     report_table,
     rollouts_table,
     separate_table,
@@ -44,7 +45,7 @@ HEAD = (
     "peak device",
     "peak host",
 )
-HARNESSES = ("phase", "transfer", "soak", "report", "training", "memory", "rollouts")
+HARNESSES = ("phase", "transfer", "soak", "report", "training", "memory", "rollouts", "pauses")
 EMPTY = "No results yet."
 
 
@@ -137,6 +138,7 @@ def render(results: list[dict[str, Any]]) -> str:
     lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)] if phases else []
     lines += ["| " + " | ".join(row) + " |" for result in phases for row in _rows(result)]
     lines += separate_table.render(phases)
+    lines += pauses_table.render(by_harness["pauses"])
     lines += transfer_table.render(by_harness["transfer"])
     lines += throughput_table.render([*phases, *by_harness["report"]])
     lines += rollouts_table.render(by_harness["rollouts"])

@@ -2,7 +2,7 @@
 """A separate rollout: the process that verl puts beside an engine rank, and the trainer's end of it.
 
 What verl's driver calls through Ray comes through a pipe here. On GPUs the trainer computes on the first of those that
-are visible, the rollout on the second.
+are visible, the rollout on the second. Besides ours, verl's own ``nccl`` backend can be at both ends.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+from collections.abc import Callable, Coroutine
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from benchmarks.soak.trainers import TIMEOUT_SECONDS
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SYNC = {"timeout_seconds": TIMEOUT_SECONDS}
+STOCK = "nccl"  # verl's backend
 
 
 def second_gpu(device: str) -> dict[str, str]:
@@ -26,12 +28,8 @@ def second_gpu(device: str) -> dict[str, str]:
     return {VISIBLE: os.environ.get(VISIBLE, "0,1").split(",")[1]} if device == "cuda" else {}
 
 
-def _rollout(pipe: Connection, server: Any, folder: str, bucket_bytes: int) -> None:
-    """The rollout rank: answers calls until the pipe closes."""
-    import torch.distributed as dist
-
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{os.getpid()}", rank=0, world_size=1)
+def _ours(server: Any, bucket_bytes: int) -> tuple[Any, Callable[[Any, int], Coroutine[Any, Any, Any]]]:
+    """The rollout's end of the plugin's backend, and what does with its weights as verl's rollout adapter would."""
     from benchmarks.transfer.server import ServerEndpoint
     from verl_sync_plugin.config.settings import SyncConfig
     from verl_sync_plugin.hooks.checkpoint_engine import SyncCheckpointEngine
@@ -39,25 +37,57 @@ def _rollout(pipe: Connection, server: Any, folder: str, bucket_bytes: int) -> N
     from verl_sync_plugin.sync.separate.managers import SeparateRollout
     from verl_sync_plugin.trainers.base import trainer_device
 
-    engine = SyncCheckpointEngine(bucket_bytes, None, sync=SYNC)
-
     def make(incoming: Any) -> SeparateRollout:
         endpoint = ServerEndpoint(server, ranks=incoming.membership.engine_ranks)
         return SeparateRollout(incoming.ranks, endpoint, SyncConfig.from_mapping(SYNC), trainer_device())
 
-    receiver = SeparateReceiver(make)
+    return SyncCheckpointEngine(bucket_bytes, None, sync=SYNC), SeparateReceiver(make).receive
+
+
+def _stock(server: Any, bucket_bytes: int, cluster: str) -> tuple[Any, Callable[[Any, int], Coroutine[Any, Any, Any]]]:
+    """Likewise of verl's backend ``nccl``."""
+    from benchmarks.transfer.server import StockPath
+
+    path = StockPath(server)
+    return stock_engine(bucket_bytes, False, cluster), lambda weights, version: path.load(weights, bucket_bytes)
+
+
+def stock_engine(bucket_bytes: int, master: bool, cluster: str | None = None) -> Any:
+    """verl's ``nccl`` checkpoint engine in this process.
+
+    Its collectives are Ray's, which want to be called in an actor but ask nothing of it: two drivers of one cluster do.
+
+    Args:
+        bucket_bytes: size of each of its two buffers.
+        master: whether this is trainer rank 0.
+        cluster: address of the Ray cluster; if it is not given, a new one.
+    """
+    import ray
+    import ray.util.collective.collective as collective
+    from verl.checkpoint_engine.base import CheckpointEngineRegistry
+
+    ray.init(cluster, namespace=STOCK, include_dashboard=False, log_to_driver=False)
+    collective._check_inside_actor = lambda: None
+    return CheckpointEngineRegistry.new(STOCK, bucket_bytes, is_master=master)
+
+
+def _rollout(pipe: Connection, server: Any, folder: str, bucket_bytes: int, cluster: str | None) -> None:
+    """The rollout rank: answers calls until the pipe closes."""
+    import torch.distributed as dist
+
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{os.getpid()}", rank=0, world_size=1)
+    engine, receive = _stock(server, bucket_bytes, cluster) if cluster else _ours(server, bucket_bytes)
     while True:
         try:
-            what, *given = pipe.recv()
+            what, given = pipe.recv()
         except EOFError:
             return
-        if what == "prepare":
-            pipe.send(engine.prepare())
-        elif what == "join":
-            pipe.send(engine.init_process_group(*given))
+        if what == "update_weights":
+            answer = asyncio.run(receive(engine.receive_weights(**given), given["global_steps"]))
         else:
-            asyncio.run(receiver.receive(engine.receive_weights(*given), *given))
-            pipe.send(None)
+            answer = getattr(engine, what)(**given)
+        pipe.send(answer)
 
 
 class Apart:
@@ -69,38 +99,54 @@ class Apart:
         bucket_mb: size of a bucket in MiB.
         device: ``cuda`` or ``cpu``.
         folder: where the rollout rank makes its process group.
+        stock: by verl's backend ``nccl``, on GPUs only; else by ours.
     """
 
-    def __init__(self, trained: Any, server: Any, bucket_mb: int, device: str, folder: Path) -> None:
+    def __init__(
+        self, trained: Any, server: Any, bucket_mb: int, device: str, folder: Path, stock: bool = False
+    ) -> None:
         from benchmarks.transfer.server import Client
         from verl_sync_plugin.hooks.checkpoint_engine import SyncCheckpointEngine
 
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        given = (theirs, Client(server.port), str(folder), bucket_mb << 20)
+        self._trained, self._stock, self._version = trained, stock, 0
+        cluster = None
+        if stock:
+            import ray
+
+            self._engine = stock_engine(bucket_mb << 20, True)
+            cluster = ray.get_runtime_context().gcs_address
+        else:
+            self._engine = SyncCheckpointEngine(bucket_mb << 20, True, sync=SYNC)
+        given = (theirs, Client(server.port, server.model), str(folder), bucket_mb << 20, cluster)
         self.process = context.Process(target=_rollout, args=given, daemon=True)
         with patch.dict(os.environ, second_gpu(device)):
             self.process.start()
         theirs.close()
-        self._engine = SyncCheckpointEngine(bucket_mb << 20, True, sync=SYNC)
-        self._stream, _ = trained.get_per_tensor_param()
-        self._version = 0
 
-    def _ask(self, *call: Any) -> Any:
-        self._pipe.send(call)
+    def _both(self, what: str, ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[Any, Any]:
+        """One call on both ends at the same time; its answers."""
+        self._pipe.send((what, theirs))
+        return getattr(self._engine, what)(**ours), self._pipe.recv()
 
     def sync(self) -> dict[str, Any]:
-        """One sync, with the rounds of calls that verl makes around it."""
+        """One sync, with the rounds of calls that verl makes around it; the plugin's report of it."""
         self._version += 1
-        self._ask("prepare")
-        members = [self._engine.prepare(), self._pipe.recv()]
-        ours, theirs = self._engine.build_topology(1, 1, members)
-        self._ask("join", theirs["rank"][0], theirs["members"][0])
-        self._engine.init_process_group(ours["rank"][0], ours["members"][0])
+        weights, _ = self._trained.get_per_tensor_param()
+        members = self._both("prepare", {}, {})
+        ours, theirs = (
+            {name: each[0] for name, each in topology.items()}
+            for topology in self._engine.build_topology(1, 1, list(members))
+        )
+        self._both("init_process_group", ours, theirs)
+        version = {"global_steps": self._version}
+        self._pipe.send(("update_weights", version))
+        asyncio.run(self._engine.send_weights(weights, **version))
         self._pipe.recv()
-        self._ask("sync", self._version)
-        asyncio.run(self._engine.send_weights(self._stream, self._version))
-        self._pipe.recv()
+        self._both("finalize", {}, {})
+        if self._stock:
+            return {}
         manager = self._engine._manager
         assert manager is not None, "it has sent"
         return manager.report.as_dict()
@@ -108,3 +154,7 @@ class Apart:
     def close(self) -> None:
         self._pipe.close()
         self.process.join(20)
+        if self._stock:
+            import ray
+
+            ray.shutdown()

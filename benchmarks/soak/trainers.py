@@ -51,7 +51,7 @@ def server_options(kind: str, device: str) -> list[str]:
     ]
 
 
-def engine(kind: str, model: str, folder: Path, device: str) -> Any:
+def engine(kind: str, model: str, folder: Path, device: str, dtype: str = "fp32") -> Any:
     """verl's training engine with random weights; ``torch.distributed`` has one rank.
 
     Args:
@@ -59,6 +59,7 @@ def engine(kind: str, model: str, folder: Path, device: str) -> Any:
         model: of ``benchmarks.models.SHAPES``.
         folder: for its checkpoint.
         device: ``cuda`` or ``cpu``.
+        dtype: what FSDP2 holds its parameters in; Megatron has bf16 and its optimizer the rest.
     """
     if device == "cuda":
         import torch
@@ -72,13 +73,13 @@ def engine(kind: str, model: str, folder: Path, device: str) -> Any:
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", RAY_LOCAL_WORLD_SIZE="1")
     models.write_model(model, folder, device)
     strategy = "megatron" if "megatron" in kind else "fsdp2"
-    parts = _megatron(folder, device) if strategy == "megatron" else _fsdp2(folder, kind)
+    parts = _megatron(folder, device) if strategy == "megatron" else _fsdp2(folder, kind, dtype)
     built = EngineRegistry.new("language_model", strategy, *parts, CheckpointConfig())
     built.initialize()
     return built
 
 
-def _fsdp2(folder: Path, kind: str) -> tuple[Any, Any, Any]:
+def _fsdp2(folder: Path, kind: str, dtype: str) -> tuple[Any, Any, Any]:
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 
     lora: dict[str, Any] = {}
@@ -91,7 +92,7 @@ def _fsdp2(folder: Path, kind: str) -> tuple[Any, Any, Any]:
         override_config={"attn_implementation": "sdpa"},
         **lora,
     )
-    config = FSDPEngineConfig(strategy="fsdp2", use_torch_compile=False)
+    config = FSDPEngineConfig(strategy="fsdp2", use_torch_compile=False, model_dtype=dtype)
     return model, config, FSDPOptimizerConfig(lr=1e-3, total_training_steps=10)
 
 
@@ -166,6 +167,7 @@ class Trained:
         bucket_mb: size of a bucket in MiB.
         work: a folder.
         device: ``cuda`` or ``cpu``.
+        stock: see ``apart.Apart``.
 
     Attributes:
         nbytes: of the last sync.
@@ -173,7 +175,9 @@ class Trained:
         devices: the GPUs whose memory matters.
     """
 
-    def __init__(self, kind: str, trained: Any, server: Any, bucket_mb: int, work: Path, device: str) -> None:
+    def __init__(
+        self, kind: str, trained: Any, server: Any, bucket_mb: int, work: Path, device: str, stock: bool = False
+    ) -> None:
         from benchmarks.soak.apart import Apart
         from benchmarks.transfer.server import ADAPTER
 
@@ -181,7 +185,7 @@ class Trained:
         self._turned = Turned(trained)
         separate = kind.startswith(SEPARATE)
         given = (trained, server, bucket_mb, device)
-        self.way = Apart(*given, work) if separate else colocated(*given)
+        self.way = Apart(*given, work, stock) if separate else colocated(*given)
         self._adapter = ADAPTER if kind.endswith(SERVED) else ""
         self.devices = (0, 1) if separate else (0,)
         self.nbytes = self.tensors = 0

@@ -40,14 +40,14 @@ _CPU = (
 
 
 class Client:
-    """Whoever knows the port of a server.
+    """Whoever knows the port of a server, and the folder of its model's config.
 
     Attributes:
         adapter: generation is asked of this one, where SGLang serves any.
     """
 
-    def __init__(self, port: int) -> None:
-        self.port = port
+    def __init__(self, port: int, model: Path) -> None:
+        self.port, self.model = port, model
         self.adapter = ""
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -95,7 +95,7 @@ class Server(Client):
         options: Sequence[str] = (),
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        super().__init__(_free_port())
+        super().__init__(_free_port(), model)
         common = "--load-format dummy --skip-tokenizer-init --sampling-backend pytorch --grammar-backend none"
         words = f"{common} --skip-server-warmup --log-level warning {_CPU if device == 'cpu' else _CUDA}".split()
         words += options
@@ -108,7 +108,6 @@ class Server(Client):
                 [*command, *words, "--custom-weight-loader", LOADER], stdout=output, stderr=subprocess.STDOUT, env=env
             )
         self._log = log
-        self.model = model
         self._wait()
 
     def _wait(self) -> None:
@@ -239,7 +238,7 @@ class _Post(PendingLoad):
 class StockPath:
     """verl 0.9.1's own way for a colocated rollout: bucket, serialize, POST; then one flush."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Client) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter
 
@@ -251,13 +250,16 @@ class StockPath:
 
     async def sync(self, named: list[tuple[str, Any]], bucket_mb: int) -> int:
         """One sync; returns the number of buckets."""
+        # verl gathers every parameter into a new tensor
+        return await self.load(((name, tensor.clone()) for name, tensor in named), bucket_mb << 20)
+
+    async def load(self, named: Any, bucket_bytes: int) -> int:
+        """Loads what an iterator yields, whether or not it is asynchronous; returns the number of buckets."""
         from sglang.srt.weight_sync.utils import update_weights
         from verl.workers.rollout.sglang_rollout.utils import get_named_tensor_buckets
 
         count = 0
-        # verl gathers every parameter into a new tensor
-        fresh = ((name, tensor.clone()) for name, tensor in named)
-        async for bucket in get_named_tensor_buckets(fresh, bucket_mb << 20):
+        async for bucket in get_named_tensor_buckets(named, bucket_bytes):
             await update_weights(
                 engine=self._engine, params_batch=bucket, device_mesh_key="infer_tp", device_mesh=self._mesh
             )

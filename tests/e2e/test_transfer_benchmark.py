@@ -135,6 +135,16 @@ def test_transfer_from_megatron_to_a_rollout_apart(tmp_path: Path) -> None:
     assert any(line.startswith("| apart | 1 MiB |") for line in table.render([result]).splitlines())
 
 
+@pytest.mark.slow
+@pytest.mark.extended
+def test_pauses_with_requests_in_flight(tmp_path: Path) -> None:
+    words = "--case pauses --model tiny --requests 3 --tokens 200 --ahead 20 --repeat 1"
+    runs = harness("pauses", words, tmp_path)["runs"]
+    assert [run["settings"]["way"] for run in runs] == ["stock", "abort", "retract", "in_place"]
+    paused = [run["stages"]["phase"] for run in runs]
+    assert paused[0] >= 1 > max(paused[1:]), "SGLang's own pause looks once a second"
+
+
 def harness(name: str, words: str, folder: Path) -> dict[str, Any]:
     """The result of a harness that has a training engine of verl's."""
     (folder / "benchmarks").symlink_to(ROOT / "benchmarks")

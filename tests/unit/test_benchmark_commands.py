@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TYPED = (ROOT / "benchmarks" / "README.md", ROOT / "benchmarks" / "gpu_visit.sh")
 # the script puts their names in a variable
-HARNESSES = {"phase", "training", "memory", "rollouts", "transfer", "apart", "soak"}
+HARNESSES = {"phase", "training", "memory", "rollouts", "transfer", "apart", "pauses", "soak"}
 
 
 def commands() -> set[str]:

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.apart import measure as apart_measure
 from benchmarks.phase import separate
-from benchmarks.report import table, transfer_table
+from benchmarks.report import pauses_table, table, transfer_table
 from benchmarks.soak import apart, measure, trainers
 
 
@@ -82,7 +82,13 @@ def test_the_rollout_sees_the_second_of_the_visible_gpus(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("variants", "device", "why"),
-    [("awex", "cuda", "plugin comes first"), ("plugin,awex", "cpu", "with --device cuda"), ("x", "cuda", "unknown")],
+    [
+        ("awex", "cuda", "plugin comes first"),
+        ("plugin,awex", "cpu", "with --device cuda"),
+        ("plugin,stock", "cpu", "with --device cuda"),
+        ("plugin,awex", "cuda --trainer fsdp2", "no other trainer"),
+        ("x", "cuda", "unknown"),
+    ],
 )
 def test_a_peer_is_measured_behind_the_plugin(
     variants: str, device: str, why: str, capsys: pytest.CaptureFixture[str]
@@ -107,3 +113,15 @@ def test_what_a_peer_took_is_noted_with_its_parts() -> None:
     ]
     text = "\n".join(transfer_table.render([{"case": "t", "runs": runs}]))
     assert "; awex 250 ms, of which its writer took 200 ms; checkpoint-engine 2000 ms, and 1000 ms before it to" in text
+
+
+def test_pauses_are_shown_by_server_and_mode() -> None:
+    def run(variant: str, way: str, *samples: tuple[float, float | None]) -> dict[str, Any]:
+        syncs = [{"seconds": paused, "gap": gap} for paused, gap in samples]
+        settings = {"harness": "pauses", "way": way, "requests": 64}
+        return {"variant": variant, "settings": settings, "samples": {"syncs": syncs}}
+
+    runs = [run("stock", "stock", (1.01, None)), run("plugin", "in_place", (0.012, 0.03), (0.02, 0.05), (0.01, 0.02))]
+    lines = pauses_table.render([{"case": "p", "runs": runs}])
+    assert "| `p` | verl's | – | 64 | 1010 ms | 1010 ms to 1010 ms | – | 1 |" in lines
+    assert "| `p` | ours | `in_place` | 64 | 12.0 ms | 10.0 ms to 20.0 ms | 30.0 ms | 3 |" in lines
