@@ -40,7 +40,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", choices=sorted(models.SHAPES), required=True)
     parser.add_argument("--trainer", choices=TRAINERS, default=TRAINERS[0])
     parser.add_argument("--bucket-mb", type=int, default=2048)
-    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--variants", default=f"{VARIANTS[0]},{peer.NAME}")
     parser.add_argument("--repeat", type=int, default=5, help="measured syncs per variant")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--work", type=Path, help="folder for model and log; default: temporary")

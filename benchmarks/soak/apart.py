@@ -56,6 +56,7 @@ def stock_engine(bucket_bytes: int, master: bool, cluster: str | None = None) ->
     """verl's ``nccl`` checkpoint engine in this process.
 
     Its collectives are Ray's, which want to be called in an actor but ask nothing of it: two drivers of one cluster do.
+    Their barrier takes every GPU that a process sees, which in verl is one; this process may see the rollout's as well.
 
     Args:
         bucket_bytes: size of each of its two buffers.
@@ -64,10 +65,12 @@ def stock_engine(bucket_bytes: int, master: bool, cluster: str | None = None) ->
     """
     import ray
     import ray.util.collective.collective as collective
+    from ray.util.collective.collective_group import nccl_util
     from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
     ray.init(cluster, namespace=STOCK, include_dashboard=False, log_to_driver=False)
     collective._check_inside_actor = lambda: None
+    nccl_util.get_num_gpus = lambda: 1
     return CheckpointEngineRegistry.new(STOCK, bucket_bytes, is_master=master)
 
 
