@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks import floor, gauges, link, machine, models, schema
 from benchmarks.apart import peer
+from benchmarks.command import command_line
 from benchmarks.soak import apart, trainers
 from benchmarks.transfer import measure as transfer
 from benchmarks.transfer import rig
@@ -39,6 +40,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--case", required=True)
     parser.add_argument("--model", choices=sorted(models.SHAPES), required=True)
     parser.add_argument("--trainer", choices=TRAINERS, default=TRAINERS[0])
+    parser.add_argument("--trainer-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="FSDP2 only")
     parser.add_argument("--bucket-mb", type=int, default=2048)
     parser.add_argument("--variants", default=f"{VARIANTS[0]},{peer.NAME}")
     parser.add_argument("--repeat", type=int, default=5, help="measured syncs per variant")
@@ -46,8 +48,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, help="folder for model and log; default: temporary")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
-    args.variants, args.trainer_dtype = args.variants.split(","), "bfloat16"
-    args.kind = trainers.SEPARATE + args.trainer
+    args.variants = args.variants.split(",")
     if unknown := set(args.variants) - set(VARIANTS):
         parser.error(f"unknown variants {sorted(unknown)}; choose from {', '.join(VARIANTS)}")
     if args.variants[0] != VARIANTS[0]:
@@ -57,13 +58,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if peer.NAME in args.variants and args.trainer != TRAINERS[0]:
         parser.error(f"--variants {peer.NAME}: knows no other trainer than {TRAINERS[0]}")
     return args
-
-
-def command_line(args: argparse.Namespace) -> str:
-    """The command that measures the same again, without the paths of this machine."""
-    words = f"--case {args.case} --model {args.model} --trainer {args.trainer} --bucket-mb {args.bucket_mb}"
-    words += f" --variants {','.join(args.variants)} --repeat {args.repeat} --device {args.device}"
-    return f"python -m benchmarks.apart {words}"
 
 
 class Peer:
@@ -110,7 +104,7 @@ def bench(
         return Peer(trained, folder, sent)
     where = apart.second_gpu(args.device)
     server = Server(folder, args.device, work / f"{variant}-server.log", variables=where)
-    given = (args.kind, trained, server, args.bucket_mb, work, args.device)
+    given = (trainers.SEPARATE + args.trainer, trained, server, args.bucket_mb, work, args.device)
     if variant == VARIANTS[0]:
         return Plugin(*given)
     made = Stock(*given, stock=True)
@@ -142,7 +136,7 @@ def compare(args: argparse.Namespace, trained: Any, folder: Path, work: Path) ->
         what = "digest" if args.device == "cuda" else "tokens"
         if samples[what] != runs[0]["samples"][what]:
             raise RuntimeError(f"{variant}: the engine's {what}: {samples[what]}, not {runs[0]['samples'][what]}")
-        result = machine.result(args.case, command_line(args), runs)
+        result = machine.result(args.case, command_line("apart", args), runs)
         if rate is not None:
             result["machine"]["link_bytes_per_second"] = rate
         assert not schema.problems(result), schema.problems(result)
@@ -165,6 +159,6 @@ def main(argv: list[str] | None = None) -> int:
         peer.prepare()
     with rig.one_rank(work, args.device):
         folder = work / args.model
-        trained = trainers.engine(args.kind, args.model, folder, args.device, args.trainer_dtype)
+        trained = trainers.engine(trainers.SEPARATE + args.trainer, args.model, folder, args.device, args.trainer_dtype)
         compare(args, trained, folder, work)
     return 0

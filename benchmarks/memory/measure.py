@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import tempfile
 import time
@@ -20,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, models, schema
+from benchmarks.command import command_line
 from benchmarks.memory import ballast, search
 from benchmarks.phase import cases
 from benchmarks.phase import measure as phase
 
 HARNESS = "memory"
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-LOCAL_ARGUMENTS = ("work", "out", "timeout", "budget")
 _SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
 _LOG_LEVEL = "+actor_rollout_ref.rollout.engine_kwargs.sglang.log_level=info"  # SGLang then says how many tokens fit
 
@@ -60,16 +59,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if args.device == "cpu" and args.ballast_gb:
         parser.error("--ballast-gb: takes memory of a GPU, and --device cpu has none")
     return args
-
-
-def command_line(args: argparse.Namespace) -> str:
-    """The command that measures the same again, without the paths of this machine."""
-    words = ["python", "-m", "benchmarks.memory"]
-    for name, value in vars(args).items():
-        if name not in (*LOCAL_ARGUMENTS, "override"):
-            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-            words += [f"--{name.replace('_', '-')}", text]
-    return shlex.join([*words, *(f"--override={value}" for value in args.override)])
 
 
 def case_of(args: argparse.Namespace, way: str, share: float) -> cases.Case:
@@ -111,7 +100,7 @@ def earlier(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[s
     for path in (args.out, RESULTS / f"{args.case}.json"):
         if path.exists():
             result = json.loads(path.read_text(encoding="utf-8"))
-            if (result["command"], result["commit"]) == (command_line(args), machine.commit()):
+            if (result["command"], result["commit"]) == (command_line("memory", args), machine.commit()):
                 return result["attempts"], result["runs"]
             print(f"{path.name} is of another command or commit: not continued", file=sys.stderr, flush=True)
     return [], []
@@ -133,7 +122,7 @@ def measure(args: argparse.Namespace, work: Path) -> int:
         attempts.append(found)
         runs += [run] if run is not None else []
         print(json.dumps(found), flush=True)
-        result = {**machine.result(args.case, command_line(args), runs), "attempts": attempts}
+        result = {**machine.result(args.case, command_line("memory", args), runs), "attempts": attempts}
         assert not schema.problems(result), schema.problems(result)
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -14,18 +14,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import shlex
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks import gauges, machine, models, schema
+from benchmarks.command import command_line
 from benchmarks.pauses.paused import STOCK, WAYS, Way, engine
 from benchmarks.transfer import rig
 
 HARNESS = "pauses"
-LOCAL_ARGUMENTS = ("work", "out")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -48,15 +47,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if unknown := set(args.ways) - set(WAYS):
         parser.error(f"unknown ways {sorted(unknown)}; choose from {', '.join(WAYS)}")
     return args
-
-
-def command_line(args: argparse.Namespace) -> str:
-    """The command that measures the same again, without the paths of this machine."""
-    words = ["python", "-m", "benchmarks.pauses"]
-    for name, value in vars(args).items():
-        if name not in LOCAL_ARGUMENTS:
-            words += [f"--{name}", ",".join(value) if isinstance(value, list) else str(value)]
-    return shlex.join(words)
 
 
 def run_of(args: argparse.Namespace, way: str, samples: list[dict[str, Any]]) -> dict[str, Any]:
@@ -86,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
             way = Way(name, made, folder, args)
             runs.append(run_of(args, name, made.loop.run_until_complete(way.samples())))
             way.close()
-            result = machine.result(args.case, command_line(args), runs)
+            result = machine.result(args.case, command_line("pauses", args), runs)
             assert not schema.problems(result), schema.problems(result)
             args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0

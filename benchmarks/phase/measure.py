@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import launch, link, machine, models, profiling, schema
+from benchmarks.command import command_line
 from benchmarks.phase import cases, command, options, parse, summary, tracing
 
 ROWS_PER_STEP = 16
@@ -129,7 +130,7 @@ def measure(case: cases.Case, args: argparse.Namespace, work: Path) -> int:
             continue
         runs.append(run)
         print(json.dumps({"case": case.name, "variant": variant, "stages": run["stages"]}), flush=True)
-        result = machine.result(case.name, options.command_line(args), runs)
+        result = machine.result(case.name, command_line("phase", args), runs)
         if rate is not None:
             result["machine"]["link_bytes_per_second"] = rate
         assert not schema.problems(result), schema.problems(result)

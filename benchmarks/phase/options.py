@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import shlex
 from pathlib import Path
 
 from benchmarks import models
@@ -20,8 +19,6 @@ from benchmarks.phase.cases import BRIDGES, STRATEGIES, Case
 from benchmarks.schema import VARIANTS
 
 LEAST_SYNCS = 3  # of a run that its time limit ended: then they count, and its exit status is in its settings
-# what says nothing about the measurement, only where its files lay
-LOCAL_ARGUMENTS = ("tokenizer_dir", "work", "out", "timeout", "budget", "profile")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -86,14 +83,3 @@ def case_of(args: argparse.Namespace) -> Case:
     fields = {field.name for field in dataclasses.fields(Case)} - {"name", "extra", "plugin_extra"}
     extra, ours = tuple(args.override), tuple(args.plugin_override)
     return Case(name=args.case, extra=extra, plugin_extra=ours, **{name: values[name] for name in fields})
-
-
-def command_line(args: argparse.Namespace) -> str:
-    """The command that measures the same again, without the paths of this machine."""
-    words = ["python", "-m", "benchmarks.phase"]
-    for name, value in vars(args).items():
-        if name in (*LOCAL_ARGUMENTS, "override", "plugin_override"):
-            continue
-        words += [f"--{name.replace('_', '-')}", ",".join(value) if name == "variants" else str(value)]
-    words += [f"--override={value}" for value in args.override]
-    return shlex.join([*words, *(f"--plugin-override={value}" for value in args.plugin_override)])

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import schema
+from benchmarks.command import command_line
 from benchmarks.phase import options, summary
 from benchmarks.schema import STAGES
 
@@ -74,7 +75,7 @@ def main(argv: list[str]) -> int:
     run = run_of(settings, args.work / f"{stem}.jsonl", args.work / f"{stem}.log")
     kept = {name: like[name] for name in ("versions", "commit", "date")}
     machine = {**like["machine"], "gpus": case.gpus}
-    result = {"case": case.name, "machine": machine, **kept, "command": options.command_line(args), "runs": [run]}
+    result = {"case": case.name, "machine": machine, **kept, "command": command_line("phase", args), "runs": [run]}
     assert not schema.problems(result), schema.problems(result)
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -15,7 +15,6 @@ import asyncio
 import itertools
 import json
 import os
-import shlex
 import statistics
 import tempfile
 import time
@@ -23,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import gauges, machine, schema
+from benchmarks.command import command_line
 from benchmarks.soak.trainers import TARGETS
 from benchmarks.transfer import models, rig
 
 HARNESS = "rollouts"
 WAYS = ("merged", "served")
 FLUSH_SECONDS = 10.0
-LOCAL_ARGUMENTS = ("work", "out")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -55,15 +54,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if args.repeat < 2:
         parser.error("--repeat: at least 2, for a spread")
     return args
-
-
-def command_line(args: argparse.Namespace) -> str:
-    """The command that measures the same again, without the paths of this machine."""
-    words = ["python", "-m", "benchmarks.rollouts"]
-    for name, value in vars(args).items():
-        if name not in LOCAL_ARGUMENTS:
-            words += [f"--{name.replace('_', '-')}", ",".join(value) if isinstance(value, list) else str(value)]
-    return shlex.join(words)
 
 
 def server_options(args: argparse.Namespace, way: str) -> list[str]:
@@ -125,7 +115,7 @@ def rollouts(args: argparse.Namespace, way: str, server: Any) -> list[dict[str, 
     Raises:
         RuntimeError: an answer was shorter than asked for, or the adapter changes nothing.
     """
-    from benchmarks.transfer.server import ServerEndpoint
+    from benchmarks.transfer.endpoint import ServerEndpoint
 
     if way == "served":
         bare = server.tokens()
@@ -182,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
             if args.device == "cuda":
                 machine.wait_until_idle()
             runs.append(_run(args, variant, way, work))
-            result = machine.result(args.case, command_line(args), runs)
+            result = machine.result(args.case, command_line("rollouts", args), runs)
             assert not schema.problems(result), schema.problems(result)
             args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -30,7 +30,7 @@ def second_gpu(device: str) -> dict[str, str]:
 
 def _ours(server: Any, bucket_bytes: int) -> tuple[Any, Callable[[Any, int], Coroutine[Any, Any, Any]]]:
     """The rollout's end of the plugin's backend, and what does with its weights as verl's rollout adapter would."""
-    from benchmarks.transfer.server import ServerEndpoint
+    from benchmarks.transfer.endpoint import ServerEndpoint
     from verl_sync_plugin.config.settings import SyncConfig
     from verl_sync_plugin.hooks.checkpoint_engine import SyncCheckpointEngine
     from verl_sync_plugin.rollouts.sglang.separate import SeparateReceiver
@@ -46,7 +46,7 @@ def _ours(server: Any, bucket_bytes: int) -> tuple[Any, Callable[[Any, int], Cor
 
 def _stock(server: Any, bucket_bytes: int, cluster: str) -> tuple[Any, Callable[[Any, int], Coroutine[Any, Any, Any]]]:
     """Likewise of verl's backend ``nccl``."""
-    from benchmarks.transfer.server import StockPath
+    from benchmarks.transfer.endpoint import StockPath
 
     path = StockPath(server)
     return stock_engine(bucket_bytes, False, cluster), lambda weights, version: path.load(weights, bucket_bytes)

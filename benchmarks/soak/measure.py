@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from benchmarks import floor, gauges, machine, schema
+from benchmarks.command import command_line
 from benchmarks.models import SHAPES
 from benchmarks.soak import growth, trainers
 from benchmarks.transfer import models, rig, ways
@@ -139,18 +140,10 @@ def run_of(args: argparse.Namespace, samples: dict[str, Any], bench: Bench) -> d
     }
 
 
-def command_line(args: argparse.Namespace) -> str:
-    """The command that measures the same again, without the paths of this machine."""
-    words = f"--case {args.case} --model {args.model} --variant {args.variant} --bucket-mb {args.bucket_mb}"
-    words += f" --trainer {args.trainer} --trainer-dtype {args.trainer_dtype}"
-    words += f" --syncs {args.syncs} --every {args.every} --device {args.device}"
-    return f"python -m benchmarks.soak {words}"
-
-
 def measure(args: argparse.Namespace, bench: Bench) -> int:
     """Runs the syncs and writes the result, whether or not something grew; returns the exit status."""
     samples = soak(args, bench)
-    result = machine.result(args.case, command_line(args), [run_of(args, samples, bench)])
+    result = machine.result(args.case, command_line("soak", args), [run_of(args, samples, bench)])
     assert not schema.problems(result), schema.problems(result)
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     found = problems(samples)

@@ -144,7 +144,7 @@ def colocated(trained: Any, server: Any, bucket_mb: int, device: str) -> Plugin:
     """The phase of a colocated trainer, by the sharding manager that a run of verl would have."""
     import torch
 
-    from benchmarks.transfer.server import ServerEndpoint
+    from benchmarks.transfer.endpoint import ServerEndpoint
     from verl_sync_plugin.config.settings import SyncConfig
     from verl_sync_plugin.sharding_manager import get_sharding_manager
     from verl_sync_plugin.trainers import activation
@@ -179,7 +179,7 @@ class Trained:
         self, kind: str, trained: Any, server: Any, bucket_mb: int, work: Path, device: str, stock: bool = False
     ) -> None:
         from benchmarks.soak.apart import Apart
-        from benchmarks.transfer.server import ADAPTER
+        from benchmarks.transfer.endpoint import ADAPTER
 
         self.server = server
         self._turned = Turned(trained)

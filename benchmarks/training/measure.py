@@ -15,7 +15,6 @@ import dataclasses
 import itertools
 import json
 import math
-import shlex
 import sys
 import tempfile
 import time
@@ -23,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, models, schema
+from benchmarks.command import command_line
 from benchmarks.phase import cases
 from benchmarks.phase import measure as phase
 from benchmarks.training import metrics
 
 HARNESS = "training"
 REWARD = Path(__file__).resolve().parent / "reward.py"
-LOCAL_ARGUMENTS = ("work", "out", "timeout", "budget", "beside")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -55,15 +54,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if args.steps < 2 or args.stock_runs + args.plugin_runs < 1:
         parser.error("--steps: at least 2; --stock-runs and --plugin-runs: at least 1 together")
     return args
-
-
-def command_line(args: argparse.Namespace) -> str:
-    """The command that measures the same again, without the paths of this machine."""
-    words = ["python", "-m", "benchmarks.training"]
-    for name, value in vars(args).items():
-        if name not in LOCAL_ARGUMENTS:
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    return shlex.join(words)
 
 
 def case_of(args: argparse.Namespace) -> cases.Case:
@@ -132,7 +122,7 @@ def measure(args: argparse.Namespace, work: Path) -> int:
         runs.append(run)
         first, last = (run["samples"]["syncs"][place]["reward"] for place in (0, -1))
         print(json.dumps({"case": case.name, "variant": variant, "reward": [first, last]}), flush=True)
-        result = machine.result(args.case, command_line(args), runs)
+        result = machine.result(args.case, command_line("training", args), runs)
         assert not schema.problems(result), schema.problems(result)
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return failed

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import floor, gauges, machine, profiling, schema
+from benchmarks.command import command_line
 from benchmarks.transfer import models, peer, rig, ways
 
 HARNESS = "transfer"
@@ -105,13 +106,6 @@ def run_of(
     }
 
 
-def command_line(args: argparse.Namespace) -> str:
-    """The command that measures the same again, without the paths of this machine."""
-    words = f"--case {args.case} --model {args.model} --buckets {args.buckets} --variants {args.variants}"
-    words += f" --trainer-dtype {args.trainer_dtype} --repeat {args.repeat} --device {args.device}"
-    return f"python -m benchmarks.transfer {words}"
-
-
 def _ways(args: argparse.Namespace, bench: rig.Rig) -> Iterator[tuple[str, int, Any]]:
     """Every variant with every bucket size; closed when the next one is asked for."""
     for variant, bucket_mb in itertools.product(args.variants.split(","), map(int, args.buckets.split(","))):
@@ -138,7 +132,7 @@ def compare(args: argparse.Namespace, bench: rig.Rig) -> dict[str, Any]:
             raise RuntimeError(f"{variant}: the server generates {samples['tokens']}, not {expected}")
         if samples.get("digest") != runs[0]["samples"].get("digest"):
             raise RuntimeError(f"{variant}: the server holds other weights than after {runs[0]['variant']}")
-        result = machine.result(args.case, command_line(args), runs)
+        result = machine.result(args.case, command_line("transfer", args), runs)
         assert not schema.problems(result), schema.problems(result)
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return result

@@ -24,7 +24,7 @@ def _manager(server: Any, named: list[tuple[str, Any]], bucket_mb: int, variant:
     """The plugin's sharding manager over plain tensors, one owner each."""
     import torch
 
-    from benchmarks.transfer.server import ServerEndpoint
+    from benchmarks.transfer.endpoint import ServerEndpoint
     from verl_sync_plugin.config.settings import SyncConfig
     from verl_sync_plugin.layout.shard import Shard
     from verl_sync_plugin.layout.tensors import Base, View
@@ -59,7 +59,7 @@ class Stock:
     """verl's own transfer."""
 
     def __init__(self, server: Any, named: list[tuple[str, Any]], bucket_mb: int) -> None:
-        from benchmarks.transfer.server import StockPath
+        from benchmarks.transfer.endpoint import StockPath
 
         self._path, self._named, self._bucket_mb = StockPath(server), named, bucket_mb
 

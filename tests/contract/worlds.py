@@ -3,13 +3,17 @@
 
     results = run_world(3, function, argument)  # function(argument) on ranks 0, 1, 2; results in rank order
 
-``function`` must be importable from a test module. Every run has a time limit, after which its processes are killed.
+``function`` must be importable from a test module. Every run has a time limit, after which its processes are killed;
+the stacks that they had shortly before are in the test's stderr. The limit begins when all ranks have imported what
+they run: that takes a second or, beside a training on two cores, a minute.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
+import faulthandler
 import os
 import tempfile
 import time
@@ -25,6 +29,8 @@ import torch.multiprocessing as mp
 import unmeasured
 
 DIED = "died"  # result of a rank whose process ended on purpose
+IMPORTED = "imported"  # what every rank says before it runs anything
+IMPORT_SECONDS = 300.0
 
 _pool: list[tuple[Any, Connection]] = []
 
@@ -39,9 +45,11 @@ def _member(pipe: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     while True:
         try:
-            function, arguments, rank, size, store, seconds = pipe.recv()
+            function, arguments, rank, size, store, seconds = pipe.recv()  # imports the function's module
         except EOFError:
             return
+        pipe.send(IMPORTED)
+        faulthandler.dump_traceback_later(0.9 * seconds)
         try:
             dist.init_process_group(
                 "gloo",
@@ -54,6 +62,7 @@ def _member(pipe: Connection) -> None:
         except BaseException:
             pipe.send((False, traceback.format_exc()))
         finally:
+            faulthandler.cancel_dump_traceback_later()
             if dist.is_initialized():
                 dist.destroy_process_group()
 
@@ -67,6 +76,13 @@ def _grow(size: int) -> None:
             process.start()
         theirs.close()
         _pool.append((process, ours))
+
+
+def _wait_for_import(pipe: Connection) -> None:
+    """Whoever says nothing, or has died, is found by the wait for the results."""
+    with contextlib.suppress(EOFError, ConnectionError):
+        if pipe.poll(IMPORT_SECONDS):
+            assert pipe.recv() == IMPORTED
 
 
 @atexit.register
@@ -88,7 +104,7 @@ def run_world(
         size: number of ranks.
         function: module-level function; the default process group is set up when it is called.
         arguments: picklable.
-        timeout: seconds for all ranks together.
+        timeout: seconds for all ranks together, once they have imported the function.
         dying: ranks whose processes are meant to end without a result; they yield ``DIED``.
 
     Raises:
@@ -101,6 +117,8 @@ def run_world(
         members = {pipe: rank for rank, (_, pipe) in enumerate(_pool[:size])}
         for pipe, rank in members.items():
             pipe.send((function, arguments, rank, size, os.path.join(folder, "store"), timeout))
+        for pipe in members:
+            _wait_for_import(pipe)
         deadline = time.monotonic() + timeout
         while members and (ready := wait(list(members), deadline - time.monotonic())):
             for pipe in ready:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for SGLang's tokenizer manager, which needs its processes."""
+"""A stand-in for SGLang's tokenizer manager, which needs its processes; and the calls of a sync."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
+
+ABORTING = ["pause abort", "release kv_cache", "load load", "resume kv_cache", "flush", "continue"]
 
 
 class Manager:
@@ -54,3 +56,18 @@ class Manager:
             yield {"output_ids": [1], "meta_info": {"finish_reason": {"type": "length"}}}
         finally:
             self.closed += 1
+
+
+async def synced(server: Any, version: int = 7) -> None:
+    """verl's calls around a sync of a separate rollout, and ours in it."""
+    await server.abort_all_requests()
+    await server.release_kv_cache()
+    await loaded(server, version)
+    await server.resume_kv_cache()
+    await server.resume_generation()
+
+
+async def loaded(server: Any, version: int) -> None:
+    await server.load_weights(("sync",), str(version))
+    await server.flush_behind_load()
+    await server.finish_sync([])

@@ -208,3 +208,16 @@ def test_soak_that_ends_with_other_tokens_fails() -> None:
     assert soak.problems(good) == []
     assert soak.problems({**good, "tokens": {"first": [[1], [3]], "others": [[2], [2]]}})
     assert soak.problems({**good, "tokens": {"first": [[1], [1]], "others": [[1], [1]]}})
+
+
+def test_results_in_the_repository_have_a_floor_and_a_profile() -> None:
+    results = [result for result in table.load(table.RESULTS) if transfer_table.harness(result) == "transfer"]
+    assert {result["case"] for result in results} >= {"transfer-dense-7b-1gpu", "transfer-moe-10k-1gpu"}
+    for result in results:
+        for run in result["runs"]:
+            assert run["stages"]["phase"] > run["settings"]["floor_seconds"]
+            if run["variant"] == "plugin":
+                # Of an engine apart, what it replays stands in the report of its own rank
+                apart = "rollout_gpus" in run["settings"]
+                counted = "hashed_tensors" if apart else "replayed_tensors"
+                assert {s["report"][counted] for s in run["samples"]["syncs"]} == {run["settings"]["tensors"]}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.apart import measure as apart_measure
+from benchmarks.command import command_line
 from benchmarks.phase import separate
 from benchmarks.report import pauses_table, table, transfer_table
 from benchmarks.soak import apart, measure, trainers
@@ -68,7 +69,7 @@ def test_table_compares_pauses_and_the_rate_with_the_link() -> None:
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_every_trainer_is_soaked_apart(kind: str, device: str) -> None:
     args = measure.arguments(["--model", "small", "--trainer", kind, "--device", device, "--out", "x"])
-    assert f"--trainer {kind}" in measure.command_line(args)
+    assert f"--trainer {kind}" in command_line("soak", args)
 
 
 def test_the_rollout_sees_the_second_of_the_visible_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -77,16 +77,6 @@ def test_a_case_on_megatron_bridge_says_so(capsys: pytest.CaptureFixture[str]) -
     assert "with --bridge megatron-bridge the name of the case says so" in capsys.readouterr().err
 
 
-def test_command_of_a_result_names_no_path() -> None:
-    arguments = options.arguments(
-        ["--case", "c", "--model-size", "tiny", "--work", "somewhere", "--out", "there.json", "--override", "a=1"]
-    )
-    text = options.command_line(arguments)
-    assert "somewhere" not in text and "there.json" not in text
-    again = options.arguments([*text.split()[3:], "--out", "x"])
-    assert options.case_of(again) == options.case_of(arguments)
-
-
 def test_profile_adds_steps_whose_syncs_alone_are_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[list[str], dict[str, str]]] = []
 

@@ -69,14 +69,21 @@ class WeightsGate:
             await self._passable.wait()
         self.refuse_half_written()
 
-    async def rest(self) -> None:
+    async def rest(self, seconds: float) -> None:
         """Waits until no sync is under way.
 
         Raises:
-            HalfWrittenError: the last one failed.
+            HalfWrittenError: the last one failed, or the one under way does not end within ``seconds``.
         """
-        while self.syncing:
-            await self._at_rest.wait()
+        try:
+            async with asyncio.timeout(seconds):
+                while self.syncing:
+                    await self._at_rest.wait()
+        except TimeoutError:
+            raise HalfWrittenError(
+                f"the rollout engine's weights may be half written: a sync has been under way for {seconds:g} s, and "
+                "nobody has said that it is over; look for the trainer or rollout rank that died, and sync again"
+            ) from None
         self.refuse_half_written()
 
     def refuse_half_written(self) -> None:

@@ -22,6 +22,7 @@ from verl_sync_plugin import compat
 from verl_sync_plugin.config.settings import SEPARATE_BACKEND, sync_config_of
 from verl_sync_plugin.rollouts.sglang.gate import WeightsGate
 from verl_sync_plugin.rollouts.sglang.request import FORGETTING_LOADER, LOADER
+from verl_sync_plugin.transport.agreement import together_seconds
 
 ABORT_SECONDS = 1.0
 POLL_SECONDS = 0.002
@@ -81,7 +82,7 @@ class PausingServer(SGLangHttpServer):
         share cached prefixes only with those that began with the same weights."""
         if self.keeps_requests:
             apart = self.pause == "in_place"
-            mark_requests(self.tokenizer_manager, self._gate.enter, lambda: f"weights-{self._loads}:" if apart else "")
+            wrap_requests(self.tokenizer_manager, self._gate.enter, lambda: f"weights-{self._loads}:" if apart else "")
 
     async def abort_all_requests(self) -> None:
         """verl's call before a sync: aborts the requests, or pauses SGLang with them inside.
@@ -107,10 +108,11 @@ class PausingServer(SGLangHttpServer):
         """verl's counterpart of ``abort_all_requests``. Of a separate rollout it waits for the sync under way.
 
         Raises:
-            HalfWrittenError: the last sync of a separate rollout failed; requests that wait in SGLang stay there.
+            HalfWrittenError: the last sync of a separate rollout failed, or the one under way has not ended for as long
+                as ranks wait for each other; requests that wait in SGLang stay there.
         """
         if self.separate:
-            await self._gate.rest()
+            await self._gate.rest(together_seconds(self._sync.timeout_seconds))
         await super().resume_generation()
         self._paused = self.paused_by_load = False
         self._gate.let_go()
@@ -142,7 +144,7 @@ async def end_requests(tokenizer_manager: Any) -> None:
         await asyncio.sleep(POLL_SECONDS)
 
 
-def mark_requests(tokenizer_manager: Any, enter: Callable[[], Awaitable[None]], name: Callable[[], str]) -> None:
+def wrap_requests(tokenizer_manager: Any, enter: Callable[[], Awaitable[None]], name: Callable[[], str]) -> None:
     """For every request that this tokenizer manager gets from now on, from verl as over HTTP: puts a name before its
     ``extra_key``, for SGLang shares a cached prefix among requests of the same key only; and adds ``weight_versions``
     to the ``meta_info`` of its answers, beside SGLang's ``weight_version``, which is that of the last token alone.

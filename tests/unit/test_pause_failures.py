@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of a paused server when a sync fails, with a tokenizer manager that only notes what it is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import AsyncMock
+
+import pytest
+from noting_manager import ABORTING, Manager, loaded, synced
+
+from verl_sync_plugin.errors import HalfWrittenError
+from verl_sync_plugin.rollouts.sglang import pause as pausing
+
+Make = Callable[..., Any]
+
+
+@pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
+def test_who_resumes_during_a_load_waits_for_its_end(pause: str, server_with: Make) -> None:
+    """A load that nobody has given up yet may be half done all the same."""
+
+    async def story() -> None:
+        manager = Manager()
+        server = server_with(manager, pause)
+        for ends, version in ((server.abandon_sync("the trainer died"), 7), (server.finish_sync([]), 8)):
+            await server.load_weights(("sync",), str(version))
+            manager.asked.clear()
+            resumed = asyncio.ensure_future(server.resume_generation())
+            await asyncio.sleep(0.01)
+            assert "continue" not in manager.asked and not resumed.done()
+            await ends
+            (answer,) = await asyncio.gather(resumed, return_exceptions=True)
+            assert isinstance(answer, HalfWrittenError) is (version == 7) is ("continue" not in manager.asked)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("load", ["load_weights", "load_adapter"])
+def test_a_sync_that_is_given_up_while_requests_end_is_not_loaded(load: str, server_with: Make) -> None:
+    async def story() -> None:
+        manager = Manager()
+        server = server_with(manager, "abort")
+        call = asyncio.ensure_future(server.generate([1], {"max_new_tokens": 1}, "request"))
+        await asyncio.sleep(0)
+        loading = asyncio.ensure_future(
+            getattr(server, load)(*{"load_weights": (("s",), "7")}.get(load, ({}, b"", "7")))
+        )
+        await asyncio.sleep(0.01)
+        assert manager.aborted and manager.asked == []
+        await server.abandon_sync("the trainer gave up")
+        manager.answers.set()
+        with pytest.raises(RuntimeError, match="gave this sync up"):
+            await loading
+        assert manager.asked == ["pause abort"] and (await call).token_ids == [1]
+        with pytest.raises(HalfWrittenError):
+            await server.generate([1], {"max_new_tokens": 1}, "request")
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("pause", ["abort", "retract"])
+def test_a_pause_that_fails_holds_nobody(pause: str, server_with: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        manager = Manager()
+        manager.answers.set()
+        server = server_with(manager, pause)
+        monkeypatch.setattr(manager, "pause_generation", AsyncMock(side_effect=OSError("SGLang is gone")))
+        with pytest.raises(OSError, match="SGLang is gone"):
+            await server.abort_all_requests()
+        assert (await asyncio.wait_for(server.generate([1], {"max_new_tokens": 1}, "request"), 1)).token_ids == [1]
+
+    asyncio.run(story())
+
+
+def test_a_driver_that_takes_over_behind_a_failed_load_resumes_the_cache_first(server_with: Make) -> None:
+    """Generation without its memory would end the engine."""
+
+    async def story() -> None:
+        manager = Manager()
+        server = server_with(manager, "abort")
+        await server.load_weights(("sync",), "7")
+        await server.abandon_sync("a replica died")
+        await synced(server, 8)
+        assert manager.asked[2:] == ABORTING
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
+def test_nothing_goes_on_behind_a_failed_sync(pause: str, server_with: Make) -> None:
+    async def story() -> None:
+        manager = Manager()
+        server = server_with(manager, pause)
+        await server.abort_all_requests()
+        await server.load_weights(("sync",), "7")
+        await server.abandon_sync("another rank failed")
+        with pytest.raises(RuntimeError, match="half written: another rank failed"):
+            await server.resume_generation()
+        assert "continue" not in manager.asked
+        await synced(server)
+        assert manager.asked[-1] == "continue"
+
+    asyncio.run(story())
+
+
+def test_a_sync_that_nobody_ends_is_waited_for_with_a_bound(server_with: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pausing, "together_seconds", lambda seconds: 0.01)
+
+    async def story() -> None:
+        manager = Manager()
+        server = server_with(manager, "retract")
+        await server.load_weights(("sync",), "7")
+        with pytest.raises(HalfWrittenError, match=r"under way for 0\.01 s, and nobody has said that it is over"):
+            await server.resume_generation()
+        assert "continue" not in manager.asked
+        await loaded(server, 8)
+        assert manager.asked[-1] == "continue"
+
+    asyncio.run(story())

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What requests learn of a sync that they span, with a tokenizer manager that only notes what it is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import AsyncMock
+
+import pytest
+from noting_manager import Manager, loaded, synced
+from sglang.srt.managers.io_struct import GenerateReqInput
+from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
+
+Make = Callable[..., Any]
+
+
+@pytest.mark.parametrize(("pause", "versions"), [("abort", None), ("retract", (6, 7)), ("in_place", (6, 7))])
+def test_a_call_that_spans_a_sync_names_both_versions(
+    pause: str, versions: tuple[int, int] | None, server_with: Make
+) -> None:
+    async def story() -> None:
+        manager = Manager()
+        server = server_with(manager, pause)
+        await synced(server, 6)
+        call = asyncio.ensure_future(server.generate([1], {"max_new_tokens": 1}, "request"))
+        await asyncio.sleep(0)
+        await synced(server, 7)
+        manager.answers.set()
+        fields = (await call).extra_fields
+        assert fields["global_steps"] == 7
+        found = fields.get("min_global_steps"), fields.get("max_global_steps")
+        assert found == (versions or (None, None)), "verl's client fills in what is not there"
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("pause", ["retract", "in_place"])
+def test_a_call_during_the_pause_begins_behind_it(pause: str, server_with: Make) -> None:
+    async def story() -> None:
+        manager = Manager()
+        manager.answers.set()
+        server = server_with(manager, pause)
+        await server.abort_all_requests()
+        call = asyncio.ensure_future(server.generate([1], {"max_new_tokens": 1}, "request"))
+        await asyncio.sleep(0)
+        await loaded(server, 7)
+        await asyncio.sleep(0)
+        assert manager.keys == []
+        await server.resume_generation()
+        assert (await call).extra_fields["min_global_steps"] == 7
+
+    asyncio.run(story())
+
+
+def test_requests_share_prefixes_of_the_same_weights_only(server_with: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SGLangHttpServer, "launch_server", AsyncMock())  # the tokenizer manager is there
+
+    async def story() -> None:
+        manager = Manager()
+        manager.answers.set()
+        server = server_with(manager, "in_place")
+        await server.launch_server()
+        for _ in range(2):
+            await server.generate([1], {"max_new_tokens": 1}, "request")
+            for given in ("salt", ["a", None]):  # SGLang's own door; verl's sets none
+                request = GenerateReqInput(input_ids=[1], extra_key=given)  # type: ignore[arg-type]
+                assert [answer async for answer in manager.generate_request(request)]
+            await synced(server)
+        first, second = manager.keys[:3], manager.keys[3:]
+        assert first == ["weights-0:", "weights-0:salt", ["weights-0:a", "weights-0:"]]
+        assert second == ["weights-1:", "weights-1:salt", ["weights-1:a", "weights-1:"]]
+        await asyncio.sleep(0.01)
+        assert manager.closed == len(manager.keys), "SGLang's lock is held as long as an answer stays open"
+
+    asyncio.run(story())
