@@ -29,10 +29,14 @@ def server_with(tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatc
         mode: RolloutMode = RolloutMode.STANDALONE,
         backend: str = SEPARATE_BACKEND,
         node_rank: int = 0,
+        release_cuda_graph: bool = False,
     ) -> Any:
         engine = CheckpointEngineConfig(backend=backend)
         config = RolloutConfig(
-            name="sglang", custom={"sync": {"pause": pause}}, checkpoint_engine=engine, max_model_len=64
+            name="sglang",
+            custom={"sync": {"pause": pause, "release_cuda_graph": release_cuda_graph}},
+            checkpoint_engine=engine,
+            max_model_len=64,
         )
         model = HFModelConfig(path=tiny_model("qwen2"))
         server = SyncSGLangHttpServer(config, model, mode, [], 0, node_rank, 1, "", 0)

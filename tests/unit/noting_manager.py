@@ -44,10 +44,10 @@ class Manager:
         return SimpleNamespace(success=True)
 
     async def release_memory_occupation(self, obj: Any, request: None) -> None:
-        self.asked.append(f"release {obj.tags[0]}")
+        self.asked.append(f"release {' '.join(obj.tags)}")
 
     async def resume_memory_occupation(self, obj: Any, request: None) -> None:
-        self.asked.append(f"resume {obj.tags[0]}")
+        self.asked.append(f"resume {' '.join(obj.tags)}")
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         self.keys.append(obj.extra_key)

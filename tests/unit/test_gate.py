@@ -26,7 +26,7 @@ def test_waits_for_the_end_of_a_sync() -> None:
         task = asyncio.create_task(generate())
         await asyncio.sleep(0.01)
         order.append("synced")
-        gate.succeed()
+        gate.succeed(gate.number)
         await task
         return order
 
@@ -44,8 +44,7 @@ def test_locked_after_a_failure_until_a_sync_succeeds() -> None:
             await waiting
         with pytest.raises(RuntimeError, match="half written"):
             await gate.enter()
-        gate.begin()
-        gate.succeed()
+        gate.succeed(gate.begin())
         await gate.enter()
 
     asyncio.run(story())
@@ -56,13 +55,13 @@ def test_a_sync_that_was_given_up_does_not_succeed_later() -> None:
 
     async def story() -> None:
         gate = WeightsGate()
-        gate.begin()
+        number = gate.begin()
         gate.fail("no answer")
-        gate.succeed()
+        with pytest.raises(RuntimeError, match="gave this sync up"):
+            gate.succeed(number)
         with pytest.raises(RuntimeError, match="half written: no answer"):
             await gate.enter()
-        gate.begin()
-        gate.succeed()
+        gate.succeed(gate.begin())
         await gate.enter()
 
     asyncio.run(story())
@@ -84,8 +83,7 @@ def test_a_pause_lasts_until_it_is_ended_whatever_is_synced_meanwhile() -> None:
         gate = WeightsGate()
         gate.hold()
         waiting = asyncio.create_task(gate.enter())
-        gate.begin()
-        gate.succeed()
+        gate.succeed(gate.begin())
         await asyncio.sleep(0.01)
         assert not waiting.done()
         gate.let_go()

@@ -13,6 +13,7 @@ from noting_manager import ABORTING, Manager, loaded, synced
 
 from verl_sync_plugin.errors import HalfWrittenError
 from verl_sync_plugin.rollouts.sglang import pause as pausing
+from verl_sync_plugin.rollouts.sglang.awake import KV_CACHE
 
 Make = Callable[..., Any]
 
@@ -117,5 +118,64 @@ def test_a_sync_that_nobody_ends_is_waited_for_with_a_bound(server_with: Make, m
         assert "continue" not in manager.asked
         await loaded(server, 8)
         assert manager.asked[-1] == "continue"
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_late_end_of_a_sync_that_was_given_up_is_not_that_of_the_next(
+    pause: str, fails: bool, server_with: Make
+) -> None:
+    """The server stood still in the last step of a sync: behind it come that the sync was given up, and the next load,
+    during which the step goes on."""
+
+    async def story() -> None:
+        manager = Manager()
+        server = server_with(manager, pause)
+        resumed = asyncio.Event()
+
+        async def resume(obj: Any, request: None) -> None:
+            await resumed.wait()
+            if fails:
+                raise OSError("SGLang is gone")
+
+        await server.sleep()
+        await server.load_weights(("sync",), "1")
+        manager.resume_memory_occupation = resume  # type: ignore[method-assign]
+        late = asyncio.ensure_future(server.finish_sync([KV_CACHE]))
+        await asyncio.sleep(0)
+        await server.abandon_sync("no answer")
+        await server.load_weights(("sync",), "2")
+        resumed.set()
+        (answer,) = await asyncio.gather(late, return_exceptions=True)
+        assert isinstance(answer, OSError if fails else RuntimeError), answer
+        assert server.global_steps is None and "continue" not in manager.asked
+        del manager.resume_memory_occupation  # type: ignore[method-assign]
+        await server.finish_sync([])
+        assert server.global_steps == 2 and manager.asked[-1] == "continue"
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
+@pytest.mark.parametrize("wakes", [False, True])
+def test_an_engine_that_a_driver_has_put_to_sleep_goes_on_with_all_its_memory(
+    pause: str, wakes: bool, server_with: Make
+) -> None:
+    async def story() -> None:
+        manager = Manager()
+        server = server_with(manager, pause, release_cuda_graph=True)
+        for version in (1, 2):
+            manager.asked.clear()
+            await server.sleep()
+            assert manager.asked == ["release kv_cache cuda_graph"], "no sync resumes the weights of a separate rollout"
+            if wakes:
+                await server.wake_up()
+                assert manager.asked[1] == "resume cuda_graph kv_cache"
+            await loaded(server, version)
+            resumed = [each for each in manager.asked if each.startswith("resume")]
+            assert len(resumed) == 1 and not server.occupation.state.released
+            assert manager.asked.index(resumed[0]) < manager.asked.index("continue")
 
     asyncio.run(story())

@@ -9,7 +9,11 @@ from verl_sync_plugin.errors import HalfWrittenError
 
 
 class WeightsGate:
-    """Open, closed while a sync is under way or generation is paused, or locked after a failed sync."""
+    """Open, closed while a sync is under way or generation is paused, or locked after a failed sync.
+
+    Syncs are numbered: the last step of one that was given up may come to its end while the next is under way, and is
+    to end nothing but its own.
+    """
 
     def __init__(self) -> None:
         self._passable = asyncio.Event()
@@ -18,30 +22,48 @@ class WeightsGate:
         self._at_rest.set()
         self._held = False
         self._failure: str | None = None
+        self.number = 0
 
     @property
     def syncing(self) -> bool:
         """Whether a sync is under way that nobody has given up."""
         return not self._at_rest.is_set()
 
-    def begin(self) -> None:
-        """Closes the gate: a sync starts, and whoever enters now waits for its end."""
+    def begin(self) -> int:
+        """Closes the gate: a sync starts, and whoever enters now waits for its end. Returns its number."""
+        self.number += 1
         self._at_rest.clear()
         self._settle()
+        return self.number
 
-    def succeed(self) -> None:
-        """Ends the sync: it succeeded and the weights are whole. One that was given up meanwhile has failed: so the
-        trainer has said, whatever a server that was late has come to."""
-        if self.syncing:
-            self._failure = None
-            self._at_rest.set()
-            self._settle()
+    def refuse_given_up(self, number: int) -> None:
+        """Raises RuntimeError when the sync of this number is not under way any more: the trainer has said that it has
+        failed, whatever a server that was late has come to."""
+        if number != self.number or not self.syncing:
+            raise RuntimeError("the trainer gave this sync up while the engine was at it")
 
-    def fail(self, why: str) -> None:
-        """Locks the gate: the sync was given up, and the weights may be half written until a later one succeeds."""
-        self._failure = why
+    def succeed(self, number: int) -> None:
+        """Ends the sync of this number: it succeeded and the weights are whole.
+
+        Raises:
+            RuntimeError: it was given up.
+        """
+        self.refuse_given_up(number)
+        self._failure = None
         self._at_rest.set()
         self._settle()
+
+    def fail(self, why: str, number: int | None = None) -> None:
+        """Locks the gate: the sync was given up, and the weights may be half written until a later one succeeds.
+
+        Args:
+            why: for whoever wants to generate.
+            number: of the sync; nothing happens if another has begun since. If it is not given, the last one.
+        """
+        if number in (None, self.number):
+            self._failure = why
+            self._at_rest.set()
+            self._settle()
 
     def hold(self) -> None:
         """Closes the gate until ``let_go``: the engine's generation is paused, whether or not a sync follows."""

@@ -69,13 +69,12 @@ class PausingServer(SGLangHttpServer):
         Raises:
             RuntimeError: the sync was given up while requests were still coming to their end.
         """
-        self._gate.begin()
+        number = self._gate.begin()
         self._loads += 1
         if self.separate and not self._paused:
             await self.abort_all_requests()
             self.paused_by_load = True
-            if not self._gate.syncing:
-                raise RuntimeError("the trainer gave this sync up before the requests in flight had ended")
+            self._gate.refuse_given_up(number)
 
     def mark_requests(self) -> None:
         """Where requests may span a sync, has every answer tell of which weights it is; with ``in_place``, has requests

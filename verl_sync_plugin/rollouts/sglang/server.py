@@ -18,7 +18,7 @@ from verl.workers.rollout.sglang_rollout.utils import SGLANG_LORA_NAME
 from verl_sync_plugin import compat
 from verl_sync_plugin.log import say
 from verl_sync_plugin.lora.build import unties_embeddings
-from verl_sync_plugin.rollouts.sglang.awake import KV_CACHE, sleep_tags
+from verl_sync_plugin.rollouts.sglang.awake import CUDA_GRAPH, KV_CACHE, sleep_tags
 from verl_sync_plugin.rollouts.sglang.backup import keep_cpu_backup
 from verl_sync_plugin.rollouts.sglang.pause import PausingServer
 from verl_sync_plugin.rollouts.sglang.request import hand_down, new_token
@@ -97,9 +97,22 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
             await self.release_tags([KV_CACHE])
 
     async def resume_kv_cache(self) -> None:
-        """verl's counterpart of ``release_kv_cache``."""
-        if not self.keeps_requests and self.node_rank == 0 and self.config.free_cache_engine:
-            await self.resume_tags([KV_CACHE])
+        """verl's counterpart of ``release_kv_cache``; of ``sleep`` too, behind a sync of a separate rollout."""
+        if self.node_rank == 0 and self.config.free_cache_engine:
+            await self.resume_tags([KV_CACHE, CUDA_GRAPH] if self.separate else [KV_CACHE])
+            await self._flush()
+
+    async def wake_up(self) -> None:
+        """verl's counterpart of ``sleep``.
+
+        Raises:
+            ValueError: as verl's, of a colocated engine of the actor, which wakes in the sync.
+            TimeoutError: SGLang did not answer in time; names the key.
+        """
+        if self.rollout_mode == RolloutMode.HYBRID:
+            await super().wake_up()
+        elif self.node_rank == 0:
+            await self.resume_tags(sorted(self.occupation.state.released))
             await self._flush()
 
     async def load_adapter(self, settings: dict[str, Any], packed: bytes, weight_version: str | None) -> float:
@@ -118,7 +131,7 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
         """See ``WeightUpdates``; goes on where the load has paused."""
         await super().finish_sync(tags)
         if self.paused_by_load:
-            if self._asleep:  # a driver has released the KV cache without pausing
+            if self.occupation.state.released:  # by a driver that has not paused
                 await self.resume_kv_cache()
             await self.resume_generation()
 

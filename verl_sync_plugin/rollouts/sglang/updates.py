@@ -108,18 +108,21 @@ class WeightUpdates:
         """Ends a committed sync: resumes ``tags``, flushes the prefix cache once, allows generation again.
 
         Raises:
-            RuntimeError: the cache cannot be flushed because requests are running.
+            RuntimeError: the cache cannot be flushed because requests are running, or the sync was given up; the next
+                one may be under way.
         """
+        number, version = self._gate.number, self._version
         try:
             await self.resume_tags(tags)
             await self._flush()
         except BaseException as error:
-            self._gate.fail(f"waking up after the sync failed: {error}")
+            self._gate.fail(f"waking up after the sync failed: {error}", number)
             raise
-        if self._version is not None:
-            compat.set_weight_version(self.tokenizer_manager, self._version)
-            self.global_steps = int(self._version)
-        self._gate.succeed()
+        self._gate.refuse_given_up(number)
+        if version is not None:
+            compat.set_weight_version(self.tokenizer_manager, version)
+            self.global_steps = int(version)
+        self._gate.succeed(number)
 
     async def abandon_sync(self, why: str) -> None:
         """The trainer gave a sync up: nothing is generated until a later one succeeds."""
