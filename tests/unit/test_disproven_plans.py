@@ -3,39 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
+from receiving import BF16, CPU, Engine, Pair, Receiver, Weights
 
-from verl_sync_plugin.layout.planner import plan_buckets
-from verl_sync_plugin.layout.tensors import Base, View
 from verl_sync_plugin.receiver.copy_plan import make_plan
-from verl_sync_plugin.receiver.engine_model import EngineModel
-from verl_sync_plugin.receiver.ledger import Ledger
-from verl_sync_plugin.receiver.proof import DestinationProof
 from verl_sync_plugin.receiver.recorder import record
 from verl_sync_plugin.receiver.recording import Source
-from verl_sync_plugin.receiver.unpacker import Unpacker
-from verl_sync_plugin.transport.protocol import Manifest
-
-CPU, BF16, LENGTH = torch.device("cpu"), torch.bfloat16, 64
-Weights = Iterable[tuple[str, torch.Tensor]]
 
 
-class Engine(EngineModel):
-    def load_weights(self, weights: Weights) -> None:
-        self.module.load_weights(weights)
-
-
-class Swapping(torch.nn.Module):
+class Swapping(Pair):
     """Its load takes tensors without bytes, as a recording gives them, for each other's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in ("a", "b"):
-            self.register_parameter(name, torch.nn.Parameter(torch.zeros(LENGTH, dtype=BF16), requires_grad=False))
 
     def load_weights(self, weights: Weights) -> None:
         for name, tensor in weights:
@@ -43,40 +24,8 @@ class Swapping(torch.nn.Module):
             getattr(self, other if tensor.is_meta else name).data.copy_(tensor)
 
 
-class Receiver:
-    """The engine rank's half of syncs of two tensors, without a channel."""
-
-    def __init__(self) -> None:
-        bases = [Base(name, "bfloat16", 2, (LENGTH,), (View(name, (LENGTH,), 0, LENGTH),)) for name in ("a", "b")]
-        self._nbytes = plan_buckets(tuple(bases), 1 << 20, False).slot_bytes
-        self._manifest = Manifest.of(plan_buckets(tuple(bases), 1 << 20, False))
-        self.model = Swapping()
-        engine = Engine(self.model, 0)
-        self.unpacker, self.proof = (kind(engine, self._manifest, CPU) for kind in (Unpacker, DestinationProof))
-
-    @torch.no_grad()
-    def sync(self, a: float, b: float, verified: bool = True) -> None:
-        sent = {"a": torch.full((LENGTH,), a, dtype=BF16), "b": torch.full((LENGTH,), b, dtype=BF16)}
-        slot = torch.zeros(self._nbytes, dtype=torch.uint8)
-        for entry in self._manifest.buckets[0]:
-            for piece in entry.pieces:
-                taken = sent[entry.name].view(torch.uint8)[piece.target : piece.target + piece.width]
-                slot[piece.source : piece.source + piece.width] = taken
-        self.unpacker.begin(copy_plan=True, hashed=True)
-        self.proof.begin(self.unpacker.layout)
-        if verified:
-            self.proof.prepare(self.unpacker.recording)
-            self.unpacker.trust(self.proof.judge)
-        ledger = Ledger(self.model) if self.unpacker.watched else None
-        with ledger or nullcontext(), self.unpacker.uses.watching():
-            self.unpacker.load(0, [slot])
-        self.unpacker.finish(ledger)
-        for name, tensor in sent.items():
-            assert torch.equal(getattr(self.model, name).data, tensor), name
-
-
 def test_what_marks_disprove_stays_with_the_model_although_weights_are_alike() -> None:
-    receiver = Receiver()
+    receiver = Receiver(Swapping())
     receiver.sync(1.0, 1.0)  # as norms are at first: a replay into the wrong places would write the same
     assert not receiver.unpacker.plan.planned
     assert "elsewhere than was recorded" in receiver.unpacker.plan.refused["a"]
@@ -87,7 +36,7 @@ def test_what_marks_disprove_stays_with_the_model_although_weights_are_alike() -
 @pytest.mark.parametrize("verified", [True, False])
 def test_what_earlier_syncs_have_replayed_to_the_wrong_places_ends_the_sync(verified: bool) -> None:
     """And the syncs behind it are exact, whether or not they are verified."""
-    receiver = Receiver()
+    receiver = Receiver(Swapping())
     receiver.sync(1.0, 1.0, verified=False)  # the comparison with the model's own load finds no difference
     assert receiver.unpacker.plan.planned
     with pytest.raises(ValueError, match=r"a, b elsewhere than earlier syncs did\. Set .*copy_plan=False"):

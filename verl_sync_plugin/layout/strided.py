@@ -40,6 +40,12 @@ class Run(msgspec.Struct, frozen=True, array_like=True, order=True):
         numbers = (self.source // ratio, self.target // ratio, self.width // ratio)
         return Run(*numbers, self.count, self.source_stride // ratio, self.target_stride // ratio)
 
+    def read(self) -> Run:
+        """What is read, wherever it goes to: with a target of 0, and a plain run where it is one."""
+        if self.count == 1 or self.source_stride == self.width:
+            return Run(self.source, 0, self.width * self.count)
+        return Run(self.source, 0, self.width, self.count, self.source_stride)
+
     def repeats(self) -> Iterator[Run]:
         """The same as plain runs."""
         for i in range(self.count):

@@ -87,7 +87,7 @@ def misplaced(
 ) -> dict[str, str]:
     """Loads marks, and returns the tensors that do not lie where they are said to, with the reason.
 
-    Overwrites what a load writes. Never raises for what a model makes of marks: then nothing is where it should be.
+    Overwrites what a load writes. Does not raise for what a model makes of marks: then nothing is where it should be.
 
     Args:
         model: of this engine rank.
@@ -95,6 +95,9 @@ def misplaced(
         owners: of tied tensors, which travel as one.
         placed: what is said.
         reader: of the model's tensors.
+
+    Raises:
+        torch.OutOfMemoryError: for the marks, which says nothing of the places.
     """
     if not placed:
         return {}
@@ -107,6 +110,8 @@ def misplaced(
             for marks in _marks(sources, owners, model, reader.device):
                 _hash_given(marks, of_name, reader, given)
                 model.load_weights((mark.name, mark.tensor) for mark in marks)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever a model's loader makes of random numbers
         why = f"a load of marks failed: {type(error).__name__}: {error}"
         return dict.fromkeys((source.name for source in sources), why)

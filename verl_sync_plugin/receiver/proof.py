@@ -87,6 +87,7 @@ class DestinationProof:
     def _forget(self) -> None:
         """Lets go of all parameters."""
         self._layout: Layout | None = None
+        self._again = False  # what was found out says nothing of the model: there was too little memory
         self._filled = False  # the load of marks left all constants in place
         self._reader: Reader | None = None
         self._parts: dict[str, list[list[Held]]] = {}  # by the name that is counted
@@ -96,12 +97,12 @@ class DestinationProof:
         self._work: _Work | None = None
 
     def begin(self, layout: object) -> None:
-        """At the start of every sync: lets go of parameters that are elsewhere by now.
+        """At the start of every sync: lets go of parameters that are elsewhere by now, and of what was not found out.
 
         Args:
             layout: ``LayoutKey.now()``.
         """
-        if self._layout is not None and layout != self._layout:
+        if self._again or (self._layout is not None and layout != self._layout):
             self._forget()
 
     def prepare(self, recording: Recording | None) -> None:
@@ -122,7 +123,11 @@ class DestinationProof:
         self._reader = reader = Reader(known_tensors(self._model.module), self._device)
         left_out.update({each.name: RE_LAID for each in held if not reader.knows(each)})
         held = [each for each in held if each.name not in left_out]
-        left_out.update(misplaced(self._model, self._sources, self._owners, held, reader))
+        try:
+            left_out.update(misplaced(self._model, self._sources, self._owners, held, reader))
+        except torch.OutOfMemoryError as error:
+            why, self._again = f"no device memory for a load of marks, the next sync tries again: {error}", True
+            left_out.update({source.name: why for source in self._sources})
         self._filled = hold((fill.target, fill.value) for fill in recording.fills)
         self._constants = kept_constants(recording.fills)
         if recording.derives:
@@ -202,7 +207,7 @@ class DestinationProof:
     def _compile(self, reader: Reader) -> _Work:
         kinds: dict[tuple[int, Parts], list[str]] = {}
         for name, parts in self._parts.items():
-            read = tuple(tuple(sorted(_without_target(run) for held in part for run in held.runs)) for part in parts)
+            read = tuple(tuple(sorted(run.read() for held in part for run in held.runs)) for part in parts)
             kinds.setdefault((self._nbytes[name] // parts[0][0].ratio, read), []).append(name)
         groups = [part for names in kinds.values() for name in names for part in self._parts[name]]
         placed = tuple((*kind, tuple(self._numbers[name] for name in names)) for kind, names in kinds.items())
@@ -240,9 +245,3 @@ class DestinationProof:
         storage = target.untyped_storage()._cdata
         tensors = self._model.module.named_parameters(remove_duplicate=False)
         return next((name for name, tensor in tensors if tensor.untyped_storage()._cdata == storage), "a buffer")
-
-
-def _without_target(run: Run) -> Run:
-    if run.count == 1 or run.source_stride == run.width:
-        return Run(run.source, 0, run.width * run.count)
-    return Run(run.source, 0, run.width, run.count, run.source_stride)

@@ -17,7 +17,7 @@ from verl_sync_plugin.transport.protocol import Used
 from verl_sync_plugin.verify.coverage import check_coverage
 from verl_sync_plugin.verify.destination import Cadence, DestinationCheck, refuse_changed
 from verl_sync_plugin.verify.hashes import HashCheck, paired
-from verl_sync_plugin.verify.narrowed import narrowed_sums
+from verl_sync_plugin.verify.narrowed import made_on_the_way, narrowed_sums
 from verl_sync_plugin.verify.uses import UseCheck
 
 
@@ -142,7 +142,9 @@ class Commit:
     def _verify(self, sync: Sync, proven: Proven | None, news: bool) -> None:
         """Collective: compares what the engine ranks hold with what was sent."""
         if news:
-            self._destination.learn(sync.plan, proven, sync.source.prepares)
+            made = made_on_the_way(sync.plan, sync.rank, sync.shards, sync.source.makes_all)
+            self._destination.learn(sync.plan, proven, made)
+        self._destination.refuse_nothing(self._config.verify)
         sums = self._sender.sums(sync.plan)
         with self._agreement.attempt():
             sums = self._narrowed(sync, sums)
@@ -154,7 +156,7 @@ class Commit:
     def _narrowed(self, sync: Sync, sums: torch.Tensor) -> torch.Tensor:
         """The hashes of what this rank packed, in the engine's dtype where that is narrower."""
         dtypes = self._destination.narrowed
-        if not dtypes or not sync.shards or sync.source.prepares:
+        if not dtypes or not sync.shards or sync.source.makes_all:
             return sums
         rounded = narrowed_sums(sync.plan, sync.rank, sync.shards, dtypes)
         return torch.where(torch.isin(torch.arange(len(sums)), torch.tensor(list(dtypes))), rounded, sums)

@@ -26,10 +26,12 @@ class ParameterSource(ABC):
     where the shards are now (offloading moves them).
 
     Attributes:
-        prepares: what travels is made on the way: the class has a ``prepare`` of its own.
+        prepares: something of what travels is made on the way: the class has a ``prepare`` of its own.
+        makes_all: nothing of what travels is there before it is prepared, nor behind it.
     """
 
     prepares: ClassVar[bool] = False
+    makes_all: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -84,25 +84,25 @@ class DestinationCheck:
         return not self.knows(plan)
 
     def learn(
-        self, plan: Plan, proven: Proven | None, made_on_the_way: bool = False, sent_by: int | None = None
+        self, plan: Plan, proven: Proven | None, made: frozenset[int] = frozenset(), sent_by: int | None = None
     ) -> None:
         """Collective: exchanges what the engine ranks hold.
 
         Args:
             plan: of this sync.
             proven: of the engine rank beside this rank, if there is one.
-            made_on_the_way: what this rank packs is not there any more to be rounded once again.
+            made: numbers of tensors of which what this rank packs is not there any more to be rounded once again.
             sent_by: how many ranks send each byte; ``None`` for what the plan says.
         """
         told = () if proven is None else (self._placed, dict(proven.narrowed), proven.left_out, proven.unproven)
-        everywhere = self._agreement.gather("exchanging what the engine holds", (told, made_on_the_way))
+        everywhere = self._agreement.gather("exchanging what the engine holds", (told, made))
         self._names = list(numbers_of(bucket.entries for bucket in plan.buckets))
         planned = times_sent(plan, len(self._agreement.ranks.trainers))
         self._times_sent = planned if sent_by is None else torch.full_like(planned, sent_by)
         engines = [(rank, *told) for rank, (told, _) in enumerate(everywhere) if told]
         self.left_out = {name: why for *_, left_out, _ in engines for name, why in left_out}
         self.narrowed = {number: dtype for _, _, narrowed, *_ in engines for number, dtype in narrowed.items()}
-        made = any(made for _, made in everywhere)
+        made_anywhere = frozenset().union(*(numbers for _, numbers in everywhere))
         parts = {rank: _by_number(placed) for rank, placed, *_ in engines}
         dtypes = {rank: narrowed for rank, _, narrowed, *_ in engines}
         times, self._factors = torch.zeros(len(self._names), dtype=torch.int64), {}
@@ -111,7 +111,7 @@ class DestinationCheck:
             alike = len({dtypes[rank].get(number) for rank in holders}) == 1
             count, factors = balance(next(iter(holders.values()))[0], tuple(parts for _, parts in holders.values()))
             why = "" if alike and count > 0 else UNEVEN
-            if made and number in self.narrowed:
+            if number in self.narrowed and number in made_anywhere:
                 why = why or MADE
             if why:
                 self.left_out.setdefault(self._names[number], why)
@@ -125,13 +125,34 @@ class DestinationCheck:
         if self._agreement.ranks.rank:
             return
         say(f"of {len(self._names)} tensors sent {len(self.compared)} are found again in the engine's parameters")
-        for name, why in list(self.left_out.items())[:NAMED]:
-            say(f"not comparable: {name} ({why})")
+        of_reason: dict[str, list[str]] = {}
+        for name, why in self.left_out.items():
+            of_reason.setdefault(why, []).append(name)
+        for why, names in of_reason.items():
+            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            say(f"not comparable: {', '.join(names[:NAMED])}{more} ({why})")
         if unproven:
             shown = ", ".join(
                 f"{name} ({held} of {of} elements)" for name, (held, of) in list(unproven.items())[:NAMED]
             )
             say(f"{len(unproven)} engine parameters are not proven whole: {shown}")
+
+    def refuse_nothing(self, verify: str | int) -> None:
+        """Whoever asks for syncs to be verified beyond the first ones is not to believe that they are.
+
+        Args:
+            verify: ``custom.sync.verify``.
+
+        Raises:
+            SyncError: nothing that the engine holds can be compared; the same text on every rank.
+        """
+        if verify != "first" and not self.compared:
+            name, why = next(iter(self.left_out.items()), ("nothing was sent", "nothing to compare"))
+            raise SyncError(
+                f"weight sync failed: {KEY_PREFIX}.verify={verify}, and nothing of what the engine holds can be "
+                f"compared: {name} ({why}). {KEY_PREFIX}.verify=first says so without failing, "
+                f"{KEY_PREFIX}.verify=never does not compare."
+            )
 
     def compare(self, sent: torch.Tensor, proven: Proven | None) -> None:
         """Collective: compares what the engine ranks hold with what was sent.

@@ -38,6 +38,8 @@ class StreamSource(ParameterSource):
         timeout_seconds: bound on waiting for other ranks.
     """
 
+    makes_all = True
+
     def __init__(self, open_stream: Callable[[bool], Stream], policy: WirePolicy, timeout_seconds: float) -> None:
         super().__init__()
         self._open = open_stream
