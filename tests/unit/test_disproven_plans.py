@@ -8,11 +8,13 @@ from contextlib import AbstractContextManager
 
 import pytest
 import torch
-from receiving import BF16, CPU, Engine, Pair, Receiver, Weights
+from receiving import BF16, CPU, LENGTH, Engine, Pair, Receiver, Weights
 
 from verl_sync_plugin.receiver.copy_plan import make_plan
+from verl_sync_plugin.receiver.layout_key import LayoutKey
 from verl_sync_plugin.receiver.recorder import record
 from verl_sync_plugin.receiver.recording import Source
+from verl_sync_plugin.receiver.uses import uses_in
 
 
 class Swapping(Pair):
@@ -85,3 +87,48 @@ def test_a_joined_tensor_in_another_shape_is_left_to_the_model() -> None:
     sources = [Source(name, BF16, (1, 128), None) for name in ("a", "b")]
     plan = make_plan(Engine(Joining(), 0), sources, CPU)
     assert not plan.planned and set(plan.refused) == {"a", "b"}
+
+
+class Layered(Pair):
+    """Two tensors are written to one parameter; the one that comes first is changed on its way."""
+
+    def load_weights(self, weights: Weights) -> None:
+        for name, tensor in weights:
+            self.a.data.copy_(tensor + 1 if name == "a" else tensor)
+
+
+def test_a_copy_onto_what_the_models_own_path_writes_is_not_replayed() -> None:
+    plan = make_plan(Engine(Layered(), 0), [Source(name, BF16, (LENGTH,), None) for name in ("a", "b")], CPU)
+    assert not plan.planned and plan.refused["b"] == "is written where the model's own path writes, too"
+
+
+class Dropping(Pair):
+    """Computes with every tensor before it looks whether it has a place for it."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.keeps = keeps
+
+    def load_weights(self, weights: Weights) -> None:
+        for name, tensor in weights:
+            changed = tensor + 1
+            if name == "a" or self.keeps:
+                getattr(self, name).data.copy_(changed)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_tensor_that_is_computed_with_and_dropped_is_not_used(keeps: bool) -> None:
+    sources = [Source(name, BF16, (LENGTH,), None) for name in ("a", "b")]
+    uses = uses_in(record(Engine(Dropping(keeps), 0), sources), sources)
+    assert uses is not None and uses["a"] and bool(uses["b"]) is keeps
+
+
+def test_a_module_that_was_replaced_is_a_new_layout() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    key = LayoutKey(Engine(model, 0))
+    before = key.now()
+    assert key.now() == before
+    model[1] = torch.nn.Linear(4, 4)
+    now = key.now()
+    assert now != before and model[1].weight.data_ptr() in {entry[0] for entry in now[1:]}
+    assert key.now() == now

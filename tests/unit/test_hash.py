@@ -41,6 +41,11 @@ def test_hash_is_what_it_is_defined_to_be(step: int, monkeypatch: pytest.MonkeyP
         assert plain.hash_block(flat, start, block).item() == hash_of_words(data, places), block
 
 
+def test_halves_of_any_word_cannot_change_places() -> None:
+    lower, upper = plain.factors(torch.arange(1 << 20))
+    assert not bool((lower == upper).any())
+
+
 MEMORY = """
 import resource, torch
 from verl_sync_plugin.copies import plain

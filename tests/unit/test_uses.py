@@ -72,12 +72,14 @@ def test_intervals_and_whether_tensors_meet(seed: int) -> None:
     assert not meet(one, torch.zeros(3)) and not meet(one[:0], one)
 
 
-def test_what_is_refused_counts_as_used_and_what_is_not_recorded_is_unknown() -> None:
-    sources = [Source(name, torch.float32, (2, 3), None) for name in "ab"]
-    assert uses_in(Recording(refused={"a": "is computed with"}, ended=True), sources) == {
-        "a": (Run(0, 0, 24),),
-        "b": (),
-    }
+def test_what_is_taken_in_another_way_counts_as_used_and_what_is_not_recorded_is_unknown() -> None:
+    sources = [Source(name, torch.float32, (2, 3), None) for name in "abc"]
+    refused = dict.fromkeys("ab", "is computed with")
+    whole = (Run(0, 0, 24),)
+    seen = Recording(refused=refused, taken={"a"}, ended=True)
+    assert uses_in(seen, sources) == {"a": whole, "b": (), "c": ()}
+    unseen = Recording(refused=refused, spoiled="its load keeps what it was given", ended=True)
+    assert uses_in(unseen, sources) == {"a": whole, "b": whole, "c": ()}
     assert uses_in(Recording(spoiled="its load cannot be recorded"), sources) is None
 
 

@@ -20,7 +20,7 @@ READ_WARPS = 4
 @triton.jit
 def factors(word):  # type: ignore[no-untyped-def]
     """The same as ``plain.factors``, of 32 bits: a product of two such is one instruction of a GPU."""
-    mixed = word.to(tl.uint32) * 0x9E3779B1
+    mixed = word.to(tl.uint32) * 0x9E3779B1 + 0x85EBCA6B
     square = mixed.to(tl.uint64) * mixed.to(tl.uint64)
     low = square.to(tl.uint32)
     high = (square >> 32).to(tl.uint32)

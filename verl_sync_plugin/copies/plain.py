@@ -23,6 +23,7 @@ from verl_sync_plugin.copies.blocks import Block
 STEP = 1 << 18  # bytes hashed at a time, a multiple of 8; bounds the memory that the hash takes
 # 2^32 by the golden ratio, as in Knuth's multiplicative hashing (The Art of Computer Programming, volume 3, 6.4)
 GOLDEN = 0x9E3779B1
+FIRST = 0x85EBCA6B  # of word 0, whose factors would both be 1; any odd number of 32 bits
 HALF = 0xFFFFFFFF
 
 
@@ -33,7 +34,7 @@ def factors(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     has multiplications to spare while it hashes, but no shifts. Multiplied only, factors would be linear in the place,
     and what is moved by the same distance in opposite directions would cancel out.
     """
-    mixed = (words & HALF) * GOLDEN & HALF
+    mixed = ((words & HALF) * GOLDEN + FIRST) & HALF
     square = mixed * mixed
     low, high = square & HALF, (square >> 32) & HALF
     return (low ^ high) | 1, (((low - high) & HALF) ^ mixed) | 1

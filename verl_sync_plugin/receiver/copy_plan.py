@@ -12,7 +12,8 @@ import torch
 from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.receiver.engine_model import EngineModel, FusedPairs, partner_of
 from verl_sync_plugin.receiver.intervals import intervals, region_of
-from verl_sync_plugin.receiver.order import fills_contradict, overwritten
+from verl_sync_plugin.receiver.layout_key import LayoutKey
+from verl_sync_plugin.receiver.order import fills_contradict, mixed, overwritten
 from verl_sync_plugin.receiver.recorder import model_tensors, record
 from verl_sync_plugin.receiver.recording import Copy, Recording, Source
 from verl_sync_plugin.receiver.uses import uses_in
@@ -20,9 +21,8 @@ from verl_sync_plugin.receiver.uses import uses_in
 # Runs shorter than this are no business of a byte copier (a transposed copy has runs of one element)
 SHORTEST_RUN = 32
 MOST_RUNS = 1 << 16
+NAMED = 5  # names of a list in a message
 REMEDY = "Set actor_rollout_ref.rollout.custom.sync.copy_plan=False."
-
-Layout = tuple[tuple[object, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,12 @@ class CopyPlan:
     def lines_for_log(self, tensors: int, how: str) -> Iterator[str]:
         """What of ``tensors`` is replayed ``how``, and why some are not."""
         yield f"once their plan is proven, {tensors - len(self.refused)} of {tensors} tensors go by {how}"
-        for name, why in list(self.refused.items())[:5]:
-            yield f"{name} goes through load_weights ({why})"
+        of_reason: dict[str, list[str]] = {}
+        for name, why in self.refused.items():
+            of_reason.setdefault(why, []).append(name)
+        for why, names in of_reason.items():
+            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            yield f"through load_weights: {', '.join(names[:NAMED])}{more} ({why})"
 
     def target_runs(self) -> Iterator[tuple[int, int, int, int]]:
         """The bytes that a replay writes: address, width, count and bytes from one to the next."""
@@ -91,25 +95,6 @@ class CopyPlan:
             yield from planned.target_runs()
         for first, end in intervals(region_of(target) for target, _ in self.fills).tolist():
             yield first, end - first, 1, 0
-
-
-class LayoutKey:
-    """Where all parameters and buffers of a model lie, and what the engine adds to that. ``param.data = tensor`` makes
-    no operation, so this is compared at every sync; the walk over modules is done once."""
-
-    def __init__(self, model: EngineModel) -> None:
-        self._model = model
-        self._modules = list(model.module.modules())
-
-    def now(self) -> Layout:
-        tensors = tuple(
-            (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-            for module in self._modules
-            for owned in (module._parameters, module._buffers)
-            for tensor in owned.values()
-            if tensor is not None
-        )
-        return (self._model.layout_token(), *tensors)
 
 
 def make_plan(model: EngineModel, sources: Sequence[Source], device: torch.device | None = None) -> CopyPlan:
@@ -145,6 +130,9 @@ def make_plan(model: EngineModel, sources: Sequence[Source], device: torch.devic
         if source.name not in plan.refused:
             _accept(plan, source, copies[source.name], device)
     _refuse_overlaps(plan)
+    left = [*recording.others, *(copy for copy in recording.copies if copy.name in plan.refused)]
+    for name in mixed([copy for copy in recording.copies if copy.name in plan.planned], left):
+        plan.refused.setdefault(name, "is written where the model's own path writes, too")
     for name, why in list(plan.refused.items()):
         plan.refuse(name, why)  # with the one it is fused with
     return plan

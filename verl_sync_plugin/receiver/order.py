@@ -29,6 +29,15 @@ def superseded(copies: Sequence[Copy]) -> frozenset[int]:
     return frozenset(a.order for a, b in pairs if isinstance(a, Copy) and isinstance(b, Copy) and a.name != b.name)
 
 
+def mixed(copies: Sequence[Copy], others: Sequence[Copy]) -> list[str]:
+    """Names of ``copies`` that share bytes of the model with one of ``others``, of another tensor: some would be
+    replayed and some go through the model's load, in any order."""
+    left = {copy.order for copy in others}
+    pairs = _overlapping([*copies, *others]) if others else iter(())
+    found = (copy for a, b in pairs if a.order not in left or b.order not in left for copy in (a, b))
+    return list(dict.fromkeys(c.name for c in found if isinstance(c, Copy) and c.order not in left))
+
+
 def _overlapping(writes: Sequence[Write]) -> Iterator[tuple[Write, Write]]:
     """Pairs of writes that share bytes, the earlier one first."""
     spans = sorted((*bounds(write.target), number) for number, write in enumerate(writes))

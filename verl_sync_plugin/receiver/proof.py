@@ -22,8 +22,9 @@ from verl_sync_plugin.copies.hulls import hulls_of, numbers_of
 from verl_sync_plugin.layout.strided import Run, compose
 from verl_sync_plugin.layout.tensors import Entry
 from verl_sync_plugin.receiver.constants import differs, flags_of, hold, kept_constants
-from verl_sync_plugin.receiver.copy_plan import CopyPlan, Layout, LayoutKey, known_tensors, sources_of
+from verl_sync_plugin.receiver.copy_plan import CopyPlan, known_tensors, sources_of
 from verl_sync_plugin.receiver.engine_model import EngineModel
+from verl_sync_plugin.receiver.layout_key import Layout, LayoutKey
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.marks import ELSEWHERE, Reader, misplaced
 from verl_sync_plugin.receiver.placement import Held, owners_of, placements

@@ -90,15 +90,24 @@ class _Recorder(TorchDispatchMode):
         into_model = storage_of(target) in self._targets
         if into_model and self._reinterprets(target, source):
             # A replay knows the dtypes of tensors and parameters, and would cast where the model moves bytes
-            self._refuse(names, "is copied through a view of another dtype")
+            self._refuse_written(names, "is copied through a view of another dtype", target)
         elif into_model and storage in self._sources:
             self._note(self._sources[storage], source, target.detach())
         elif into_model and self._whole(source) and source.shape == target.shape:
             for name, part, dim, start in self._joined[storage][1]:
                 self._note(name, part, target.detach().narrow(dim, start, part.shape[dim]))
+        elif into_model:
+            self._refuse_written(names, "is changed before it is copied", target)
         else:
-            self._refuse(names, "is changed before it is copied" if into_model else "is copied elsewhere")
+            self._refuse(names, "is copied elsewhere")
+            self.recording.taken.update(names)  # the model may keep it without naming it as one of its tensors
         return target
+
+    def _refuse_written(self, names: Iterable[str], why: str, target: torch.Tensor) -> None:
+        self._refuse(names, why)
+        self.recording.taken.update(names)
+        order = self.recording.writes
+        self.recording.others.extend(Copy(name, target.detach(), target.detach(), order) for name in names)
 
     def _whole(self, source: torch.Tensor) -> bool:
         """Whether this is the whole result of a join, in its own shape and order."""
@@ -120,7 +129,7 @@ class _Recorder(TorchDispatchMode):
             value = float(args[1]) if func is aten.fill_.Scalar else 0.0
             self.recording.fills.append(Fill(args[0].detach(), value, self.recording.writes))
         elif names:
-            self._refuse(names, f"goes through {func}")
+            self._refuse_written(names, f"goes through {func}", args[0])
         else:
             self.recording.spoiled = f"its load runs {func} on a parameter"
         return args[0]
@@ -139,6 +148,7 @@ class _Recorder(TorchDispatchMode):
             return args[0].detach()  # to another device: the bytes stay what they are
         if func is aten._local_scalar_dense.default:
             self._refuse(names, "is read by the host")
+            self.recording.taken.update(names)
             return 0
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("meta")}

@@ -69,6 +69,8 @@ class Recording:
         copies: plain copies from sources into the model.
         fills: constants written into the model.
         refused: names that something other than views and copies was done with, and what.
+        taken: names of these of which something ended up in the model, or with the host.
+        others: what else was written into the model, of tensors that are refused; their sources say nothing.
         spoiled: why nothing of the recording can be replayed; empty when it can.
         derives: the load also computed something from loaded parameters.
         ended: the load came to its end, so what it left alone is known.
@@ -77,11 +79,13 @@ class Recording:
     copies: list[Copy] = field(default_factory=list)
     fills: list[Fill] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
+    taken: set[str] = field(default_factory=set)
+    others: list[Copy] = field(default_factory=list)
     spoiled: str = ""
     derives: bool = False
     ended: bool = False
 
     @property
     def writes(self) -> int:
-        """How many copies and fills there are so far."""
-        return len(self.copies) + len(self.fills)
+        """How many writes into the model there are so far."""
+        return len(self.copies) + len(self.fills) + len(self.others)

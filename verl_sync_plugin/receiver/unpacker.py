@@ -3,8 +3,7 @@
 
 A plan is replayed once it is proven. Where the first sync begins with a load of marks (``proof.py``), these prove it.
 Otherwise the first sync goes the model's own way and is the reference: every byte that a replay would have written is
-compared (by hash) with what the model wrote, and a tensor that differs keeps the model's way. A model whose parameters
-moved starts over.
+compared (by hash) with what the model wrote, and a tensor that differs keeps the model's way. A moved model starts over.
 """
 
 from __future__ import annotations
@@ -19,10 +18,11 @@ from verl_sync_plugin.copies.copier import Copier
 from verl_sync_plugin.copies.hulls import numbers_of
 from verl_sync_plugin.log import say
 from verl_sync_plugin.receiver.assembly import Assembler
-from verl_sync_plugin.receiver.copy_plan import REMEDY, CopyPlan, LayoutKey, known_tensors, make_plan, sources_of
+from verl_sync_plugin.receiver.copy_plan import REMEDY, CopyPlan, known_tensors, make_plan, sources_of
 from verl_sync_plugin.receiver.cuts import scattered
 from verl_sync_plugin.receiver.direct import DirectLoads, obstacle
 from verl_sync_plugin.receiver.engine_model import EngineModel
+from verl_sync_plugin.receiver.layout_key import LayoutKey
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.marks import ELSEWHERE
 from verl_sync_plugin.receiver.recording import Recording

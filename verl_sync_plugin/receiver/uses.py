@@ -27,7 +27,8 @@ Skipped = Callable[[str], str]  # EngineModel.why_skipped
 
 
 def uses_in(recording: Recording, sources: Sequence[Source]) -> dict[str, Runs] | None:
-    """The bytes of each tensor that a recorded load copies, or computes with; not what another tensor then overwrites.
+    """The bytes of each tensor that a recorded load copies, or makes something of that the model gets; not what another
+    tensor then overwrites.
 
     Args:
         recording: of one load.
@@ -45,8 +46,10 @@ def uses_in(recording: Recording, sources: Sequence[Source]) -> dict[str, Runs] 
     for copy in recording.copies:
         if copy.order not in lost:
             copied.setdefault(copy.name, []).append(copy.source)
+    # A spoiled recording has not seen all that the model gets
+    taken = recording.refused.keys() if recording.spoiled else recording.taken
     for source in sources:
-        if source.name in recording.refused:
+        if source.name in taken:
             found[source.name].update(own_runs(source))
         for view in copied.get(source.name, ()):
             found[source.name].update(own_runs(source) if (runs := _runs(view)) is None else runs)

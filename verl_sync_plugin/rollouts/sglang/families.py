@@ -23,8 +23,12 @@ EXPERTS_EVERYWHERE = (
     "Qwen3NextForCausalLM",
     "Qwen3VLMoeForConditionalGeneration",
 )
-# Whose tensors SGLang's class leaves out, and which
-LEFT_OUT = {"Llama4ForCausalLM": "its loader for the text model alone knows no experts"}
+# Whose tensors SGLang's class cannot take again and again, and why
+UNSYNCABLE = {
+    "Llama4ForCausalLM": "its loader for the text model alone knows no experts",
+    # layers/attention/dsv4/compressor.py, apply_ape_hotfix
+    "DeepseekV4ForCausalLM": "its loader rearranges a parameter behind its first load, and behind no other",
+}
 
 # SGLang's classes (0.5.12) that cannot be launched untied: an adapter makes two weights of embedding and head, and
 # these have one, whatever tie_word_embeddings says
@@ -81,8 +85,8 @@ def refuse_family(path: str, config: Mapping[str, Any]) -> None:
 
 def reason_against(architecture: str, config: Mapping[str, Any]) -> str:
     """Why SGLang cannot be given a model of this architecture and ``config.json``; empty where it can."""
-    if architecture in LEFT_OUT:
-        return f"cannot be synced to SGLang: {LEFT_OUT[architecture]}"
+    if architecture in UNSYNCABLE:
+        return f"cannot be synced to SGLang: {UNSYNCABLE[architecture]}"
     text: Mapping[str, Any] = config.get("text_config") or config
     if architecture in EXPERTS_EVERYWHERE:
         layers, step = text.get("mlp_only_layers"), text.get("decoder_sparse_step")
