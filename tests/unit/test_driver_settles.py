@@ -102,6 +102,16 @@ def test_switched_off_it_is_verls_own_config_also_where_no_driver_was(tmp_path: 
     assert OmegaConf.to_container(rollout.custom) == OFF
 
 
+def test_a_comparison_with_stock_verl_that_would_train_other_parameters_is_refused(tmp_path: Path) -> None:
+    rank, flat = f"{MODEL}.lora.rank=8", f"{MODEL}.lora_rank=8"
+    for off in (f"{KEY_PREFIX}.enabled=False", "+sync=stock"):
+        said = refused(tmp_path, rank, off)
+        assert f"{rank} with custom.sync.enabled=False" in said and f"{flat} {MODEL}.lora_alpha=32" in said, said
+        as_stock(rollout_of(tmp_path, rank, flat, off), OFF)
+    as_stock(rollout_of(tmp_path, rank, "model_engine=megatron", f"{KEY_PREFIX}.enabled=False"), OFF)
+    as_stock(rollout_of(tmp_path, rank, "actor_rollout_ref.hybrid_engine=False"), OFF)  # nobody has switched it off
+
+
 def test_what_verl_moves_by_itself_is_not_refused_for_its_model(tmp_path: Path) -> None:
     """Another checkpoint engine than ``naive`` has nothing of ours, so a quantized checkpoint is verl's affair."""
     model = tmp_path / "model"

@@ -37,13 +37,11 @@ from verl_sync_plugin.config.settings import (
 )
 from verl_sync_plugin.hooks.rollout_config import check_rollout
 from verl_sync_plugin.log import say
-from verl_sync_plugin.lora.refusals import refuse_lora
+from verl_sync_plugin.lora.refusals import FLAT_LORA_TRAINERS, refuse_lora, refuse_unread_rank
 from verl_sync_plugin.lora.settings import PEFT_KEY, RefuseAdapter, unify
 from verl_sync_plugin.rollouts import rollout_of, serves
 from verl_sync_plugin.sharding_manager.registry import known_trainers
 
-# verl's strategies that read the flat LoRA keys only
-FLAT_LORA_TRAINERS = ("fsdp", "fsdp2")
 # Mains of verl with a rollout that is never given weights
 WITHOUT_SYNC = ("main_generation_server",)
 MERGE_KEY = "actor_rollout_ref.model.lora.merge"
@@ -78,6 +76,8 @@ def settle(config: DictConfig, overrides: Sequence[str] = (), program: str = "",
         return ""
     unserved = "" if program in WITHOUT_SYNC else unserved_strategy(actor_rollout_ref, overrides)
     if unserved or program in WITHOUT_SYNC or not syncs(actor_rollout_ref):
+        if not resolved and not sync_config_of(rollout).enabled:  # by the user, and not by the line below
+            refuse_unread_rank(actor_rollout_ref.model, OmegaConf.select(actor_rollout_ref, "actor.strategy"))
         leave_to_verl(rollout, resolved)
         return unserved or OFF
     settle_rollout(rollout, resolved)

@@ -20,6 +20,8 @@ LEAVE_OUT = f"Leave embedding and head out (see {PREFIX}.exclude_modules)"
 # Refuses a model whose embedding and head the engine cannot hold apart: architectures, and what makes them differ
 # (``RolloutEndpoint.refuse_untied``)
 RefuseUntied = Callable[[Iterable[str], str], None]
+# verl's strategies that read the flat LoRA keys only
+FLAT_LORA_TRAINERS = ("fsdp", "fsdp2")
 _FSDP1 = "actor_rollout_ref.actor.strategy=fsdp with actor_rollout_ref.actor.fsdp_config.use_orig_params=True"
 
 
@@ -52,6 +54,28 @@ def refuse_lora(model: Any, strategy: str, refuse_untied: RefuseUntied) -> None:
 
     refuse_config(where, settings, f"Give a LoRA adapter, or merge this one into the model of {PREFIX}.path")
     _refuse_ends(plain, where if path is not None else None, strategy, refuse_untied)
+
+
+def refuse_unread_rank(model: Any, strategy: str) -> None:
+    """Refuses a run that is compared with stock verl and would train all parameters, where with the plugin it trains an
+    adapter: nobody would notice.
+
+    Args:
+        model: ``actor_rollout_ref.model``, as given.
+        strategy: the actor's.
+
+    Raises:
+        ValueError: names key, value and remedy.
+    """
+    block = model.get("lora") or {}
+    rank = block.get("rank") or 0
+    if strategy in FLAT_LORA_TRAINERS and rank and not model.get("lora_rank"):
+        alpha = block.get("alpha") or 32
+        raise ValueError(
+            f"{PREFIX}.lora.rank={rank} with custom.sync.enabled=False: verl's own {strategy} engine does not read it, "
+            f"and would train all parameters. Give LoRA by verl's flat keys: {PREFIX}.lora_rank={rank} "
+            f"{PREFIX}.lora_alpha={alpha}, and {PREFIX}.target_modules; they mean the same with the plugin."
+        )
 
 
 def _settings_of(folder: Path) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 
 A plan is replayed once it is proven. Where the first sync begins with a load of marks (``proof.py``), these prove it.
 Otherwise the first sync goes the model's own way and is the reference: every byte that a replay would have written is
-compared (by hash) with what the model wrote, and a tensor that differs keeps the model's way. A moved model starts over.
+compared (by hash) with what the model wrote, and a tensor that differs keeps the model's way. Moved, it starts over.
 """
 
 from __future__ import annotations

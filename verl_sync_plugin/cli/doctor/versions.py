@@ -45,9 +45,10 @@ class Range:
     remedy: str
 
 
+UNTRIED_SGLANG = (13, 15, 16, 17, 18, 19, 21, 22)  # of 0.5; see docs/releases.md
 RANGES = {
     "verl": Range(">=0.9.1,<0.10", "==0.9.1", "pip install verl==0.9.1"),
-    "sglang": Range(">=0.5.12", ">=0.5.12,<=0.5.23,!=0.5.15,!=0.5.16,!=0.5.17,!=0.5.18,!=0.5.19,!=0.5.20",
+    "sglang": Range(">=0.5.12", f">=0.5.12,<=0.5.23,{','.join(f'!=0.5.{untried}' for untried in UNTRIED_SGLANG)}",
                     "pip install sglang==0.5.12, which verl 0.9.1 names itself"),
 }  # fmt: skip
 # Where nodes must have the same: what travels between their processes, or is computed alike on all

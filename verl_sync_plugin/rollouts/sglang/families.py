@@ -26,7 +26,7 @@ EXPERTS_EVERYWHERE = (
 # Whose tensors SGLang's class cannot take again and again, and why
 UNSYNCABLE = {
     "Llama4ForCausalLM": "its loader for the text model alone knows no experts",
-    # layers/attention/dsv4/compressor.py, apply_ape_hotfix
+    # apply_ape_hotfix of its compressor
     "DeepseekV4ForCausalLM": "its loader rearranges a parameter behind its first load, and behind no other",
 }
 
