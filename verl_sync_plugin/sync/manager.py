@@ -123,8 +123,7 @@ class ShardingManager(BaseShardingManager):
 
     async def move(self, wake_tags: list[str], global_steps: int | None) -> SyncReport:
         """What ``update_weights`` does; a failure is not yet told to the engine."""
-        self._syncs += 1
-        sync_id, version = f"{self._syncs} (step {global_steps})", None if global_steps is None else str(global_steps)
+        sync_id, version = self.name_sync(global_steps), None if global_steps is None else str(global_steps)
         self.report = self.new_report(global_steps)
         memory = PeakMemory(self._device)
         with no_collection(), Progress(self.report, speaks=self.agreement.ranks.rank == 0):
@@ -139,6 +138,11 @@ class ShardingManager(BaseShardingManager):
                 memory.into(self.report)
                 note_device_memory(self.report, self._device, "synced")
         return self.report
+
+    def name_sync(self, global_steps: int | None) -> str:
+        """What the next sync is called between trainer and engine ranks; no other sync of an engine is called so."""
+        self._syncs += 1
+        return f"{self._syncs} (step {global_steps})"
 
     def new_report(self, global_steps: int | None) -> SyncReport:
         """The report of a sync that begins now."""

@@ -35,6 +35,7 @@ class JointRanks(Ranks):
         rollouts: how many rollout ranks; 0 for the trainer's ranks alone.
         timeout_seconds: bound on every call.
         device: where this process computes.
+        name: tells this group from those before it.
 
     Raises:
         RuntimeError: a member did not come within the bound.
@@ -50,7 +51,9 @@ class JointRanks(Ranks):
         rollouts: int,
         timeout_seconds: float,
         device: torch.device,
+        name: str = "",
     ) -> None:
+        self.name = name
         self.rank, self.size = rank, trainers + rollouts
         self.trainers, self.rollouts = tuple(range(trainers)), tuple(range(trainers, self.size))
         self._bound = timedelta(seconds=timeout_seconds)

@@ -65,6 +65,10 @@ class SeparateManager(LoRAShardingManager):
     def _agree(self) -> Agreement:
         return Agreement(self.config.timeout_seconds, ranks=self._ranks)
 
+    def name_sync(self, global_steps: int | None) -> str:
+        # Every group counts from 1, and an engine rank may still complain of a sync of the group before
+        return f"{super().name_sync(global_steps)} of group {self._ranks.name}"
+
     def _choose(self) -> Choice:
         choice = Choice(self.config, self.agreement, self.sender, self._device, self._own)
         choice.reach.decide_apart()

@@ -27,6 +27,7 @@ from verl_sync_plugin.transport.joint import JointRanks
 from verl_sync_plugin.transport.ranks import Alone, Ranks
 
 CUMEM = "NCCL_CUMEM_ENABLE"
+NAME_LENGTH = 8  # of a group in messages
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ class Membership:
                 store = dist.PrefixStore(f"{name}/trainers", self._store)
                 self.own = JointRanks(store, rank, trainers, 0, self._timeout, self._device)
             store = dist.PrefixStore(name, self._store)
-            self.ranks = JointRanks(store, rank, *sizes, self._timeout, self._device)
+            self.ranks = JointRanks(store, rank, *sizes, self._timeout, self._device, name[:NAME_LENGTH])
         except BaseException:
             self._lost += 1  # others may have come through: the next attempt is under another name for all
             raise
