@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# GRPO on GSM8K with Qwen2.5-7B-Instruct: Megatron trainer (tensor and pipeline parallel), SGLang rollout on the same
-# GPUs. Needs Megatron-Bridge, TransformerEngine, and GSM8K (python examples/data/gsm8k.py ~/data/gsm8k):
-#   NGPUS=8 TRAIN_TP=2 TRAIN_PP=2 ROLLOUT_TP=2 bash run_qwen2_5_7b_tp2_pp2.sh [hydra overrides]
+# GRPO on GSM8K: Megatron trainer (tensor, pipeline and expert parallel), SGLang rollout on the same GPUs. Needs
+# Megatron-Bridge, TransformerEngine, and GSM8K (python examples/data/gsm8k.py ~/data/gsm8k):
+#   NGPUS=8 TRAIN_TP=2 TRAIN_PP=2 ROLLOUT_TP=2 bash run_megatron.sh [hydra overrides]
+#   MODEL_PATH=Qwen/Qwen3-30B-A3B NGPUS=8 TRAIN_TP=1 TRAIN_PP=1 TRAIN_EP=8 ROLLOUT_TP=4 bash run_megatron.sh
 set -euxo pipefail
 
 MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-7B-Instruct}
@@ -11,6 +12,7 @@ NGPUS=${NGPUS:-8}
 NNODES=${NNODES:-1}
 TRAIN_TP=${TRAIN_TP:-2}
 TRAIN_PP=${TRAIN_PP:-2}
+TRAIN_EP=${TRAIN_EP:-1}
 ROLLOUT_TP=${ROLLOUT_TP:-2}
 
 python3 -m verl.trainer.main_ppo \
@@ -31,6 +33,8 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.actor.use_kl_loss=False \
     actor_rollout_ref.actor.megatron.tensor_model_parallel_size="$TRAIN_TP" \
     actor_rollout_ref.actor.megatron.pipeline_model_parallel_size="$TRAIN_PP" \
+    actor_rollout_ref.actor.megatron.expert_model_parallel_size="$TRAIN_EP" \
+    actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1 \
     actor_rollout_ref.actor.megatron.param_offload=True \
     actor_rollout_ref.actor.megatron.optimizer_offload=True \
     actor_rollout_ref.rollout.name=sglang \
@@ -42,7 +46,7 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.update_weights_bucket_megabytes=512 \
     trainer.logger='["console"]' \
     trainer.project_name=verl_sync_plugin \
-    trainer.experiment_name=qwen2_5_7b_megatron \
+    trainer.experiment_name=megatron \
     trainer.n_gpus_per_node="$NGPUS" \
     trainer.nnodes="$NNODES" \
     trainer.save_freq=20 \
