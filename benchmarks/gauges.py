@@ -36,6 +36,12 @@ def current_device() -> int | None:
     return None if cuda is None else int(cuda.current_device())
 
 
+def gpus() -> int:
+    """How many GPUs this process sees; 0 where it uses none."""
+    cuda = _cuda()
+    return 0 if cuda is None else int(cuda.device_count())
+
+
 def device_used_bytes(device: int | None) -> int | None:
     """Bytes in use on the whole device, by every process on it; None where no device is in use."""
     cuda = _cuda()

@@ -6,6 +6,9 @@
 Each variant has an engine of its own, which starts with other weights. ``plugin`` and ``stock`` (verl's backend
 ``nccl``) get the calls that verl makes around every sync of a separate rollout; ``awex`` is another project's
 (``peer.py``). SGLang's own checksums of all parameters have to be the same behind all.
+
+With ``--hosts 2`` trainer and rollout count as processes of two hosts, which NCCL connects by sockets of this machine;
+where one GPU is visible they share it.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from benchmarks.transfer.peer import digest
 
 TRAINERS = ("megatron", "fsdp2")
 VARIANTS = ("plugin", "stock", peer.NAME)
+HOSTS = ("trainer-host", "rollout-host")
 WAIT_SECONDS = 30.0
 IDLE_BYTES = 2 << 30
 
@@ -44,6 +48,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--bucket-mb", type=int, default=2048)
     parser.add_argument("--variants", default=f"{VARIANTS[0]},{peer.NAME}")
     parser.add_argument("--repeat", type=int, default=5, help="measured syncs per variant")
+    parser.add_argument("--hosts", type=int, choices=(1, 2), default=1)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--work", type=Path, help="folder for model and log; default: temporary")
     parser.add_argument("--out", type=Path, required=True)
@@ -55,6 +60,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--variants: {VARIANTS[0]} comes first, which tells how much is sent")
     for name in set(args.variants) - {VARIANTS[0]} if args.device != "cuda" else ():
         parser.error(f"--variants {name}: with --device cuda")
+    if peer.NAME in args.variants and args.hosts > 1:
+        parser.error(f"--variants {peer.NAME}: with --hosts 1")
     if peer.NAME in args.variants and args.trainer != TRAINERS[0]:
         parser.error(f"--variants {peer.NAME}: knows no other trainer than {TRAINERS[0]}")
     return args
@@ -105,9 +112,10 @@ def bench(
     where = apart.second_gpu(args.device)
     server = Server(folder, args.device, work / f"{variant}-server.log", variables=where)
     given = (trainers.SEPARATE + args.trainer, trained, server, args.bucket_mb, work, args.device)
+    host = HOSTS[1] if args.hosts > 1 else ""
     if variant == VARIANTS[0]:
-        return Plugin(*given)
-    made = Stock(*given, stock=True)
+        return Plugin(*given, host=host)
+    made = Stock(*given, stock=True, host=host)
     made.tensors, made.nbytes = sent
     return made
 
@@ -118,7 +126,8 @@ def compare(args: argparse.Namespace, trained: Any, folder: Path, work: Path) ->
     Raises:
         RuntimeError: a variant left other weights in its engine than the first one.
     """
-    rate = link.bytes_per_second() if args.device == "cuda" else None
+    apart_gpus = args.device == "cuda" and gauges.gpus() > 1
+    rate = link.bytes_per_second() if apart_gpus and args.hosts == 1 else None
     runs: list[dict[str, Any]] = []
     sent = (0, 0)
     for variant in args.variants:
@@ -130,7 +139,7 @@ def compare(args: argparse.Namespace, trained: Any, folder: Path, work: Path) ->
             run = transfer.run_of(args, variant, args.bucket_mb, samples, made)
         # every byte comes over the link between the two GPUs
         lowest = made.nbytes / floor.LINK_BYTES_PER_SECOND
-        run["settings"].update(trainer=args.trainer, rollout_gpus=1, floor_seconds=lowest)
+        run["settings"].update(trainer=args.trainer, rollout_gpus=1, floor_seconds=lowest, hosts=args.hosts)
         runs.append(run)
         # Greedy tokens of random weights may differ between engines that differ in their kernels
         what = "digest" if args.device == "cuda" else "tokens"
@@ -146,6 +155,9 @@ def compare(args: argparse.Namespace, trained: Any, folder: Path, work: Path) ->
 
 def _wait_for_memory() -> None:
     """An engine that has ended gives its device memory back with a delay; the next one counts what is free."""
+    if gauges.gpus() == 1:  # the trainer's memory, too
+        time.sleep(5)
+        return
     end = time.monotonic() + WAIT_SECONDS
     while (gauges.device_used_bytes(1) or 0) > IDLE_BYTES and time.monotonic() < end:
         time.sleep(0.5)
@@ -157,6 +169,8 @@ def main(argv: list[str] | None = None) -> int:
     work = (args.work or Path(tempfile.mkdtemp(prefix="sync-apart-"))).resolve()
     if peer.NAME in args.variants:
         peer.prepare()
+    if args.hosts > 1:
+        apart.count_as_host(HOSTS[0])
     with rig.one_rank(work, args.device):
         folder = work / args.model
         trained = trainers.engine(trainers.SEPARATE + args.trainer, args.model, folder, args.device, args.trainer_dtype)

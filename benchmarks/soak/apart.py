@@ -2,7 +2,9 @@
 """A separate rollout: the process that verl puts beside an engine rank, and the trainer's end of it.
 
 What verl's driver calls through Ray comes through a pipe here. On GPUs the trainer computes on the first of those that
-are visible, the rollout on the second. Besides ours, verl's own ``nccl`` backend can be at both ends.
+are visible, the rollout on the second, or on the same one where there is one only. Besides ours, verl's own ``nccl``
+backend can be at both ends. The two can count as processes of two hosts, which NCCL then connects by sockets; two of
+one host it refuses on one GPU.
 """
 
 from __future__ import annotations
@@ -24,8 +26,22 @@ STOCK = "nccl"  # verl's backend
 
 
 def second_gpu(device: str) -> dict[str, str]:
-    """The environment of a process that sees nothing but the second of the visible GPUs; of none, on a CPU."""
-    return {VISIBLE: os.environ.get(VISIBLE, "0,1").split(",")[1]} if device == "cuda" else {}
+    """The environment of a process that sees nothing but the second of the visible GPUs, or the only one; of none, on a
+    CPU."""
+    if device != "cuda":
+        return {}
+    import torch
+
+    visible = os.environ.get(VISIBLE) or ",".join(map(str, range(torch.cuda.device_count())))
+    return {VISIBLE: visible.split(",")[:2][-1]}
+
+
+def count_as_host(name: str) -> None:
+    """This process is on a host of that name, for the plugin and for NCCL; before either has asked."""
+    from verl_sync_plugin.sync.delivery import reach
+
+    os.environ.update(NCCL_HOSTID=name, NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    reach.host_name = lambda: name
 
 
 def _ours(server: Any, bucket_bytes: int) -> tuple[Any, Callable[[Any, int], Coroutine[Any, Any, Any]]]:
@@ -74,10 +90,12 @@ def stock_engine(bucket_bytes: int, master: bool, cluster: str | None = None) ->
     return CheckpointEngineRegistry.new(STOCK, bucket_bytes, is_master=master)
 
 
-def _rollout(pipe: Connection, server: Any, folder: str, bucket_bytes: int, cluster: str | None) -> None:
+def _rollout(pipe: Connection, server: Any, folder: str, bucket_bytes: int, cluster: str | None, host: str) -> None:
     """The rollout rank: answers calls until the pipe closes."""
     import torch.distributed as dist
 
+    if host:
+        count_as_host(host)
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store-{os.getpid()}", rank=0, world_size=1)
     engine, receive = _stock(server, bucket_bytes, cluster) if cluster else _ours(server, bucket_bytes)
@@ -103,10 +121,11 @@ class Apart:
         device: ``cuda`` or ``cpu``.
         folder: where the rollout rank makes its process group.
         stock: by verl's backend ``nccl``, on GPUs only; else by ours.
+        host: of the rollout, where it is not this process's.
     """
 
     def __init__(
-        self, trained: Any, server: Any, bucket_mb: int, device: str, folder: Path, stock: bool = False
+        self, trained: Any, server: Any, bucket_mb: int, device: str, folder: Path, stock: bool = False, host: str = ""
     ) -> None:
         from benchmarks.transfer.server import Client
         from verl_sync_plugin.hooks.checkpoint_engine import SyncCheckpointEngine
@@ -122,7 +141,7 @@ class Apart:
             cluster = ray.get_runtime_context().gcs_address
         else:
             self._engine = SyncCheckpointEngine(bucket_mb << 20, True, sync=SYNC)
-        given = (theirs, Client(server.port, server.model), str(folder), bucket_mb << 20, cluster)
+        given = (theirs, Client(server.port, server.model), str(folder), bucket_mb << 20, cluster, host)
         self.process = context.Process(target=_rollout, args=given, daemon=True)
         with patch.dict(os.environ, second_gpu(device)):
             self.process.start()

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks import models
+from benchmarks import gauges, models
 from benchmarks.transfer.rig import one_rank
 from benchmarks.transfer.ways import Plugin
 
@@ -168,6 +168,7 @@ class Trained:
         work: a folder.
         device: ``cuda`` or ``cpu``.
         stock: see ``apart.Apart``.
+        host: likewise.
 
     Attributes:
         nbytes: of the last sync.
@@ -176,8 +177,9 @@ class Trained:
     """
 
     def __init__(
-        self, kind: str, trained: Any, server: Any, bucket_mb: int, work: Path, device: str, stock: bool = False
-    ) -> None:
+        self, kind: str, trained: Any, server: Any, bucket_mb: int, work: Path, device: str, stock: bool = False,
+        host: str = "",
+    ) -> None:  # fmt: skip
         from benchmarks.soak.apart import Apart
         from benchmarks.transfer.endpoint import ADAPTER
 
@@ -185,9 +187,9 @@ class Trained:
         self._turned = Turned(trained)
         separate = kind.startswith(SEPARATE)
         given = (trained, server, bucket_mb, device)
-        self.way = Apart(*given, work, stock) if separate else colocated(*given)
+        self.way = Apart(*given, work, stock, host) if separate else colocated(*given)
         self._adapter = ADAPTER if kind.endswith(SERVED) else ""
-        self.devices = (0, 1) if separate else (0,)
+        self.devices = (0, 1) if separate and gauges.gpus() > 1 else (0,)
         self.nbytes = self.tensors = 0
 
     def other_weights(self) -> None:

@@ -75,8 +75,12 @@ def test_every_trainer_is_soaked_apart(kind: str, device: str) -> None:
 def test_the_rollout_sees_the_second_of_the_visible_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(apart.VISIBLE, "5,3")
     assert apart.second_gpu("cuda") == {apart.VISIBLE: "3"}
+    monkeypatch.setenv(apart.VISIBLE, "5")
+    assert apart.second_gpu("cuda") == {apart.VISIBLE: "5"}, "the only one"
     monkeypatch.delenv(apart.VISIBLE)
-    assert apart.second_gpu("cuda") == {apart.VISIBLE: "1"}
+    for gpus, number in ((8, "1"), (1, "0")):
+        monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
+        assert apart.second_gpu("cuda") == {apart.VISIBLE: number}
     assert apart.second_gpu("cpu") == {}
     assert apart.VISIBLE not in os.environ
 

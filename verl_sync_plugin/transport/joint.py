@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -99,7 +102,13 @@ class JointRanks(Ranks):
         return value if self.rank == 0 else _unpacked(mine)
 
     def broadcast(self, memory: torch.Tensor, root: int) -> None:
-        """Bytes of one rank into the same memory of all others; on a GPU ordered on the current stream, not awaited."""
+        """Bytes of one rank into the same memory of all others; on a GPU ordered on the current stream, not awaited.
+
+        Raises:
+            RuntimeError: a member is dead or did not take part within the bound; of those that die later, on a GPU, the
+                agreement hears.
+        """
+        self._meet(memory.device)
         work = self._bytes.broadcast(memory, root)
         if memory.is_cuda:
             work.wait()
@@ -108,10 +117,8 @@ class JointRanks(Ranks):
 
     def exchange(self, sends: Sequence[Part], receives: Sequence[Part], device: torch.device) -> list[dist.Work]:
         """See ``Link``."""
+        self._meet(device)
         group, batched = self._bytes, device.type == "cuda"
-        if batched and not self._met:  # NCCL wants all members in the first call of a group
-            group.broadcast(torch.zeros(1, device=device), 0).wait()
-            self._met = True
         if not sends and not receives:
             return []
         if batched:
@@ -119,6 +126,32 @@ class JointRanks(Ranks):
         works = [group.send([memory], peer, 0) for memory, peer in sends]
         works += [group.recv([memory], peer, 0) for memory, peer in receives]
         return [group._end_coalescing()] if batched else works
+
+    def _meet(self, device: torch.device) -> None:
+        """Has NCCL make its communicator, which it does in the first call of a group and wants all members in.
+
+        Nothing ends that call where a member has died before it; so a thread makes it, and is left alone in it behind
+        the bound.
+        """
+        if self._met or device.type != "cuda":
+            return
+        group, done = self._bytes, Future[None]()
+
+        def meet() -> None:
+            try:
+                torch.cuda.set_device(device)
+                group.broadcast(torch.zeros(1, device=device), 0).wait()
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+
+        threading.Thread(target=meet, name="verl-sync-meets", daemon=True).start()
+        seconds = self._bound.total_seconds()
+        try:
+            done.result(seconds)
+        except FutureTimeoutError:
+            raise RuntimeError(f"NCCL did not connect the {self.size} ranks within {seconds:g} s") from None
+        self._met = True
 
     def close(self) -> None:
         """Ends the groups, whatever state their members are in; not collective.

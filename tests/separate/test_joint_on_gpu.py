@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The group of trainer and rollout ranks on a GPU, where the bytes of weights travel by NCCL."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from several_hosts_on_gpu import play
+from verl_sync_plugin.transport.joint import JointRanks
+from verl_sync_plugin.transport.link import Arrival
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+BOUND, NBYTES, GPU = 10.0, 3 << 20, torch.device("cuda", 0)
+
+
+def joint(rank: int, folder: Path, name: str) -> JointRanks:
+    torch.cuda.set_device(GPU)
+    return JointRanks(dist.FileStore(str(folder / name), 3), rank, 1, 2, BOUND, GPU)
+
+
+def filled(value: int) -> torch.Tensor:
+    return torch.full((NBYTES,), value, dtype=torch.uint8, device=GPU)
+
+
+def everything_arrives(rank: int, folder: Path) -> str:
+    ranks = joint(rank, folder, "store")
+    others = [other for other in range(3) if other != rank]
+    for number in range(3):
+        memory = filled(number * 3 + rank)
+        ranks.broadcast(memory, number)
+        assert torch.equal(memory, filled(number * 3 + number)), "the root's bytes are everywhere"
+        mine, theirs = filled(100 + rank + number), {other: filled(0) for other in others}
+        works = ranks.exchange([(mine, other) for other in others], [(theirs[o], o) for o in others], GPU)
+        arrival = Arrival(works, BOUND, GPU)
+        while not arrival.query():
+            time.sleep(1e-3)
+        assert all(torch.equal(theirs[other], filled(100 + other + number)) for other in others)
+        assert ranks.exchange([], [], GPU) == []
+    ranks.close()
+    return "all"
+
+
+def the_last_dies(rank: int, folder: Path) -> tuple[str, float]:
+    """Behind the words, and before the first bytes: NCCL waits for it in the making of its communicator."""
+    ranks = joint(rank, folder, "dying")
+    if rank == 2:
+        os._exit(9)
+    started, text = time.monotonic(), "no error"
+    try:
+        ranks.broadcast(filled(1), 0)
+    except RuntimeError as error:
+        text = str(error)
+    ranks.close()
+    return text, time.monotonic() - started
+
+
+def test_bytes_of_three_ranks_arrive(tmp_path: Path) -> None:
+    assert play(3, everything_arrives, tmp_path) == ["all"] * 3
+
+
+def test_a_member_that_dies_before_the_first_bytes_is_waited_for_within_the_bound(tmp_path: Path) -> None:
+    *left, dead = play(3, the_last_dies, tmp_path)
+    assert dead is None
+    for said in left:
+        assert isinstance(said, tuple), said
+        assert said[0] != "no error" and said[1] < BOUND + 5, said

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that count as ranks of several hosts on one GPU: NCCL then connects them by sockets.
+
+NCCL refuses two ranks on one GPU of one host, and takes what ``NCCL_HOSTID`` says for a host.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+SECONDS = 240.0
+
+
+def _member(pipe: Connection, story: Callable[..., Any], rank: int, world: int, port: int, given: Any) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
+    os.environ.update(MASTER_PORT=str(port), NCCL_HOSTID=f"host {rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    socket.gethostname = lambda: f"host {rank}"  # type: ignore[assignment]
+    try:
+        pipe.send(story(rank, *given))
+    except BaseException:
+        pipe.send(traceback.format_exc())
+        raise
+    os._exit(0)  # a thread that still waits for a dead member in NCCL would keep this process
+
+
+def play(world: int, story: Callable[..., Any], *given: Any) -> list[Any]:
+    """What ``story(rank, *given)`` returned on every rank, or the traceback; None of a rank that died or was silent."""
+    context = multiprocessing.get_context("spawn")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    members = []
+    for rank in range(world):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_member, args=(theirs, story, rank, world, port, given))
+        process.start()
+        theirs.close()
+        members.append((process, ours))
+    found = []
+    for process, pipe in members:
+        try:
+            found.append(pipe.recv() if pipe.poll(SECONDS) else None)
+        except EOFError:
+            found.append(None)
+        process.join(5)
+        process.kill()
+    return found

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two ranks of a script that share out a model, on two hosts with GPUs: what they exchange is what they would gather.
+
+Both are on the same GPU, see ``several_hosts_on_gpu``; each has a real SGLang engine of its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from several_hosts_on_gpu import play
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+MODEL, BUCKET_MB = "small", 4
+ENGINE: dict[str, Any] = {"attention_backend": "triton", "disable_cuda_graph": True, "sampling_backend": "pytorch"}
+
+
+def change(module: Any, number: int) -> None:
+    """Other weights than before, the same in every run."""
+    generator = torch.Generator().manual_seed(number)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            local = parameter.to_local()
+            local.add_((torch.randn(local.shape, generator=generator) * 0.05).to(local))
+
+
+def failing(rollout: Any, module: Any, rank: int) -> str:
+    """The second rank cannot pack the third bucket, while segments of the second are on their way."""
+    from verl_sync_plugin.errors import SyncError
+
+    sender = rollout._manager.sender
+    honest = sender.pack
+
+    def broken(index: int, slot: int, shards: Any) -> None:
+        if rank == 1 and index == 3:
+            raise MemoryError("injected: cannot pack")
+        honest(index, slot, shards)
+
+    sender.pack = broken
+    try:
+        rollout.sync_weights(module)
+    except SyncError as error:
+        return str(error)
+    finally:
+        sender.pack = honest
+    raise AssertionError("the sync has not failed")
+
+
+def syncs(rank: int, folder: str, delivery: str) -> list[Any]:
+    """What the engine holds after each of three syncs and after one behind a failure; and how its bytes came."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM
+
+    from verl_sync_plugin.rollouts import LOCAL, rollout_of
+    from verl_sync_plugin.spmd import oracles
+    from verl_sync_plugin.spmd.rollout import SpmdRollout
+
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    made: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
+    for layer in made.model.layers:
+        fully_shard(layer)
+    fully_shard(made)
+    found = []
+    with SpmdRollout(
+        folder,
+        gpu_memory_utilization=0.2,
+        sync={"delivery": delivery, "verify": "always", "timeout_seconds": 60},
+        update_weights_bucket_megabytes=BUCKET_MB,
+        engine={**ENGINE, "custom_weight_loader": [rollout_of(LOCAL).digest_loader]},
+    ) as rollout:
+        for number in range(4):
+            change(made, number)
+            if number == 3 and delivery != "gathered":
+                text = failing(rollout, made, rank)
+                assert "rank 1: MemoryError: injected: cannot pack" in text, text
+            report = rollout.sync_weights(made)
+            way = rollout._manager.choice._chosen
+            assert way is not None and report.verified_tensors > 0 and report.buckets > 5, report
+            found.append((way.name, report.gathered_bytes > 0, report.network_bytes, oracles.digests(rollout)))
+    dist.destroy_process_group()
+    return found
+
+
+def test_exchanged_weights_are_those_that_are_gathered(tmp_path: Path) -> None:
+    from benchmarks import models
+
+    folder = tmp_path / MODEL
+    models.write_model(MODEL, folder, "cuda")
+    gathered, exchanged = (play(2, syncs, str(folder), delivery) for delivery in ("gathered", "auto"))
+    for expected, ours in zip(gathered, exchanged, strict=True):
+        assert isinstance(expected, list) and isinstance(ours, list), (expected, ours)
+        for (their_way, gathers, _, theirs), (way, also_gathers, crossed, held) in zip(expected, ours, strict=True):
+            assert (their_way, gathers, way, also_gathers) == ("gathered", True, "exchanged", False)
+            assert crossed > 0 and held and held == theirs
+        assert expected[0][3] != expected[1][3], "every sync has brought other weights"
