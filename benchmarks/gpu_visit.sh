@@ -6,8 +6,9 @@
 # Each case takes the arguments of that harness but --work and --out; --profile of
 # phase and transfer takes no folder here. Run it in the repository's root, next to the payload in .gpu; results
 # (CASE.json), profiles (CASE-profile.json and .md), traces (traces.tgz) and logs (logs.tgz) go to $OUT.
-# VISIT_SECONDS bounds the whole visit, CASE_SECONDS a case of transfer, apart, pauses or soak (phase has its --timeout).
-# "model --size SIZE" only makes a model for phase.
+# VISIT_SECONDS bounds the whole visit, CASE_SECONDS tests and a case of transfer, apart, pauses or soak (phase has its
+# --timeout). "model --size SIZE" only makes a model for phase; "tests WORD ..." runs pytest, which has to be in the
+# payload (benchmarks/README.md), with these words and the installed package.
 #   COMMIT=... bash benchmarks/gpu_visit.sh --lanes FILE
 # runs several lanes at the same time, each on GPUs of its own: a line "lane 0,1" of the file opens one, every other line
 # is a case of it, as above; a line "wait" waits for all lanes so far. Lanes share the host's processors and memory, so
@@ -46,6 +47,15 @@ run_case() {
     shift
     python3 -m benchmarks.models "$@" --out "$BENCH/work/model-$2" --device cuda
     return
+  fi
+  if [ "$1" = tests ]; then
+    shift
+    [ "$left" -gt "$CASE_LIMIT" ] && left=$CASE_LIMIT
+    (cd "$REPO" && VERL_PLATFORM=nvidia timeout -k 10 "$left" python3 -P -m pytest -q -p no:cacheprovider --durations=10 \
+      "$@") >"$BENCH/work/tests.log" 2>&1
+    local status=$?
+    tail -n 25 "$BENCH/work/tests.log"
+    return $status
   fi
   case "$1" in phase | training | memory | rollouts | transfer | apart | pauses | soak) harness=$1 && shift ;; esac
   for word in "$@"; do

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -35,19 +36,23 @@ def play(world: int, story: Callable[..., Any], *given: Any) -> list[Any]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    members = []
-    for rank in range(world):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_member, args=(theirs, story, rank, world, port, given))
-        process.start()
-        theirs.close()
-        members.append((process, ours))
+    members: list[tuple[Any, Connection]] = []
     found = []
-    for process, pipe in members:
-        try:
-            found.append(pipe.recv() if pipe.poll(SECONDS) else None)
-        except EOFError:
-            found.append(None)
-        process.join(5)
-        process.kill()
+    end = time.monotonic() + SECONDS
+    try:
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_member, args=(theirs, story, rank, world, port, given))
+            process.start()
+            theirs.close()
+            members.append((process, ours))
+        for _, pipe in members:
+            try:
+                found.append(pipe.recv() if pipe.poll(max(end - time.monotonic(), 0)) else None)
+            except EOFError:
+                found.append(None)
+    finally:
+        for process, _ in members:
+            process.join(5)
+            process.kill()
     return found

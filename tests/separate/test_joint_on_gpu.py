@@ -43,30 +43,55 @@ def everything_arrives(rank: int, folder: Path) -> str:
             time.sleep(1e-3)
         assert all(torch.equal(theirs[other], filled(100 + other + number)) for other in others)
         assert ranks.exchange([], [], GPU) == []
+    ranks.gather(None)  # what this rank has sent may still be on its way
     ranks.close()
     return "all"
 
 
-def the_last_dies(rank: int, folder: Path) -> tuple[str, float]:
-    """Behind the words, and before the first bytes: NCCL waits for it in the making of its communicator."""
+def the_last_dies(rank: int, folder: Path, when: str) -> tuple[str, float]:
+    """Its bytes are waited for in NCCL, which is connecting the ranks; the next group does without it."""
     ranks = joint(rank, folder, "dying")
+    if when == "connected":  # as a group, and no two ranks among themselves
+        ranks.broadcast(filled(1), 0)
+    ranks.gather(None)  # nobody is still connecting by gloo
     if rank == 2:
         os._exit(9)
+    time.sleep(1)
     started, text = time.monotonic(), "no error"
     try:
-        ranks.broadcast(filled(1), 0)
+        if when == "before broadcast":
+            ranks.broadcast(filled(1), 0)
+        else:
+            memory = [filled(rank), filled(9)]
+            works = ranks.exchange([(memory[0], 2)], [(memory[1], 2)], GPU)
+            arrival, end = Arrival(works, BOUND, GPU), time.monotonic() + BOUND
+            while not arrival.query() and time.monotonic() < end:
+                time.sleep(1e-2)
+            text = "nothing has come"
     except RuntimeError as error:
         text = str(error)
     ranks.close()
-    return text, time.monotonic() - started
+    seconds = time.monotonic() - started
+    ranks = JointRanks(dist.FileStore(str(folder / "next"), 2), rank, 1, 1, BOUND, GPU)
+    memory = [filled(rank)]
+    ranks.broadcast(memory[0], 0)
+    assert torch.equal(memory[0], filled(0)), "the next group is whole"
+    theirs = filled(0)
+    arrival = Arrival(ranks.exchange([(filled(7 + rank), 1 - rank)], [(theirs, 1 - rank)], GPU), BOUND, GPU)
+    while not arrival.query():
+        time.sleep(1e-3)
+    assert torch.equal(theirs, filled(8 - rank))
+    ranks.gather(None)
+    return text, seconds
 
 
 def test_bytes_of_three_ranks_arrive(tmp_path: Path) -> None:
     assert play(3, everything_arrives, tmp_path) == ["all"] * 3
 
 
-def test_a_member_that_dies_before_the_first_bytes_is_waited_for_within_the_bound(tmp_path: Path) -> None:
-    *left, dead = play(3, the_last_dies, tmp_path)
+@pytest.mark.parametrize("when", ["before broadcast", "before exchange", "connected"])
+def test_a_member_that_dies_before_the_first_bytes_is_waited_for_within_the_bound(when: str, tmp_path: Path) -> None:
+    *left, dead = play(3, the_last_dies, tmp_path, when)
     assert dead is None
     for said in left:
         assert isinstance(said, tuple), said

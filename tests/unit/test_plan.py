@@ -147,11 +147,26 @@ def test_delivery_goes_by_nodes_offload_and_family(
         each = planned(capsys, *options)["deliveries"][1]
         return each["name"], each["why"]
 
-    assert later(large["7b"], "--world", "16") == ("gathered", "16 ranks share out the model, on several nodes")
+    assert later(large["7b"], "--world", "16") == ("exchanged", "16 ranks share out the model, on several nodes")
     assert later(large["7b"], "--param-offload") == ("sharded", "offloaded parameters are staged")
     gemma = {"model_type": "gemma2", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 320}
     (tmp_path / "config.json").write_text(json.dumps(gemma))
     assert later(str(tmp_path)) == ("sharded", "the engine's own load needs whole tensors")
+
+
+def test_over_nodes_a_slot_holds_what_its_rank_holds_for_the_node(
+    large: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two nodes alike every rank stages its own segment and one of the other node; a rank alone on a node stages all
+    of the segments, and those of its node's neighbours come from another node."""
+    one = planned(capsys, large["7b"], "--world", "16", "--gpus-per-node", "16", "--delivery", "sharded")
+    two = planned(capsys, large["7b"], "--world", "16")
+    one_each = planned(capsys, large["7b"], "--world", "2", "--gpus-per-node", "1")
+    assert [found["deliveries"][0]["name"] for found in (one, two, one_each)] == ["sharded", "exchanged", "exchanged"]
+    assert two["deliveries"][0]["buckets"] > 1.8 * one["deliveries"][0]["buckets"], "half as much fits into a segment"
+    assert set(two["seconds"]["links"]) == {"staged", "nvlink", "network"}
+    assert "network" not in one["seconds"]["links"]
+    assert two["seconds"]["update_weights"] > one["seconds"]["update_weights"]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +187,8 @@ def test_delivery_goes_by_nodes_offload_and_family(
         (("{model}", "--trainer", "megatron", "--tp", "3", "--world", "8"), "use for example --world 3"),
         (("{model}", "--trainer", "megatron", "--pp", "8"), "--pp 8: the model has only 2 layers"),
         (("{model}", "--delivery", "carrier-pigeon"), "--delivery carrier-pigeon: not known; use one of auto"),
-        (("{model}", "--delivery", "direct", "--world", "16"), "use --delivery gathered, or auto"),
+        (("{model}", "--delivery", "direct", "--world", "16"), "use --delivery exchanged, or auto"),
+        (("{model}", "--delivery", "exchanged", "--world", "8"), "are on one node; use auto"),
         (
             ("{model}", "--delivery", "direct", "--param-offload"),
             "offloaded parameters are staged; use --delivery auto",

@@ -68,11 +68,10 @@ class SyncCheckpointEngine(CheckpointEngine):
         """What this process says of itself."""
         from verl_sync_plugin.sync.separate.membership import Membership
         from verl_sync_plugin.trainers.base import trainer_device
-        from verl_sync_plugin.transport.agreement import together_seconds
 
         if self._membership is None:
-            bound = together_seconds(self._config.timeout_seconds)
-            self._membership = Membership(trainer_device(), self._trainer, self._first, bound)
+            seconds = self._config.timeout_seconds
+            self._membership = Membership(trainer_device(), self._trainer, self._first, seconds)
         return self._membership.describe()
 
     @classmethod

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import os
 import pickle
-import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from verl_sync_plugin.transport.link import Part
+from verl_sync_plugin.transport.connecting import Connecting
+from verl_sync_plugin.transport.link import Part, links_of
 from verl_sync_plugin.transport.ranks import Ranks
 
 T = TypeVar("T")
@@ -39,6 +37,8 @@ class JointRanks(Ranks):
         timeout_seconds: bound on every call.
         device: where this process computes.
         name: tells this group from those before it.
+        connect_seconds: bound on NCCL's connecting of ranks, which come to that together; ``timeout_seconds`` if it is
+            not given.
 
     Raises:
         RuntimeError: a member did not come within the bound.
@@ -55,21 +55,24 @@ class JointRanks(Ranks):
         timeout_seconds: float,
         device: torch.device,
         name: str = "",
+        connect_seconds: float | None = None,
     ) -> None:
         self.name = name
         self.rank, self.size = rank, trainers + rollouts
         self.trainers, self.rollouts = tuple(range(trainers)), tuple(range(trainers, self.size))
         self._bound = timedelta(seconds=timeout_seconds)
-        self._met = False
+        connect_seconds = connect_seconds or timeout_seconds
+        self._connecting = Connecting(connect_seconds)
         self._kept: Any = dist.ProcessGroupGloo(dist.PrefixStore("words", store), rank, self.size, self._bound)
         self._bytes: Any = None
-        if rollouts:
-            bytes_store = dist.PrefixStore("bytes", store)
-            self._bytes = (
-                _nccl(bytes_store, rank, self.size, timeout_seconds)
-                if device.type == "cuda"
-                else dist.ProcessGroupGloo(bytes_store, rank, self.size, self._bound)
-            )
+        if rollouts and device.type == "cuda":
+            # A thread that is left alone in NCCL may go on waiting for the store, which it must not keep from others
+            own = store.clone()  # type: ignore[attr-defined]
+            own.set_timeout(timedelta(seconds=connect_seconds))
+            self._bytes = _nccl(dist.PrefixStore("bytes", own), rank, self.size, timeout_seconds)
+            self._connecting = Connecting(connect_seconds, late=self._bytes.abort)
+        elif rollouts:
+            self._bytes = dist.ProcessGroupGloo(dist.PrefixStore("bytes", store), rank, self.size, self._bound)
 
     def _words(self) -> Any:
         if self._kept is None:
@@ -118,40 +121,29 @@ class JointRanks(Ranks):
     def exchange(self, sends: Sequence[Part], receives: Sequence[Part], device: torch.device) -> list[dist.Work]:
         """See ``Link``."""
         self._meet(device)
-        group, batched = self._bytes, device.type == "cuda"
         if not sends and not receives:
             return []
-        if batched:
-            group._start_coalescing()
-        works = [group.send([memory], peer, 0) for memory, peer in sends]
-        works += [group.recv([memory], peer, 0) for memory, peer in receives]
-        return [group._end_coalescing()] if batched else works
+        group, batched = self._bytes, device.type == "cuda"
+
+        def start() -> list[dist.Work]:
+            if batched:
+                group._start_coalescing()
+            works = [group.send([memory], peer, 0) for memory, peer in sends]
+            works += [group.recv([memory], peer, 0) for memory, peer in receives]
+            return [group._end_coalescing()] if batched else works
+
+        return self._connecting.call(start, links_of(sends, receives), device)
 
     def _meet(self, device: torch.device) -> None:
-        """Has NCCL make its communicator, which it does in the first call of a group and wants all members in.
-
-        Nothing ends that call where a member has died before it; so a thread makes it, and is left alone in it behind
-        the bound.
-        """
-        if self._met or device.type != "cuda":
-            return
-        group, done = self._bytes, Future[None]()
+        """Has NCCL make its communicator, for which it wants all members in the first call of a group."""
+        group = self._bytes
 
         def meet() -> None:
-            try:
-                torch.cuda.set_device(device)
-                group.broadcast(torch.zeros(1, device=device), 0).wait()
-                done.set_result(None)
-            except BaseException as error:
-                done.set_exception(error)
+            if device.type == "cuda":
+                with torch.cuda.stream(torch.cuda.Stream(device)):  # the caller's does not wait for a member that dies
+                    group.broadcast(torch.zeros(1, device=device), 0).wait()
 
-        threading.Thread(target=meet, name="verl-sync-meets", daemon=True).start()
-        seconds = self._bound.total_seconds()
-        try:
-            done.result(seconds)
-        except FutureTimeoutError:
-            raise RuntimeError(f"NCCL did not connect the {self.size} ranks within {seconds:g} s") from None
-        self._met = True
+        self._connecting.call(meet, {"all"}, device)
 
     def close(self) -> None:
         """Ends the groups, whatever state their members are in; not collective.

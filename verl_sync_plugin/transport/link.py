@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+
+from verl_sync_plugin.transport.connecting import Connecting
 
 Part = tuple[torch.Tensor, int]  # memory, and the rank that it goes to or comes from
 
@@ -21,7 +23,15 @@ class Link(Protocol):
 
         Between two ranks there is at most one transfer in each direction. On a GPU a transfer starts behind what the
         current stream holds by now; that stream does not wait for it.
+
+        Raises:
+            RuntimeError: ranks were not connected within the bound.
         """
+
+
+def links_of(sends: Sequence[Part], receives: Sequence[Part]) -> set[Hashable]:
+    """The other ranks and the directions, each of which NCCL connects for itself."""
+    return {(peer, True) for _, peer in sends} | {(peer, False) for _, peer in receives}
 
 
 class GroupLink:
@@ -29,20 +39,26 @@ class GroupLink:
 
     Args:
         group: of which this process is a member.
+        connect_seconds: bound on NCCL's connecting of ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._met = False
+    def __init__(self, group: dist.ProcessGroup, connect_seconds: float) -> None:
+        self.group = group
+        self._connecting = Connecting(connect_seconds)
 
     def exchange(self, sends: Sequence[Part], receives: Sequence[Part], device: torch.device) -> list[dist.Work]:
         """See ``Link``."""
-        if device.type == "cuda" and not self._met:  # NCCL wants all members in the first call of a group
-            dist.all_reduce(torch.zeros(1, device=device), group=self._group)
-            self._met = True
-        todo = [dist.P2POp(dist.isend, memory, peer, self._group) for memory, peer in sends]
-        todo += [dist.P2POp(dist.irecv, memory, peer, self._group) for memory, peer in receives]
-        return dist.batch_isend_irecv(todo) if todo else []
+        self._connecting.call(lambda: self._meet(device), {"all"}, device)
+        todo = [dist.P2POp(dist.isend, memory, peer, self.group) for memory, peer in sends]
+        todo += [dist.P2POp(dist.irecv, memory, peer, self.group) for memory, peer in receives]
+        if not todo:
+            return []
+        return self._connecting.call(lambda: dist.batch_isend_irecv(todo), links_of(sends, receives), device)
+
+    def _meet(self, device: torch.device) -> None:
+        """NCCL wants all members in the first call of a group."""
+        if device.type == "cuda":
+            dist.all_reduce(torch.zeros(1, device=device), group=self.group)
 
 
 class Arrival:

@@ -27,7 +27,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         default = None if name == "etp" else 1
         parser.add_argument(f"--{name}", type=int, default=default, help=f"Megatron's {what} parallel size")
     parser.add_argument("--rollout-tp", type=int, default=1, help="tensor parallel size of the engine")
-    parser.add_argument("--delivery", default="auto", help="auto, gathered, sharded, direct, broadcast (separate GPUs)")
+    parser.add_argument(
+        "--delivery", default="auto", help="auto, direct, sharded, exchanged (nodes), gathered, broadcast (apart)"
+    )
     parser.add_argument("--bucket-mb", default=None, help="MiB (default 512), or auto with --spare-gb")
     parser.add_argument("--spare-gb", type=float, help="GiB that trainer and awake engine leave free on each GPU")
     parser.add_argument("--gpus-per-node", type=int, default=8)

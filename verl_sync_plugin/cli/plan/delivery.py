@@ -6,8 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_sync_plugin.cli.plan.model import OWN_PATH, REPLAYED, Model
+from verl_sync_plugin.layout.holders import Holders, most_held
 
-DELIVERIES = ("auto", "gathered", "sharded", "direct", "broadcast")
+DELIVERIES = ("auto", "direct", "sharded", "exchanged", "gathered", "broadcast")
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Ways:
         why: of the later one; empty where it is the fastest.
         loading: how the engine loads, as far as the config tells.
         certain: ``loading`` stands in the table of families that tests make.
+        held: the most segments of a bucket that one rank stages where segments stay with their ranks.
     """
 
     first: str
@@ -26,11 +28,12 @@ class Ways:
     why: str
     loading: str
     certain: bool
+    held: int = 1
 
     @property
     def sharded(self) -> bool:
         """Whether segments stay with their ranks (``layout.tensors.Plan``)."""
-        return self.first == "sharded"
+        return self.first in ("sharded", "exchanged")
 
 
 def choose(asked: str, model: Model, group: int, per_node: int, offload: bool) -> Ways:
@@ -52,11 +55,15 @@ def choose(asked: str, model: Model, group: int, per_node: int, offload: bool) -
     if several and asked in ("sharded", "direct"):
         raise ValueError(
             f"--delivery {asked}: the {group} ranks that share out the model are on several nodes of {per_node} GPUs; "
-            "use --delivery gathered, or auto"
+            "use --delivery exchanged, or auto"
         )
-    if several or asked == "gathered":
-        why = f"{group} ranks share out the model, on several nodes" if several else "asked for"
-        return Ways("gathered", "gathered", why, loading, certain)
+    if not several and asked == "exchanged":
+        raise ValueError(f"--delivery {asked}: the {group} ranks that share out the model are on one node; use auto")
+    if asked == "gathered":
+        return Ways("gathered", "gathered", "asked for", loading, certain)
+    if several:
+        why = f"{group} ranks share out the model, on several nodes"
+        return Ways("exchanged", "exchanged", why, loading, certain, _held(group, per_node))
     obstacle = ""
     if offload:
         obstacle = "offloaded parameters are staged"
@@ -67,6 +74,11 @@ def choose(asked: str, model: Model, group: int, per_node: int, offload: bool) -
     if asked == "sharded" or obstacle:
         return Ways("sharded", "sharded", obstacle or "asked for", loading, certain)
     return Ways("sharded", "direct", "", loading, certain)
+
+
+def _held(group: int, per_node: int) -> int:
+    ranks = tuple(range(group))
+    return most_held([Holders(ranks, ranks, tuple(str(rank // per_node) for rank in ranks))])
 
 
 def _loading(model: Model) -> tuple[str, bool]:

@@ -52,6 +52,7 @@ class Volume:
         peer: what it reads from others.
         widening: bytes of the trainer's dtype per byte on the wire.
         offloaded: what a trainer rank reads from host memory.
+        crossed: what a rank receives from other nodes.
     """
 
     wire: int
@@ -60,9 +61,10 @@ class Volume:
     peer: int
     widening: float
     offloaded: int = 0
+    crossed: int = 0
 
 
-def volume(wire: int, group: int, tp: int, alike: float, widening: float, offload: bool) -> Volume:
+def volume(wire: int, group: int, tp: int, alike: float, widening: float, offload: bool, per_node: int) -> Volume:
     """What each rank moves.
 
     Args:
@@ -72,10 +74,13 @@ def volume(wire: int, group: int, tp: int, alike: float, widening: float, offloa
         alike: share of its bytes that an engine rank finds on its own GPU.
         widening: see ``Volume``.
         offload: the trainer's parameters are in host memory.
+        per_node: GPUs of one node.
     """
+    crossed = wire * (group - per_node) // group // per_node if group > per_node else 0
     needed = wire // tp
     own = int(needed * alike)
-    return Volume(wire, wire // group, own, needed - own, widening, int(wire // group * widening) if offload else 0)
+    offloaded = int(wire // group * widening) if offload else 0
+    return Volume(wire, wire // group, own, needed - own, widening, offloaded, crossed)
 
 
 def share_alike(kind: str, group: int, tp: int, tensor_parallel_only: bool) -> float:
@@ -95,10 +100,10 @@ def predict(delivery: str, moved: Volume, tensors: int, link: str) -> float:
     """Predicted seconds of ``update_weights``, from the second or third sync on.
 
     Args:
-        delivery: ``direct``, ``sharded``, ``gathered`` or ``broadcast``.
+        delivery: but ``auto``.
         moved: what each rank moves.
         tensors: of the model.
-        link: between GPUs: ``nvlink``, ``pcie`` or ``network``.
+        link: between GPUs: ``nvlink``, ``pcie`` or ``network``; with ``exchanged``, those of one node.
     """
     between = LINKS[link].gigabytes_per_second * 1e9
     seconds = (
@@ -108,15 +113,16 @@ def predict(delivery: str, moved: Volume, tensors: int, link: str) -> float:
     if delivery == "direct":
         own = LINKS["own"].gigabytes_per_second * 1e9
         return seconds + moved.widening * (moved.own / own + moved.peer / between)
-    if delivery == "sharded":
-        return seconds + (moved.packed + moved.own) / staged + moved.peer / between
+    if delivery in ("sharded", "exchanged"):
+        network = LINKS["network"].gigabytes_per_second * 1e9
+        return seconds + (moved.packed + moved.own) / staged + moved.peer / between + moved.crossed / network
     gather = between if link != "nvlink" else LINKS["gather"].gigabytes_per_second * 1e9
     return seconds + moved.wire / gather
 
 
 def used(delivery: str, link: str, moved: Volume) -> list[str]:
     """The links by which a prediction goes."""
-    ways = {"direct": ["own", link], "sharded": ["staged", link]}
+    ways = {"direct": ["own", link], "sharded": ["staged", link], "exchanged": ["staged", link, "network"]}
     names = ways.get(delivery, ["gather" if link == "nvlink" else link])
     names = [name for name in names if name != link or moved.peer or delivery in ("gathered", "broadcast")]
     return names + (["host"] if moved.offloaded else [])

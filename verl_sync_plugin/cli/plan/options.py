@@ -133,7 +133,7 @@ def _bytes_of(moment: Any) -> dict[str, int]:
 def _deliveries(model: Model, options: Options, ways: Ways) -> tuple[dict[str, Any], dict[str, Any], int]:
     from verl_sync_plugin.sync.sender import SLOTS, slot_limit
 
-    made = plan_of(model, options.trainer, slot_limit(options.megabytes << 20), ways.sharded)
+    made = plan_of(model, options.trainer, slot_limit(options.megabytes << 20), ways.sharded, ways.held)
     staged = {
         "bytes": made.nbytes,
         "buckets": len(made.buckets),
@@ -150,8 +150,10 @@ def _seconds(model: Model, options: Options, ways: Ways, tensors: int) -> dict[s
     alone = trainer.pp == 1 and trainer.ep == 1
     alike = links.share_alike(trainer.kind, trainer.group, options.tp, alone)
     widening = MASTER / 2 if trainer.kind != "megatron" else 1.0
-    moved = links.volume(model.nbytes, trainer.group, options.tp, alike, widening, options.machine.param_offload)
-    link = "network" if trainer.group > options.per_node or ways.later == "broadcast" else options.link
+    sizes = (model.nbytes, trainer.group, options.tp, alike, widening)
+    moved = links.volume(*sizes, options.machine.param_offload, options.per_node)
+    far = trainer.group > options.per_node and ways.later != "exchanged"
+    link = "network" if far or ways.later == "broadcast" else options.link
     seconds = links.predict(ways.later, moved, tensors, link)
     around = links.AWAKE_SECONDS if options.machine.awake else links.AROUND_SECONDS
     used = links.used(ways.later, link, moved)

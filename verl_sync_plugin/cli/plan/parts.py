@@ -57,20 +57,20 @@ class Trainer:
         return self.pp * lcm(self.tp, self.ep * self.etp)
 
 
-def plan_of(model: Model, trainer: Trainer, slot_bytes: int, sharded: bool) -> Plan:
+def plan_of(model: Model, trainer: Trainer, slot_bytes: int, sharded: bool, held: int = 1) -> Plan:
     """The plan of a sync.
 
     Args:
         slot_bytes: bound on what a rank stages of one bucket.
-        sharded: see ``layout.tensors.Plan``.
+        sharded, held: see ``layout.tensors.Plan``.
 
     Raises:
         ValueError: the model's tensors are computed, or the layers or experts are fewer than the ranks that share them.
     """
     if trainer.kind == "megatron":
-        return plan_joint(tuple(_megatron(model, trainer)), slot_bytes, sharded)
+        return plan_joint(tuple(_megatron(model, trainer)), slot_bytes, sharded, held)
     bases = _fsdp2(model, trainer.world) if trainer.kind == "fsdp2" else _fsdp1(model, trainer.world)
-    return plan_buckets(tuple(bases), slot_bytes, sharded)
+    return plan_buckets(tuple(bases), slot_bytes, sharded, held)
 
 
 def _views(model: Model, parameter: Parameter, start: int) -> tuple[View, ...]:

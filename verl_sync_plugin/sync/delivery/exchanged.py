@@ -33,7 +33,7 @@ class Exchanged(Sharded):
     """See ``Delivery``."""
 
     name = "exchanged"
-    _link: Link | None = None
+    _link: GroupLink | None = None
     _parcels: tuple[str, Holders, list[tuple[list[Parcel], list[Parcel]]]] | None = None
 
     def _obstacle(self, sync: Sync) -> str:
@@ -144,6 +144,6 @@ class Exchanged(Sharded):
             return ranks
         group = sync.source.group
         assert isinstance(group, dist.ProcessGroup), "bases are shared out over it"
-        if self._link is None:
-            self._link = GroupLink(group)
+        if self._link is None or self._link.group is not group:
+            self._link = GroupLink(group, self._config.timeout_seconds)
         return self._link

@@ -69,6 +69,12 @@ class Reach:
         held = most_held([Holders(ranks.trainers, ranks.rollouts, self.hosts)])
         everyone, several = (*ranks.trainers, *ranks.rollouts), len(set(self.hosts)) > 1
         self._lay_out(several, held, everyone, "trainer and rollout ranks", "trainer and rollout ranks are")
+        senders, readers = ({self.hosts[rank] for rank in part} for part in (ranks.trainers, ranks.rollouts))
+        fewer, more = len(senders), len(readers - senders)
+        if several and self._config.delivery == "auto" and more > fewer:
+            # What is exchanged leaves the trainer's hosts once for every host of engines; what is broadcast goes on
+            # from host to host
+            self.lose(f"{more} hosts have engines alone and {fewer} send, so the bytes are broadcast")
 
     def _find_hosts(self) -> None:
         self.hosts = tuple(self._agreement.gather("finding out which ranks share a host", host_name()))

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.errors import RankLostError, SyncError
+from verl_sync_plugin.transport.agreement import together_seconds
 from verl_sync_plugin.transport.joint import JointRanks
 from verl_sync_plugin.transport.ranks import Alone, Ranks
 
@@ -107,7 +108,8 @@ class Membership:
         device: where it computes.
         trainer: whether it is a trainer rank.
         first: whether it is trainer rank 0, which keeps the store.
-        timeout_seconds: how long members wait for each other.
+        timeout_seconds: how long a rank waits for what is its own (``custom.sync.timeout_seconds``); members wait for
+            each other as ``together_seconds`` says.
 
     Attributes:
         ranks: all members, while there is a group.
@@ -118,7 +120,8 @@ class Membership:
     def __init__(self, device: torch.device, trainer: bool, first: bool, timeout_seconds: float) -> None:
         self._device = device
         self._trainer = trainer
-        self._timeout = timeout_seconds
+        self._alone_seconds = timeout_seconds
+        self._timeout = together_seconds(timeout_seconds)
         self._key = uuid.uuid4().hex
         self._lost = 0
         self._store: dist.TCPStore | None = None
@@ -168,7 +171,8 @@ class Membership:
                 store = dist.PrefixStore(f"{name}/trainers", self._store)
                 self.own = JointRanks(store, rank, trainers, 0, self._timeout, self._device)
             store = dist.PrefixStore(name, self._store)
-            self.ranks = JointRanks(store, rank, *sizes, self._timeout, self._device, name[:NAME_LENGTH])
+            given = store, rank, *sizes, self._timeout, self._device, name[:NAME_LENGTH], self._alone_seconds
+            self.ranks = JointRanks(*given)
         except BaseException:
             self._lost += 1  # others may have come through: the next attempt is under another name for all
             raise
