@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 HEAD = ("case", "way", "highest share that survived", "KV tokens", "phase", "died above it")
 
 
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # Ray's, of a line's origin
+
+
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")
+    return _COLOUR.sub("", text).replace("|", "\\|").replace("<", "&lt;")
 
 
 def _row(result: dict[str, Any], way: str) -> list[str]:

@@ -39,12 +39,21 @@ def second_gpu(device: str) -> dict[str, str]:
 def count_as_host(name: str) -> None:
     """This process is on a host of that name, for the plugin and for NCCL; before either has asked."""
     from verl_sync_plugin.sync.delivery import reach
+    from verl_sync_plugin.sync.separate import membership
 
     os.environ.update(NCCL_HOSTID=name, NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     reach.host_name = lambda: name
+    membership._device_name = lambda device: f"{name}'s {device}"  # on one GPU the plugin would refuse the two
 
 
-def _ours(server: Any, bucket_bytes: int) -> tuple[Any, Callable[[Any, int], Coroutine[Any, Any, Any]]]:
+def _sync_of(host: str) -> dict[str, Any]:
+    """``custom.sync`` of both ends; hosts with GPUs exchange only where they are asked to."""
+    return {**SYNC, "delivery": "exchanged"} if host else SYNC
+
+
+def _ours(
+    server: Any, bucket_bytes: int, sync: dict[str, Any]
+) -> tuple[Any, Callable[[Any, int], Coroutine[Any, Any, Any]]]:
     """The rollout's end of the plugin's backend, and what does with its weights as verl's rollout adapter would."""
     from benchmarks.transfer.endpoint import ServerEndpoint
     from verl_sync_plugin.config.settings import SyncConfig
@@ -53,11 +62,20 @@ def _ours(server: Any, bucket_bytes: int) -> tuple[Any, Callable[[Any, int], Cor
     from verl_sync_plugin.sync.separate.managers import SeparateRollout
     from verl_sync_plugin.trainers.base import trainer_device
 
+    made: list[SeparateRollout] = []
+
     def make(incoming: Any) -> SeparateRollout:
         endpoint = ServerEndpoint(server, ranks=incoming.membership.engine_ranks)
-        return SeparateRollout(incoming.ranks, endpoint, SyncConfig.from_mapping(SYNC), trainer_device())
+        made[:] = [SeparateRollout(incoming.ranks, endpoint, SyncConfig.from_mapping(sync), trainer_device())]
+        return made[0]
 
-    return SyncCheckpointEngine(bucket_bytes, None, sync=SYNC), SeparateReceiver(make).receive
+    receiver = SeparateReceiver(make)
+
+    async def receive(weights: Any, version: int) -> dict[str, float]:
+        await receiver.receive(weights, version)
+        return dict(made[0].report.stages)
+
+    return SyncCheckpointEngine(bucket_bytes, None, sync=sync), receive
 
 
 def _stock(server: Any, bucket_bytes: int, cluster: str) -> tuple[Any, Callable[[Any, int], Coroutine[Any, Any, Any]]]:
@@ -98,7 +116,7 @@ def _rollout(pipe: Connection, server: Any, folder: str, bucket_bytes: int, clus
         count_as_host(host)
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store-{os.getpid()}", rank=0, world_size=1)
-    engine, receive = _stock(server, bucket_bytes, cluster) if cluster else _ours(server, bucket_bytes)
+    engine, receive = _stock(server, bucket_bytes, cluster) if cluster else _ours(server, bucket_bytes, _sync_of(host))
     while True:
         try:
             what, given = pipe.recv()
@@ -140,7 +158,7 @@ class Apart:
             self._engine = stock_engine(bucket_mb << 20, True)
             cluster = ray.get_runtime_context().gcs_address
         else:
-            self._engine = SyncCheckpointEngine(bucket_mb << 20, True, sync=SYNC)
+            self._engine = SyncCheckpointEngine(bucket_mb << 20, True, sync=_sync_of(host))
         given = (theirs, Client(server.port, server.model), str(folder), bucket_mb << 20, cluster, host)
         self.process = context.Process(target=_rollout, args=given, daemon=True)
         with patch.dict(os.environ, second_gpu(device)):
@@ -153,7 +171,8 @@ class Apart:
         return getattr(self._engine, what)(**ours), self._pipe.recv()
 
     def sync(self) -> dict[str, Any]:
-        """One sync, with the rounds of calls that verl makes around it; the plugin's report of it."""
+        """One sync, with the rounds of calls that verl makes around it; the plugin's report of it, and the stages of
+        the rollout rank, of which ``engine_load`` is how long the engine rank read and wrote."""
         self._version += 1
         weights, _ = self._trained.get_per_tensor_param()
         members = self._both("prepare", {}, {})
@@ -165,13 +184,13 @@ class Apart:
         version = {"global_steps": self._version}
         self._pipe.send(("update_weights", version))
         asyncio.run(self._engine.send_weights(weights, **version))
-        self._pipe.recv()
+        stages = self._pipe.recv()
         self._both("finalize", {}, {})
         if self._stock:
             return {}
         manager = self._engine._manager
         assert manager is not None, "it has sent"
-        return manager.report.as_dict()
+        return {**manager.report.as_dict(), "rollout_stages": stages}
 
     def close(self) -> None:
         self._pipe.close()

@@ -115,8 +115,6 @@ def misplaced(
     except Exception as error:  # whatever a model's loader makes of random numbers
         why = f"a load of marks failed: {type(error).__name__}: {error}"
         return dict.fromkeys((source.name for source in sources), why)
-    if reader.device.type == "cuda":
-        torch.cuda.empty_cache()  # the marks' memory, which the engine's KV cache may be about to need
     plain = [b for n, held in enumerate(placed) if not held.turned for b in _lies(held, n, reader.base(held))]
     reader.run(reader.copier.prepare(plain), found)
     for number, held in enumerate(placed):
@@ -124,6 +122,13 @@ def misplaced(
             reader.add_turned(held, _lies(held, number, 0), found)
     wrong = (given != found).nonzero().flatten().tolist()
     return {placed[number].name: ELSEWHERE for number in wrong}
+
+
+def give_back(device: torch.device) -> None:
+    """Behind ``misplaced``, which holds the last marks to its end: their memory goes back to the device, where the
+    engine may be about to resume its KV cache."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _hash_given(
