@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ import torch
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, Plan, View
+from verl_sync_plugin.receiver import session
 from verl_sync_plugin.receiver.engine_model import EngineModel, partner_of
+from verl_sync_plugin.receiver.load_cache import LoadCache
 from verl_sync_plugin.receiver.session import ReceiverSession
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.transport.conversation import Greeting
@@ -202,3 +205,30 @@ def test_partners() -> None:
     pairs = Engine.fused_pairs
     assert partner_of(LEFT, pairs) == RIGHT and partner_of(RIGHT, pairs) == LEFT
     assert partner_of(BETWEEN, pairs) is None and partner_of(LEFT, ()) is None
+
+
+def test_what_a_load_leaves_cached_goes_back_before_the_trainer_hears_of_the_end(
+    made: tuple[Engine, Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer has the engine resume its KV cache next."""
+    _, trainer = made
+    happened: list[str] = []
+
+    def noting(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def noted(*args: Any) -> Any:
+            happened.append(name)
+            return method(*args)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    noting(LoadCache, "begin")
+    noting(LoadCache, "give_back")
+    noting(Model, "take")
+    monkeypatch.setattr(session, "Committed", lambda *args: happened.append("committed") or Committed(*args))
+    for seed in range(2):
+        trainer.sync(some(seed))
+        assert happened[0] == "begin" and happened[-2:] == ["give_back", "committed"], happened
+        assert ("take" in happened) == (seed == 0)
+        happened.clear()

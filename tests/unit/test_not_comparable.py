@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
 from receiving import Pair, Receiver, Weights
@@ -13,7 +11,6 @@ from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, View
-from verl_sync_plugin.receiver import marks, proof
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.ranks import Alone
 from verl_sync_plugin.verify.destination import DestinationCheck
@@ -41,37 +38,6 @@ def test_too_little_memory_for_marks_costs_the_proof_of_that_sync_alone() -> Non
     receiver.sync(3.0, 4.0)
     proven = receiver.proof.proven(always=False)
     assert proven.left_out == () and proven.placed, "what is held now has to be told"
-
-
-class Refusing(Pair):
-    """Its load makes an error of marks."""
-
-    def load_weights(self, weights: Weights) -> None:
-        for name, tensor in weights:
-            if not tensor.is_meta and tensor.unique().numel() > 1:
-                raise ValueError("odd numbers")
-            getattr(self, name).data.copy_(tensor)
-
-
-@pytest.mark.parametrize("model", [Pair, Crowded, Refusing])
-def test_no_marks_are_left_when_their_memory_is_given_back(model: type[Pair], monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine at the limit of its memory resumes its KV cache next."""
-    made: list[weakref.ref[torch.Tensor]] = []
-    left: list[int] = []
-    drawn = marks._finite_bits
-
-    def draw(nbytes: int, generator: torch.Generator) -> torch.Tensor:
-        bits = drawn(nbytes, generator)
-        made.append(weakref.ref(bits))
-        return bits
-
-    def count(device: torch.device) -> None:
-        left.append(sum(bits() is not None for bits in made))
-
-    monkeypatch.setattr(marks, "_finite_bits", draw)
-    monkeypatch.setattr(proof, "give_back", count)
-    Receiver(model()).sync(1.0, 2.0)
-    assert made and left == [0]
 
 
 @pytest.mark.parametrize("verify", ["always", 10])

@@ -124,13 +124,6 @@ def misplaced(
     return {placed[number].name: ELSEWHERE for number in wrong}
 
 
-def give_back(device: torch.device) -> None:
-    """Behind ``misplaced``, which holds the last marks to its end: their memory goes back to the device, where the
-    engine may be about to resume its KV cache."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def _hash_given(
     marks: list[_Mark], of_name: Mapping[str, list[tuple[int, Held]]], reader: Reader, given: torch.Tensor
 ) -> None:

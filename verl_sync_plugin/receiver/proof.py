@@ -26,7 +26,7 @@ from verl_sync_plugin.receiver.copy_plan import CopyPlan, known_tensors, sources
 from verl_sync_plugin.receiver.engine_model import EngineModel
 from verl_sync_plugin.receiver.layout_key import Layout, LayoutKey
 from verl_sync_plugin.receiver.ledger import Ledger
-from verl_sync_plugin.receiver.marks import ELSEWHERE, Reader, give_back, misplaced
+from verl_sync_plugin.receiver.marks import ELSEWHERE, Reader, misplaced
 from verl_sync_plugin.receiver.placement import Held, owners_of, placements
 from verl_sync_plugin.receiver.recorder import record
 from verl_sync_plugin.receiver.recording import Recording
@@ -129,7 +129,6 @@ class DestinationProof:
         except torch.OutOfMemoryError as error:
             why, self._again = f"no device memory for a load of marks, the next sync tries again: {error}", True
             left_out.update({source.name: why for source in self._sources})
-        give_back(self._device)
         self._filled = hold((fill.target, fill.value) for fill in recording.fills)
         self._constants = kept_constants(recording.fills)
         if recording.derives:

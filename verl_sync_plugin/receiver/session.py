@@ -13,6 +13,7 @@ from verl_sync_plugin.receiver.copy_plan import REMEDY
 from verl_sync_plugin.receiver.engine_model import EngineModel
 from verl_sync_plugin.receiver.homes import near, segments, spread
 from verl_sync_plugin.receiver.ledger import Ledger
+from verl_sync_plugin.receiver.load_cache import LoadCache
 from verl_sync_plugin.receiver.proof import DestinationProof
 from verl_sync_plugin.receiver.running import Running
 from verl_sync_plugin.receiver.unpacker import Unpacker
@@ -52,6 +53,7 @@ class ReceiverSession:
         self._coverage: dict[str, Coverage] = {}
         self._regions = Regions()
         self._activations = Activations()
+        self._load_cache = LoadCache()
         self._lives: tuple[Live, ...] = ()
         self._maps = True  # trainer ranks' allocations, as far as is known
 
@@ -65,6 +67,7 @@ class ReceiverSession:
         """
         wait = request.timeout_seconds
         hello = _expect(Hello, channel.receive(request.greeting_seconds))
+        self._load_cache.begin()
         if hello.live:
             self._run_in_place(hello, channel, wait)
         else:
@@ -156,6 +159,7 @@ class ReceiverSession:
             self._note_coverage(hello.digest, ledger.coverage())
             unpacker.accepted()
         _wait_for(unpacker.device)  # what the model derived; its forward may use another stream
+        self._load_cache.give_back()
         obstacle = unpacker.reads_in_place or ("" if self._maps else "an engine rank could not map them")
         activations = self._activations.take()
         used = unpacker.uses.news()
