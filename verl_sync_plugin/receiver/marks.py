@@ -101,7 +101,7 @@ def misplaced(
     """
     if not placed:
         return {}
-    given, found = (torch.zeros(len(placed), dtype=torch.int64, device=reader.device) for _ in range(2))
+    given = torch.zeros(len(placed), dtype=torch.int64, device=reader.device)
     of_name: dict[str, list[tuple[int, Held]]] = {}
     for number, held in enumerate(placed):
         of_name.setdefault(held.name, []).append((number, held))
@@ -115,13 +115,19 @@ def misplaced(
     except Exception as error:  # whatever a model's loader makes of random numbers
         why = f"a load of marks failed: {type(error).__name__}: {error}"
         return dict.fromkeys((source.name for source in sources), why)
+    wrong = (given != _found(placed, reader)).nonzero().flatten().tolist()
+    return {placed[number].name: ELSEWHERE for number in wrong}
+
+
+def _found(placed: Sequence[Held], reader: Reader) -> torch.Tensor:
+    """The hash of what lies at each place: int64 of shape ``(len(placed),)``."""
+    found = torch.zeros(len(placed), dtype=torch.int64, device=reader.device)
     plain = [b for n, held in enumerate(placed) if not held.turned for b in _lies(held, n, reader.base(held))]
     reader.run(reader.copier.prepare(plain), found)
     for number, held in enumerate(placed):
         if held.turned:
             reader.add_turned(held, _lies(held, number, 0), found)
-    wrong = (given != found).nonzero().flatten().tolist()
-    return {placed[number].name: ELSEWHERE for number in wrong}
+    return found
 
 
 def _hash_given(
