@@ -78,6 +78,15 @@ def together(members: Sequence[Member], method: str, *args: Any) -> list[Any]:
     return [member.answer() for member in members]
 
 
+def end(members: Sequence[Member]) -> None:
+    """Ends all at the same time, dead ones included."""
+    for member in members:
+        with suppress(OSError):
+            member.ask("end")
+    for member in members:
+        member.end()
+
+
 class Driver:
     """What verl's ``CheckpointEngineManager`` does around a sync."""
 

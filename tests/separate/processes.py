@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the trainer and rollout processes of a separate run do; they are called by ``driver.py``."""
+"""What all processes of a separate run do, and its trainer ranks; they are called by ``driver.py``."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from bare_engine import trainer
-from bare_engine.endpoint import BareEngine, BareEngineEndpoint
-from bare_engine.scenario import PROMPT, _checkpoint
+from bare_engine.scenario import _checkpoint
+from separate.counted import CountedRanks
+
+if TYPE_CHECKING:
+    from verl_sync_plugin.sync.separate.managers import SeparateManager
 
 TIMEOUT = 20.0
 BUCKET_BYTES = 60_000
-CPU = torch.device("cpu")
 
 
 class Host:
@@ -25,7 +27,7 @@ class Host:
 
     def __init__(self, rank: int, world: int, port: int, sync: dict[str, Any], is_master: bool | None) -> None:
         os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
-        os.environ.update(MASTER_PORT=str(port), SGLANG_CPU_OMP_THREADS_BIND="0")
+        os.environ.update(MASTER_PORT=str(port), SGLANG_CPU_OMP_THREADS_BIND="|".join(map(str, range(world))))
         dist.init_process_group("cpu:gloo", rank=rank, world_size=world)
         from verl_sync_plugin.hooks.checkpoint_engine import SyncCheckpointEngine
 
@@ -38,10 +40,29 @@ class Host:
         self.engine.init_process_group(rank, members)
 
     def place(self, host: str) -> None:
-        """From the next group on this process is on a host of that name."""
+        """From the next group on this process is on a host of that name, and counts what is broadcast to it."""
         from verl_sync_plugin.sync.delivery import reach
+        from verl_sync_plugin.sync.separate import membership
 
         reach.host_name = lambda: host
+        membership.JointRanks = CountedRanks  # type: ignore[misc]
+
+    def came(self) -> tuple[dict[int, int], int]:
+        """What has come since there is the group, by sender, and ``network_bytes`` of the last sync; see ``place``."""
+        assert self.engine._membership is not None
+        ranks = self.engine._membership.ranks
+        assert isinstance(ranks, CountedRanks)
+        return dict(ranks.came), self.report()["network_bytes"]
+
+    def report(self) -> dict[str, Any]:
+        """Of the last sync."""
+        manager = self.manager()
+        assert manager is not None
+        return manager.report.as_dict()
+
+    def manager(self) -> SeparateManager | None:
+        """The one of the last group, if there was one."""
+        raise NotImplementedError
 
     def end(self) -> None:
         dist.destroy_process_group()
@@ -65,6 +86,16 @@ class Trainer(Host):
         manager = self.engine._manager
         assert manager is not None and manager._plan is not None
         return [int(value) for value in manager.sender.sums(manager._plan)]
+
+    def manager(self) -> SeparateManager | None:
+        return self.engine._manager
+
+    def sends(self) -> list[int]:
+        """Bytes of every trainer rank's segments, with what fills them up."""
+        manager = self.engine._manager
+        assert manager is not None and manager._plan is not None
+        buckets = manager._plan.buckets
+        return [sum(b.stride for b in buckets if place < b.world) for place in range(dist.get_world_size())]
 
     def packed(self) -> int:
         """Bytes of all segments, without what fills them up behind their last tensor."""
@@ -127,93 +158,3 @@ class MegatronTrainer(Trainer):
         from megatron_cpu.engines import train_step
 
         train_step(self.trainer)
-
-
-class Endpoint(BareEngineEndpoint):
-    """The engine of one rollout rank, which has a place among trainer and rollout ranks."""
-
-    joint: tuple[int, ...] = ()
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return self.joint
-
-
-class Rollout(Host):
-    """A rollout rank and a real SGLang engine of one rank, which starts with random weights."""
-
-    def __init__(self, port: int, model: str, sync: dict[str, Any]) -> None:
-        super().__init__(0, 1, port, sync, is_master=None)
-        from verl_sync_plugin.rollouts.sglang.separate import SeparateReceiver
-
-        self.sglang = self._start(model)
-        self.endpoint = self._endpoint()
-        self.receiver = SeparateReceiver(self._make)
-
-    def _start(self, model: str) -> BareEngine:
-        return BareEngine(model, 1)
-
-    def _endpoint(self) -> Endpoint:
-        return Endpoint(self.sglang)
-
-    def break_making(self) -> None:
-        """The next group finds this rank unable to take part."""
-        honest = self.receiver._make
-
-        def broken(incoming: Any) -> Any:
-            self.receiver._make = honest
-            raise ValueError("injected: cannot be synced")
-
-        self.receiver._make = broken
-
-    def refuse_once(self, text: str) -> None:
-        """The next load of an adapter is refused, as by SGLang."""
-        honest = self.endpoint.load_adapter
-
-        async def refusing(*args: Any) -> Any:
-            self.endpoint.load_adapter = honest  # type: ignore[method-assign]
-            raise RuntimeError(text)
-
-        self.endpoint.load_adapter = refusing  # type: ignore[method-assign]
-
-    def _make(self, incoming: Any) -> Any:
-        from verl_sync_plugin.sync.separate.managers import SeparateRollout
-
-        self.endpoint.joint = incoming.membership.engine_ranks
-        return SeparateRollout(incoming.membership.ranks, self.endpoint, self.engine._config, CPU)
-
-    def sync(self, version: int) -> dict[str, Any]:
-        """Receives; returns the report."""
-        asyncio.run(self.receiver.receive(self.engine.receive_weights(version), version))
-        return self.endpoint.reports[-1]
-
-    def generate(self) -> tuple[list[int], list[float]]:
-        return self.sglang.generate(PROMPT, 4)
-
-    def differs(self, checkpoint: Path, folder: Path) -> list[str]:
-        """Names of what the engine holds otherwise than after SGLang's own load of a checkpoint."""
-        (synced,) = self.sglang.state(folder / "synced")
-        self.sglang.load_from_disk(str(checkpoint))
-        (loaded,) = self.sglang.state(folder / "loaded")
-        assert synced.keys() == loaded.keys()
-        return [name for name in loaded if not torch.equal(synced[name], loaded[name])]
-
-    def abandoned(self) -> list[str]:
-        return self.endpoint.abandoned
-
-    def die_in_second_bucket(self) -> None:
-        """Like a machine that is switched off while weights are on their way."""
-        manager = self.receiver._manager
-        assert manager is not None
-        honest = manager.sender.load
-
-        def dying(index: int, slot: int) -> None:
-            if index == 1:
-                os._exit(9)
-            honest(index, slot)
-
-        manager.sender.load = dying  # type: ignore[method-assign]
-
-    def end(self) -> None:
-        self.sglang.shutdown()
-        super().end()

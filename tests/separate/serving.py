@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from bare_engine import trainer
 from bare_engine.endpoint import BareEngine
 from bare_engine.scenario import PROMPT, _checkpoint
-from separate.processes import Endpoint, Rollout, Trainer
+from separate.processes import Trainer
+from separate.rollouts import Endpoint, Rollout
 from verl_sync_plugin import compat
 from verl_sync_plugin.rollouts.sglang.served_lora import pack_adapter, served_settings
 from verl_sync_plugin.sync.endpoint import LoadOutcome

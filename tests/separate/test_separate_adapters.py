@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An adapter that separate engines serve themselves: the base travels once to each, then the adapter alone."""
+"""LoRA adapters and separate engines: merged on their way, or served by the engines themselves, to each of which the
+base travels once, and then the adapter alone."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import pytest
 from bare_engine.scenario import PROMPT
 from megatron_cpu.engines import megatron_environment
 from separate.driver import Driver, Failure, Member, together
+from separate.merging import JudgingRollout, MergedLoRATrainer
 from separate.serving import LoRATrainer, MegatronLoRATrainer, ServingRollout
 from separate.test_separate_syncs import members
 
@@ -100,3 +102,29 @@ def come_and_go(driver: Driver, first: Member, second: Member, tmp_path: Path) -
     adapter_alone(driver.sync(6, [first, second])[2:], factors)
     for number, rollout in enumerate((first, second)):
         serves(driver, rollout, tmp_path / f"v6-{number}")
+
+
+def test_a_merged_adapter_reaches_the_engine(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
+    """Staged in every sync, for it is made on the way; the engine holds the bare base before the second and third."""
+    model = tiny_model("qwen2")
+    fused = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    adapted = [f"model.layers.{layer}.{name}.weight" for layer in range(2) for name in fused]
+    words: list[Words] = []
+    with members(model, 1, MergedLoRATrainer, rollout=JudgingRollout) as (driver, (rollout,)):
+        together(driver.trainers, "share", tmp_path)
+        for version in (1, 2, 3):
+            together(driver.trainers, "train", version)
+            said = driver.sync(version, [rollout])
+            assert not any(isinstance(each, Failure) for each in said), said
+            assert [(report["delivery"], report["direct_bytes"]) for report in said] == [("sharded", 0)] * 3, said
+            report = said[2]
+            assert report["replayed_tensors"] == report["tensors"] and report["coverage_missing"] == 0, report
+            assert report["own_bytes"] > 0 < report["peer_bytes"] and report["global_steps"] == version, report
+            words.append(rollout.ask("generate").answer())
+            folder = tmp_path / str(version)
+            folder.mkdir()
+            together(driver.trainers, "save", folder / "by-hand")
+            off, changed, equal = rollout.ask("judged", folder / "by-hand", Path(model), folder).answer()
+            assert off == [] and sorted(changed) == sorted(adapted), (off, changed)
+            assert equal > 0.98, "the sums are added in another order at most"
+            assert words.count(words[-1]) == 1, "the engine says what it said after the sync before"

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from megatron_cpu.engines import megatron_environment
-from separate.driver import Driver, Failure, Member, together
-from separate.processes import TIMEOUT, MegatronTrainer, Rollout, Trainer
+from separate.driver import Driver, Failure, Member, end, together
+from separate.processes import TIMEOUT, MegatronTrainer, Trainer
+from separate.rollouts import Rollout
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -36,19 +37,20 @@ def members(
     trainer: type[Trainer] = Trainer,
     environment: AbstractContextManager[None] | None = None,
     rollout: type[Rollout] = Rollout,
+    tp: int = 1,
     **sync: object,
 ) -> Iterator[tuple[Driver, list[Member]]]:
-    """Two trainer ranks, started in an environment of their own, and rollouts of one engine rank each."""
+    """Two trainer ranks, started in an environment of their own, and all ranks of rollouts."""
     port = free_port()
     with environment or nullcontext():
         trainers = [Member(trainer, rank, 2, port, model, sync) for rank in range(2)]
-    engines = [Member(rollout, free_port(), model, sync) for _ in range(rollouts)]
+    ports = [free_port() for _ in range(rollouts)]
+    engines = [Member(rollout, port, model, sync, rank, tp) for port in ports for rank in range(tp)]
     try:
-        assert [member.answer() for member in (*trainers, *engines)] == ["ready"] * (2 + rollouts)
+        assert [member.answer() for member in (*trainers, *engines)] == ["ready"] * (2 + rollouts * tp)
         yield Driver(trainers), engines
     finally:
-        for member in (*engines, *trainers):
-            member.end()
+        end([*engines, *trainers])
 
 
 def exact(driver: Driver, rollouts: list[Member], folder: Path) -> None:
@@ -68,10 +70,29 @@ def test_syncs_are_exact_while_engines_join_leave_fail_and_die(model: str, tmp_p
         fail_and_die(driver, rollouts[1:], tmp_path)
 
 
+def lie(driver: Driver, rollouts: list[Member], hosts: str) -> None:
+    """From the next group on all ranks are on hosts of these names, a letter for each."""
+    for member, host in zip((*driver.trainers, *rollouts), hosts, strict=True):
+        assert member.ask("place", host).answer() is None
+
+
+def came_once(driver: Driver, rollouts: list[Member], hosts: str) -> None:
+    """Behind the first sync of a group: every trainer rank's segments have come to every other rank, each once. What
+    counts as having crossed the network is, for every rank, all that trainer ranks on other hosts have sent."""
+    sends = driver.trainers[0].ask("sends").answer()
+    assert min(sends) > 0 and sum(sends) == driver.trainers[0].ask("packed").answer(), "there is nothing to fill up"
+    for rank, member in enumerate((*driver.trainers, *rollouts)):
+        others = {sender: nbytes for sender, nbytes in enumerate(sends) if sender != rank}
+        crossing = sum(nbytes for sender, nbytes in others.items() if hosts[sender] != hosts[rank])
+        assert member.ask("came").answer() == (others, crossing), (rank, hosts)
+
+
 def equal_and_other_weights(driver: Driver, rollouts: list[Member], tmp_path: Path) -> None:
     first, second = rollouts
+    lie(driver, [first, second], "abab")
     together(driver.trainers, "train", 1)
     sent = driver.sync(1, [first, second])
+    came_once(driver, [first, second], "abab")
     words = together([first, second], "generate")
     assert words[0] == words[1]
     exact(driver, [first, second], tmp_path / "v1")
@@ -104,13 +125,17 @@ def come_and_go(driver: Driver, rollouts: list[Member], tmp_path: Path) -> None:
     assert all("a rank died" in each.text for each in failed[:4]), failed
 
     # then it can, and gets what it lacks
+    lie(driver, rollouts, "ababb")
     joined = driver.sync(4, [first, second, third])
+    came_once(driver, rollouts, "ababb")
     assert joined[4]["replayed_tensors"] == joined[4]["tensors"], "marks have proven its plan"
     exact(driver, [first, second, third], tmp_path / "v4")
 
     # one leaves
+    lie(driver, [second, third], "aaaa")
     together(driver.trainers, "train", 5)
     driver.sync(5, [second, third])
+    came_once(driver, [second, third], "aaaa")
     exact(driver, [second, third], tmp_path / "v5")
 
 
