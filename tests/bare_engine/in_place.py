@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters in memory that the engine can map: from the second sync on it reads them where they lie."""
+"""Parameters in memory that the engine can map: from the second sync on it reads them where they lie, and finds every
+bit that flips on that way."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bare_engine import stories, trainer
+from bare_engine import direct_flips, stories, trainer
 from bare_engine.scenario import Rank
 from verl_sync_plugin.transport.memory.exports import Live
 
@@ -24,6 +25,7 @@ def read_in_place(member: Rank) -> None:
     assert not packs and not manager.sender.staged, "staging memory is given back"
     told = manager.choice.direct.told
     _synced(member, 3, in_place=True, awake=True)
+    direct_flips.are_found(member)
     assert manager.choice.direct.told == told, "told once"
 
     trainer.share(member.trainer, member.folder)

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from faults.cells import Cell
-from faults.processes import SLACK_SECONDS, Server, T, Trainer
+from faults.processes import NEVER_SYNCED, SAVED, SLACK_SECONDS, Server, T, Told, Trainer
 from separate.driver import Failure, Member
 
 RESTART = "restart"
@@ -46,10 +46,17 @@ class Outcome:
 
 
 class World:
-    """Two trainer ranks and a server with an engine of two ranks; lasts until a cell takes one of them away."""
+    """Two trainer ranks and a server with an engine of two ranks; lasts until a cell takes one of them away.
 
-    def __init__(self, model: str, folder: Path) -> None:
+    Args:
+        model: checkpoint that the trainer begins with.
+        folder: to be made.
+        version: of the last sync before, of a run that goes on.
+    """
+
+    def __init__(self, model: str, folder: Path, version: int = 0) -> None:
         folder.mkdir()
+        self._model, self._folder = model, folder
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -59,7 +66,8 @@ class World:
         ours.close()
         theirs.close()
         self._processes: list[psutil.Process] = []
-        self._version, self._new = 0, ""  # of the sync under way
+        self._version, self._new = version, ""  # of the sync under way
+        self._told: Told = NEVER_SYNCED  # by an answer of the weights that the engine had before it
         self.whole = True
         try:
             self._begin()
@@ -70,7 +78,7 @@ class World:
     def _begin(self) -> None:
         assert [each.answer() for each in (self.server, *self.trainers)] == ["ready"] * 3
         self._processes = psutil.Process(self.server.process.pid).children(recursive=True)
-        self.server.ask("learn", {name: self._trainers("save", name)[0] for name in "AB"})
+        self.server.ask("learn", {SAVED: self._model, **{name: self._trainers("save", name)[0] for name in "AB"}})
         assert self.server.answer() is None
 
     def _trainers(self, method: str, *args: Any) -> list[Any]:
@@ -89,16 +97,37 @@ class World:
         for member in (self.server, *self.trainers):
             member.process.join()
 
+    def restarted(self, folder: Path) -> World:
+        """All processes anew, once these are closed: the trainer begins with the checkpoint of the last weights."""
+        return World(str(self._folder / f"checkpoint-{self._new}"), folder, self._version)
+
+    def first_sync(self) -> None:
+        """That of a run that begins, or goes on: exact, and answers tell of it."""
+        self._begin_run("auto", SAVED)
+        assert self._healthy() == "staged"
+        self._check_synced(SAVED)
+
+    def two_versions(self) -> None:
+        """Two syncs of other weights, the second in place; behind each the answers tell which it was."""
+        self._begin_run("auto", "A")
+        for name, way in (("A", "staged"), ("B", "direct")):
+            self._trainers("put", name)
+            assert self._healthy() == way
+            self._check_synced(name)
+
+    def _begin_run(self, delivery: str, weights: str) -> None:
+        """The next sync is the first that trainer and engine know of."""
+        assert [*self._trainers("begin", delivery), self.server.ask("reset").answer()] == [None] * 3
+        self._trainers("put", weights)
+
     def run(self, cell: Cell) -> Outcome:
         """Plays a cell and checks all that is promised of it."""
-        assert self._trainers("begin", "auto" if cell.sync == "direct" else "sharded") == [None, None]
-        assert self.server.ask("reset").answer() is None
-        self._trainers("put", "A")
+        self._begin_run("auto" if cell.sync == "direct" else "sharded", "A")
         ways = [self._healthy() for _ in range(SYNCS_BEFORE[cell.sync])]
         assert ways == ["staged", "direct"][: len(ways)], ways
         old = self.server.ask("holds").answer()
-        assert old in ("A", "B"), old
-        self._new = "AB".replace(old, "")
+        assert old in ("A", "B", SAVED), old
+        self._new = "A" if old == "B" else "B"
         self._trainers("put", self._new)
         self._arm(cell)
         started = time.monotonic()
@@ -116,6 +145,7 @@ class World:
         """A sync that must succeed, as verl makes it."""
         answers = self._sync()
         assert answers in (["staged"] * 2, ["direct"] * 2), answers
+        self._told = str(self._version), self._version
         return str(answers[0])
 
     def _sync(self) -> list[Any]:
@@ -171,6 +201,8 @@ class World:
         if request == "an answer":
             assert holds in allowed, f"it answers with {holds}"
             assert not text or untold, "the sync has failed, and requests are answered"
+            self._told = (str(self._version), self._version) if holds == self._new else self._told
+            assert self.server.ask("told").answer() == self._told, "an answer tells of other weights than it is of"
         elif request:
             assert request == "a refusal" or untold, request
         assert text or (holds, request) == (self._new, "an answer")
@@ -203,8 +235,12 @@ class World:
     def _check_next(self) -> None:
         """The next sync is exact, and requests are answered from it."""
         self._healthy()
-        assert self.server.ask("holds").answer() == self._new, "the next sync is not exact"
+        self._check_synced(self._new)
+
+    def _check_synced(self, weights: str) -> None:
+        assert self.server.ask("holds").answer() == weights, "the sync is not exact"
         assert self.server.ask("answers").answer() == "an answer"
+        assert self.server.ask("told").answer() == self._told, "an answer does not tell of the last sync"
 
     def _check_restart(self, cell: Cell, text: str) -> None:
         """The error says that the run must be restarted; if not at once, then that of the next sync."""

@@ -29,6 +29,9 @@ SLACK_SECONDS = 4.0  # of the ranks, in place of a minute
 BUCKET_BYTES = 40_000
 GATE_SECONDS = 3.0
 ARM = "faults.points.arm_engine"
+SAVED = "saved"  # the weights that a trainer began with
+Told = tuple[str, int | None]
+NEVER_SYNCED: Told = "default", None
 
 
 def rollout_config(delivery: str) -> Any:
@@ -40,7 +43,7 @@ def rollout_config(delivery: str) -> Any:
 
 
 class Trainer:
-    """A trainer rank. Its weights are one of two sets, "A" and "B"."""
+    """A trainer rank. Its weights are one of two sets, "A" and "B", or those of its checkpoint."""
 
     def __init__(self, rank: int, port: int, model: str, folder: str, server: Connection | None) -> None:
         os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
@@ -48,7 +51,7 @@ class Trainer:
         dist.init_process_group("cpu:gloo", rank=rank, world_size=2)
         self.trainer, self.model, self.folder = trainer.build(model, "fsdp2"), model, Path(folder)
         trainer.share(self.trainer, self.folder)
-        self._states = {}
+        self._states = {SAVED: trainer.local_state(self.trainer)}
         for seed, name in enumerate("AB"):
             trainer.perturb(self.trainer, seed)
             self._states[name] = trainer.local_state(self.trainer)
@@ -159,6 +162,7 @@ class Server:
         self.folder, self._model, self._calls = Path(folder), model, calls
         self.bare = Engine(model, 2, loaders=(ARM,))
         self._references: dict[str, list[dict[str, torch.Tensor]]] = {}
+        self._told: Told = NEVER_SYNCED
         self.dumps = 0
 
     def learn(self, checkpoints: dict[str, str]) -> None:
@@ -229,8 +233,14 @@ class Server:
         except RuntimeError:
             return "a refusal"
         sampling = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
-        await self.bare.engine.async_generate(input_ids=[PROMPT], sampling_params=sampling)
+        (answer,) = await self.bare.engine.async_generate(input_ids=[PROMPT], sampling_params=sampling)
+        output = await self.server.generate(PROMPT, dict(sampling), f"request-{self.dumps}")
+        self._told = answer["meta_info"]["weight_version"], output.extra_fields["global_steps"]
         return "an answer"
+
+    def told(self) -> Told:
+        """Of which weights the last answer was: as SGLang tells its clients, and as verl is told."""
+        return self._told
 
     def end(self) -> None:
         """Its world kills it."""

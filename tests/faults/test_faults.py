@@ -25,24 +25,35 @@ SMOKE = (
 
 
 class Worlds:
-    """The world that the last cell left whole, or a new one."""
+    """The world that the last cell left whole, or that went on from its checkpoint."""
 
     def __init__(self, model: str, folder: Path) -> None:
         self._model, self._folder, self._made = model, folder, 0
         self._world: World | None = None
 
-    def play(self, cell: Cell) -> None:
+    @property
+    def world(self) -> World:
+        """The one there is, or the first."""
         if self._world is None:
-            self._made += 1
-            self._world = World(self._model, self._folder / str(self._made))
+            self._world = World(self._model, self._next_folder())
+        return self._world
+
+    def _next_folder(self) -> Path:
+        self._made += 1
+        return self._folder / str(self._made)
+
+    def play(self, cell: Cell) -> None:
+        """Where the run must be restarted, it is, and its first sync is exact."""
+        world = self.world
         try:
-            self._world.run(cell)
-        except BaseException:
-            self._world.whole = False
-            raise
-        finally:
-            if not self._world.whole:
+            world.run(cell)
+            if not world.whole:
                 self.close()
+                self._world = world.restarted(self._next_folder())
+                self._world.first_sync()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         if self._world is not None:
@@ -55,6 +66,10 @@ def worlds(tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFa
     made = Worlds(tiny_model("qwen2"), tmp_path_factory.mktemp("worlds"))
     yield made
     made.close()
+
+
+def test_answers_tell_which_weights_they_are_of(worlds: Worlds) -> None:
+    worlds.world.two_versions()
 
 
 @pytest.mark.parametrize("cell", SMOKE, ids=str)
