@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from e2e import checks
 from e2e.runs import Run, Setup, main_ppo
+from verl_sync_plugin.rollouts.sglang.request import FORGETTING_LOADER, LOADER
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
@@ -23,6 +25,7 @@ COMMON = (
     f"{ROLLOUT}.update_weights_bucket_megabytes=1",
     f"{ROLLOUT}.custom.sync.timeout_seconds=90",
 )
+LONG = 900  # tokens of every response; a batch of them takes longer than a step
 # the versions that each side reports: two replicas, and one of them since the second step
 SEPARATE = {"SeparateTrainer": [0, 1, 2, 3], "SeparateRollout": [0, 0, 1, 1, 2, 3]}
 
@@ -108,3 +111,42 @@ def test_the_separate_engine_serves_the_adapter(serving: Run) -> None:
         assert serving.logged[step]["sync/weight_version"] == step, serving.logged[step]
         assert serving.logged[step]["training/off_policy/trajectory_staleness/max"] == 0, serving.logged[step]
     checks.same_weights(serving)
+
+
+@pytest.fixture(scope="module", params=["retract", "in_place"])
+def spanning(
+    request: pytest.FixtureRequest, tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
+) -> Run:
+    """Three steps with requests that stay in the separate engine while it is synced; all responses are long."""
+    overrides = (
+        *COMMON,
+        f"{ROLLOUT}.custom.sync.pause={request.param}",
+        f"{ROLLOUT}.n_gpus_per_node=1",
+        "++ray_kwargs.ray_init.num_gpus=2",
+        f"data.max_response_length={LONG}",
+        f"{ROLLOUT}.max_num_seqs=8",  # one batch, so the next one is in flight whenever a step has its own
+        "trainer.v1.separate_async.num_warmup_batches=2",
+    )
+    setup = Setup(overrides, 1, 3, Path(tiny_model("qwen2")), modules=("e2e.noting_pauses",))
+    return main_ppo(setup, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.mark.extended  # of the same without verl's trainer: tests/contract/test_pause_modes.py
+def test_responses_span_the_syncs_of_an_engine_that_keeps_its_requests(
+    spanning: Run, request: pytest.FixtureRequest
+) -> None:
+    checks.reached(spanning, steps=3)
+    pause = request.node.callspec.params["spanning"]
+    loader = FORGETTING_LOADER if pause == "retract" else LOADER
+    assert spanning.matching(rf"rollout server: {re.escape(loader)}, "), spanning.tail
+    assert not spanning.matching("stock verl moves the weights|stock loading"), spanning.tail
+    for name in ("SeparateTrainer", "SeparateRollout"):
+        found = [report for report in spanning.reports if report["manager"] == name]
+        assert [report["global_steps"] for report in found] == [0, 1, 2, 3], spanning.reports
+        assert all(report["coverage_missing"] == 0 for report in found), spanning.reports
+    assert len(spanning.matching(rf"test: {pause} by a driver, 0 requests stayed")) == 1, spanning.tail
+    loads = spanning.matching(rf"test: {pause} by its load, \d+ requests stayed")
+    stayed = [line for line in loads if " 0 requests" not in line.text]
+    assert len(loads) == 3 and stayed, "the sync behind each step pauses by itself, with requests in flight"
+    spans = [spanning.logged[step]["training/off_policy/trajectory_spans/max"] for step in (1, 2, 3)]
+    assert max(spans) >= 2, f"no response spans a sync: {spans}"

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real SGLang engine with requests in flight, and what its answers were computed by; a plugin of pytest, so that
+several modules of tests share the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bare_engine.endpoint import BareEngine
+from contract.pause_processes import rollout_config
+from verl_sync_plugin.rollouts.sglang.pickling import dumps
+from verl_sync_plugin.rollouts.sglang.request import FORGETTING_LOADER
+from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
+
+SLOW, STALL = "contract.stalling_loader.slow_down", "contract.stalling_loader.arm"
+PROMPTS = [[(7 * i + 3 * place) % 90 + 5 for i in range(40)] for place in range(3)]
+TOKENS = 120
+PRODUCED = 12  # tokens of the request that sets the pace, when generation is paused
+PAUSED_SECONDS = 0.3
+# How far below the largest logit a token may be that an engine in bfloat16 took for it
+NEAR = 0.08
+
+
+class Models:
+    """The model with its weights as in the checkpoint (version 1), and with others of another seed (version 2)."""
+
+    def __init__(self, path: str, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.path = path
+        first = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+        with torch.random.fork_rng():
+            torch.manual_seed(11)
+            second = AutoModelForCausalLM.from_config(first.config, dtype=torch.bfloat16)
+        second.save_pretrained(folder)
+        self.of = {1: first, 2: second}
+        self.checkpoints = {1: Path(path), 2: folder}
+
+    def packed(self, version: int) -> bytes:
+        return dumps([(name, tensor.detach().clone()) for name, tensor in self.of[version].named_parameters()])
+
+    def chosen_until(self, prompt: list[int], tokens: list[int]) -> int:
+        """How many of the tokens version 1 chose, before the first that it did not."""
+        logits = self.of[1](torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+        return next((at for at, token in enumerate(tokens) if not near(logits[at], token)), len(tokens))
+
+    def chosen_by_second(self, prompt: list[int], tokens: list[int], since: int, cached: int) -> bool:
+        """Whether version 2 chose the tokens from ``since`` on, with so much of the KV cache computed by version 1."""
+        whole = torch.tensor([prompt + tokens])
+        past = self.of[1](whole[:, :cached], use_cache=True).past_key_values if cached else None
+        logits = self.of[2](whole[:, cached:], past_key_values=past, use_cache=True).logits[0].float()
+        at = len(prompt) - 1 - cached
+        return all(near(logits[at + each], tokens[each]) for each in range(since, len(tokens)))
+
+
+def near(logits: torch.Tensor, token: int) -> bool:
+    return bool(logits.max() - logits[token] < NEAR * logits.std())
+
+
+@pytest.fixture(scope="session")
+def models(tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tiny_model("qwen2"), tmp_path_factory.mktemp("second") / "model")
+
+
+@pytest.fixture(scope="session")
+def engine(models: Models) -> Iterator[BareEngine]:
+    engine = BareEngine(models.path, 1, "auto", loaders=(FORGETTING_LOADER, SLOW, STALL))
+    engine.call(engine._update(dumps([("", torch.empty(0))]), SLOW, None))
+    yield engine
+    engine.shutdown()
+
+
+def serving(engine: BareEngine, model: str, pause: str, kind: type[SyncSGLangHttpServer] = SyncSGLangHttpServer) -> Any:
+    """Our server actor of a separate rollout on the engine; ``CUDA_VISIBLE_DEVICES`` must be there."""
+    from verl.workers.config import HFModelConfig
+    from verl.workers.rollout.replica import RolloutMode
+
+    server = kind(rollout_config(pause), HFModelConfig(path=model), RolloutMode.STANDALONE, [], 0, 0, 1, "", 0)
+    server.tokenizer_manager = engine.engine.tokenizer_manager
+    server.mark_requests()
+    return server
+
+
+def end_serving(engine: BareEngine) -> None:
+    """The next server marks requests in its own way."""
+    vars(engine.engine.tokenizer_manager).pop("generate_request", None)
+
+
+class Requests:
+    """Of one server, from verl as over HTTP."""
+
+    def __init__(self, server: Any) -> None:
+        self.server = server
+        self.paced = 0
+        self.told: tuple[list[str] | None, str] | None = None  # of the request that sets the pace: its versions
+
+    async def ask(self, prompt: list[int], tokens: int = TOKENS) -> Any:
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        return await self.server.generate(prompt, sampling, f"{id(sampling)}-{prompt[1]}-{tokens}")
+
+    async def in_flight(self) -> list[asyncio.Task[Any]]:
+        """Requests that generate, and one more whose tokens are counted; all are under way when this returns."""
+        asked = [asyncio.ensure_future(self.ask(prompt)) for prompt in PROMPTS]
+        asked.append(asyncio.ensure_future(self.pace()))
+        while self.paced < PRODUCED:
+            assert not any(each.done() for each in asked), "nothing is in flight any more"
+            await asyncio.sleep(0.001)
+        return asked
+
+    async def pace(self, tokens: int = TOKENS) -> None:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        request = GenerateReqInput(input_ids=[5, 6, 7], sampling_params=sampling, stream=True)
+        async with aclosing(self.server.tokenizer_manager.generate_request(request, None)) as answers:
+            async for answer in answers:
+                self.paced = answer["meta_info"]["completion_tokens"]
+                self.told = answer["meta_info"].get("weight_versions"), answer["meta_info"]["weight_version"]
+
+    async def stand_still(self, asked: Sequence[asyncio.Task[Any]]) -> None:
+        """Nothing is generated for a while."""
+        await asyncio.sleep(0.1)  # what SGLang had generated before may still be on its way
+        paced = self.paced
+        await asyncio.sleep(PAUSED_SECONDS)
+        assert self.paced == paced and not any(each.done() for each in asked)
+
+
+def check_spanning(models: Models, prompt: list[int], output: Any, pause: str) -> None:
+    """An answer that version 1 began and version 2 ended, with the KV cache that the mode promises."""
+    tokens, fields = output.token_ids, output.extra_fields
+    assert (len(tokens), output.stop_reason) == (TOKENS, "length"), "it came back early"
+    assert (fields["min_global_steps"], fields["max_global_steps"], fields["global_steps"]) == (1, 2, 2)
+    old = models.chosen_until(prompt, tokens)
+    assert 0 < old < TOKENS, "either weights chose all of it"
+    # The first that version 2 chose may by chance be version 1's choice too
+    pure = any(models.chosen_by_second(prompt, tokens, since, 0) for since in (old, old - 1))
+    kept = any(models.chosen_by_second(prompt, tokens, since, len(prompt) + since - 1) for since in (old, old - 1))
+    assert (pure, kept) == ((True, False) if pause == "retract" else (False, True))
+
+
+def check_cut_off(models: Models, prompt: list[int], output: Any) -> None:
+    """An answer that was aborted, with what version 1 had chosen by then."""
+    assert 0 < len(output.token_ids) < TOKENS and output.stop_reason == "abort"
+    assert models.chosen_until(prompt, output.token_ids) == len(output.token_ids)
+    assert "min_global_steps" not in output.extra_fields, "verl's client fills it in"
