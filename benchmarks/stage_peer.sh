@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Adds another project's weight transfer to the payload of benchmarks/gpu_visit.sh: less than 0.3 MB each.
-# Usage: bash benchmarks/stage_peer.sh checkpoint-engine==0.4.2|awex==0.9.0 [.gpu]
+# Adds a package of Python files to the payload of benchmarks/gpu_visit.sh, without what it depends on: another project's
+# weight transfer (less than 0.3 MB each), or a part of pytest.
+# Usage: bash benchmarks/stage_peer.sh checkpoint-engine==0.4.2|awex==0.9.0|pytest==9.1.1|... [.gpu]
 set -euo pipefail
 
 package=${1:?checkpoint-engine==0.4.2 or awex==0.9.0}
