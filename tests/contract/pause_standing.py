@@ -98,6 +98,17 @@ def stall(engine: BareEngine, tmp_path: Path) -> Stall:
     return Stall(engine, tmp_path)
 
 
+async def half_written(
+    run: Requests, group: Group, stall: Stall
+) -> tuple[list[asyncio.Task[Any]], asyncio.Future[Any]]:
+    """Requests in flight, and the sync that found them and stands still in the middle of its load."""
+    await stall.arm()
+    asked = await run.in_flight()
+    syncing = asyncio.ensure_future(group.sync(2))
+    await stall.reached(syncing)
+    return asked, syncing
+
+
 @EVERY
 @pytest.mark.parametrize("in_place", [False, True])
 def test_nothing_is_generated_in_the_middle_of_a_load(
@@ -106,10 +117,7 @@ def test_nothing_is_generated_in_the_middle_of_a_load(
     """Between two buckets, or among the copies of a load in place."""
 
     async def story(run: Requests) -> None:
-        await stall.arm()
-        asked = await run.in_flight()
-        syncing = asyncio.ensure_future(group.sync(2))
-        await stall.reached(syncing)
+        asked, syncing = await half_written(run, group, stall)
         if pause == "abort":
             await asyncio.gather(*asked)  # all of them have come back
         new = asyncio.ensure_future(run.ask(PROMPTS[0], 20))
@@ -132,10 +140,7 @@ def test_requests_wait_behind_a_load_that_fails_until_one_succeeds(
     pause: str, play: Play, group: Group, models: Models, stall: Stall
 ) -> None:
     async def story(run: Requests) -> None:
-        await stall.arm()
-        asked = await run.in_flight()
-        syncing = asyncio.ensure_future(group.sync(2))
-        await stall.reached(syncing)
+        asked, syncing = await half_written(run, group, stall)
         stall.end("injected: half of it is written")
         with pytest.raises(RuntimeError, match="injected: half of it is written"):
             await syncing
