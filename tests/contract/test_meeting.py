@@ -67,7 +67,9 @@ class Comer(Engine):
                 if self.absent:
                     return
                 time.sleep(self.late)
-            self.came.append(joined(address, request.sync_id))
+            channel = connect(address, WAIT, WAIT)
+            self.came.append(channel)  # before the trainer rank can have met it, so that who has met all finds all here
+            channel.send(Join(request.sync_id))
 
     def flush_behind_load(self) -> None:
         self.flushes.append(len(self.came))
