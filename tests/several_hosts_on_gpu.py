@@ -6,6 +6,7 @@ NCCL refuses two ranks on one GPU of one host, and takes what ``NCCL_HOSTID`` sa
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import socket
@@ -18,7 +19,10 @@ from typing import Any
 SECONDS = 240.0
 
 
-def _member(pipe: Connection, story: Callable[..., Any], rank: int, world: int, port: int, given: Any) -> None:
+def _member(
+    pipe: Connection, story: Callable[..., Any], rank: int, world: int, port: int, seconds: float, given: Any
+) -> None:
+    faulthandler.dump_traceback_later(seconds * 0.9)  # where it hangs
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
     os.environ.update(MASTER_PORT=str(port), NCCL_HOSTID=f"host {rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     socket.gethostname = lambda: f"host {rank}"  # type: ignore[assignment]
@@ -30,7 +34,7 @@ def _member(pipe: Connection, story: Callable[..., Any], rank: int, world: int, 
     os._exit(0)  # a thread that still waits for a dead member in NCCL would keep this process
 
 
-def play(world: int, story: Callable[..., Any], *given: Any) -> list[Any]:
+def play(world: int, story: Callable[..., Any], *given: Any, seconds: float = SECONDS) -> list[Any]:
     """What ``story(rank, *given)`` returned on every rank, or the traceback; None of a rank that died or was silent."""
     context = multiprocessing.get_context("spawn")
     with socket.socket() as probe:
@@ -38,11 +42,11 @@ def play(world: int, story: Callable[..., Any], *given: Any) -> list[Any]:
         port = probe.getsockname()[1]
     members: list[tuple[Any, Connection]] = []
     found = []
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + seconds
     try:
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_member, args=(theirs, story, rank, world, port, given))
+            process = context.Process(target=_member, args=(theirs, story, rank, world, port, seconds, given))
             process.start()
             theirs.close()
             members.append((process, ours))

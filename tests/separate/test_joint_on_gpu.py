@@ -18,6 +18,7 @@ from verl_sync_plugin.transport.link import Arrival
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 BOUND, NBYTES, GPU = 10.0, 3 << 20, torch.device("cuda", 0)
+SECONDS = 120.0
 
 
 def joint(rank: int, folder: Path, name: str) -> JointRanks:
@@ -86,12 +87,12 @@ def the_last_dies(rank: int, folder: Path, when: str) -> tuple[str, float]:
 
 
 def test_bytes_of_three_ranks_arrive(tmp_path: Path) -> None:
-    assert play(3, everything_arrives, tmp_path) == ["all"] * 3
+    assert play(3, everything_arrives, tmp_path, seconds=SECONDS) == ["all"] * 3
 
 
 @pytest.mark.parametrize("when", ["before broadcast", "before exchange", "connected"])
 def test_a_member_that_dies_before_the_first_bytes_is_waited_for_within_the_bound(when: str, tmp_path: Path) -> None:
-    *left, dead = play(3, the_last_dies, tmp_path, when)
+    *left, dead = play(3, the_last_dies, tmp_path, when, seconds=SECONDS)
     assert dead is None
     for said in left:
         assert isinstance(said, tuple), said
