@@ -51,10 +51,11 @@ run_case() {
   if [ "$1" = tests ]; then
     shift
     [ "$left" -gt "$CASE_LIMIT" ] && left=$CASE_LIMIT
+    local log=$BENCH/work/tests-$SECONDS.log
     (cd "$REPO" && VERL_PLATFORM=nvidia timeout -k 10 "$left" python3 -P -m pytest -q -p no:cacheprovider --durations=10 \
-      "$@") >"$BENCH/work/tests.log" 2>&1
+      "$@") >"$log" 2>&1
     local status=$?
-    tail -n 25 "$BENCH/work/tests.log"
+    tail -n 25 "$log"
     return $status
   fi
   case "$1" in phase | training | memory | rollouts | transfer | apart | pauses | soak) harness=$1 && shift ;; esac

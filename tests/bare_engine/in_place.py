@@ -35,7 +35,7 @@ def read_in_place(member: Rank) -> None:
     _spoil_next_regions(member)
     trainer.share(member.trainer, member.folder)
     _synced(member, 5, in_place=False)  # the engine cannot map what it is told of: the same sync is staged
-    assert packs and manager.sender.staged
+    assert packs and not manager.sender.staged
     _synced(member, 6, in_place=False)  # and it says so from then on
 
 

@@ -6,8 +6,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -26,6 +28,7 @@ def three_syncs(member: Rank) -> None:
         kept = trainer.local_state(member.trainer)
         member.sync(version, awake=version == 2)
         assert all(map(torch.equal, kept, trainer.local_state(member.trainer))), "the sync changed the trainer"
+        assert not staging_mapped(), "the engine sleeps between syncs, so nobody keeps staging memory"
         member.check_exact(f"v{version}")
         if version == 1:
             releases = count(member.manager.source, "release")
@@ -36,6 +39,20 @@ def three_syncs(member: Rank) -> None:
         order.clear()
     assert len(releases) == 2, "the sync keeps references to the trainer's parameters"
     _check_report(member)
+
+
+def staging_mapped() -> list[str]:
+    """What this process and the engine's, where it has started them, map of staging memory."""
+    me = psutil.Process()
+    maps = [path for process in (me, *me.children(recursive=True)) for path in _maps(process.pid)]
+    return [path for path in maps if "memfd:verl-sync-" in path]
+
+
+def _maps(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:  # it has ended
+        return []
 
 
 def _order_of(member: Rank) -> list[str]:

@@ -52,8 +52,10 @@ def everything_arrives(rank: int, folder: Path) -> str:
 def the_last_dies(rank: int, folder: Path, when: str) -> tuple[str, float]:
     """Its bytes are waited for in NCCL, which is connecting the ranks; the next group does without it."""
     ranks = joint(rank, folder, "dying")
-    if when == "connected":  # as a group, and no two ranks among themselves
+    if when in ("connected", "broadcasting"):  # as a group, and no two ranks among themselves
         ranks.broadcast(filled(1), 0)
+    if when == "connected":
+        torch.cuda.synchronize()
     ranks.gather(None)  # nobody is still connecting by gloo
     if rank == 2:
         os._exit(9)
@@ -90,7 +92,7 @@ def test_bytes_of_three_ranks_arrive(tmp_path: Path) -> None:
     assert play(3, everything_arrives, tmp_path, seconds=SECONDS) == ["all"] * 3
 
 
-@pytest.mark.parametrize("when", ["before broadcast", "before exchange", "connected"])
+@pytest.mark.parametrize("when", ["before broadcast", "before exchange", "connected", "broadcasting"])
 def test_a_member_that_dies_before_the_first_bytes_is_waited_for_within_the_bound(when: str, tmp_path: Path) -> None:
     *left, dead = play(3, the_last_dies, tmp_path, when, seconds=SECONDS)
     assert dead is None

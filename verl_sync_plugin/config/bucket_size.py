@@ -10,12 +10,12 @@ SHORT_BUCKET_KEY = "actor_rollout_ref.rollout.update_weights_bucket_megabytes"
 LONG_BUCKET_KEY = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 
 AUTO = "auto"
-# The plugin keeps two buckets of device memory, stock verl none between syncs: its default of 2 GiB is too much here,
-# and larger buckets are hardly faster
+# The plugin packs into two buckets of device memory, stock verl into one: its default of 2 GiB is too much here, and
+# larger buckets are hardly faster
 DEFAULT_MEGABYTES = 512
 
 STAGING_BUCKETS = 2  # what the staging memory may take, in buckets of the size that the user sets
-# Staging memory stays allocated while the trainer trains and the engine generates, so it gets a small share
+# Where the engine never sleeps, staging memory stays while the trainer trains and the engine generates: a small share
 STAGING_SHARE = 8
 LEAST_MEGABYTES = 64
 MOST_MEGABYTES = 2048  # on an H200, 15 GB took 29.8 ms at 512 MiB, 24.2 ms at 1024 and 22.7 ms at 2048

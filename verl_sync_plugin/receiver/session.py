@@ -38,8 +38,8 @@ T = TypeVar("T")
 
 
 class ReceiverSession:
-    """Lives as long as its model; keeps the manifest and what was learned from it, the opened staging memory and the
-    proof of coverage between syncs.
+    """Lives as long as its model; keeps the manifest and what was learned from it, the proof of coverage and, unless it
+    is told to let go of it, the opened staging memory between syncs.
 
     Holds no reference to the trainer's tensors; the staging memory it maps belongs to the trainer.
     """
@@ -75,10 +75,10 @@ class ReceiverSession:
 
     def _run_staged(self, hello: Hello, channel: Channel, wait: float) -> None:
         self._forget_lives()
-        memories = self._open(hello, channel)
-        if not memories:
+        if not self._open(hello, channel):
             return
-        device = memories[hello.place].device  # this engine rank's own, also of memory that lies elsewhere
+        # This engine rank's own, also of memory that lies elsewhere
+        device = self._stagings[hello.stagings[hello.place].key].device
         unpacker = self._unpacker_of(hello, channel, device, wait)
         self._begin(unpacker, hello)
         if hello.tell_use:
@@ -90,12 +90,17 @@ class ReceiverSession:
         self._prepare_proof(hello, unpacker)  # not before: what the model leaves out is refused before it is touched
         with ledger or nullcontext(), unpacker.uses.watching():
             while isinstance(message, Load):
-                slots = [slot_of(memory, message.slot, hello.stagings[0].slot_bytes) for memory in memories]
-                nbytes = spread(unpacker.manifest, message.bucket)
                 with running.loading(message.bucket):
-                    unpacker.load(message.bucket, segments(hello, slots, nbytes) if nbytes else [slots[hello.place]])
+                    unpacker.load(message.bucket, self._parts(hello, unpacker, message))
                 message = running.receive(wait)
         self._commit(_expect(Commit, message), hello, channel, ledger)
+
+    def _parts(self, hello: Hello, unpacker: Unpacker, load: Load) -> list[torch.Tensor]:
+        """Where a bucket lies: the slot it is in, or one part per segment."""
+        memories = (self._stagings[export.key] for export in hello.stagings)
+        slots = [slot_of(memory, load.slot, hello.stagings[0].slot_bytes) for memory in memories]
+        nbytes = spread(unpacker.manifest, load.bucket)
+        return segments(hello, slots, nbytes) if nbytes else [slots[hello.place]]
 
     def _run_in_place(self, hello: Hello, channel: Channel, wait: float) -> None:
         """The trainer ranks keep their parameters as they are until all engine ranks have said ``Loaded``."""
@@ -159,6 +164,8 @@ class ReceiverSession:
             self._note_coverage(hello.digest, ledger.coverage())
             unpacker.accepted()
         _wait_for(unpacker.device)  # what the model derived; its forward may use another stream
+        if commit.unmap:
+            self._stagings = {}
         self._load_cache.give_back()
         obstacle = unpacker.reads_in_place or ("" if self._maps else "an engine rank could not map them")
         activations = self._activations.take()
@@ -196,8 +203,9 @@ class ReceiverSession:
                 )
         self._coverage[digest] = found
 
-    def _open(self, hello: Hello, channel: Channel) -> list[torch.Tensor]:
-        """The staging memory of every trainer rank that is read here; empty when a peer's cannot be opened."""
+    def _open(self, hello: Hello, channel: Channel) -> bool:
+        """Maps the staging memory of every trainer rank that is read here; False when a peer's cannot be opened, and
+        then the trainer knows why not."""
         keys = [export.key for export in hello.stagings]
         self._stagings = {key: held for key, held in self._stagings.items() if key in keys}  # unmap before mapping
         own = hello.stagings[hello.place]
@@ -213,8 +221,8 @@ class ReceiverSession:
                 for unopened in (each for each in hello.stagings if each.key not in self._stagings):
                     decline_staging(unopened)
                 channel.send(Ready(needs_plan=False, unreachable=f"{type(error).__name__}: {error}"))
-                return []
-        return [self._stagings[key] for key in keys]
+                return False
+        return True
 
     def _unpacker_of(self, hello: Hello, channel: Channel, device: torch.device, wait: float) -> Unpacker:
         known = self._unpacker is not None and hello.digest == self._digest

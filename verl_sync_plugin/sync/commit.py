@@ -97,7 +97,7 @@ class Commit:
             raise
         finally:
             with self._agreement.attempt():
-                delivery.close()
+                delivery.close(sync)
         if news:
             self._uses.compare(sync.plan, loaded=True)
         if self._config.verify_hashes:
@@ -119,7 +119,7 @@ class Commit:
             sums = paired(self._sender.sums(plan), None) if verify else torch.empty(0)
             return sums, self._uses.asks(plan) or (verify and not self._hashes.knows(plan))
         tell = (verify and not self._hashes.knows(plan)) or (sync.verified and not self._destination.knows(plan))
-        committed = self._sender.commit(tell)
+        committed = self._sender.commit(tell, unmap=sync.unstages)
         self._choice.note(committed, plan)
         unlearned, told = self._hashes.note(committed), self._uses.note(committed.used)
         news = told or self._uses.asks(plan) or (verify and unlearned)

@@ -206,7 +206,8 @@ class ShardingManager(BaseShardingManager):
         report.buckets, report.tensors = len(plan.buckets), plan.tensor_count
         group = source.group
         beside = (self.agreement.ranks.rank,) if group is None else tuple(dist.get_process_group_ranks(group))
-        return Sync(sync_id, plan, source, shards, report, beside, beside, verified=self.commit.due(plan))
+        verified, unstages = self.commit.due(plan), self.endpoint.sleeps
+        return Sync(sync_id, plan, source, shards, report, beside, beside, verified, unstages)
 
     async def finish(self, tags: list[str]) -> SyncReport:
         """Awake, stage 2, after the trainer has made room on all ranks: resume ``tags``, flush once.

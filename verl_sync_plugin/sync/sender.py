@@ -42,7 +42,7 @@ class Parcel:
 
 
 class BucketSender(Conversation):
-    """Keeps its staging memory between syncs: ``min(SLOTS, buckets)`` slots of the largest bucket's size.
+    """Keeps its staging memory until ``unstage``: ``min(SLOTS, buckets)`` slots of the largest bucket's size.
 
     Give ``plan_buckets`` the size ``slot_limit`` of what the user sets, and all slots stay within two of those.
 

@@ -89,8 +89,9 @@ def memory_by_moment(report: Report) -> list[Moment]:
 
 
 def _moment(name: str, others: int, reserved: int, report: Report, weights: int, kv: int) -> Moment:
-    held = report["staging_bytes"] if name in ("weights", "synced") else 0
-    staging = min(held, reserved)
+    # Where the engine sleeps it is given back at the end of the transfer
+    staged = "weights" if "asleep" in report["device_used_bytes"] else "synced"
+    staging = min(report["staging_bytes"], reserved) if name == staged else 0
     weights = 0 if name == "asleep" else min(weights, others)
     kv = min(kv, others - weights) if name == "awake" else 0
     parts = {"trainer": reserved - staging, "staging": staging, "weights": weights, "kv_cache": kv}

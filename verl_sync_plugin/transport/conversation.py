@@ -105,16 +105,17 @@ class Conversation:
         assert loaded.bucket == bucket_index, f"{describe(loaded)} while waiting for bucket {bucket_index}"
         return loaded
 
-    def commit(self, tell: bool = False) -> Committed:
+    def commit(self, tell: bool = False, unmap: bool = False) -> Committed:
         """Ends the sync on this rank.
 
         Args:
             tell: ask what the engine rank reads, also if it has said so before.
+            unmap: have it let go of all staging memory.
 
         Returns:
             What the engine rank did.
         """
-        self._open_channel().send(Commit(tell))
+        self._open_channel().send(Commit(tell, unmap))
         return self._expect(Committed)
 
     def proven(self) -> Proven:

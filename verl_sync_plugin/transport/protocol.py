@@ -194,9 +194,15 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Commit:
-    """Ends the sync. ``tell``: say in any case what is read of each tensor; this trainer rank does not know it."""
+    """Ends the sync.
+
+    Attributes:
+        tell: say in any case what is read of each tensor; this trainer rank does not know it.
+        unmap: let go of all staging memory before the answer; the trainer gives it back.
+    """
 
     tell: bool = False
+    unmap: bool = False
 
 
 @dataclass(frozen=True)

@@ -86,13 +86,13 @@ class Moment:
         return self.trainer + self.staging + self.weights + self.kv
 
 
-def moments(model: Model, trainer: Trainer, tp: int, staging: int, kept: int, machine: Machine) -> list[Moment]:
+def moments(model: Model, trainer: Trainer, tp: int, staging: int, later: int, machine: Machine) -> list[Moment]:
     """Peak memory of a GPU by moment. Where trainer and rollout are separate, trainer's and engine's GPUs apart.
 
     Args:
         tp: the rollout's tensor parallelism.
         staging: of the first sync, in bytes.
-        kept: of it, what stays allocated after the second sync.
+        later: of the syncs behind it; given back at the end of each where the engine sleeps, else it stays.
     """
     holding, weights = trainer_of(model, trainer), engine_weights(model, tp)
     kv = max(int(machine.fraction * machine.gpu_bytes) - weights, 0)
@@ -105,11 +105,11 @@ def moments(model: Model, trainer: Trainer, tp: int, staging: int, kept: int, ma
             Moment("trainer: training", holding.total, staging, 0, 0),
             Moment("rollout: sync", 0, staging, weights, kv),
         ]
-    asleep = (weights, kv) if machine.awake else (0, 0)
+    asleep, kept = ((weights, kv), later) if machine.awake else ((0, 0), 0)
     return [
         Moment("training", holding.total, kept, *asleep),
         Moment("first sync", between, staging, weights, kv if machine.awake else 0),
-        Moment("later syncs", between, kept, weights, kv if machine.awake else 0),
+        Moment("later syncs", between, later, weights, kv if machine.awake else 0),
         Moment("rollout", between, kept, weights, kv),
     ]
 

@@ -36,6 +36,7 @@ class Sync:
         senders: the ranks whose segments make up a bucket for the engine rank beside this one, in their order.
         readers: the ranks beside the engine ranks that read this rank's segment.
         verified: what lies in the engine's parameters is to be compared with what is sent.
+        unstages: the engine sleeps between syncs, so staging memory is given back at the end of this one.
     """
 
     sync_id: str
@@ -46,6 +47,7 @@ class Sync:
     senders: tuple[int, ...]
     readers: tuple[int, ...]
     verified: bool = False
+    unstages: bool = False
 
     @property
     def rank(self) -> int:
@@ -185,8 +187,10 @@ class Delivery(ABC):
         """Takes in what the engine rank said at the end of a sync, however that was delivered; ``None`` where there is
         no engine rank beside this rank."""
 
-    def close(self) -> None:  # noqa: B027  (most ways keep what they have)
-        """All engine ranks have committed this sync, or failed to. Not collective."""
+    @abstractmethod
+    def close(self, sync: Sync) -> None:
+        """Gives back what is not kept until the next sync: all engine ranks have committed this one, or failed to. Not
+        collective."""
 
     @abstractmethod
     def fall_back(self, error: PeersUnreachableError) -> None:

@@ -158,9 +158,9 @@ class Direct(Delivery):
             self._why = committed.obstacle
             say(f"parameters are staged, not read where they lie: {self._why}")
 
-    def close(self) -> None:
-        """Gives the staging memory back. By now all engine ranks have unmapped it, also those that failed to commit;
-        told of it again, they would open an export for the second time."""
+    def close(self, sync: Sync) -> None:
+        """Gives back the staging memory of earlier syncs. By now all engine ranks have unmapped it, also those that
+        failed to commit; told of it again, they would open an export for the second time."""
         self._sender.unstage()
 
     def fall_back(self, error: PeersUnreachableError) -> None:

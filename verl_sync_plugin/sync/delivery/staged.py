@@ -145,6 +145,13 @@ class Staged(Delivery):
             self._unopened = False
         return used
 
+    def close(self, sync: Sync) -> None:
+        """Gives the staging memory back where the engine sleeps between syncs: its KV cache and the trainer's next step
+        may need it. An engine rank that failed to commit lets go of it when it is told of other memory."""
+        if sync.unstages:
+            self._sender.unstage()
+            self._staged = ""
+
 
 def place_of(rank: int, sources: tuple[int, ...]) -> int:
     """Which of the sources a rank's engine rank reads what all of them hold from: the one beside it; where none is, one
