@@ -21,7 +21,9 @@ from verl_sync_plugin.transport.link import Part, links_of
 from verl_sync_plugin.transport.ranks import Ranks
 
 T = TypeVar("T")
-ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+# What torch's watchdog of a group does at a dead member, read when the group is made. By default it ends the process,
+# and sleeps a minute for each call that failed before it can be joined, for ranks to write what it knows to disk.
+ON_DEATH = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 
 
 class JointRanks(Ranks):
@@ -157,18 +159,19 @@ class JointRanks(Ranks):
 
 
 def _nccl(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Any:
-    """A group whose watchdog leaves the process alone. By default it would end the trainer at a dead member, and before
-    our own bound has passed; that bound, the agreement and ``close`` end what hangs."""
+    """A group whose watchdog leaves the process alone: our own bound, the agreement and ``close`` end what hangs."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=4 * timeout_seconds)
-    before = os.environ.get(ASYNC_ERRORS)
-    os.environ[ASYNC_ERRORS] = "0"  # read by the constructor
+    before = {name: os.environ.get(name) for name in ON_DEATH}
+    os.environ.update(ON_DEATH)
     try:
         return dist.ProcessGroupNCCL(store, rank, size, options)
     finally:
-        os.environ.pop(ASYNC_ERRORS)
-        if before is not None:
-            os.environ[ASYNC_ERRORS] = before
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
 
 
 def _packed(value: Any) -> torch.Tensor:
