@@ -54,6 +54,7 @@ def line(step: int, rank: int = 0, pid: int = 7, **changes: Any) -> dict[str, An
         delivery="direct",
         hashed_tensors=339,
         staging_bytes=GIB,
+        kept_staging_bytes=GIB,
         device_total_bytes=140 * GIB,
         device_used_bytes={
             "asleep": 50 * GIB, "weights": 58 * GIB, "synced": 58 * GIB, "room": 55 * GIB, "awake": 95 * GIB,

@@ -148,8 +148,6 @@ class BareEngineEndpoint(RolloutEndpoint):
     def ranks(self) -> tuple[int, ...]:
         return tuple(range(dist.get_world_size()))
 
-    sleeps = True  # type: ignore[assignment]
-
     def _bare(self) -> BareEngine:
         assert self._engine is not None, "leader only"
         return self._engine

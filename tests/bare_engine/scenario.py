@@ -70,6 +70,7 @@ class Rank:
             setup.bucket_bytes,
             torch.device("cpu"),
         )
+        self.manager.keeps_staging = False  # the engine sleeps between syncs
 
     def sync(self, version: int, awake: bool = False) -> None:
         """The whole phase: asleep, stage 1, weights, stage 2; or that of an engine that stays awake."""

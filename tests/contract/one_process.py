@@ -147,14 +147,20 @@ class Actor:
 
 
 class OneProcess:
-    """Trainer and engine; one per process at a time."""
+    """Trainer and engine; one per process at a time.
 
-    def __init__(self, checkpoint: str, folder: Path) -> None:
+    Args:
+        checkpoint: of any model that the configuration can be of.
+        folder: for the trainer's memory.
+        keys: of ``custom.sync``.
+    """
+
+    def __init__(self, checkpoint: str, folder: Path, **keys: Any) -> None:
         endpoint.ray = SimpleNamespace(wait=answered, ObjectRef=Reference)  # type: ignore[assignment]
         loader.tensor_parallel_rank = lambda: 0
         loader._sessions.clear()
         hand_down(new_token())
-        sync = {"timeout_seconds": TIMEOUT}
+        sync = {"timeout_seconds": TIMEOUT, **keys}
         config = RolloutConfig(name="sglang", tensor_model_parallel_size=1, custom={"sync": sync}, max_model_len=64)
         model_config = HFModelConfig(path=checkpoint)
         self.model, self.source = Model(), Source(folder)

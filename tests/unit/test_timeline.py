@@ -61,7 +61,7 @@ class TestPage:
         assert drawn == [
             ("trainer", 40), ("others", 10),
             ("trainer", 40), ("staging", 1), ("others", 10), ("weights", 7),
-            ("trainer", 41), ("others", 10), ("weights", 7),
+            ("trainer", 40), ("staging", 1), ("others", 10), ("weights", 7),
             ("trainer", 38), ("others", 10), ("weights", 7),
             ("trainer", 38), ("others", 10), ("weights", 7), ("kv_cache", 40),
         ]  # fmt: skip

@@ -83,6 +83,7 @@ class SyncReport:
             unknown.
         hashed_tensors: HF tensors whose hashes were compared and equal; 0 without hashing.
         staging_bytes: staging memory that this rank held while it packed or loaded.
+        kept_staging_bytes: what of it stays until the next sync.
         device_total_bytes: memory of the device, 0 for a CPU.
         trainer_reserved_bytes: of ``device_used_bytes``, what this rank's allocator holds, by the same moments.
         origin: where the report comes from: ``host``, ``pid``, ``rank``, ``device``, and ``epoch``, which added to the
@@ -130,6 +131,7 @@ class SyncReport:
     canary_decode_difference: float = -1.0
     hashed_tensors: int = 0
     staging_bytes: int = 0
+    kept_staging_bytes: int = 0
     device_total_bytes: int = 0
     trainer_reserved_bytes: dict[str, int] = field(default_factory=dict)
     origin: dict[str, Any] = field(default_factory=dict)

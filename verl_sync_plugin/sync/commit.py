@@ -119,7 +119,7 @@ class Commit:
             sums = paired(self._sender.sums(plan), None) if verify else torch.empty(0)
             return sums, self._uses.asks(plan) or (verify and not self._hashes.knows(plan))
         tell = (verify and not self._hashes.knows(plan)) or (sync.verified and not self._destination.knows(plan))
-        committed = self._sender.commit(tell, unmap=sync.unstages)
+        committed = self._sender.commit(tell, unmap=not sync.keeps_staging)
         self._choice.note(committed, plan)
         unlearned, told = self._hashes.note(committed), self._uses.note(committed.used)
         news = told or self._uses.asks(plan) or (verify and unlearned)

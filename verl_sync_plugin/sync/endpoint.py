@@ -79,11 +79,6 @@ class RolloutEndpoint(ABC):
     def ranks(self) -> tuple[int, ...]:
         """Global trainer ranks beside the engine's ranks, in tensor-parallel order."""
 
-    @property
-    def sleeps(self) -> bool:
-        """Whether the engine releases its memory between syncs, for the trainer to use meanwhile."""
-        return False
-
     @abstractmethod
     async def resume(self, tags: list[str]) -> None:
         """Leader only: resumes what is released of ``tags``; harmless when nothing is."""

@@ -46,6 +46,8 @@ class ShardingManager(BaseShardingManager):
 
     Attributes:
         report: of the last sync, or the one under way.
+        keeps_staging: staging memory stays allocated between syncs; the same on all ranks. Who lets the engine sleep
+            says False where the room for it is short.
     """
 
     backend: ClassVar[type[TrainerBackend]]
@@ -78,6 +80,7 @@ class ShardingManager(BaseShardingManager):
         self.commit = Commit(config, self.agreement, self.sender, self.choice, endpoint)
         self.canary = Canary(config, self.agreement, endpoint)
         self.report = SyncReport()
+        self.keeps_staging = True
         self._bucket_bytes = bucket_bytes
         self._syncs = 0
 
@@ -136,6 +139,7 @@ class ShardingManager(BaseShardingManager):
                 sync_id, wake_tags = f"{sync_id} once more", []  # another delivery; the engine is awake by now
             with self.agreement.attempt():  # the ranks settle once more in `finish`
                 memory.into(self.report)
+                self.report.kept_staging_bytes = self.sender.staging_bytes
                 note_device_memory(self.report, self._device, "synced")
         return self.report
 
@@ -206,8 +210,8 @@ class ShardingManager(BaseShardingManager):
         report.buckets, report.tensors = len(plan.buckets), plan.tensor_count
         group = source.group
         beside = (self.agreement.ranks.rank,) if group is None else tuple(dist.get_process_group_ranks(group))
-        verified, unstages = self.commit.due(plan), self.endpoint.sleeps
-        return Sync(sync_id, plan, source, shards, report, beside, beside, verified, unstages)
+        due = self.commit.due(plan)
+        return Sync(sync_id, plan, source, shards, report, beside, beside, due, self.keeps_staging)
 
     async def finish(self, tags: list[str]) -> SyncReport:
         """Awake, stage 2, after the trainer has made room on all ranks: resume ``tags``, flush once.

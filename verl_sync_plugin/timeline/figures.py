@@ -89,9 +89,8 @@ def memory_by_moment(report: Report) -> list[Moment]:
 
 
 def _moment(name: str, others: int, reserved: int, report: Report, weights: int, kv: int) -> Moment:
-    # Where the engine sleeps it is given back at the end of the transfer
-    staged = "weights" if "asleep" in report["device_used_bytes"] else "synced"
-    staging = min(report["staging_bytes"], reserved) if name == staged else 0
+    held = {"weights": report["staging_bytes"], "synced": report["kept_staging_bytes"]}.get(name, 0)
+    staging = min(held, reserved)
     weights = 0 if name == "asleep" else min(weights, others)
     kv = min(kv, others - weights) if name == "awake" else 0
     parts = {"trainer": reserved - staging, "staging": staging, "weights": weights, "kv_cache": kv}

@@ -92,7 +92,7 @@ def moments(model: Model, trainer: Trainer, tp: int, staging: int, later: int, m
     Args:
         tp: the rollout's tensor parallelism.
         staging: of the first sync, in bytes.
-        later: of the syncs behind it; given back at the end of each where the engine sleeps, else it stays.
+        later: of the syncs behind it; it stays where the engine never sleeps, and else where there is room.
     """
     holding, weights = trainer_of(model, trainer), engine_weights(model, tp)
     kv = max(int(machine.fraction * machine.gpu_bytes) - weights, 0)

@@ -183,16 +183,20 @@ class SyncServerAdapter(ServerAdapter):
         report.put_before(self._around)
         with agreement.attempt(), report.stage("offload"):
             offload()
+        released: int | None = None
         with agreement.attempt(), report.stage("after"):
             self._room.note_activations(report.activation_bytes)
-            self._around.note_release(self._room.make(REST, partial(release_cache, trainer_device())))
+            released = self._room.make(REST, partial(release_cache, trainer_device()))
+            self._around.note_release(released)
         report.emptied_caches, report.released_bytes = self._around.emptied_caches, self._around.released_bytes
         try:
             with report.stage("barrier"):  # a leader must not wake an engine whose other ranks have no room yet
-                agreement.settle("making room for the engine")
+                short = agreement.settle("making room for the engine", waiting=released is not None)
         except (SyncError, asyncio.CancelledError) as error:
             await abandon(manager.endpoint, str(error) or repr(error))
             raise
+        # Where the cache has to go, staging memory goes, too: at the end of the next sync, before the room is made
+        manager.keeps_staging = not (short and self.config.free_cache_engine)
 
     async def end_sync(self) -> None:
         """Stage 2.
@@ -215,7 +219,9 @@ class SyncServerAdapter(ServerAdapter):
     def _make_manager(self, stream: ShardStream) -> ShardingManager:
         awake = awake_behind_load(self.config.free_cache_engine, self._stage_two)
         mesh = self.device_mesh["infer_tp"]
-        return make_manager(stream, self.config, self.model_config, self.server_actor, mesh, awake)
+        manager = make_manager(stream, self.config, self.model_config, self.server_actor, mesh, awake)
+        manager.keeps_staging = not self.config.free_cache_engine  # until it is known what the engine resumes
+        return manager
 
     async def _finish(self, tags: list[str]) -> None:
         manager = self._manager

@@ -31,7 +31,6 @@ class ServerActorEndpoint(RolloutEndpoint):
         timeout_seconds: bound on every call of the server.
         awake_behind_load: nothing is left to be resumed after a load.
         after_death: what a user is told to do once the server has died.
-        sleeps: see ``RolloutEndpoint``.
     """
 
     name = "SGLang"
@@ -45,7 +44,6 @@ class ServerActorEndpoint(RolloutEndpoint):
         timeout_seconds: float,
         awake_behind_load: bool,
         after_death: str = "",
-        sleeps: bool = False,
     ) -> None:
         self._server = server
         self._place = place
@@ -54,7 +52,6 @@ class ServerActorEndpoint(RolloutEndpoint):
         self._timeout = timeout_seconds
         self._awake_behind_load = awake_behind_load
         self._after_death = after_death
-        self._sleeps = sleeps
 
     @property
     def leader(self) -> bool:
@@ -67,10 +64,6 @@ class ServerActorEndpoint(RolloutEndpoint):
     @property
     def ranks(self) -> tuple[int, ...]:
         return self._ranks
-
-    @property
-    def sleeps(self) -> bool:
-        return self._sleeps
 
     async def _bounded(self, reference: ray.ObjectRef) -> Any:
         return await _answer(reference, self._timeout, self._after_death)

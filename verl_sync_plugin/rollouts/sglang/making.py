@@ -56,8 +56,9 @@ def make_manager(
     restores = backup and not str(config.load_format).startswith("dummy")
     bucket = AutoBucket(static_fraction(config), device_reading(device)) if megabytes is None else megabytes << 20
     place, ranks = mesh.get_local_rank(), tuple(mesh.mesh.tolist())
-    after_death, sleeps = TrainerWorld.after_loss, bool(config.free_cache_engine)
-    endpoint = ServerActorEndpoint(server, place, ranks, restores, sync.timeout_seconds, awake, after_death, sleeps)
+    endpoint = ServerActorEndpoint(
+        server, place, ranks, restores, sync.timeout_seconds, awake, after_death=TrainerWorld.after_loss
+    )
     say(
         f"actor rank {torch.distributed.get_rank()}: sharding manager {manager_class.__name__}, "
         f"buckets of {megabytes or 'auto'} MiB, engine's CPU backup {'on' if backup else 'off'}"

@@ -36,7 +36,7 @@ class Sync:
         senders: the ranks whose segments make up a bucket for the engine rank beside this one, in their order.
         readers: the ranks beside the engine ranks that read this rank's segment.
         verified: what lies in the engine's parameters is to be compared with what is sent.
-        unstages: the engine sleeps between syncs, so staging memory is given back at the end of this one.
+        keeps_staging: staging memory stays for the next sync.
     """
 
     sync_id: str
@@ -47,7 +47,7 @@ class Sync:
     senders: tuple[int, ...]
     readers: tuple[int, ...]
     verified: bool = False
-    unstages: bool = False
+    keeps_staging: bool = True
 
     @property
     def rank(self) -> int:

@@ -146,9 +146,9 @@ class Staged(Delivery):
         return used
 
     def close(self, sync: Sync) -> None:
-        """Gives the staging memory back where the engine sleeps between syncs: its KV cache and the trainer's next step
-        may need it. An engine rank that failed to commit lets go of it when it is told of other memory."""
-        if sync.unstages:
+        """Gives the staging memory back where the engine would lack it. An engine rank that failed to commit lets go of
+        it when it is told of other memory."""
+        if not sync.keeps_staging:
             self._sender.unstage()
             self._staged = ""
 
