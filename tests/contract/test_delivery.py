@@ -26,13 +26,13 @@ from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.transport.agreement import Agreement
 
 
-def decided(choice: str, hosts: tuple[str, ...], group_size: int, device: str = "cpu") -> tuple[str, str]:
+def decided(choice: str, hosts: tuple[str, ...], group_size: int) -> tuple[str, str]:
     """How this rank delivers staged bytes, with the segments in a slot; and the error."""
     rank, groups = dist.get_rank(), []
     for first in range(0, dist.get_world_size(), group_size):
         groups.append(dist.new_group(list(range(first, first + group_size)), backend="gloo"))
     agreement = Agreement(20)
-    made = reach.Reach(SyncConfig(delivery=choice), agreement, torch.device(device))
+    made = reach.Reach(SyncConfig(delivery=choice), agreement)
     with mock.patch.object(reach, "host_name", lambda: hosts[rank]):
         try:
             made.decide(groups[rank // group_size])
@@ -63,12 +63,6 @@ def decided(choice: str, hosts: tuple[str, ...], group_size: int, device: str = 
 )
 def test_the_hosts_of_a_group_decide(choice: str, hosts: tuple[str, ...], group_size: int, expected: str) -> None:
     assert run_world(4, decided, choice, hosts, group_size, timeout=60) == [(expected, "")] * 4
-
-
-@pytest.mark.parametrize(("choice", "way"), [("auto", "gathered"), ("exchanged", "exchanged 2")])
-def test_hosts_with_gpus_exchange_only_where_they_are_asked_to(choice: str, way: str) -> None:
-    """Nothing is done on a device here: the decision alone."""
-    assert run_world(4, decided, choice, ("a", "a", "b", "b"), 4, "cuda", timeout=60) == [(way, "")] * 4
 
 
 def test_several_hosts_refuse_sharded() -> None:

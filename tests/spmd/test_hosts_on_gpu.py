@@ -93,7 +93,7 @@ def test_exchanged_weights_are_those_that_are_gathered(tmp_path: Path) -> None:
 
     folder = tmp_path / MODEL
     models.write_model(MODEL, folder, "cuda")
-    gathered, exchanged = (play(2, syncs, str(folder), delivery) for delivery in ("gathered", "exchanged"))
+    gathered, exchanged = (play(2, syncs, str(folder), delivery) for delivery in ("gathered", "auto"))
     for expected, ours in zip(gathered, exchanged, strict=True):
         assert isinstance(expected, list) and isinstance(ours, list), (expected, ours)
         for (their_way, gathers, _, theirs), (way, also_gathers, crossed, held) in zip(expected, ours, strict=True):

@@ -147,7 +147,8 @@ def test_delivery_goes_by_nodes_offload_and_family(
         each = planned(capsys, *options)["deliveries"][1]
         return each["name"], each["why"]
 
-    assert later(large["7b"], "--world", "16") == ("gathered", "16 ranks share out the model, on several nodes")
+    assert later(large["7b"], "--world", "16") == ("exchanged", "16 ranks share out the model, on several nodes")
+    assert later(large["7b"], "--world", "16", "--delivery", "gathered") == ("gathered", "asked for")
     assert later(large["7b"], "--param-offload") == ("sharded", "offloaded parameters are staged")
     gemma = {"model_type": "gemma2", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 320}
     (tmp_path / "config.json").write_text(json.dumps(gemma))
@@ -160,7 +161,7 @@ def test_over_nodes_a_slot_holds_what_its_rank_holds_for_the_node(
     """Of two nodes alike every rank stages its own segment and one of the other node; a rank alone on a node stages all
     of the segments, and those of its node's neighbours come from another node."""
     one = planned(capsys, large["7b"], "--world", "16", "--gpus-per-node", "16", "--delivery", "sharded")
-    two = planned(capsys, large["7b"], "--world", "16", "--delivery", "exchanged")
+    two = planned(capsys, large["7b"], "--world", "16")
     one_each = planned(capsys, large["7b"], "--world", "2", "--gpus-per-node", "1", "--delivery", "exchanged")
     assert [found["deliveries"][0]["name"] for found in (one, two, one_each)] == ["sharded", "exchanged", "exchanged"]
     assert two["deliveries"][0]["buckets"] > 1.8 * one["deliveries"][0]["buckets"], "half as much fits into a segment"

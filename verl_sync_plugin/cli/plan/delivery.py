@@ -59,11 +59,11 @@ def choose(asked: str, model: Model, group: int, per_node: int, offload: bool) -
         )
     if not several and asked == "exchanged":
         raise ValueError(f"--delivery {asked}: the {group} ranks that share out the model are on one node; use auto")
-    if asked == "exchanged":
-        return Ways("exchanged", "exchanged", "asked for", loading, certain, _held(group, per_node))
-    if several or asked == "gathered":
-        why = f"{group} ranks share out the model, on several nodes" if several else "asked for"
-        return Ways("gathered", "gathered", why, loading, certain)
+    if asked == "gathered":
+        return Ways("gathered", "gathered", "asked for", loading, certain)
+    if several:
+        why = f"{group} ranks share out the model, on several nodes"
+        return Ways("exchanged", "exchanged", why, loading, certain, _held(group, per_node))
     obstacle = ""
     if offload:
         obstacle = "offloaded parameters are staged"

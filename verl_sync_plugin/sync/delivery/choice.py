@@ -55,7 +55,7 @@ class Choice:
     ) -> None:
         refuse_delivery(config, separate=own is not None)
         self._agreement = agreement
-        self.reach = Reach(config, agreement, device)
+        self.reach = Reach(config, agreement)
         parts = (config, agreement, sender, own, self.reach)
         self.direct = Direct(*parts, device)
         self.sharded = Sharded(*parts)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
@@ -23,8 +22,6 @@ class Reach:
     Args:
         config: the sync's settings.
         agreement: where ranks settle.
-        device: where the trainer computes. Hosts with GPUs exchange segments only where ``custom.sync.delivery`` asks
-            for it by name, as long as no sync on GPUs has shown it; ``auto`` gathers or broadcasts there.
 
     Attributes:
         possible: plans are sharded: engine ranks read segments from several ranks of their host; ``None`` until
@@ -36,10 +33,9 @@ class Reach:
         why_exchanged: why hosts do not exchange segments.
     """
 
-    def __init__(self, config: SyncConfig, agreement: Agreement, device: torch.device | None = None) -> None:
+    def __init__(self, config: SyncConfig, agreement: Agreement) -> None:
         self._config = config
         self._agreement = agreement
-        self._by_name = device is not None and device.type == "cuda"
         self.possible: bool | None = None
         self.held = 1
         self.several = False
@@ -92,9 +88,6 @@ class Reach:
         self.possible, self.several, self.held = asked not in ("gathered", "broadcast"), several, held
         if not self.possible:
             self.why_sharded = self.why_exchanged = f"{KEY_PREFIX}.delivery={asked}"
-        elif several and asked == "auto" and self._by_name:
-            by_name = f"on GPUs these exchange only with {KEY_PREFIX}.delivery=exchanged"
-            self.lose(f"{they_are} on several hosts, and {by_name}")
         elif several:
             self.why_sharded = f"{they_are} on several hosts"
         else:
