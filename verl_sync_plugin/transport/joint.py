@@ -21,9 +21,7 @@ from verl_sync_plugin.transport.link import Part, links_of
 from verl_sync_plugin.transport.ranks import Ranks
 
 T = TypeVar("T")
-# What torch's watchdog of a group does at a dead member, read when the group is made. By default it ends the process,
-# and sleeps a minute for each call that failed before it can be joined, for ranks to write what it knows to disk.
-ON_DEATH = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class JointRanks(Ranks):
@@ -116,7 +114,7 @@ class JointRanks(Ranks):
         self._meet(memory.device)
         work = self._bytes.broadcast(memory, root)
         if memory.is_cuda:
-            work.wait()
+            work.synchronize()  # the current stream, not the host
         else:
             work.wait(self._bound)
 
@@ -159,19 +157,22 @@ class JointRanks(Ranks):
 
 
 def _nccl(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Any:
-    """A group whose watchdog leaves the process alone: our own bound, the agreement and ``close`` end what hangs."""
+    """A group without torch's watchdog: our own bound, the agreement and ``close`` end what hangs.
+
+    At a dead member that watchdog sleeps a minute per call that failed, during which the group cannot be let go; and it
+    tells all groups of the process, of which the first, the trainer's own, ends the process some minutes later. A group
+    whose ``wait`` waits on the host has none.
+    """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=4 * timeout_seconds)
-    before = {name: os.environ.get(name) for name in ON_DEATH}
-    os.environ.update(ON_DEATH)
+    before = os.environ.get(BLOCKING_WAIT)
+    os.environ[BLOCKING_WAIT] = "1"  # read by the constructor
     try:
         return dist.ProcessGroupNCCL(store, rank, size, options)
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name)
-            else:
-                os.environ[name] = value
+        os.environ.pop(BLOCKING_WAIT)
+        if before is not None:
+            os.environ[BLOCKING_WAIT] = before
 
 
 def _packed(value: Any) -> torch.Tensor:
