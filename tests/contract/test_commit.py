@@ -43,7 +43,7 @@ def committed(fails: bool, used: Used | None) -> list[str]:
         happened.append(what)
         return gather(what, value)
 
-    def answer(tell: bool) -> Committed:
+    def answer(tell: bool, unmap: bool) -> Committed:
         if fails:
             raise RuntimeError("injected")
         return Committed(Coverage(1, ()), used=used)
