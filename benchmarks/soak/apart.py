@@ -47,7 +47,7 @@ def count_as_host(name: str) -> None:
 
 
 def _sync_of(host: str) -> dict[str, Any]:
-    """``custom.sync`` of both ends; hosts with GPUs exchange only where they are asked to."""
+    """``custom.sync`` of both ends."""
     return {**SYNC, "delivery": "exchanged"} if host else SYNC
 
 

@@ -6,40 +6,48 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 from one_process import OneProcess
 from worlds import run_world
 
-from faults import points
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.memory.room import REST
+from verl_sync_plugin.memory.room import FIRST, REST
 from verl_sync_plugin.rollouts.sglang import loader
 
 
-def kept(checkpoint: str, folder: str, short: list[bool], failing: int = 0) -> list[tuple[bool, bool]]:
-    """Whether, behind each sync, the trainer has staging memory and the engine maps it.
+def kept(checkpoint: str, folder: str, short: list[bool], failing: int = 0) -> list[tuple[bool, bool, bool]]:
+    """Whether, behind each sync, the trainer has staging memory and the engine maps it; and whether before it room was
+    made for staging memory that is to come.
 
     Args:
         short: of each sync, whether the trainer has to hand its cache back before the KV cache is resumed.
         failing: number of a sync whose commit fails in the engine; 0 for none.
     """
     os.environ.update(RANK="0", RAY_LOCAL_WORLD_SIZE="1", CUDA_VISIBLE_DEVICES="")
-    points.install("engine")
     place, found = OneProcess(checkpoint, Path(folder), delivery="gathered"), []
     place.manager.keeps_staging = False  # as a manager of an engine that sleeps begins
     for number, tight in enumerate(short, 1):
-        place.adapter._room.make = lambda resume, release, tight=tight: 0 if tight and resume == REST else None  # type: ignore[method-assign]
+        asked: dict[tuple[str, str], int] = {}
+
+        def make(resume: tuple[str, str], release: Any, beside: int = 0, tight: bool = tight) -> int | None:
+            asked[resume] = beside  # noqa: B023  (called within this round)
+            return 0 if tight and resume == REST else None
+
+        place.adapter._room.make = make  # type: ignore[method-assign]
         place.sleep()
         if number == failing:
-            points.arm("engine", "commit", "error")
-            with pytest.raises(SyncError):
-                place.sync()
+            (session,) = loader._sessions.values()
+            with mock.patch.object(session._unpacker, "finish", side_effect=RuntimeError("injected")):
+                with pytest.raises(SyncError, match="injected"):
+                    place.sync()
         else:
             place.sync()
             assert place.model.holds(place.source.weights)
         (session,) = loader._sessions.values()
-        found.append((place.manager.sender.staged, bool(session._stagings)))
+        found.append((place.manager.sender.staged, bool(session._stagings), asked[FIRST] > 0))
         for tensor in place.source.weights.values():
             tensor.add_(1)
     place.close()
@@ -58,11 +66,10 @@ def test_the_next_sync_does_as_the_room_was(
     short: list[bool], failing: int, stays: list[bool], tiny_model: Callable[[str], str], tmp_path: Path
 ) -> None:
     (found,) = run_world(1, kept, tiny_model("qwen2"), str(tmp_path), short, failing, timeout=60)
-    assert found == [(each, each) for each in stays], "both sides alike"
+    to_come = [False, *(not stayed for stayed in stays[:-1])]
+    assert found == list(zip(stays, stays, to_come, strict=True)), "both sides alike"
 
 
 def test_what_a_failed_sync_gave_back_is_staged_anew(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
-    """The engine rank still maps it then, and lets go of it in the next sync."""
     (found,) = run_world(1, kept, tiny_model("qwen2"), str(tmp_path), [True, True, True, True], 2, timeout=60)
-    assert [staged for staged, _ in found] == [False] * 4
-    assert [maps for _, maps in found] == [False, True, False, False]
+    assert found == [(False, False, number > 0) for number in range(4)]

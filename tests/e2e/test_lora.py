@@ -73,6 +73,11 @@ def test_auto_bucket_is_chosen_and_reported(merged: Run) -> None:
     assert len(merged.matching(r"sync of step \d+: .* of=64MiB ")) == 4, merged.tail
 
 
+def test_staging_memory_is_given_back_where_no_room_is_known(merged: Run) -> None:
+    """As on a CPU."""
+    assert all(each["staging_bytes"] > 0 and each["kept_staging_bytes"] == 0 for each in merged.reports), merged.reports
+
+
 def test_engine_has_the_merged_weights(merged: Run) -> None:
     """Unmerged ones would show: correlation 0.0, probabilities apart by 0.009 to 0.025 from the second step on."""
     checks.same_weights(merged)

@@ -120,9 +120,9 @@ class Trainer:
         self.memory = DeviceMemory(60 * GIB, H200, 30 * GIB)
         self.room = Room(lambda: self.memory, unknown, always)
 
-    def empties(self, resume: tuple[str, str]) -> bool:
+    def empties(self, resume: tuple[str, str], beside: int = 0) -> bool:
         """Whether the cache goes for a resume, in the present state of the device."""
-        went = self.room.make(resume, lambda: self.memory.cached)
+        went = self.room.make(resume, lambda: self.memory.cached, beside)
         assert went in (None, self.memory.cached)
         return went is not None
 
@@ -168,6 +168,14 @@ def test_it_looks_at_the_device_every_time() -> None:
     assert trainer.empties(REST)
     trainer.memory = DeviceMemory(60 * GIB, H200, 30 * GIB)
     assert not trainer.empties(REST)
+
+
+def test_what_the_trainer_allocates_before_counts() -> None:
+    trainer = Trainer()
+    for _ in range(LEARNING_SYNCS):
+        trainer.room.learn([{FIRST: 40 * GIB, REST: 40 * GIB}])
+    assert not trainer.empties(FIRST)
+    assert trainer.empties(FIRST, beside=4 * GIB), "60 GiB are not enough for 44 and a reserve of 17.6"
 
 
 def test_always_is_always() -> None:

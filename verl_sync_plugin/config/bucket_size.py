@@ -15,7 +15,7 @@ AUTO = "auto"
 DEFAULT_MEGABYTES = 512
 
 STAGING_BUCKETS = 2  # what the staging memory may take, in buckets of the size that the user sets
-# Where the engine never sleeps, staging memory stays while the trainer trains and the engine generates: a small share
+# Where there is room, staging memory stays while the trainer trains and the engine generates: a small share
 STAGING_SHARE = 8
 LEAST_MEGABYTES = 64
 MOST_MEGABYTES = 2048  # on an H200, 15 GB took 29.8 ms at 512 MiB, 24.2 ms at 1024 and 22.7 ms at 2048

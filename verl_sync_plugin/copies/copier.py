@@ -73,13 +73,14 @@ class Copier:
 class _KernelPrepared:
     def __init__(self, blocks: list[Block], device: torch.device, homes: Sequence[int]) -> None:
         self._table = KernelTable(blocks, device, homes)
-        self._bases: dict[tuple[int, ...], torch.Tensor] = {}
+        self._found: tuple[int, ...] = ()
+        self._bases: torch.Tensor | None = None
 
     def run(self, memory: Memory, sums: torch.Tensor, copy: bool = True, hashed: bool = True) -> None:
         found = memory.addresses()
-        if found not in self._bases:
-            self._bases[found] = addresses(0, found, memory.device)
-        self._table.run(self._bases[found], sums, copy, hashed)
+        if self._bases is None or found != self._found:  # a bucket has the same slot in every sync
+            self._found, self._bases = found, addresses(0, found, memory.device)
+        self._table.run(self._bases, sums, copy, hashed)
 
 
 class _PlainPrepared:

@@ -107,7 +107,7 @@ class PackTable:
         self.found = found or Found(list(dict.fromkeys(part.base for each in buckets for part in each.slices)), device)
         self._version = -1
         self._kinds: dict[int, int] | None = None
-        self._addresses: dict[int, torch.Tensor] = {}
+        self._slot, self._addresses = -1, torch.empty(0)
         self._table: KernelTable | None = None
         self.alone: list[Slice] = []
 
@@ -121,7 +121,7 @@ class PackTable:
         if self._version == self.found.version:
             return
         self._version = self.found.version
-        self._addresses = {}
+        self._slot = -1
         if self.found.kinds != self._kinds:
             self._kinds = kinds = self.found.kinds
             self.alone = [p for bucket in self._buckets for p in bucket.slices if kinds.get(p.base) == ALONE]
@@ -135,11 +135,11 @@ class PackTable:
             slot: the address at which byte 0 of the bucket would lie.
             sums: gets the hashes; see ``KernelTable.run``, as for the others.
         """
-        if slot not in self._addresses:
+        if slot != self._slot:  # a bucket has the same slot in every sync
             sources = [*(address for address, _ in self.found.places), slot]
-            self._addresses[slot] = addresses(slot, sources, self._device)
+            self._slot, self._addresses = slot, addresses(slot, sources, self._device)
         assert self._table is not None, "find() comes first"
-        self._table.run(self._addresses[slot], sums, copy, hashed, flags)
+        self._table.run(self._addresses, sums, copy, hashed, flags)
 
     def _blocks(self, bucket: Bucket) -> Iterator[Block]:
         """Only bytes that belong to a tensor are packed. What was packed alone is copied onto itself, to be read."""

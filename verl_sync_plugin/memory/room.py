@@ -140,17 +140,20 @@ class Room:
             for resume, grown in measured.items():
                 self._most[resume] = max(grown, self._most.get(resume, grown))
 
-    def make(self, resume: tuple[str, str], release: Callable[[], int]) -> int | None:
+    def make(self, resume: tuple[str, str], release: Callable[[], int], beside: int = 0) -> int | None:
         """Hands back the cache if the engine needs it for a resume.
 
         Args:
             resume: ``FIRST`` or ``REST``.
             release: hands back everything and says how many bytes went.
+            beside: bytes that the trainer allocates before that.
 
         Returns:
             Bytes that went; ``None`` when none had to.
         """
-        if self._always or must_go(self._read(), self._need(resume), self._estimate, self._activations):
+        need = self._need(resume)
+        need = None if need is None else need + beside
+        if self._always or must_go(self._read(), need, self._estimate, self._activations):
             return release()
         return None
 

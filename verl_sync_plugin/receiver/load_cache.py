@@ -3,7 +3,7 @@
 
 The engine resumes its KV cache next, through an allocator of its own that cannot use what this one keeps. A first sync
 leaves most: whole tensors that arrived in parts, and marks. At a memory share of 0.97 of an H100 the KV cache of 7.6 B
-did not come back, while 1.0 GiB, its largest tensor's size, lay there (``memory-7b-1gpu-97-multi-stage``).
+did not come back, while 1.0 GiB, its largest tensor's size, lay there (``docs/results.md``, ``memory-7b-…``).
 """
 
 from __future__ import annotations

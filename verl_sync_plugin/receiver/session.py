@@ -156,6 +156,8 @@ class ReceiverSession:
     def _commit(self, commit: Commit, hello: Hello, channel: Channel, ledger: Ledger | None) -> None:
         unpacker = self._unpacker
         assert unpacker is not None, "loaded by it"
+        if commit.unmap:  # also where what follows fails: the trainer gives it back in any case
+            self._stagings = {}
         # Of this sync: what the model's own load proves wrong is taken out of the plan at its end
         did = (*unpacker.replayed, *unpacker.traffic(near(hello)))
         sums, readings = unpacker.sums(), unpacker.readings(always=commit.tell)
@@ -164,8 +166,6 @@ class ReceiverSession:
             self._note_coverage(hello.digest, ledger.coverage())
             unpacker.accepted()
         _wait_for(unpacker.device)  # what the model derived; its forward may use another stream
-        if commit.unmap:
-            self._stagings = {}
         self._load_cache.give_back()
         obstacle = unpacker.reads_in_place or ("" if self._maps else "an engine rank could not map them")
         activations = self._activations.take()

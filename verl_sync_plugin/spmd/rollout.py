@@ -133,6 +133,7 @@ class SpmdRollout:
             manager.begin_anew()
         version = (self._version or 0) + 1 if version is None else version
         tags = sorted(self._released & {WEIGHTS})
+        manager.keeps_staging = not self._released
         started = time.perf_counter()
         if tags:
             agreement.step("making room for the engine's weights", lambda: release_cache(self.device))

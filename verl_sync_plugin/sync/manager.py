@@ -103,6 +103,11 @@ class ShardingManager(BaseShardingManager):
             raise TypeError(f"{type(self).__qualname__}: name a backend (a TrainerBackend), or override open_source")
         return self.trainer.open_source()
 
+    @property
+    def staging_to_come(self) -> int:
+        """Bytes of staging memory that the next sync will allocate, as far as the last one tells."""
+        return max(self.report.staging_bytes - self.sender.staging_bytes, 0)
+
     async def update_weights(self, wake_tags: list[str], global_steps: int | None) -> SyncReport:
         """Runs one sync. Collective over all trainer ranks.
 

@@ -3,7 +3,7 @@
 
 It makes the communicator of a group in the group's first call, and connects two ranks in each direction in the first
 transfer between them. The host waits in there, and nothing ends that wait where one of the ranks has died before.
-On an H100 the call of a group was seen to end with the bound, and the next group to be whole.
+On an H100 both were seen to end with the bound, and the next group to be whole.
 """
 
 from __future__ import annotations

@@ -15,10 +15,8 @@
                                     <---  Ready(needs_live), or Ready(unreachable) and the sync is over
     Whereabouts (only if needed)    --->
                                     <---  Ready, or Ready(unreachable) and the sync is over
-    Load(ALL)                       --->  loads everything, waits until its copies are done
-                                    <---  Loaded(ALL) or Failed(text)
-    then
-    Commit                          --->  proves coverage
+    Load(ALL)                       --->  the same with everything at once
+    Commit                          --->  proves coverage; lets go of staging memory if it is told to
                                     <---  Committed(coverage, sums) or Failed(text)
                                     <---  Proven (proof.py; only if asked for)
 
@@ -37,7 +35,7 @@ from verl_sync_plugin.layout.tensors import Entry, Plan
 from verl_sync_plugin.transport.memory.exports import Live, StagingExport
 
 MAGIC = "verl-sync-plugin"
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 # A trainer rank may spend up to three waits (its shards, its plan, its staging memory; or the last buckets, the commit,
 # the engine's answer) before it meets the others, and who waits for it should hear why it failed instead of giving up
@@ -194,12 +192,8 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Commit:
-    """Ends the sync.
-
-    Attributes:
-        tell: say in any case what is read of each tensor; this trainer rank does not know it.
-        unmap: let go of all staging memory before the answer; the trainer gives it back.
-    """
+    """Ends the sync. ``tell``: say in any case what is read of each tensor, which this trainer rank does not know.
+    ``unmap``: let go of all staging memory, which the trainer gives back."""
 
     tell: bool = False
     unmap: bool = False

@@ -106,8 +106,7 @@ def plan(options: Options) -> dict[str, Any]:
         rollout_of(name).refuse_checkpoint(options.model)
     ways = choose(options.delivery, model, trainer.group, options.per_node, options.machine.param_offload)
     first, later, tensors = _deliveries(model, options, ways)
-    staging = first["staging_bytes"], later["staging_bytes"]
-    held = moments(model, trainer, options.tp, *staging, options.machine)
+    held = moments(model, trainer, options.tp, first["staging_bytes"], later["staging_bytes"], options.machine)
     return {
         "model": options.model,
         "model_type": model.model_type,

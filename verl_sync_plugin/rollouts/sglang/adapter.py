@@ -165,7 +165,8 @@ class SyncServerAdapter(ServerAdapter):
             with self._around.stage("before"):
                 if offloaded:
                     get_torch_device().synchronize()
-                self._around.note_release(self._room.make(FIRST, partial(release_cache, trainer_device())))
+                beside = self._manager.staging_to_come if self._manager is not None else 0
+                self._around.note_release(self._room.make(FIRST, partial(release_cache, trainer_device()), beside))
         except Exception as error:
             self._early = error
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gathered delivery: every rank gathers every bucket, and its engine rank reads all of it beside it.
 
-For ranks that share out the model on several hosts, or whose GPUs cannot read each other's memory, and for a rank that
-holds the whole model.
+For ranks whose GPUs cannot read each other's memory, and for a rank that holds the whole model.
 """
 
 from __future__ import annotations

@@ -146,8 +146,8 @@ class Staged(Delivery):
         return used
 
     def close(self, sync: Sync) -> None:
-        """Gives the staging memory back where the engine would lack it. An engine rank that failed to commit lets go of
-        it when it is told of other memory."""
+        """Gives the staging memory back where the engine would lack it. By now all engine ranks have unmapped it, but
+        for one that is gone."""
         if not sync.keeps_staging:
             self._sender.unstage()
             self._staged = ""
