@@ -40,9 +40,9 @@ def kept(checkpoint: str, folder: str, short: list[bool], failing: int = 0) -> l
         place.sleep()
         if number == failing:
             (session,) = loader._sessions.values()
-            with mock.patch.object(session._unpacker, "finish", side_effect=RuntimeError("injected")):
-                with pytest.raises(SyncError, match="injected"):
-                    place.sync()
+            failure = mock.patch.object(session._unpacker, "finish", side_effect=RuntimeError("injected"))
+            with failure, pytest.raises(SyncError, match="injected"):
+                place.sync()
         else:
             place.sync()
             assert place.model.holds(place.source.weights)
