@@ -10,8 +10,8 @@ SHORT_BUCKET_KEY = "actor_rollout_ref.rollout.update_weights_bucket_megabytes"
 LONG_BUCKET_KEY = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 
 AUTO = "auto"
-# The plugin packs into two buckets of device memory, stock verl into one: its default of 2 GiB is too much here, and
-# larger buckets are hardly faster
+# The plugin packs into two buckets of device memory: verl's default of 2 GiB is too much here, and larger buckets are
+# hardly faster
 DEFAULT_MEGABYTES = 512
 
 STAGING_BUCKETS = 2  # what the staging memory may take, in buckets of the size that the user sets
