@@ -29,6 +29,7 @@ from benchmarks.transfer import models, rig, ways
 Bench = rig.Rig | trainers.Trained
 HARNESS = "soak"
 LEAST_SYNCS = 24
+GIVEN_BACK = "given-back"
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -40,6 +41,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", choices=sorted(models.CONFIGS), required=True)
     parser.add_argument("--variant", choices=("plugin", "plugin-unhashed", "stock"), default="plugin")
     parser.add_argument("--trainer", choices=trainers.KINDS, default="plain", help="plain: tensors in one process")
+    parser.add_argument(
+        "--staging", choices=("kept", GIVEN_BACK), default="kept", help="what becomes of staging memory behind a sync"
+    )
     parser.add_argument("--bucket-mb", type=int, default=512)
     parser.add_argument("--trainer-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--syncs", type=int, default=200)
@@ -53,6 +57,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--trainer {args.trainer}: with --variant plugin")
     if args.trainer != "plain" and args.model not in SHAPES:
         parser.error(f"--trainer {args.trainer}: with --model {' or '.join(sorted(set(models.CONFIGS) & set(SHAPES)))}")
+    if args.staging == GIVEN_BACK and (args.variant == "stock" or args.trainer.startswith(trainers.SEPARATE)):
+        parser.error(f"--staging {GIVEN_BACK}: with the plugin and a colocated trainer")
     if args.syncs < LEAST_SYNCS or args.syncs % 2 or not 1 <= args.every <= args.syncs // 8:
         parser.error(f"--syncs: an even number from {LEAST_SYNCS} on; --every: at most an eighth of it")
     return args
@@ -81,8 +87,12 @@ def sample(bench: Bench, number: int, seconds: list[float]) -> dict[str, Any]:
 def _way(args: argparse.Namespace, bench: Bench) -> Any:
     """What makes the syncs."""
     if isinstance(bench, trainers.Trained):
-        return bench
-    return ways.make(args.variant, bench.server, bench.named, args.bucket_mb, args.device)
+        way: Any = bench
+    else:
+        way = ways.make(args.variant, bench.server, bench.named, args.bucket_mb, args.device)
+    if args.staging == GIVEN_BACK:
+        way.give_staging_back()
+    return way
 
 
 def soak(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
@@ -125,7 +135,7 @@ def run_of(args: argparse.Namespace, samples: dict[str, Any], bench: Bench) -> d
     settings = {
         "harness": HARNESS, "model": args.model, "bucket_mb": args.bucket_mb, "device": args.device,
         "tensors": bench.tensors, "trainer": args.trainer, "trainer_dtype": args.trainer_dtype,
-        "hashed": args.variant == "plugin",
+        "hashed": args.variant == "plugin", "staging": args.staging,
         "floor_seconds": floor.seconds(bench.nbytes), "syncs": args.syncs, "every": args.every,
     }  # fmt: skip
     used = [entry["device_used_bytes"] for entry in samples["syncs"] if entry["device_used_bytes"] is not None]

@@ -206,6 +206,10 @@ class Trained:
         self.server.adapter = self._adapter  # the endpoint that loads it may be in another process
         return report
 
+    def give_staging_back(self) -> None:
+        """See ``Plugin``; of a colocated trainer."""
+        self.way.give_staging_back()
+
     def close(self) -> None:
         self.way.close()
 

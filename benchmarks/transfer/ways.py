@@ -85,6 +85,10 @@ class Plugin:
         await self._manager.update_weights([], self._version)
         return await self._manager.finish([])
 
+    def give_staging_back(self) -> None:
+        """At the end of every sync, as where an engine that sleeps would lack the memory."""
+        self._manager.keeps_staging = False
+
     def close(self) -> None:
         self._manager.sender.close()
 
