@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import io
 from contextlib import redirect_stdout
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from worlds import run_world
 
 from contract.sources import WorldSource
-from verl_sync_plugin.config.settings import SyncConfig
+from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, View
@@ -21,6 +23,7 @@ from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.sync.delivery import reach
 from verl_sync_plugin.sync.delivery.base import Sync
 from verl_sync_plugin.sync.delivery.choice import Choice
+from verl_sync_plugin.sync.delivery.exchanged import Exchanged
 from verl_sync_plugin.sync.planning import Planning
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.transport.agreement import Agreement
@@ -75,6 +78,23 @@ def test_several_hosts_refuse_sharded() -> None:
 def test_one_host_refuses_exchanged() -> None:
     (text,) = {text for _, text in run_world(4, decided, "exchanged", ("a",) * 4, 2, timeout=60)}
     assert "custom.sync.delivery=exchanged: trainer ranks (0, 1)" in text and "on one host (a)" in text
+
+
+@pytest.mark.parametrize("instead", ["gathered", "broadcast"])
+def test_an_exchange_that_cannot_begin_names_the_key_and_what_to_set(instead: str) -> None:
+    """Ranks that a network keeps apart are found out in the first transfer between them."""
+
+    def exchange(*_: Any) -> None:
+        raise RuntimeError("NCCL did not connect this rank with the others within 20 s")
+
+    way = Exchanged.__new__(Exchanged)
+    way._sender = SimpleNamespace(exchange=exchange)  # type: ignore[assignment]
+    sync: Any = SimpleNamespace(plan=SimpleNamespace(buckets=[SimpleNamespace(world=2)]))
+    made = mock.patch.multiple(
+        Exchanged, _apart=instead == "broadcast", _parcels_of=lambda *_: [([], [])], _link_of=lambda *_: None
+    )
+    with made, pytest.raises(RuntimeError, match=f"within 20 s. .*{KEY_PREFIX}.delivery={instead}"):
+        way._exchange(sync, 0)
 
 
 def said_of_the_choice(choice: str) -> str:

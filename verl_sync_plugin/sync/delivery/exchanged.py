@@ -20,6 +20,7 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
+from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.errors import RankLostError
 from verl_sync_plugin.layout.holders import Holders
 from verl_sync_plugin.sync.delivery.base import Sync
@@ -115,7 +116,13 @@ class Exchanged(Sharded):
         if bucket.world == 1 and not self._apart:
             return  # every rank has packed all of it
         sends, receives = self._parcels_of(sync)[index]
-        self._sender.exchange(bucket, index % SLOTS, sends, receives, self._link_of(sync))
+        try:
+            self._sender.exchange(bucket, index % SLOTS, sends, receives, self._link_of(sync))
+        except RuntimeError as error:
+            instead = "broadcast" if self._apart else "gathered"
+            raise RuntimeError(
+                f"{error}. Where ranks of different hosts cannot reach each other, set {KEY_PREFIX}.delivery={instead}."
+            ) from error
         sync.report.network_bytes += sum(parcel.nbytes for parcel in receives)
 
     def _parcels_of(self, sync: Sync) -> list[tuple[list[Parcel], list[Parcel]]]:
