@@ -16,7 +16,7 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# 7b: the shapes of Qwen2.5-7B (7.6 B parameters); 1p8b: of Qwen2.5-1.5B with an untied head; moe-8b: half the layers
+# 7b: the shapes of Qwen2.5-7B (7.6 B parameters); 14b: of Qwen2.5-14B (14.8 B); 1p8b: of Qwen2.5-1.5B with an untied head; moe-8b: half the layers
 # and half the experts of Qwen3-30B-A3B, which with Megatron's optimizer is what two devices of 141 GB hold; moe-16b:
 # all the layers, for four devices
 SHAPES: dict[str, dict[str, Any]] = {
@@ -26,6 +26,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 28,
         "num_attention_heads": 28,
         "num_key_value_heads": 4,
+        "vocab_size": 152064,
+    },
+    "14b": {
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
         "vocab_size": 152064,
     },
     "1p8b": {
