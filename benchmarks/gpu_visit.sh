@@ -158,6 +158,9 @@ WARM=
 if [ -z "$WARM" ]; then
   rm -f "$SITE/.stamp"
   bash .gpu/scripts/install.sh .gpu || exit 1
+  for file in verl/trainer/main_ppo.py sglang/launch_server.py; do
+    [ -f "$SITE/$file" ] || { echo "the payload was not unpacked whole: $SITE/$file is missing" >&2 && exit 1; }
+  done
   [ ! -f .gpu/bridge.txz ] || { mkdir -p "$BRIDGE_SITE" && tar xJf .gpu/bridge.txz -C "$BRIDGE_SITE"; } || exit 1
 fi
 . /tmp/s/env.sh

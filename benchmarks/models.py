@@ -16,9 +16,9 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# 7b: the shapes of Qwen2.5-7B (7.6 B parameters); 14b: of Qwen2.5-14B (14.8 B); 1p8b: of Qwen2.5-1.5B with an untied head; moe-8b: half the layers
-# and half the experts of Qwen3-30B-A3B, which with Megatron's optimizer is what two devices of 141 GB hold; moe-16b:
-# all the layers, for four devices
+# 7b: the shapes of Qwen2.5-7B (7.6 B parameters); 14b: of Qwen2.5-14B (14.8 B); 1p8b: of Qwen2.5-1.5B with an untied
+# head; moe-8b: half the layers and half the experts of Qwen3-30B-A3B, which with Megatron's optimizer is what two
+# devices of 141 GB hold; moe-16b: all the layers, for four devices
 SHAPES: dict[str, dict[str, Any]] = {
     "7b": {
         "hidden_size": 3584,

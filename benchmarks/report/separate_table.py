@@ -26,7 +26,8 @@ def standing(run: dict[str, Any]) -> list[dict[str, Any]]:
     return list(run["samples"]["syncs"][1:])
 
 
-def _link(result: dict[str, Any], run: dict[str, Any], seconds: float | None) -> str:
+def link_share(result: dict[str, Any], run: dict[str, Any], seconds: float | None) -> str:
+    """How fast the bytes of a run came in ``seconds``, and how much that is of what the link was measured to carry."""
     if not seconds or not run["bytes"]:
         return "–"
     rate = run["bytes"] / seconds
@@ -50,7 +51,7 @@ def _row(result: dict[str, Any], run: dict[str, Any]) -> list[str] | None:
         _milliseconds(ranks),
         _milliseconds(paused) + share,
         _milliseconds(load),
-        _link(result, run, load),
+        link_share(result, run, load),
         str(len(syncs)),
     ]
 

@@ -7,6 +7,7 @@ import statistics
 from typing import Any
 
 from benchmarks import floor, schema
+from benchmarks.report import separate_table
 
 DEFAULT_VERIFY = "first"
 NOTED = (
@@ -88,12 +89,25 @@ def _note(result: dict[str, Any]) -> str:
     firsts = {run["variant"]: run["samples"]["first_syncs"][0]["seconds"] for run in reversed(result["runs"])}
     if {"plugin", "stock"} <= firsts.keys():
         text += f"; the first sync {firsts['plugin']:.2f} s, stock's {firsts['stock']:.2f} s"
+    text += _engine_load(result)
     for peer in (run for run in result["runs"] if run["variant"] in schema.PEERS):
         text += f"; {peer['variant']} {milliseconds(peer['stages']['phase'])}"
         for name, what in PARTS.items():
             parts = [sync["report"][name] for sync in peer["samples"]["syncs"] if name in sync["report"]]
             text += f", {what.format(milliseconds(statistics.median(parts)))}" if parts else ""
     return f"{text}."
+
+
+def _engine_load(result: dict[str, Any]) -> str:
+    """Of a separate trainer: how fast the engine rank read the link; empty where the result does not tell both."""
+    runs = [run for run in result["runs"] if run["variant"] == "plugin"]
+    told = [sync["report"].get("rollout_stages", {}) for run in runs for sync in run["samples"].get("syncs", [])]
+    loads = [stages["engine_load"] for stages in told if "engine_load" in stages]
+    if not loads or not result["machine"].get("link_bytes_per_second"):
+        return ""
+    load = statistics.median(loads)
+    share = separate_table.link_share(result, runs[0], load)
+    return f"; the engine rank reads and writes for {milliseconds(load)}: {share}"
 
 
 def render(results: list[dict[str, Any]]) -> list[str]:

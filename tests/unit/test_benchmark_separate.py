@@ -104,6 +104,21 @@ def test_a_peer_is_measured_behind_the_plugin(
     assert why in capsys.readouterr().err
 
 
+def test_the_transfer_of_a_separate_trainer_is_compared_with_the_link() -> None:
+    run = {
+        "variant": "plugin",
+        "settings": {"harness": "transfer", "bucket_mb": 8, "hashed": True, "tensors": 3},
+        "stages": {"phase": 0.02},
+        "bytes": 4_000_000_000,
+        "samples": {"syncs": [{"seconds": 0.02, "report": {"rollout_stages": {"engine_load": 0.01}}}]},
+    }
+    run["samples"]["first_syncs"] = run["samples"]["syncs"]
+    case = {"case": "t", "machine": {"gpu": "H100", "gpus": 2, "link_bytes_per_second": 500_000_000_000}, "runs": [run]}
+    assert transfer_table.render([case])[-1].endswith("reads and writes for 10.0 ms: 400 GB/s, 80% of 500.")
+    case["machine"] = {"gpu": "H100", "gpus": 2}
+    assert "GB/s" not in transfer_table.render([case])[-1], "a link that was not measured is not compared with"
+
+
 def test_what_a_peer_took_is_noted_with_its_parts() -> None:
     def run(variant: str, seconds: float, **report: float) -> dict[str, Any]:
         samples = {"syncs": [{"seconds": seconds, "report": report}], "first_syncs": [{"seconds": 9.0}]}

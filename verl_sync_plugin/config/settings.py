@@ -83,7 +83,7 @@ class SyncConfig:
     verify_hashes: bool = True
     verify: str | int = "first"
     canary: str = "never"
-    canary_threshold: float = 0.03
+    canary_threshold: float = 0.1
     canary_every: str | int = "always"
     delivery: str = "auto"
     pause: str = "abort"
@@ -110,7 +110,7 @@ class SyncConfig:
         self._check_choice("canary", CANARY_CHOICES)
         far = self.canary_threshold
         if isinstance(far, bool) or not isinstance(far, int | float) or not 0 < far < float("inf"):
-            raise _fail("canary_threshold", far, "not a positive number", "Use for example 0.03.")
+            raise _fail("canary_threshold", far, "not a positive number", "Use for example 0.1.")
         self._check_patterns()
 
     def _check_cadence(self, name: str, choices: tuple[str, ...]) -> None:
