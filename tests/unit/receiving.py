@@ -43,8 +43,9 @@ class Receiver:
 
     def __init__(self, model: torch.nn.Module) -> None:
         bases = [Base(name, "bfloat16", 2, (LENGTH,), (View(name, (LENGTH,), 0, LENGTH),)) for name in ("a", "b")]
-        self._nbytes = plan_buckets(tuple(bases), 1 << 20, False).slot_bytes
-        self._manifest = Manifest.of(plan_buckets(tuple(bases), 1 << 20, False))
+        self.plan = plan_buckets(tuple(bases), 1 << 20, False)
+        self._nbytes = self.plan.slot_bytes
+        self._manifest = Manifest.of(self.plan)
         self.model = model
         engine = Engine(self.model, 0)
         self.unpacker, self.proof = (kind(engine, self._manifest, CPU) for kind in (Unpacker, DestinationProof))

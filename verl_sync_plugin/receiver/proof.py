@@ -88,7 +88,7 @@ class DestinationProof:
     def _forget(self) -> None:
         """Lets go of all parameters."""
         self._layout: Layout | None = None
-        self._again = False  # what was found out says nothing of the model: there was too little memory
+        self._no_room = ""  # in words, where there was too little memory to find anything out
         self._filled = False  # the load of marks left all constants in place
         self._reader: Reader | None = None
         self._parts: dict[str, list[list[Held]]] = {}  # by the name that is counted
@@ -103,7 +103,7 @@ class DestinationProof:
         Args:
             layout: ``LayoutKey.now()``.
         """
-        if self._again or (self._layout is not None and layout != self._layout):
+        if self._no_room or (self._layout is not None and layout != self._layout):
             self._forget()
 
     def prepare(self, recording: Recording | None) -> None:
@@ -127,8 +127,8 @@ class DestinationProof:
         try:
             left_out.update(misplaced(self._model, self._sources, self._owners, held, reader))
         except torch.OutOfMemoryError as error:
-            why, self._again = f"no device memory for a load of marks, the next sync tries again: {error}", True
-            left_out.update({source.name: why for source in self._sources})
+            self._no_room = f"no device memory for a load of marks: {error}"
+            left_out.update({source.name: self._no_room for source in self._sources})
         self._filled = hold((fill.target, fill.value) for fill in recording.fills)
         self._constants = kept_constants(recording.fills)
         if recording.derives:
@@ -198,6 +198,7 @@ class DestinationProof:
             unproven=self._unproven,
             narrowed=work.narrowed,
             nbytes=sum(held.nbytes for parts in work.groups for held in parts),
+            no_room=self._no_room,
             changed=tuple(name for (name, _), flag in zip(odd, flags_of(flag for _, flag in odd), strict=True) if flag),
         )
 

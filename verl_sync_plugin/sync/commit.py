@@ -108,7 +108,7 @@ class Commit:
         if sync.verified:
             self._verify(sync, proven, news)
         await self._agreement.step_async("ending the engine's update", lambda: self._answered(sync, pending))
-        self._cadence.note(sync.plan.digest)
+        self._cadence.note(sync.plan.digest, whole=not (sync.verified and self._destination.no_room))
 
     def _ask(self, sync: Sync, delivery: Delivery) -> tuple[torch.Tensor, bool]:
         """Has the engine rank commit; returns both sides' hashes, and whether it told anything that the ranks have to
@@ -144,7 +144,7 @@ class Commit:
         if news:
             made = made_on_the_way(sync.plan, sync.rank, sync.shards, sync.source.makes_all)
             self._destination.learn(sync.plan, proven, made)
-        self._destination.refuse_nothing(self._config.verify)
+        self._destination.refuse_unproven(self._config.verify)
         sums = self._sender.sums(sync.plan)
         with self._agreement.attempt():
             sums = self._narrowed(sync, sums)

@@ -28,6 +28,7 @@ class Proven:
             of and hashed as if they had been sent in that dtype.
         nbytes: bytes of parameters that were compared.
         changed: engine parameters in which a constant, such as the padding of a vocabulary, is not what it was.
+        no_room: why this rank could not find out in this sync where its tensors lie; empty where it could.
     """
 
     sums: bytes
@@ -37,3 +38,4 @@ class Proven:
     narrowed: tuple[tuple[int, str], ...] = ()
     nbytes: int = 0
     changed: tuple[str, ...] = ()
+    no_room: str = ""

@@ -35,7 +35,7 @@ from verl_sync_plugin.layout.tensors import Entry, Plan
 from verl_sync_plugin.transport.memory.exports import Live, StagingExport
 
 MAGIC = "verl-sync-plugin"
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 # A trainer rank may spend up to three waits (its shards, its plan, its staging memory; or the last buckets, the commit,
 # the engine's answer) before it meets the others, and who waits for it should hear why it failed instead of giving up

@@ -24,6 +24,7 @@ from verl_sync_plugin.verify.balance import balance
 from verl_sync_plugin.verify.hashes import NAMED, times_sent
 
 FIRST_SYNCS = 3  # verified by ``custom.sync.verify=first``
+MOST_TRIES = 10  # of a sync that is not verified whole for want of memory; each costs a load of marks
 MADE = "is made on the way, and rounded by the engine"
 UNEVEN = "the engine's ranks hold parts of it that cannot be compared together"
 
@@ -38,6 +39,7 @@ class Cadence:
     def __init__(self, verify: str | int) -> None:
         self._verify = verify
         self._ended: dict[str, int] = {}
+        self._tries: dict[str, int] = {}
 
     def due(self, digest: str) -> bool:
         """Whether the next sync of a plan is to be verified."""
@@ -46,8 +48,16 @@ class Cadence:
             return ended % self._verify == 0
         return self._verify == "always" or (self._verify == "first" and ended < FIRST_SYNCS)
 
-    def note(self, digest: str) -> None:
-        """A sync of a plan has ended well."""
+    def note(self, digest: str, whole: bool = True) -> None:
+        """A sync of a plan has ended well.
+
+        Args:
+            digest: of the plan.
+            whole: every engine rank could be asked, if it was to be; else the next sync is due in its place.
+        """
+        if not whole and self._tries.get(digest, 0) < MOST_TRIES:
+            self._tries[digest] = self._tries.get(digest, 0) + 1
+            return
         self._ended[digest] = self._ended.get(digest, 0) + 1
 
 
@@ -56,9 +66,10 @@ class DestinationCheck:
     the layout of an engine's parameters.
 
     Attributes:
-        compared: numbers of the tensors that are compared.
+        compared: numbers of the tensors that are compared wherever they lie.
         narrowed: dtypes of tensors that engines keep in a narrower dtype than is sent, by number.
-        left_out: by name, tensors that are not, with the reason, and engine parameters that are not proven whole.
+        left_out: by name, tensors that are not on every engine rank, with the reason.
+        no_room: why an engine rank could not find out where its tensors lie; empty where all could.
     """
 
     def __init__(self, agreement: Agreement) -> None:
@@ -72,6 +83,7 @@ class DestinationCheck:
         self.compared: tuple[int, ...] = ()
         self.left_out: dict[str, str] = {}
         self.narrowed: dict[int, str] = {}
+        self.no_room = ""
 
     def knows(self, plan: Plan) -> bool:
         """Whether what the engine ranks hold of a plan's tensors is known."""
@@ -95,14 +107,16 @@ class DestinationCheck:
             sent_by: how many ranks send each byte; ``None`` for what the plan says.
         """
         told = () if proven is None else (self._placed, dict(proven.narrowed), proven.left_out, proven.unproven)
-        everywhere = self._agreement.gather("exchanging what the engine holds", (told, made))
+        no_room = "" if proven is None else proven.no_room
+        everywhere = self._agreement.gather("exchanging what the engine holds", (told, made, no_room))
         self._names = list(numbers_of(bucket.entries for bucket in plan.buckets))
         planned = times_sent(plan, len(self._agreement.ranks.trainers))
         self._times_sent = planned if sent_by is None else torch.full_like(planned, sent_by)
-        engines = [(rank, *told) for rank, (told, _) in enumerate(everywhere) if told]
+        engines = [(rank, *told) for rank, (told, *_) in enumerate(everywhere) if told]
+        self.no_room = next((f"beside rank {rank}: {why}" for rank, (*_, why) in enumerate(everywhere) if why), "")
         self.left_out = {name: why for *_, left_out, _ in engines for name, why in left_out}
         self.narrowed = {number: dtype for _, _, narrowed, *_ in engines for number, dtype in narrowed.items()}
-        made_anywhere = frozenset().union(*(numbers for _, numbers in everywhere))
+        made_anywhere = frozenset().union(*(numbers for _, numbers, _ in everywhere))
         parts = {rank: _by_number(placed) for rank, placed, *_ in engines}
         dtypes = {rank: narrowed for rank, _, narrowed, *_ in engines}
         times, self._factors = torch.zeros(len(self._names), dtype=torch.int64), {}
@@ -118,7 +132,8 @@ class DestinationCheck:
             times[number] = 0 if why else count
             self._factors[number] = dict(zip(holders, factors, strict=True)).get(self._agreement.ranks.rank, ())
         self._times, self._known = times, plan.digest
-        self.compared = tuple((times > 0).nonzero().flatten().tolist())
+        found = (times > 0).nonzero().flatten().tolist()
+        self.compared = tuple(number for number in found if self._names[number] not in self.left_out)
         self._say({name: (held, of) for *_, unproven in engines for name, held, of in unproven})
 
     def _say(self, unproven: dict[str, tuple[int, int]]) -> None:
@@ -137,22 +152,29 @@ class DestinationCheck:
             )
             say(f"{len(unproven)} engine parameters are not proven whole: {shown}")
 
-    def refuse_nothing(self, verify: str | int) -> None:
+    def refuse_unproven(self, verify: str | int) -> None:
         """Whoever asks for syncs to be verified beyond the first ones is not to believe that they are.
 
         Args:
             verify: ``custom.sync.verify``.
 
         Raises:
-            SyncError: nothing that the engine holds can be compared; the same text on every rank.
+            SyncError: nothing that the engine holds can be compared, or an engine rank had no memory to find out what
+                it holds; the same text on every rank.
         """
-        if verify != "first" and not self.compared:
-            name, why = next(iter(self.left_out.items()), ("nothing was sent", "nothing to compare"))
-            raise SyncError(
-                f"weight sync failed: {KEY_PREFIX}.verify={verify}, and nothing of what the engine holds can be "
-                f"compared: {name} ({why}). {KEY_PREFIX}.verify=first says so without failing, "
-                f"{KEY_PREFIX}.verify=never does not compare."
+        if verify == "first" or (self.compared and not self.no_room):
+            return
+        name, why = next(iter(self.left_out.items()), ("nothing was sent", "nothing to compare"))
+        what = f"nothing of what the engine holds can be compared: {name} ({why})"
+        if self.no_room:
+            what = (
+                f"not every engine rank could find out what it holds ({self.no_room}). Lower rollout."
+                "gpu_memory_utilization; rollout.multi_stage_wake_up=True, the default, makes room, too"
             )
+        raise SyncError(
+            f"weight sync failed: {KEY_PREFIX}.verify={verify}, and {what}. {KEY_PREFIX}.verify=first says so without "
+            f"failing, {KEY_PREFIX}.verify=never does not compare."
+        )
 
     def compare(self, sent: torch.Tensor, proven: Proven | None) -> None:
         """Collective: compares what the engine ranks hold with what was sent.
