@@ -26,6 +26,7 @@ IDLE_SECONDS = 20.0
 DUMP = "bare_engine.inspect_loader.dump"
 SPOIL = "bare_engine.spoiling_loader.spoil"
 NEGATE = "bare_engine.spoiling_loader.negate"
+REVERSE = "bare_engine.spoiling_loader.reverse"
 PLAIN = ("bare_engine.plain_loader.load", "bare_engine.plain_loader.load_and_forget_prefixes")
 
 
@@ -44,7 +45,7 @@ class BareEngine:
             model_path=model_path,
             tp_size=tp,
             load_format=load_format,
-            custom_weight_loader=[LOADER, DUMP, SPOIL, NEGATE, *PLAIN, *loaders],
+            custom_weight_loader=[LOADER, DUMP, SPOIL, NEGATE, REVERSE, *PLAIN, *loaders],
             device="cpu",
             dtype="bfloat16",
             attention_backend="torch_native",
@@ -100,6 +101,10 @@ class BareEngine:
     def negate_next(self, parameter: str) -> None:
         """Has all ranks change the sign of a parameter behind the copies of the next sync."""
         self.call(self._update(dumps([(parameter, torch.empty(0))]), NEGATE, None))
+
+    def reverse_next(self, table: str) -> None:
+        """Has all ranks turn a table of their models around behind the copies of the next sync."""
+        self.call(self._update(dumps([(table, torch.empty(0))]), REVERSE, None))
 
     def load_from_disk(self, path: str) -> None:
         """SGLang's own way from a checkpoint into the running engine.

@@ -24,6 +24,22 @@ def negate(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]]
     Unpacker.finish = finish  # type: ignore[method-assign]
 
 
+def reverse(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]]) -> None:
+    """The table of rotary angles, which no checkpoint has, runs backwards on every rank once the next sync has been
+    loaded, as if the engine had been launched with another config; once more, and it is as before."""
+    honest = Unpacker.finish
+
+    def finish(unpacker: Unpacker, *args: Any) -> None:
+        honest(unpacker, *args)
+        Unpacker.finish = honest  # type: ignore[method-assign]
+        tables = {id(table): table for name, table in model.named_buffers() if name.endswith(named_tensors[0][0])}
+        assert tables, "the model has no such table"
+        for table in tables.values():
+            table.copy_(table.flip(0))
+
+    Unpacker.finish = finish  # type: ignore[method-assign]
+
+
 def spoil(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]]) -> None:
     """One bit flips in a parameter of the last rank once the next sync has been loaded; its name is the only pair's."""
     from sglang.srt.distributed.parallel_state import get_tp_group

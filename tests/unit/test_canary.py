@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Generator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,24 +17,11 @@ from verl_sync_plugin.report.metrics import metrics_of
 from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.sync import canary as sync_canary
 from verl_sync_plugin.sync.canary import Canary
+from verl_sync_plugin.transport.agreement import Agreement
+from verl_sync_plugin.transport.ranks import Alone
 from verl_sync_plugin.verify.canary import Scored, apart, canary_prompts
 
 TRAINED = [[-1.0, -2.0], [-3.0, -4.0]]
-
-
-class _OneRank:
-    """The agreement of a trainer of one rank: nobody else to hear from."""
-
-    def settle(self, what: str) -> None: ...
-
-    def step(self, what: str, work: Any) -> Any:
-        return work()
-
-    def any(self, what: str, work: Any) -> bool:
-        return bool(work())
-
-    async def step_async(self, what: str, work: Any) -> Any:
-        return await work()
 
 
 class _Engine:
@@ -46,12 +34,17 @@ class _Engine:
         return self.scored
 
 
-TRAINER = SimpleNamespace(vocabulary=100, log_probs=lambda prompts: TRAINED)
+def _log_probs(prompts: Any) -> Generator[None, None, list[list[float]]]:
+    yield
+    return TRAINED
+
+
+TRAINER = SimpleNamespace(vocabulary=100, log_probs=_log_probs)
 
 
 def _canary(**keys: Any) -> tuple[Canary, _Engine]:
     engine = _Engine()
-    return Canary(SyncConfig(**keys), _OneRank(), engine), engine  # type: ignore[arg-type]
+    return Canary(SyncConfig(**keys), Agreement(10.0, ranks=Alone()), engine), engine  # type: ignore[arg-type]
 
 
 def _sync(canary: Canary) -> SyncReport:
@@ -115,6 +108,12 @@ def test_log_says_what_enforce_raises(decoding: bool, monkeypatch: pytest.Monkey
     with pytest.raises(RuntimeError, match=rf"0\.5000 .* prompt {0 if decoding else 1} .*canary_threshold=0\.1"):
         _sync(canary)
     assert len(said) == 1
+
+
+def test_log_keeps_its_cadence() -> None:
+    canary, engine = _canary(canary="log", canary_every=2)
+    engine.scored = Scored([[-1, -2], [-3, -9]], [[-1]], [[-1]])
+    assert [_sync(canary).canary_difference >= 0 for _ in range(4)] == [True, False, True, False]
 
 
 def test_a_failed_one_is_due_again() -> None:

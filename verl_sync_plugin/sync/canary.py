@@ -35,7 +35,7 @@ class Canary:
         self._agreement = agreement
         self._endpoint = endpoint
         self._syncs = 0  # that had one, or would have had one
-        self._failed = False  # the last one; the next sync has one whatever the cadence says
+        self._failed = False  # the last one failed its sync; the next has one whatever the cadence says
         self._prompts: list[list[int]] = []
         self._trained: LogProbs = []
 
@@ -63,9 +63,9 @@ class Canary:
             with report.stage("canary"):
                 self._agreement.settle("moving the weights")  # a rank with an error would leave the others alone
                 self._prompts = self._prompts or canary_prompts(trainer.vocabulary)
-                self._trained = self._agreement.step(
-                    "the canary of the trainer", lambda: trainer.log_probs(self._prompts)
-                )
+                scored = self._agreement.run("the canary of the trainer", trainer.log_probs(self._prompts))
+                self._agreement.settle("the canary of the trainer")
+                self._trained = scored or []
                 self._failed = True  # until the engine has agreed
         self._syncs += 1
 
@@ -77,18 +77,17 @@ class Canary:
                 be asked. The same text on every rank.
         """
         with report.stage("canary"):
-            too_far = await self._agreement.step_async("the canary of the engine", lambda: self._compare(report))
-            self._trained = []
-            self._failed = self._agreement.any("the canary", lambda: bool(too_far))
+            await self._agreement.step_async("the canary of the engine", lambda: self._compare(report))
+            self._trained, self._failed = [], False
 
-    async def _compare(self, report: SyncReport) -> str:
-        """On a leader: what is too far apart, in words; empty where nothing is.
+    async def _compare(self, report: SyncReport) -> None:
+        """On a leader: says what is too far apart.
 
         Raises:
             RuntimeError: something is, with ``enforce``.
         """
         if not self._endpoint.leader:
-            return ""
+            return
         scored = await self._endpoint.score(self._prompts, RESPONSE_TOKENS)
         outside, inside = apart(self._trained, scored.prompts), apart(scored.rescored, scored.decoded)
         report.canary_difference, report.canary_decode_difference = outside.worst, inside.worst
@@ -100,7 +99,6 @@ class Canary:
             raise RuntimeError(said)
         if said:
             say(f"WARNING: sync of step {report.global_steps}: {said}")
-        return said
 
     def _too_far(self, what: str, found: Apart) -> str:
         threshold = self._config.canary_threshold

@@ -162,9 +162,10 @@ class TrainerBackend(ABC):
         """
         raise TypeError(f"{type(self).__qualname__} has no adapter to serve")
 
-    def log_probs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Of every token of each prompt but its first, by the trainer's model with its adapter. Collective; leaves
-        nothing changed.
+    def log_probs(self, prompts: Sequence[Sequence[int]]) -> Generator[None, None, list[list[float]]]:
+        """Of every token of each prompt but its first, by the trainer's model with its adapter. Leaves nothing changed.
+
+        Yields right before its collectives, for ``Agreement.run``; returns what was computed.
 
         Args:
             prompts: token ids, all of one length.

@@ -143,7 +143,7 @@ class FSDP2Trainer(FSDPTrainer):
     def _plain_source(self) -> ParameterSource:
         return FSDP2Source(self.engine.module, self.policy, self._rewrite(), self._rename, self._unsaved())
 
-    def log_probs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+    def log_probs(self, prompts: Sequence[Sequence[int]]) -> Generator[None, None, list[list[float]]]:
         return log_probs(self.engine, prompts, self.device)
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,8 +12,13 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 
-def log_probs(engine: Any, prompts: Sequence[Sequence[int]], device: torch.device) -> list[list[float]]:
+def log_probs(
+    engine: Any, prompts: Sequence[Sequence[int]], device: torch.device
+) -> Generator[None, None, list[list[float]]]:
     """Of every token of each prompt but its first. Collective over all trainer ranks, which all score all prompts.
+
+    Yields when this rank has loaded its parameters, right before the forward pass with its collectives: one that has
+    no memory for them leaves nobody alone there.
 
     verl's ``infer_batch`` with an active adapter, without gradients, at temperature 1: offloaded parameters are loaded
     for it and offloaded again. Training mode and random state are as before; peak memory is that of a forward
@@ -35,6 +40,7 @@ def log_probs(engine: Any, prompts: Sequence[Sequence[int]], device: torch.devic
         calculate_entropy=False,
     )
     with _left_as_before(engine.module, device), engine.eval_mode():
+        yield
         output = engine.infer_batch(batch, loss_function=None)
         engine.module.reshard()  # verl leaves the root gathered; its next forward would find it so
     found = output["model_output"]["log_probs"]

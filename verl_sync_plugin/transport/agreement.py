@@ -112,20 +112,23 @@ class Agreement:
 
         So a rank that fails on its way to a collective leaves nobody alone in it. Settle once more behind it, with the
         same ``what``: a rank that fails behind the last collective says so while others are there already. A rank
-        that has failed before does not begin, and gets ``None``.
+        that has failed before does not begin, and gets ``None``. Work that another rank's failure ends is closed.
 
         Raises:
             SyncError: any rank failed.
         """
-        while not self.failed:
-            with self.attempt():
-                try:
-                    next(work)
-                except StopIteration as end:
-                    result: T = end.value
-                    return result
-            self.settle(what)
-        return None
+        try:
+            while not self.failed:
+                with self.attempt():
+                    try:
+                        next(work)
+                    except StopIteration as end:
+                        result: T = end.value
+                        return result
+                self.settle(what)
+            return None
+        finally:
+            work.close()
 
     @property
     def failed(self) -> bool:
