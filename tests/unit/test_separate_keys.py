@@ -103,14 +103,16 @@ def test_a_failed_sync_is_told_so_that_all_make_a_new_group(monkeypatch: pytest.
     monkeypatch.setattr(membership.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(membership.dist, "get_world_size", lambda: 1)
     member = membership.Membership(torch.device("cpu"), trainer=False, first=False, timeout_seconds=1.0)
-    group = SimpleNamespace(close=lambda: closed.append(True))
-    closed: list[bool] = []
-    for number, (error, leaves) in enumerate(((SyncError, 0), (RankLostError, 1), (ValueError, 1)), start=1):
-        closed.clear()
+    ended: list[str] = []
+    group = SimpleNamespace(close=partial(ended.append, "all"), end_bytes=partial(ended.append, "bytes"))
+    # What all have agreed to raise is still on its way to some of them; transfers that not all have begun would hang
+    ends = ((SyncError, "bytes"), (RankLostError, "all"), (ValueError, "all"))
+    for number, (error, end) in enumerate(ends, start=1):
+        ended.clear()
         member.ranks = group  # type: ignore[assignment]
         with pytest.raises(error), member.taking_part():
             raise error("injected")
-        assert member.describe().lost == number and len(closed) == leaves, error
+        assert member.describe().lost == number and ended == [end], error
 
 
 def test_a_sync_that_ends_late_leaves_the_group_of_the_next_alone() -> None:

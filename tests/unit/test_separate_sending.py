@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 from verl.experimental.separation.engine_workers import DetachActorWorker
 
@@ -16,6 +17,7 @@ from verl_sync_plugin.hooks import worker
 from verl_sync_plugin.hooks.checkpoint_engine import SyncCheckpointEngine
 from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.sync.separate.managers import SeparateRollout
+from verl_sync_plugin.sync.separate.membership import Membership
 from verl_sync_plugin.trainers.shard_stream import ShardStream
 
 
@@ -34,8 +36,13 @@ def test_a_separate_sync_waits_for_what_is_on_its_way_to_the_host(
         order.append("sync")
         raise RuntimeError("injected")
 
+    def left() -> None:
+        order.append("left")
+
     sender = SyncCheckpointEngine(1 << 20)
-    monkeypatch.setattr(sender, "_membership", SimpleNamespace(ranks=object(), taking_part=nullcontext))
+    member = Membership(torch.device("cpu"), trainer=True, first=False, timeout_seconds=1.0)
+    member.ranks = SimpleNamespace(close=left)  # type: ignore[assignment]
+    monkeypatch.setattr(sender, "_membership", member)
     monkeypatch.setattr(SyncCheckpointEngine, "_manager_for", fails)
     training_engine = SimpleNamespace(
         is_param_offload_enabled=offloaded, get_per_tensor_param=lambda: (ShardStream(training_engine, list), None)
@@ -47,7 +54,18 @@ def test_a_separate_sync_waits_for_what_is_on_its_way_to_the_host(
     )
     with pytest.raises(RuntimeError, match="injected"):
         asyncio.run(DetachActorWorker.update_weights(verls, 7, "sync_plugin"))
-    assert order == [False, *(["waited"] if offloaded else []), "sync", "offloaded", True]
+    # NCCL may hang on the device, where offloading would wait for it
+    assert order == [False, *(["waited"] if offloaded else []), "sync", "left", "offloaded", True]
+
+
+def test_the_others_hear_of_a_stream_that_is_not_the_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, closed = SyncCheckpointEngine(1 << 20), []
+    member = Membership(torch.device("cpu"), trainer=True, first=False, timeout_seconds=1.0)
+    member.ranks = SimpleNamespace(close=lambda: closed.append(True))  # type: ignore[assignment]
+    monkeypatch.setattr(sender, "_membership", member)
+    with pytest.raises(ValueError, match="plain weight stream"):
+        asyncio.run(sender.send_weights(iter(()), 7))
+    assert closed and member.ranks is None
 
 
 @pytest.mark.parametrize("first", [True, False])

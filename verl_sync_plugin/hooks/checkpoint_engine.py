@@ -10,6 +10,7 @@ verl makes one in every actor worker and one in every process that it puts besid
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
@@ -110,7 +111,10 @@ class SyncCheckpointEngine(CheckpointEngine):
 
         assert self._membership is not None and self._membership.ranks is not None, "init_process_group() comes first"
         # Here and not in our worker, since one_step_off and fully_async make verl's own
-        with self._membership.taking_part(), sending(_engine_of(weights)):
+        with ExitStack() as behind, self._membership.taking_part():
+            # Hazard: a failed sync may leave NCCL hanging on the stream, where offloading would wait for it without a
+            # bound. So `sending` ends last, when that is aborted.
+            behind.enter_context(sending(_engine_of(weights)))
             manager = self._manager_for(weights, self._membership.ranks)
             await manager.update_weights([], global_steps)
             await manager.finish([])

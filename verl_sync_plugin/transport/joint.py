@@ -150,10 +150,16 @@ class JointRanks(Ranks):
 
         With the last reference to them their connections close, which is how members that wait for this one hear of it.
         """
-        for group in (self._bytes, self._kept):
-            if group is not None:
-                group.abort()
-        self._bytes = self._kept = None
+        self.end_bytes()
+        if self._kept is not None:
+            self._kept.abort()
+        self._kept = None
+
+    def end_bytes(self) -> None:
+        """Ends the group for bytes alone, with every transfer that is under way in it; not collective."""
+        if self._bytes is not None:
+            self._bytes.abort()
+        self._bytes = None
 
 
 def _nccl(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Any:

@@ -41,6 +41,8 @@ class Broadcast(Staged):
             self._arrived(sync, count - 1)
         with self._agreement.attempt():
             for index in range(max(count - SLOTS, 0), count):
+                # Hazard: `_end` waits for the device, which a broadcast to a rank that died keeps busy for ever
+                self._sender.drain(index % SLOTS)
                 self._wait(sync, index)
         self._end(sync)
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import KEY_PREFIX
-from verl_sync_plugin.errors import RankLostError
+from verl_sync_plugin.errors import RankLostError, SyncError
 from verl_sync_plugin.layout.holders import Holders
 from verl_sync_plugin.sync.delivery.base import Sync
 from verl_sync_plugin.sync.delivery.sharded import AHEAD, Sharded
@@ -78,10 +78,15 @@ class Exchanged(Sharded):
             self._run(sync)
         except RankLostError:
             raise  # what is on its way from that rank never comes
-        except BaseException:
+        except BaseException as error:
             for slot in range(SLOTS):
                 with suppress(Exception):
                     self._sender.drain(slot)
+            if isinstance(
+                error, SyncError
+            ):  # of all ranks, of which none ends its transfers before all have awaited them
+                with suppress(SyncError):
+                    self._agreement.settle("awaiting what was on its way")
             raise
 
     def _run(self, sync: Sync) -> None:

@@ -184,21 +184,24 @@ class Membership:
     @contextmanager
     def taking_part(self) -> Iterator[None]:
         """Around this rank's part in a sync. Where it fails the next sync makes a new group: a broadcast of this one
-        may be half done, and the next one would be taken for its rest.
+        may be half done, and the next one would be taken for its rest. Behind it nothing of NCCL's is left on the
+        streams, where a broadcast that not all ranks have begun would hang.
 
         Where it raises something else than what all ranks have agreed to raise, this rank leaves the group at once, by
-        which the others, who may wait for it, hear of that.
+        which the others, who may wait for it, hear of that. Where they have agreed, words are still on their way.
         """
         ranks = self.ranks
         try:
             yield
         except BaseException as error:
             self._lost += 1
-            if not isinstance(error, SyncError) or isinstance(error, RankLostError):
-                if self.ranks is ranks:  # and not already that of a later sync
-                    self.leave()
-                elif ranks is not None:
-                    ranks.close()
+            if isinstance(error, SyncError) and not isinstance(error, RankLostError):
+                if ranks is not None:
+                    ranks.end_bytes()
+            elif self.ranks is ranks:  # and not already that of a later sync
+                self.leave()
+            elif ranks is not None:
+                ranks.close()
             raise
 
     def leave(self) -> None:

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a rank ends its transfers where another one has failed or died; on GPUs: ``tests/separate``."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from verl_sync_plugin.config.settings import SyncConfig
+from verl_sync_plugin.errors import RankLostError, SyncError
+from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.sync.delivery.broadcast import Broadcast
+from verl_sync_plugin.sync.delivery.exchanged import Exchanged
+from verl_sync_plugin.sync.sender import SLOTS, BucketSender
+from verl_sync_plugin.transport.agreement import Agreement
+from verl_sync_plugin.transport.joint import JointRanks
+
+CPU, BOUND = torch.device("cpu"), 0.2
+
+
+def test_a_trainer_rank_awaits_its_last_broadcasts_with_a_bound() -> None:
+    """They are on the stream on which it looks for NaN; that takes as long as they do, with a dead rank for ever."""
+    agreement = Agreement(BOUND, ranks=JointRanks(dist.HashStore(), 0, 1, 0, BOUND, CPU))
+    sender = BucketSender(CPU, BOUND)
+
+    def begun(bucket: Any, slot: int, *_: Any) -> None:
+        sender._events[slot] = SimpleNamespace(query=lambda: False)  # type: ignore[assignment]
+
+    def waits_for_ever() -> list[int]:
+        raise AssertionError("waits for the device without a bound")
+
+    sender.broadcast, sender.broken = begun, waits_for_ever  # type: ignore[method-assign]
+    buckets = [SimpleNamespace(stride=16, world=1)] * (SLOTS - 1)
+    sync: Any = SimpleNamespace(plan=SimpleNamespace(buckets=buckets), report=SyncReport(), senders=(0,))
+    with pytest.raises(SyncError, match=r"TimeoutError: the copies of a bucket did not complete within 0.2 s"):
+        Broadcast(SyncConfig(), agreement, sender).run(sync)
+
+
+@pytest.mark.parametrize("error", [SyncError, RankLostError, ValueError])
+def test_after_a_failed_exchange_no_rank_goes_on_before_all_have_awaited_theirs(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would end its group for bytes, and with that what others are still receiving."""
+    done: list[str] = []
+
+    def settle(what: str) -> None:
+        done.append("settled")
+        raise SyncError("another error")
+
+    def fails(*_: Any) -> None:
+        raise error("injected")
+
+    ranks = SimpleNamespace(rank=0, trainers=(0,), rollouts=(1,), gather=lambda value: [value] * 2)
+    agreement: Any = SimpleNamespace(ranks=ranks, settle=settle, gather=lambda what, value: [value] * 2)
+    sender = BucketSender(CPU, BOUND)
+    monkeypatch.setattr(sender, "drain", lambda slot: done.append("drained"))
+    monkeypatch.setattr(Exchanged, "_run", fails)
+    with pytest.raises(error, match="injected"):
+        Exchanged(SyncConfig(), agreement, sender).run(SimpleNamespace())  # type: ignore[arg-type]
+    drained = ["drained"] * SLOTS
+    assert done == {SyncError: [*drained, "settled"], RankLostError: [], ValueError: drained}[error]
