@@ -152,16 +152,30 @@ def fail_and_die(driver: Driver, rollouts: list[Member], tmp_path: Path) -> None
     driver.sync(7, [second, third])
     exact(driver, [second, third], tmp_path / "v7")
 
-    # one dies while weights are on their way: the others hear of it in time, and go on without it
-    assert third.ask("die_in_second_bucket").answer() is None
+    die(driver, second, third, 8, tmp_path)
+
+
+def die(driver: Driver, left: Member, dying: Member, version: int, tmp_path: Path) -> None:
+    """One dies while weights are on their way: the others hear of it in time, and go on without it."""
+    assert dying.ask("die_in_second_bucket").answer() is None
     before = time.monotonic()
-    died = driver.sync(8, [second, third])
+    died = driver.sync(version, [left, dying])
     assert time.monotonic() - before < 3 * TIMEOUT + 60
     assert died[3] is None and all(isinstance(each, Failure) for each in died[:3]), died
     assert all("a rank died" in each.text for each in died[:3]), died
-    together(driver.trainers, "train", 9)
-    driver.sync(9, [second])
-    exact(driver, [second], tmp_path / "v9")
+    together(driver.trainers, "train", version + 1)
+    driver.sync(version + 1, [left])
+    exact(driver, [left], tmp_path / f"v{version + 1}")
+
+
+def test_an_engine_that_dies_in_an_exchange_costs_that_sync_alone(model: str, tmp_path: Path) -> None:
+    """It holds a part of what the engine beside it reads, and trainer ranks on another host are sending to it."""
+    with members(model, 2) as (driver, (first, second)):
+        lie(driver, [first, second], "aabb")
+        reports = driver.sync(1, [first, second])[2:]
+        assert all(report["delivery"] == "exchanged" and report["buckets"] > 3 for report in reports), reports
+        die(driver, first, second, 2, tmp_path)
+        assert first.ask("report").answer()["delivery"] == "exchanged"
 
 
 def test_on_one_host_engines_read_the_memory_of_the_trainer(model: str, tmp_path: Path) -> None:
