@@ -82,9 +82,8 @@ class Exchanged(Sharded):
             for slot in range(SLOTS):
                 with suppress(Exception):
                     self._sender.drain(slot)
-            if isinstance(
-                error, SyncError
-            ):  # of all ranks, of which none ends its transfers before all have awaited them
+            if isinstance(error, SyncError):
+                # All ranks raise it, and none goes on to end its transfers before all have awaited theirs
                 with suppress(SyncError):
                     self._agreement.settle("awaiting what was on its way")
             raise
