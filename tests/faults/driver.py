@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 from faults.cells import Cell
+from faults.points import SLOW_SECONDS
 from faults.processes import NEVER_SYNCED, SAVED, SLACK_SECONDS, Server, T, Told, Trainer
 from separate.driver import Failure, Member
 
@@ -189,6 +190,7 @@ class World:
         text = ""
         if cell.kind == "slow":
             assert present in (["staged"] * 2, ["direct"] * 2), present
+            assert seconds >= SLOW_SECONDS, f"{cell}: the fault did not happen"
         else:
             assert all(isinstance(answer, Failure) for answer in present), present
             assert len({answer.text for answer in present}) == 1, present
