@@ -85,6 +85,7 @@ def serving(engine: BareEngine, model: str, pause: str, kind: type[SyncSGLangHtt
     server = kind(rollout_config(pause), HFModelConfig(path=model), RolloutMode.STANDALONE, [], 0, 0, 1, "", 0)
     server.tokenizer_manager = engine.engine.tokenizer_manager
     server.mark_requests()
+    server._gate.succeed(server._gate.begin())  # its first sync is behind it
     return server
 
 

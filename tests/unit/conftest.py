@@ -30,6 +30,7 @@ def server_with(tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatc
         backend: str = SEPARATE_BACKEND,
         node_rank: int = 0,
         release_cuda_graph: bool = False,
+        had_a_sync: bool = True,
     ) -> Any:
         engine = CheckpointEngineConfig(backend=backend)
         config = RolloutConfig(
@@ -41,6 +42,8 @@ def server_with(tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatc
         model = HFModelConfig(path=tiny_model("qwen2"))
         server = SyncSGLangHttpServer(config, model, mode, [], 0, node_rank, 1, "", 0)
         server.tokenizer_manager = manager
+        if had_a_sync:
+            server._gate.succeed(server._gate.begin())
         return server
 
     return make

@@ -14,6 +14,33 @@ def test_open_at_first() -> None:
     asyncio.run(asyncio.wait_for(WeightsGate().enter(), 1))
 
 
+def test_an_engine_that_needs_a_sync_waits_for_its_first_one() -> None:
+    async def story() -> None:
+        gate = WeightsGate(needs_sync=True)
+        with pytest.raises(RuntimeError, match=r"waited 0\.01 s for its first sync; call"):
+            await gate.first_sync(0.01)
+        waiting = asyncio.create_task(gate.first_sync(1))
+        number = gate.begin()
+        await asyncio.sleep(0.01)
+        assert not waiting.done(), "it is half written"
+        gate.succeed(number)
+        await waiting
+
+    asyncio.run(story())
+
+
+def test_who_waits_for_a_first_sync_hears_of_its_failure() -> None:
+    async def story() -> None:
+        gate = WeightsGate(needs_sync=True)
+        waiting = asyncio.create_task(gate.first_sync(1))
+        gate.fail("rank 1: out of memory", gate.begin())
+        await waiting
+        with pytest.raises(RuntimeError, match="half written: rank 1: out of memory"):
+            await gate.enter()
+
+    asyncio.run(story())
+
+
 def test_waits_for_the_end_of_a_sync() -> None:
     async def story() -> list[str]:
         gate, order = WeightsGate(), []

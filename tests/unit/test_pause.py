@@ -67,6 +67,33 @@ def test_a_load_pauses_a_server_whose_driver_has_not(pause: str, asked: list[str
     asyncio.run(story())
 
 
+@pytest.mark.parametrize(
+    ("mode", "backend", "waits"),
+    [
+        (RolloutMode.STANDALONE, SEPARATE_BACKEND, True),
+        (RolloutMode.STANDALONE, "nccl", False),
+        (HYBRID, SEPARATE_BACKEND, False),
+    ],
+)
+def test_a_replica_answers_behind_its_first_sync(
+    mode: RolloutMode, backend: str, waits: bool, server_with: Make
+) -> None:
+    """One that joins holds the weights that it was started with; who needs no sync of ours answers at once."""
+
+    async def story() -> None:
+        manager = Manager()
+        manager.answers.set()
+        server = server_with(manager, "abort", mode, backend, had_a_sync=False)
+        call = asyncio.ensure_future(server.generate([1], {"max_new_tokens": 1}, "request"))
+        await asyncio.sleep(0.05)
+        assert call.done() != waits
+        if waits:
+            await loaded(server, 7)
+            assert (await call).extra_fields["global_steps"] == 7
+
+    asyncio.run(story())
+
+
 def test_a_pause_waits_in_short_turns_for_requests_that_end(server_with: Make) -> None:
     """SGLang's own looks once a second."""
 

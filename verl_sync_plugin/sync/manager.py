@@ -48,9 +48,12 @@ class ShardingManager(BaseShardingManager):
         report: of the last sync, or the one under way.
         keeps_staging: staging memory stays allocated between syncs; the same on all ranks. Who lets the engine sleep
             says False where the room for it is short.
+        asks_early: an engine that is awake is asked to load before the ranks plan, and comes while they do; it generates
+            nothing from then on.
     """
 
     backend: ClassVar[type[TrainerBackend]]
+    asks_early: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -172,11 +175,11 @@ class ShardingManager(BaseShardingManager):
 
         plan, wake, connect, transfer, commit; ``finish`` comes later, when the trainer has made room.
         """
-        stage, awake = self.report.stage, not wake_tags
+        stage, early = self.report.stage, self.asks_early and not wake_tags
         self.meeting.begin(sync_id)
         try:
             with stage("update_weights"):
-                if awake:  # it is asked first of all, and comes while the ranks plan
+                if early:
                     self.meeting.ask(version)
                 with stage("plan"):
                     sync = self.plan(sync_id)
@@ -185,7 +188,7 @@ class ShardingManager(BaseShardingManager):
             await self.waking.resume(wake_tags, self.report, meanwhile=partial(delivery.fill, sync))
             self.report.staging_bytes = self.sender.staging_bytes
             with stage("update_weights"):
-                if not awake:
+                if not early:
                     self.meeting.ask(version)
                 with stage("connect"):
                     await self.meeting.meet()

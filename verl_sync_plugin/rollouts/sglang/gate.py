@@ -13,13 +13,19 @@ class WeightsGate:
 
     Syncs are numbered: the last step of one that was given up may come to its end while the next is under way, and is
     to end nothing but its own.
+
+    Args:
+        needs_sync: the engine's own weights are not to be generated from; the gate opens with the first sync.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, needs_sync: bool = False) -> None:
         self._passable = asyncio.Event()
         self._passable.set()
         self._at_rest = asyncio.Event()  # no sync is under way
         self._at_rest.set()
+        self._synced = asyncio.Event()  # or has heard that its first sync failed
+        if not needs_sync:
+            self._synced.set()
         self._held = False
         self._failure: str | None = None
         self.number = 0
@@ -50,6 +56,7 @@ class WeightsGate:
         """
         self.refuse_given_up(number)
         self._failure = None
+        self._synced.set()
         self._at_rest.set()
         self._settle()
 
@@ -62,6 +69,7 @@ class WeightsGate:
         """
         if number in (None, self.number):
             self._failure = why
+            self._synced.set()
             self._at_rest.set()
             self._settle()
 
@@ -80,6 +88,21 @@ class WeightsGate:
             self._passable.clear()
         else:
             self._passable.set()
+
+    async def first_sync(self, seconds: float) -> None:
+        """Waits for the first sync of an engine that needs one.
+
+        Raises:
+            HalfWrittenError: none has come within ``seconds``.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                await self._synced.wait()
+        except TimeoutError:
+            raise HalfWrittenError(
+                f"the rollout engine still has the weights that it was started with: a request has waited {seconds:g} s "
+                "for its first sync; call the checkpoint manager's update_weights before requests are routed to it"
+            ) from None
 
     async def enter(self) -> None:
         """Waits while a sync is under way or generation is paused, as SGLang's own queue would.

@@ -42,9 +42,9 @@ class PausingServer(SGLangHttpServer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sync = sync_config_of(self.config)
-        self._gate = WeightsGate()
         backend = self.config.checkpoint_engine.backend
         self.separate = self.rollout_mode == RolloutMode.STANDALONE and backend == SEPARATE_BACKEND
+        self._gate = WeightsGate(needs_sync=self.separate and self._sync.enabled)
         self.pause = self._sync.pause if self.separate else "abort"
         self._loads = 0
         self._paused = self.paused_by_load = False  # when SGLang was asked to
@@ -117,11 +117,13 @@ class PausingServer(SGLangHttpServer):
         self._gate.let_go()
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """verl's generate, through the gate (see ``WeightsGate.enter``).
+        """verl's generate, through the gate (see ``WeightsGate``). A replica that has joined answers behind its first
+        sync.
 
         A call that may span a sync says so in the fields that verl's client fills in otherwise: the version of the
         weights when it began, and when it ended.
         """
+        await self._gate.first_sync(together_seconds(self._sync.timeout_seconds))
         await self._gate.enter()
         began = self.global_steps
         output = await super().generate(*args, **kwargs)

@@ -53,6 +53,8 @@ class SeparateManager(LoRAShardingManager):
         engine, endpoint, config, args: as in ``ShardingManager``.
     """
 
+    asks_early = False  # the engine has requests to answer while the trainer plans
+
     def __init__(
         self, ranks: JointRanks, own: Ranks, engine: Any, endpoint: RolloutEndpoint, config: SyncConfig, *args: Any
     ) -> None:
