@@ -13,7 +13,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("verl", "sglang", "torch", "transformers", "ray", "triton", "torch-memory-saver", "verl-sync-plugin")
+from benchmarks import schema
+
+PACKAGES = (
+    "verl", "sglang", "torch", "transformers", "ray", "triton", "torch-memory-saver", "verl-sync-plugin", *schema.PEERS,
+)  # fmt: skip
 
 
 def _output(command: list[str], cwd: Path | None = None) -> str | None:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of the transfer alone: a row per case and bucket size. The plugin's own profile stays in the results."""
+"""The table of the transfer alone: a row per case and bucket size, with peers where any were measured. The plugin's own
+profile stays in the results."""
 
 from __future__ import annotations
 
 import statistics
 from typing import Any
 
-from benchmarks import floor, schema
-from benchmarks.report import separate_table
+from benchmarks import floor
+from benchmarks.report import peers, separate_table
 
 DEFAULT_VERIFY = "first"
 NOTED = (
@@ -16,12 +17,7 @@ NOTED = (
     ("never compared in the engine", True, False, "never"),
     ("compared in the engine in every sync", True, False, "always"),
 )
-# what a peer tells of its syncs
-PARTS = {
-    "registration_seconds": "and {} before it to register the weights in pinned host memory",
-    "writer_seconds": "of which its writer took {}",
-}
-HEAD = ("case", "bucket", "stock", "**plugin**", "speed-up", "floor", "× floor")
+HEAD = ("case", "bucket", "stock", "**plugin**", "speed-up", *peers.HEAD, "floor", "× floor")
 
 
 def harness(result: dict[str, Any]) -> str:
@@ -58,7 +54,7 @@ def shown_buckets(result: dict[str, Any]) -> list[int]:
     return sorted({*sizes[:1], *sizes[-1:]})
 
 
-def _rows(result: dict[str, Any]) -> list[list[str]]:
+def _rows(result: dict[str, Any], elsewhere: tuple[str, float] | None) -> list[list[str]]:
     stock = seconds_by_bucket(result, "stock", hashed=False)
     plugin = seconds_by_bucket(result, "plugin", hashed=True)
     lowest = floor.of_result(result)
@@ -69,9 +65,10 @@ def _rows(result: dict[str, Any]) -> list[list[str]]:
             [
                 result["case"],
                 f"{size} MiB",
-                milliseconds(slow) if slow else "",
+                milliseconds(slow) if slow else (f"{milliseconds(elsewhere[1])} (another visit)" if elsewhere else ""),
                 f"**{milliseconds(fast)}**" if fast else "",
                 f"{slow / fast:.1f}×" if slow and fast else "",
+                *peers.cells(result, fast, milliseconds),
                 milliseconds(lowest) if lowest else "",
                 f"{fast / lowest:.1f}" if fast and lowest else "",
             ]
@@ -79,7 +76,7 @@ def _rows(result: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _note(result: dict[str, Any]) -> str:
+def _note(result: dict[str, Any], elsewhere: tuple[str, float] | None) -> str:
     run = result["runs"][0]
     text = f"- `{result['case']}`: {run['settings']['tensors']} tensors, {run['bytes'] / 1e9:.2f} GB of bf16"
     for what, *how in NOTED:
@@ -90,11 +87,9 @@ def _note(result: dict[str, Any]) -> str:
     if {"plugin", "stock"} <= firsts.keys():
         text += f"; the first sync {firsts['plugin']:.2f} s, stock's {firsts['stock']:.2f} s"
     text += _engine_load(result)
-    for peer in (run for run in result["runs"] if run["variant"] in schema.PEERS):
-        text += f"; {peer['variant']} {milliseconds(peer['stages']['phase'])}"
-        for name, what in PARTS.items():
-            parts = [sync["report"][name] for sync in peer["samples"]["syncs"] if name in sync["report"]]
-            text += f", {what.format(milliseconds(statistics.median(parts)))}" if parts else ""
+    text += peers.note(result, milliseconds)
+    if elsewhere is not None:
+        text += f"; stock was not measured beside it, its {milliseconds(elsewhere[1])} are those of `{elsewhere[0]}`"
     return f"{text}."
 
 
@@ -114,6 +109,7 @@ def render(results: list[dict[str, Any]]) -> list[str]:
     """The lines of the table; none without results."""
     if not results:
         return []
+    other = {result["case"]: peers.stock_elsewhere(result, results) for result in results}
     lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
-    lines += ["| " + " | ".join(row) + " |" for result in results for row in _rows(result)]
-    return ["", *lines, "", *(_note(result) for result in results)]
+    lines += ["| " + " | ".join(row) + " |" for result in results for row in _rows(result, other[result["case"]])]
+    return ["", *lines, "", *(_note(result, other[result["case"]]) for result in results)]

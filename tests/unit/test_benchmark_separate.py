@@ -119,20 +119,45 @@ def test_the_transfer_of_a_separate_trainer_is_compared_with_the_link() -> None:
     assert "GB/s" not in transfer_table.render([case])[-1], "a link that was not measured is not compared with"
 
 
-def test_what_a_peer_took_is_noted_with_its_parts() -> None:
-    def run(variant: str, seconds: float, **report: float) -> dict[str, Any]:
-        samples = {"syncs": [{"seconds": seconds, "report": report}], "first_syncs": [{"seconds": 9.0}]}
-        settings = {"harness": "transfer", "bucket_mb": 8, "hashed": variant == "plugin", "tensors": 3}
-        stages = {"phase": seconds}
-        return {"variant": variant, "settings": settings, "stages": stages, "bytes": 10**9, "samples": samples}
+def peer_run(variant: str, seconds: float, first: dict[str, float] | None = None, **report: float) -> dict[str, Any]:
+    samples = {
+        "syncs": [{"seconds": seconds, "report": report}],
+        "first_syncs": [{"seconds": 9.0, "report": first or report}],
+    }
+    settings = {"harness": "transfer", "model": "7b", "bucket_mb": 8, "hashed": variant == "plugin", "tensors": 3}
+    return {
+        "variant": variant, "settings": settings, "stages": {"phase": seconds}, "bytes": 10**9, "samples": samples,
+    }  # fmt: skip
 
-    runs = [
-        run("plugin", 0.05),
-        run("awex", 0.25, writer_seconds=0.2),
-        run("checkpoint-engine", 2, registration_seconds=1),
-    ]
-    text = "\n".join(transfer_table.render([{"case": "t", "runs": runs}]))
-    assert "; awex 250 ms, of which its writer took 200 ms; checkpoint-engine 2000 ms, and 1000 ms before it to" in text
+
+def peer_result(case: str, *runs: dict[str, Any], gpu: str = "H200", **versions: str) -> dict[str, Any]:
+    return {"case": case, "machine": {"gpu": gpu, "gpus": 2}, "versions": versions, "runs": list(runs)}
+
+
+def test_a_peers_seconds_stand_in_the_table_with_what_they_leave_out() -> None:
+    registered = peer_run("checkpoint-engine", 2, {"registration_seconds": 8.5}, registration_seconds=0.3)
+    case = peer_result("t", peer_run("stock", 0.2), peer_run("plugin", 0.05), registered)
+    (row,) = [line for line in transfer_table.render([case]) if line.startswith("| t |")]
+    cells = row.split(" | ")
+    assert cells[2:6] == ["200 ms", "**50.0 ms**", "4.0×", "checkpoint-engine 0.4.2: 2000 ms, 40.0 × the plugin's"]
+    assert "into pinned host memory (0.30 s; 8.50 s at first)" in cells[6] and "hashes nothing" in cells[6]
+    assert len(cells) == len(transfer_table.HEAD)
+    newer = {**case, "versions": {"checkpoint-engine": "0.5"}}
+    assert "| checkpoint-engine 0.5: 2000 ms" in "\n".join(transfer_table.render([newer]))
+
+
+def test_stock_of_another_visit_is_named_beside_a_peer() -> None:
+    case = peer_result("t", peer_run("plugin", 0.05), peer_run("awex", 0.25, writer_seconds=0.2))
+    elsewhere = peer_result("other", peer_run("plugin", 0.06), peer_run("stock", 0.3))
+    text = "\n".join(transfer_table.render([case, elsewhere]))
+    assert "| t | 8 MiB | 300 ms (another visit) | **50.0 ms** |  | awex 0.9.0: 250 ms, 5.0 × the plugin's |" in text
+    assert "the plugin's 9.00 s, of a later one its writer takes 200 ms; stock was not measured beside it, its" in text
+    assert "300 ms are those of `other`" in text
+    for unlike in (
+        {**elsewhere, "machine": {"gpu": "H100", "gpus": 2}},
+        peer_result("other", {**peer_run("stock", 0.3), "settings": {**case["runs"][0]["settings"], "model": "8b"}}),
+    ):
+        assert "another visit" not in "\n".join(transfer_table.render([case, unlike])), unlike
 
 
 def test_pauses_are_shown_by_server_and_mode() -> None:
