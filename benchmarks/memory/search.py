@@ -15,6 +15,9 @@ WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 _TOKENS = re.compile(r"max_total_num_tokens=(\d+)")
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory|Not enough memory|cuMem\w+ failed|CUDA_ERROR", re.IGNORECASE)
+# an exception by name, and a warning: NCCL's "WARN", Python's and loggers'
+_RAISED = re.compile(r"\b(?:\w+Error|\w+Exception)\b")
+_WARNING = re.compile(r"\bWARN(?:ING)?\b|\b\w*Warning\b")
 LONGEST = 400  # characters of an error that are kept
 
 
@@ -28,11 +31,19 @@ def ran_out(log: str) -> bool:
     return _OUT_OF_MEMORY.search(log) is not None
 
 
+def is_warning(line: str) -> bool:
+    """Whether a line only warns: what raised stands elsewhere."""
+    return _WARNING.search(line) is not None and _RAISED.search(line) is None
+
+
 def reason(log: str) -> str:
-    """The first line of a log about memory that could not be had, else its last line that is not empty."""
+    """The line of a log about memory that could not be had that says most, the first of its kind: an exception, else
+    any that is no warning, else a warning. Without one: the log's last line that is not empty."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     about = [line for line in lines if _OUT_OF_MEMORY.search(line)]
-    return (about or lines[-1:] or ["nothing was logged"])[0][:LONGEST]
+    raised = [line for line in about if _RAISED.search(line)]
+    plain = [line for line in about if not is_warning(line)]
+    return (raised or plain or about or lines[-1:] or ["nothing was logged"])[0][:LONGEST]
 
 
 def pending(attempts: list[dict[str, Any]], ways: list[str], shares: list[float]) -> Iterator[tuple[str, float]]:

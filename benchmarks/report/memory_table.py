@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from benchmarks.memory import search
+
 HEAD = ("case", "way", "highest share that survived", "KV tokens", "phase", "died above it")
 
 
@@ -13,7 +15,9 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # Ray's, of a line's origin
 
 
 def _cell(text: str) -> str:
-    return _COLOUR.sub("", text).replace("|", "\\|").replace("<", "&lt;")
+    """A reason as it was recorded; of a warning, that it is one."""
+    shown = _COLOUR.sub("", text).replace("|", "\\|").replace("<", "&lt;")
+    return f"{shown} (a warning; what raised was not recorded)" if search.is_warning(text) else shown
 
 
 def _row(result: dict[str, Any], way: str) -> list[str]:

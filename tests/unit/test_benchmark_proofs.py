@@ -117,6 +117,40 @@ def test_log_of_a_try_says_what_fits_and_what_ended_it() -> None:
     assert search.reason("one\nlast\n\n") == "last" and search.kv_tokens("") is None
 
 
+NCCL_WARNS = (
+    "\x1b[36m(SGLangHttpServer pid=10676)\x1b[0m [2026-11-25 04:30:42] vm:10755:11297 [1] include/alloc.h:316 "
+    "NCCL WARN Cuda failure 'out of memory'"
+)
+RAISED = (
+    "\x1b[36m(SGLangHttpServer pid=7349)\x1b[0m torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20 MiB."
+)
+NCCL_RAISED = "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:94, Cuda failure 'out of memory'"
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ([NCCL_WARNS, "Traceback", RAISED, RAISED.replace("20", "30")], RAISED),
+        ([NCCL_WARNS, "Traceback", NCCL_RAISED, "end"], NCCL_RAISED),
+        ([NCCL_WARNS, "cuMemCreate failed with 2", "end"], "cuMemCreate failed with 2"),
+        ([NCCL_WARNS, "UserWarning: memory is nearly full", "end"], NCCL_WARNS),
+        (["RuntimeError: nothing about memory", RAISED], RAISED),
+    ],
+)
+def test_an_exception_about_memory_says_more_than_a_warning_before_it(lines: list[str], found: str) -> None:
+    assert search.reason("\n".join(lines)) == found
+
+
+def test_a_recorded_warning_is_shown_as_one() -> None:
+    attempts = [
+        {"way": way, "share": 0.9, "survived": False, "kv_tokens": None, "reason": reason}
+        for way, reason in (("stock", NCCL_WARNS), ("plugin-at-once", RAISED))
+    ]
+    warned, raised = table.render([_result([], attempts=attempts)]).splitlines()[-4:-2]
+    assert warned.endswith("'out of memory' (a warning; what raised was not recorded) |"), warned
+    assert raised.endswith("Tried to allocate 20 MiB. |") and "\x1b" not in warned + raised
+
+
 def test_served_and_merged_rollouts_differ_in_the_adapter_alone() -> None:
     args = rollouts.arguments(["--case", "x", "--model", "tiny", "--rank", "4", "--out", "x.json"])
     assert rollouts.server_options(args, "served")[4:7] == ["--enable-lora", "--max-lora-rank", "4"]
