@@ -8,7 +8,8 @@ from typing import Any
 
 HEAD = (
     "case", "run", "steps", "reward, first 5 steps", "reward, last 5 steps", "probability difference, median",
-    "gradient norm, median", "update weights, median", "step, median",
+    "gradient norm, median", "update weights, median", "step, median", "step 1: reward", "gradient norm",
+    "tokens of an answer", "probability difference",
 )  # fmt: skip
 ENDS = 5
 
@@ -30,6 +31,11 @@ def _row(result: dict[str, Any], run: dict[str, Any]) -> list[str]:
         f"{_median(steps, 'grad_norm'):.3g}",
         f"{_median(steps[1:], 'update_weights'):.3f} s",
         f"{_median(steps[1:], 'step'):.2f} s",
+        # sampled with the weights that every run begins with
+        f"{rewards[0]:.3f}",
+        f"{float(steps[0]['grad_norm']):.3g}",
+        f"{float(steps[0]['response_length']):.1f}",
+        f"{float(steps[0]['probability_difference']):.1e}",
     ]
 
 
