@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from verl_sync_plugin.cli.entry import main
 from verl_sync_plugin.cli.prove import checks as made
 from verl_sync_plugin.cli.prove import table
 from verl_sync_plugin.cli.prove.checks import Check
+from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.rollouts.sglang.digests import digests_of
 
@@ -36,6 +38,43 @@ def test_every_parameter_of_every_rank_has_to_be_as_sglang_loads_it() -> None:
     assert not made._synced(1, LOADED, [LOADED[0], {"a": "3"}], report)[0].passed, "a parameter that is gone"
 
 
+def test_a_sync_that_compares_a_part_says_how_many_and_one_that_compares_nothing_proves_nothing() -> None:
+    part = made._own_proof(1, SyncReport(verified_tensors=57, not_comparable=3))
+    assert part.passed and (part.compared, part.not_comparable) == (57, 3)
+    assert part.found.startswith("57 tensors compared in the engine, 3 not comparable: the log names these")
+    whole = made._own_proof(1, SyncReport(verified_tensors=60))
+    assert whole.passed and whole.found == "60 tensors compared in the engine, 0 not comparable"
+    nothing = made._own_proof(1, SyncReport(not_comparable=60))
+    assert not nothing.passed and "0 tensors compared in the engine, 60 not comparable: this sync" in nothing.found
+    full = SyncReport(verified_tensors=57, not_comparable=282, no_room="beside rank 1: no device memory")
+    crowded = made._own_proof(1, full)
+    assert not crowded.passed, "what is left out for want of memory is no property of the model"
+    assert "for want of memory (beside rank 1: no device memory). A lower --gpu-memory-ut" in crowded.found
+
+
+def test_what_ends_the_run_for_want_of_memory_is_a_failed_check_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the way to the device; as JSON alone on the standard output."""
+    (tmp_path / "config.json").write_text("{}")
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.02 GiB.")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", full)
+    assert main(["prove", str(tmp_path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    (check,) = found["checks"]
+    assert not found["passed"] and not check["passed"] and (found["compared"], found["not_comparable"]) == (0, 0)
+    assert check["found"].startswith("loading the trainer's model failed. rank 0: torch.OutOfMemoryError: CUDA out of")
+    assert "Tried to allocate 1.02 GiB. Give the trainer's model more room: --trainer-dtype bfloat16" in check["found"]
+
+
+def test_other_failures_name_no_memory() -> None:
+    assert made._failed(SyncError("a\nb")).found == "a b"
+    assert made._failed(MemoryError()).found.startswith("MemoryError Give the trainer's model more room")
+
+
 def test_checksums_are_compared_where_there_are_any() -> None:
     assert made._same_sums(1, {"a": "1"}, {"a": "1"})[0].passed
     assert not made._same_sums(1, {"a": "1"}, {"a": "2"})[0].passed
@@ -54,9 +93,18 @@ def test_digests_tell_any_bit_of_parameters_and_buffers() -> None:
 
 def test_the_table_names_what_failed() -> None:
     checks = [Check("one", True, "fine").as_dict(), Check("another", False, "bad").as_dict()]
-    text = table({"passed": False, "checks": checks})
+    text = table({"passed": False, "not_comparable": 0, "checks": checks})
     assert text.splitlines() == ["one      ok       fine", "another  FAILED   bad", "", "NOT proven"]
     json.dumps(checks)
+
+
+def test_the_table_does_not_call_a_part_the_whole() -> None:
+    checks = [Check("one", True, "some", compared=5, not_comparable=2).as_dict()]
+    *_, row, _, last = table({"passed": True, "compared": 5, "not_comparable": 2, "checks": checks}).splitlines()
+    assert row == "one  partly   some"
+    assert last.endswith("the syncs themselves compared 5 tensors in the engine, and could not compare 2")
+    checks[0]["not_comparable"] = 0
+    assert table({"passed": True, "compared": 5, "not_comparable": 0, "checks": checks}).endswith("\nproven")
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,8 @@ class SyncReport:
             is not verified.
         verified_bytes: what was compared of the parameters of one engine rank.
         not_comparable: tensors of which it cannot be.
+        no_room: why an engine rank could not find out where its tensors lie, which then count as not comparable; empty
+            where all could.
         canary_difference: how far the engine's log-probabilities of the canary's prompts are from the trainer's, in
             nats: the mean over the tokens of the worst prompt; -1 in a sync without canary.
         canary_decode_difference: the same between what the engine decodes and what it says of these tokens when it
@@ -127,6 +129,7 @@ class SyncReport:
     verified_tensors: int = 0
     verified_bytes: int = 0
     not_comparable: int = 0
+    no_room: str = ""
     canary_difference: float = -1.0
     canary_decode_difference: float = -1.0
     hashed_tensors: int = 0

@@ -151,6 +151,7 @@ class Commit:
         self._destination.compare(sums, proven)
         sync.report.verified_tensors = len(self._destination.compared)
         sync.report.not_comparable = len(self._destination.left_out)
+        sync.report.no_room = self._destination.no_room
         sync.report.verified_bytes = proven.nbytes if proven is not None else 0
 
     def _narrowed(self, sync: Sync, sums: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,9 +20,17 @@ from verl_sync_plugin.errors import RolloutError, SyncError
 from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.rollouts import LOCAL, rollout_of
 from verl_sync_plugin.spmd import oracles
+from verl_sync_plugin.spmd.engine import errors
 from verl_sync_plugin.spmd.rollout import SpmdRollout
+from verl_sync_plugin.transport.agreement import Agreement
 
 NAMED = 3  # parameters in a line
+LOADING_SECONDS = 600.0  # within which the ranks load the trainer's model, one earlier than another
+_OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory", re.IGNORECASE)
+_MORE_ROOM = (
+    "Give the trainer's model more room: --trainer-dtype bfloat16 (half of float32), a lower --gpu-memory-utilization, "
+    "a smaller model, or a device that nothing else uses."
+)
 Digests = list[dict[str, str]]
 
 
@@ -34,12 +43,16 @@ class Check:
         passed: it is as it should be.
         found: what was found.
         skipped: it could not be looked at here.
+        compared: of a sync's own proof, how many tensors it compared in the engine.
+        not_comparable: and how many it could not, which it says nothing of.
     """
 
     check: str
     passed: bool
     found: str
     skipped: bool = False
+    compared: int | None = None
+    not_comparable: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -55,18 +68,38 @@ def prove(options: argparse.Namespace) -> list[Check]:
     with _world():
         try:
             _prove(options, checks)
-        except (RolloutError, SyncError) as error:
-            checks.append(Check("the run", False, " ".join(str(error).split())))
+        except (RolloutError, SyncError, torch.OutOfMemoryError, MemoryError) as error:
+            checks.append(_failed(error))
     return checks
 
 
-def _prove(options: argparse.Namespace, checks: list[Check]) -> None:
+def _failed(error: BaseException) -> Check:
+    """What ended the run, in one line, with a remedy where memory did."""
+    text = " ".join(f"{error}".split()) or type(error).__name__
+    memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or _OUT_OF_MEMORY.search(text)
+    return Check("the run", False, f"{text} {_MORE_ROOM}" if memory else text)
+
+
+def _model(options: argparse.Namespace, agreement: Agreement) -> torch.nn.Module:
+    """The trainer's model. Collective.
+
+    Raises:
+        RolloutError: a rank could not load it; the same text on every rank.
+    """
     from transformers import AutoModelForCausalLM
 
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    dtype = getattr(torch, options.trainer_dtype)
-    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()
-    model.to(device)
+    def load() -> torch.nn.Module:
+        dtype = getattr(torch, options.trainer_dtype)
+        model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()
+        return model.to(torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu")
+
+    with errors("loading the trainer's model"):
+        return agreement.step("loading the trainer's model", load)
+
+
+def _prove(options: argparse.Namespace, checks: list[Check]) -> None:
+    agreement = Agreement(LOADING_SECONDS)
+    model = _model(options, agreement)
     with SpmdRollout(
         options.model,
         tensor_parallel_size=options.tp,
@@ -89,7 +122,8 @@ def _prove(options: argparse.Namespace, checks: list[Check]) -> None:
             checks += _synced(number, loaded, oracles.digests(rollout), report)
             if not isinstance(sums, str):
                 checks += _same_sums(number, sums, _checksums(rollout))
-        checks += _logprobs(options, rollout, model)
+        with errors("comparing log-probabilities"):
+            checks += agreement.step("comparing log-probabilities", lambda: _logprobs(options, rollout, model))
 
 
 def _reset(number: int, loaded: Digests | None, now: Digests | None) -> list[Check]:
@@ -103,14 +137,28 @@ def _reset(number: int, loaded: Digests | None, now: Digests | None) -> list[Che
 
 def _synced(number: int, loaded: Digests | None, now: Digests | None, report: SyncReport) -> list[Check]:
     """Every parameter is again what SGLang's own load of the checkpoint makes of it, and the sync's own proof holds."""
+    own = _own_proof(number, report)
     way = "in place" if report.direct_bytes else ("replayed" if report.replayed_tensors else "the engine's own load")
-    said = f"{report.verified_tensors} tensors compared in the engine, {report.not_comparable} not comparable"
-    own = Check(f"sync {number}, its own proof", report.verified_tensors > 0, said)
     if loaded is None or now is None:
         return [own]
     other = _compared(loaded, now, lambda before, after: before != after)
     found = f"all {_count(now)} parameters as SGLang loads them itself" if not other else f"other: {_shown(other)}"
     return [Check(f"sync {number} ({way})", not other, f"{found}; {report.phase_seconds:.2f} s"), own]
+
+
+def _own_proof(number: int, report: SyncReport) -> Check:
+    """What the sync itself compared in the engine: nothing is proven where nothing could be compared, nor where an
+    engine rank had no memory to find out what it holds; and of what is not comparable it says nothing."""
+    compared, left_out = report.verified_tensors, report.not_comparable
+    said = f"{compared} tensors compared in the engine, {left_out} not comparable"
+    if report.no_room:
+        said += f", for want of memory ({report.no_room}). A lower --gpu-memory-utilization leaves room."
+    elif not compared:
+        said += ": this sync proves nothing itself"
+    elif left_out:
+        said += ": the log names these, and the digests alone judge them"
+    passed = compared > 0 and not report.no_room
+    return Check(f"sync {number}, its own proof", passed, said, compared=compared, not_comparable=left_out)
 
 
 def _checksums(rollout: SpmdRollout) -> dict[str, str] | str | None:
