@@ -53,6 +53,8 @@ def line(step: int, rank: int = 0, pid: int = 7, **changes: Any) -> dict[str, An
         direct_bytes=8_000_000_000,
         delivery="direct",
         hashed_tensors=339,
+        verified_tensors=337,
+        not_comparable=2,
         staging_bytes=GIB,
         kept_staging_bytes=GIB,
         device_total_bytes=140 * GIB,

@@ -76,6 +76,18 @@ def test_line_has_what_an_operator_looks_for() -> None:
         assert part in line
 
 
+def test_line_of_a_verified_sync_says_how_much_was_compared() -> None:
+    assert "verified=" not in report().line(), "nothing was looked at"
+    assert report(verified_tensors=5, not_comparable=2).line().endswith(" verified=5 not_comparable=2")
+    crowded = report(not_comparable=7, no_room="beside rank 1: full").line()
+    assert crowded.endswith(" verified=0 not_comparable=7 (an engine rank had no memory to find out what it holds)")
+
+
+def test_metrics_tell_the_worst_replica_of_what_was_compared() -> None:
+    found = metrics_of([report(verified_tensors=n, not_comparable=7 - n).as_dict() for n in (5, 3)])
+    assert (found["sync/verified_tensors"], found["sync/not_comparable"]) == (3.0, 4.0)
+
+
 def test_report_survives_the_wire() -> None:
     assert SyncReport(**report(device_used_bytes={"asleep": 1}).as_dict()) == report(device_used_bytes={"asleep": 1})
 

@@ -79,7 +79,7 @@ class TestPage:
     def test_proofs(self, tmp_path: Path) -> None:
         _, page = page_of(written(tmp_path, line(0), line(1)))
         assert "Every sync wrote every parameter" in page.texts["proofs"] and "in 2 of 2 syncs" in page.texts["proofs"]
-        assert page.row("proof-numbers", "first sync") == ["199", "0", "339", "339"]
+        assert page.row("proof-numbers", "first sync") == ["199", "0", "339", "337", "2", "339"]
         _, page = page_of(written(tmp_path, line(0), line(1, coverage_missing=3, hashed_tensors=0)))
         assert "In 1 syncs, from step 1 on" in page.texts["proofs"] and "in 1 of 2 syncs" in page.texts["proofs"]
         assert page.texts["covered"] == "196 of 199"

@@ -214,7 +214,10 @@ class SyncReport:
         return asdict(self)
 
     def line(self) -> str:
-        """The report in one log line."""
+        """The report in one log line; of a verified sync also how many tensors it compared in the engine."""
+        compared = f" verified={self.verified_tensors} not_comparable={self.not_comparable}"
+        proven = compared if self.verified_tensors or self.not_comparable else ""
+        room = " (an engine rank had no memory to find out what it holds)" if self.no_room else ""
         stages = " ".join(f"{name}={seconds:.4f}s" for name, seconds in self.stages.items())
         return (
             f"sync of step {self.global_steps}: phase={self.phase_seconds:.4f}s {stages} "
@@ -222,6 +225,7 @@ class SyncReport:
             f"of={self.bucket_bytes / 2**20:g}MiB tensors={self.tensors} emptied_caches={self.emptied_caches} "
             f"released={self.released_bytes / 2**20:.0f}MiB "
             f"peak_device={self.peak_device_bytes / 2**20:.0f}MiB peak_host={self.peak_host_bytes / 2**20:.0f}MiB"
+            f"{proven}{room}"
         )
 
 

@@ -84,12 +84,18 @@ def _proofs(run: Run) -> str:
     if all("hashed_tensors" in report["untold"] for sync in run.syncs for report in sync.reports):
         text = "These reports, of an older version, do not say whether hashes were compared."
     last = "A sync whose hashes differ fails the run, so it is not in a report file."
-    keys = ("coverage_expected", "coverage_missing", "hashed_tensors", "tensors")
+    keys = (
+        *("coverage_expected", "coverage_missing", "hashed_tensors"),
+        *("verified_tensors", "not_comparable", "tensors"),
+    )
     rows = [
         (label, *(UNTOLD if key in report["untold"] else str(report[key]) for key in keys))
         for label, report in figures.examples(run)
     ]
-    head = ("", "engine parameters", "not written whole", "tensors with equal hashes", "tensors sent")
+    head = (
+        *("", "engine parameters", "not written whole", "tensors with equal hashes"),
+        *("tensors compared in the engine", "not comparable there", "tensors sent"),
+    )
     numbers = table(head, rows, "proof-numbers")
     return f'<section id="proofs"><h2>Proofs</h2><p>{said}</p><p>{text} {last}</p>{numbers}</section>'
 
