@@ -43,13 +43,13 @@ def _row(result: dict[str, Any], run: dict[str, Any]) -> list[str] | None:
     ranks = _median([sync["stages"]["update_weights"] for sync in syncs])
     paused = _median([each["paused"] for each in outer if each.get("paused")])
     load = _median([sync["report"][LOAD] for sync in syncs if LOAD in sync["report"]])
-    share = f" ({paused / ranks:.2f} × ranks)" if paused and ranks else ""
+    times = [f"{paused / part:.2f} × {name}" for part, name in ((ranks, "ranks"), (load, "load")) if paused and part]
     return [
         result["case"],
         run["variant"],
         _milliseconds(_median([each["call"] for each in outer])),
         _milliseconds(ranks),
-        _milliseconds(paused) + share,
+        _milliseconds(paused) + (f" ({', '.join(times)})" if times else ""),
         _milliseconds(load),
         link_share(result, run, load),
         str(len(syncs)),

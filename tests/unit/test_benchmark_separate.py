@@ -61,7 +61,8 @@ def result(**machine: Any) -> dict[str, Any]:
 def test_table_compares_pauses_and_the_rate_with_the_link() -> None:
     lines = table.render([result(link_bytes_per_second=500_000_000_000)]).splitlines()
     assert "| separate-x | stock | 800 ms | 400 ms | 700 ms (1.75 × ranks) | – | – | 1 |" in lines
-    assert "| separate-x | plugin | 80 ms | 40 ms | 30 ms (0.75 × ranks) | 10 ms | 400 GB/s, 80% of 500 | 1 |" in lines
+    paused = "30 ms (0.75 × ranks, 3.00 × load)"
+    assert f"| separate-x | plugin | 80 ms | 40 ms | {paused} | 10 ms | 400 GB/s, 80% of 500 | 1 |" in lines
     assert "| 400 GB/s |" in table.render([result()]), "a link that was not measured is not compared with"
 
 
