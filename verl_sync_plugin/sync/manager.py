@@ -48,8 +48,8 @@ class ShardingManager(BaseShardingManager):
         report: of the last sync, or the one under way.
         keeps_staging: staging memory stays allocated between syncs; the same on all ranks. Who lets the engine sleep
             says False where the room for it is short.
-        asks_early: an engine that is awake is asked to load before the ranks plan, and comes while they do; it generates
-            nothing from then on.
+        asks_early: an engine that is awake is asked to load before the ranks plan, and comes while they do; it
+            generates nothing from then on.
     """
 
     backend: ClassVar[type[TrainerBackend]]

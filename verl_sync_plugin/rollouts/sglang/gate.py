@@ -100,7 +100,7 @@ class WeightsGate:
                 await self._synced.wait()
         except TimeoutError:
             raise HalfWrittenError(
-                f"the rollout engine still has the weights that it was started with: a request has waited {seconds:g} s "
+                f"the rollout engine still has the weights that it was started with: a request waited {seconds:g} s "
                 "for its first sync; call the checkpoint manager's update_weights before requests are routed to it"
             ) from None
 
