@@ -18,16 +18,32 @@ from separate.processes import Host
 from verl_sync_plugin.rollouts.sglang.pickling import dumps
 
 if TYPE_CHECKING:
+    from verl_sync_plugin.sync.endpoint import PendingLoad
     from verl_sync_plugin.sync.separate.managers import SeparateManager
+    from verl_sync_plugin.transport.protocol import LoadRequest
 
 CPU = torch.device("cpu")
 State = dict[str, torch.Tensor]
 
 
 class Endpoint(BareEngineEndpoint):
-    """The engine of one rollout rank, which has a place among trainer and rollout ranks."""
+    """The engine of one rollout rank, which has a place among trainer and rollout ranks.
+
+    Attributes:
+        manager: of the group.
+        planned: of every load that was asked for, whether the ranks had planned the sync by then.
+    """
 
     joint: tuple[int, ...] = ()
+    manager: SeparateManager
+
+    def __init__(self, engine: BareEngine | None) -> None:
+        super().__init__(engine)
+        self.planned: list[bool] = []
+
+    def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
+        self.planned.append("plan" in self.manager.report.stages)
+        return super().start_load(request, weight_version)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -78,7 +94,12 @@ class Rollout(Host):
         from verl_sync_plugin.sync.separate.managers import SeparateRollout
 
         self.endpoint.joint = incoming.membership.engine_ranks
-        return SeparateRollout(incoming.membership.ranks, self.endpoint, self.engine._config, CPU)
+        self.endpoint.manager = SeparateRollout(incoming.membership.ranks, self.endpoint, self.engine._config, CPU)
+        return self.endpoint.manager
+
+    def asked_behind_plan(self) -> list[bool]:
+        """See ``Endpoint.planned``."""
+        return self.endpoint.planned
 
     def sync(self, version: int) -> dict[str, Any]:
         """Receives; returns the report, which an engine's first rank has published."""

@@ -35,3 +35,5 @@ def test_each_tensor_parallel_rank_reads_only_its_part(tiny_model: Callable[[str
             read = first.ask("read", tmp_path / f"read{version}").answer()
             assert read == [(2 if delivery == "direct" else 1) * nbytes for nbytes in kept], (version, read, kept)
             exact(driver, [first], tmp_path / f"v{version}")
+        # the engine generates until it is asked, so not while the trainer plans
+        assert first.ask("asked_behind_plan").answer() == [True] * 3
