@@ -72,8 +72,9 @@ def cells(result: dict[str, Any], plugin: float | None, shown: Callable[[float],
 def note(result: dict[str, Any], shown: Callable[[float], str]) -> str:
     """What else is known of the peers in a result, to be added to its note; empty without peers."""
     text = ""
-    plugin = next((run for run in result["runs"] if run["variant"] == "plugin"), None)
-    beside = f", the plugin's {_first(plugin)}" if plugin is not None else ""
+    ours = {run["variant"]: run for run in reversed(result["runs"]) if run["variant"] in ("plugin", "stock")}
+    # with stock in the result the note has told the plugin's already
+    beside = f", the plugin's {_first(ours['plugin'])}" if ours.keys() == {"plugin"} else ""
     for run in runs_of(result):
         text += f"; {run['variant']}'s first sync {_first(run)}{beside}"
         syncs = run["samples"]["syncs"]
