@@ -185,11 +185,14 @@ class DestinationCheck:
             proven: of the engine rank beside this rank, if there is one.
 
         Raises:
-            SyncError: parameters hold something else; names the tensors, the same text on every rank.
+            SyncError: parameters hold something else, which names the tensors, or any rank has failed since the ranks
+                settled last; the same text on every rank.
         """
         held = torch.zeros_like(sent)
-        if proven is not None:
-            held = weighed(proven.sums, self._placed, self._factors, len(self._names))
+        with self._agreement.attempt():
+            if proven is not None:
+                held = weighed(proven.sums, self._placed, self._factors, len(self._names))
+        self._agreement.settle("comparing what the engine holds")  # a rank that has nothing to sum leaves nobody alone
         total = self._agreement.sum("comparing what the engine holds", torch.stack([sent, held]))
         wrong = (total[0] * self._times != total[1] * self._times_sent) & (self._times > 0)
         if wrong.any():
