@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.rollouts.sglang.awake import AwakeState
 
+T = TypeVar("T")
 Ask = Callable[[list[str]], Awaitable[Any]]
 
 
@@ -48,6 +49,15 @@ class Occupation:
     async def resume(self, tags: list[str], ask: Ask) -> None:
         """Resumes what is released of ``tags``; arguments and errors as of ``release``."""
         await self._bounded("resume", tags, self._change(tags, self.state.to_resume, ask, self.state.note_resumed))
+
+    async def keep(self, work: Awaitable[T]) -> T:
+        """Does work of the engine that needs its memory as it is: nothing is released or resumed before it has ended.
+
+        So it is where the work outlives the sync it belongs to: SGLang ends its processes when it is to release memory
+        while a request is running.
+        """
+        async with self._turn:
+            return await work
 
     async def _bounded(self, what: str, tags: list[str], change: Awaitable[None]) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.managers.io_struct import GenerateReqInput
@@ -13,7 +14,13 @@ IDLE_SECONDS = 20.0
 Scores = tuple[list[list[float]], list[list[float]], list[list[float]]]
 
 
-async def score(manager: Any, prompts: list[list[int]], response_tokens: int, adapter: str | None) -> Scores:
+async def score(
+    manager: Any,
+    prompts: list[list[int]],
+    response_tokens: int,
+    adapter: str | None,
+    wanted: Callable[[], None] = lambda: None,
+) -> Scores:
     """What SGLang says of prompts, read and decoded. All its memory is awake; nobody else's requests are let in.
 
     Args:
@@ -21,18 +28,20 @@ async def score(manager: Any, prompts: list[list[int]], response_tokens: int, ad
         prompts: token ids.
         response_tokens: how many it decodes behind each prompt, greedily.
         adapter: name of the adapter that it serves; ``None`` without one.
+        wanted: is called before every request, and raises once the trainer has given the sync up.
 
     Returns:
         The fields of ``Scored``, in their order.
 
     Raises:
-        RuntimeError: SGLang did not score every token, or does not come to rest behind it.
+        RuntimeError: SGLang did not score every token, or does not come to rest behind it, or the sync was given up.
         ValueError: SGLang refuses the prompts.
     """
+    wanted()
     answers = await _ask(manager, prompts, response_tokens, adapter)
     longer = [[*prompt, *answer["output_ids"]] for prompt, answer in zip(prompts, answers, strict=True)]
+    wanted()
     again = await _ask(manager, longer, 1, adapter)
-    await _rest(manager)
     read = [_log_probs(answer, "input_token_logprobs") for answer in answers]
     decoded = [_log_probs(answer, "output_token_logprobs") for answer in answers]
     rescored = [_log_probs(answer, "input_token_logprobs")[-response_tokens:] for answer in again]
@@ -49,12 +58,13 @@ async def _ask(manager: Any, prompts: list[list[int]], tokens: int, adapter: str
         lora_path=adapter,
     )
     answers: list[dict[str, Any]] = await anext(manager.generate_request(request, None))
+    await _rest(manager)
     return answers
 
 
 async def _rest(manager: Any) -> None:
-    """Waits until SGLang flushes: for a moment it still counts a request that it has answered as running, and
-    ``finish_sync`` would take that for somebody's."""
+    """Waits until SGLang flushes: for a moment it still counts a request that it has answered as running. Then
+    ``finish_sync`` would take that for somebody's, and SGLang would end if it were put to sleep."""
     deadline = time.monotonic() + IDLE_SECONDS
     while not getattr(await manager.flush_cache(), "success", True):
         if time.monotonic() > deadline:

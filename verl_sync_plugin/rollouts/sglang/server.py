@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any, ClassVar
 
@@ -138,7 +139,8 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
     async def score(self, prompts: list[list[int]], response_tokens: int) -> Scores:
         """The canary of a sync, which closes the gate to all but this; see ``scoring.score``."""
         adapter = SGLANG_LORA_NAME if self.lora_as_adapter else None
-        return await score(self.tokenizer_manager, prompts, response_tokens, adapter)
+        wanted = partial(self._gate.refuse_given_up, self._gate.number)
+        return await self.occupation.keep(score(self.tokenizer_manager, prompts, response_tokens, adapter, wanted))
 
     async def engine_alive(self) -> bool:
         """Whether every process that SGLang started here still runs."""
