@@ -8,15 +8,23 @@ from dataclasses import dataclass
 
 KINDS = ("error", "oom", "slow", "kill", "stop")
 SYNCS = ("first", "second", "direct")
-STAGES = ("plan", "wake", "connect", "pack", "hand over", "load", "commit", "finish")
+# "verify" tells what the engine's parameters hold and "compare" judges it; "forward" is the trainer's pass over the
+# prompts of the canary, "canary" all else of that
+STAGES = (
+    *("plan", "wake", "connect", "pack", "hand over", "load", "commit"),
+    *("verify", "compare", "forward", "canary", "finish"),
+)
 # Where each stage can fail: on the trainer rank that leads its engine, on the other one, on the last engine rank (a
 # scheduler of SGLang) and in the rollout server
 STAGES_OF = {
     "leader": STAGES,
     "trainer": STAGES,
-    "engine": ("plan", "wake", "connect", "hand over", "load", "commit", "finish"),
-    "server": ("wake", "connect", "commit", "finish"),
+    "engine": ("plan", "wake", "connect", "hand over", "load", "commit", "verify", "canary", "finish"),
+    "server": ("wake", "connect", "commit", "canary", "finish"),
 }
+OUTSIDE_LOADER = ("wake", "canary", "finish")  # what an engine rank does then, SGLang does
+ENGINES_PROOFS = ("verify", "canary")  # every kind in every process that works for the engine
+LOADED = ("verify", "compare", "forward", "canary", "finish")  # the engine has all weights by then
 
 
 @dataclass(frozen=True)
@@ -45,19 +53,25 @@ class Cell:
     @property
     def ends_sglang(self) -> bool:
         """SGLang takes an exception of its scheduler outside of a loader for fatal, and ends all its processes."""
-        return self.place == "engine" and self.stage in ("wake", "finish") and self.kind in ("error", "oom")
+        return self.place == "engine" and self.stage in OUTSIDE_LOADER and self.kind in ("error", "oom")
 
     @property
     def heard_by(self) -> int:
         """The trainer rank that hears of it first: the engine rank's own, or the one that leads and asks the server."""
         complains = self.stage == "connect" and self.kind in ("error", "oom")
-        beside = self.place == "engine" and self.stage not in ("wake", "finish") and not complains
+        beside = self.place == "engine" and self.stage not in OUTSIDE_LOADER and not complains
         return 1 if beside or self.place == "trainer" else 0
+
+    @property
+    def parts_trainers(self) -> bool:
+        """The other trainer ranks wait in a collective of the forward pass, in vain, as long as torch.distributed has
+        them wait; this one meanwhile waits for them at the end of it."""
+        return self.stage == "forward" and self.kind in ("error", "oom", "stop")
 
     @property
     def group_is_lost(self) -> bool:
         """A trainer rank was away for longer than the others wait."""
-        return self.place in ("leader", "trainer") and self.kind in ("kill", "stop")
+        return self.place in ("leader", "trainer") and (self.kind in ("kill", "stop") or self.parts_trainers)
 
     @property
     def must_restart(self) -> bool:
@@ -65,7 +79,8 @@ class Cell:
 
 
 def matrix() -> list[Cell]:
-    """Cells so that every possible pair of values of two attributes occurs, and every kind in every place and sync.
+    """Cells so that every possible pair of values of two attributes occurs, every kind in every place and sync, and
+    every kind in engine and server while they prove something.
 
     Greedy: the next cell is the one that covers most of what is not covered yet; the order is the same in every run.
     """
@@ -82,5 +97,7 @@ def matrix() -> list[Cell]:
 
 def _covers(cell: Cell) -> set[tuple[tuple[str, str], ...]]:
     values = {"place": cell.place, "stage": cell.stage, "kind": cell.kind, "sync": cell.sync}
-    triple = tuple((name, values[name]) for name in ("place", "kind", "sync"))
-    return {triple, *itertools.combinations(values.items(), 2)}
+    triples = [tuple((name, values[name]) for name in ("place", "kind", "sync"))]
+    if cell.place in ("engine", "server") and cell.stage in ENGINES_PROOFS:
+        triples.append(tuple((name, values[name]) for name in ("place", "stage", "kind")))
+    return {*triples, *itertools.combinations(values.items(), 2)}

@@ -12,21 +12,13 @@ from typing import Any
 
 import psutil
 
-from faults.cells import Cell
-from faults.points import SLOW_SECONDS
-from faults.processes import NEVER_SYNCED, SAVED, SLACK_SECONDS, Server, T, Told, Trainer
+from faults.bounds import SLOW_SECONDS, bound
+from faults.cells import LOADED, Cell
+from faults.processes import NEVER_SYNCED, SAVED, Server, Told, Trainer
 from separate.driver import Failure, Member
 
 RESTART = "restart"
-SPARE_SECONDS = 5.0  # of a busy machine, beside what the product's own bounds add up to
 SYNCS_BEFORE = {"first": 0, "second": 1, "direct": 2}
-
-
-def bound(cell: Cell) -> float:
-    """Seconds that the sync of a cell may take: see the table in docs/design/failures.md."""
-    leaving = T + SPARE_SECONDS  # the server is told, and the engine leaves the load
-    together = 3 * T + SLACK_SECONDS
-    return leaving + (together if cell.group_is_lost else T if cell.kind in ("stop", "kill") else 0)
 
 
 @dataclass(frozen=True)
@@ -171,7 +163,7 @@ class World:
                 answers[rank] = each.answer(bound(cell) + 60)
         if cell.kind == "stop":
             self._go_on(cell)
-        if cell.group_is_lost and cell.kind == "stop":
+        if cell.group_is_lost and cell.kind != "kill":
             late = self.trainers[cell.heard_by].answer()
             assert isinstance(late, Failure), "the group went on without this rank"
         return answers
@@ -198,6 +190,7 @@ class World:
             self._check_text(cell, present[0])
         self._check_trainers(cell)
         holds, request = self._served(cell)
+        assert cell.stage not in LOADED or holds in (self._new, ""), "the engine had all weights"
         # Nobody tells the server when the leading rank is gone: it answers while nothing is asked of it, and then waits
         untold = cell.place == "leader" and cell.group_is_lost
         if request == "an answer":

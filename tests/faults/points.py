@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-SLOW_SECONDS = 1.5
+from faults.bounds import SLOW_SECONDS
+
 SIGNAL_SECONDS = 0.2  # a signal may reach another thread first, and this one would go on for a moment
 
 # Per place and stage: module, the attribute to be wrapped, and a value that must be among the arguments (or "")
@@ -27,6 +28,7 @@ _ENDPOINT = "verl_sync_plugin.rollouts.sglang.endpoint"
 _SERVER = "verl_sync_plugin.rollouts.sglang.server"
 _SESSION = "verl_sync_plugin.receiver.session"
 _UNPACKER = "verl_sync_plugin.receiver.unpacker"
+_SCORING = "verl_sync_plugin.trainers.scoring"
 _SAVER = "sglang.srt.utils.torch_memory_saver_adapter"
 _TRAINER: dict[str, tuple[Point, ...]] = {
     "plan": (("verl_sync_plugin.trainers.fsdp2", "FSDP2Source.shards", ""),),
@@ -35,16 +37,21 @@ _TRAINER: dict[str, tuple[Point, ...]] = {
     "hand over": ((_SENDER, "BucketSender.load", ""),),
     "load": ((_SENDER, "BucketSender.wait_loaded", ""),),
     "commit": ((_SENDER, "BucketSender.commit", ""),),
+    "verify": ((_SENDER, "BucketSender.proven", ""),),
+    "compare": (("verl_sync_plugin.verify.destination", "weighed", ""),),
+    "forward": (("verl.workers.engine.fsdp.transformer_impl", "FSDPEngineWithLMHead.forward_step", ""),),
 }
 POINTS: dict[str, dict[str, tuple[Point, ...]]] = {
     "trainer": {
         **_TRAINER,
         "wake": (("verl_sync_plugin.sync.wake", "note_device_memory", "asleep"),),
+        "canary": ((_SCORING, "_batch", ""),),
         "finish": (("verl_sync_plugin.rollouts.sglang.adapter", "note_device_memory", ""),),
     },
     "leader": {
         **_TRAINER,
         "wake": ((_ENDPOINT, "ServerActorEndpoint.resume", ""),),
+        "canary": ((_ENDPOINT, "ServerActorEndpoint.score", ""),),
         "finish": ((_ENDPOINT, "ServerActorEndpoint.finish", ""),),
     },
     "engine": {
@@ -54,12 +61,15 @@ POINTS: dict[str, dict[str, tuple[Point, ...]]] = {
         "hand over": ((_SESSION, "ReceiverSession._open", ""), (_SESSION, "ReceiverSession._meet_in_place", "")),
         "load": ((_UNPACKER, "Unpacker.load", ""), (_UNPACKER, "Unpacker.load_in_place", "")),
         "commit": ((_SESSION, "ReceiverSession._commit", ""),),
+        "verify": (("verl_sync_plugin.receiver.proof", "DestinationProof.proven", ""),),
+        "canary": (("sglang.srt.model_executor.model_runner", "ModelRunner.forward", ""),),
         "finish": ((_SAVER, "_TorchMemorySaverAdapterNoop.resume", "kv_cache"),),
     },
     "server": {
         "wake": ((_SERVER, "SyncSGLangHttpServer.resume_tags", "weights"),),
         "connect": ((_SERVER, "SyncSGLangHttpServer.load_weights", ""),),
         "commit": (("sglang.srt.managers.tokenizer_manager", "TokenizerManager.update_weights_from_tensor", "behind"),),
+        "canary": ((_SERVER, "SyncSGLangHttpServer.score", ""),),
         "finish": ((_SERVER, "SyncSGLangHttpServer.finish_sync", ""),),
     },
 }

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import threading
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,8 @@ from bare_engine import trainer
 from bare_engine.endpoint import BareEngine
 from bare_engine.scenario import PROMPT, _checkpoint
 from faults import points
+from faults.bounds import GROUP_SECONDS, SLACK_SECONDS, T
 
-T = 8.0  # custom.sync.timeout_seconds
-SLACK_SECONDS = 4.0  # of the ranks, in place of a minute
 BUCKET_BYTES = 40_000
 GATE_SECONDS = 3.0
 ARM = "faults.points.arm_engine"
@@ -38,7 +38,7 @@ def rollout_config(delivery: str) -> Any:
     """verl's."""
     from verl.workers.config import RolloutConfig
 
-    sync = {"timeout_seconds": T, "delivery": delivery}
+    sync = {"timeout_seconds": T, "delivery": delivery, "verify": "always", "canary": "enforce"}
     return RolloutConfig(name="sglang", tensor_model_parallel_size=2, custom={"sync": sync}, max_model_len=64)
 
 
@@ -48,12 +48,12 @@ class Trainer:
     def __init__(self, rank: int, port: int, model: str, folder: str, server: Connection | None) -> None:
         os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
         os.environ.update(MASTER_PORT=str(port), RAY_LOCAL_WORLD_SIZE="2")
-        dist.init_process_group("cpu:gloo", rank=rank, world_size=2)
+        dist.init_process_group("cpu:gloo", rank=rank, world_size=2, timeout=timedelta(seconds=GROUP_SECONDS))
         self.trainer, self.model, self.folder = trainer.build(model, "fsdp2"), model, Path(folder)
         trainer.share(self.trainer, self.folder)
         self._states = {SAVED: trainer.local_state(self.trainer)}
         for seed, name in enumerate("AB"):
-            trainer.perturb(self.trainer, seed)
+            trainer.perturb(self.trainer, seed, 0.005)  # adds up over worlds, and the canary compares fp32 with bf16
             self._states[name] = trainer.local_state(self.trainer)
         self._server, self._adapter = server, None
         self._place = "leader" if rank == 0 else "trainer"
@@ -99,6 +99,7 @@ class Trainer:
 
     def holds(self, name: str) -> bool:
         """Whether this rank's weights are that set, bit for bit."""
+        self.trainer.module.state_dict()  # type: ignore[attr-defined]  # FSDP2 shards what a failed forward left whole
         return all(map(torch.equal, trainer.local_state(self.trainer), self._states[name]))
 
     def save(self, name: str) -> str:
@@ -124,7 +125,10 @@ class Trainer:
         """The worker's calls, in their order; returns how the delivery went."""
         asyncio.run(self._sync(version))
         assert self._adapter is not None
-        return "direct" if self._adapter._manager.report.direct_bytes else "staged"
+        report = self._adapter._manager.report
+        assert report.verified_tensors > 0 == report.not_comparable, "the engine's memory is not proven whole"
+        assert "canary" in report.stages, "there was no canary"
+        return "direct" if report.direct_bytes else "staged"
 
     async def _sync(self, version: int) -> None:
         adapter = self._adapter

@@ -19,6 +19,9 @@ SMOKE = (
     Cell("server", "commit", "error", "first"),
     Cell("engine", "connect", "error", "second"),
     Cell("leader", "hand over", "slow", "direct"),
+    Cell("engine", "verify", "error", "first"),
+    Cell("leader", "compare", "error", "second"),
+    Cell("engine", "canary", "stop", "direct"),
     Cell("engine", "commit", "stop", "second"),
     Cell("trainer", "commit", "kill", "direct"),
 )
