@@ -51,7 +51,7 @@ def _sync_of(host: str) -> dict[str, Any]:
     return {**SYNC, "delivery": "exchanged"} if host else SYNC
 
 
-def _ours(
+def receiving(
     server: Any, bucket_bytes: int, sync: dict[str, Any]
 ) -> tuple[Any, Callable[[Any, int], Coroutine[Any, Any, Any]]]:
     """The rollout's end of the plugin's backend, and what does with its weights as verl's rollout adapter would."""
@@ -116,7 +116,9 @@ def _rollout(pipe: Connection, server: Any, folder: str, bucket_bytes: int, clus
         count_as_host(host)
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store-{os.getpid()}", rank=0, world_size=1)
-    engine, receive = _stock(server, bucket_bytes, cluster) if cluster else _ours(server, bucket_bytes, _sync_of(host))
+    engine, receive = (
+        _stock(server, bucket_bytes, cluster) if cluster else receiving(server, bucket_bytes, _sync_of(host))
+    )
     while True:
         try:
             what, given = pipe.recv()

@@ -27,7 +27,7 @@ from verl_sync_plugin.copies.bucket_memory import Memory
 from verl_sync_plugin.copies.copier import _PlainPrepared
 from verl_sync_plugin.copies.hulls import hulls_of, numbers_of
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.verify.destination import FIRST_SYNCS, Cadence
+from verl_sync_plugin.verify.cadence import FIRST_SYNCS, Cadence
 from verl_sync_plugin.verify.hashes import HashCheck
 
 pytestmark = pytest.mark.slow

@@ -159,13 +159,13 @@ def _port(setup: Setup) -> list[str]:
     """A port for SGLang's process group that no connection of a test beside this one can have.
 
     SGLang looks for a free port and binds it seconds later, in another process; by then the system may have given it to
-    somebody's outgoing connection. It gives away none below 32768 (Linux, by default), and Ray none above 20000. All
-    engines of a run would get the same port, so runs with several leave the choice to SGLang.
+    somebody's outgoing connection. By default Linux gives away none below 32768, and Ray none above 20000. All engines
+    of a run would get the same port, so runs with several leave the choice to SGLang.
     """
     if setup.replicas > 1 or "+sync=separate" in setup.overrides:
         return []
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    return [f"+actor_rollout_ref.rollout.engine_kwargs.sglang.nccl_port={20_000 + 1000 * worker + next(_RUNS)}"]
+    return [f"+actor_rollout_ref.rollout.engine_kwargs.sglang.nccl_port={31_000 + 500 * worker + next(_RUNS)}"]
 
 
 def _environment(setup: Setup, folder: Path) -> dict[str, str]:

@@ -138,21 +138,29 @@ def come_and_go(driver: Driver, rollouts: list[Member], tmp_path: Path) -> None:
     came_once(driver, [second, third], "aaaa")
     exact(driver, [second, third], tmp_path / "v5")
 
+    # it comes back, and leaves once more: all three have been a group before, and so have the two
+    for version, engines in ((6, rollouts), (7, [second, third])):
+        together(driver.trainers, "train", version)
+        before = time.monotonic()
+        assert not any(isinstance(each, Failure) for each in driver.sync(version, engines))
+        assert time.monotonic() - before < TIMEOUT
+        exact(driver, engines, tmp_path / f"v{version}")
+
 
 def fail_and_die(driver: Driver, rollouts: list[Member], tmp_path: Path) -> None:
     second, third = rollouts
     # a trainer rank fails: the same error for all, and the engines generate nothing
     assert driver.trainers[1].ask("break_packing", 1).answer() is None
-    failed = driver.sync(6, [second, third])
+    failed = driver.sync(8, [second, third])
     texts = {each.text for each in failed if isinstance(each, Failure)}
     assert len(texts) == 1 and len(failed) == 4, failed
     assert "rank 1: MemoryError: injected: cannot pack" in texts.pop()
     assert len(second.ask("abandoned").answer()) > 0
-    together(driver.trainers, "train", 7)
-    driver.sync(7, [second, third])
-    exact(driver, [second, third], tmp_path / "v7")
+    together(driver.trainers, "train", 9)
+    driver.sync(9, [second, third])
+    exact(driver, [second, third], tmp_path / "v9")
 
-    die(driver, second, third, 8, tmp_path)
+    die(driver, second, third, 10, tmp_path)
 
 
 def die(driver: Driver, left: Member, dying: Member, version: int, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ class Worker:
     def execute_checkpoint_engine(self, method: str, rank: int = -1, members: tuple[Member, ...] = ()) -> Any:
         if method == "prepare":
             self._note("prepare")
-            return Member(self.name, self.trainer, 0, 1, "", 0, ("host", 1) if self.trainer else None)
+            return Member(self.name, self.trainer, 0, 1, "", store=("host", 1) if self.trainer else None)
         assert method == "init_process_group", f"{method} says nothing new"
         assert members[rank].key == self.name, "a rank of its own"
         self._note("join")

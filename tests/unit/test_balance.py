@@ -12,7 +12,8 @@ import pytest
 from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.transport.proof import Parts
 from verl_sync_plugin.verify.balance import balance
-from verl_sync_plugin.verify.destination import Cadence, weighed
+from verl_sync_plugin.verify.cadence import Cadence
+from verl_sync_plugin.verify.destination import weighed
 
 WHOLE = ((Run(0, 0, 96),),)
 UPPER, LOWER = ((Run(0, 0, 48),),), ((Run(48, 0, 48),),)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,6 +34,16 @@ def _rank(rank: int, port: int) -> None:
         check.compare(NOTHING, Proven(sums=b"", placed=()))
     assert time.monotonic() - started < 10, "a rank was left alone"
     check.compare(NOTHING, Proven(sums=b"", placed=()))
+    with agreement.attempt():
+        if rank:
+            raise MemoryError("while it looked for what is made on the way")
+    plan = SimpleNamespace(digest="plan", buckets=[])
+    with pytest.raises(SyncError, match=r"rank 1: MemoryError: while it looked"):
+        check.learn(plan, None)  # type: ignore[arg-type]
+    with agreement.attempt():
+        raise ValueError("nobody is told of this one")
+    agreement.forget()  # the sync has failed by something else
+    agreement.settle("the next sync")
     dist.barrier()  # the first rank keeps the store
     dist.destroy_process_group()
 

@@ -92,3 +92,24 @@ def test_a_canary_in_time_is_answered_and_leaves_the_engine_at_rest() -> None:
         assert manager.asked == ["score", "flush", "flush"] * 2
 
     asyncio.run(now())
+
+
+def test_a_prompt_that_is_refused_leaves_the_engine_at_rest() -> None:
+    """SGLang goes on with the other prompts, and would end if it were put to sleep then."""
+
+    async def refused() -> None:
+        manager = Manager()
+
+        async def refusing(request: Any, raw: None) -> AsyncIterator[Any]:
+            manager._running = True
+            raise ValueError("injected: too long")
+            yield
+
+        manager.generate_request = refusing  # type: ignore[method-assign]
+        server = _server(manager)
+        with pytest.raises(ValueError, match="injected: too long"):
+            await SyncSGLangHttpServer.score(server, [[1, 2]], 1)
+        await server.occupation.release(["weights"], manager.release)
+        assert manager.asked == ["flush", "flush", "release"]
+
+    asyncio.run(refused())

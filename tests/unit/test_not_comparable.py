@@ -18,7 +18,8 @@ from verl_sync_plugin.layout.tensors import Base, View
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.proof import Proven
 from verl_sync_plugin.transport.ranks import Alone
-from verl_sync_plugin.verify.destination import MOST_TRIES, Cadence, DestinationCheck
+from verl_sync_plugin.verify.cadence import MOST_TRIES, Cadence
+from verl_sync_plugin.verify.destination import DestinationCheck
 from verl_sync_plugin.verify.narrowed import made_on_the_way
 
 

@@ -14,8 +14,9 @@ from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.proof import Proven
 from verl_sync_plugin.transport.protocol import Used
+from verl_sync_plugin.verify.cadence import Cadence
 from verl_sync_plugin.verify.coverage import check_coverage
-from verl_sync_plugin.verify.destination import Cadence, DestinationCheck, refuse_changed
+from verl_sync_plugin.verify.destination import DestinationCheck, refuse_changed
 from verl_sync_plugin.verify.hashes import HashCheck, paired
 from verl_sync_plugin.verify.narrowed import made_on_the_way, narrowed_sums
 from verl_sync_plugin.verify.uses import UseCheck
@@ -93,7 +94,9 @@ class Commit:
         try:
             news = self._agreement.settle("committing", waiting=news)
         except BaseException:
-            self._uses.forget()
+            # An engine rank tells once what it uses, reads and holds; of this sync that may not have come
+            for check in (self._uses, self._hashes, self._destination):
+                check.forget()
             raise
         finally:
             with self._agreement.attempt():
@@ -142,7 +145,9 @@ class Commit:
     def _verify(self, sync: Sync, proven: Proven | None, news: bool) -> None:
         """Collective: compares what the engine ranks hold with what was sent."""
         if news:
-            made = made_on_the_way(sync.plan, sync.rank, sync.shards, sync.source.makes_all)
+            made: frozenset[int] = frozenset()
+            with self._agreement.attempt():
+                made = made_on_the_way(sync.plan, sync.rank, sync.shards, sync.source.makes_all)
             self._destination.learn(sync.plan, proven, made)
         self._destination.refuse_unproven(self._config.verify)
         sums = torch.empty(0)

@@ -129,6 +129,7 @@ class ShardingManager(BaseShardingManager):
                 self.canary.ask_trainer(self.trainer, self.report)
             return self.report
         except BaseException as error:
+            self.agreement.forget()
             await self.meeting.give_up(str(error) or repr(error))
             raise
 
@@ -234,6 +235,7 @@ class ShardingManager(BaseShardingManager):
                 tags = []  # what is left is to flush and to let requests in
             await self.waking.finish(tags, self.report)
         except BaseException as error:
+            self.agreement.forget()
             await abandon(self.endpoint, str(error) or repr(error))
             raise
         return self.report

@@ -135,6 +135,11 @@ class Agreement:
         """Whether this rank has an error that the others do not know of yet."""
         return self._error is not None
 
+    def forget(self) -> None:
+        """Behind work that has ended otherwise: what failed in an ``attempt`` of it, and was never settled, is not told
+        as an error of what comes next."""
+        self._error = self._cancelled = None
+
     def settle(self, what: str, waiting: bool = False) -> bool:
         """Exchanges the status with all ranks.
 

@@ -10,6 +10,8 @@ over all ranks compares every copy of every byte.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -23,42 +25,8 @@ from verl_sync_plugin.transport.proof import Parts, Placed, Proven
 from verl_sync_plugin.verify.balance import balance
 from verl_sync_plugin.verify.hashes import NAMED, times_sent
 
-FIRST_SYNCS = 3  # verified by ``custom.sync.verify=first``
-MOST_TRIES = 10  # of a sync that is not verified whole for want of memory; each costs a load of marks
 MADE = "is made on the way, and rounded by the engine"
 UNEVEN = "the engine's ranks hold parts of it that cannot be compared together"
-
-
-class Cadence:
-    """Which syncs are verified; the same on all ranks of a trainer, which count the same syncs.
-
-    Args:
-        verify: ``custom.sync.verify``.
-    """
-
-    def __init__(self, verify: str | int) -> None:
-        self._verify = verify
-        self._ended: dict[str, int] = {}
-        self._tries: dict[str, int] = {}
-
-    def due(self, digest: str) -> bool:
-        """Whether the next sync of a plan is to be verified."""
-        ended = self._ended.get(digest, 0)
-        if isinstance(self._verify, int):
-            return ended % self._verify == 0
-        return self._verify == "always" or (self._verify == "first" and ended < FIRST_SYNCS)
-
-    def note(self, digest: str, whole: bool = True) -> None:
-        """A sync of a plan has ended well.
-
-        Args:
-            digest: of the plan.
-            whole: every engine rank could be asked, if it was to be; else the next sync is due in its place.
-        """
-        if not whole and self._tries.get(digest, 0) < MOST_TRIES:
-            self._tries[digest] = self._tries.get(digest, 0) + 1
-            return
-        self._ended[digest] = self._ended.get(digest, 0) + 1
 
 
 class DestinationCheck:
@@ -95,6 +63,10 @@ class DestinationCheck:
             self._placed, self._known = proven.placed, ""
         return not self.knows(plan)
 
+    def forget(self) -> None:
+        """Behind a sync that was given up: has the engine ranks tell again what they hold."""
+        self._known = ""
+
     def learn(
         self, plan: Plan, proven: Proven | None, made: frozenset[int] = frozenset(), sent_by: int | None = None
     ) -> None:
@@ -105,10 +77,19 @@ class DestinationCheck:
             proven: of the engine rank beside this rank, if there is one.
             made: numbers of tensors of which what this rank packs is not there any more to be rounded once again.
             sent_by: how many ranks send each byte; ``None`` for what the plan says.
+
+        Raises:
+            SyncError: any rank has failed since the ranks settled last, or in this; the same text on every rank.
         """
         told = () if proven is None else (self._placed, dict(proven.narrowed), proven.left_out, proven.unproven)
         no_room = "" if proven is None else proven.no_room
         everywhere = self._agreement.gather("exchanging what the engine holds", (told, made, no_room))
+        with self._agreement.attempt():
+            self._take_in(plan, everywhere, sent_by)
+        self._agreement.settle("exchanging what the engine holds")
+
+    def _take_in(self, plan: Plan, everywhere: list[Any], sent_by: int | None) -> None:
+        """What all ranks said in ``learn``."""
         self._names = list(numbers_of(bucket.entries for bucket in plan.buckets))
         planned = times_sent(plan, len(self._agreement.ranks.trainers))
         self._times_sent = planned if sent_by is None else torch.full_like(planned, sent_by)

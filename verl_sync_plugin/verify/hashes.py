@@ -57,6 +57,10 @@ class HashCheck:
             self._readings, self._learned = committed.readings, False
         return not self._learned
 
+    def forget(self) -> None:
+        """Behind a sync that was given up: has the engine ranks tell again what they read."""
+        self._learned = False
+
     def learn(self, plan: Plan, sent_by: int | None = None) -> None:
         """Collective: exchanges what the engine ranks read. What they read unevenly cannot be summed up; it is not
         compared in this sync, and hashed whole from the next one on.

@@ -57,8 +57,10 @@ async def _ask(manager: Any, prompts: list[list[int]], tokens: int, adapter: str
         logprob_start_len=0,
         lora_path=adapter,
     )
-    answers: list[dict[str, Any]] = await anext(manager.generate_request(request, None))
-    await _rest(manager)
+    try:
+        answers: list[dict[str, Any]] = await anext(manager.generate_request(request, None))
+    finally:  # also where SGLang refuses one of several prompts, and answers the others
+        await _rest(manager)
     return answers
 
 

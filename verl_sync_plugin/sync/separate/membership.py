@@ -41,7 +41,9 @@ class Member:
         place: its rank in the trainer, or in its replica.
         world: how many ranks the trainer or the replica has.
         device: names the GPU it computes on, on all hosts; empty on a CPU.
-        lost: how many syncs have failed for it, after each of which all make a new group.
+        group: name of the group that it is in; empty without one, and behind a sync that failed for it.
+        made: how many groups it has begun to make, so that no two of a run have one name: in the store, where they find
+            each other, a second one of the name would find the addresses of the first.
         store: host and port of the store where all find each other; of trainer rank 0 only.
         cumem: its ``NCCL_CUMEM_ENABLE``.
     """
@@ -51,7 +53,8 @@ class Member:
     place: int
     world: int
     device: str
-    lost: int
+    group: str = ""
+    made: int = 0
     store: tuple[str, int] | None = None
     cumem: str = ""
 
@@ -123,7 +126,7 @@ class Membership:
         self._alone_seconds = timeout_seconds
         self._timeout = together_seconds(timeout_seconds)
         self._key = uuid.uuid4().hex
-        self._lost = 0
+        self._made = 0
         self._store: dist.TCPStore | None = None
         self._address: tuple[str, int] | None = None
         if first:
@@ -131,6 +134,7 @@ class Membership:
             self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
             self._address = host, self._store.port
         self._name = ""
+        self._keys: tuple[str, ...] = ()  # of all in the group, by rank
         self.ranks: JointRanks | None = None
         self.own: Ranks = Alone()
         self.engine_ranks: tuple[int, ...] = ()
@@ -140,7 +144,7 @@ class Membership:
         place, world = dist.get_rank(), dist.get_world_size()
         device = _device_name(self._device)
         cumem = os.environ.get(CUMEM, "")
-        return Member(self._key, self._trainer, place, world, device, self._lost, self._address, cumem)
+        return Member(self._key, self._trainer, place, world, device, self._name, self._made, self._address, cumem)
 
     def join(self, rank: int, members: tuple[Member, ...]) -> bool:
         """Collective over all members: makes the group, unless it is there.
@@ -155,10 +159,11 @@ class Membership:
         Raises:
             RuntimeError: a member did not come in time.
         """
-        name = hashlib.sha256(repr([(m.key, m.lost) for m in members]).encode()).hexdigest()
-        if name == self._name and self.ranks is not None:
+        if self._stands(members):
             return False
         self.leave()
+        name = hashlib.sha256(repr([(m.key, m.made) for m in members]).encode()).hexdigest()
+        self._made += 1
         if self._store is None:
             assert members[0].store is not None, "trainer rank 0 keeps the store"
             host, port = members[0].store
@@ -174,12 +179,20 @@ class Membership:
             given = store, rank, *sizes, self._timeout, self._device, name[:NAME_LENGTH], self._alone_seconds
             self.ranks = JointRanks(*given)
         except BaseException:
-            self._lost += 1  # others may have come through: the next attempt is under another name for all
+            self.leave()  # others may have come through; with a member that is in no group all make another one
             raise
         me = members[rank]
         self.engine_ranks = () if me.trainer else tuple(range(rank - me.place, rank - me.place + me.world))
-        self._name = name
+        self._name, self._keys = name, tuple(member.key for member in members)
         return True
+
+    def _stands(self, members: tuple[Member, ...]) -> bool:
+        """Whether all members are in one group, and nobody else is; the same on all of them.
+
+        Somebody who was left out for a while is still in the group of before, which the others have left.
+        """
+        groups = {member.group for member in members}
+        return groups == {self._name} != {""} and self._keys == tuple(member.key for member in members)
 
     @contextmanager
     def taking_part(self) -> Iterator[None]:
@@ -194,11 +207,12 @@ class Membership:
         try:
             yield
         except BaseException as error:
-            self._lost += 1
+            if self.ranks is ranks:  # and not already that of a later sync
+                self._name = ""
             if isinstance(error, SyncError) and not isinstance(error, RankLostError):
                 if ranks is not None:
                     ranks.end_bytes()
-            elif self.ranks is ranks:  # and not already that of a later sync
+            elif self.ranks is ranks:
                 self.leave()
             elif ranks is not None:
                 ranks.close()
