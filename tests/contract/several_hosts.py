@@ -191,7 +191,7 @@ def packing_fails(member: Member) -> str:
 
 
 def a_byte_changes_on_the_network(member: Member) -> str:
-    """Bits of what rank 0 has received flip; whoever reads it says so."""
+    """One bit of what rank 0 has received flips; whoever reads it says so."""
     sender = member.manager.sender
     honest, drained = sender.exchange, sender.drain
     received: dict[int, torch.Tensor] = {}
@@ -204,7 +204,7 @@ def a_byte_changes_on_the_network(member: Member) -> str:
     def flipping(slot: int) -> None:
         drained(slot)
         if slot in received:
-            received.pop(slot).bitwise_xor_(128)
+            received.pop(slot)[7:8].bitwise_xor_(128)
 
     sender.exchange, sender.drain = noting, flipping  # type: ignore[method-assign]
     text = member.failing()

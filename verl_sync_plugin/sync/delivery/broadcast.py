@@ -4,7 +4,7 @@
 For engines on more hosts than send, and for ranks whose GPUs cannot read each other's memory. All ranks keep the same
 slots. A trainer rank packs its segment into a slot; one broadcast per segment, from the rank that packed it, completes
 the slot everywhere, so every byte is sent once however many engines there are; a rollout rank then has the engine rank
-beside it load the slot. Packing, sending and loading of successive buckets run at once. All ranks settle before the
+beside it load the slot. A bucket is loaded while the next one is packed and then sent. All ranks settle before the
 broadcasts of a bucket, so a rank that has failed leaves nobody alone in one.
 """
 
