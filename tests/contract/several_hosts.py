@@ -191,7 +191,8 @@ def packing_fails(member: Member) -> str:
 
 
 def a_byte_changes_on_the_network(member: Member) -> str:
-    """One bit of what rank 0 has received flips; whoever reads it says so."""
+    """A bit flips in each byte of a segment that rank 0 has received, of which its engine rank may read a part only;
+    whoever reads it says so."""
     sender = member.manager.sender
     honest, drained = sender.exchange, sender.drain
     received: dict[int, torch.Tensor] = {}
@@ -204,7 +205,7 @@ def a_byte_changes_on_the_network(member: Member) -> str:
     def flipping(slot: int) -> None:
         drained(slot)
         if slot in received:
-            received.pop(slot)[7:8].bitwise_xor_(128)
+            received.pop(slot).bitwise_xor_(128)
 
     sender.exchange, sender.drain = noting, flipping  # type: ignore[method-assign]
     text = member.failing()

@@ -22,7 +22,8 @@ from verl_sync_plugin.errors import SyncError
 # What can fail where one process is trainer, engine and server; SGLang's own processes are in tests/faults
 FAULTS = (
     *(("leader", stage) for stage in ("plan", "wake", "connect", "pack", "hand over", "load", "commit", "finish")),
-    *(("engine", stage) for stage in ("plan", "connect", "hand over", "load", "commit")),
+    *(("leader", stage) for stage in ("verify", "compare")),
+    *(("engine", stage) for stage in ("plan", "connect", "hand over", "load", "commit", "verify")),
     *(("server", stage) for stage in ("wake", "connect", "finish")),
 )
 TAGS = {"weights", "kv_cache"}
@@ -36,7 +37,7 @@ class Phase(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="phase-"))
-        self.real = OneProcess(self.checkpoint, self.folder)
+        self.real = OneProcess(self.checkpoint, self.folder, verify="always")
         self.served: dict[str, torch.Tensor] | None = None  # none before the first sync, and after one that failed
         self.request = "an answer"
         self.released: set[str] | None = set()  # unknown after a failure
