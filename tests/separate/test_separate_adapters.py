@@ -13,9 +13,9 @@ import pytest
 from bare_engine.scenario import PROMPT
 from megatron_cpu.engines import megatron_environment
 from separate.driver import Driver, Failure, Member, together
+from separate.members import members
 from separate.merging import JudgingRollout, MergedLoRATrainer
 from separate.serving import LoRATrainer, MegatronLoRATrainer, ServingRollout
-from separate.test_separate_syncs import members
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

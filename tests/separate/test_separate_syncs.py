@@ -3,64 +3,23 @@
 
 from __future__ import annotations
 
-import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron_cpu.engines import megatron_environment
-from separate.driver import Driver, Failure, Member, end, together
-from separate.processes import TIMEOUT, MegatronTrainer, Trainer
-from separate.rollouts import Rollout
+from separate.driver import Driver, Failure, Member, together
+from separate.members import exact, members
+from separate.processes import TIMEOUT, MegatronTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
 def model(tiny_model: Callable[[str], str]) -> str:
     return tiny_model("qwen2")
-
-
-@contextmanager
-def members(
-    model: str,
-    rollouts: int,
-    trainer: type[Trainer] = Trainer,
-    environment: AbstractContextManager[None] | None = None,
-    rollout: type[Rollout] = Rollout,
-    tp: int = 1,
-    **sync: object,
-) -> Iterator[tuple[Driver, list[Member]]]:
-    """Two trainer ranks, started in an environment of their own, and all ranks of rollouts."""
-    port = free_port()
-    with environment or nullcontext():
-        trainers = [Member(trainer, rank, 2, port, model, sync) for rank in range(2)]
-    ports = [free_port() for _ in range(rollouts)]
-    engines = [Member(rollout, port, model, sync, rank, tp) for port in ports for rank in range(tp)]
-    try:
-        assert [member.answer() for member in (*trainers, *engines)] == ["ready"] * (2 + rollouts * tp)
-        yield Driver(trainers), engines
-    finally:
-        end([*engines, *trainers])
-
-
-def exact(driver: Driver, rollouts: list[Member], folder: Path) -> None:
-    """Every engine holds what SGLang loads from a checkpoint of the trainer."""
-    folder.mkdir()
-    together(driver.trainers, "save", folder / "checkpoint")
-    for number, rollout in enumerate(rollouts):
-        own = folder / str(number)
-        own.mkdir()
-        assert rollout.ask("differs", folder / "checkpoint", own).answer() == []
 
 
 def test_syncs_are_exact_while_engines_join_leave_fail_and_die(model: str, tmp_path: Path) -> None:

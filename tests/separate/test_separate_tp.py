@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from separate.driver import Failure, together
-from separate.test_separate_syncs import exact, members
+from separate.members import exact, members
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
