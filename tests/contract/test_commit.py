@@ -78,3 +78,21 @@ def test_what_the_engine_uses_is_compared_when_there_is_news(used: Used | None) 
     """Without hashes, too, an exchange between all ranks in every sync would be one too many."""
     (happened,) = run_world(1, committed, False, used)
     assert ("exchanging what the engine uses" in happened) == (used is not None)
+
+
+def known_behind_a_failure() -> list[bool]:
+    """Whether the checks still take for known what the engine rank tells once, when its answer did not come."""
+    agreement, sender = Agreement(20.0), BucketSender(CPU, 20.0)
+    choice = Choice(SyncConfig(), agreement, sender, CPU)
+    commit, plan = Commit(SyncConfig(), agreement, sender, choice, Engine()), Plan((), (), "plan")
+    commit._hashes._learned, commit._hashes._digest, commit._destination._known = True, plan.digest, plan.digest
+    checks = commit._hashes, commit._destination
+    assert all(check.knows(plan) for check in checks)
+    sync = Sync("1", plan, WorldSource(), [], SyncReport(), everyone(), everyone())
+    with mock.patch.object(sender, "commit", side_effect=TimeoutError("injected")), pytest.raises(SyncError):
+        asyncio.run(commit.run(sync, choice.direct, None))
+    return [check.knows(plan) for check in checks]
+
+
+def test_what_an_engine_rank_tells_once_is_asked_again_behind_a_failure() -> None:
+    assert run_world(1, known_behind_a_failure) == [[False, False]]
