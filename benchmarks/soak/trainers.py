@@ -108,6 +108,7 @@ def _megatron(folder: Path, device: str) -> tuple[Any, Any, Any]:
         use_mbridge=True,
         use_remove_padding=False,
         use_dynamic_bsz=False,
+        override_ddp_config={"grad_reduce_in_fp32": False},  # nothing is trained, and so the MoE fits 80 GB
         override_transformer_config={
             **_LOCAL_LAYERS,
             **(_OF_BRIDGE if bridge else {}),

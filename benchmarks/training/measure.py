@@ -4,7 +4,8 @@
 ``python -m benchmarks.training --case training-small-1gpu --model-size small --steps 40 --stock-runs 2 --out FILE``
 
 Sampling repeats itself in no two runs, of stock verl neither: several stock runs show how far apart they are, and only
-what lies outside of that could be the plugin's doing. A run is one of the phase's harness (``phase/``) with a reward
+what lies outside of that could be the plugin's doing. With ``--greedy`` nothing is sampled, and runs can be compared
+number for number. A run is one of the phase's harness (``phase/``) with a reward
 that can be raised; which learning rate raises it is to be found (``--lr``).
 """
 
@@ -44,6 +45,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--response", type=int, default=64, help="most tokens of an answer")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--greedy", action="store_true", help="the likeliest tokens, one answer to a prompt at a time")
     parser.add_argument("--beside", action="store_true", help="others use the device, too: curves need no clock")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--timeout", type=float, default=270.0, help="seconds per run")
@@ -56,9 +58,19 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+# One answer is like another then, so one to a prompt; and alone, for sums in a batch depend on how large it is, and on
+# which part of a prompt an earlier one has left in the cache
+GREEDY = (
+    "actor_rollout_ref.rollout.top_k=1",
+    "actor_rollout_ref.rollout.n=1",
+    "actor_rollout_ref.rollout.max_num_seqs=1",
+    "+actor_rollout_ref.rollout.engine_kwargs.sglang.disable_radix_cache=True",
+)
+
+
 def case_of(args: argparse.Namespace) -> cases.Case:
     """The phase's case: one device, FSDP2, all parameters, and what makes the training learn and repeat itself."""
-    answers = cases.batch_of(args.device) * cases.samples_of(args.device)
+    answers = cases.batch_of(args.device) * (1 if args.greedy else cases.samples_of(args.device))
     share = () if args.device == "cpu" else ("actor_rollout_ref.rollout.gpu_memory_utilization=0.15",)
     extra = (
         *share,
@@ -70,6 +82,7 @@ def case_of(args: argparse.Namespace) -> cases.Case:
         f"actor_rollout_ref.actor.data_loader_seed={args.seed}",
         f"actor_rollout_ref.rollout.seed={args.seed}",
         f"+actor_rollout_ref.rollout.engine_kwargs.sglang.random_seed={args.seed}",
+        *(GREEDY if args.greedy else ()),
     )
     return cases.Case(
         name=args.case, model_size=args.model_size, gpus=1, strategy="fsdp2", rollout_tp=1, train_tp=1, train_pp=1,

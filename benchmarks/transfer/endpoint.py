@@ -29,6 +29,7 @@ class ServerEndpoint(RolloutEndpoint):
     def __init__(self, server: Client, ranks: tuple[int, ...] = (0,)) -> None:
         self._server = server
         self._ranks = ranks
+        self._load: _Post | None = None
         self._flushing: Future[None] | None = None
 
     leader = True  # type: ignore[assignment]
@@ -42,6 +43,8 @@ class ServerEndpoint(RolloutEndpoint):
         raise AssertionError("the benchmark's server never sleeps")
 
     async def finish(self, tags: list[str]) -> None:
+        if self._load is not None:
+            await self._load.answer()
         flushing, self._flushing = self._flushing or _asked(self._server, "GET", "/flush_cache"), None
         await asyncio.wrap_future(flushing)
 
@@ -65,7 +68,8 @@ class ServerEndpoint(RolloutEndpoint):
         return LoadOutcome(nbytes=len(packed))
 
     def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
-        return _Post(self._server, request)
+        self._load = _Post(self._server, request)
+        return self._load
 
 
 def _asked(server: Client, *question: Any) -> Future[None]:
@@ -93,8 +97,11 @@ class _Post(PendingLoad):
         return self._future.done()
 
     async def outcome(self, timeout: float) -> LoadOutcome:
-        await asyncio.wait_for(asyncio.wrap_future(self._future), timeout)
+        await asyncio.wait_for(self.answer(), timeout)
         return LoadOutcome()
+
+    async def answer(self) -> None:
+        await asyncio.wrap_future(self._future)
 
 
 class StockPath:

@@ -140,6 +140,7 @@ class BareEngineEndpoint(RolloutEndpoint):
         self.flushes = 0
         self.flushed_behind = 0  # those of them that were asked for during the load
         self._behind: Future[Any] | None = None
+        self._load: _ThreadLoad | None = None
 
     @property
     def leader(self) -> bool:
@@ -182,6 +183,7 @@ class BareEngineEndpoint(RolloutEndpoint):
         self._awake.note_resumed(tags)
 
     async def finish(self, tags: list[str]) -> None:
+        await self._answered()
         await self.resume(tags)
         behind, self._behind = self._behind, None
         if behind is None:
@@ -193,6 +195,7 @@ class BareEngineEndpoint(RolloutEndpoint):
         self.flushes += 1
 
     async def score(self, prompts: list[list[int]], response_tokens: int) -> Scored:
+        await self._answered()
         manager = self._bare().engine.tokenizer_manager
         return Scored(*await asyncio.to_thread(self._bare().call, score(manager, prompts, response_tokens, None)))
 
@@ -216,7 +219,12 @@ class BareEngineEndpoint(RolloutEndpoint):
 
     def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
         self._behind = None  # of a load that failed
-        return _ThreadLoad(self._bare(), request, weight_version)
+        self._load = _ThreadLoad(self._bare(), request, weight_version)
+        return self._load
+
+    async def _answered(self) -> None:
+        if self._load is not None:
+            await self._load.answer()
 
 
 class _ThreadLoad(PendingLoad):
@@ -235,5 +243,8 @@ class _ThreadLoad(PendingLoad):
         return self._future.done()
 
     async def outcome(self, timeout: float) -> LoadOutcome:
-        await asyncio.wait_for(asyncio.wrap_future(self._future), timeout)
+        await asyncio.wait_for(self.answer(), timeout)
         return LoadOutcome()
+
+    async def answer(self) -> None:
+        await asyncio.wrap_future(self._future)

@@ -22,6 +22,7 @@ from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.copies.packing import Packer
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.receiver.homes import spread
+from verl_sync_plugin.receiver.layout_key import LayoutKey
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.proof import DERIVED, DestinationProof
 from verl_sync_plugin.receiver.unpacker import Unpacker
@@ -139,7 +140,7 @@ class Pair:
         """
         shards = self.source.shards()
         self.packer.begin()
-        unpacker.begin(copy_plan=True, hashed=False)
+        unpacker.begin(LayoutKey(SGLangModel(model, dist.get_rank())).now(), copy_plan=True, hashed=False)
         if self.uses.asks(self.plan):
             self.uses.note(unpacker.uses.use(loaded=False))
             self.uses.compare(self.plan, loaded=False)

@@ -15,6 +15,7 @@ from verl_sync_plugin.copies.packing import Packer
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, Plan, View
+from verl_sync_plugin.receiver.layout_key import LayoutKey
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.proof import DestinationProof
 from verl_sync_plugin.receiver.unpacker import Unpacker
@@ -52,6 +53,7 @@ class Wire:
         self.plan: Plan = plan_buckets(bases, bucket_bytes, sharded)
         self._packers = [Packer(CPU, self.plan, rank, hashed=True, finite=False) for rank in range(ranks)]
         known, manifest = SGLangModel(model, dist.get_rank()), Manifest.of(self.plan)
+        self._key = LayoutKey(known)
         self.unpacker = Unpacker(known, manifest, CPU)
         self.proof = DestinationProof(known, manifest, CPU)
         self.coverage = Coverage(0, ())
@@ -89,7 +91,7 @@ class Wire:
         self._sent = [self._shards(weights, rank) for rank in range(self._ranks)]
         for packer in self._packers:
             packer.begin()
-        self.unpacker.begin(copy_plan=self.copy_plan, hashed=True, whole=self.check.whole(self.plan))
+        self.unpacker.begin(self._key.now(), self.copy_plan, hashed=True, whole=self.check.whole(self.plan))
         if self.uses.asks(self.plan):
             self.uses.note(self.unpacker.uses.use(loaded=False))
             self.uses.compare(self.plan, loaded=False)

@@ -11,6 +11,7 @@ import torch
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Base, View
 from verl_sync_plugin.receiver.engine_model import EngineModel
+from verl_sync_plugin.receiver.layout_key import LayoutKey
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.proof import DestinationProof
 from verl_sync_plugin.receiver.unpacker import Unpacker
@@ -58,7 +59,7 @@ class Receiver:
             for piece in entry.pieces:
                 taken = sent[entry.name].view(torch.uint8)[piece.target : piece.target + piece.width]
                 slot[piece.source : piece.source + piece.width] = taken
-        self.unpacker.begin(copy_plan=True, hashed=True)
+        self.unpacker.begin(LayoutKey(Engine(self.model, 0)).now(), copy_plan=True, hashed=True)
         self.proof.begin(self.unpacker.layout)
         if verified:
             self.proof.prepare(self.unpacker.recording)

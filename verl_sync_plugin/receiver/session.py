@@ -12,6 +12,7 @@ from verl_sync_plugin.receiver.activations import Activations
 from verl_sync_plugin.receiver.copy_plan import REMEDY
 from verl_sync_plugin.receiver.engine_model import EngineModel
 from verl_sync_plugin.receiver.homes import near, segments, spread
+from verl_sync_plugin.receiver.layout_key import Layout, LayoutKey
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.load_cache import LoadCache
 from verl_sync_plugin.receiver.proof import DestinationProof
@@ -46,6 +47,8 @@ class ReceiverSession:
 
     def __init__(self, model: EngineModel) -> None:
         self._model = model
+        self._key = LayoutKey(model)
+        self._layout: Layout = ()  # at the beginning of the sync under way
         self._digest = ""
         self._unpacker: Unpacker | None = None
         self._proof: DestinationProof | None = None
@@ -66,6 +69,7 @@ class ReceiverSession:
             Exception: whatever the model's ``load_weights`` raises.
         """
         wait = request.timeout_seconds
+        self._layout = self._key.now()  # while the trainer ranks make ready to greet
         hello = _expect(Hello, channel.receive(request.greeting_seconds))
         self._load_cache.begin()
         if hello.live:
@@ -178,7 +182,7 @@ class ReceiverSession:
             self._proof.told(proven)
 
     def _begin(self, unpacker: Unpacker, hello: Hello) -> None:
-        unpacker.begin(hello.copy_plan, hello.hashed, hello.whole)
+        unpacker.begin(self._layout, hello.copy_plan, hello.hashed, hello.whole)
         if self._proof is not None:
             self._proof.begin(unpacker.layout)
 

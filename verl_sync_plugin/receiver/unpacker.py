@@ -22,7 +22,7 @@ from verl_sync_plugin.receiver.copy_plan import REMEDY, CopyPlan, known_tensors,
 from verl_sync_plugin.receiver.cuts import scattered
 from verl_sync_plugin.receiver.direct import DirectLoads, obstacle
 from verl_sync_plugin.receiver.engine_model import EngineModel
-from verl_sync_plugin.receiver.layout_key import LayoutKey
+from verl_sync_plugin.receiver.layout_key import Layout, LayoutKey
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.marks import ELSEWHERE
 from verl_sync_plugin.receiver.recording import Recording
@@ -66,21 +66,21 @@ class Unpacker:
         self.replayed = (0, 0)  # tensors and bytes that this sync replays
         self.direct = DirectLoads(manifest, device)
 
-    def begin(self, copy_plan: bool, hashed: bool, whole: Sequence[int] = ()) -> None:
+    def begin(self, layout: Layout, copy_plan: bool, hashed: bool, whole: Sequence[int] = ()) -> None:
         """Decides how this sync loads. Never fails because a model cannot be planned.
 
         Args:
+            layout: of the model now.
             copy_plan: whether to plan at all.
             hashed: whether to hash what is read.
             whole: numbers of tensors to be hashed whole.
         """
         self._hashed, self.recording = hashed, None
-        layout, asked = self._key.now(), frozenset(self._tensors[number] for number in whole)
-        others, self._whole = asked != self._whole, asked
+        before, self._whole = self._whole, frozenset(self._tensors[number] for number in whole)
         if layout != self.layout or not self._settled:
             self.layout, self._trusted, self._judged, self._settled = layout, False, False, not copy_plan
             self._prepare(self._recorded(copy_plan))
-        elif others:
+        elif before != self._whole:
             self._replay = self._compile()
         self._start()
 
