@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bare_engine.ports import group_port
 from verl_sync_plugin import compat
 from verl_sync_plugin.rollouts.sglang.awake import AwakeState
 from verl_sync_plugin.rollouts.sglang.pickling import dumps
@@ -59,6 +60,7 @@ class BareEngine:
             mem_fraction_static=0.1,
             context_length=256,
             skip_server_warmup=True,
+            nccl_port=group_port(),
             sleep_on_idle=True,  # a scheduler without work would keep a core busy
             log_level="error",
             **more,
