@@ -29,7 +29,6 @@ class ServerEndpoint(RolloutEndpoint):
     def __init__(self, server: Client, ranks: tuple[int, ...] = (0,)) -> None:
         self._server = server
         self._ranks = ranks
-        self._load: _Post | None = None
         self._flushing: Future[None] | None = None
 
     leader = True  # type: ignore[assignment]
@@ -43,8 +42,6 @@ class ServerEndpoint(RolloutEndpoint):
         raise AssertionError("the benchmark's server never sleeps")
 
     async def finish(self, tags: list[str]) -> None:
-        if self._load is not None:
-            await self._load.answer()
         flushing, self._flushing = self._flushing or _asked(self._server, "GET", "/flush_cache"), None
         await asyncio.wrap_future(flushing)
 
@@ -68,8 +65,7 @@ class ServerEndpoint(RolloutEndpoint):
         return LoadOutcome(nbytes=len(packed))
 
     def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
-        self._load = _Post(self._server, request)
-        return self._load
+        return _Post(self._server, request)
 
 
 def _asked(server: Client, *question: Any) -> Future[None]:
@@ -97,11 +93,8 @@ class _Post(PendingLoad):
         return self._future.done()
 
     async def outcome(self, timeout: float) -> LoadOutcome:
-        await asyncio.wait_for(self.answer(), timeout)
+        await asyncio.wait_for(asyncio.wrap_future(self._future), timeout)
         return LoadOutcome()
-
-    async def answer(self) -> None:
-        await asyncio.wrap_future(self._future)
 
 
 class StockPath:

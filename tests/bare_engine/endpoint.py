@@ -142,7 +142,6 @@ class BareEngineEndpoint(RolloutEndpoint):
         self.flushes = 0
         self.flushed_behind = 0  # those of them that were asked for during the load
         self._behind: Future[Any] | None = None
-        self._load: _ThreadLoad | None = None
 
     @property
     def leader(self) -> bool:
@@ -185,7 +184,6 @@ class BareEngineEndpoint(RolloutEndpoint):
         self._awake.note_resumed(tags)
 
     async def finish(self, tags: list[str]) -> None:
-        await self._answered()
         await self.resume(tags)
         behind, self._behind = self._behind, None
         if behind is None:
@@ -197,7 +195,6 @@ class BareEngineEndpoint(RolloutEndpoint):
         self.flushes += 1
 
     async def score(self, prompts: list[list[int]], response_tokens: int) -> Scored:
-        await self._answered()
         manager = self._bare().engine.tokenizer_manager
         return Scored(*await asyncio.to_thread(self._bare().call, score(manager, prompts, response_tokens, None)))
 
@@ -221,12 +218,7 @@ class BareEngineEndpoint(RolloutEndpoint):
 
     def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
         self._behind = None  # of a load that failed
-        self._load = _ThreadLoad(self._bare(), request, weight_version)
-        return self._load
-
-    async def _answered(self) -> None:
-        if self._load is not None:
-            await self._load.answer()
+        return _ThreadLoad(self._bare(), request, weight_version)
 
 
 class _ThreadLoad(PendingLoad):
@@ -245,8 +237,5 @@ class _ThreadLoad(PendingLoad):
         return self._future.done()
 
     async def outcome(self, timeout: float) -> LoadOutcome:
-        await asyncio.wait_for(self.answer(), timeout)
+        await asyncio.wait_for(asyncio.wrap_future(self._future), timeout)
         return LoadOutcome()
-
-    async def answer(self) -> None:
-        await asyncio.wrap_future(self._future)

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 from noting_manager import Manager
-from ordered_manager import Manager as OrderedManager
-from ordered_manager import server_on
 from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import RolloutMode
 
@@ -47,18 +45,5 @@ def server_with(tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatc
         if had_a_sync:
             server._gate.succeed(server._gate.begin())
         return server
-
-    return make
-
-
-@pytest.fixture
-def hybrid_server(tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Makes our server actor of a colocated rollout; see ``server_on``."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv(TOKEN_VARIABLE, "")
-    hand_down(new_token())
-
-    def make(manager: OrderedManager, *args: Any, **kwargs: Any) -> Any:
-        return server_on(manager, tiny_model("qwen2"), *args, **kwargs)
 
     return make

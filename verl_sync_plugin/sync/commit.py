@@ -80,7 +80,7 @@ class Commit:
         Args:
             sync: whose bytes have been loaded; its report gets what the engine rank did.
             delivery: how they came.
-            pending: the leader's load; ``None`` also where its answer is heard in ``finish``.
+            pending: the leader's load.
 
         Raises:
             SyncError: any rank failed, or bytes changed on the way; the same text on every rank.

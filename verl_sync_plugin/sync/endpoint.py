@@ -85,8 +85,7 @@ class RolloutEndpoint(ABC):
 
     @abstractmethod
     async def finish(self, tags: list[str]) -> None:
-        """Leader only: resumes what is released of ``tags``, then flushes the prefix cache once; a load that all engine
-        ranks have committed and the engine has not answered yet is waited for first, and fails this if it fails."""
+        """Leader only: resumes what is released of ``tags``, then flushes the prefix cache once."""
 
     @abstractmethod
     async def abandon(self, why: str) -> None:

@@ -21,7 +21,7 @@ from verl_sync_plugin.sync.commit import Commit
 from verl_sync_plugin.sync.connect import MeetingPoint
 from verl_sync_plugin.sync.delivery.base import PeersUnreachableError, Sync
 from verl_sync_plugin.sync.delivery.choice import Choice
-from verl_sync_plugin.sync.endpoint import RolloutEndpoint
+from verl_sync_plugin.sync.endpoint import RolloutEndpoint, abandon
 from verl_sync_plugin.sync.planning import Planning
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.sync.wake import Waking
@@ -50,13 +50,10 @@ class ShardingManager(BaseShardingManager):
             says False where the room for it is short.
         asks_early: an engine that is awake is asked to load before the ranks plan, and comes while they do; it
             generates nothing from then on.
-        answers_late: the engine's answer to the load is heard in ``finish``, which follows at once: one of its calls
-            less, through which it would wait.
     """
 
     backend: ClassVar[type[TrainerBackend]]
     asks_early: ClassVar[bool] = True
-    answers_late: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -200,7 +197,7 @@ class ShardingManager(BaseShardingManager):
                     self.commit.opened(sync.plan, delivery.greet(sync, questions), questions)
                 delivery.run(sync)  # the transfer
                 with stage("commit"):
-                    await self.commit.run(sync, delivery, None if self.answers_late else self.meeting.pending)
+                    await self.commit.run(sync, delivery, self.meeting.pending)
         finally:
             self._let_go()
 
@@ -239,7 +236,7 @@ class ShardingManager(BaseShardingManager):
             await self.waking.finish(tags, self.report)
         except BaseException as error:
             self.agreement.forget()
-            await self.meeting.give_up(str(error) or repr(error))
+            await abandon(self.endpoint, str(error) or repr(error))
             raise
         return self.report
 

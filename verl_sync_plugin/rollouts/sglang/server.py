@@ -122,7 +122,6 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
         Raises:
             RuntimeError: SGLang refused the adapter.
         """
-        await self.answered()  # to the load of its base
         await self.begin_load()
         self._version, self._flushing = weight_version, None
         await compat.replace_adapter(self.tokenizer_manager, SGLANG_LORA_NAME, settings, packed)
@@ -139,7 +138,6 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
 
     async def score(self, prompts: list[list[int]], response_tokens: int) -> Scores:
         """The canary of a sync, which closes the gate to all but this; see ``scoring.score``."""
-        await self.answered()
         adapter = SGLANG_LORA_NAME if self.lora_as_adapter else None
         wanted = partial(self._gate.refuse_given_up, self._gate.number)
         return await self.occupation.keep(score(self.tokenizer_manager, prompts, response_tokens, adapter, wanted))

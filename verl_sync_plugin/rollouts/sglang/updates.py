@@ -51,7 +51,6 @@ class WeightUpdates:
         self.occupation = Occupation(timeout_seconds)
         self._sleep_seconds = 0.0
         self._version: str | None = None
-        self._load: asyncio.Future[None] | None = None
         self._flushing: asyncio.Future[Any] | None = None
 
     async def release_tags(self, tags: list[str]) -> None:
@@ -88,26 +87,12 @@ class WeightUpdates:
         )
         await self.begin_load()
         self._version, self._flushing = weight_version, None
-        self._load = asyncio.ensure_future(self._loaded(obj))
-        await self._load
-        slept, self._sleep_seconds = self._sleep_seconds, 0.0
-        return slept
-
-    async def _loaded(self, obj: UpdateWeightsFromTensorReqInput) -> None:
         async with compat.weight_update_session(self.tokenizer_manager):
             success, message = await self.tokenizer_manager.update_weights_from_tensor(obj, None)
         if not success:
             raise RuntimeError(f"SGLang refused the weight update: {message}")
-
-    async def answered(self) -> None:
-        """Waits for the load of the sync under way, if there is one, which all engine ranks have committed.
-
-        Raises:
-            RuntimeError: as of ``load_weights``.
-        """
-        load, self._load = self._load, None
-        if load is not None:
-            await asyncio.shield(load)
+        slept, self._sleep_seconds = self._sleep_seconds, 0.0
+        return slept
 
     async def complaints(self, sync_id: str) -> list[str]:
         """Why engine ranks could not reach their trainer ranks in a sync, as far as they have said so."""
@@ -120,20 +105,18 @@ class WeightUpdates:
             self._flushing = asyncio.ensure_future(self.tokenizer_manager.flush_cache())
 
     async def finish_sync(self, tags: list[str]) -> None:
-        """Ends a committed sync: waits for its load, resumes ``tags``, flushes the prefix cache once, allows generation
-        again.
+        """Ends a committed sync: resumes ``tags``, flushes the prefix cache once, allows generation again.
 
         Raises:
-            RuntimeError: SGLang refused the load, the cache cannot be flushed because requests are running, or the sync
-                was given up; the next one may be under way.
+            RuntimeError: the cache cannot be flushed because requests are running, or the sync was given up; the next
+                one may be under way.
         """
         number, version = self._gate.number, self._version
         try:
-            await self.answered()
             await self.resume_tags(tags)
             await self._flush()
         except BaseException as error:
-            self._gate.fail(f"ending the sync failed: {error}", number)
+            self._gate.fail(f"waking up after the sync failed: {error}", number)
             raise
         self._gate.refuse_given_up(number)
         if version is not None:
@@ -143,7 +126,6 @@ class WeightUpdates:
 
     async def abandon_sync(self, why: str) -> None:
         """The trainer gave a sync up: nothing is generated until a later one succeeds."""
-        self._load = None
         self._gate.fail(why)
 
     @property

@@ -54,7 +54,6 @@ class SeparateManager(LoRAShardingManager):
     """
 
     asks_early = False  # the engine has requests to answer while the trainer plans
-    answers_late = True
 
     def __init__(
         self, ranks: JointRanks, own: Ranks, engine: Any, endpoint: RolloutEndpoint, config: SyncConfig, *args: Any
