@@ -147,6 +147,20 @@ class Trainer(Host):
             save_file(tensors, _checkpoint(self.model, folder) / "model.safetensors", metadata={"format": "pt"})
 
 
+class FSDP1Trainer(Trainer):
+    """A trainer rank with verl's own FSDP1 engine, which holds runs of flat parameters."""
+
+    _steps = 0
+
+    def _build(self, model: str) -> object:
+        return trainer.build(model, "fsdp")
+
+    def step(self) -> None:
+        """Other weights, in place."""
+        self._steps += 1
+        self.train(self._steps)
+
+
 class MegatronTrainer(Trainer):
     """A tensor-parallel rank of verl's own Megatron engine, with the bridge that its environment has."""
 

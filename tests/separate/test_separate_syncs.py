@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from megatron_cpu.engines import megatron_environment
 from separate.driver import Driver, Failure, Member, together
 from separate.members import exact, members
-from separate.processes import TIMEOUT, MegatronTrainer
+from separate.processes import TIMEOUT, FSDP1Trainer, MegatronTrainer, Trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -145,10 +146,11 @@ def test_an_engine_that_dies_in_an_exchange_costs_that_sync_alone(model: str, tm
         assert first.ask("report").answer()["delivery"] == "exchanged"
 
 
-def test_on_one_host_engines_read_the_memory_of_the_trainer(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("trainer", [Trainer, pytest.param(FSDP1Trainer, marks=pytest.mark.extended)])
+def test_on_one_host_engines_read_the_memory_of_the_trainer(trainer: type[Trainer], model: str, tmp_path: Path) -> None:
     """Staged at first, then where the parameters lie, for these are in memory that others can map; both again after a
     failure and for an engine that joins."""
-    with members(model, 2) as (driver, (first, second)):
+    with members(model, 2, trainer) as (driver, (first, second)):
         together(driver.trainers, "share", tmp_path)
         for version, engines in ((1, [first]), (2, [first]), (3, [first]), (4, [first, second]), (5, [first, second])):
             together(driver.trainers, "train", version)
@@ -167,12 +169,14 @@ def test_on_one_host_engines_read_the_memory_of_the_trainer(model: str, tmp_path
         exact(driver, [first, second], tmp_path / "v7")
 
 
-@pytest.mark.extended  # 90 s each
-@pytest.mark.parametrize("megatron_bridge", [False, True], ids=["mbridge", "megatron-bridge"])
-def test_a_megatron_trainer_is_synced_as_an_fsdp2_one_is(megatron_bridge: bool, model: str, tmp_path: Path) -> None:
-    """Two tensor-parallel ranks; broadcast, so that every one of them sends what it holds."""
-    environment = megatron_environment(megatron_bridge)
-    with members(model, 1, MegatronTrainer, environment, delivery="broadcast") as (driver, (rollout,)):
+@pytest.mark.extended  # up to 90 s each
+@pytest.mark.parametrize("kind", ["fsdp1", "mbridge", "megatron-bridge"])
+def test_other_trainers_are_synced_as_an_fsdp2_one_is(kind: str, model: str, tmp_path: Path) -> None:
+    """Two ranks, Megatron's tensor-parallel; broadcast, so that every one of them sends what it holds."""
+    megatron = kind != "fsdp1"
+    environment = megatron_environment(kind == "megatron-bridge") if megatron else nullcontext()
+    trainer = MegatronTrainer if megatron else FSDP1Trainer
+    with members(model, 1, trainer, environment, delivery="broadcast") as (driver, (rollout,)):
         sent = driver.sync(1, [rollout])
         words = rollout.ask("generate").answer()
         exact(driver, [rollout], tmp_path / "v1")
