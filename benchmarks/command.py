@@ -23,6 +23,8 @@ def command_line(harness: str, args: argparse.Namespace) -> str:
         option = f"--{name.replace('_', '-')}"
         if name in REPEATED:
             words += [f"{option}={each}" for each in value]
+        elif isinstance(value, bool):
+            words += [option] if value and name not in LOCAL else []
         elif name not in LOCAL:
             words += [option, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
     return shlex.join(words)

@@ -45,8 +45,9 @@ def render(results: list[dict[str, Any]]) -> list[str]:
         return []
     title = (
         "GRPO of a model of random weights, seed and data the same in every run. Sampling repeats itself in none, so"
+        " runs of stock verl differ among themselves as well ([every step](../benchmarks/results/training.svg)); in"
+        " `training-greedy-…` nothing is sampled:"
     )
-    title += " runs of stock verl differ among themselves as well ([every step](../benchmarks/results/training.svg)):"
     lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
     rows = [_row(result, run) for result in results for run in result["runs"]]
     return ["", title, "", *lines, *("| " + " | ".join(row) + " |" for row in rows)]

@@ -50,7 +50,7 @@ def test_a_typed_command_can_be_run(name: str) -> None:
             options.arguments,
             "--case c --model-size tiny --override a=[1,2] --override b=1 --plugin-override c=2",
         ),
-        ("training", training.arguments, "--case c --steps 9 --beside"),
+        ("training", training.arguments, "--case c --steps 9 --greedy --beside"),
         ("memory", memory.arguments, "--case c --model-size 7b --shares 0.9,0.8 --override a=1 --budget 100"),
         ("rollouts", rollouts.arguments, "--case c --model dense-1p8b --variants plugin --prompt-tokens 8"),
         ("transfer", transfer.arguments, "--case c --model dense-7b --buckets 1,2 --profile somewhere/else"),
