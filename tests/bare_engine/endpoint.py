@@ -28,6 +28,7 @@ DUMP = "bare_engine.inspect_loader.dump"
 SPOIL = "bare_engine.spoiling_loader.spoil"
 NEGATE = "bare_engine.spoiling_loader.negate"
 REVERSE = "bare_engine.spoiling_loader.reverse"
+KEEP_DERIVED = "bare_engine.spoiling_loader.keep_derived"
 PLAIN = ("bare_engine.plain_loader.load", "bare_engine.plain_loader.load_and_forget_prefixes")
 
 
@@ -46,7 +47,7 @@ class BareEngine:
             model_path=model_path,
             tp_size=tp,
             load_format=load_format,
-            custom_weight_loader=[LOADER, DUMP, SPOIL, NEGATE, REVERSE, *PLAIN, *loaders],
+            custom_weight_loader=[LOADER, DUMP, SPOIL, NEGATE, REVERSE, KEEP_DERIVED, *PLAIN, *loaders],
             device="cpu",
             dtype="bfloat16",
             attention_backend="torch_native",
@@ -107,6 +108,10 @@ class BareEngine:
     def reverse_next(self, table: str) -> None:
         """Has all ranks turn a table of their models around behind the copies of the next sync."""
         self.call(self._update(dumps([(table, torch.empty(0))]), REVERSE, None))
+
+    def keep_derived_next(self) -> None:
+        """Has all ranks keep what they have derived from their weights before the next sync."""
+        self.call(self._update(dumps([("", torch.empty(0))]), KEEP_DERIVED, None))
 
     def load_from_disk(self, path: str) -> None:
         """SGLang's own way from a checkpoint into the running engine.

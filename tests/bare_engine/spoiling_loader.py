@@ -10,6 +10,8 @@ import torch
 
 from verl_sync_plugin.receiver.unpacker import Unpacker
 
+DERIVED = ("w_kc", "w_vc")  # of SGLang's latent attention
+
 
 def negate(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]]) -> None:
     """A parameter changes its sign on every rank once the next sync has been loaded, so that the model computes
@@ -36,6 +38,23 @@ def reverse(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]
         assert tables, "the model has no such table"
         for table in tables.values():
             table.copy_(table.flip(0))
+
+    Unpacker.finish = finish  # type: ignore[method-assign]
+
+
+def keep_derived(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]]) -> None:
+    """What latent attention derives from its weights stays on every rank what it was before the next sync, as if that
+    had not been derived again; the weights are those of the sync."""
+    honest = Unpacker.finish
+
+    def finish(unpacker: Unpacker, *args: Any) -> None:
+        derived = [(m, name, getattr(m, name).clone()) for m in model.modules() for name in DERIVED if hasattr(m, name)]
+        assert derived, "the model derives nothing"
+        honest(unpacker, *args)
+        Unpacker.finish = honest  # type: ignore[method-assign]
+        for module, name, before in derived:
+            assert not torch.equal(getattr(module, name), before), "derived again by the sync"
+            setattr(module, name, before)
 
     Unpacker.finish = finish  # type: ignore[method-assign]
 

@@ -91,6 +91,13 @@ def test_a_canary_finds_an_engine_that_answers_otherwise(tiny_model: Callable[[s
     _play(Setup(tiny_model("qwen2"), "fsdp2", 2, 40_000), canary.found_whatever_it_is, tmp_path)
 
 
+@extended
+def test_a_canary_finds_what_the_engine_has_not_derived_again(tmp_path: Path) -> None:
+    # all experts are used: which ones are chosen would hang on how numbers are rounded
+    path = checkpoints.write("deepseek", tmp_path / "model", **checkpoints.FOR_SGLANG, num_experts_per_tok=4)
+    _play(Setup(path, "fsdp2", 2, 40_000), canary.derived_of_before_is_found, tmp_path)
+
+
 def test_failures_are_the_same_everywhere_and_the_next_sync_works(
     tiny_model: Callable[[str], str], tmp_path: Path
 ) -> None:

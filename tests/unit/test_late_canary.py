@@ -57,8 +57,11 @@ def test_an_engine_is_put_to_sleep_when_a_late_canary_has_ended() -> None:
         scoring = asyncio.ensure_future(SyncSGLangHttpServer.score(server, [[1, 2]], 1))
         await asyncio.sleep(0)
         server._gate.fail("the canary took too long")
-        with pytest.raises(TimeoutError, match=rf"SGLang did not release weights .*{KEY_PREFIX}\.timeout_seconds=0\.3"):
+        with pytest.raises(
+            TimeoutError, match=rf"SGLang did not release weights .*{KEY_PREFIX}\.timeout_seconds=0\.3"
+        ) as e:
             await server.occupation.release(["weights"], manager.release)
+        assert "it had not answered the canary of an earlier sync" in str(e.value)
         assert manager.asked == ["score"]
         sleeping = asyncio.ensure_future(server.occupation.release(["weights"], manager.release))
         await asyncio.sleep(0)

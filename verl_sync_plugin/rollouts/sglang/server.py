@@ -140,7 +140,8 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
         """The canary of a sync, which closes the gate to all but this; see ``scoring.score``."""
         adapter = SGLANG_LORA_NAME if self.lora_as_adapter else None
         wanted = partial(self._gate.refuse_given_up, self._gate.number)
-        return await self.occupation.keep(score(self.tokenizer_manager, prompts, response_tokens, adapter, wanted))
+        scoring = score(self.tokenizer_manager, prompts, response_tokens, adapter, wanted)
+        return await self.occupation.keep("the canary of an earlier sync", scoring)
 
     async def engine_alive(self) -> bool:
         """Whether every process that SGLang started here still runs."""
