@@ -29,10 +29,12 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def proven(command: list[str], model: str, *options: str) -> tuple[int, dict[str, Any]]:
+def proven(command: list[str], model: str, *options: str, tp: int = 1) -> tuple[int, dict[str, Any]]:
+    """Exit code and findings; of several ranks the first one's."""
     environment = {**os.environ, "VERL_PLATFORM": "cpu"}
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(tp)] if tp > 1 else []
     run = subprocess.run(
-        [sys.executable, *command, "prove", model, "--json", *options],
+        [sys.executable, *ranks, *command, "prove", model, "--tp", str(tp), "--json", *options],
         env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert run.returncode in (0, 1), run.stderr[-4000:]
@@ -48,10 +50,21 @@ def test_a_sync_of_the_checkpoint_itself_is_proven(tiny_model: Callable[[str], s
 
 
 @pytest.mark.extended
-def test_a_trainer_with_other_weights_is_found(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
+def test_an_engine_of_two_ranks_is_proven(tiny_model: Callable[[str], str]) -> None:
+    code, found = proven(["-m", "verl_sync_plugin.cli"], tiny_model("qwen2"), "--syncs", "2", "--tokens", "4", tp=2)
+    assert code == 0 and found["passed"] and found["compared"] > 0 == found["not_comparable"], found
+    found_by = {check["check"]: check["found"] for check in found["checks"]}
+    assert found_by["SGLang's own load"].endswith("parameters of 2 ranks")
+    assert "as SGLang loads them itself" in found_by["sync 2 (replayed)"]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_trainer_with_other_weights_is_found(tp: int, tiny_model: Callable[[str], str], tmp_path: Path) -> None:
+    """The second rank of two has the element that is another: the columns of this weight are shared out."""
     script = tmp_path / "other.py"
-    script.write_text(OTHER_TRAINER)
-    code, found = proven([str(script)], tiny_model("qwen2"), "--syncs", "1", "--tokens", "4")
+    script.write_text(OTHER_TRAINER.replace("[3, 5]", "[3, -5]"))
+    code, found = proven([str(script)], tiny_model("qwen2"), "--syncs", "1", "--tokens", "4", tp=tp)
     (wrong,) = [check for check in found["checks"] if not check["passed"]]
     assert code == 1 and not found["passed"]
-    assert "other: model.layers.1.mlp.down_proj.weight of rank 0" in wrong["found"]
+    assert f"other: model.layers.1.mlp.down_proj.weight of rank {tp - 1}" in wrong["found"]
