@@ -46,7 +46,7 @@ def render(results: list[dict[str, Any]]) -> list[str]:
     title = (
         "GRPO of a model of random weights, seed and data the same in every run. Sampling repeats itself in none, so"
         " runs of stock verl differ among themselves as well ([every step](../benchmarks/results/training.svg)); in"
-        " `training-greedy-…` nothing is sampled:"
+        " `training-greedy-…` nothing is drawn, and a prompt has one answer:"
     )
     lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
     rows = [_row(result, run) for result in results for run in result["runs"]]
