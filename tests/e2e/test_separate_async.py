@@ -113,6 +113,28 @@ def test_the_separate_engine_serves_the_adapter(serving: Run) -> None:
     checks.same_weights(serving)
 
 
+@pytest.fixture(scope="module")
+def megatron(even_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Three steps of two tensor-parallel ranks of Megatron, an engine on their GPUs and one on a GPU of its own."""
+    overrides = (*COMMON, f"{ROLLOUT}.n_gpus_per_node=1", "++ray_kwargs.ray_init.num_gpus=3")
+    setup = Setup(overrides, 2, 3, even_model, megatron=(2, 1, 1))
+    return main_ppo(setup, tmp_path_factory.mktemp("megatron"))
+
+
+@pytest.mark.extended  # of the same without verl's trainer: tests/separate/test_separate_syncs.py
+def test_a_megatron_trainer_syncs_the_separate_engine(megatron: Run) -> None:
+    checks.reached(megatron, steps=3)
+    assert not megatron.matching("stock verl moves the weights|stock loading"), megatron.tail
+    for name in ("SeparateTrainer", "SeparateRollout"):
+        found = [report for report in megatron.reports if report["manager"] == name]
+        assert [report["global_steps"] for report in found] == [0, 1, 2, 3], megatron.reports
+        assert all(report["coverage_missing"] == 0 < report["hashed_tensors"] for report in found), found
+    assert any(report["manager"] == "MegatronSGLangShardingManager" for report in megatron.reports), megatron.reports
+    for step in (1, 2, 3):
+        assert megatron.logged[step]["sync/weight_version"] == step, megatron.logged[step]
+    checks.same_weights(megatron)
+
+
 @pytest.fixture(scope="module", params=["retract", "in_place"])
 def spanning(
     request: pytest.FixtureRequest, tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,6 +111,18 @@ class Trainer(Host):
     def share(self, folder: Path) -> None:
         """See ``trainer.share``."""
         trainer.share(self.trainer, folder)
+
+    def hide_staging(self) -> None:
+        """From now on no engine rank can open this rank's slots."""
+        from verl_sync_plugin.sync.sender import BucketSender
+
+        honest = BucketSender.export
+
+        def elsewhere(sender: BucketSender, reader: int = 0) -> Any:
+            there = honest(sender, reader)
+            return replace(there, key=f"gone: {there.key}", handle=("/nowhere/at/all",))
+
+        BucketSender.export = elsewhere  # type: ignore[method-assign]
 
     def break_reading(self) -> None:
         """The next sync cannot read the parameters."""

@@ -134,6 +134,23 @@ class Rollout(Host):
         """What the parameters of every engine rank take."""
         return [sum(tensor.nbytes for tensor in held.values()) for held in self.sglang.state(path)]
 
+    def spoil(self, parameter: str) -> None:
+        """The engine flips a bit of a parameter behind the copies of the next sync."""
+        self.sglang.spoil_next(parameter)
+
+    def flip_arriving(self) -> None:
+        """The next bucket that comes to this rank has another bit when the engine rank is told to load it."""
+        manager = self.receiver._manager
+        assert manager is not None
+        sender, honest = manager.sender, manager.sender.load
+
+        def flipping(index: int, slot: int) -> None:
+            sender.load = honest  # type: ignore[method-assign]
+            sender._slot(slot)[7] ^= 2
+            honest(index, slot)
+
+        sender.load = flipping  # type: ignore[method-assign]
+
     def abandoned(self) -> list[str]:
         return self.endpoint.abandoned
 

@@ -14,6 +14,7 @@ from megatron_cpu.engines import megatron_environment
 from separate.driver import Driver, Failure, Member, together
 from separate.members import exact, members
 from separate.processes import TIMEOUT, FSDP1Trainer, MegatronTrainer, Trainer
+from separate.spoiling import a_flip_in_the_engine_is_found, a_flip_on_the_way_is_found
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -158,7 +159,7 @@ def test_on_one_host_engines_read_the_memory_of_the_trainer(trainer: type[Traine
             direct = version in (2, 3, 5)
             for report in reports:
                 assert (report["direct_bytes"] > 0) == direct, (version, report)
-                assert report["gathered_bytes"] == 0 < report["own_bytes"] + report["peer_bytes"], report
+                assert report["gathered_bytes"] == report["own_bytes"] == 0 < report["peer_bytes"], report
             exact(driver, engines, tmp_path / f"v{version}")
         assert driver.trainers[0].ask("break_reading").answer() is None
         failed = driver.sync(6, [first, second])
@@ -167,6 +168,23 @@ def test_on_one_host_engines_read_the_memory_of_the_trainer(trainer: type[Traine
         together(driver.trainers, "train", 7)
         driver.sync(7, [first, second])
         exact(driver, [first, second], tmp_path / "v7")
+        together(driver.trainers, "share", tmp_path)
+        a_flip_in_the_engine_is_found(driver, [first, second], 8, tmp_path)
+
+
+def test_memory_that_cannot_be_mapped_is_broadcast_and_a_flip_is_found(model: str, tmp_path: Path) -> None:
+    """In the sync that finds that out, before anything is loaded, and in every group anew."""
+    with members(model, 1) as (driver, (rollout,)):
+        together(driver.trainers, "hide_staging")
+        for version in (1, 2):
+            together(driver.trainers, "train", version)
+            (report,) = driver.sync(version, [rollout])[2:]
+            assert report["delivery"] == "broadcast" and report["verified_tensors"] == report["tensors"], report
+            exact(driver, [rollout], tmp_path / f"v{version}")
+        assert not rollout.ask("abandoned").answer(), "a sync that goes on otherwise has not failed"
+        a_flip_on_the_way_is_found(driver, [rollout], 3, tmp_path)
+        assert rollout.ask("report").answer()["delivery"] == "broadcast"
+        a_flip_in_the_engine_is_found(driver, [rollout], 5, tmp_path)
 
 
 @pytest.mark.extended  # up to 90 s each

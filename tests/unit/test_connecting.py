@@ -40,7 +40,7 @@ def test_a_call_that_does_not_end_is_left_alone_and_cleared_up_behind() -> None:
     goes_on, cleared = threading.Event(), threading.Event()
     connecting = Connecting(0.2, late=cleared.set)
     started = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"NCCL did not connect this rank with the others within 0\.2 s"):
+    with pytest.raises(RuntimeError, match=r"NCCL did not connect this rank with the others within .*=0\.2;"):
         connecting.call(lambda: goes_on.wait(30), {"all"}, GPU)
     assert time.monotonic() - started < 5 and not cleared.is_set()
     goes_on.set()

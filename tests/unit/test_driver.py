@@ -66,6 +66,8 @@ ARGUMENTS = f"{ROLLOUT}.engine_kwargs.sglang"
             f"{ARGUMENTS}.json_model_override_args=",
             "without",
         ),
+        (f"+{ARGUMENTS}.hicache_storage_backend=file", f"{ARGUMENTS}.hicache_storage_backend='file': ", "Remove it"),
+        (f"+{ARGUMENTS}.enable_lmcache=True", f"{ARGUMENTS}.enable_lmcache=True: ", "Remove it"),
         *[
             (f"+{ARGUMENTS}.{key}={value}", f"{ARGUMENTS}.{key}={shown}: weight sync cannot serve it", "enabled=False")
             for key, value, shown in [

@@ -23,6 +23,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 BACKEND = f"{ROLLOUT}.checkpoint_engine.backend={SEPARATE_BACKEND}"
 SGLANG = f"{ROLLOUT}.name=sglang"
+SEPARATE = ("+sync=separate", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=1")
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,17 @@ SGLANG = f"{ROLLOUT}.name=sglang"
         ((BACKEND, f"{KEY_PREFIX}.delivery=gathered"), f"{KEY_PREFIX}.delivery='gathered'", "Use broadcast"),
         ((f"{KEY_PREFIX}.delivery=broadcast",), f"{KEY_PREFIX}.delivery='broadcast'", "Use gathered"),
         (
-            (BACKEND, f"{MODEL}.lora.rank=8", f"{KEY_PREFIX}.pause=retract"),
+            (BACKEND, f"{KEY_PREFIX}.pause=retract"),
+            f"{KEY_PREFIX}.pause='retract' with trainer.v1.trainer_mode=sync",
+            f"Set trainer.v1.trainer_mode=separate_async, or {KEY_PREFIX}.pause=abort",
+        ),
+        (
+            ("+sync=separate", f"{ROLLOUT}.n_gpus_per_node=4"),
+            f"{ROLLOUT}.nnodes=0 and {ROLLOUT}.n_gpus_per_node=4 with trainer.v1.trainer_mode=separate_async",
+            f"for example {ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node=4",
+        ),
+        (
+            (*SEPARATE, f"{MODEL}.lora.rank=8", f"{KEY_PREFIX}.pause=retract"),
             f"{KEY_PREFIX}.pause='retract' with {MODEL}.lora.merge=False and LoRA rank 8",
             f"Set {KEY_PREFIX}.pause=abort, or {MODEL}.lora.merge=True",
         ),
@@ -72,7 +83,7 @@ def test_the_backend_gets_the_settings_that_verl_would_not_hand_it(tmp_path: Pat
 
 
 def test_the_composition_for_separate_rollouts(tmp_path: Path) -> None:
-    rollout = rollout_of(tmp_path, "+sync=separate")
+    rollout = rollout_of(tmp_path, *SEPARATE)
     assert rollout["checkpoint_engine"]["backend"] == SEPARATE_BACKEND
     assert rollout["checkpoint_engine"]["update_weights_bucket_megabytes"] == 512
 

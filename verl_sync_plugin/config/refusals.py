@@ -7,15 +7,12 @@ Imports no torch.
 from __future__ import annotations
 
 import importlib.util
-import math
 from typing import Any
 
-from verl_sync_plugin.config.bucket_size import SHORT_BUCKET_KEY
 from verl_sync_plugin.config.settings import (
     KEY_PREFIX,
     SEPARATE_BACKEND,
     TURN_OFF,
-    SyncConfig,
     given_value,
     lora_rank_of,
     section,
@@ -56,24 +53,6 @@ def refuse_wake_up(rollout: Any) -> None:
     if value is not None and not isinstance(value, bool):
         raise ValueError(
             f"{PREFIX}.multi_stage_wake_up={value!r}: not a boolean. Use {PREFIX}.multi_stage_wake_up=True or False."
-        )
-
-
-def refuse_pause(rollout: Any) -> None:
-    """Raises ValueError when ``custom.sync.pause`` asks for what only a separate rollout has: requests in flight while
-    its weights are synced; names key, value and remedy.
-
-    Args:
-        rollout: verl's rollout config (dataclass, DictConfig or dict).
-    """
-    pause = sync_config_of(rollout).pause
-    engine = section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine")
-    backend = engine.get("backend", "naive")
-    if pause != "abort" and backend != SEPARATE_BACKEND:
-        key = f"{PREFIX}.checkpoint_engine.backend"
-        raise ValueError(
-            f"{KEY_PREFIX}.pause={pause!r} with {key}={backend}: has an effect only where trainer and rollout are "
-            f"separate and the plugin syncs them. Set {key}={SEPARATE_BACKEND}, or {KEY_PREFIX}.pause=abort."
         )
 
 
@@ -142,71 +121,6 @@ def refuse_lora_values(model: Any) -> None:
     merge = given_value(block, "merge", f"{prefix}.lora.merge")
     if merge is not None and not isinstance(merge, bool):
         raise ValueError(f"{prefix}.lora.merge={merge!r}: not a boolean. Use {prefix}.lora.merge=True or False.")
-
-
-def refuse_delivery(sync: SyncConfig, separate: bool) -> None:
-    """Raises ValueError when a delivery is asked for that there is not; names key, value and remedy.
-
-    Args:
-        sync: the settings.
-        separate: trainer and rollout share no GPU.
-    """
-    there = "separate" if separate else "colocated"
-    other = "gathered" if separate else "broadcast"
-    if sync.delivery == other:
-        remedy = "broadcast" if separate else "gathered"
-        raise ValueError(
-            f"{KEY_PREFIX}.delivery={other!r}: not for a {there} rollout. Use {remedy}, or auto for the fastest."
-        )
-
-
-def refuse_separate(rollout: Any, model: Any) -> None:
-    """Raises ValueError for what a rollout on GPUs of its own cannot be given; names key, value and remedy.
-
-    Args:
-        rollout: ``actor_rollout_ref.rollout``.
-        model: ``actor_rollout_ref.model``.
-    """
-    backend = f"{PREFIX}.checkpoint_engine.backend={SEPARATE_BACKEND}"
-    if given_value(rollout, "update_weights_bucket_megabytes", SHORT_BUCKET_KEY) == "auto":
-        raise ValueError(f"{SHORT_BUCKET_KEY}='auto' with {backend}: there is no engine beside. Use for example 512.")
-    _refuse_too_few_gpus(rollout)
-    merge = bool(section(model, "lora", "actor_rollout_ref.model.lora").get("merge", False))
-    pause = sync_config_of(rollout).pause
-    if pause != "abort" and (rank := lora_rank_of(model)) and not merge:
-        raise ValueError(
-            f"{KEY_PREFIX}.pause={pause!r} with actor_rollout_ref.model.lora.merge=False and LoRA rank {rank}: the "
-            "engine replaces an adapter only when no request uses it, and with this pause requests stay in the engine. "
-            f"Set {KEY_PREFIX}.pause=abort, or actor_rollout_ref.model.lora.merge=True."
-        )
-
-
-def _refuse_too_few_gpus(rollout: Any) -> None:
-    nodes, each = (int(rollout.get(key, 0) or 0) for key in ("nnodes", "n_gpus_per_node"))
-    sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
-    needed = math.prod(int(rollout.get(key, 1) or 1) for key in sizes)
-    if 0 < nodes * each < needed:  # verl would start no engine, and say nothing
-        raise ValueError(
-            f"{PREFIX}.nnodes={nodes} and {PREFIX}.n_gpus_per_node={each}: the rollout has {nodes * each} GPUs of its "
-            f"own, and one engine needs {needed} ({', '.join(sizes)}). Give it more, or make the engine smaller."
-        )
-
-
-def refuse_fully_async(rollout: Any) -> None:
-    """Raises ValueError where verl's ``fully_async`` would give a response the wrong age; names key, value and remedy.
-
-    Its own client, which the plugin does not replace, tells only which version a request ended with. With ``abort`` no
-    request outlives a sync, so that is right.
-
-    Args:
-        rollout: ``actor_rollout_ref.rollout`` of a config of ``fully_async``.
-    """
-    pause = sync_config_of(rollout).pause
-    if pause != "abort":
-        raise ValueError(
-            f"{KEY_PREFIX}.pause={pause!r} with verl's fully_async: a response that spans a sync would be taken for "
-            f"one of the newer weights alone. Set {KEY_PREFIX}.pause=abort."
-        )
 
 
 def refuse_megatron_lora(megatron: Any, model: Any) -> None:

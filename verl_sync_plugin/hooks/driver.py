@@ -16,13 +16,16 @@ from verl_sync_plugin.config import hydra_source
 from verl_sync_plugin.config.bucket_size import LONG_BUCKET_KEY, SHORT_BUCKET_KEY, settled_megabytes
 from verl_sync_plugin.config.refusals import (
     refuse_canary,
-    refuse_delivery,
-    refuse_fully_async,
     refuse_lora_values,
     refuse_megatron_lora,
+    refuse_verify,
+)
+from verl_sync_plugin.config.separate_refusals import (
+    mode_of,
+    refuse_delivery,
+    refuse_fully_async,
     refuse_pause,
     refuse_separate,
-    refuse_verify,
 )
 from verl_sync_plugin.config.settings import (
     KEY_PREFIX,
@@ -80,10 +83,11 @@ def settle(config: DictConfig, overrides: Sequence[str] = (), program: str = "",
             refuse_unread_rank(actor_rollout_ref.model, OmegaConf.select(actor_rollout_ref, "actor.strategy"))
         leave_to_verl(rollout, resolved)
         return unserved or OFF
-    settle_rollout(rollout, resolved)
+    mode = mode_of(config)
+    settle_rollout(rollout, resolved, mode)
     if backend_of(rollout) == SEPARATE_BACKEND and "async_training" in config:
         refuse_fully_async(rollout)
-    settle_trainer(actor_rollout_ref, OmegaConf.select(config, "trainer.v1.trainer_mode", default=""))
+    settle_trainer(actor_rollout_ref, mode)
     return "weight sync on"
 
 
@@ -138,11 +142,10 @@ def asked_for(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
         return f"{SHORT_BUCKET_KEY}={short}"
     if sync_config_of(rollout) != SyncConfig():
         return f"{KEY_PREFIX}={OmegaConf.to_container(rollout.custom.sync)}"
-    peft = OmegaConf.select(actor_rollout_ref, "model.lora.peft")
-    return f"{PEFT_KEY}={peft}" if peft else ""
+    return f"{PEFT_KEY}={peft}" if (peft := OmegaConf.select(actor_rollout_ref, "model.lora.peft")) else ""
 
 
-def settle_rollout(rollout: DictConfig, resolved: bool) -> None:
+def settle_rollout(rollout: DictConfig, resolved: bool, mode: str = "") -> None:
     """Checks the rollout config of a run in which the plugin moves the weights, and writes its values.
 
     Raises:
@@ -157,7 +160,7 @@ def settle_rollout(rollout: DictConfig, resolved: bool) -> None:
     check_rollout(rollout)
     separate = backend_of(rollout) == SEPARATE_BACKEND
     refuse_delivery(sync_config_of(rollout), separate)
-    refuse_pause(rollout)
+    refuse_pause(rollout, mode)
     if separate:  # of all the rollout's keys, verl hands it only these
         given = OmegaConf.to_container(OmegaConf.select(rollout, "custom.sync") or OmegaConf.create({}), resolve=True)
         settings = {"sync": given, "dtype": str(rollout.dtype), "rollout": str(rollout.name)}
@@ -209,7 +212,7 @@ def settle_trainer(actor_rollout_ref: Any, mode: str = "") -> None:
     moves = backend_of(actor_rollout_ref.rollout) in ("naive", SEPARATE_BACKEND)
     engine = rollout_of(actor_rollout_ref.rollout.name)
     if backend_of(actor_rollout_ref.rollout) == SEPARATE_BACKEND:
-        refuse_separate(actor_rollout_ref.rollout, actor_rollout_ref.model)
+        refuse_separate(actor_rollout_ref.rollout, actor_rollout_ref.model, mode)
     if moves:
         engine.refuse_checkpoint(str(actor_rollout_ref.model.get("path")))
     refuse_lora_values(actor_rollout_ref.model)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
+from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.transport.channel import Channel, ChannelTimeoutError
 from verl_sync_plugin.transport.protocol import Loaded
 
@@ -47,7 +48,9 @@ class Running:
             if self._started[0][2].query():
                 self._say(*self._started.popleft()[:2])
             elif time.monotonic() > deadline:
-                raise ChannelTimeoutError(f"the copies of a bucket did not complete within {timeout:g} s")
+                raise ChannelTimeoutError(
+                    f"the copies of a bucket did not complete within {KEY_PREFIX}.timeout_seconds={timeout:g}"
+                )
         return self._channel.receive(timeout)
 
     def _say(self, bucket: int, started: float) -> None:

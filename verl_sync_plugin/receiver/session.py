@@ -163,7 +163,8 @@ class ReceiverSession:
         if commit.unmap:  # also where what follows fails: the trainer gives it back in any case
             self._stagings = {}
         # Of this sync: what the model's own load proves wrong is taken out of the plan at its end
-        did = (*unpacker.replayed, *unpacker.traffic(near(hello)))
+        own, peer = unpacker.traffic(near(hello))
+        did = (*unpacker.replayed, *((own, peer) if hello.beside else (0, own + peer)))
         sums, readings = unpacker.sums(), unpacker.readings(always=commit.tell)
         unpacker.finish(ledger)
         if ledger is not None:

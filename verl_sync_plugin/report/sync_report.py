@@ -73,8 +73,9 @@ class SyncReport:
         coverage_missing: how many of them a sync does not write completely.
         replayed_tensors: HF tensors that went by the copy plan instead of the engine's ``load_weights``.
         replayed_bytes: their bytes.
-        own_bytes: what the engine rank read from the trainer rank on its own device.
-        peer_bytes: what it read from the memory of other trainer ranks (sharded delivery).
+        own_bytes: what the engine rank read on its own device, from the rank beside it.
+        peer_bytes: what it read from the memory of other ranks; where trainer and rollout are apart, all of it but
+            what was sent to the rollout rank beside.
         gathered_bytes: what this rank received from others by all-gather (gathered delivery).
         network_bytes: what this rank received of segments that ranks of other hosts packed; how often a collective
             passes them on between hosts is not counted.

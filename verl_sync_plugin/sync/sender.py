@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.config.bucket_size import STAGING_BUCKETS
+from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.copies.hulls import numbers_of
 from verl_sync_plugin.copies.pack_table import Found
 from verl_sync_plugin.copies.packing import Packer
@@ -209,7 +210,10 @@ class BucketSender(Conversation):
         while not event.query():
             waited = time.monotonic() - started
             if waited > self._timeout:
-                raise TimeoutError(f"the copies of a bucket did not complete within {self._timeout:g} s")
+                raise TimeoutError(
+                    f"the copies of a bucket did not complete within {KEY_PREFIX}.timeout_seconds={self._timeout:g}; "
+                    "look for a rank that died or hangs, and set the key higher if the link is only slow"
+                )
             if waited > SPIN_SECONDS:  # a sleep lasts some 70 us, a good part of a bucket's time
                 time.sleep(2e-5)
 

@@ -27,7 +27,7 @@ NUMBERS = {
 }
 TRAVELLED = {
     "nbytes": "sent in all",
-    "own_bytes": "read from the trainer rank on the same GPU",
+    "own_bytes": "read on the engine rank's own GPU",
     "peer_bytes": "read from other ranks",
     "gathered_bytes": "gathered between trainer ranks",
     "direct_bytes": "of what was read: in place, nothing staged",

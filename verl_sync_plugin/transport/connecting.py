@@ -16,6 +16,8 @@ from typing import TypeVar
 
 import torch
 
+from verl_sync_plugin.config.settings import KEY_PREFIX
+
 T = TypeVar("T")
 
 
@@ -79,4 +81,7 @@ class Connecting:
             given_up.set()
             if done.done():
                 self._late()
-            raise RuntimeError(f"NCCL did not connect this rank with the others within {self._seconds:g} s") from None
+            raise RuntimeError(
+                f"NCCL did not connect this rank with the others within {KEY_PREFIX}.timeout_seconds="
+                f"{self._seconds:g}; look for a rank that died, or see by NCCL_DEBUG=INFO which network it takes"
+            ) from None

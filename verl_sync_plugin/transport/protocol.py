@@ -104,7 +104,7 @@ class Hello:
         whole: numbers of tensors to be hashed whole (see ``Readings``).
         live: keys of the ``Live`` of all ranks of the group, in place of stagings.
         tell_use: say, before anything is loaded, which bytes the model uses.
-        beside: whether the slots at ``place`` are on the engine rank's own device.
+        beside: whether the slots or parameters at ``place`` are on the engine rank's own device.
         prove: say, behind ``Committed``, what lies in the parameters.
     """
 
@@ -220,8 +220,8 @@ class Committed:
         coverage: which bytes of the model were written.
         replayed_tensors: went by the copy plan instead of the model's ``load_weights``.
         replayed_bytes: their bytes.
-        own_bytes: read from the trainer rank beside.
-        peer_bytes: read from other trainer ranks' memory.
+        own_bytes: read from memory of the rank beside, on the engine rank's own device.
+        peer_bytes: read from other ranks' memory.
         sums: the hash of what was read of each tensor, as little-endian int64; empty without hashing.
         readings: which bytes these are; ``None`` when they are those of the last time.
         obstacle: why the next sync of this plan may not have this rank read parameters where they lie; empty when it

@@ -34,6 +34,12 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "pp_size": (None, 1),
     "disaggregation_mode": (None, "null"),
 }
+# Caches of keys and values by tokens alone that SGLang's flush does not clear (mem_cache/hiradix_cache.py and
+# storage/lmcache/lmc_radix_cache.py: ``reset``), so that prefixes of earlier weights would be found again behind a sync
+OUTLIVING_CACHES: Mapping[str, tuple[Any, ...]] = {
+    "hicache_storage_backend": (None,),
+    "enable_lmcache": (None, False),
+}
 # Loaders that quantize on the way
 QUANTIZING_FORMATS = ("bitsandbytes", "gguf", "flash_rl")
 # Mixture-of-Experts backends that reorder the experts once they are loaded; a sync writes the order of the checkpoint
@@ -92,6 +98,12 @@ def refuse_engine_arguments(rollout: Any) -> None:
     for key, harmless in UNSERVED.items():
         if (value := given.get(key, None)) not in harmless:
             raise ValueError(f"{ARGUMENTS}.{key}={value!r}: weight sync cannot serve it; {TURN_OFF}.")
+    for key, harmless in OUTLIVING_CACHES.items():
+        if (value := given.get(key, None)) not in harmless:
+            raise ValueError(
+                f"{ARGUMENTS}.{key}={value!r}: that cache outlives SGLang's flush, so what was computed with earlier "
+                "weights would be found again behind a sync. Remove it."
+            )
     for key, refused in (("moe_runner_backend", REORDERING_BACKENDS), ("load_format", QUANTIZING_FORMATS)):
         if (value := given.get(key, None)) in refused:
             raise ValueError(f"{ARGUMENTS}.{key}={value!r}: weight sync cannot serve it; {TURN_OFF}.")

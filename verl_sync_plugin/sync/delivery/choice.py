@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from verl_sync_plugin.config.refusals import refuse_delivery
+from verl_sync_plugin.config.separate_refusals import refuse_delivery
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.tensors import Plan
 from verl_sync_plugin.log import say

@@ -138,7 +138,8 @@ class Direct(Delivery):
         with self._agreement.attempt():
             keys = tuple(live.key for live in self._lives)
             does = (self._config.copy_plan, questions.hashed, questions.whole)
-            hello = Hello(sync.sync_id, sync.plan.digest, (), self._place, *does, keys, prove=questions.prove)
+            beside, prove = self._packs, questions.prove
+            hello = Hello(sync.sync_id, sync.plan.digest, (), self._place, *does, keys, beside=beside, prove=prove)
             unreachable = self._sender.greet_live(hello, self._lives) if self._loads else ""
         self._settle_reach("reading parameters where they lie", unreachable)
 

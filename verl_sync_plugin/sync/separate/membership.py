@@ -90,7 +90,7 @@ def _refuse_shared_devices(members: Sequence[Member]) -> None:
         raise ValueError(
             f"actor_rollout_ref.rollout.checkpoint_engine.backend=sync_plugin: {who} compute on the same GPU "
             f"({shared[0]}), and NCCL joins none that do. Give the rollout GPUs of its own "
-            "(actor_rollout_ref.rollout.nnodes and n_gpus_per_node), or use a colocated trainer."
+            "(actor_rollout_ref.rollout.nnodes and n_gpus_per_node), or set trainer.v1.trainer_mode=sync."
         )
 
 
