@@ -49,6 +49,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--variants", default=f"{VARIANTS[0]},{peer.NAME}")
     parser.add_argument("--repeat", type=int, default=5, help="measured syncs per variant")
     parser.add_argument("--hosts", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--delivery", choices=("auto", "broadcast"), default="auto", help="of the plugin, on one host")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--work", type=Path, help="folder for model and log; default: temporary")
     parser.add_argument("--out", type=Path, required=True)
@@ -60,6 +61,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--variants: {VARIANTS[0]} comes first, which tells how much is sent")
     for name in set(args.variants) - {VARIANTS[0]} if args.device != "cuda" else ():
         parser.error(f"--variants {name}: with --device cuda")
+    if args.delivery != "auto" and (args.hosts > 1 or args.delivery not in args.case):
+        parser.error(f"--delivery {args.delivery}: with --hosts 1, in a case whose name says so")
     if peer.NAME in args.variants and args.hosts > 1:
         parser.error(f"--variants {peer.NAME}: with --hosts 1")
     if peer.NAME in args.variants and args.trainer != TRAINERS[0]:
@@ -114,7 +117,7 @@ def bench(
     given = (trainers.SEPARATE + args.trainer, trained, server, args.bucket_mb, work, args.device)
     host = HOSTS[1] if args.hosts > 1 else ""
     if variant == VARIANTS[0]:
-        return Plugin(*given, host=host)
+        return Plugin(*given, host=host, delivery=args.delivery if args.hosts == 1 else "")
     made = Stock(*given, stock=True, host=host)
     made.tensors, made.nbytes = sent
     return made
@@ -140,6 +143,7 @@ def compare(args: argparse.Namespace, trained: Any, folder: Path, work: Path) ->
         # every byte comes over the link between the two GPUs
         lowest = made.nbytes / floor.LINK_BYTES_PER_SECOND
         run["settings"].update(trainer=args.trainer, rollout_gpus=1, floor_seconds=lowest, hosts=args.hosts)
+        run["settings"].update(delivery=args.delivery)
         runs.append(run)
         # Greedy tokens of random weights may differ between engines that differ in their kernels
         what = "digest" if args.device == "cuda" else "tokens"

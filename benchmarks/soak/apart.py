@@ -46,9 +46,9 @@ def count_as_host(name: str) -> None:
     membership._device_name = lambda device: f"{name}'s {device}"  # on one GPU the plugin would refuse the two
 
 
-def _sync_of(host: str) -> dict[str, Any]:
+def _sync_of(host: str, delivery: str) -> dict[str, Any]:
     """``custom.sync`` of both ends."""
-    return {**SYNC, "delivery": "exchanged"} if host else SYNC
+    return {**SYNC, "delivery": delivery or ("exchanged" if host else "auto")}
 
 
 def receiving(
@@ -108,7 +108,9 @@ def stock_engine(bucket_bytes: int, master: bool, cluster: str | None = None) ->
     return CheckpointEngineRegistry.new(STOCK, bucket_bytes, is_master=master)
 
 
-def _rollout(pipe: Connection, server: Any, folder: str, bucket_bytes: int, cluster: str | None, host: str) -> None:
+def _rollout(
+    pipe: Connection, server: Any, folder: str, bucket_bytes: int, cluster: str | None, host: str, delivery: str
+) -> None:
     """The rollout rank: answers calls until the pipe closes."""
     import torch.distributed as dist
 
@@ -117,7 +119,7 @@ def _rollout(pipe: Connection, server: Any, folder: str, bucket_bytes: int, clus
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store-{os.getpid()}", rank=0, world_size=1)
     engine, receive = (
-        _stock(server, bucket_bytes, cluster) if cluster else receiving(server, bucket_bytes, _sync_of(host))
+        _stock(server, bucket_bytes, cluster) if cluster else receiving(server, bucket_bytes, _sync_of(host, delivery))
     )
     while True:
         try:
@@ -142,11 +144,13 @@ class Apart:
         folder: where the rollout rank makes its process group.
         stock: by verl's backend ``nccl``, on GPUs only; else by ours.
         host: of the rollout, where it is not this process's.
+        delivery: ``custom.sync.delivery``; by default ``exchanged`` between two hosts, else ``auto``.
     """
 
     def __init__(
-        self, trained: Any, server: Any, bucket_mb: int, device: str, folder: Path, stock: bool = False, host: str = ""
-    ) -> None:
+        self, trained: Any, server: Any, bucket_mb: int, device: str, folder: Path, stock: bool = False, host: str = "",
+        delivery: str = "",
+    ) -> None:  # fmt: skip
         from benchmarks.transfer.server import Client
         from verl_sync_plugin.hooks.checkpoint_engine import SyncCheckpointEngine
 
@@ -160,8 +164,9 @@ class Apart:
             self._engine = stock_engine(bucket_mb << 20, True)
             cluster = ray.get_runtime_context().gcs_address
         else:
-            self._engine = SyncCheckpointEngine(bucket_mb << 20, True, sync=_sync_of(host))
-        given = (theirs, Client(server.port, server.model), str(folder), bucket_mb << 20, cluster, host)
+            self._engine = SyncCheckpointEngine(bucket_mb << 20, True, sync=_sync_of(host, delivery))
+        ends = (cluster, host, delivery)
+        given = (theirs, Client(server.port, server.model), str(folder), bucket_mb << 20, *ends)
         self.process = context.Process(target=_rollout, args=given, daemon=True)
         with patch.dict(os.environ, second_gpu(device)):
             self.process.start()

@@ -170,6 +170,7 @@ class Trained:
         device: ``cuda`` or ``cpu``.
         stock: see ``apart.Apart``.
         host: likewise.
+        delivery: likewise.
 
     Attributes:
         nbytes: of the last sync.
@@ -179,7 +180,7 @@ class Trained:
 
     def __init__(
         self, kind: str, trained: Any, server: Any, bucket_mb: int, work: Path, device: str, stock: bool = False,
-        host: str = "",
+        host: str = "", delivery: str = "",
     ) -> None:  # fmt: skip
         from benchmarks.soak.apart import Apart
         from benchmarks.transfer.endpoint import ADAPTER
@@ -188,7 +189,7 @@ class Trained:
         self._turned = Turned(trained)
         separate = kind.startswith(SEPARATE)
         given = (trained, server, bucket_mb, device)
-        self.way = Apart(*given, work, stock, host) if separate else colocated(*given)
+        self.way = Apart(*given, work, stock, host, delivery) if separate else colocated(*given)
         self._adapter = ADAPTER if kind.endswith(SERVED) else ""
         self.devices = (0, 1) if separate and gauges.gpus() > 1 else (0,)
         self.nbytes = self.tensors = 0
