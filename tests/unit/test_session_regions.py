@@ -57,6 +57,9 @@ class Model(torch.nn.Linear):
     def module(self) -> torch.nn.Module:
         return self
 
+    def layout_token(self) -> tuple[object, ...]:
+        return ()
+
 
 class Engine:
     """As much of an unpacker as a session asks when nothing is loaded."""
@@ -145,5 +148,5 @@ def test_the_first_word_may_take_as_long_as_trainer_ranks_wait_for_each_other() 
     """An engine that is awake comes while they gather and plan."""
     trainer: Any = Trainer()
     with pytest.raises(ChannelClosedError):
-        ReceiverSession(None).run(trainer, LoadRequest("1", (), 5.0))
+        ReceiverSession(Model(1, 1)).run(trainer, LoadRequest("1", (), 5.0))
     assert trainer.waits == [TOGETHER_WAITS * 5.0 + TOGETHER_SLACK_SECONDS]
