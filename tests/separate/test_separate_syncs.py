@@ -168,7 +168,6 @@ def test_on_one_host_engines_read_the_memory_of_the_trainer(trainer: type[Traine
         together(driver.trainers, "train", 7)
         driver.sync(7, [first, second])
         exact(driver, [first, second], tmp_path / "v7")
-        together(driver.trainers, "share", tmp_path)
         a_flip_in_the_engine_is_found(driver, [first, second], 8, tmp_path)
 
 

@@ -178,8 +178,12 @@ def test_a_registered_manager_makes_its_strategy_ours(tmp_path: Path) -> None:
 
 
 def test_a_separate_rollout_may_keep_its_requests(tmp_path: Path) -> None:
-    separate = f"{ROLLOUT}.checkpoint_engine.backend=sync_plugin"
-    assert rollout_of(tmp_path, separate, f"{KEY_PREFIX}.pause=retract").custom.sync.pause == "retract"
+    gpus = (f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=2")
+    found = rollout_of(tmp_path, "+sync=separate", *gpus, f"{KEY_PREFIX}.pause=retract")
+    assert found.custom.sync.pause == "retract"
+    # As in a config of verl's one_step_off, which does not read the trainer's mode
+    separate = (f"{ROLLOUT}.checkpoint_engine.backend=sync_plugin", "+rollout.nnodes=1")
+    assert rollout_of(tmp_path, *separate, f"{KEY_PREFIX}.pause=retract").custom.sync.pause == "retract"
 
 
 def test_generation_syncs_nothing_and_may_quantize(tmp_path: Path) -> None:

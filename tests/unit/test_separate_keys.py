@@ -23,7 +23,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 BACKEND = f"{ROLLOUT}.checkpoint_engine.backend={SEPARATE_BACKEND}"
 SGLANG = f"{ROLLOUT}.name=sglang"
-SEPARATE = ("+sync=separate", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=1")
+SEPARATE = ("+sync=separate", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=2")
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ class Engine:
 
     def begin(self, *given: object) -> None: ...
 
-    def traffic(self, near: frozenset[int]) -> tuple[int, int]:
+    def traffic(self, near: frozenset[int], beside: bool) -> tuple[int, int]:
         return 0, 0
 
     def sums(self) -> bytes:

@@ -27,7 +27,12 @@ def segments(hello: Hello, slots: Sequence[torch.Tensor], nbytes: int) -> list[t
 
 
 def near(hello: Hello) -> frozenset[int]:
-    """The segments that are read from the trainer rank beside."""
+    """The segments that are read on the engine rank's own device."""
     if not hello.homes:  # parameters are read where they lie
-        return frozenset((hello.place,))
-    return frozenset(segment for segment, (staging, _) in enumerate(hello.homes) if staging == hello.place)
+        return frozenset((hello.place,) if beside(hello) else ())
+    return frozenset(segment for segment, (staging, _) in enumerate(hello.homes) if staging == hello.own)
+
+
+def beside(hello: Hello) -> bool:
+    """Whether what all ranks hold is read on the engine rank's own device."""
+    return hello.own == hello.place

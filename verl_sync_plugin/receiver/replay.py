@@ -45,7 +45,7 @@ class Replay:
         self._zeros = [target for target, value in plan.fills if value == 0 and target.numel()]
         self._constants = [(target, value) for target, value in plan.fills if value != 0]
         self._manifest = manifest
-        self._traffic: dict[tuple[frozenset[int], bool], tuple[int, int]] = {}
+        self._traffic: dict[tuple[frozenset[int], bool, bool], tuple[int, int]] = {}
         leftovers = {entry.name for work in self.works for entry in work.leftovers}
         self.leftovers = frozenset(leftovers)
         nbytes = {entry.name: entry.nbytes for entries in manifest.buckets for entry in entries}
@@ -76,24 +76,26 @@ class Replay:
         fused.run(memory, sums, copy=False)
         reads.run(memory, sums, copy=False)
 
-    def traffic(self, near: frozenset[int], replayed: bool) -> tuple[int, int]:
-        """Bytes read from one trainer rank, and from all others.
+    def traffic(self, near: frozenset[int], beside: bool, replayed: bool) -> tuple[int, int]:
+        """Bytes read on the engine rank's own device, and elsewhere.
 
         Args:
-            near: the segments that it holds; gathered buckets are all its own.
+            near: the segments that are there.
+            beside: whether buckets are there that are not shared out.
             replayed: of a sync that replays, or of one that reads everything.
         """
-        if (near, replayed) not in self._traffic:
+        key = near, beside, replayed
+        if key not in self._traffic:
             own = total = 0
             for work, entries, segment, world in zip(
                 self.works, self._manifest.buckets, self._manifest.segments, self._manifest.worlds, strict=True
             ):
                 read = work.bytes_by_base(segment) if replayed else bytes_of(entries, segment)
                 spread = self._manifest.sharded and world > 1
-                own += sum(read[number] for number in near) if spread else read.total()
+                own += sum(read[number] for number in near) if spread else read.total() * beside
                 total += read.total()
-            self._traffic[near, replayed] = own, total - own
-        return self._traffic[near, replayed]
+            self._traffic[key] = own, total - own
+        return self._traffic[key]
 
     def _typed_source(self, cast: Cast, memory: BucketMemory) -> torch.Tensor:
         block = cast.block

@@ -11,7 +11,7 @@ import torch
 from verl_sync_plugin.receiver.activations import Activations
 from verl_sync_plugin.receiver.copy_plan import REMEDY
 from verl_sync_plugin.receiver.engine_model import EngineModel
-from verl_sync_plugin.receiver.homes import near, segments, spread
+from verl_sync_plugin.receiver.homes import beside, near, segments, spread
 from verl_sync_plugin.receiver.layout_key import Layout, LayoutKey
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.load_cache import LoadCache
@@ -163,8 +163,7 @@ class ReceiverSession:
         if commit.unmap:  # also where what follows fails: the trainer gives it back in any case
             self._stagings = {}
         # Of this sync: what the model's own load proves wrong is taken out of the plan at its end
-        own, peer = unpacker.traffic(near(hello))
-        did = (*unpacker.replayed, *((own, peer) if hello.beside else (0, own + peer)))
+        did = (*unpacker.replayed, *unpacker.traffic(near(hello), beside(hello)))
         sums, readings = unpacker.sums(), unpacker.readings(always=commit.tell)
         unpacker.finish(ledger)
         if ledger is not None:
@@ -214,9 +213,9 @@ class ReceiverSession:
         keys = [export.key for export in hello.stagings]
         self._stagings = {key: held for key, held in self._stagings.items() if key in keys}  # unmap before mapping
         own = hello.stagings[hello.place]
-        if hello.beside and own.key not in self._stagings:
+        if beside(hello) and own.key not in self._stagings:
             self._stagings[own.key] = open_staging(own)
-        device = self._stagings[own.key].device if hello.beside else next(self._model.module.parameters()).device
+        device = self._stagings[own.key].device if beside(hello) else next(self._model.module.parameters()).device
         for export in hello.stagings:
             if export.key in self._stagings:
                 continue

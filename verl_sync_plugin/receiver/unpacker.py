@@ -144,10 +144,10 @@ class Unpacker:
         """The trainer knows these; ``None``: nothing new."""
         self._told = self._told if readings is None else readings
 
-    def traffic(self, near: frozenset[int]) -> tuple[int, int]:
-        """Bytes that this sync reads from the trainer rank beside, which holds segments ``near``, and from others."""
+    def traffic(self, near: frozenset[int], beside: bool) -> tuple[int, int]:
+        """Bytes that this sync reads on its own device, and elsewhere; see ``Replay.traffic``."""
         assert self._replay is not None, "begin() comes first"
-        return self._replay.traffic(near, self._trusted)
+        return self._replay.traffic(near, beside, self._trusted)
 
     @property
     def reads_in_place(self) -> str:

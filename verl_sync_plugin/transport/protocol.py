@@ -35,12 +35,12 @@ from verl_sync_plugin.layout.tensors import Entry, Plan
 from verl_sync_plugin.transport.memory.exports import Live, StagingExport
 
 MAGIC = "verl-sync-plugin"
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 # A trainer rank may spend up to three waits (its shards, its plan, its staging memory; or the last buckets, the commit,
 # the engine's answer) before it meets the others, and who waits for it should hear why it failed instead of giving up
 TOGETHER_WAITS, TOGETHER_SLACK_SECONDS = 3, 60.0
-ALL = -1  # in place of a bucket: all of them at once
+ALL = NONE = -1  # in place of a bucket: all of them at once; in place of a number: there is none
 
 # Of what size, what is read of it, and the tensors that are so. Runs may overlap, and their targets are left out (0).
 Readings = tuple[tuple[int, tuple[Run, ...], tuple[int, ...]], ...]
@@ -104,7 +104,7 @@ class Hello:
         whole: numbers of tensors to be hashed whole (see ``Readings``).
         live: keys of the ``Live`` of all ranks of the group, in place of stagings.
         tell_use: say, before anything is loaded, which bytes the model uses.
-        beside: whether the slots or parameters at ``place`` are on the engine rank's own device.
+        own: which of the stagings, or of the ranks in ``live``, is on the engine rank's device; ``NONE``: none is.
         prove: say, behind ``Committed``, what lies in the parameters.
     """
 
@@ -117,7 +117,7 @@ class Hello:
     whole: tuple[int, ...] = ()
     live: tuple[str, ...] = ()
     tell_use: bool = False
-    beside: bool = True
+    own: int = 0
     homes: tuple[tuple[int, int], ...] = ()
     prove: bool = False
 

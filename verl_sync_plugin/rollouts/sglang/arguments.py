@@ -34,8 +34,8 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "pp_size": (None, 1),
     "disaggregation_mode": (None, "null"),
 }
-# Caches of keys and values by tokens alone that SGLang's flush does not clear (mem_cache/hiradix_cache.py and
-# storage/lmcache/lmc_radix_cache.py: ``reset``), so that prefixes of earlier weights would be found again behind a sync
+# Caches of keys and values by tokens alone that SGLang 0.5.12's flush does not clear (``reset`` of its HiRadixCache and
+# LMCRadixCache), so that prefixes of earlier weights would be found again behind a sync
 OUTLIVING_CACHES: Mapping[str, tuple[Any, ...]] = {
     "hicache_storage_backend": (None,),
     "enable_lmcache": (None, False),

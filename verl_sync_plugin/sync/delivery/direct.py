@@ -23,7 +23,7 @@ from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.memory.exports import Live
 from verl_sync_plugin.transport.memory.live import LiveParameters, NotInPlaceError
-from verl_sync_plugin.transport.protocol import ALL, Committed, Hello
+from verl_sync_plugin.transport.protocol import ALL, NONE, Committed, Hello
 
 
 class Direct(Delivery):
@@ -138,8 +138,8 @@ class Direct(Delivery):
         with self._agreement.attempt():
             keys = tuple(live.key for live in self._lives)
             does = (self._config.copy_plan, questions.hashed, questions.whole)
-            beside, prove = self._packs, questions.prove
-            hello = Hello(sync.sync_id, sync.plan.digest, (), self._place, *does, keys, beside=beside, prove=prove)
+            own, prove = self._place if self._packs else NONE, questions.prove
+            hello = Hello(sync.sync_id, sync.plan.digest, (), self._place, *does, keys, own=own, prove=prove)
             unreachable = self._sender.greet_live(hello, self._lives) if self._loads else ""
         self._settle_reach("reading parameters where they lie", unreachable)
 

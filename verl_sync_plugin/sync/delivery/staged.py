@@ -14,7 +14,7 @@ from typing import Any
 from verl_sync_plugin.sync.delivery.base import Delivery, Offer, Questions, Sync
 from verl_sync_plugin.sync.sender import SLOTS
 from verl_sync_plugin.transport.memory.exports import StagingExport
-from verl_sync_plugin.transport.protocol import Hello, Used
+from verl_sync_plugin.transport.protocol import NONE, Hello, Used
 
 
 class Staged(Delivery):
@@ -133,9 +133,10 @@ class Staged(Delivery):
         with self._agreement.attempt():
             if self._loads:
                 does = (self._config.copy_plan, questions.hashed, questions.whole)
+                sources = self._sources(sync)
                 hello = Hello(
                     sync.sync_id, sync.plan.digest, self._stagings, self._place, *does,
-                    tell_use=questions.tell_use, beside=self._sources(sync)[self._place] == self._me,
+                    tell_use=questions.tell_use, own=sources.index(self._me) if self._me in sources else NONE,
                     homes=self._homes(sync), prove=questions.prove,
                 )  # fmt: skip
                 unreachable, used = self._sender.greet(hello, sync.plan)
