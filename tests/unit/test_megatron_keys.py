@@ -12,8 +12,8 @@ import torch
 import verl
 from hydra import compose, initialize_config_dir
 
-from verl_sync_plugin.config import refusals as config
-from verl_sync_plugin.config.settings import KEY_PREFIX
+from verl_sync_plugin.config import refusals
+from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
 from verl_sync_plugin.hooks.driver import settle_trainer
 from verl_sync_plugin.sharding_manager.registry import get_sharding_manager
 from verl_sync_plugin.trainers.wire import wire_policy
@@ -55,13 +55,13 @@ def test_lora_needs_megatron_bridge() -> None:
 
 @pytest.mark.parametrize("merge", ["True", "False"])
 def test_lora_passes_with_megatron_bridge(merge: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "_has_megatron_bridge", lambda: True)
+    monkeypatch.setattr(refusals, "_has_megatron_bridge", lambda: True)
     settle_trainer(actor_of(*LORA, f"{MEGATRON}.vanilla_mbridge=False", f"++{MODEL}.lora.merge={merge}"))
 
 
 @pytest.mark.parametrize("verify", ["always", "3"])
 def test_adapters_that_the_engine_serves_are_not_compared(verify: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "_has_megatron_bridge", lambda: True)
+    monkeypatch.setattr(refusals, "_has_megatron_bridge", lambda: True)
     given = (*LORA, f"{MEGATRON}.vanilla_mbridge=False", f"{KEY_PREFIX}.verify={verify}")
     with pytest.raises(ValueError, match=r"custom\.sync\.verify='?(always|3)'? with .*merge=False and LoRA rank 8: "):
         settle_trainer(actor_of(*given, f"++{MODEL}.lora.merge=False"))
@@ -97,13 +97,13 @@ def test_a_manager_is_registered() -> None:
     [("auto", "bfloat16", "bfloat16"), ("auto", "half", "float16"), ("float32", "bfloat16", "float32")],
 )
 def test_wire_dtype(wire: str, rollout: str, expected: str) -> None:
-    policy = wire_policy(config.SyncConfig(wire_dtype=wire), rollout)
-    assert policy.dtype == getattr(torch, expected) and policy.keep == config.SyncConfig().keep_dtype
+    policy = wire_policy(SyncConfig(wire_dtype=wire), rollout)
+    assert policy.dtype == getattr(torch, expected) and policy.keep == SyncConfig().keep_dtype
 
 
 def test_unknown_rollout_dtype_is_named() -> None:
     with pytest.raises(ValueError, match=r"rollout\.dtype='bfloat17': not a torch dtype\. Set .*wire_dtype=bfloat16"):
-        wire_policy(config.SyncConfig(), "bfloat17")
+        wire_policy(SyncConfig(), "bfloat17")
 
 
 @pytest.mark.parametrize("composition", ["colocated", "colocated_resident", "colocated_tight_memory_megatron"])
