@@ -90,7 +90,8 @@ class Way:
         self._width = json.loads((folder / "config.json").read_text(encoding="utf-8"))["hidden_size"]
         self._version = 0
         if not stock:
-            made.mark_requests()
+            made.guard_requests()
+            made._gate.succeed(made._gate.begin())  # its first sync is behind it
 
     def close(self) -> None:
         """Takes back what a server adds to SGLang's tokenizer manager."""

@@ -11,11 +11,12 @@ from benchmarks import floor
 from benchmarks.report import peers, separate_table
 
 DEFAULT_VERIFY = "first"
-NOTED = (
-    ("without hashes", False, False),
-    ("staged in every sync", True, True),
-    ("never compared in the engine", True, False, "never"),
-    ("compared in the engine in every sync", True, False, "always"),
+NOTED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("without hashes", {"hashed": False}),
+    ("staged in every sync", {"hashed": True, "staged": True}),
+    ("never compared in the engine", {"hashed": True, "verify": "never"}),
+    ("nor looked for NaN and Inf", {"hashed": True, "verify": "never", "finite": False}),
+    ("compared in the engine in every sync", {"hashed": True, "verify": "always"}),
 )
 HEAD = ("case", "bucket", "stock", "**plugin**", "speed-up", *peers.HEAD, "floor", "× floor")
 
@@ -33,13 +34,14 @@ def milliseconds(value: float) -> str:
 
 
 def seconds_by_bucket(
-    result: dict[str, Any], variant: str, hashed: bool, staged: bool = False, verify: str = ""
+    result: dict[str, Any], variant: str, hashed: bool, staged: bool = False, verify: str = "", finite: bool = True
 ) -> dict[int, float]:
     """Seconds of the transfer by bucket size in MiB; where no ``verify`` is named, of the default, or of the first."""
     found: dict[int, float] = {}
     for run in sorted(result["runs"], key=lambda run: int(run["settings"]["bucket_mb"])):
         settings = run["settings"]
-        alike = (run["variant"], settings["hashed"], settings.get("staged", False)) == (variant, hashed, staged)
+        did = (settings["hashed"], settings.get("staged", False), settings.get("check_finite", True))
+        alike = (run["variant"], *did) == (variant, hashed, staged, finite)
         said, size = settings.get("verify", ""), settings["bucket_mb"]
         if alike and (said == verify or (not verify and (size not in found or said == DEFAULT_VERIFY))):
             found[size] = run["stages"]["phase"]
@@ -79,8 +81,8 @@ def _rows(result: dict[str, Any], elsewhere: tuple[str, float] | None) -> list[l
 def _note(result: dict[str, Any], elsewhere: tuple[str, float] | None) -> str:
     run = result["runs"][0]
     text = f"- `{result['case']}`: {run['settings']['tensors']} tensors, {run['bytes'] / 1e9:.2f} GB of bf16"
-    for what, *how in NOTED:
-        found = seconds_by_bucket(result, "plugin", *how)
+    for what, how in NOTED:
+        found = seconds_by_bucket(result, "plugin", **how)
         shown = [f"{milliseconds(found[size])} ({size} MiB)" for size in shown_buckets(result) if size in found]
         text += f"; {what} {', '.join(shown)}" if shown else ""
     firsts = {run["variant"]: run["samples"]["first_syncs"][0]["seconds"] for run in reversed(result["runs"])}

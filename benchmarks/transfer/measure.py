@@ -95,6 +95,8 @@ def run_of(
         "verify": ways.verify_of(variant),
         "floor_seconds": floor.seconds(bench.nbytes),
     }  # fmt: skip
+    if variant in ways.PLUGIN:
+        settings["check_finite"] = ways.looks_for_nan(variant)
     return {
         "variant": variant if variant in schema.PEERS else variant.partition("-")[0],
         "settings": settings,

@@ -77,6 +77,7 @@ class Server(Client):
         log: where its output goes.
         options: further words of its command line.
         variables: further ones of its environment.
+        loaders: custom weight loaders besides the plugin's, as SGLang names them.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Server(Client):
         log: Path,
         options: Sequence[str] = (),
         variables: Mapping[str, str] = MappingProxyType({}),
+        loaders: Sequence[str] = (),
     ) -> None:
         super().__init__(_free_port(), model)
         common = "--load-format dummy --skip-tokenizer-init --sampling-backend pytorch --grammar-backend none"
@@ -96,9 +98,8 @@ class Server(Client):
         env = dict(os.environ, **({"SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else {}), **variables)
         env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "0")
         with open(log, "wb") as output:
-            self._process = subprocess.Popen(
-                [*command, *words, "--custom-weight-loader", LOADER], stdout=output, stderr=subprocess.STDOUT, env=env
-            )
+            command += [*words, "--custom-weight-loader", LOADER, *loaders]
+            self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
         self._log = log
         self._wait()
 

@@ -99,6 +99,7 @@ class TokenizerManager:
     def __init__(self, model: Model) -> None:
         self._model = model
         self.released: set[str] = set()
+        self.rid_to_state: dict[str, Any] = {}
 
     async def update_weights_from_tensor(self, obj: Any, request: None) -> tuple[bool, str]:
         assert "weights" not in self.released, "SGLang would write into memory that is not there"
@@ -193,7 +194,9 @@ class OneProcess:
     def request(self) -> str:
         """What a request would get now."""
         try:
-            self.actor.wait(asyncio.wait_for(self.server._gate.enter(), 1.0))
+            self.actor.wait(asyncio.wait_for(self.server._admit(), 0.05))
+        except TimeoutError:
+            return "a wait"
         except RuntimeError:
             return "a refusal"
         return "an answer"

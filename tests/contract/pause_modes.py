@@ -10,53 +10,34 @@ from typing import Any
 
 import pytest
 
-from bare_engine.endpoint import PLAIN, BareEngine
+from bare_engine.endpoint import BareEngine
 from contract.pause_world import (
     PROMPTS,
     TOKENS,
     Models,
-    Requests,
+    PlainRun,
+    PlainServer,
     check_cut_off,
     check_spanning,
     end_serving,
     serving,
 )
-from verl_sync_plugin.rollouts.sglang import server as server_module
-from verl_sync_plugin.rollouts.sglang import updates
 
 pytest_plugins = ("contract.pause_world",)
 pytestmark = pytest.mark.slow
 
-Play = Callable[[str, Callable[["Run"], Any]], None]
-
-
-class Run(Requests):
-    """Our server actor on the engine, and the calls that verl makes of it."""
-
-    async def load(self, version: int) -> None:
-        await self.server.release_kv_cache()
-        await self.server.load_weights((version,), str(version))
-
-    async def sync(self, version: int) -> None:
-        await self.load(version)
-        await self.server.finish_sync([])
-        await self.server.resume_kv_cache()
+Play = Callable[[str, Callable[[PlainRun], Any]], None]
 
 
 @pytest.fixture
-def play(engine: BareEngine, models: Models, monkeypatch: pytest.MonkeyPatch) -> Iterator[Play]:
+def play(engine: BareEngine, models: Models, plain_loads: None) -> Iterator[Play]:
     """Runs a story in the engine's loop, on a server of the given mode, from version 1 on."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(updates, "pack_request", lambda request: models.packed(request[0]))
 
-    class Server(server_module.SyncSGLangHttpServer):
-        loader = property(lambda self: PLAIN[self.pause == "retract"])  # type: ignore[assignment]
-
-    def run(pause: str, story: Callable[[Run], Any]) -> None:
-        server = serving(engine, models.path, pause, Server)
+    def run(pause: str, story: Callable[[PlainRun], Any]) -> None:
+        server = serving(engine, models.path, pause, PlainServer)
 
         async def whole() -> None:
-            run = Run(server)
+            run = PlainRun(server)
             await run.server.abort_all_requests()
             await run.sync(1)
             await run.server.resume_generation()
@@ -70,7 +51,7 @@ def play(engine: BareEngine, models: Models, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("pause", ["retract", "in_place"])
 def test_requests_stay_in_the_engine_and_go_on_with_new_weights(pause: str, play: Play, models: Models) -> None:
-    async def story(run: Run) -> None:
+    async def story(run: PlainRun) -> None:
         server, asked = run.server, await run.in_flight()
         await server.abort_all_requests()
         await run.stand_still(asked)
@@ -94,7 +75,7 @@ def test_requests_stay_in_the_engine_and_go_on_with_new_weights(pause: str, play
 
 
 def test_aborted_requests_come_back_with_what_they_have(play: Play, models: Models) -> None:
-    async def story(run: Run) -> None:
+    async def story(run: PlainRun) -> None:
         asked, began = await run.in_flight(), time.perf_counter()
         await run.server.abort_all_requests()
         took = time.perf_counter() - began
@@ -112,7 +93,7 @@ def test_aborted_requests_come_back_with_what_they_have(play: Play, models: Mode
 
 @pytest.mark.parametrize("pause", ["retract", "in_place"])
 def test_requests_wait_until_a_sync_succeeds(pause: str, play: Play) -> None:
-    async def story(run: Run) -> None:
+    async def story(run: PlainRun) -> None:
         asked = await run.in_flight()
         await run.server.abort_all_requests()
         await run.load(2)

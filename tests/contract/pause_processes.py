@@ -17,14 +17,14 @@ from separate.processes import TIMEOUT, Host, Trainer
 from verl_sync_plugin.config.settings import SEPARATE_BACKEND
 
 
-def rollout_config(pause: str) -> Any:
-    """verl's, of a separate rollout."""
+def rollout_config(pause: str, backend: str = SEPARATE_BACKEND) -> Any:
+    """verl's, of a separate rollout if no other backend is named."""
     from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 
     return RolloutConfig(
         name="sglang",
         custom={"sync": {"pause": pause, "timeout_seconds": TIMEOUT}},
-        checkpoint_engine=CheckpointEngineConfig(backend=SEPARATE_BACKEND),
+        checkpoint_engine=CheckpointEngineConfig(backend=backend),
         max_model_len=256,
     )
 

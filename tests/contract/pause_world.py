@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from bare_engine.endpoint import BareEngine
+from bare_engine.endpoint import PLAIN, BareEngine
 from contract.pause_processes import rollout_config
+from verl_sync_plugin.rollouts.sglang import updates
 from verl_sync_plugin.rollouts.sglang.pickling import dumps
 from verl_sync_plugin.rollouts.sglang.request import FORGETTING_LOADER
 from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
@@ -77,16 +78,36 @@ def engine(models: Models) -> Iterator[BareEngine]:
     engine.shutdown()
 
 
-def serving(engine: BareEngine, model: str, pause: str, kind: type[SyncSGLangHttpServer] = SyncSGLangHttpServer) -> Any:
-    """Our server actor of a separate rollout on the engine; ``CUDA_VISIBLE_DEVICES`` must be there."""
+class PlainServer(SyncSGLangHttpServer):
+    """Ours, whose loads bring whole tensors; see ``plain_loads``."""
+
+    loader = property(lambda self: PLAIN[self.pause == "retract"])  # type: ignore[assignment]
+
+
+def serving(
+    engine: BareEngine,
+    model: str,
+    pause: str,
+    kind: type[SyncSGLangHttpServer] = SyncSGLangHttpServer,
+    separate: bool = True,
+) -> Any:
+    """Our server actor of a rollout on the engine, before its first sync; ``CUDA_VISIBLE_DEVICES`` must be there."""
     from verl.workers.config import HFModelConfig
     from verl.workers.rollout.replica import RolloutMode
 
-    server = kind(rollout_config(pause), HFModelConfig(path=model), RolloutMode.STANDALONE, [], 0, 0, 1, "", 0)
+    config = rollout_config(pause) if separate else rollout_config("abort", "naive")
+    mode = RolloutMode.STANDALONE if separate else RolloutMode.HYBRID
+    server = kind(config, HFModelConfig(path=model), mode, [], 0, 0, 1, "", 0)
     server.tokenizer_manager = engine.engine.tokenizer_manager
-    server.mark_requests()
-    server._gate.succeed(server._gate.begin())  # its first sync is behind it
+    server.guard_requests()
     return server
+
+
+@pytest.fixture
+def plain_loads(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load asks for a version of the model instead of a bucket."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(updates, "pack_request", lambda request: models.packed(request[0]))
 
 
 def end_serving(engine: BareEngine) -> None:
@@ -131,6 +152,19 @@ class Requests:
         paced = self.paced
         await asyncio.sleep(PAUSED_SECONDS)
         assert self.paced == paced and not any(each.done() for each in asked)
+
+
+class PlainRun(Requests):
+    """Of a ``PlainServer``, and the calls that verl makes of it around a sync of a separate rollout."""
+
+    async def load(self, version: int) -> None:
+        await self.server.release_kv_cache()
+        await self.server.load_weights((version,), str(version))
+
+    async def sync(self, version: int) -> None:
+        await self.load(version)
+        await self.server.finish_sync([])
+        await self.server.resume_kv_cache()
 
 
 def check_spanning(models: Models, prompt: list[int], output: Any, pause: str) -> None:

@@ -39,7 +39,7 @@ class Phase(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(prefix="phase-"))
         self.real = OneProcess(self.checkpoint, self.folder, verify="always")
         self.served: dict[str, torch.Tensor] | None = None  # none before the first sync, and after one that failed
-        self.request = "an answer"
+        self.request = "a wait"  # for the first sync
         self.released: set[str] | None = set()  # unknown after a failure
 
     def kept(self) -> dict[str, torch.Tensor]:
@@ -58,6 +58,8 @@ class Phase(RuleBasedStateMachine):
     def sleep(self) -> None:
         self.real.sleep()
         self.released = set(TAGS)
+        if self.request == "an answer":  # SGLang keeps no copy of the weights, so waking it up is not enough
+            self.request = "a wait"
 
     @rule()
     def wake(self) -> None:

@@ -47,7 +47,13 @@ class Manager:
 def _server(manager: Manager) -> Any:
     gate, occupation = WeightsGate(), Occupation(BOUND)
     gate.begin()
-    return SimpleNamespace(lora_as_adapter=False, tokenizer_manager=manager, _gate=gate, occupation=occupation)
+    return SimpleNamespace(
+        lora_as_adapter=False,
+        tokenizer_manager=manager,
+        past_gate=manager.generate_request,
+        _gate=gate,
+        occupation=occupation,
+    )
 
 
 def test_an_engine_is_put_to_sleep_when_a_late_canary_has_ended() -> None:

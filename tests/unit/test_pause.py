@@ -68,22 +68,24 @@ def test_a_load_pauses_a_server_whose_driver_has_not(pause: str, asked: list[str
 
 
 @pytest.mark.parametrize(
-    ("mode", "backend", "waits"),
+    ("mode", "backend", "load_format", "waits"),
     [
-        (RolloutMode.STANDALONE, SEPARATE_BACKEND, True),
-        (RolloutMode.STANDALONE, "nccl", False),
-        (HYBRID, SEPARATE_BACKEND, False),
+        (RolloutMode.STANDALONE, SEPARATE_BACKEND, "auto", True),
+        (RolloutMode.STANDALONE, "nccl", "auto", False),
+        (HYBRID, "naive", "dummy", True),
+        (HYBRID, "naive", "auto", False),
     ],
 )
 def test_a_replica_answers_behind_its_first_sync(
-    mode: RolloutMode, backend: str, waits: bool, server_with: Make
+    mode: RolloutMode, backend: str, load_format: str, waits: bool, server_with: Make
 ) -> None:
-    """One that joins holds the weights that it was started with; who needs no sync of ours answers at once."""
+    """One that joins holds the weights that it was started with, and a colocated one begins with weights that SGLang
+    has made up; who needs no sync of ours answers at once."""
 
     async def story() -> None:
         manager = Manager()
         manager.answers.set()
-        server = server_with(manager, "abort", mode, backend, had_a_sync=False)
+        server = server_with(manager, "abort", mode, backend, had_a_sync=False, load_format=load_format)
         call = asyncio.ensure_future(server.generate([1], {"max_new_tokens": 1}, "request"))
         await asyncio.sleep(0.05)
         assert call.done() != waits

@@ -30,6 +30,7 @@ class Manager:
     def __init__(self, flushes: bool = True) -> None:
         self.asked: list[str] = []
         self.fed = asyncio.Event()
+        self.rid_to_state: dict[str, Any] = {}
         self.hangs = 0  # so many of the next requests about memory get no answer before `goes_on`
         self.goes_on = asyncio.Event()
         self._flushes = flushes

@@ -13,7 +13,9 @@ In the task runner and in the rollout server's process:
     updates       sleep, wake, load and flush of one engine, here as in `local_server`
     occupation    what of the engine's memory is released, and the one request under way that changes it
     awake         which memory that is in each stage
-    gate          keeps ``generate`` out while the weights are half written
+    admission     what stands before SGLang's requests, from verl as over HTTP
+    gate          keeps them out while weights are half written or memory is released
+    pause         what becomes of those in flight when a separate rollout is synced
     backup        whether SGLang keeps a host copy of its weights
 
 Beside the ranks of a script (`spmd/`):

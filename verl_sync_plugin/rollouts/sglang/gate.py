@@ -9,7 +9,8 @@ from verl_sync_plugin.errors import HalfWrittenError
 
 
 class WeightsGate:
-    """Open, closed while a sync is under way or generation is paused, or locked after a failed sync.
+    """Open; closed while a sync is under way, generation is paused or memory is released; or locked after a failed
+    sync.
 
     Syncs are numbered: the last step of one that was given up may come to its end while the next is under way, and is
     to end nothing but its own.
@@ -26,7 +27,7 @@ class WeightsGate:
         self._synced = asyncio.Event()  # or has heard that its first sync failed
         if not needs_sync:
             self._synced.set()
-        self._held = False
+        self._held, self._there, self._lost = False, True, False
         self._failure: str | None = None
         self.number = 0
 
@@ -55,7 +56,7 @@ class WeightsGate:
             RuntimeError: it was given up.
         """
         self.refuse_given_up(number)
-        self._failure = None
+        self._failure, self._lost = None, False
         self._synced.set()
         self._at_rest.set()
         self._settle()
@@ -83,8 +84,18 @@ class WeightsGate:
         self._held = False
         self._settle()
 
+    def memory(self, there: bool) -> None:
+        """Closes the gate until all of the engine's memory is there; see ``Occupation``."""
+        self._there = there
+        self._settle()
+
+    def lose_weights(self) -> None:
+        """Closes the gate until a sync succeeds: the engine's weights are released, and no copy of them is kept."""
+        self._lost = True
+        self._settle()
+
     def _settle(self) -> None:
-        if self.syncing or (self._held and self._failure is None):
+        if self.syncing or (self._failure is None and (self._held or self._lost or not self._there)):
             self._passable.clear()
         else:
             self._passable.set()
@@ -105,7 +116,8 @@ class WeightsGate:
             ) from None
 
     async def enter(self) -> None:
-        """Waits while a sync is under way or generation is paused, as SGLang's own queue would.
+        """Waits while a sync is under way, generation is paused, as SGLang's own queue would, or memory is released;
+        also, where weights were released of which there is no copy, for the next sync.
 
         Raises:
             HalfWrittenError: the last sync failed.

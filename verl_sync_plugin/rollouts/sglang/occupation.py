@@ -23,13 +23,16 @@ class Occupation:
 
     Args:
         timeout_seconds: bound on every call, its wait for the ones before included.
+        memory: is told whether all memory is there: that it is not, before SGLang is asked to change anything, and
+            behind every answer of SGLang's what is so now.
 
     Attributes:
         state: what is released, for all that the engine has answered.
     """
 
-    def __init__(self, timeout_seconds: float) -> None:
+    def __init__(self, timeout_seconds: float, memory: Callable[[bool], None] = lambda there: None) -> None:
         self._timeout = timeout_seconds
+        self._memory = memory
         self._turn = asyncio.Lock()
         self._asked: asyncio.Future[None] | None = None
         self._kept_for = ""
@@ -87,11 +90,14 @@ class Occupation:
                     await asyncio.shield(self._asked)
             wanted = todo(tags)
             if wanted:
-                self._asked = asyncio.ensure_future(_noted(wanted, ask, note))
+                self._asked = asyncio.ensure_future(self._noted(wanted, ask, note))
                 await asyncio.shield(self._asked)
             self._asked = None
 
-
-async def _noted(tags: list[str], ask: Ask, note: Callable[[list[str]], None]) -> None:
-    await ask(tags)
-    note(tags)
+    async def _noted(self, tags: list[str], ask: Ask, note: Callable[[list[str]], None]) -> None:
+        self._memory(False)
+        try:
+            await ask(tags)
+            note(tags)
+        finally:
+            self._memory(not self.state.released)

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
 from typing import Any
 
 from sglang.srt.managers.io_struct import PauseGenerationReqInput
@@ -20,6 +18,7 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 
 from verl_sync_plugin import compat
 from verl_sync_plugin.config.settings import SEPARATE_BACKEND, sync_config_of
+from verl_sync_plugin.rollouts.sglang.admission import Generate, guard
 from verl_sync_plugin.rollouts.sglang.gate import WeightsGate
 from verl_sync_plugin.rollouts.sglang.request import FORGETTING_LOADER, LOADER
 from verl_sync_plugin.transport.agreement import together_seconds
@@ -37,14 +36,18 @@ class PausingServer(SGLangHttpServer):
         separate: the rollout shares no GPU with the trainer, and the plugin syncs it.
         pause: SGLang's mode of pausing; ``abort`` unless ``separate``.
         paused_by_load: SGLang is paused for a load alone; nobody else is going to resume it.
+        past_gate: SGLang's own ``generate_request``, before which no gate stands.
     """
+
+    past_gate: Generate
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sync = sync_config_of(self.config)
         backend = self.config.checkpoint_engine.backend
         self.separate = self.rollout_mode == RolloutMode.STANDALONE and backend == SEPARATE_BACKEND
-        self._gate = WeightsGate(needs_sync=self.separate and self._sync.enabled)
+        made_up = self.rollout_mode == RolloutMode.HYBRID and self.config.load_format == "dummy"
+        self._gate = WeightsGate(needs_sync=self._sync.enabled and (self.separate or made_up))
         self.pause = self._sync.pause if self.separate else "abort"
         self._loads = 0
         self._paused = self.paused_by_load = False  # when SGLang was asked to
@@ -76,12 +79,27 @@ class PausingServer(SGLangHttpServer):
             self.paused_by_load = True
             self._gate.refuse_given_up(number)
 
-    def mark_requests(self) -> None:
-        """Where requests may span a sync, has every answer tell of which weights it is; with ``in_place``, has requests
-        share cached prefixes only with those that began with the same weights."""
-        if self.keeps_requests:
-            apart = self.pause == "in_place"
-            wrap_requests(self.tokenizer_manager, self._gate.enter, lambda: f"weights-{self._loads}:" if apart else "")
+    def guard_requests(self) -> None:
+        """Has SGLang's requests, from verl as over HTTP, wait until they may be computed. Where they may span a sync,
+        every answer tells of which weights it is; with ``in_place``, requests share cached prefixes only with those
+        that began with the same weights."""
+        apart = self.pause == "in_place"
+        self.past_gate = guard(
+            self.tokenizer_manager,
+            self._admit,
+            spans=self.keeps_requests,
+            name=lambda: f"weights-{self._loads}:" if apart else "",
+        )
+
+    async def _admit(self) -> None:
+        """Waits until a request may be computed: the engine has had its first sync where it needs one, none is under
+        way, and its memory is there.
+
+        Raises:
+            HalfWrittenError: the last sync failed, or the first one does not come.
+        """
+        await self._gate.first_sync(together_seconds(self._sync.timeout_seconds))
+        await self._gate.enter()
 
     async def abort_all_requests(self) -> None:
         """verl's call before a sync: aborts the requests, or pauses SGLang with them inside.
@@ -117,14 +135,12 @@ class PausingServer(SGLangHttpServer):
         self._gate.let_go()
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """verl's generate, through the gate (see ``WeightsGate``). A replica that has joined answers behind its first
-        sync.
+        """verl's generate, behind the gate that stands before SGLang's requests, too.
 
         A call that may span a sync says so in the fields that verl's client fills in otherwise: the version of the
         weights when it began, and when it ended.
         """
-        await self._gate.first_sync(together_seconds(self._sync.timeout_seconds))
-        await self._gate.enter()
+        await self._admit()
         began = self.global_steps
         output = await super().generate(*args, **kwargs)
         if self.keeps_requests and began is not None:
@@ -143,39 +159,3 @@ async def end_requests(tokenizer_manager: Any) -> None:
     tokenizer_manager.abort_request(abort_all=True)
     while await compat.answering(tokenizer_manager) and time.monotonic() < deadline:
         await asyncio.sleep(POLL_SECONDS)
-
-
-def wrap_requests(tokenizer_manager: Any, enter: Callable[[], Awaitable[None]], name: Callable[[], str]) -> None:
-    """For every request that this tokenizer manager gets from now on, from verl as over HTTP: puts a name before its
-    ``extra_key``, for SGLang shares a cached prefix among requests of the same key only; and adds ``weight_versions``
-    to the ``meta_info`` of its answers, beside SGLang's ``weight_version``, which is that of the last token alone.
-
-    Args:
-        tokenizer_manager: SGLang's, of one engine.
-        enter: waits while SGLang is paused, so that a request is named after the weights that it begins with.
-        name: the name now; may be empty.
-    """
-    generate = tokenizer_manager.generate_request
-
-    async def generate_request(obj: Any, request: Any = None) -> AsyncIterator[Any]:
-        await enter()
-        if hasattr(obj, "extra_key") and (prefix := name()):
-            given = obj.extra_key
-            obj.extra_key = (
-                [prefix + (key or "") for key in given] if isinstance(given, list) else prefix + (given or "")
-            )
-        began = compat.weight_version(tokenizer_manager)
-        async with aclosing(generate(obj, request)) as answers:
-            async for answer in answers:
-                for each in answer if isinstance(answer, list) else (answer,):
-                    _tell_versions(each, began)
-                yield answer
-
-    tokenizer_manager.generate_request = generate_request
-
-
-def _tell_versions(answer: Any, began: str | None) -> None:
-    """Notes in an answer the versions of the first and the last weights that it is of; one where these are the same."""
-    meta = answer.get("meta_info") if isinstance(answer, dict) else None
-    if meta is not None and began is not None:
-        meta["weight_versions"] = list(dict.fromkeys((began, meta.get("weight_version", began))))

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The canary in SGLang: log-probabilities of prompts, asked of its tokenizer manager behind the gate."""
+"""The canary in SGLang: log-probabilities of prompts, asked of its tokenizer manager past the gate."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from sglang.srt.managers.io_struct import GenerateReqInput
+
+from verl_sync_plugin.rollouts.sglang.admission import Generate
 
 IDLE_SECONDS = 20.0
 Scores = tuple[list[list[float]], list[list[float]], list[list[float]]]
@@ -20,6 +23,7 @@ async def score(
     response_tokens: int,
     adapter: str | None,
     wanted: Callable[[], None] = lambda: None,
+    generate: Generate | None = None,
 ) -> Scores:
     """What SGLang says of prompts, read and decoded. All its memory is awake; nobody else's requests are let in.
 
@@ -29,6 +33,7 @@ async def score(
         response_tokens: how many it decodes behind each prompt, greedily.
         adapter: name of the adapter that it serves; ``None`` without one.
         wanted: is called before every request, and raises once the trainer has given the sync up.
+        generate: its ``generate_request`` past the gate; ``None`` where no gate stands before it.
 
     Returns:
         The fields of ``Scored``, in their order.
@@ -37,18 +42,21 @@ async def score(
         RuntimeError: SGLang did not score every token, or does not come to rest behind it, or the sync was given up.
         ValueError: SGLang refuses the prompts.
     """
+    ask = partial(_ask, manager, generate or manager.generate_request)
     wanted()
-    answers = await _ask(manager, prompts, response_tokens, adapter)
+    answers = await ask(prompts, response_tokens, adapter)
     longer = [[*prompt, *answer["output_ids"]] for prompt, answer in zip(prompts, answers, strict=True)]
     wanted()
-    again = await _ask(manager, longer, 1, adapter)
+    again = await ask(longer, 1, adapter)
     read = [_log_probs(answer, "input_token_logprobs") for answer in answers]
     decoded = [_log_probs(answer, "output_token_logprobs") for answer in answers]
     rescored = [_log_probs(answer, "input_token_logprobs")[-response_tokens:] for answer in again]
     return [each[1:] for each in read], decoded, rescored  # of its first token SGLang has no log-probability
 
 
-async def _ask(manager: Any, prompts: list[list[int]], tokens: int, adapter: str | None) -> list[dict[str, Any]]:
+async def _ask(
+    manager: Any, generate: Generate, prompts: list[list[int]], tokens: int, adapter: str | None
+) -> list[dict[str, Any]]:
     # With logprob_start_len=0 SGLang reads the whole prompt, also where its beginning is cached
     request = GenerateReqInput(
         input_ids=prompts,
@@ -58,19 +66,19 @@ async def _ask(manager: Any, prompts: list[list[int]], tokens: int, adapter: str
         lora_path=adapter,
     )
     try:
-        answers: list[dict[str, Any]] = await anext(manager.generate_request(request, None))
+        answers: list[dict[str, Any]] = await anext(generate(request, None))
     finally:  # also where SGLang refuses one of several prompts, and answers the others
-        await _rest(manager)
+        await rest(manager)
     return answers
 
 
-async def _rest(manager: Any) -> None:
+async def rest(manager: Any) -> None:
     """Waits until SGLang flushes: for a moment it still counts a request that it has answered as running. Then
     ``finish_sync`` would take that for somebody's, and SGLang would end if it were put to sleep."""
     deadline = time.monotonic() + IDLE_SECONDS
     while not getattr(await manager.flush_cache(), "success", True):
         if time.monotonic() > deadline:
-            raise RuntimeError("SGLang could not flush its cache behind the canary: requests are running")
+            raise RuntimeError("SGLang could not flush its cache: requests are still running")
         await asyncio.sleep(0.01)
 
 

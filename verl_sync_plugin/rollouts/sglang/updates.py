@@ -7,6 +7,7 @@ That is verl's rollout server actor (``server.py``), or the engine of a script (
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.managers.io_struct import (
@@ -42,23 +43,24 @@ class WeightUpdates:
     begin_load: Any
     _gate: WeightsGate
 
-    def expect_updates(self, timeout_seconds: float) -> None:
+    def expect_updates(self, timeout_seconds: float, memory: Callable[[bool], None] = lambda there: None) -> None:
         """Before all else.
 
         Args:
             timeout_seconds: bound on SGLang's sleep and wake.
+            memory: see ``Occupation``.
         """
-        self.occupation = Occupation(timeout_seconds)
+        self.occupation = Occupation(timeout_seconds, memory)
         self._sleep_seconds = 0.0
         self._version: str | None = None
         self._flushing: asyncio.Future[Any] | None = None
 
     async def release_tags(self, tags: list[str]) -> None:
         """Releases what is still resident of ``tags``; see ``Occupation.release``."""
-        manager = self.tokenizer_manager
-        await self.occupation.release(
-            tags, lambda todo: manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=todo), None)
-        )
+        await self.occupation.release(tags, self._release)
+
+    async def _release(self, tags: list[str]) -> None:
+        await self.tokenizer_manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None)
 
     async def resume_tags(self, tags: list[str]) -> None:
         """Resumes what is released of ``tags``; see ``Occupation.resume``."""

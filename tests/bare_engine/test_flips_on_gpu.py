@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One bit flips between a trainer's weights and a real engine on a GPU: in a staged bucket, in the trainer's memory
+behind its hash, where the engine reads that in place, and in the engine's own parameter behind the copies.
+
+On CPUs: ``contract/test_flips.py``, ``direct_flips.py`` and ``separate/spoiling.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from several_hosts_on_gpu import play
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+DEVICE = "cuda"
+SPOIL = "bare_engine.spoiling_loader.spoil"
+PARAMETER, TENSOR = "model.layers.1.mlp.gate_up_proj.weight", "model.layers.1.mlp.gate_proj.weight"
+BUCKET_MB = 4
+READ, HELD = "changed on the way to the engine", "do not hold what was sent of"
+STAGED, DIRECT = "plugin-staged", "plugin"
+# Variant, where the bit flips, whether bytes are hashed, custom.sync.verify: what finds it, if anything does
+FOUND_BY = {
+    (STAGED, "staging", True, "never"): READ,
+    (STAGED, "staging", False, "always"): HELD,
+    (STAGED, "staging", False, "never"): "",
+    (STAGED, "engine", True, "always"): HELD,
+    (STAGED, "engine", True, "never"): "",
+    (DIRECT, "trainer", True, "never"): READ,
+    (DIRECT, "trainer", False, "always"): HELD,
+    (DIRECT, "trainer", False, "never"): "",
+    (DIRECT, "engine", True, "always"): HELD,
+    (DIRECT, "engine", True, "never"): "",
+}
+
+
+class Flips:
+    """In syncs of one way from the trainer's tensors, which hold one of two sets of weights, to the server."""
+
+    def __init__(self, bench: Any, variant: str, digests: dict[int, str]) -> None:
+        from benchmarks.transfer import ways
+
+        self._bench, self._digests = bench, digests
+        self._way = ways.make(variant, bench.server, bench.named, BUCKET_MB, bench.device)
+        self._manager, self._direct, self._set = self._way._manager, variant == DIRECT, 0
+        for _ in range(4):  # an even number: the next way begins with the same set
+            self._exact()
+
+    def _exact(self) -> None:
+        """A verified sync of the other set, after which the engine holds what any sync of that set has brought."""
+        self._bench.other_weights()
+        self._set = 1 - self._set
+        self._manager.commit._cadence._verify = "always"
+        self._way.sync()
+        digest = self._digest()
+        assert self._digests.setdefault(self._set, digest) == digest, "the engine holds something else than before"
+        assert len(set(self._digests.values())) == len(self._digests), "the sets cannot be told apart"
+
+    def _digest(self) -> str:
+        from benchmarks.transfer.peer import digest
+
+        server = self._bench.server
+        return str(digest(server) if self._bench.device == "cuda" else server.tokens())
+
+    def found(self, where: str, hashed: bool, verify: str) -> str:
+        """The error of a sync in which a bit flips; the next ones are exact."""
+        from verl_sync_plugin.errors import SyncError
+        from verl_sync_plugin.verify.hashes import HashCheck
+
+        flip = {"staging": self._in_staging, "trainer": self._in_trainer, "engine": self._in_engine}[where]
+        unseen = nullcontext() if hashed else mock.patch.object(HashCheck, "compare")
+        self._manager.commit._cadence._verify = verify
+        text = ""
+        with unseen, flip():
+            try:
+                self._way.sync()
+            except SyncError as error:
+                text = str(error)
+        assert (self._manager.report.delivery == "direct") is self._direct
+        for _ in range(2):
+            self._exact()
+        return text
+
+    @contextmanager
+    def _in_staging(self) -> Iterator[None]:
+        """In the second bucket, when it is packed and before the engine is told to load it."""
+        sender, flipped = self._manager.sender, []
+        honest = sender.load
+
+        def load(index: int, slot: int) -> None:
+            if index == 1:
+                flipped.append(slot)
+                sender._slot(slot)[7] ^= 2
+                synchronize(self._bench.device)
+            honest(index, slot)
+
+        with mock.patch.object(sender, "load", load):
+            yield
+        assert flipped
+
+    @contextmanager
+    def _in_trainer(self) -> Iterator[None]:
+        """Behind the read that hashes; flipped back in the end."""
+        sender, flipped = self._manager.sender, []
+        honest = sender.read
+
+        def read(*given: Any) -> None:
+            honest(*given)
+            flipped.append(self._flip_trainer())
+
+        with mock.patch.object(sender, "read", read):
+            yield
+        assert len(flipped) == 1
+        self._flip_trainer()
+
+    def _flip_trainer(self) -> None:
+        import torch
+
+        synchronize(self._bench.device)
+        dict(self._bench.named)[TENSOR].view(torch.uint8).view(-1)[71] ^= 64
+        synchronize(self._bench.device)
+
+    def _in_engine(self) -> AbstractContextManager[None]:
+        """Behind the copies of the next sync, by a loader in the engine's own process."""
+        import base64
+
+        import torch
+
+        from verl_sync_plugin.rollouts.sglang.pickling import dumps
+
+        packed = base64.b64encode(dumps([(PARAMETER, torch.empty(0))])).decode()
+        body = {"serialized_named_tensors": [packed], "load_format": SPOIL, "flush_cache": False}
+        self._bench.server.ask("POST", "/update_weights_from_tensor", body)
+        return nullcontext()
+
+    def close(self) -> None:
+        self._way.close()
+
+
+def synchronize(device: str) -> None:
+    """What runs on a GPU has ended, so that a flip lies between two steps and not beside them."""
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def trainer(rank: int, folder: Path, device: str) -> dict[tuple[str, str, bool, str], str]:
+    """What was found in every case of ``FOUND_BY``."""
+    from benchmarks.transfer import models, rig
+    from benchmarks.transfer.server import Server
+
+    paths = {"PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")))}
+    with rig.one_rank(folder):
+        config = models.write_config("small", folder / "small")
+        named = models.weights("small", device, "bfloat16", folder)
+        server = Server(config, device, folder / "server.log", variables=paths, loaders=(SPOIL,))
+        bench = rig.Rig(server, named, device, sum(tensor.nbytes for _, tensor in named))
+        digests: dict[int, str] = {}
+        found = {}
+        try:
+            for variant in (STAGED, DIRECT):
+                flips = Flips(bench, variant, digests)
+                for case in FOUND_BY:
+                    if case[0] == variant:
+                        found[case] = flips.found(*case[1:])
+                flips.close()
+        finally:
+            server.stop()
+    return found
+
+
+def test_a_flipped_bit_is_found_on_a_gpu(tmp_path: Path) -> None:
+    (found,) = play(1, trainer, tmp_path, DEVICE, seconds=280.0)
+    assert isinstance(found, dict), found
+    for case, text in FOUND_BY.items():
+        assert (text in found[case]) if text else not found[case], (case, found[case])
+        layer = case[1] == "staging" or "model.layers.1.mlp." in found[case]
+        assert layer or not text, (case, found[case])
