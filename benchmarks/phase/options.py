@@ -21,8 +21,7 @@ from benchmarks.schema import VARIANTS
 LEAST_SYNCS = 3  # of a run that its time limit ended: then they count, and its exit status is in its settings
 
 
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The parsed command line."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.phase", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -31,12 +30,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--strategy", choices=STRATEGIES, default="fsdp2")
     parser.add_argument("--rollout-tp", type=int, default=1)
-    parser.add_argument(
-        "--rollout-gpus",
-        type=int,
-        default=0,
-        help="its own, beside --gpus; stock is then verl's engine nccl",
-    )
+    help_of_own = "its own, beside --gpus; stock is then verl's engine nccl"
+    parser.add_argument("--rollout-gpus", type=int, default=0, help=help_of_own)
     for axis, default in (("tp", 1), ("pp", 1), ("vpp", 1), ("cp", 1), ("ep", 1), ("etp", 0)):
         parser.add_argument(f"--train-{axis}", type=int, default=default, help="Megatron only")
     parser.add_argument("--bridge", choices=BRIDGES, default=BRIDGES[0], help="Megatron only; default: verl's")
@@ -63,6 +58,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default=[],
         help="one for the plugin alone: stock refuses the plugin's keys",
     )
+    return parser
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The parsed command line."""
+    parser = _parser()
     args = parser.parse_args(argv)
     args.variants = args.variants.split(",")
     if bool(args.rollout_gpus) != args.case.startswith("separate-"):

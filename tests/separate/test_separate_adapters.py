@@ -87,7 +87,13 @@ def come_and_go(driver: Driver, first: Member, second: Member, tmp_path: Path) -
     assert joined["buckets"] > 3 and joined["tensors"] == report["tensors"], joined
     assert second.ask("generate").answer() == first.ask("generate").answer() == serves(driver, second, tmp_path / "v4")
 
-    # a trainer rank or an engine fails: the same error for all; the next sync works, of the adapter alone
+    fail_and_recover(driver, first, second, factors)
+    for number, rollout in enumerate((first, second)):
+        serves(driver, rollout, tmp_path / f"v6-{number}")
+
+
+def fail_and_recover(driver: Driver, first: Member, second: Member, factors: int) -> None:
+    """A trainer rank or an engine fails: the same error for all; the next sync works, of the adapter alone."""
     together(driver.trainers, "train", 5)
     for who, how, text in (
         (driver.trainers[1], ("break_gathering",), "MemoryError: injected: cannot look"),
@@ -100,8 +106,6 @@ def come_and_go(driver: Driver, first: Member, second: Member, tmp_path: Path) -
         assert len(texts) == 1 and len(failed) == 4 and text in texts.pop(), failed
         assert len(first.ask("abandoned").answer()) > before
     adapter_alone(driver.sync(6, [first, second])[2:], factors)
-    for number, rollout in enumerate((first, second)):
-        serves(driver, rollout, tmp_path / f"v6-{number}")
 
 
 def test_a_merged_adapter_reaches_the_engine(tiny_model: Callable[[str], str], tmp_path: Path) -> None:

@@ -4,36 +4,19 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
+from plans import planned, refused
 
 from benchmarks.models import SHAPES
-from contract.families import FAMILIES
 from verl_sync_plugin.cli import main
-from verl_sync_plugin.cli.plan.model import OWN_PATH, REPLAYED
 
 ROOT = Path(__file__).resolve().parents[2]
 H200 = ("--gpu-memory-gb", "140.4")
 GIB = 2**30
-
-
-def planned(capsys: pytest.CaptureFixture[str], *options: str, code: int = 0) -> dict[str, Any]:
-    assert main(["plan", *options, "--json"]) == code
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
-
-
-def refused(capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    """The one line with which a plan ends that cannot be made."""
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", *options])
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert ended.value.code == 2 and line.startswith("verl-sync plan: ")
-    return line
 
 
 @pytest.fixture(scope="module")
@@ -239,29 +222,3 @@ def test_an_environment_that_cannot_import_the_model_is_named(
 def test_auto_is_what_a_run_would_choose(tiny_model: Any, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, tiny_model("qwen2"), "--bucket-mb", "auto", "--spare-gb", "9.5")
     assert found["bucket_mb"] == 512
-
-
-def test_families_are_those_of_the_documentation() -> None:
-    """Rows of docs/families.md, which other tests make, say the same as the table of the plan."""
-    rows = dict(re.findall(r"^\| ([^|]+) \| (.+) \|$", (ROOT / "docs/families.md").read_text(), re.MULTILINE))
-    for label, family in FAMILIES.items():
-        if rows[label].startswith("exact, replayed | the same"):
-            assert family.model_type in REPLAYED, label
-        elif "by the model's own path" in rows[label] and "1 of " not in rows[label]:  # one of many: when it is tied
-            assert family.model_type in OWN_PATH, label
-    assert not set(OWN_PATH) & REPLAYED
-
-
-@pytest.mark.parametrize("label", FAMILIES)
-def test_every_family_is_planned_or_refused_in_one_line(label: str, tmp_path: Path, capsys: Any) -> None:
-    from transformers import AutoConfig
-
-    family = FAMILIES[label]
-    AutoConfig.for_model(family.model_type, **family.config).save_pretrained(tmp_path)
-    try:
-        found = planned(capsys, str(tmp_path), "--world", "2")
-    except SystemExit:
-        (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("verl-sync plan: "))
-        assert str(tmp_path) in line
-        return
-    assert found["tensors"] > 10 and found["bytes"] > 1e5
