@@ -94,7 +94,7 @@ def test_an_exchange_that_cannot_begin_names_the_key_and_what_to_set(instead: st
         Exchanged, _apart=instead == "broadcast", _parcels_of=lambda *_: [([], [])], _link_of=lambda *_: None
     )
     with made, pytest.raises(RuntimeError, match=f"within 20 s. .*{KEY_PREFIX}.delivery={instead}"):
-        way._exchange(sync, 0)
+        way._send(sync, 0)
 
 
 def said_of_the_choice(choice: str) -> str:

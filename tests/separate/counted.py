@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from verl_sync_plugin.copies.copier import _PlainPrepared
 from verl_sync_plugin.receiver.direct import DirectLoad
@@ -25,10 +26,10 @@ class CountedRanks(JointRanks):
         super().__init__(*args)
         self.came: Counter[int] = Counter()
 
-    def broadcast(self, memory: torch.Tensor, root: int) -> None:
-        super().broadcast(memory, root)
+    def broadcast(self, memory: torch.Tensor, root: int) -> dist.Work:
         if root != self.rank:
             self.came[root] += memory.nbytes
+        return super().broadcast(memory, root)
 
 
 class _Reading:

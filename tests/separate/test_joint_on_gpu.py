@@ -35,7 +35,7 @@ def everything_arrives(rank: int, folder: Path) -> str:
     others = [other for other in range(3) if other != rank]
     for number in range(3):
         memory = filled(number * 3 + rank)
-        ranks.broadcast(memory, number)
+        ranks.broadcast(memory, number).wait()
         assert torch.equal(memory, filled(number * 3 + number)), "the root's bytes are everywhere"
         mine, theirs = filled(100 + rank + number), {other: filled(0) for other in others}
         works = ranks.exchange([(mine, other) for other in others], [(theirs[o], o) for o in others], GPU)
@@ -53,8 +53,9 @@ def the_last_dies(rank: int, folder: Path, when: str) -> tuple[str, float]:
     """Its bytes are waited for in NCCL, which is connecting the ranks; the next group does without it."""
     ranks = joint(rank, folder, "dying")
     if when in ("connected", "broadcasting"):  # as a group, and no two ranks among themselves
-        ranks.broadcast(filled(1), 0)
+        under_way = ranks.broadcast(filled(1), 0)
     if when == "connected":
+        under_way.wait()
         torch.cuda.synchronize()
     ranks.gather(None)  # nobody is still connecting by gloo
     if rank == 2:
@@ -77,7 +78,7 @@ def the_last_dies(rank: int, folder: Path, when: str) -> tuple[str, float]:
     seconds = time.monotonic() - started
     ranks = JointRanks(dist.FileStore(str(folder / "next"), 2), rank, 1, 1, BOUND, GPU)
     memory = [filled(rank)]
-    ranks.broadcast(memory[0], 0)
+    ranks.broadcast(memory[0], 0).wait()
     assert torch.equal(memory[0], filled(0)), "the next group is whole"
     theirs = filled(0)
     arrival = Arrival(ranks.exchange([(filled(7 + rank), 1 - rank)], [(theirs, 1 - rank)], GPU), BOUND, GPU)

@@ -15,6 +15,7 @@ from verl_sync_plugin.errors import RankLostError, SyncError
 from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.sync.delivery.broadcast import Broadcast
 from verl_sync_plugin.sync.delivery.exchanged import Exchanged
+from verl_sync_plugin.sync.delivery.sending import Sending
 from verl_sync_plugin.sync.sender import SLOTS, BucketSender
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.joint import JointRanks
@@ -23,7 +24,7 @@ CPU, BOUND = torch.device("cpu"), 0.2
 
 
 def test_a_trainer_rank_awaits_its_last_broadcasts_with_a_bound() -> None:
-    """They are on the stream on which it looks for NaN; that takes as long as they do, with a dead rank for ever."""
+    """Before it looks for NaN, for that waits for the device, which a broadcast to a dead rank keeps busy for ever."""
     agreement = Agreement(BOUND, ranks=JointRanks(dist.HashStore(), 0, 1, 0, BOUND, CPU))
     sender = BucketSender(CPU, BOUND)
 
@@ -42,9 +43,10 @@ def test_a_trainer_rank_awaits_its_last_broadcasts_with_a_bound() -> None:
         Broadcast(SyncConfig(), agreement, sender).run(sync)
 
 
+@pytest.mark.parametrize("way", [Exchanged, Broadcast])
 @pytest.mark.parametrize("error", [SyncError, RankLostError, ValueError])
-def test_after_a_failed_exchange_no_rank_goes_on_before_all_have_awaited_theirs(
-    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+def test_after_a_failed_transfer_no_rank_goes_on_before_all_have_awaited_theirs(
+    error: type[Exception], way: type[Sending], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would end its group for bytes, and with that what others are still receiving."""
     done: list[str] = []
@@ -60,8 +62,8 @@ def test_after_a_failed_exchange_no_rank_goes_on_before_all_have_awaited_theirs(
     agreement: Any = SimpleNamespace(ranks=ranks, settle=settle, gather=lambda what, value: [value] * 2)
     sender = BucketSender(CPU, BOUND)
     monkeypatch.setattr(sender, "drain", lambda slot: done.append("drained"))
-    monkeypatch.setattr(Exchanged, "_run", fails)
+    monkeypatch.setattr(way, "_run", fails)
     with pytest.raises(error, match="injected"):
-        Exchanged(SyncConfig(), agreement, sender).run(SimpleNamespace())  # type: ignore[arg-type]
+        way(SyncConfig(), agreement, sender).run(SimpleNamespace())  # type: ignore[arg-type]
     drained = ["drained"] * SLOTS
     assert done == {SyncError: [*drained, "settled"], RankLostError: [], ValueError: drained}[error]

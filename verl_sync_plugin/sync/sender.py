@@ -154,7 +154,7 @@ class BucketSender(Conversation):
         self._mark(slot)
 
     def broadcast(self, bucket: Bucket, slot: int, senders: Sequence[int], ranks: JointRanks) -> None:
-        """Completes the slot on all ranks, each segment from the rank that packed it; on a GPU the bytes are there
+        """Starts to complete the slot on all ranks, each segment from the rank that packed it; the bytes are there
         after ``drain``.
 
         Args:
@@ -162,14 +162,13 @@ class BucketSender(Conversation):
             slot: the same on all ranks.
             senders: the rank that sends each segment.
             ranks: trainer and rollout ranks.
-
-        Raises:
-            RuntimeError: a rank did not take part in time.
         """
         memory = self._slot(slot)
-        for place in range(bucket.world):
+        works = [
             ranks.broadcast(memory.narrow(0, place * bucket.stride, bucket.stride), senders[place])
-        self._mark(slot)
+            for place in range(bucket.world)
+        ]
+        self._events[slot] = Arrival(works, self._timeout, self._device)
 
     def exchange(
         self, bucket: Bucket, slot: int, sends: Sequence[Parcel], receives: Sequence[Parcel], link: Link

@@ -104,19 +104,16 @@ class JointRanks(Ranks):
         self._words().broadcast(mine, 0).wait(self._bound)
         return value if self.rank == 0 else _unpacked(mine)
 
-    def broadcast(self, memory: torch.Tensor, root: int) -> None:
-        """Bytes of one rank into the same memory of all others; on a GPU ordered on the current stream, not awaited.
+    def broadcast(self, memory: torch.Tensor, root: int) -> dist.Work:
+        """Starts to bring bytes of one rank into the same memory of all others; on a GPU behind what the current stream
+        holds by now, which does not wait for it.
 
         Raises:
-            RuntimeError: a member is dead or did not take part within the bound; of those that die later, on a GPU, the
-                agreement hears.
+            RuntimeError: ranks were not connected within the bound; of those that die later the agreement hears.
         """
         self._meet(memory.device)
-        work = self._bytes.broadcast(memory, root)
-        if memory.is_cuda:
-            work.synchronize()  # the current stream, not the host
-        else:
-            work.wait(self._bound)
+        work: dist.Work = self._bytes.broadcast(memory, root)
+        return work
 
     def exchange(self, sends: Sequence[Part], receives: Sequence[Part], device: torch.device) -> list[dist.Work]:
         """See ``Link``."""

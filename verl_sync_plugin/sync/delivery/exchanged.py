@@ -6,31 +6,23 @@ copy into a slot of its own, beside the segments that it packed or received besi
 of a host then hold all segments together, and each engine rank reads what it needs from the ranks of its own host, over
 the same mapped memory as in sharded delivery. The network carries every byte once per other host, however many ranks a
 host has, and no rank stages a whole bucket.
-
-All ranks settle once per bucket. Then this bucket is packed everywhere, the one before it has arrived everywhere, and
-the one before that has been read everywhere, so its slot is free. While one bucket crosses the network, the one before
-it is loaded and the one behind it is packed. A rank that has failed says so there, before anything is sent, so nobody
-waits for its bytes; and what is on its way is awaited before a rank gives up, so that nothing of a failed sync comes
-into a later one.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import KEY_PREFIX
-from verl_sync_plugin.errors import RankLostError, SyncError
 from verl_sync_plugin.layout.holders import Holders
 from verl_sync_plugin.sync.delivery.base import Sync
-from verl_sync_plugin.sync.delivery.sharded import AHEAD, Sharded
+from verl_sync_plugin.sync.delivery.sending import Sending
+from verl_sync_plugin.sync.delivery.sharded import Sharded
 from verl_sync_plugin.sync.sender import SLOTS, Parcel
 from verl_sync_plugin.transport.joint import JointRanks
 from verl_sync_plugin.transport.link import GroupLink, Link
 
 
-class Exchanged(Sharded):
+class Exchanged(Sending, Sharded):
     """See ``Delivery``."""
 
     name = "exchanged"
@@ -72,49 +64,7 @@ class Exchanged(Sharded):
         holders, senders = self._holders(sync), sync.senders
         return holders.held(self._me).index(senders.index(self._me)) if self._me in senders else 0
 
-    def run(self, sync: Sync) -> None:
-        """Hands all buckets over, after ``fill``."""
-        try:
-            self._run(sync)
-        except RankLostError:
-            raise  # what is on its way from that rank never comes
-        except BaseException as error:
-            for slot in range(SLOTS):
-                with suppress(Exception):
-                    self._sender.drain(slot)
-            if isinstance(error, SyncError):
-                # All ranks raise it, and none goes on to end its transfers before all have awaited theirs
-                with suppress(SyncError):
-                    self._agreement.settle("awaiting what was on its way")
-            raise
-
-    def _run(self, sync: Sync) -> None:
-        count = len(sync.plan.buckets)
-        for index in range(count + 1):
-            with self._agreement.attempt():
-                if index >= AHEAD:
-                    self._wait(sync, index - AHEAD)
-            with self._agreement.attempt(), sync.report.stage("drain"):
-                if index < count:
-                    self._sender.drain(index % SLOTS)
-            with self._agreement.attempt(), sync.report.stage("exchange"):
-                if index > 0:
-                    self._sender.drain((index - 1) % SLOTS)
-            with sync.report.stage("settle"):
-                self._agreement.settle(f"exchanging bucket {max(index, 1)} of {count}")
-            with self._agreement.attempt():
-                if index < count:
-                    self._exchange(sync, index)
-                if index > 0:
-                    self._load(sync, index - 1, (index - 1) % SLOTS)
-            if AHEAD <= index < count - 1:
-                self._fill(sync, index + 1)
-        with self._agreement.attempt():
-            if count:
-                self._wait(sync, count - 1)
-        self._end(sync)
-
-    def _exchange(self, sync: Sync, index: int) -> None:
+    def _send(self, sync: Sync, index: int) -> None:
         """Starts to bring a bucket's segments to their holders on other hosts."""
         bucket = sync.plan.buckets[index]
         if bucket.world == 1 and not self._apart:
