@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a rank ends its transfers where another one has failed or died; on GPUs: ``tests/separate``."""
+"""How a rank sends buckets, and ends that where another one has failed or died; on GPUs: ``tests/separate``."""
 
 from __future__ import annotations
 
@@ -41,6 +41,28 @@ def test_a_trainer_rank_awaits_its_last_broadcasts_with_a_bound() -> None:
         SyncError, match=r"TimeoutError: the copies of a bucket did not complete within .*timeout_seconds=0\.2;"
     ):
         Broadcast(SyncConfig(), agreement, sender).run(sync)
+
+
+def test_while_a_bucket_is_sent_the_next_one_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    agreement = Agreement(BOUND, ranks=JointRanks(dist.HashStore(), 0, 1, 0, BOUND, CPU))
+    sender, noted = BucketSender(CPU, BOUND), list[str]()
+    buckets = [SimpleNamespace(stride=16, world=1, number=number) for number in range(6)]
+    monkeypatch.setattr(sender, "pack", lambda index, slot, shards: noted.append(f"pack {index}"))
+    monkeypatch.setattr(sender, "broadcast", lambda bucket, slot, *_: noted.append(f"send {bucket.number}"))
+    monkeypatch.setattr(sender, "drain", lambda slot: noted.append(f"await {slot}"))
+    monkeypatch.setattr(sender, "begin", lambda *_: None)
+    monkeypatch.setattr(sender, "broken", list)
+    source = SimpleNamespace(prepares=False)
+    plan = SimpleNamespace(buckets=buckets)
+    sync: Any = SimpleNamespace(plan=plan, report=SyncReport(), senders=(0,), source=source, shards=[], rank=0)
+    way = Broadcast(SyncConfig(), agreement, sender)
+    way.fill(sync)
+    way.run(sync)
+    assert noted[:SLOTS] == [f"pack {number}" for number in range(SLOTS)]
+    for number in range(SLOTS - 1, len(buckets) - 1):
+        sent = noted.index(f"send {number}")
+        arrived = sent + noted[sent:].index(f"await {number % SLOTS}")
+        assert f"pack {number + 1}" in noted[sent:arrived], noted
 
 
 @pytest.mark.parametrize("way", [Exchanged, Broadcast])
