@@ -75,11 +75,6 @@ async def answering(tokenizer_manager: Any) -> bool:
     return lock is not None and bool(await lock.is_locked())
 
 
-def has_requests(tokenizer_manager: Any) -> bool:
-    """Whether SGLang knows of requests that have not come to their end, those that wait for something included."""
-    return bool(tokenizer_manager.rid_to_state)
-
-
 @asynccontextmanager
 async def weight_update_session(tokenizer_manager: Any) -> AsyncIterator[None]:
     """SGLang >= 0.5.21 accepts weights only inside a session; earlier ones know none.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,13 +100,16 @@ class TokenizerManager:
     def __init__(self, model: Model) -> None:
         self._model = model
         self.released: set[str] = set()
-        self.rid_to_state: dict[str, Any] = {}
 
     async def update_weights_from_tensor(self, obj: Any, request: None) -> tuple[bool, str]:
         assert "weights" not in self.released, "SGLang would write into memory that is not there"
         named = MultiprocessingSerializer.deserialize(obj.serialized_named_tensors[0])
         await asyncio.to_thread(loader.load, self._model, named)
         return True, ""
+
+    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        raise AssertionError("there is no scheduler that generates")
+        yield
 
     async def flush_cache(self) -> Any:
         assert "kv_cache" not in self.released, "SGLang would crash (sglang #19029)"
@@ -167,6 +171,7 @@ class OneProcess:
         self.model, self.source = Model(), Source(folder)
         self.server = SyncSGLangHttpServer(config, model_config, RolloutMode.HYBRID, [], 0, 0, 1, "", 0)
         self.server.tokenizer_manager = self.sglang = TokenizerManager(self.model)
+        self.server.guard_requests()
         self.actor = Actor(self.server)
         mesh = dist.device_mesh.init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "infer_tp", "infer_pp"))
         self.adapter = SyncServerAdapter(config, model_config, mesh)

@@ -192,6 +192,7 @@ class Server:
         config, model = rollout_config("auto"), HFModelConfig(path=self._model)
         self.server = SyncSGLangHttpServer(config, model, RolloutMode.HYBRID, [], 0, 0, 1, "", 0)
         self.server.tokenizer_manager = self.bare.engine.tokenizer_manager
+        self.server.guard_requests()
         self.server._processes = psutil.Process().children(recursive=True)
         serve(self.server, self._calls, self.bare.engine.loop)
 
@@ -231,7 +232,7 @@ class Server:
 
     async def _answer(self) -> str:
         try:
-            await asyncio.wait_for(self.server._gate.enter(), GATE_SECONDS)
+            await asyncio.wait_for(self.server._admit(), GATE_SECONDS)
         except asyncio.TimeoutError:
             return "no word"
         except RuntimeError:

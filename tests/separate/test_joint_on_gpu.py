@@ -49,6 +49,30 @@ def everything_arrives(rank: int, folder: Path) -> str:
     return "all"
 
 
+def what_runs_beside_a_broadcast(rank: int, folder: Path) -> bool:
+    """Rank 0 begins one to which the others come late; whether its own stream goes on meanwhile."""
+    ranks = joint(rank, folder, "beside")
+    ranks.broadcast(filled(1), 0).wait()  # connects them
+    torch.cuda.synchronize()
+    ranks.gather(None)
+    memory, free = filled(rank), False
+    if rank:
+        time.sleep(1)
+    arrival = Arrival([ranks.broadcast(memory, 0)], BOUND, GPU)
+    if not rank:
+        own = torch.cuda.Event()
+        filled(7)
+        own.record()
+        own.synchronize()
+        free = not arrival.query()
+    while not arrival.query():
+        time.sleep(1e-3)
+    assert torch.equal(memory, filled(0))
+    ranks.gather(None)
+    ranks.close()
+    return free
+
+
 def the_last_dies(rank: int, folder: Path, when: str) -> tuple[str, float]:
     """Its bytes are waited for in NCCL, which is connecting the ranks; the next group does without it."""
     ranks = joint(rank, folder, "dying")
@@ -91,6 +115,11 @@ def the_last_dies(rank: int, folder: Path, when: str) -> tuple[str, float]:
 
 def test_bytes_of_three_ranks_arrive(tmp_path: Path) -> None:
     assert play(3, everything_arrives, tmp_path, seconds=SECONDS) == ["all"] * 3
+
+
+def test_a_rank_goes_on_while_its_bytes_are_on_their_way(tmp_path: Path) -> None:
+    """So the next bucket is packed meanwhile."""
+    assert play(3, what_runs_beside_a_broadcast, tmp_path, seconds=SECONDS) == [True, False, False]
 
 
 @pytest.mark.parametrize("when", ["before broadcast", "before exchange", "connected", "broadcasting"])

@@ -44,6 +44,7 @@ def server_with(tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatc
         model = HFModelConfig(path=tiny_model("qwen2"))
         server = SyncSGLangHttpServer(config, model, mode, [], 0, node_rank, 1, "", 0)
         server.tokenizer_manager = manager
+        server.guard_requests()
         if had_a_sync:
             server._gate.succeed(server._gate.begin())
         return server

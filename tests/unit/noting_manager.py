@@ -21,7 +21,6 @@ class Manager:
         self.keys: list[Any] = []
         self.answers = asyncio.Event()
         self.closed = self.aborted = 0
-        self.rid_to_state: dict[str, Any] = {}
         self.model_update_lock = SimpleNamespace(is_locked=self._locked)
 
     async def _locked(self) -> bool:

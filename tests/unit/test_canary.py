@@ -139,6 +139,7 @@ def test_metrics_are_of_syncs_that_had_one() -> None:
         ("megatron", "naive", "actor.strategy=megatron"),
         ("fsdp", "naive", "actor.strategy=fsdp"),
         ("fsdp2", "sync_plugin", "checkpoint_engine.backend=sync_plugin"),
+        ("fsdp2", "nccl", "checkpoint_engine.backend=nccl"),  # engines on the trainer's GPUs are paused beside it
     ],
 )
 def test_trainers_that_are_not_asked_are_refused(strategy: str, backend: str, named: str) -> None:

@@ -50,7 +50,7 @@ def _server(manager: Manager) -> Any:
     return SimpleNamespace(
         lora_as_adapter=False,
         tokenizer_manager=manager,
-        past_gate=manager.generate_request,
+        guarded=SimpleNamespace(past_gate=manager.generate_request),
         _gate=gate,
         occupation=occupation,
     )

@@ -16,10 +16,8 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 Make = Callable[..., Any]
 
 
-@pytest.mark.parametrize(("pause", "versions"), [("abort", None), ("retract", (6, 7)), ("in_place", (6, 7))])
-def test_a_call_that_spans_a_sync_names_both_versions(
-    pause: str, versions: tuple[int, int] | None, server_with: Make
-) -> None:
+@pytest.mark.parametrize("pause", ["retract", "in_place"])
+def test_a_call_that_spans_a_sync_names_both_versions(pause: str, server_with: Make) -> None:
     async def story() -> None:
         manager = Manager()
         server = server_with(manager, pause)
@@ -30,8 +28,7 @@ def test_a_call_that_spans_a_sync_names_both_versions(
         manager.answers.set()
         fields = (await call).extra_fields
         assert fields["global_steps"] == 7
-        found = fields.get("min_global_steps"), fields.get("max_global_steps")
-        assert found == (versions or (None, None)), "verl's client fills in what is not there"
+        assert (fields["min_global_steps"], fields["max_global_steps"]) == (6, 7)
 
     asyncio.run(story())
 
@@ -61,6 +58,7 @@ def test_requests_share_prefixes_of_the_same_weights_only(server_with: Make, mon
         manager = Manager()
         manager.answers.set()
         server = server_with(manager, "in_place")
+        vars(manager).pop("generate_request")  # launching has them guarded
         await server.launch_server()
         for _ in range(2):
             await server.generate([1], {"max_new_tokens": 1}, "request")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,6 @@ class Manager:
     def __init__(self, flushes: bool = True) -> None:
         self.asked: list[str] = []
         self.fed = asyncio.Event()
-        self.rid_to_state: dict[str, Any] = {}
         self.hangs = 0  # so many of the next requests about memory get no answer before `goes_on`
         self.goes_on = asyncio.Event()
         self._flushes = flushes
@@ -53,6 +52,10 @@ class Manager:
 
     async def release_memory_occupation(self, obj: Any, request: None) -> None:
         await self._answer(f"release {','.join(obj.tags)}")
+
+    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        raise AssertionError("nobody asks for a response")
+        yield
 
     async def _answer(self, asked: str) -> None:
         self.asked.append(asked)
@@ -78,6 +81,7 @@ def server_with(tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatc
         model = HFModelConfig(path=tiny_model("qwen2"))
         server = SyncSGLangHttpServer(config, model, RolloutMode.HYBRID, [], 0, 0, 1, "", 0)
         server.tokenizer_manager = manager
+        server.guard_requests()
         server.occupation.state.note_released(released)
         return server
 

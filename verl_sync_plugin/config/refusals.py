@@ -11,7 +11,6 @@ from typing import Any
 
 from verl_sync_plugin.config.settings import (
     KEY_PREFIX,
-    SEPARATE_BACKEND,
     TURN_OFF,
     given_value,
     lora_rank_of,
@@ -88,7 +87,7 @@ def refuse_canary(rollout: Any, strategy: str, mode: str = "") -> None:
         return
     off = f"Set {KEY_PREFIX}.canary=never."
     backend = section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine").get("backend", "naive")
-    if backend == SEPARATE_BACKEND:
+    if backend != "naive":
         key = f"{PREFIX}.checkpoint_engine.backend={backend}"
         raise ValueError(f"{KEY_PREFIX}.canary={canary!r} with {key}: only for a rollout on the trainer's GPUs. {off}")
     if strategy != "fsdp2":

@@ -229,7 +229,7 @@ def settle_trainer(actor_rollout_ref: Any, mode: str = "") -> None:
             refuse_lora(actor_rollout_ref.model, strategy, engine.refuse_untied)
     if moves:
         refuse_verify(actor_rollout_ref.rollout, actor_rollout_ref.model)
-        refuse_canary(actor_rollout_ref.rollout, strategy, mode)
+    refuse_canary(actor_rollout_ref.rollout, strategy, mode)
     if strategy == "megatron":
         refuse_megatron_lora(actor_rollout_ref.actor.megatron, actor_rollout_ref.model)
 

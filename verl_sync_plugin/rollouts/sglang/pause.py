@@ -18,13 +18,13 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 
 from verl_sync_plugin import compat
 from verl_sync_plugin.config.settings import SEPARATE_BACKEND, sync_config_of
-from verl_sync_plugin.rollouts.sglang.admission import Generate, guard
+from verl_sync_plugin.rollouts.sglang.admission import Guarded
 from verl_sync_plugin.rollouts.sglang.gate import WeightsGate
 from verl_sync_plugin.rollouts.sglang.request import FORGETTING_LOADER, LOADER
 from verl_sync_plugin.transport.agreement import together_seconds
 
 ABORT_SECONDS = 1.0
-POLL_SECONDS = 0.002
+POLL_SECONDS, AGAIN_SECONDS = 0.002, 0.1
 
 
 class PausingServer(SGLangHttpServer):
@@ -36,18 +36,18 @@ class PausingServer(SGLangHttpServer):
         separate: the rollout shares no GPU with the trainer, and the plugin syncs it.
         pause: SGLang's mode of pausing; ``abort`` unless ``separate``.
         paused_by_load: SGLang is paused for a load alone; nobody else is going to resume it.
-        past_gate: SGLang's own ``generate_request``, before which no gate stands.
+        guarded: the requests of SGLang's that the gate stands before.
     """
 
-    past_gate: Generate
+    guarded: Guarded
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sync = sync_config_of(self.config)
         backend = self.config.checkpoint_engine.backend
         self.separate = self.rollout_mode == RolloutMode.STANDALONE and backend == SEPARATE_BACKEND
-        made_up = self.rollout_mode == RolloutMode.HYBRID and self.config.load_format == "dummy"
-        self._gate = WeightsGate(needs_sync=self._sync.enabled and (self.separate or made_up))
+        synced = self.separate or self.rollout_mode == RolloutMode.HYBRID
+        self._gate = WeightsGate(needs_sync=self._sync.enabled and synced)
         self.pause = self._sync.pause if self.separate else "abort"
         self._loads = 0
         self._paused = self.paused_by_load = False  # when SGLang was asked to
@@ -84,7 +84,7 @@ class PausingServer(SGLangHttpServer):
         every answer tells of which weights it is; with ``in_place``, requests share cached prefixes only with those
         that began with the same weights."""
         apart = self.pause == "in_place"
-        self.past_gate = guard(
+        self.guarded = Guarded(
             self.tokenizer_manager,
             self._admit,
             spans=self.keeps_requests,
@@ -107,7 +107,7 @@ class PausingServer(SGLangHttpServer):
         SGLang handles requests to its scheduler in their order and runs no forward pass while paused, so a load that
         is asked for behind this finds none under way.
         """
-        if self.separate and self.node_rank == 0:
+        if self.node_rank == 0 and (self.separate or self.rollout_mode == RolloutMode.HYBRID):
             self._gate.hold()
         try:
             if self.keeps_requests and self.node_rank == 0:
@@ -149,13 +149,21 @@ class PausingServer(SGLangHttpServer):
         return output
 
 
-async def end_requests(tokenizer_manager: Any) -> None:
-    """Aborts all requests and waits a second at most until they have ended.
+async def end_requests(tokenizer_manager: Any, seconds: float = ABORT_SECONDS) -> bool:
+    """Aborts all requests and waits until they have ended; whether they have within ``seconds``.
 
     SGLang's own pause does so, too, but looks only once a second whether they have: with any request in flight it
-    takes a second, where requests end within a step of the engine.
+    takes a second, where requests end within a step of the engine. What has not come to SGLang's scheduler yet (images
+    that are read, the second of several responses) outlives an abort, so they are aborted again.
     """
-    deadline = time.monotonic() + ABORT_SECONDS
-    tokenizer_manager.abort_request(abort_all=True)
-    while await compat.answering(tokenizer_manager) and time.monotonic() < deadline:
+    end = again = time.monotonic()
+    end += seconds
+    while True:
+        if time.monotonic() >= again:
+            tokenizer_manager.abort_request(abort_all=True)
+            again += AGAIN_SECONDS
+        if not await compat.answering(tokenizer_manager):
+            return True
+        if time.monotonic() > end:
+            return False
         await asyncio.sleep(POLL_SECONDS)

@@ -23,7 +23,7 @@ from verl_sync_plugin.rollouts.sglang.awake import CUDA_GRAPH, KV_CACHE, WEIGHTS
 from verl_sync_plugin.rollouts.sglang.backup import keep_cpu_backup
 from verl_sync_plugin.rollouts.sglang.pause import PausingServer, end_requests
 from verl_sync_plugin.rollouts.sglang.request import hand_down, new_token
-from verl_sync_plugin.rollouts.sglang.scoring import Scores, rest, score
+from verl_sync_plugin.rollouts.sglang.scoring import IDLE_SECONDS, Scores, rest, score
 from verl_sync_plugin.rollouts.sglang.updates import WeightUpdates
 
 CUDA_GRAPH_VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
@@ -44,7 +44,6 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
         self.expect_updates(self._sync.timeout_seconds, self._gate.memory)
         self._report: dict[str, Any] | None = None
         self._processes: list[BaseProcess] = []
-        self._keeps_copy = False  # of the weights, while they are released
 
     async def launch_server(self, master_address: str | None = None, master_port: int | None = None) -> None:
         """Launches SGLang with our loader and with or without its host copy of the weights."""
@@ -56,7 +55,7 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
             os.environ[CUDA_GRAPH_VARIABLE] = "1"
         self._untie(sglang_kwargs)
         hand_down(self.engine_token or new_token())
-        backup = self._keeps_copy = keep_cpu_backup(self._sync, self.config, self.model_config)
+        backup = keep_cpu_backup(self._sync, self.config, self.model_config)
         with compat.launch_shims(), _decided(self, backup):
             await super().launch_server(master_address=master_address, master_port=master_port)
         # SGLang's schedulers and its detokenizer; what these start themselves, to compile kernels, comes and goes
@@ -130,22 +129,29 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
         return slept
 
     async def begin_load(self) -> None:
-        """See ``PausingServer``. Into a colocated engine that is awake SGLang loads when all requests have ended."""
+        """See ``PausingServer``. Into a colocated engine that is awake SGLang loads when all requests have ended.
+
+        Raises:
+            RuntimeError: some do not end, or the sync was given up meanwhile.
+        """
         await super().begin_load()
+        number = self._gate.number
         if not self.separate:
             await self._end_requests()
+            self._gate.refuse_given_up(number)
 
     async def _release(self, tags: list[str]) -> None:
         """SGLang ends when it is to release memory while a request is running."""
-        if WEIGHTS in tags and not self._keeps_copy:
+        if WEIGHTS in tags:
             self._gate.lose_weights()
         await self._end_requests()
         await super()._release(tags)
 
     async def _end_requests(self) -> None:
         """verl has ended its own, and the gate is shut; what came over HTTP before that may still be inside."""
-        if compat.has_requests(self.tokenizer_manager) and not self.occupation.state.released:
-            await end_requests(self.tokenizer_manager)
+        if self.guarded.busy and not self.occupation.state.released:
+            if not await end_requests(self.tokenizer_manager, IDLE_SECONDS):
+                raise RuntimeError(f"requests over HTTP did not end within {IDLE_SECONDS:g} s of being aborted")
             await rest(self.tokenizer_manager)
 
     async def finish_sync(self, tags: list[str]) -> None:
@@ -160,7 +166,7 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
         """The canary of a sync, which closes the gate to all but this; see ``scoring.score``."""
         adapter = SGLANG_LORA_NAME if self.lora_as_adapter else None
         wanted = partial(self._gate.refuse_given_up, self._gate.number)
-        scoring = score(self.tokenizer_manager, prompts, response_tokens, adapter, wanted, self.past_gate)
+        scoring = score(self.tokenizer_manager, prompts, response_tokens, adapter, wanted, self.guarded.past_gate)
         return await self.occupation.keep("the canary of an earlier sync", scoring)
 
     async def engine_alive(self) -> bool:

@@ -19,6 +19,7 @@ class Broadcast(Sending):
     """See ``Delivery``."""
 
     name = "broadcast"
+    shared = False
 
     def _readers(self, sync: Sync) -> tuple[int, ...]:
         """Nobody reads a trainer rank's slots; an export that is never opened would keep their memory for good."""

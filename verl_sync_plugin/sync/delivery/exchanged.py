@@ -26,6 +26,7 @@ class Exchanged(Sending, Sharded):
     """See ``Delivery``."""
 
     name = "exchanged"
+    shared = True
     _link: GroupLink | None = None
     _parcels: tuple[str, Holders, list[tuple[list[Parcel], list[Parcel]]]] | None = None
 
