@@ -6,13 +6,17 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Generator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import verl
+from hydra import compose, initialize_config_dir
 
 from verl_sync_plugin.config.refusals import refuse_canary
 from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
+from verl_sync_plugin.hooks.driver import settle_trainer
 from verl_sync_plugin.report.metrics import metrics_of
 from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.sync import canary as sync_canary
@@ -148,6 +152,14 @@ def test_trainers_that_are_not_asked_are_refused(strategy: str, backend: str, na
         refuse_canary(rollout, strategy)
     refuse_canary({**rollout, "custom": {}}, strategy)
     refuse_canary({**rollout, "checkpoint_engine": {"backend": "naive"}}, "fsdp2")
+
+
+def test_the_driver_refuses_it_beside_a_checkpoint_engine_of_verls() -> None:
+    given = (f"{KEY_PREFIX}.canary=log", "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl")
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
+        config = compose("ppo_trainer", overrides=["actor_rollout_ref.rollout.name=sglang", *given])
+    with pytest.raises(ValueError, match=r"canary='log' with .*checkpoint_engine\.backend=nccl: "):
+        settle_trainer(config.actor_rollout_ref)
 
 
 def test_a_trainer_that_syncs_paused_engines_is_refused() -> None:

@@ -224,12 +224,6 @@ def test_disabled_plugin_leaves_the_rollout_alone() -> None:
     check_rollout(rollout_of(f"{KEY_PREFIX}.enabled=False", f"{ROLLOUT}.quantization=fp8"))
 
 
-def test_a_canary_beside_a_checkpoint_engine_of_verls_is_refused() -> None:
-    given = (f"{KEY_PREFIX}.canary=log", f"{ROLLOUT}.checkpoint_engine.backend=nccl")
-    with pytest.raises(ValueError, match=r"canary='log' with .*checkpoint_engine\.backend=nccl: .*canary=never"):
-        settled(*given, "actor_rollout_ref.actor.strategy=fsdp2")
-
-
 def run_main_ppo(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     environment: dict[str, Any] = {**unmeasured.environment(), "HYDRA_FULL_ERROR": "0"}
     command = [sys.executable, "-m", "verl.trainer.main_ppo", SGLANG, f"hydra.run.dir={folder}", *overrides]
