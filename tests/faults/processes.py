@@ -26,8 +26,7 @@ from bare_engine.scenario import PROMPT, _checkpoint
 from faults import points
 from faults.bounds import GROUP_SECONDS, SLACK_SECONDS, T
 
-BUCKET_BYTES = 40_000
-GATE_SECONDS = 3.0
+BUCKET_BYTES, GATE_SECONDS = 40_000, 3.0
 ARM = "faults.points.arm_engine"
 SAVED = "saved"  # the weights that a trainer began with
 Told = tuple[str, int | None]
