@@ -14,7 +14,7 @@ from verl_sync_plugin import compat
 from verl_sync_plugin.errors import HalfWrittenError
 
 UNAVAILABLE = 503
-REST_SECONDS = 1.0  # for a moment SGLang still counts a request that it has answered as running
+REST_SECONDS = 0.2  # for a step of its own SGLang still counts a request that it has answered as running
 LONG_SECONDS = 1.0  # of waiting, behind which a client of HTTP's may be gone
 Generate = Callable[..., AsyncIterator[Any]]
 
@@ -33,6 +33,7 @@ class Guarded:
 
     Attributes:
         past_gate: SGLang's own ``generate_request``, for whoever may pass.
+        inside: how many requests SGLang has.
     """
 
     def __init__(
@@ -40,17 +41,17 @@ class Guarded:
     ) -> None:
         self.past_gate: Generate = tokenizer_manager.generate_request
         self._manager, self._admit, self._spans, self._name = tokenizer_manager, admit, spans, name
-        self._inside, self._ended = 0, -REST_SECONDS
+        self.inside, self._ended = 0, -REST_SECONDS
         tokenizer_manager.generate_request = self._generate_request
 
     @property
     def busy(self) -> bool:
-        """Whether SGLang may have a request, or still count one as running that it has just answered."""
-        return self._inside > 0 or time.monotonic() - self._ended < REST_SECONDS
+        """Whether SGLang has a request, or may still count one as running that it has just answered."""
+        return self.inside > 0 or time.monotonic() - self._ended < REST_SECONDS
 
     async def _generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         await self._enter(request)
-        self._inside += 1
+        self.inside += 1
         try:
             _prefix_key(obj, self._name())
             began = compat.weight_version(self._manager) if self._spans else None
@@ -60,7 +61,7 @@ class Guarded:
                         _tell_versions(each, began)
                     yield answer
         finally:
-            self._inside -= 1
+            self.inside -= 1
             self._ended = time.monotonic()
 
     async def _enter(self, request: Any) -> None:

@@ -149,10 +149,11 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
 
     async def _end_requests(self) -> None:
         """verl has ended its own, and the gate is shut; what came over HTTP before that may still be inside."""
-        if self.guarded.busy and not self.occupation.state.released:
-            if not await end_requests(self.tokenizer_manager, IDLE_SECONDS):
-                raise RuntimeError(f"requests over HTTP did not end within {IDLE_SECONDS:g} s of being aborted")
-            await rest(self.tokenizer_manager)
+        if not self.guarded.busy or self.occupation.state.released:
+            return
+        if self.guarded.inside and not await end_requests(self.tokenizer_manager, IDLE_SECONDS):
+            raise RuntimeError(f"requests over HTTP did not end within {IDLE_SECONDS:g} s of being aborted")
+        await rest(self.tokenizer_manager)
 
     async def finish_sync(self, tags: list[str]) -> None:
         """See ``WeightUpdates``; goes on where the load has paused."""
