@@ -78,15 +78,20 @@ def test_requests_share_prefixes_of_the_same_weights_only(server_with: Make, mon
     asyncio.run(story())
 
 
+async def loading_with_a_request_inside(server_with: Make) -> tuple[Manager, Any, Any, Any]:
+    """A colocated engine that is awake: SGLang, the server, the request, and the load that waits for its end."""
+    manager = Manager()
+    server = server_with(manager, "abort", RolloutMode.HYBRID, "naive")
+    call = asyncio.ensure_future(server.generate([1], {"max_new_tokens": 1}, "request"))
+    await asyncio.sleep(0)
+    return manager, server, call, asyncio.ensure_future(server.load_weights(("sync",), "7"))
+
+
 def test_requests_that_outlive_an_abort_are_aborted_again_and_a_load_waits_for_them(server_with: Make) -> None:
     """One whose images are being read, say, comes to SGLang's scheduler behind the abort."""
 
     async def story() -> None:
-        manager = Manager()
-        server = server_with(manager, "abort", RolloutMode.HYBRID, "naive")
-        call = asyncio.ensure_future(server.generate([1], {"max_new_tokens": 1}, "request"))
-        await asyncio.sleep(0)
-        load = asyncio.ensure_future(server.load_weights(("sync",), "7"))
+        manager, _, call, load = await loading_with_a_request_inside(server_with)
         await asyncio.sleep(2.5 * AGAIN_SECONDS)
         assert manager.aborted == 3 and manager.asked == []
         manager.answers.set()
@@ -98,11 +103,7 @@ def test_requests_that_outlive_an_abort_are_aborted_again_and_a_load_waits_for_t
 
 def test_a_load_that_was_given_up_while_requests_ended_is_not_asked_for(server_with: Make) -> None:
     async def story() -> None:
-        manager = Manager()
-        server = server_with(manager, "abort", RolloutMode.HYBRID, "naive")
-        call = asyncio.ensure_future(server.generate([1], {"max_new_tokens": 1}, "request"))
-        await asyncio.sleep(0)
-        load = asyncio.ensure_future(server.load_weights(("sync",), "7"))
+        manager, server, call, load = await loading_with_a_request_inside(server_with)
         await asyncio.sleep(0.01)
         await server.abandon_sync("another rank failed")
         manager.answers.set()

@@ -152,7 +152,10 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
         if not self.guarded.busy or self.occupation.state.released:
             return
         if self.guarded.inside and not await end_requests(self.tokenizer_manager, IDLE_SECONDS):
-            raise RuntimeError(f"requests over HTTP did not end within {IDLE_SECONDS:g} s of being aborted")
+            raise RuntimeError(
+                f"{self.guarded.inside} requests did not end within {IDLE_SECONDS:g} s of being aborted, and SGLang "
+                "can neither sleep nor load with them inside; look at what asks its HTTP port beside verl"
+            )
         await rest(self.tokenizer_manager)
 
     async def finish_sync(self, tags: list[str]) -> None:
