@@ -65,6 +65,7 @@ class JointRanks(Ranks):
         self._connecting = Connecting(connect_seconds)
         self._kept: Any = dist.ProcessGroupGloo(dist.PrefixStore("words", store), rank, self.size, self._bound)
         self._bytes: Any = None
+        self._met = False
         if rollouts and device.type == "cuda":
             # A thread that is left alone in NCCL may go on waiting for the store, which it must not keep from others
             own = store.clone()  # type: ignore[attr-defined]
@@ -132,15 +133,16 @@ class JointRanks(Ranks):
         return self._connecting.call(start, links_of(sends, receives), device)
 
     def _meet(self, device: torch.device) -> None:
-        """Has NCCL make its communicator, for which it wants all members in the first call of a group."""
+        """Once for the group: has NCCL make its communicator, for which it wants all members in the first call."""
         group = self._bytes
 
         def meet() -> None:
-            if device.type == "cuda":
-                with torch.cuda.stream(torch.cuda.Stream(device)):  # the caller's does not wait for a member that dies
-                    group.broadcast(torch.zeros(1, device=device), 0).wait()
+            with torch.cuda.stream(torch.cuda.Stream(device)):  # the caller's does not wait for a member that dies
+                group.broadcast(torch.zeros(1, device=device), 0).wait()
 
-        self._connecting.call(meet, {"all"}, device)
+        if device.type == "cuda" and not self._met:
+            self._connecting.call(meet, {"all"}, device)
+            self._met = True
 
     def close(self) -> None:
         """Ends the groups, whatever state their members are in; not collective.
