@@ -98,11 +98,14 @@ def _note(result: dict[str, Any], elsewhere: tuple[str, float] | None) -> str:
 def _engine_load(result: dict[str, Any]) -> str:
     """Of a separate trainer: how fast the engine rank read the link; empty where the result does not tell both."""
     runs = [run for run in result["runs"] if run["variant"] == "plugin"]
-    told = [sync["report"].get("rollout_stages", {}) for run in runs for sync in run["samples"].get("syncs", [])]
-    loads = [stages["engine_load"] for stages in told if "engine_load" in stages]
+    told = [sync["report"] for run in runs for sync in run["samples"].get("syncs", [])]
+    stages = [report.get("rollout_stages", {}) for report in told]
+    loads = [each["engine_load"] for each in stages if "engine_load" in each]
     if not loads or not result["machine"].get("link_bytes_per_second"):
         return ""
     load = statistics.median(loads)
+    if told[0].get("delivery") == "broadcast":
+        return f"; the engine rank copies what has arrived on its own GPU for {milliseconds(load)}"
     share = separate_table.link_share(result, runs[0], load)
     return f"; the engine rank reads and writes for {milliseconds(load)}: {share}"
 

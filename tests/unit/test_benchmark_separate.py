@@ -106,7 +106,7 @@ def test_a_peer_is_measured_behind_the_plugin(
 
 
 def test_the_transfer_of_a_separate_trainer_is_compared_with_the_link() -> None:
-    run = {
+    run: dict[str, Any] = {
         "variant": "plugin",
         "settings": {"harness": "transfer", "bucket_mb": 8, "hashed": True, "tensors": 3},
         "stages": {"phase": 0.02},
@@ -116,6 +116,9 @@ def test_the_transfer_of_a_separate_trainer_is_compared_with_the_link() -> None:
     run["samples"]["first_syncs"] = run["samples"]["syncs"]
     case = {"case": "t", "machine": {"gpu": "H100", "gpus": 2, "link_bytes_per_second": 500_000_000_000}, "runs": [run]}
     assert transfer_table.render([case])[-1].endswith("reads and writes for 10.0 ms: 400 GB/s, 80% of 500.")
+    run["samples"]["syncs"][0]["report"]["delivery"] = "broadcast"
+    assert transfer_table.render([case])[-1].endswith("what has arrived on its own GPU for 10.0 ms."), "not the link"
+    run["samples"]["syncs"][0]["report"]["delivery"] = "direct"
     case["machine"] = {"gpu": "H100", "gpus": 2}
     assert "GB/s" not in transfer_table.render([case])[-1], "a link that was not measured is not compared with"
 
