@@ -26,7 +26,7 @@ MARK = "SYNC_TEST_RUN"  # in the environment of every process of a run, and of n
 TIMEOUT_SECONDS = 900.0  # a run takes 75 to 130 s on two cores
 # A scheduler without work would keep a core busy
 IDLE = "+actor_rollout_ref.rollout.engine_kwargs.sglang.sleep_on_idle=True"
-GRACE_SECONDS = 60.0  # for Ray's processes to follow their driver; on a busy machine 20 s were too few
+GRACE_SECONDS = 180.0  # for Ray's processes to follow their driver; on a busy machine 60 s were too few
 
 _RUNS = itertools.count()
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")

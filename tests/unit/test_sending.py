@@ -16,7 +16,7 @@ from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.sync.delivery.broadcast import Broadcast
 from verl_sync_plugin.sync.delivery.exchanged import Exchanged
 from verl_sync_plugin.sync.delivery.sending import Sending
-from verl_sync_plugin.sync.sender import SLOTS, BucketSender
+from verl_sync_plugin.sync.sender import BROADCASTS, SLOTS, BucketSender
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.joint import JointRanks
 
@@ -41,6 +41,31 @@ def test_a_trainer_rank_awaits_its_last_broadcasts_with_a_bound() -> None:
         SyncError, match=r"TimeoutError: the copies of a bucket did not complete within .*timeout_seconds=0\.2;"
     ):
         Broadcast(SyncConfig(), agreement, sender).run(sync)
+
+
+def test_a_dead_rank_does_not_leave_hundreds_of_broadcasts_in_the_queue_of_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CUDA's queue would be full, and the host wait there without a bound. Works of gloo end while they are awaited, so
+    these mirror NCCL's, which do not; nor has this machine so many ranks."""
+    sender, memory, begun = BucketSender(CPU, BOUND), torch.zeros(1000 * 16, dtype=torch.uint8), list[int]()
+    monkeypatch.setattr(sender, "_slot", lambda slot: memory)
+    monkeypatch.setattr(sender, "_device", torch.device("cuda", 0))
+    work = SimpleNamespace(is_completed=lambda: False)
+
+    def broadcast(segment: torch.Tensor, root: int) -> Any:
+        begun.append(root)
+        return work
+
+    bucket: Any = SimpleNamespace(stride=16, world=1000)
+    ranks: Any = SimpleNamespace(broadcast=broadcast)
+    with pytest.raises(TimeoutError, match=r"look for a rank that died or hangs"):
+        sender.broadcast(bucket, 0, range(1000), ranks)
+    assert begun == list(range(BROADCASTS))
+    work.is_completed, work.wait = (lambda: True), lambda: True
+    begun.clear()
+    sender.broadcast(bucket, 0, range(1000), ranks)
+    assert begun == list(range(1000)), "every rank sends its segment, in order"
 
 
 def test_while_a_bucket_is_sent_the_next_one_is_packed_and_follows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,9 @@ from verl_sync_plugin.transport.memory.staging import Staging, create_staging, s
 
 SLOTS = 3  # one being loaded, one being filled, one on its way between the two
 SPIN_SECONDS = 0.005
+# Broadcasts of a bucket that are under way at once. Each takes some places of CUDA's queue of about a thousand, and a
+# host that fills it, say because a rank has died, waits there without a bound.
+BROADCASTS = 32
 
 
 def slot_limit(bucket_bytes: int) -> int:
@@ -162,12 +165,16 @@ class BucketSender(Conversation):
             slot: the same on all ranks.
             senders: the rank that sends each segment.
             ranks: trainer and rollout ranks.
+
+        Raises:
+            TimeoutError: the bound has passed before the segments of the first ranks were there.
         """
         memory = self._slot(slot)
-        works = [
-            ranks.broadcast(memory.narrow(0, place * bucket.stride, bucket.stride), senders[place])
-            for place in range(bucket.world)
-        ]
+        works: list[dist.Work] = []
+        for place in range(bucket.world):
+            if place >= BROADCASTS:
+                self._await(Arrival([works[place - BROADCASTS]], self._timeout, self._device))
+            works.append(ranks.broadcast(memory.narrow(0, place * bucket.stride, bucket.stride), senders[place]))
         self._events[slot] = Arrival(works, self._timeout, self._device)
 
     def exchange(
@@ -203,8 +210,10 @@ class BucketSender(Conversation):
             TimeoutError: the bound has passed.
         """
         event = self._events.pop(slot, None)
-        if event is None:
-            return
+        if event is not None:
+            self._await(event)
+
+    def _await(self, event: torch.cuda.Event | Arrival) -> None:
         started = time.monotonic()
         while not event.query():
             waited = time.monotonic() - started
