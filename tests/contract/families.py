@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 DENSE: dict[str, Any] = {
@@ -117,6 +117,13 @@ class Family:
     architecture: str = ""
     attention: str = "torch_native"
     padded: bool = True
+
+    def tied(self, tied: bool) -> Family:
+        """The same with embedding and head tied, or not."""
+        config = {**self.config, "tie_word_embeddings": tied}
+        if "text_config" in config:
+            config["text_config"] = {**config["text_config"], "tie_word_embeddings": tied}
+        return replace(self, config=config)
 
 
 def _text_and_vision(text: dict[str, Any], vision: dict[str, Any], **more: Any) -> dict[str, Any]:

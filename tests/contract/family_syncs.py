@@ -20,6 +20,7 @@ from contract import sglang_models
 from contract.families import Family
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.copies.packing import Packer
+from verl_sync_plugin.layout.names import layers_of
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.receiver.homes import spread
 from verl_sync_plugin.receiver.layout_key import LayoutKey
@@ -143,7 +144,7 @@ class Pair:
         unpacker.begin(LayoutKey(SGLangModel(model, dist.get_rank())).now(), copy_plan=True, hashed=False)
         if self.uses.asks(self.plan):
             self.uses.note(unpacker.uses.use(loaded=False))
-            self.uses.compare(self.plan, loaded=False)
+            self.uses.compare(self.plan, loaded=False, layers=layers_of(self.whole.config))
         ledger = Ledger(model) if unpacker.watched else None
         proof.begin(unpacker.layout)
         proof.prepare(unpacker.recording)
@@ -160,7 +161,7 @@ class Pair:
         self._verify(proof)
         if ledger is None:
             return ()
-        check_coverage(ledger.coverage(), SyncConfig(), True, False, self.plan.names)
+        check_coverage(ledger.coverage(), SyncConfig(), True, False, self.plan.names, self.uses.layers)
         unpacker.accepted()
         return ledger.coverage().missing
 
@@ -180,13 +181,37 @@ class Pair:
         self.destination.compare(sent, proven)
 
 
-def outcome(family: Family, folder: Path, port: int) -> str:
+def load_saved(reference: Any, trained: PreTrainedModel, file: Path) -> None:
+    """SGLang's own load of a checkpoint. A tied one has no head, which some classes hold all the same."""
+    reference.load_weights(iter(load_file(file).items()))
+    own = dict(reference.named_parameters())
+    if "lm_head.weight" in own and "lm_head.weight" in trained.all_tied_weights_keys:
+        reference.load_weights(iter([("lm_head.weight", trained.get_input_embeddings().weight.detach())]))
+
+
+def with_layers(config: Path, more: int, folder: Path) -> Path:
+    """Writes the config of an engine that has other layers than the trainer's model; returns its folder."""
+    written = json.loads((config / "config.json").read_text())
+    text = written.get("text_config", written)
+    key = next((key for key in ("num_hidden_layers", "n_layer") if key in text), "")
+    before = text[key] if key else len(text["layers_block_type"])
+    text |= {key: before + more} if key else {}
+    for name, each in list(text.items()):
+        if isinstance(each, list) and len(each) == before and not name.endswith("_token_id"):
+            text[name] = [*each, each[-1]][: before + more]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(written))
+    return folder
+
+
+def outcome(family: Family, folder: Path, port: int, more_layers: int = 0) -> str:
     """One cell of the table. Collective.
 
     Args:
         family: the model.
         folder: for checkpoints.
         port: where SGLang's ranks meet, the first time.
+        more_layers: of the engine than of the trainer.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     if rank == 0:
@@ -197,7 +222,10 @@ def outcome(family: Family, folder: Path, port: int) -> str:
     except ValueError as error:
         return "refused: " + str(error).partition(": ")[2].partition(". ")[0]
     pair = Pair(folder / "published")
-    config = sglang_models.start_from(folder / "published", rank, world, port, family.attention)
+    home = folder / "published"
+    if more_layers:
+        home = with_layers(home, more_layers, folder / "other-layers")
+    config = sglang_models.start_from(home, rank, world, port, family.attention)
     engine, reference = (poisoned(config, family, byte) for byte in POISON)
     known, kept = SGLangModel(engine, rank), dict[str, None]()
     unpacker = Unpacker(known, Manifest.of(pair.plan), CPU)
@@ -207,7 +235,8 @@ def outcome(family: Family, folder: Path, port: int) -> str:
         if rank == 0:
             save(pair.whole, family, folder / f"step-{seed}")
         dist.barrier()
-        reference.load_weights(iter(load_file(folder / f"step-{seed}" / "model.safetensors").items()))
+        if not more_layers:
+            load_saved(reference, pair.whole, folder / f"step-{seed}" / "model.safetensors")
         kept.update((name, None) for name, *_ in pair.send(unpacker, proof, engine))
         assert_same(engine, reference, f"sync {seed}")
     assert unpacker.replayed[0] == pair.plan.tensor_count - len(unpacker.plan.refused)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from contract.families import FAMILIES
+from verl_sync_plugin.errors import SyncError
 
 pytestmark = pytest.mark.slow
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
@@ -86,6 +87,70 @@ def test_some_families_are_what_the_table_says(tmp_path_factory: pytest.TempPath
     rows = [line.strip("| ").split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| ")]
     written = {name: one if two == "the same" else two for name, one, two in rows}
     assert found == {name: written[name] for name in SOME}
+
+
+def run_kinds(_: int, folder: str, port: int) -> None:
+    """Every family tied and untied, and with one layer more and less in the engine; entry of a spawned process."""
+    from contract.family_syncs import outcome
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    found: dict[str, str] = {}
+    for name, family in FAMILIES.items():
+        kinds = {
+            "tied": (family.tied(True), 0),
+            "untied": (family.tied(False), 0),
+            "-1": (family, -1),
+            "+1": (family, 1),
+        }
+        for kind, (built, more) in kinds.items():
+            place = Path(folder) / str(len(found))
+            try:
+                found[f"{name}, {kind}"] = outcome(built, place, port, more)
+            except (SyncError, RuntimeError, TypeError) as error:
+                found[f"{name}, {kind}"] = f"{type(error).__name__}: {error}"
+            shutil.rmtree(place, ignore_errors=True)
+    (Path(folder) / "kinds.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What became of each, without those that are refused in the driver."""
+    folder = tmp_path_factory.mktemp("kinds")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(run_kinds, args=(str(folder), port), nprocs=1)
+    found: dict[str, str] = json.loads((folder / "kinds.json").read_text())
+    return {name: what for name, what in found.items() if not what.startswith("refused: ")}
+
+
+def test_tied_or_not_the_engine_has_the_trainers_head_or_it_is_named(kinds: dict[str, str]) -> None:
+    odd = {
+        name: what
+        for name, what in kinds.items()
+        if name.endswith("tied")
+        and not re.match(r"exact, |SyncError(?s:.*) leaves out 1 of .*: lm_head\.weight \(", what)
+    }
+    # transformers cannot build it
+    assert odd.keys() <= {"Gemma 3, multimodal, untied"}, odd
+    exact = {name.removesuffix(", tied") for name, what in kinds.items() if what.startswith("exact")}
+    # These have a head of their own in SGLang 0.5.12
+    assert exact >= {"Mixtral", "Phi-1.5", "StableLM", "Arcee", "Qwen2-MoE", "Qwen3-MoE", "Qwen3-Next", "OLMoE"}
+    assert exact >= {"GLM-4.5", "GLM-4.7-Flash", "gpt-oss"}
+
+
+def test_other_numbers_of_layers_are_named(kinds: dict[str, str]) -> None:
+    other = {name: what for name, what in kinds.items() if name.endswith(("-1", "+1"))}
+    assert len(other) > 100
+    both = r"model has (\d+) layers, the engine's (\d+) \(num_hidden_layers\)"
+    wrong = {
+        name: what
+        for name, what in other.items()
+        if (said := re.search(both, what)) is None or int(said[2]) - int(said[1]) != int(name[-2:])
+    }
+    assert not wrong, wrong
 
 
 @pytest.mark.extended

@@ -68,8 +68,9 @@ class Serving(LoRAShardingManager):
     """Its engine has the base, and is to get the adapter."""
 
     def __init__(self, *args: Any) -> None:
-        self.trainer: Any = SimpleNamespace(serves_adapter=True, rewrites_base=False, device=CPU)
+        self.trainer: Any = SimpleNamespace(serves_adapter=True, device=CPU)
         super().__init__(*args)
+        self._base_sent = True
 
     def open_source(self) -> ParameterSource:
         raise ValueError("no source")

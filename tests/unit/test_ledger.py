@@ -49,6 +49,7 @@ def test_nothing_written_names_everything() -> None:
     model = Small()
     with Ledger(model) as ledger:
         _ = model.fused + 1
+    assert ledger.coverage().buffers == ("kept",)
     assert set(ledger.coverage().missing) == {
         ("embed.weight", 0, 24),
         ("head.weight", 0, 24),

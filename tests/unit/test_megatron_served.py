@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.rollouts.sglang.served_lora import refuse_experts
 from verl_sync_plugin.trainers.megatron import served
 from verl_sync_plugin.trainers.megatron.served import BridgeAdapter
-from verl_sync_plugin.trainers.megatron.trainer import MegatronTrainer
 
 LORA = {"rank": 4, "alpha": 8}
 
@@ -48,12 +46,3 @@ def test_factors_of_experts_are_refused() -> None:
     refuse_experts(["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"])
     with pytest.raises(ValueError, match=r"lora\.merge=False: .* factors of experts .*lora\.merge=True"):
         refuse_experts(["base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_B.weight"])
-
-
-@pytest.mark.parametrize("other", [False, True])
-def test_a_base_of_another_checkpoint_is_not_taken_for_the_engines(other: bool) -> None:
-    model_config = SimpleNamespace(lora={**LORA, "merge": False})
-    engine_config = SimpleNamespace(use_dist_checkpointing=other)
-    engine = SimpleNamespace(peft_cls=object(), model_config=model_config, engine_config=engine_config)
-    trainer = MegatronTrainer(engine, SyncConfig(), torch.device("cpu"), "bfloat16")
-    assert trainer.serves_adapter and trainer.rewrites_base is other

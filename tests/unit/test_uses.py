@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from verl_sync_plugin.layout.tensors import Base, View
 from verl_sync_plugin.receiver.intervals import intervals, meet, region_of, union
 from verl_sync_plugin.receiver.recording import Copy, Recording, Source
 from verl_sync_plugin.receiver.uses import own_runs, readings_of_uses, uses_in
-from verl_sync_plugin.rollouts.sglang.skips import skipped_by
+from verl_sync_plugin.rollouts.sglang.skips import why_skipped
 from verl_sync_plugin.transport.protocol import Used
 from verl_sync_plugin.verify.uses import left_out
 
@@ -100,7 +100,7 @@ def plan_of(names: tuple[str, ...], numel: int = 8) -> tuple[list[Source], list[
 def test_tied_tensors_are_used_together() -> None:
     sources, buckets, numbers = plan_of(("embed", "head"))
     readings = readings_of_uses(
-        {"embed": (Run(0, 0, 32),), "head": (), "z": ()}, sources, buckets, numbers, skipped_by(None)
+        {"embed": (Run(0, 0, 32),), "head": (), "z": ()}, sources, buckets, numbers, lambda name: ""
     )
     assert readings == ((32, (Run(0, 0, 32),), (0, 1)), (32, (), (2,)))
     assert left_out(3, [Used("M", readings)]) == [(2, 32, 32)]
@@ -109,26 +109,26 @@ def test_tied_tensors_are_used_together() -> None:
 def test_what_an_engine_rightly_leaves_alone() -> None:
     sources, buckets, numbers = plan_of(("model.layers.0.self_attn.rotary_emb.inv_freq",))
     uses = {source.name: () for source in sources}
-    assert left_out(2, [Used("M", readings_of_uses(uses, sources, buckets, numbers, skipped_by(None)))]) == [
-        (1, 32, 32)
-    ]
-
-
-def engine(layers: int | None, **more: Any) -> Any:
-    return SimpleNamespace(config=SimpleNamespace(num_hidden_layers=layers), **more)
+    skipped = partial(why_skipped, None, sent=())
+    assert left_out(2, [Used("M", readings_of_uses(uses, sources, buckets, numbers, skipped))]) == [(1, 32, 32)]
 
 
 def test_layers_that_predict_further_tokens_may_be_left_alone() -> None:
-    for name in ("model.layers.4.mlp.up_proj.weight", "model.language_model.layers.9.mlp.up_proj.weight"):
-        assert [bool(skipped_by(engine(layers))(name)) for layers in (4, None, 10)] == [True, False, False]
-    assert skipped_by(engine(4))("model.mtp_layers.0.mlp.up_proj.weight") and skipped_by(engine(None))("mtp.fc.weight")
-    assert not skipped_by(engine(4))("model.visual.layers.9.mlp.up_proj.weight")
+    """They are known by what only they have, so no layer of the trainer's own is taken for one, however many it has."""
+    for layer in ("model.layers.4.", "model.language_model.layers.9.", "language_model.model.layers.61."):
+        sent = (f"{layer}eh_proj.weight", f"{layer}mlp.up_proj.weight")
+        assert all(why_skipped(None, name, sent) for name in sent)
+        assert not why_skipped(None, sent[1], sent[1:])
+        assert not why_skipped(None, "model.layers.3.mlp.up_proj.weight", sent)
+    for name in ("model.mtp_layers.0.mlp.up_proj.weight", "mtp.fc.weight"):
+        assert why_skipped(None, name, ())
+    assert not why_skipped(None, "model.visual.layers.9.mlp.up_proj.weight", ())
 
 
 def test_a_vision_tower_may_be_left_alone_by_an_engine_without_one() -> None:
     for name in ("vision_model.class_embedding", "multi_modal_projector.linear_1.weight"):
-        assert skipped_by(engine(4, has_vision=False))(name) and skipped_by(engine(4, has_vision=None))(name)
-        assert not skipped_by(engine(4, has_vision=True))(name) and not skipped_by(engine(4))(name)
+        blind = {has: why_skipped(SimpleNamespace(has_vision=has), name, ()) for has in (False, None, True)}
+        assert blind[False] and blind[None] and not blind[True] and not why_skipped(SimpleNamespace(), name, ())
 
 
 @pytest.mark.parametrize("seed", range(100))

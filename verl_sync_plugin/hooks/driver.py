@@ -214,7 +214,8 @@ def settle_trainer(actor_rollout_ref: Any, mode: str = "") -> None:
     if backend_of(actor_rollout_ref.rollout) == SEPARATE_BACKEND:
         refuse_separate(actor_rollout_ref.rollout, actor_rollout_ref.model, mode)
     if moves:
-        engine.refuse_checkpoint(str(actor_rollout_ref.model.get("path")))
+        model = actor_rollout_ref.model
+        engine.refuse_checkpoint(str(model.get("path")), model.get("override_config"), actor_rollout_ref.rollout)
     refuse_lora_values(actor_rollout_ref.model)
     merge = OmegaConf.select(actor_rollout_ref, "model.lora.merge", default=False)
     if merge and not lora_rank_of(actor_rollout_ref.model):

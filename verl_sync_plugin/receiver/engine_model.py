@@ -24,10 +24,12 @@ class EngineModel(ABC):
             in one call of ``load_weights``, and loads both or neither on its own.
         module: the torch module whose parameters and buffers a sync writes.
         tp_rank: its place among the engine's tensor-parallel ranks, from 0.
+        sent: names of all tensors of the sync, set by the receiver before it loads any.
     """
 
     engine: str = "the engine"
     fused_pairs: FusedPairs = ()
+    sent: frozenset[str] = frozenset()
 
     def __init__(self, module: torch.nn.Module, tp_rank: int) -> None:
         self.module = module
@@ -37,6 +39,11 @@ class EngineModel(ABC):
     def name(self) -> str:
         """The model's class."""
         return type(self.module).__name__
+
+    @property
+    def layers(self) -> int:
+        """How many decoder layers the model has by its configuration; 0 when that is unknown."""
+        return 0
 
     @abstractmethod
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

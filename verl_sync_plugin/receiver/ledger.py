@@ -73,4 +73,5 @@ class Ledger(TorchDispatchMode):
                 covered = union(found.clamp(first, first + span * tensor.element_size())) // tensor.element_size()
             if covered < tensor.numel():
                 missing.append((name, covered, tensor.numel()))
-        return Coverage(expected=len(self._expected), missing=tuple(missing))
+        buffers = [name for name, *_ in missing if not isinstance(self._expected[name], torch.nn.Parameter)]
+        return Coverage(expected=len(self._expected), missing=tuple(missing), buffers=tuple(buffers))

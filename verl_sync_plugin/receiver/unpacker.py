@@ -57,6 +57,7 @@ class Unpacker:
         self._copier: Copier | None = None
         numbers = numbers_of(manifest.buckets)
         self._tensors, self._names = tuple(numbers), frozenset(numbers)
+        model.sent = self._names
         self._sources = sources_of([entry for bucket in manifest.buckets for entry in bucket])
         self.uses = UseTeller(model, self._sources, manifest.buckets, numbers)
         self._assembler = Assembler(self._names, model.fused_pairs)

@@ -80,7 +80,7 @@ class UseTeller:
                 uses, self._touched = self._touched.uses(self._sources), None
             parts = self._sources, self._buckets, self._numbers, self._model.why_skipped
             readings = None if uses is None else readings_of_uses(uses, *parts)
-            self._used = Used(f"{self._model.engine}'s {self._model.name}", readings)
+            self._used = Used(f"{self._model.engine}'s {self._model.name}", readings, self._model.layers)
         self._told = self._used
         return self._used
 

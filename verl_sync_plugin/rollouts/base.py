@@ -95,7 +95,8 @@ class Rollout:
             config (dataclass, DictConfig or dict); its second argument says whether the plugin moves the weights, or
             verl's checkpoint engines do.
         refuse_checkpoint: likewise for the model of ``actor_rollout_ref.model.path``, where its checkpoint lies in a
-            folder of this machine.
+            folder of this machine; further arguments are ``actor_rollout_ref.model.override_config`` and verl's rollout
+            config.
         refuse_untied: see ``RolloutEndpoint.refuse_untied``.
         refuse_adapter: see ``RolloutEndpoint.refuse_adapter``; its second argument tells under which key, with its
             value, the user gave a setting, for the message.
@@ -111,7 +112,7 @@ class Rollout:
     load_replica: Callable[[], type]
     stock_loader: str
     refuse_keys: Callable[[Any, bool], None]
-    refuse_checkpoint: Callable[[str], None]
+    refuse_checkpoint: Callable[..., None]
     refuse_untied: RefuseUntied
     refuse_adapter: RefuseAdapter
     digest_loader: str

@@ -64,15 +64,21 @@ class Commit:
         asks = self._uses.asks(sync.plan) and not delivery.in_place
         return Questions(self._config.verify_hashes, self._hashes.whole(sync.plan), asks, sync.verified)
 
-    def opened(self, plan: Plan, used: Used | None, questions: Questions) -> None:
+    def opened(self, plan: Plan, used: Used | None, questions: Questions, layers: int = 0) -> None:
         """Refuses, before anything is loaded, a plan of which the engine leaves something out.
+
+        Args:
+            plan: what is to be sent.
+            used: what the engine rank said that its model uses.
+            questions: what it was asked.
+            layers: see ``UseCheck.compare``.
 
         Raises:
             SyncError: it does; names the tensors, the same text on every rank.
         """
         if questions.tell_use:
             self._uses.note(used)
-            self._uses.compare(plan, loaded=False)
+            self._uses.compare(plan, loaded=False, layers=layers)
 
     async def run(self, sync: Sync, delivery: Delivery, pending: PendingLoad | None) -> None:
         """Has the engine ranks finish, compares hashes, checks coverage both ways and waits for the engine's answer.
@@ -129,7 +135,8 @@ class Commit:
         sums = paired(self._sender.sums(plan), committed) if verify else torch.empty(0)
         sync.report.note(committed, plan, delivery.in_place)
         first, self._told_of_coverage = not self._told_of_coverage, True
-        check_coverage(committed.coverage, self._config, self._endpoint.restores_uncovered, first, plan.names)
+        restores, layers = self._endpoint.restores_uncovered, self._uses.layers
+        check_coverage(committed.coverage, self._config, restores, first, plan.names, layers)
         return sums, news
 
     def _ask_for_proof(self, sync: Sync) -> Proven | None:

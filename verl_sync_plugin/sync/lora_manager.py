@@ -34,7 +34,7 @@ class LoRAShardingManager(ShardingManager):
             self.endpoint.refuse_untied(self.trainer.architectures, f"the adapter's {end}")
 
     async def move(self, wake_tags: list[str], global_steps: int | None) -> SyncReport:
-        """One sync; with ``lora.merge=False`` the base only if the engine has none, then the adapter."""
+        """One sync; with ``lora.merge=False`` the base once, then the adapter."""
         if not self.serves_adapter():
             return await super().move(wake_tags, global_steps)
         if self.lacks_base():
@@ -57,16 +57,11 @@ class LoRAShardingManager(ShardingManager):
         return self.trainer.serves_adapter
 
     def lacks_base(self) -> bool:
-        """Whether the base has to travel before the adapter; the same on all ranks."""
-        return not self.has_base(self.trainer.rewrites_base)
+        """Whether the base has to travel before the adapter; the same on all ranks.
 
-    def has_base(self, rewritten: bool) -> bool:
-        """Whether the engine beside this rank holds the trainer's base. One that began with the checkpoint does.
-
-        Args:
-            rewritten: the trainer's base is not the checkpoint's, see ``TrainerBackend.rewrites_base``.
+        To an engine that began with the checkpoint, too: a sync proves what it holds, its own load does not.
         """
-        return self._base_sent or (self.endpoint.restores_uncovered and not rewritten)
+        return not self._base_sent
 
     async def send_adapter(self, version: str | None) -> None:
         """The factors, into the engine. Collective.

@@ -194,7 +194,8 @@ class ShardingManager(BaseShardingManager):
                 with stage("connect"):
                     await self.meeting.meet()
                     questions = self.commit.questions(sync, delivery)
-                    self.commit.opened(sync.plan, delivery.greet(sync, questions), questions)
+                    layers = self.trainer.layers if hasattr(self, "trainer") else 0
+                    self.commit.opened(sync.plan, delivery.greet(sync, questions), questions, layers)
                 delivery.run(sync)  # the transfer
                 with stage("commit"):
                     await self.commit.run(sync, delivery, self.meeting.pending)

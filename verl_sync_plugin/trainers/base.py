@@ -12,6 +12,7 @@ import torch.distributed as dist
 from verl.utils.device import get_device_name
 
 from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
+from verl_sync_plugin.layout.names import layers_of
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, Plan
@@ -134,11 +135,9 @@ class TrainerBackend(ABC):
 
     Attributes:
         serves_adapter: the engine serves the trainer's LoRA adapter itself; else it gets merged weights.
-        rewrites_base: the adapter took something out of the base when it began, which is no longer the checkpoint's.
     """
 
     serves_adapter: bool = False
-    rewrites_base: bool = False
 
     def __init__(self, engine: Any, config: SyncConfig, device: torch.device, rollout_dtype: str) -> None:
         self.engine = engine
@@ -183,6 +182,11 @@ class TrainerBackend(ABC):
         """How many tokens the model knows."""
         hf_config = self.engine.model_config.hf_config
         return int(getattr(hf_config, "vocab_size", 0) or hf_config.get_text_config().vocab_size)
+
+    @property
+    def layers(self) -> int:
+        """How many decoder layers the model has; 0 when that is unknown."""
+        return layers_of(getattr(getattr(self.engine, "model_config", None), "hf_config", None))
 
     @property
     def policy(self) -> WirePolicy:

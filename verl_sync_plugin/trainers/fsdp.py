@@ -42,12 +42,6 @@ class FSDPTrainer(TrainerBackend):
         """PEFT's config of verl's adapter; ``None`` where it has another name."""
         return (getattr(self._model, "peft_config", None) or {}).get(ADAPTER)
 
-    @property
-    def rewrites_base(self) -> bool:  # type: ignore[override]
-        """PiSSA and its like take what the adapter starts with out of the base."""
-        initial = getattr(self.adapter_config, "init_lora_weights", True)
-        return initial not in (True, False, "gaussian", "eva", "orthogonal")
-
     def open_source(self) -> ParameterSource:
         """See ``TrainerBackend``; with an adapter a ``MergingSource``."""
         if getattr(self.engine, "_qat_enabled", False):

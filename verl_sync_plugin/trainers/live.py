@@ -150,6 +150,10 @@ class LiveTrainer(TrainerBackend):
         return ShardSpecTrainer
 
     @property
+    def layers(self) -> int:
+        return 0 if self._inner is None else self._inner.layers
+
+    @property
     def architectures(self) -> tuple[str, ...]:
         return tuple(self.engine.config.get("architectures") or ())
 

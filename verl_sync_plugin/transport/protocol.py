@@ -35,7 +35,7 @@ from verl_sync_plugin.layout.tensors import Entry, Plan
 from verl_sync_plugin.transport.memory.exports import Live, StagingExport
 
 MAGIC = "verl-sync-plugin"
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 # A trainer rank may spend up to three waits (its shards, its plan, its staging memory; or the last buckets, the commit,
 # the engine's answer) before it meets the others, and who waits for it should hear why it failed instead of giving up
@@ -171,10 +171,12 @@ class Used:
     Attributes:
         model: engine and class, such as "SGLang's LlamaForCausalLM".
         readings: which bytes of each tensor it uses; ``None`` when only the load itself will tell.
+        layers: how many decoder layers the engine's model has; 0 when that is unknown.
     """
 
     model: str
     readings: Readings | None
+    layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -206,10 +208,12 @@ class Coverage:
     Attributes:
         expected: number of parameters and persistent buffers of the engine's model.
         missing: names of those with bytes that the sync did not write, ``(name, written, total)`` in elements.
+        buffers: names of those missing that are no parameters.
     """
 
     expected: int
     missing: tuple[tuple[str, int, int], ...]
+    buffers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,18 @@ from verl_sync_plugin.transport.protocol import Coverage
 
 
 def check_coverage(
-    coverage: Coverage, config: SyncConfig, restores_uncovered: bool, first: bool, sent: Collection[str]
+    coverage: Coverage,
+    config: SyncConfig,
+    restores_uncovered: bool,
+    first: bool,
+    sent: Collection[str],
+    layers: str = "",
 ) -> None:
     """Accepts full coverage, or constants that the engine restores by itself.
 
-    A host copy holds what the engine loaded at its start. That justifies what no sync ever writes, not a weight that is
-    synced in part, nor one that the trainer sends under its name: these would be as old as the run.
+    A host copy holds what the engine had at its start. That justifies a buffer that no sync ever writes, for the
+    model's class computes it. It justifies no weight: a parameter would be as old as the run, or as it was allocated
+    where no checkpoint holds it.
 
     Args:
         coverage: what the engine rank's ledger found.
@@ -24,21 +30,22 @@ def check_coverage(
         restores_uncovered: the engine keeps a host copy of real weights.
         first: say in the log what is left to the host copy.
         sent: names of the tensors that the trainer sends.
+        layers: what the message adds where trainer and engine have different numbers of layers.
 
     Raises:
-        RuntimeError: parameters are written in part, or unwritten and lost while the engine slept; names them and the
-            remedy.
+        RuntimeError: parameters are unwritten or written in part, or buffers unwritten and lost while the engine slept;
+            names them and the remedy.
     """
     if not coverage.missing:
         return
-    stale = [each for each in coverage.missing if each[1] or each[0] in sent]
+    stale = [each for each in coverage.missing if each[1] or each[0] in sent or each[0] not in coverage.buffers]
     if stale:
         raise RuntimeError(
-            f"the sync writes {len(stale)} of {coverage.expected} engine parameters not, or only in part, although the "
-            f"trainer sends them: {_shown(stale)}. "
-            f"The engine does not load this model whole from what the trainer sends. Use another model, or {TURN_OFF}."
+            f"the sync leaves {len(stale)} of {coverage.expected} engine parameters unwritten, or writes them only in "
+            f"part: {_shown(stale)}. {layers}The engine would not have the trainer's weights. Give trainer and engine "
+            f"the same model, or one that the engine loads whole; or {TURN_OFF}, which does not notice."
         )
-    text = f"the sync leaves {len(coverage.missing)} of {coverage.expected} engine parameters unwritten: "
+    text = f"the sync leaves {len(coverage.missing)} of {coverage.expected} engine parameters and buffers unwritten: "
     text += _shown(coverage.missing)
     if not restores_uncovered:
         raise RuntimeError(

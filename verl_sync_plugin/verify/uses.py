@@ -38,6 +38,7 @@ class UseCheck:
         self._ranks = tuple(ranks)
         self._proven = ""
         self._used: Used | None = None
+        self.layers = ""  # what messages say where trainer and engine have different numbers of layers
 
     def asks(self, plan: Plan) -> bool:
         """Whether the engine ranks are to tell, before they load, what they use; the same on all ranks."""
@@ -52,23 +53,34 @@ class UseCheck:
         """Forgets, on all ranks, what engine ranks told in a sync that was given up before it was compared."""
         self._proven = ""
 
-    def compare(self, plan: Plan, loaded: bool) -> None:
+    def compare(self, plan: Plan, loaded: bool, layers: int = 0) -> None:
         """Collective: refuses a plan of which the engine leaves something out.
 
         Args:
             plan: what is sent.
             loaded: True at the end of a sync, when every engine rank must know.
+            layers: how many decoder layers the trainer's model has; 0 when that is unknown, or was said before.
 
         Raises:
-            SyncError: bytes of some tensors are used by no rank of an engine; names them, the same text on every rank.
+            SyncError: bytes of some tensors are used by no rank of an engine, or it cannot tell and has other layers;
+                names them, the same text on every rank.
         """
         self._proven = ""
-        everywhere = self._agreement.gather("exchanging what the engine uses", self._used)
+        gathered = self._agreement.gather("exchanging what the engine uses", (self._used, layers))
+        everywhere = [used for used, _ in gathered]
         told = [everywhere[rank] for rank in self._agreement.ranks.rollouts]
+        ours = next((number for _, number in gathered if number), 0)
+        theirs = next((each.layers for each in told if each is not None and each.layers), 0)
+        if ours and theirs:
+            said = f"The trainer's model has {ours} layers, the engine's {theirs} (num_hidden_layers). "
+            self.layers = said if ours != theirs else ""
         known = all(each is not None and each.readings is not None for each in told)
         with self._agreement.attempt():
             if known and self._ranks:
-                _refuse_left_out(plan, [each for rank in self._ranks if (each := everywhere[rank]) is not None])
+                used = [each for rank in self._ranks if (each := everywhere[rank]) is not None]
+                _refuse_left_out(plan, used, self.layers)
+            elif self.layers and not known:  # many of an engine's loaders raise KeyError at a layer that they lack
+                raise ValueError(f"{self.layers}Give both the same, or {TURN_OFF}, which does not notice.")
             elif loaded and not known:
                 raise RuntimeError("the engine did not tell which of the tensors sent it uses")
         self._agreement.settle("checking what the engine uses")
@@ -76,7 +88,7 @@ class UseCheck:
             self._proven = plan.digest
 
 
-def _refuse_left_out(plan: Plan, told: list[Used]) -> None:
+def _refuse_left_out(plan: Plan, told: list[Used], layers: str) -> None:
     names = list(numbers_of(bucket.entries for bucket in plan.buckets))
     found = left_out(len(names), told)
     if not found:
@@ -85,8 +97,8 @@ def _refuse_left_out(plan: Plan, told: list[Used]) -> None:
     more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
     raise ValueError(
         f"{told[0].model} leaves out {len(found)} of the {len(names)} tensors that the trainer sends: "
-        f"{shown}{more}. It would generate from other weights than are trained, and so it would with stock verl, which "
-        "does not notice. Use a model that the engine takes in whole; or, if what is left out does not matter, "
+        f"{shown}{more}. {layers}It would generate from other weights than are trained, and so it would with stock "
+        "verl, which does not notice. Use a model that the engine takes in whole; or, if what is left out does not matter, "
         f"{TURN_OFF}."
     )
 

@@ -108,7 +108,7 @@ def refuse_engine_arguments(rollout: Any) -> None:
         if (value := given.get(key, None)) in refused:
             raise ValueError(f"{ARGUMENTS}.{key}={value!r}: weight sync cannot serve it; {TURN_OFF}.")
     overrides = given.get("json_model_override_args", None)
-    if overrides and "quantization_config" in _parsed(overrides):
+    if "quantization_config" in changed_config(rollout):
         raise ValueError(
             f"{ARGUMENTS}.json_model_override_args={overrides!r}: weight sync sends plain weights. Give it without "
             f"quantization_config, or {TURN_OFF}."
@@ -147,9 +147,11 @@ def _refuse_data_parallel(value: Any, attention: bool, parallel: int, ranks: int
         )
 
 
-def _parsed(text: Any) -> Any:
-    """JSON of SGLang's; what is none is SGLang's to refuse."""
+def changed_config(rollout: Any) -> Mapping[str, Any]:
+    """What SGLang is told to change of the model's config; what is no JSON is SGLang's to refuse."""
+    given = section(section(rollout, "engine_kwargs", f"{PREFIX}.engine_kwargs"), "sglang", ARGUMENTS)
     try:
-        return json.loads(text) or {}
+        found = json.loads(given.get("json_model_override_args", None))
     except (TypeError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}

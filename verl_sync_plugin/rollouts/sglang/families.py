@@ -15,6 +15,7 @@ from typing import Any
 from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.lora.refusals import LEAVE_OUT
 from verl_sync_plugin.lora.settings import PEFT_KEY
+from verl_sync_plugin.rollouts.sglang.arguments import ARGUMENTS, changed_config
 
 # Where SGLang builds experts into every layer, whatever the configuration says about dense ones
 EXPERTS_EVERYWHERE = (
@@ -49,11 +50,16 @@ ALWAYS_TIED = {
 }
 
 
-def refuse_checkpoint(path: str) -> None:
+def refuse_checkpoint(path: str, override_config: Any = None, rollout: Any = None) -> None:
     """Refuses a model whose checkpoint lies in a folder of this machine; any other is left to the first sync.
 
+    Args:
+        path: ``actor_rollout_ref.model.path``.
+        override_config: what the trainer changes of the checkpoint's config.
+        rollout: verl's rollout config, which says what SGLang changes of it.
+
     Raises:
-        ValueError: see ``refuse_family``.
+        ValueError: see ``refuse_family``; or trainer and engine have different numbers of layers.
     """
     file = Path(path).expanduser() / "config.json"
     try:
@@ -62,6 +68,22 @@ def refuse_checkpoint(path: str) -> None:
         return
     if isinstance(config, dict):
         refuse_family(path, config)
+        overrides = override_config or {}
+        ours = _layers(config, overrides.get("model_config", overrides))
+        theirs = _layers(config, changed_config(rollout or {}))
+        if ours != theirs:
+            raise ValueError(
+                f"actor_rollout_ref.model.override_config={overrides}: the trainer's model has {ours} layers "
+                f"(num_hidden_layers), SGLang's {theirs}. Change both alike, SGLang's by "
+                f"{ARGUMENTS}.json_model_override_args."
+            )
+
+
+def _layers(config: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
+    """The number of decoder layers that a changed config names; ``None`` where it does not say."""
+    if "text_config" in config:
+        config, changes = config["text_config"], changes.get("text_config") or {}
+    return changes.get("num_hidden_layers", config.get("num_hidden_layers"))
 
 
 def refuse_family(path: str, config: Mapping[str, Any]) -> None:

@@ -62,7 +62,7 @@ class SeparateManager(LoRAShardingManager):
         self._own = Agreement(config.timeout_seconds, ranks=own)
         super().__init__(engine, endpoint, config, *args)
         self._plan: Plan | None = None
-        self._adapters: tuple[bool, bool] | None = None  # what the trainer says of its adapter, once there is a group
+        self._serves: bool | None = None  # what the trainer says of its adapter, once there is a group
 
     def _agree(self) -> Agreement:
         return Agreement(self.config.timeout_seconds, ranks=self._ranks)
@@ -98,19 +98,17 @@ class SeparateManager(LoRAShardingManager):
         report.buckets, report.tensors = len(plan.buckets), plan.tensor_count
         return Sync(sync_id, plan, source, shards, report, senders, self._ranks.rollouts, verified)
 
-    def tell_adapters(self) -> tuple[bool, bool]:
-        """Of a trainer rank: whether the engines serve the adapter, and whether its base is not the checkpoint's."""
-        return False, False
-
     def serves_adapter(self) -> bool:
-        if self._adapters is None:
-            self._adapters = self.agreement.share("telling who serves an adapter", self.tell_adapters())
-        return self._adapters[0]
+        if self._serves is None:
+            serves = hasattr(self, "trainer") and self.trainer.serves_adapter
+            self._serves = self.agreement.share("telling who serves an adapter", serves)
+        return self._serves
 
     def lacks_base(self) -> bool:
-        assert self._adapters is not None, "asked first who serves an adapter"
-        rewritten = self._adapters[1]
-        return self.agreement.any("asking who lacks the base", lambda: not self.has_base(rewritten))
+        def lacks() -> bool:
+            return bool(self.endpoint.ranks) and not self._base_sent
+
+        return self.agreement.any("asking who lacks the base", lacks)
 
     async def send_adapter(self, version: str | None) -> None:
         """See ``LoRAShardingManager``: the trainer's ranks gather the adapter, rank 0 hands it to all."""
@@ -182,13 +180,6 @@ class SeparateTrainer(SeparateManager):
         source = self.trainer.open_source()
         self.refuse_unservable(source)
         return source
-
-    def tell_adapters(self) -> tuple[bool, bool]:
-        return self.trainer.serves_adapter, self.trainer.rewrites_base
-
-    def has_base(self, rewritten: bool) -> bool:
-        """The engines say what they lack."""
-        return True
 
     def gather_adapter(self) -> Adapter | None:
         if self._adapter_sender is None:

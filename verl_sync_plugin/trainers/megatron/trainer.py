@@ -24,8 +24,11 @@ class MegatronTrainer(TrainerBackend):
         super().__init__(*args, **kwargs)
         self._peft = getattr(self.engine, "peft_cls", None) is not None
         self.serves_adapter = self._peft and not self.engine.model_config.lora.get("merge", False)
-        # Then the base may be another than the checkpoint from which the engine starts
-        self.rewrites_base = bool(getattr(self.engine.engine_config, "use_dist_checkpointing", False))
+
+    @property
+    def layers(self) -> int:
+        """See ``TrainerBackend``; ``override_transformer_config`` may say otherwise than the checkpoint."""
+        return getattr(getattr(self.engine, "tf_config", None), "num_layers", None) or super().layers
 
     def open_source(self) -> ParameterSource:
         """See ``TrainerBackend``."""
