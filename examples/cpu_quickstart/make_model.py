@@ -64,6 +64,11 @@ KINDS: dict[str, tuple[type, type[PreTrainedModel], dict[str, Any]]] = {
         MixtralForCausalLM,
         {"tie_word_embeddings": False, "num_local_experts": 4, "num_experts_per_tok": 4},
     ),
+    "mixtral-tied": (
+        MixtralConfig,
+        MixtralForCausalLM,
+        {"tie_word_embeddings": True, "num_local_experts": 4, "num_experts_per_tok": 4},
+    ),
     "gemma2": (
         Gemma2Config,
         Gemma2ForCausalLM,

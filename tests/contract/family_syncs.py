@@ -197,7 +197,7 @@ def with_layers(config: Path, more: int, folder: Path) -> Path:
     before = text[key] if key else len(text["layers_block_type"])
     text |= {key: before + more} if key else {}
     for name, each in list(text.items()):
-        if isinstance(each, list) and len(each) == before and not name.endswith("_token_id"):
+        if isinstance(each, list) and len(each) == before and "layer" in name:
             text[name] = [*each, each[-1]][: before + more]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(written))

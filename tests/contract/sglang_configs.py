@@ -78,6 +78,7 @@ QWEN3 = {"head_dim": 16, "attention_bias": False, "use_sliding_window": False}
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": QWEN2,
     "qwen2-tied": {**QWEN2, "tie_word_embeddings": True},
+    "qwen3-moe-tied": {**MOE, "tie_word_embeddings": True},
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "mlp_bias": False},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **QWEN3},
     "qwen3-moe": MOE,

@@ -65,12 +65,11 @@ class WithoutSource(ShardingManager):
 
 
 class Serving(LoRAShardingManager):
-    """Its engine has the base, and is to get the adapter."""
+    """Its engine, which began with the checkpoint, is to get an adapter."""
 
     def __init__(self, *args: Any) -> None:
         self.trainer: Any = SimpleNamespace(serves_adapter=True, device=CPU)
         super().__init__(*args)
-        self._base_sent = True
 
     def open_source(self) -> ParameterSource:
         raise ValueError("no source")
@@ -79,8 +78,9 @@ class Serving(LoRAShardingManager):
 def fail(where: str) -> tuple[str, list[str], float]:
     """The error of one call of a manager, what the engine was asked for meanwhile, and the seconds it took."""
     engine = Silent()
-    kind = Serving if where == "adapter" else WithoutSource
-    manager = kind(None, engine, SyncConfig(timeout_seconds=WAIT), 1 << 20, CPU)
+    kind = Serving if where in ("adapter", "base") else WithoutSource
+    manager: Any = kind(None, engine, SyncConfig(timeout_seconds=WAIT), 1 << 20, CPU)
+    manager._base_sent = where == "adapter"
     started = time.monotonic()
     with pytest.raises(SyncError) as caught:
         asyncio.run(manager.finish(["kv_cache"]) if where == "finish" else manager.update_weights([], 1))
@@ -89,7 +89,11 @@ def fail(where: str) -> tuple[str, list[str], float]:
     return str(caught.value), engine.asked, seconds
 
 
-@pytest.mark.parametrize(("where", "asked"), [("plan", ["load"]), ("adapter", []), ("finish", ["finish"])])
+# The base travels before the adapter, whatever the engine loaded at its start
+CASES = [("plan", ["load"]), ("base", ["load"]), ("adapter", []), ("finish", ["finish"])]
+
+
+@pytest.mark.parametrize(("where", "asked"), CASES)
 def test_a_silent_engine_is_told_once_and_waited_for_once(where: str, asked: list[str]) -> None:
     """While it also does not end the load that it was asked for."""
     (text, leader, seconds), (same, other, _) = run_world(2, fail, where, timeout=60)

@@ -52,6 +52,22 @@ def an_untied_head_is_an_error_where_the_engine_ties(config: Any) -> None:
     assert [wire.sync(models.weights_of("qwen2-tied", seed))[0] > 0 for seed in (1, 2, 3)] == [True] * 3
 
 
+def a_head_of_its_own_holds_the_tied_weight(config: Any) -> None:
+    """Under which names the trainer sends it does not matter; and a head that the trainer unties stays its own."""
+    model, heads = models.build(config), {}
+    for sent in ("embedding", "both", "untied"):
+        weights = models.weights_of("qwen3-moe-tied", 1)
+        weights = weights[:-1] if sent == "embedding" else weights
+        if sent == "untied":
+            weights[-1] = (weights[-1][0], weights[-1][1] + 1)
+        wire = Wire(model, weights, 2, 1 << 16)
+        wire.sync(weights)
+        assert wire.sync(weights)[0] == len(weights) and not wire.coverage.missing, wire.unpacker.plan.refused
+        heads[sent] = model.lm_head.weight.clone()
+        assert torch.equal(heads[sent], model.model.embed_tokens.weight) == (sent != "untied")
+    assert torch.equal(heads["embedding"], heads["both"])
+
+
 def what_lands_where_another_tensor_is_does_not_count(config: Any) -> None:
     """Some of SGLang's models write a tied head into the embedding; an untied one would take the embedding's place."""
     model = models.build(config)
@@ -133,6 +149,7 @@ def run_rank(rank: int, world: int, folder: str, port: int) -> None:
         half_of_a_tensor_is_an_error(config)
         what_cannot_be_recorded_is_watched(config)
         leftovers_that_are_not_loaded_alone_are_an_error(config)
+        a_head_of_its_own_holds_the_tied_weight(models.start(Path(folder), "qwen3-moe-tied", rank, world, port))
         tied = models.start(Path(folder), "qwen2-tied", rank, world, port)
         an_untied_head_is_an_error_where_the_engine_ties(tied)
         what_lands_where_another_tensor_is_does_not_count(tied)

@@ -2,7 +2,7 @@
 """verl's legacy trainer (``trainer.use_v1=False``), whose task runner resolves the config before it loads plugins.
 
 The model is a Mixtral, whose trainer holds other tensors than its checkpoint: stock verl sends the router and all
-experts under names that SGLang skips.
+experts under names that SGLang skips. Embedding and head are tied, and SGLang's class has a head of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEGACY = (
 @pytest.fixture(scope="module")
 def trained(tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two steps, so three syncs."""
-    setup = Setup(LEGACY, steps=2, model=Path(tiny_model("mixtral")))
+    setup = Setup(LEGACY, steps=2, model=Path(tiny_model("mixtral-tied")))
     return main_ppo(setup, tmp_path_factory.mktemp("legacy"))
 
 

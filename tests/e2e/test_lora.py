@@ -100,9 +100,10 @@ def test_old_reference_and_current_agree_on_padded_sequences(merged: Run) -> Non
 
 @pytest.fixture(scope="session")
 def served(tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The engine serves the adapter; it starts with random weights, so the base must have travelled."""
+    """The engine serves the adapter; it starts with the checkpoint, and gets the base all the same."""
     backend = f"+{ROLLOUT}.engine_kwargs.sglang.lora_backend=torch_native"
-    setup = Setup((*COMMON, f"{MODEL}.lora.merge=False", backend), 2, 2, Path(tiny_model("qwen2")))
+    overrides = (*COMMON, f"{ROLLOUT}.load_format=auto", f"{MODEL}.lora.merge=False", backend)
+    setup = Setup(overrides, 2, 2, Path(tiny_model("qwen2")))
     return main_ppo(setup, tmp_path_factory.mktemp("served"))
 
 

@@ -66,6 +66,35 @@ def test_what_cannot_be_read_is_left_to_the_first_sync(content: str | None, tmp_
     refuse_checkpoint("Qwen/Qwen2.5-0.5B")
 
 
+LAYERS = "actor_rollout_ref.model.override_config.num_hidden_layers"
+ARGUMENTS = "actor_rollout_ref.rollout.engine_kwargs.sglang.json_model_override_args"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "numbers"),
+    [
+        ((f"+{LAYERS}=3",), (3, 2)),
+        (("+actor_rollout_ref.model.override_config.model_config.num_hidden_layers=1",), (1, 2)),
+        ((f"+{ARGUMENTS}='{{\"num_hidden_layers\": 1}}'",), (2, 1)),
+        ((f"+{LAYERS}=3", f"+{ARGUMENTS}='{{\"num_hidden_layers\": 3}}'"), None),
+        ((), None),
+    ],
+)
+def test_other_layers_in_trainer_and_engine_are_refused(
+    overrides: tuple[str, ...], numbers: tuple[int, int] | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 2}))
+    model = f"actor_rollout_ref.model.path={tmp_path}"
+    with initialize_config_dir(str(CONFIG_DIR), version_base=None):
+        config = compose("ppo_trainer", overrides=["actor_rollout_ref.rollout.name=sglang", model, *overrides])
+    if numbers is None:
+        settle_trainer(config.actor_rollout_ref)
+        return
+    said = r"override_config=.*: the trainer's model has {} layers \(num_hidden_layers\), SGLang's {}\. Change both"
+    with pytest.raises(ValueError, match=said.format(*numbers)):
+        settle_trainer(config.actor_rollout_ref)
+
+
 def test_a_worker_refuses_what_the_driver_could_not_read() -> None:
     model = SimpleNamespace(path="org/name", hf_config=Llama4TextConfig(architectures=["Llama4ForCausalLM"]))
     nothing: Any = None

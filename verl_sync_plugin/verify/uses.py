@@ -98,8 +98,8 @@ def _refuse_left_out(plan: Plan, told: list[Used], layers: str) -> None:
     raise ValueError(
         f"{told[0].model} leaves out {len(found)} of the {len(names)} tensors that the trainer sends: "
         f"{shown}{more}. {layers}It would generate from other weights than are trained, and so it would with stock "
-        "verl, which does not notice. Use a model that the engine takes in whole; or, if what is left out does not matter, "
-        f"{TURN_OFF}."
+        "verl, which does not notice. Use a model that the engine takes in whole; or, if what is left out does not "
+        f"matter, {TURN_OFF}."
     )
 
 
