@@ -66,7 +66,7 @@ class Engine(RolloutEndpoint):
         if self.refuses:
             raise RuntimeError("SGLang refused the adapter: rank too high")
         packed = pack_adapter(factors)
-        self.adapters.append((served_settings(config), pickle.loads(packed)))
+        self.adapters.append((served_settings(config, factors), pickle.loads(packed)))
         return LoadOutcome(0.5, len(packed))
 
     def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:

@@ -181,7 +181,7 @@ class Server:
         self.adapters: list[tuple[dict[str, Any], State]] = []
 
     async def load_adapter(self, settings: Any, factors: State, version: str | None) -> LoadOutcome:
-        self.adapters.append((served_settings(settings), factors))
+        self.adapters.append((served_settings(settings, factors), factors))
         return LoadOutcome(0.0, 0)
 
     async def abandon(self, why: str) -> None: ...

@@ -18,7 +18,9 @@ from bare_engine.scenario import PROMPT, _checkpoint
 from separate.processes import Trainer
 from separate.rollouts import Endpoint, Rollout
 from verl_sync_plugin import compat
-from verl_sync_plugin.rollouts.sglang.served_lora import pack_adapter, served_settings
+from verl_sync_plugin.rollouts.sglang.held_adapter import ask
+from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK
+from verl_sync_plugin.rollouts.sglang.served_lora import pack_adapter, served_settings, summary
 from verl_sync_plugin.sync.endpoint import LoadOutcome
 
 RANK, SCALING = 8, 2
@@ -113,10 +115,15 @@ class ServingEndpoint(Endpoint):
     """Has the engine's adapter replaced, as the rollout server does."""
 
     async def load_adapter(self, config: Any, factors: Any, weight_version: str | None) -> LoadOutcome:
-        packed, settings = pack_adapter(factors), served_settings(config)
-        manager = self._bare().engine.tokenizer_manager
-        await asyncio.to_thread(self._bare().call, compat.replace_adapter(manager, NAME, settings, packed))
+        packed, settings, sent = pack_adapter(factors), served_settings(config, factors), summary(factors)
+        await asyncio.to_thread(self._bare().call, self._replace(settings, packed, sent))
         return LoadOutcome(nbytes=len(packed))
+
+    async def _replace(self, settings: Any, packed: bytes, sent: Any) -> None:
+        update = lambda loader, request: self._bare()._update(request, loader, None)  # noqa: E731
+        await ask(update, "", sent)
+        await compat.replace_adapter(self._bare().engine.tokenizer_manager, NAME, settings, packed)
+        await ask(update, NAME, sent)
 
 
 class ServingRollout(Rollout):
@@ -124,7 +131,13 @@ class ServingRollout(Rollout):
 
     def _start(self, model: str) -> BareEngine:
         return BareEngine(
-            model, 1, enable_lora=True, max_lora_rank=RANK, lora_target_modules=TARGETS, lora_backend="torch_native"
+            model,
+            1,
+            loaders=(ADAPTER_CHECK,),
+            enable_lora=True,
+            max_lora_rank=RANK,
+            lora_target_modules=TARGETS,
+            lora_backend="torch_native",
         )
 
     def _endpoint(self) -> Endpoint:

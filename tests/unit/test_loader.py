@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -70,6 +71,49 @@ def test_prefixes_are_forgotten_before_a_load_or_the_trainer_hears_why_not() -> 
     assert isinstance(failed, Failed) and "no scheduler of SGLang's is loading weights here" in failed.text
     channel.close()
     thread.join()
+
+
+class Tower(torch.nn.Module):
+    """A vision tower; SGLang's own code computes and keeps what it makes of images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 16, bias=False)
+
+    def encode(self, items: list[Any]) -> torch.Tensor:
+        return torch.cat([self.linear(item.feature) for item in items])
+
+    def asked_for(self, seed: int) -> torch.Tensor:
+        """The embeddings of an image, as a request with it gets them."""
+        from sglang.srt.managers import mm_utils
+        from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
+
+        pixels = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+        image = MultimodalDataItem(modality=Modality.IMAGE, feature=pixels, hash=seed)
+        found = mm_utils._get_chunked_embedding_by_item(self.encode, [image], [(0, 3)], 0, 4, torch.device("cpu"))
+        assert found is not None
+        return found.clone()
+
+
+@torch.no_grad()
+def test_an_image_that_was_seen_before_a_sync_is_computed_with_the_new_tower(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.managers import mm_utils
+
+    tower, since = Tower(), Mock()
+    mm_utils.init_mm_embedding_cache(1 << 20)
+    moved = SimpleNamespace(embedding_cache=since)  # where SGLang keeps it since 0.5.18
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.mm_schedule", moved)
+    before = tower.asked_for(1)
+    assert torch.equal(tower.asked_for(1), before)
+    listener, session = Listener(WAIT), Mock()
+    session.return_value.run = lambda channel, request: tower.linear.weight.data.add_(1.0)
+    monkeypatch.setattr(loader, "SGLangModel", Mock())
+    monkeypatch.setattr(loader, "ReceiverSession", session)
+    loader.load(tower, asked(listener.address))
+    after = tower.asked_for(1)
+    mm_utils.init_mm_embedding_cache(1 << 20)
+    assert torch.equal(after, tower.asked_for(1)) and not torch.equal(after, before)
+    since.clear.assert_called_once_with()
 
 
 def test_what_an_engine_is_started_with_is_inherited() -> None:

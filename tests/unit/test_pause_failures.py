@@ -46,7 +46,7 @@ def test_a_sync_that_is_given_up_while_requests_end_is_not_loaded(load: str, ser
         call = asyncio.ensure_future(server.generate([1], {"max_new_tokens": 1}, "request"))
         await asyncio.sleep(0)
         loading = asyncio.ensure_future(
-            getattr(server, load)(*{"load_weights": (("s",), "7")}.get(load, ({}, b"", "7")))
+            getattr(server, load)(*{"load_weights": (("s",), "7")}.get(load, ({}, b"", [], "7")))
         )
         await asyncio.sleep(0.01)
         assert manager.aborted and manager.asked == []

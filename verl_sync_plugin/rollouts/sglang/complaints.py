@@ -41,12 +41,17 @@ def complain(sync_id: str, why: str) -> None:
     """
     say(why)
     try:
-        channel = connect(os.environ[ADDRESS_VARIABLE], SECONDS, SECONDS)
-        channel.send(Join(sync_id))
-        channel.send(Failed(why))
-        channel.close()
+        answer(sync_id, why)
     except Exception as error:  # of a loader, SGLang would end the engine
         say(f"its trainer does not hear of this: {error!r}")
+
+
+def answer(question: str, text: str) -> None:
+    """In a process of the engine: has ``text`` wait where ``complaints_of(question)`` looks."""
+    channel = connect(os.environ[ADDRESS_VARIABLE], SECONDS, SECONDS)
+    channel.send(Join(question))
+    channel.send(Failed(text))
+    channel.close()
 
 
 def complaints_of(sync_id: str) -> list[str]:

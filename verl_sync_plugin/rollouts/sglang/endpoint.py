@@ -14,7 +14,13 @@ from ray.exceptions import RayActorError
 
 from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.rollouts.sglang.families import refuse_untied
-from verl_sync_plugin.rollouts.sglang.served_lora import pack_adapter, refuse_adapter, refuse_experts, served_settings
+from verl_sync_plugin.rollouts.sglang.served_lora import (
+    pack_adapter,
+    refuse_adapter,
+    refuse_experts,
+    served_settings,
+    summary,
+)
 from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
 from verl_sync_plugin.transport.protocol import LoadRequest
 from verl_sync_plugin.verify.canary import Scored
@@ -89,8 +95,8 @@ class ServerActorEndpoint(RolloutEndpoint):
         self, settings: Mapping[str, Any], factors: dict[str, torch.Tensor], weight_version: str | None
     ) -> LoadOutcome:
         refuse_experts(factors)
-        packed = pack_adapter(factors)
-        slept = await self._bounded(self._server.load_adapter.remote(served_settings(settings), packed, weight_version))
+        packed, served = pack_adapter(factors), served_settings(settings, factors)
+        slept = await self._bounded(self._server.load_adapter.remote(served, packed, summary(factors), weight_version))
         return LoadOutcome(slept, len(packed))
 
     def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:

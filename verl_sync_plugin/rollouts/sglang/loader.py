@@ -20,7 +20,7 @@ from verl_sync_plugin.memory.collection import no_collection
 from verl_sync_plugin.receiver.session import ReceiverSession
 from verl_sync_plugin.rollouts.sglang.complaints import complain
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
-from verl_sync_plugin.rollouts.sglang.prefixes import forget_prefixes, wait_for_forwards
+from verl_sync_plugin.rollouts.sglang.prefixes import forget_images, forget_prefixes, wait_for_forwards
 from verl_sync_plugin.rollouts.sglang.request import admitted, sync_id_in
 from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, ChannelTimeoutError
 from verl_sync_plugin.transport.codec import BadMessageError
@@ -71,6 +71,7 @@ def _load(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]],
 def _receive(model: torch.nn.Module, channel: Channel, request: LoadRequest, forget: bool) -> None:
     try:
         wait_for_forwards(model)
+        forget_images()
         if forget:
             forget_prefixes()
         session = _sessions.get(id(model))

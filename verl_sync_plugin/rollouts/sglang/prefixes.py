@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Before weights are written into an engine that was paused with requests inside; in the engine's process."""
+"""Before weights are written into an engine: what it computed with earlier ones is waited for, or forgotten; in the
+engine's process."""
 
 from __future__ import annotations
 
@@ -21,6 +22,18 @@ def wait_for_forwards(model: torch.nn.Module) -> None:
         torch.cuda.synchronize(parameter.device)
 
 
+def forget_images() -> None:
+    """Has SGLang forget what its vision tower made of images.
+
+    It keeps that by image (``SGLANG_VLM_CACHE_SIZE_MB``, 100 by default), and its ``flush_cache`` leaves it there
+    (sglang #36468): an image that was seen before would be answered with the earlier tower.
+    """
+    for name in ("mm_utils", "mm_schedule"):  # up to SGLang 0.5.17, and since
+        cache = getattr(sys.modules.get(f"sglang.srt.managers.{name}"), "embedding_cache", None)
+        if cache is not None:
+            cache.clear()
+
+
 def forget_prefixes() -> None:
     """Has the scheduler that is loading weights flush its prefix cache although requests wait.
 
@@ -32,7 +45,7 @@ def forget_prefixes() -> None:
     Raises:
         RuntimeError: SGLang could not flush, or this is not called from within its scheduler.
     """
-    scheduler = _loading_scheduler()
+    scheduler = loading_scheduler()
     waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
     try:
         flushed = scheduler.flush_cache()
@@ -42,7 +55,7 @@ def forget_prefixes() -> None:
         raise RuntimeError("SGLang could not flush its prefix cache after retracting its requests: some still run")
 
 
-def _loading_scheduler() -> Any:
+def loading_scheduler() -> Any:
     """SGLang hands a loader nothing but the model; the scheduler is among its callers."""
     from sglang.srt.managers.scheduler import Scheduler
 

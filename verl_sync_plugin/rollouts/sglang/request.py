@@ -21,6 +21,8 @@ from verl_sync_plugin.rollouts.sglang.pickling import dumps
 LOADER = "verl_sync_plugin.rollouts.sglang.loader.load"
 # The same for an engine whose requests were retracted
 FORGETTING_LOADER = "verl_sync_plugin.rollouts.sglang.loader.load_and_forget_prefixes"
+# And what it is told to look with, at an adapter that it serves
+ADAPTER_CHECK = "verl_sync_plugin.rollouts.sglang.held_adapter.check"
 TOKEN_VARIABLE = "VERL_SYNC_ENGINE_TOKEN"
 
 

@@ -12,6 +12,8 @@ from verl_sync_plugin.rollouts.sglang.pickling import dumps
 if TYPE_CHECKING:
     import torch
 
+# A factor that was sent: its name, its elements, and ``sum_of_bits`` of it
+Sent = tuple[str, int, int]
 # Fields of PEFT's LoraConfig that SGLang drops or misreads
 UNSERVABLE = (
     "use_dora",
@@ -57,16 +59,32 @@ def refuse_experts(names: Iterable[str]) -> None:
         )
 
 
-def served_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+def served_settings(settings: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """``adapter_config.json`` of an adapter as builtins.
+
+    SGLang refuses one that names a module which it does not serve, also where that is left out of the adapter.
 
     Args:
         settings: fields of PEFT's ``LoraConfig``.
+        names: of the adapter's factors; their modules are named for ``target_modules``.
     """
     from verl.workers.rollout.sglang_rollout.utils import normalize_peft_config_for_sglang
 
-    served: dict[str, Any] = normalize_peft_config_for_sglang(dict(settings))
+    modules = {name.partition(".lora_")[0].rpartition(".")[2] for name in names}
+    served: dict[str, Any] = normalize_peft_config_for_sglang({**settings, "target_modules": sorted(modules)})
     return {key: sorted(value) if isinstance(value, set) else value for key, value in served.items()}
+
+
+def summary(factors: Mapping[str, torch.Tensor]) -> list[Sent]:
+    """What SGLang's processes are told of the factors that they get, which are on the host."""
+    return [(name, factor.numel(), sum_of_bits(factor)) for name, factor in factors.items()]
+
+
+def sum_of_bits(factor: torch.Tensor) -> int:
+    """Of what one factor, or several one after another, hold; zeros add nothing."""
+    import torch
+
+    return int(factor.contiguous().view(torch.int16).sum(dtype=torch.int64))
 
 
 def pack_adapter(tensors: dict[str, torch.Tensor]) -> bytes:

@@ -21,8 +21,9 @@ from verl_sync_plugin.log import say
 from verl_sync_plugin.lora.build import unties_embeddings
 from verl_sync_plugin.rollouts.sglang.awake import CUDA_GRAPH, KV_CACHE, WEIGHTS, sleep_tags
 from verl_sync_plugin.rollouts.sglang.backup import keep_cpu_backup
+from verl_sync_plugin.rollouts.sglang.held_adapter import ask
 from verl_sync_plugin.rollouts.sglang.pause import PausingServer, end_requests
-from verl_sync_plugin.rollouts.sglang.request import hand_down, new_token
+from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK, hand_down, new_token
 from verl_sync_plugin.rollouts.sglang.scoring import IDLE_SECONDS, Scores, rest, score
 from verl_sync_plugin.rollouts.sglang.updates import WeightUpdates
 
@@ -44,13 +45,15 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
         self.expect_updates(self._sync.timeout_seconds, self._gate.memory)
         self._report: dict[str, Any] | None = None
         self._processes: list[BaseProcess] = []
+        self._served: list[str] | None = None  # names of factors for which SGLang has a place
 
     async def launch_server(self, master_address: str | None = None, master_port: int | None = None) -> None:
         """Launches SGLang with our loader and with or without its host copy of the weights."""
         sglang_kwargs = self.config.engine_kwargs.get("sglang", None) or {}
         self.config.engine_kwargs["sglang"] = sglang_kwargs
         loaders = list(sglang_kwargs.get("custom_weight_loader", None) or [])
-        sglang_kwargs["custom_weight_loader"] = [*loaders, *([] if self.loader in loaders else [self.loader])]
+        ours = [self.loader, *([ADAPTER_CHECK] if self.lora_as_adapter else [])]
+        sglang_kwargs["custom_weight_loader"] = [*loaders, *(each for each in ours if each not in loaders)]
         if self._sync.release_cuda_graph:
             os.environ[CUDA_GRAPH_VARIABLE] = "1"
         self._untie(sglang_kwargs)
@@ -116,15 +119,28 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
             await self.resume_tags(sorted(self.occupation.state.released))
             await self._flush()
 
-    async def load_adapter(self, settings: dict[str, Any], packed: bytes, weight_version: str | None) -> float:
-        """Replaces the adapter under verl's name for it; arguments and result as ``load_weights``'s.
+    async def load_adapter(
+        self, settings: dict[str, Any], packed: bytes, sent: list[tuple[str, int, int]], weight_version: str | None
+    ) -> float:
+        """Replaces the adapter under verl's name for it, and sees that SGLang computes with all of it.
+
+        Args:
+            settings: ``served_lora.served_settings``.
+            packed: ``served_lora.pack_adapter``.
+            sent: ``held_adapter.summary`` of the same factors.
+            weight_version: see ``load_weights``, as for the result.
 
         Raises:
             RuntimeError: SGLang refused the adapter.
+            ValueError: it does not compute with all of it; names a module and the remedy.
         """
         await self.begin_load()
         self._version, self._flushing = weight_version, None
+        if self._served != (names := [name for name, *_ in sent]):
+            await ask(self._call_loader, "", sent)  # SGLang would refuse it in words about its rank
         await compat.replace_adapter(self.tokenizer_manager, SGLANG_LORA_NAME, settings, packed)
+        await ask(self._call_loader, SGLANG_LORA_NAME, sent)
+        self._served = names
         slept, self._sleep_seconds = self._sleep_seconds, 0.0
         return slept
 

@@ -82,19 +82,25 @@ class WeightUpdates:
         Raises:
             RuntimeError: SGLang refused the update, or the server is not ready for one.
         """
-        obj = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[pack_request(request)] * int(self.tokenizer_manager.server_args.tp_size),
-            load_format=self.loader,
-            flush_cache=False,
-        )
+        packed = pack_request(request)
         await self.begin_load()
         self._version, self._flushing = weight_version, None
+        await self._call_loader(self.loader, packed)
+        slept, self._sleep_seconds = self._sleep_seconds, 0.0
+        return slept
+
+    async def _call_loader(self, loader: str, packed: bytes) -> None:
+        """Has every scheduler rank call one of our functions with a packed request.
+
+        Raises:
+            RuntimeError: SGLang refused it.
+        """
+        packs = [packed] * int(self.tokenizer_manager.server_args.tp_size)
+        obj = UpdateWeightsFromTensorReqInput(serialized_named_tensors=packs, load_format=loader, flush_cache=False)
         async with compat.weight_update_session(self.tokenizer_manager):
             success, message = await self.tokenizer_manager.update_weights_from_tensor(obj, None)
         if not success:
             raise RuntimeError(f"SGLang refused the weight update: {message}")
-        slept, self._sleep_seconds = self._sleep_seconds, 0.0
-        return slept
 
     async def complaints(self, sync_id: str) -> list[str]:
         """Why engine ranks could not reach their trainer ranks in a sync, as far as they have said so."""

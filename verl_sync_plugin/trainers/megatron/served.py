@@ -47,13 +47,11 @@ class BridgeAdapter(ServedAdapter):
                 )
 
     def gather(self, run: str) -> Generator[None, None, dict[str, torch.Tensor]]:
-        """See ``ServedAdapter``; ``settings`` then name the modules that are adapted."""
+        """See ``ServedAdapter``."""
         yield
         self._guard.begin(run)
         with self._guard.watching():
             found = {name: tensor.detach() for name, tensor, *_ in self._open()}
-        modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in found}
-        self.settings = {**self.settings, "target_modules": sorted(modules)}
         return {f"{_PEFT_PREFIX}{name}": tensor for name, tensor in found.items()}
 
     def release(self) -> None:

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether SGLang computes with every factor of an adapter that it was given; looked at in its scheduler processes.
+
+SGLang 0.5.12 places factors by pieces of their names, and only when a request needs them: it drops what lies in no
+layer that it counts, it gives two modules of one layer the same place, and it ends where it finds none. So they are
+placed here, before any request, and compared where SGLang's layers read them.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl_sync_plugin.log import say
+from verl_sync_plugin.lora.settings import PREFIX
+from verl_sync_plugin.rollouts.sglang.complaints import answer, complaints_of
+from verl_sync_plugin.rollouts.sglang.loader import tensor_parallel_rank
+from verl_sync_plugin.rollouts.sglang.prefixes import loading_scheduler
+from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK, admitted, pack_request
+from verl_sync_plugin.rollouts.sglang.served_lora import Sent, sum_of_bits
+
+# Modules of the trainer that SGLang computes in one, or under another name
+HELD_IN: Mapping[str, str] = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+    "w1": "gate_up_proj",
+    "w3": "gate_up_proj",
+    "w2": "down_proj",
+    "q_a_proj": "fused_qkv_a_proj_with_mqa",
+    "kv_a_proj_with_mqa": "fused_qkv_a_proj_with_mqa",
+}
+# What the path of a language model's layers is made of; that of a tower has other words
+_LANGUAGE_MODEL = frozenset({"base_model", "model", "language_model", "text_model", "backbone"})
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where SGLang holds one kind of factor of one of its modules.
+
+    Attributes:
+        module: that computes with it.
+        leaf: the module's own name.
+        layer: its number; ``None`` for embedding and head.
+        first: whether these are factors A.
+        sent: what was sent for it.
+    """
+
+    module: Any
+    leaf: str
+    layer: int | None
+    first: bool
+    sent: list[Sent]
+
+    @property
+    def name(self) -> str:
+        return module_of(self.sent[0][0])
+
+
+def module_of(name: str) -> str:
+    """The module of the trainer's that a factor belongs to."""
+    return name.partition(".lora_")[0].removeprefix("base_model.model.")
+
+
+async def ask(call_loader: Callable[[str, bytes], Awaitable[None]], adapter: str, sent: Sequence[Sent]) -> None:
+    """From the process that launched SGLang: has all ranks ``look``.
+
+    Args:
+        call_loader: has them call a loader with a packed request.
+        adapter, sent: see ``look``.
+
+    Raises:
+        ValueError: see ``look``.
+        RuntimeError: they have not answered.
+    """
+    question = uuid.uuid4().hex
+    await call_loader(ADAPTER_CHECK, pack_request((question, adapter, list(sent))))
+    answers = complaints_of(question)
+    if not answers:
+        raise RuntimeError("SGLang did not tell what it holds of the adapter; see its log")
+    if answers[0]:
+        raise ValueError(answers[0])
+
+
+def check(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]]) -> None:
+    """A loader of SGLang's that loads nothing. Rank 0 answers for all ranks of the engine: what is wrong, or nothing.
+
+    Args:
+        model: unused.
+        named_tensors: one pair; its name is what ``ask`` packed, its tensor is empty.
+    """
+    try:
+        question, adapter, sent = admitted(named_tensors[0][0])
+    except Exception as error:  # of whoever can reach SGLang's port
+        say(f"a question about an adapter was refused: {error}")
+        return
+    try:
+        look(loading_scheduler().tp_worker.model_runner.lora_manager, adapter, sent)
+        why = ""
+    except ValueError as error:
+        why = str(error)
+    except Exception as error:  # SGLang would end the engine
+        why = f"SGLang cannot place the adapter: {type(error).__name__}: {error}"
+    try:
+        why = _first_of_all(why)
+        if tensor_parallel_rank() == 0:
+            answer(question, why)
+    except Exception as error:
+        say(f"what SGLang holds of an adapter could not be told: {error!r}")
+
+
+def look(manager: Any, adapter: str, sent: Sequence[Sent]) -> None:
+    """Compares what a rank's layers read with what was sent.
+
+    Args:
+        manager: SGLang's ``LoRAManager``.
+        adapter: its name; without one only sees that there is a layer for each factor.
+        sent: see ``served_lora.summary``.
+
+    Raises:
+        ValueError: names a module whose factors SGLang does not compute with, and the remedy.
+    """
+    places = _places(manager, sent)
+    if not adapter:
+        return
+    uid = next(ref.lora_id for ref in manager.lora_refs.values() if ref.lora_name == adapter)
+    held = manager.loras[uid]
+    weights = {name: weight for layer in held.layers for name, weight in layer.weights.items()}
+    weights.update(held.embedding_layers)
+    for key, place in places.items():
+        if key not in weights or not _is_sum(weights[key], place.sent):
+            raise ValueError(_refusal(place.name, "SGLang has taken other factors than it was sent for it"))
+    manager.fetch_new_loras({uid})
+    slot, rank = manager.memory_pool.get_buffer_id(uid), manager.memory_pool.tp_rank
+    for key, place in places.items():
+        cut = place.module.slice_lora_a_weights if place.first else place.module.slice_lora_b_weights
+        part = cut(weights[key], rank)
+        read = _buffer(manager.memory_pool, place)[slot][: part.shape[0], : part.shape[1]]
+        if not torch.equal(read, part.to(read.device, read.dtype)):
+            raise ValueError(_refusal(place.name, "SGLang computes with other factors than it was sent for it"))
+
+
+def _places(manager: Any, sent: Sequence[Sent]) -> dict[str, _Place]:
+    """By the name under which SGLang's adapter holds a factor, after it has put together what it computes in one."""
+    found: dict[str, _Place] = {}
+    for each in sent:
+        path, _, rest = each[0].partition(".lora_")
+        parent, _, leaf = path.rpartition(".")
+        leaf = HELD_IN.get(leaf, leaf)
+        key = f"{parent}.{leaf}.lora_{rest}"
+        if key in found:
+            found[key].sent.append(each)
+        else:
+            layer, module = _module(manager, f"{parent}.{leaf}", module_of(each[0]))
+            found[key] = _Place(module, leaf, layer, rest.startswith(("A", "embedding_A")), [each])
+    return found
+
+
+def _module(manager: Any, path: str, name: str) -> tuple[int | None, Any]:
+    """Number of the layer, and the one module of SGLang's that computes with the factors at ``path``."""
+    from sglang.srt.layers.utils import get_layer_id
+
+    leaf, layer = path.rpartition(".")[2], get_layer_id(f"{path}.")
+    if layer is None:
+        module = {"embed_tokens": manager.embed_tokens_module, "lm_head": manager.lm_head_module}.get(leaf)
+        if module is None:
+            raise ValueError(_refusal(name, "SGLang has no place for factors of it"))
+        return None, module
+    modules = manager.lora_modules[layer] if layer < len(manager.lora_modules) else {}
+    alike = [other for other in modules if other.rpartition(".")[2] == leaf]
+    if len(alike) > 1:
+        raise ValueError(_refusal(name, f"SGLang gives {' and '.join(alike)} the same factors"))
+    if not alike or _ways(alike[0]) != _ways(path):
+        raise ValueError(_refusal(name, "SGLang has no place for factors of it"))
+    return layer, modules[alike[0]]
+
+
+def _ways(path: str) -> tuple[frozenset[str], str]:
+    """What a path says of the model that a layer is in, and all that comes after."""
+    above, _, below = path.partition("layers.")
+    return frozenset(filter(None, above.split("."))) - _LANGUAGE_MODEL, below
+
+
+def _is_sum(weight: torch.Tensor, sent: Sequence[Sent]) -> bool:
+    """SGLang puts factors one after another, with zeros for a module without any; and repeats A of a module that is one
+    for the trainer, too."""
+    elements, bits = sum(each[1] for each in sent), sum(each[2] for each in sent)
+    return sum_of_bits(weight) in (bits, bits * (weight.numel() // elements)) and weight.numel() >= elements
+
+
+def _buffer(pool: Any, place: _Place) -> torch.Tensor:
+    from sglang.srt.lora.utils import LoRAType
+
+    kind = LoRAType.LORA_A if place.first else LoRAType.LORA_B
+    if place.layer is None:
+        found: torch.Tensor = pool.get_embedding_tensor(place.leaf, kind)
+    else:
+        found = pool.get_tensor(place.leaf, place.layer, kind)
+    return found
+
+
+def _refusal(name: str, why: str) -> str:
+    return (
+        f"{PREFIX}.lora.merge=False: the adapter has factors of {name}, and {why}. Set {PREFIX}.lora.merge=True, which "
+        f"serves it merged, or leave the module out of {PREFIX}.target_modules, or by {PREFIX}.exclude_modules."
+    )
+
+
+def _first_of_all(why: str) -> str:
+    from sglang.srt.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    said = [""] * group.world_size
+    dist.all_gather_object(said, why, group=group.cpu_group)
+    return next(filter(None, said), "")
