@@ -163,6 +163,6 @@ def test_old_verl_is_named() -> None:
         compat.offered(old, "_ROLLOUT_REGISTRY")
     text = str(caught.value)
     assert "does not offer verl.workers.rollout.base._ROLLOUT_REGISTRY" in text
-    assert "supports verl 0.9.1" in text
+    assert "supports verl >=0.9,<0.11: pip install verl==0.9.1" in text
     assert "VERL_USE_EXTERNAL_PLUGINS=none" in text
     assert compat.offered(compat, "offered") is compat.offered

@@ -63,10 +63,9 @@ def served_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         settings: fields of PEFT's ``LoraConfig``.
     """
-    from verl.workers.rollout.sglang_rollout.utils import normalize_peft_config_for_sglang
-
-    served: dict[str, Any] = normalize_peft_config_for_sglang(dict(settings))
-    return {key: sorted(value) if isinstance(value, set) else value for key, value in served.items()}
+    plain = {key: getattr(value, "value", value) for key, value in settings.items()}  # some of PEFT's are enums
+    plain.setdefault("peft_type", "LORA")  # which SGLang requires, and verl 0.9.0 leaves out of a Megatron adapter's
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in plain.items()}
 
 
 def pack_adapter(tensors: dict[str, torch.Tensor]) -> bytes:
