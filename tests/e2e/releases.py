@@ -28,8 +28,8 @@ RELEASES: dict[str, tuple[str, ...]] = {
     "0.5.13": (),
     "0.5.14": (),
     "0.5.20": ("apache-tvm-ffi==0.1.11", "xgrammar==0.2.1"),
-    "0.5.21": ("apache-tvm-ffi==0.1.11", "xgrammar==0.2.8"),
-    "0.5.22": ("apache-tvm-ffi==0.1.11", "xgrammar==0.2.8"),
+    "0.5.21": ("apache-tvm-ffi==0.1.11", "xgrammar==0.2.7"),
+    "0.5.22": ("apache-tvm-ffi==0.1.11", "xgrammar==0.2.7"),
     "0.5.23": ("apache-tvm-ffi==0.1.11", "xgrammar==0.2.8"),
 }
 

@@ -45,7 +45,7 @@ class Range:
     remedy: str
 
 
-UNTRIED_SGLANG = (13, 15, 16, 17, 18, 19, 21, 22)  # of 0.5; see docs/releases.md
+UNTRIED_SGLANG = (15, 16, 17, 18, 19)  # of 0.5; see docs/releases.md
 RANGES = {
     "verl": Range(">=0.9,<0.11", ">=0.9,<=0.9.1", "pip install verl==0.9.1"),
     "sglang": Range(">=0.5.12", f">=0.5.12,<=0.5.23,{','.join(f'!=0.5.{untried}' for untried in UNTRIED_SGLANG)}",
