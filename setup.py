@@ -55,7 +55,7 @@ setup(
     # verl, torch and SGLang are expected in the environment: pinning them here would replace working builds.
     install_requires=["wrapt>=1.14", "hydra-core>=1.3", "omegaconf>=2.3", "msgspec>=0.18"],
     extras_require={
-        "verl": ["verl>=0.9.1,<0.10"],
+        "verl": ["verl>=0.9,<0.11"],
         "sglang": ["sglang>=0.5.12"],
         "megatron": ["megatron-core>=0.18", "megatron-bridge>=0.5.1"],
         "mbridge": ["megatron-core>=0.16,<0.17", "mbridge>=0.15"],  # verl deprecates it

@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl-sync-plugin: takes over verl's resharding phase (trainer to rollout weight sync)."""
 
+from contextlib import suppress
 from typing import Any
 
 __version__ = "0.1.0"
+
+
+with suppress(Exception):  # plugin.py reports what is broken
+    from verl_sync_plugin import compat
+
+    compat.too_old()
 
 
 def __getattr__(name: str) -> Any:

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What differs between versions of verl and SGLang: detected by feature, in one place.
 
-Supported: verl 0.9.1; SGLang 0.5.12 to 0.5.14 as verl supports them, and 0.5.21 to 0.5.23, where stock verl 0.9.1 is
-broken. There alone, one name in one verl module is replaced (``launch_shims``); nothing else is ever patched.
+Supported: verl 0.9 and 0.10; SGLang 0.5.12 and later. With SGLang 0.5.21 and later stock verl 0.9.1 is broken. There
+alone, one name in one verl module is replaced (``launch_shims``); nothing else is ever patched.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
+import re
+import sys
 import types
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -17,6 +20,7 @@ from typing import Any
 from verl_sync_plugin.errors import IncompatibleHostError
 
 # The packages that take part in a sync
+SUPPORTED_VERL = ">=0.9,<0.11"
 STACK = ("verl-sync-plugin", "verl", "sglang", "torch", "transformers", "megatron-core", "megatron-bridge", "mbridge")
 
 
@@ -30,8 +34,8 @@ def offered(module: Any, name: str) -> Any:
         return getattr(module, name)
     except AttributeError:
         raise IncompatibleHostError(
-            f"verl {_version('verl')} does not offer {module.__name__}.{name}. verl-sync-plugin supports verl 0.9.1: "
-            "install that, or set VERL_USE_EXTERNAL_PLUGINS=none to run without plugins."
+            f"verl {_version('verl')} does not offer {module.__name__}.{name}. verl-sync-plugin supports verl "
+            f"{SUPPORTED_VERL}: pip install verl==0.9.1, or set VERL_USE_EXTERNAL_PLUGINS=none to run without plugins."
         ) from None
 
 
@@ -40,6 +44,29 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "(unknown version)"
+
+
+def too_old() -> bool:
+    """Whether this process has, or would import, a verl older than 0.9; if so, one line on stderr says so.
+
+    Such a verl knows no entry points, so it loads the plugin only where ``VERL_USE_EXTERNAL_MODULES`` names it.
+    """
+    version = getattr(sys.modules.get("verl"), "__version__", None) or _version("verl")
+    release = re.match(r"(\d+)\.(\d+)", version)
+    if release is None or (int(release[1]), int(release[2])) >= (0, 9):
+        return False
+    _say_too_old(version)
+    return True
+
+
+@functools.cache
+def _say_too_old(version: str) -> None:
+    print(
+        f"verl-sync-plugin supports verl {SUPPORTED_VERL}, and verl {version} is installed, which cannot run it: "
+        "pip install verl==0.9.1, or uninstall verl-sync-plugin and take it out of VERL_USE_EXTERNAL_MODULES",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 @contextmanager

@@ -120,6 +120,8 @@ def _register_trainers(_: Any) -> None:
             TRAINER_REGISTRY[name] = reporting(trainer)
 
 
+if compat.too_old():
+    raise SystemExit(1)  # too_old() has printed why
 try:
     register()
 except Exception as registration_error:

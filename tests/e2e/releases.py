@@ -25,8 +25,11 @@ INSTALLED = pinned("sglang")
 # A release, and what it needs beside the installed packages to start on a CPU
 RELEASES: dict[str, tuple[str, ...]] = {
     INSTALLED: (),
+    "0.5.13": (),
     "0.5.14": (),
     "0.5.20": ("apache-tvm-ffi==0.1.11", "xgrammar==0.2.1"),
+    "0.5.21": ("apache-tvm-ffi==0.1.11", "xgrammar==0.2.7"),
+    "0.5.22": ("apache-tvm-ffi==0.1.11", "xgrammar==0.2.7"),
     "0.5.23": ("apache-tvm-ffi==0.1.11", "xgrammar==0.2.8"),
 }
 

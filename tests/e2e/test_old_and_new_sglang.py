@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +17,7 @@ import pytest
 from e2e import checks
 from e2e.releases import INSTALLED, PAGE, RELEASES, row, rows, written
 from e2e.runs import Run, Setup, main_ppo
+from packages import folder_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1000)]
 
@@ -37,17 +36,9 @@ def release(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def folder_of_release(release: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SGLang in a folder; ``SYNC_TEST_SGLANG_DIR`` names a place that keeps these folders between sessions."""
     if release == INSTALLED:
         return Path(sysconfig.get_path("purelib"))
-    kept = os.environ.get("SYNC_TEST_SGLANG_DIR")
-    folder = (Path(kept) if kept else tmp_path_factory.mktemp("sglang")) / release
-    if not (folder / "sglang").is_dir():
-        packages = [f"sglang=={release}", *RELEASES[release]]
-        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), *packages]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-    return folder
+    return folder_with(tmp_path_factory, f"sglang=={release}", *RELEASES[release])
 
 
 @pytest.fixture(scope="session")

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import ast
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fresh_process import python
 from verl_sync_plugin.cli.doctor import gpus, loading, machine, output, versions
 from verl_sync_plugin.cli.doctor.findings import Finding, ok, problem, warning
 from verl_sync_plugin.cli.doctor.overrides import lint, parse
@@ -131,6 +133,40 @@ def test_two_installations_of_verl() -> None:
     found = bad(versions.judge(here, {"verl": "0.8.0"}))
     assert "the code that is imported says 0.8.0" in found["version/verl"].text
     assert not bad(versions.judge(here, {"verl": "0.9.1"}))
+
+
+@pytest.mark.parametrize(
+    ("version", "level"),
+    [("0.8.0", "problem"), ("0.9.0", ""), ("0.9.1", ""), ("0.10.0.dev0", "warning"), ("0.11.0", "problem")],
+)
+def test_verl(version: str, level: str) -> None:
+    found = bad(versions.judge({**versions.installed(), "verl": version}, {"verl": version}))
+    assert [each.level for each in found.values()] == ([level] if level else [])
+
+
+def test_a_development_version_is_one_version_however_it_is_spelled() -> None:
+    """verl's own says ``0.10.0.dev``, and its metadata, as pip writes them, ``0.10.0.dev0``."""
+    found = bad(versions.judge({**versions.installed(), "verl": "0.10.0.dev0"}, {"verl": "0.10.0.dev"}))
+    assert found["version/verl"].level == "warning" and "was not tried" in found["version/verl"].text
+
+
+def test_a_megatron_that_cannot_be_imported_is_no_megatron_that_is_not_installed(tmp_path: Path) -> None:
+    ended = python(
+        tmp_path,
+        """
+        import sys
+        sys.modules["megatron.core.package_info"] = None
+        import verl
+        from verl_sync_plugin.cli.doctor import hooks_probe
+        print(hooks_probe._look(hooks_probe.megatron_engine))
+        """,
+    )
+    found = ast.literal_eval(ended.stdout.splitlines()[-1])
+    assert not found["active"] and found["missing"] == "megatron.core.package_info", ended.stderr
+    finding = loading.check_hooks({"verl": {}, "plugin": {"loaded": True, "file": ""}, "hooks": {"m": found}}, True, 1)[
+        1
+    ]
+    assert finding.level == "problem" and finding.remedy == "install what 'megatron' belongs to"
 
 
 def test_differences_between_nodes() -> None:

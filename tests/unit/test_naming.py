@@ -3,12 +3,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from verl_sync_plugin.layout.shard import Member
 from verl_sync_plugin.layout.tensors import Base, View
@@ -45,6 +54,40 @@ def test_fused_and_renamed_tensors_travel_as_the_checkpoint_has_them(tmp_path: P
     assert "model.layers.0.block_sparse_moe.experts.2.w3.weight" in found
     assert found.keys() == checkpoint.keys()
     assert all(torch.equal(found[name], checkpoint[name]) for name in checkpoint)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe"])
+def test_fused_experts_travel_as_the_checkpoint_has_them(family: str, tmp_path: Path) -> None:
+    experts = {"num_local_experts": 4} if family == "mixtral" else {"num_experts": 4, "n_routed_experts": 4}
+    groups = {"n_group": 1, "topk_group": 1} if family in ("deepseek_v3", "glm4_moe") else {}
+    config = AutoConfig.for_model(
+        family, **SIZES, **HEADS, **experts, **groups, num_experts_per_tok=2, moe_intermediate_size=8,
+        first_k_dense_replace=1, n_shared_experts=1, head_dim=8,
+    )  # fmt: skip
+    model, checkpoint = made(AutoModelForCausalLM.from_config(config), tmp_path)
+    assert any(".experts.3." in name for name in checkpoint)
+    found = sent(model)
+    assert found.keys() == checkpoint.keys()
+    assert all(torch.equal(found[name], checkpoint[name]) for name in checkpoint)
+
+
+def test_a_part_that_is_copied_alone_to_be_contiguous_is_read_where_it_lies() -> None:
+    """As transformers >= 5.14 does; see ``test_other_releases.py`` for its own."""
+
+    def halves(pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in pairs:
+            yield from ((f"{name}.{number}", half.contiguous()) for number, half in enumerate(tensor.chunk(2, dim=1)))
+
+    views = hf_views("gate_up", (3, 4), torch.bfloat16, 7, halves)
+    assert [(view.name, view.start, view.strides) for view in views] == [
+        ("gate_up.0", 7, (4, 1)),
+        ("gate_up.1", 9, (4, 1)),
+    ]
+
+
+def test_what_is_computed_is_refused() -> None:
+    with pytest.raises(ValueError, match="becomes 'x' by a computation"):
+        hf_views("x", (2, 2), torch.float32, 0, lambda pairs: ((name, tensor * 2) for name, tensor in pairs))
 
 
 def test_what_was_loaded_under_other_names_travels_under_these(tmp_path: Path) -> None:

@@ -168,3 +168,33 @@ def test_sglang_is_launched_with_the_loader_that_is_asked_for(
     monkeypatch.setattr(SGLangHttpServer, "launch_server", launched)
     asyncio.run(server_with(Manager(), pause).launch_server())
     assert given == [[loader]]
+
+
+def test_arguments_of_a_newer_verl_reach_its_own_methods(server_with: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    async def newer(server: Any, **more: Any) -> None:
+        given.update(more)
+
+    monkeypatch.setattr(SGLangHttpServer, "abort_all_requests", newer)
+    monkeypatch.setattr(SGLangHttpServer, "resume_generation", newer)
+
+    async def story() -> None:
+        server = server_with(Manager(), "abort", HYBRID, "naive")
+        await server.abort_all_requests(reject_request=True)
+        await server.resume_generation(soon=True)
+
+    asyncio.run(story())
+    assert given == {"reject_request": True, "soon": True}
+
+
+def test_arguments_that_nothing_uses_are_named(server_with: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that ask for nothing are not."""
+
+    async def story() -> None:
+        server = server_with(Manager(), "retract")
+        await server.sleep(reset_connector=True, level=None)
+        await server.abort_all_requests(reject_request=False)
+
+    asyncio.run(story())
+    assert "sleep does not use what this verl gives it: reset_connector=True\n" in capsys.readouterr().out

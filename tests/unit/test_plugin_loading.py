@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import types
 from pathlib import Path
@@ -157,12 +158,28 @@ def test_key_taken_later_is_noticed_by_the_rollout_config(tmp_path: Path, code: 
     assert f"refused: verl's {what} for sglang is already taken by" in ended.stdout
 
 
-def test_old_verl_is_named() -> None:
+@pytest.mark.parametrize(
+    ("module", "ends"), [("verl_sync_plugin.plugin", True), ("verl_sync_plugin", False)], ids=["plugin", "package"]
+)
+def test_a_verl_before_entry_points_is_named_in_one_line(tmp_path: Path, module: str, ends: bool) -> None:
+    """A real one: ``test_other_releases.py``."""
+    (tmp_path / "verl").mkdir()
+    text = "import importlib, os; __version__ = '0.8.0'; importlib.import_module(os.environ['NAMED']); print('went on')"
+    (tmp_path / "verl" / "__init__.py").write_text(text)
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    ended = python(tmp_path, "import verl", PYTHONPATH=path, NAMED=module, VERL_PLATFORM="")
+    assert ended.returncode == int(ends) and ("went on" in ended.stdout) is not ends
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("verl-sync-plugin supports verl >=0.9,<0.11, and verl 0.8.0 is installed")
+    assert "pip install verl==0.9.1, or uninstall" in line
+
+
+def test_what_verl_does_not_offer_is_named() -> None:
     old = types.ModuleType("verl.workers.rollout.base")
     with pytest.raises(IncompatibleHostError) as caught:
         compat.offered(old, "_ROLLOUT_REGISTRY")
     text = str(caught.value)
     assert "does not offer verl.workers.rollout.base._ROLLOUT_REGISTRY" in text
-    assert "supports verl 0.9.1" in text
+    assert "supports verl >=0.9,<0.11: pip install verl==0.9.1" in text
     assert "VERL_USE_EXTERNAL_PLUGINS=none" in text
     assert compat.offered(compat, "offered") is compat.offered

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from verl_sync_plugin.config.settings import SEPARATE_BACKEND, SyncConfig, refuse_switched_off
-from verl_sync_plugin.log import say
+from verl_sync_plugin.log import say, say_unused
 from verl_sync_plugin.report.file import write_report
 from verl_sync_plugin.report.metrics import sent
 from verl_sync_plugin.report.notice import say_who_moves
@@ -65,8 +65,9 @@ class SyncCheckpointEngine(CheckpointEngine):
         if self._trainer:
             activation.take_over(True)
 
-    def prepare(self) -> Member:
+    def prepare(self, **more: Any) -> Member:
         """What this process says of itself."""
+        say_unused("prepare", more)
         from verl_sync_plugin.sync.separate.membership import Membership
         from verl_sync_plugin.trainers.base import trainer_device
 
@@ -77,23 +78,25 @@ class SyncCheckpointEngine(CheckpointEngine):
 
     @classmethod
     def build_topology(
-        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Member]
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Member], **more: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """See ``membership.topology``; in the driver."""
+        say_unused("build_topology", more)
         from verl_sync_plugin.sync.separate.membership import topology
 
         return topology(actor_wg_world_size, rollout_world_size, metadata)
 
-    def init_process_group(self, rank: int, members: tuple[Member, ...]) -> None:
+    def init_process_group(self, rank: int, members: tuple[Member, ...], **more: Any) -> None:
         """Collective: makes the group anew where somebody has come, gone or been lost."""
+        say_unused("init_process_group", more)
         assert self._membership is not None, "prepare() comes first"
         if self._membership.join(rank, members):
             say(f"separate sync: rank {rank} of {len(members)}, {members[rank]}")
 
-    def finalize(self) -> None:
+    def finalize(self, **more: Any) -> None:
         """Nothing: group and slots are kept for the next sync."""
 
-    async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
+    async def send_weights(self, weights: Any, global_steps: int | None = None, **more: Any) -> dict[str, float]:
         """One sync of a trainer rank. Collective over trainer and rollout ranks.
 
         Args:
@@ -109,6 +112,7 @@ class SyncCheckpointEngine(CheckpointEngine):
         """
         from verl_sync_plugin.hooks.worker import sending
 
+        say_unused("send_weights", more)
         assert self._membership is not None and self._membership.ranks is not None, "init_process_group() comes first"
         # Here and not in our worker, since one_step_off and fully_async make verl's own
         with ExitStack() as behind, self._membership.taking_part():
@@ -145,10 +149,11 @@ class SyncCheckpointEngine(CheckpointEngine):
         self._manager = manager
         return manager
 
-    def receive_weights(self, global_steps: int | None = None) -> Incoming:
+    def receive_weights(self, global_steps: int | None = None, **more: Any) -> Incoming:
         """What the rollout adapter receives the sync by; verl hands it over without looking inside."""
         from verl_sync_plugin.sync.separate.handles import Incoming
 
+        say_unused("receive_weights", more)
         assert self._membership is not None and self._membership.ranks is not None, "init_process_group() comes first"
         return Incoming(self._membership, self._membership.ranks)
 

@@ -13,7 +13,7 @@ from verl.checkpoint_engine.base import CheckpointEngineManager, CheckpointEngin
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 
 from verl_sync_plugin.config.refusals import PREFIX
-from verl_sync_plugin.log import say
+from verl_sync_plugin.log import say, say_unused
 
 _WORKER = ray.remote(CheckpointEngineWorker)
 # The death of a process is known at once, that of a host after Ray's health checks. One that is busy may take longer to
@@ -30,12 +30,12 @@ class OutlivingManager(CheckpointEngineManager):
     """
 
     def __init__(self, manager: CheckpointEngineManager, servers: Any) -> None:
-        super().__init__(manager.config, manager.actor_wg, manager.replicas)
+        self.__dict__.update(vars(manager))
         self._servers = servers
         self._joined: list[Any] = []  # whose group stands, since their last sync went well
         self._rollout: Any = None  # verl's worker group of theirs
 
-    def update_weights(self, global_steps: int | None = None) -> Any:
+    def update_weights(self, global_steps: int | None = None, **more: Any) -> Any:
         """verl's call; see ``CheckpointEngineManager``.
 
         Raises:
@@ -47,6 +47,7 @@ class OutlivingManager(CheckpointEngineManager):
             raise ValueError(
                 f"the separate rollout has no engine. Set {PREFIX}.nnodes and n_gpus_per_node to its GPUs."
             )
+        say_unused("update_weights", more)
         self._drop_dead()
         while True:
             try:

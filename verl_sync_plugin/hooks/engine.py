@@ -18,7 +18,7 @@ from verl_sync_plugin.trainers.shard_stream import VENDORS, ShardStream, WeightS
 class SyncFSDPEngineWithLMHead(FSDPEngineWithLMHead):
     """verl's FSDP engine; only the weight export differs, and ``model.lora.peft`` is heard."""
 
-    def _build_lora_module(self, module: torch.nn.Module) -> torch.nn.Module:
+    def _build_lora_module(self, module: torch.nn.Module, **more: Any) -> torch.nn.Module:
         """verl's step that adds the adapter.
 
         Raises:
@@ -26,7 +26,7 @@ class SyncFSDPEngineWithLMHead(FSDPEngineWithLMHead):
         """
         if self.model_config.lora.get("peft", None):
             return build_peft_model(module, self.model_config)
-        adapted: torch.nn.Module = super()._build_lora_module(module)
+        adapted: torch.nn.Module = super()._build_lora_module(module, **more)
         return adapted
 
     def get_per_tensor_param(

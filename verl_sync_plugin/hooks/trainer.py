@@ -22,7 +22,7 @@ class SyncTrainerMixin:
     """Adds reports, settling and the plugin's workers to a trainer of verl; comes before verl's class among the
     bases."""
 
-    def _init_resource_pool_mgr(self: Any) -> None:
+    def _init_resource_pool_mgr(self: Any, **more: Any) -> None:
         """verl's step that says which class serves which role; its own ``separate_async`` trainer extends it too.
 
         Nothing has been read before that the driver settles, so a config that no driver of ours has seen is settled
@@ -34,7 +34,7 @@ class SyncTrainerMixin:
         expect_metrics()
         if line := settle(self.config, resolved=True):
             say(f"task runner: {line}")
-        super()._init_resource_pool_mgr()  # type: ignore[misc]
+        super()._init_resource_pool_mgr(**more)  # type: ignore[misc]
         rollout = self.config.actor_rollout_ref.rollout
         if not serves(rollout.get("name")) or not sync_config_of(rollout).enabled:
             return
@@ -44,17 +44,17 @@ class SyncTrainerMixin:
             # Its engine shares the devices and wakes while the actor's sleeps: a cache kept then may take its room
             OmegaConf.update(self.config, f"{KEY_PREFIX}.empty_cache", "always", force_add=True)
 
-    def _setup(self: Any) -> None:
+    def _setup(self: Any, **more: Any) -> None:
         """verl's step that starts the rollouts."""
-        super()._setup()  # type: ignore[misc]
+        super()._setup(**more)  # type: ignore[misc]
         if syncs_separate(self.config.actor_rollout_ref.rollout):
             from verl_sync_plugin.hooks.checkpoint_manager import outliving
 
             outliving(self)
 
-    def get_llm_client(self: Any) -> Any:
+    def get_llm_client(self: Any, **more: Any) -> Any:
         """verl's client of the rollout; for a separate one that the plugin syncs, ours."""
-        client = super().get_llm_client()  # type: ignore[misc]
+        client = super().get_llm_client(**more)  # type: ignore[misc]
         rollout = self.config.actor_rollout_ref.rollout
         if not syncs_separate(rollout):
             return client
@@ -62,9 +62,9 @@ class SyncTrainerMixin:
 
         return of_separate_rollout(client, sync_config_of(rollout).pause)
 
-    def on_step_end(self: Any) -> None:
+    def on_step_end(self: Any, **more: Any) -> None:
         """verl's hook; ``update_weights`` has run when the super call returns."""
-        super().on_step_end()  # type: ignore[misc]
+        super().on_step_end(**more)  # type: ignore[misc]
         separate = getattr(self, "standalone_checkpoint_manager", None)
         replicas = ours_among([*self.checkpoint_manager.replicas, *(separate.replicas if separate else ())])
         if not replicas:

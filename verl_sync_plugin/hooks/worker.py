@@ -18,12 +18,14 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_torch_device, set_expandable_segments
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
+from verl_sync_plugin.log import say_unused
+
 
 class SyncWorkerMixin:
     """Replaces ``update_weights`` of a worker of verl; comes before verl's class among the bases."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    async def update_weights(self: Any, global_steps: int | None = None, mode: str = "auto") -> Any:
+    async def update_weights(self: Any, global_steps: int | None = None, mode: str = "auto", **more: Any) -> Any:
         """verl's contract: the rollout sleeps before and is awake after; arguments and result as in the base class.
 
         An adapter that the engine serves (``lora.merge=False``) and a base that it still needs are the sharding
@@ -37,7 +39,8 @@ class SyncWorkerMixin:
         # Hazard: the adapter's class is not imported here. SGLang would come with it, before the actor's model is
         # built, and what it changes in torch and transformers would then reach the trainer.
         if backend != "naive" or not getattr(rollout, "makes_room", False):
-            return await super().update_weights(global_steps=global_steps, mode=mode)  # type: ignore[misc]
+            return await super().update_weights(global_steps=global_steps, mode=mode, **more)  # type: ignore[misc]
+        say_unused("update_weights", more)
         set_expandable_segments(False)  # other processes cannot open such memory
         try:
             engine = self.actor.engine

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from verl_sync_plugin.layout.tensors import View
 from verl_sync_plugin.lora.names import is_adapter
@@ -31,6 +32,21 @@ def saved_names(names: list[str], unsaved: frozenset[str]) -> list[str]:
             engine, and some of SGLang's classes (Gemma 3) know no such name.
     """
     return [name for name in names if name not in unsaved] or names
+
+
+class _Uncopied(TorchFunctionMode):
+    """Context in which ``contiguous`` returns a meta tensor as it is.
+
+    transformers >= 5.14 calls it on every part of a fused tensor. Only the copy that is packed for the engine has to be
+    contiguous.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.contiguous and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def hf_views(
@@ -58,7 +74,9 @@ def hf_views(
     if strides is not None:
         whole = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     views = []
-    for hf_name, tensor in rewrite([(name, whole)]):
+    with _Uncopied():
+        rewritten = list(rewrite([(name, whole)]))
+    for hf_name, tensor in rewritten:
         if tensor.untyped_storage()._cdata != whole.untyped_storage()._cdata or tensor.dtype != whole.dtype:
             raise ValueError(
                 f"parameter {name!r} becomes {hf_name!r} by a computation, not by slicing; weight sync does not "

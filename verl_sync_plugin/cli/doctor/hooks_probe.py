@@ -112,15 +112,18 @@ def training_engines() -> str:
 
 
 def megatron_engine() -> str:
-    with contextlib.suppress(ModuleNotFoundError):
-        if importlib.util.find_spec("megatron.core") is not None:
-            import verl.workers.engine  # noqa: F401  (registers)
+    try:
+        found = importlib.util.find_spec("megatron.core")
+    except ModuleNotFoundError:  # no "megatron" either
+        found = None
+    if found is None:
+        return "not needed: megatron-core is not installed"
+    import verl.workers.engine.megatron  # noqa: F401  (registers; verl.workers.engine hides why it could not import it)
 
-            from verl_sync_plugin.hooks.megatron_engine import SyncMegatronEngineWithLMHead
+    from verl_sync_plugin.hooks.megatron_engine import SyncMegatronEngineWithLMHead
 
-            _expect_engines(("megatron",), SyncMegatronEngineWithLMHead)
-            return "megatron"
-    return "not needed: megatron-core is not installed"
+    _expect_engines(("megatron",), SyncMegatronEngineWithLMHead)
+    return "megatron"
 
 
 def _expect_engines(strategies: tuple[str, ...], ours: type) -> None:

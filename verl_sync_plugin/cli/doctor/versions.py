@@ -45,9 +45,9 @@ class Range:
     remedy: str
 
 
-UNTRIED_SGLANG = (13, 15, 16, 17, 18, 19, 21, 22)  # of 0.5; see docs/releases.md
+UNTRIED_SGLANG = (15, 16, 17, 18, 19)  # of 0.5; see docs/releases.md
 RANGES = {
-    "verl": Range(">=0.9.1,<0.10", "==0.9.1", "pip install verl==0.9.1"),
+    "verl": Range(">=0.9,<0.11", ">=0.9,<=0.9.1", "pip install verl==0.9.1"),
     "sglang": Range(">=0.5.12", f">=0.5.12,<=0.5.23,{','.join(f'!=0.5.{untried}' for untried in UNTRIED_SGLANG)}",
                     "pip install sglang==0.5.12, which verl 0.9.1 names itself"),
 }  # fmt: skip
@@ -80,8 +80,7 @@ def judge(versions: Versions, imported: Mapping[str, str]) -> list[Finding]:
         if version is None:
             found.append(problem(check, f"{package} is not installed", ranged.remedy))
             continue
-        said = {version, imported.get(package, version)}
-        if len(said) > 1:
+        if _public(version) != _public(imported.get(package, version)):
             text = f"the metadata of {package} say {version}, and the code that is imported says {imported[package]}"
             found.append(problem(check, text, f"keep one installation of {package}: {ranged.remedy}"))
         found.append(_judge_one(check, package, version, ranged))
@@ -104,12 +103,22 @@ def _judge_one(check: str, package: str, version: str, ranged: Range) -> Finding
 
 def _within(version: str, specifier: str) -> bool:
     from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion
+
+    try:
+        return SpecifierSet(specifier).contains(_public(version), prereleases=True)
+    except InvalidVersion:  # a build of one's own
+        return False
+
+
+def _public(version: str) -> str:
+    """A version without the label of a local build, as PEP 440 spells it: ``0.10.0.dev`` is ``0.10.0.dev0``."""
     from packaging.version import InvalidVersion, Version
 
     try:
-        return SpecifierSet(specifier).contains(Version(version).public, prereleases=True)
-    except InvalidVersion:  # a build of one's own
-        return False
+        return Version(version).public
+    except InvalidVersion:
+        return version
 
 
 def differences(nodes: Sequence[tuple[str, Versions]]) -> list[Finding]:

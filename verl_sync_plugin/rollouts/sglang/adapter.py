@@ -21,7 +21,7 @@ from verl.workers.rollout.sglang_rollout.utils import lora_served_as_adapter
 
 from verl_sync_plugin.config.settings import SEPARATE_BACKEND, sync_config_of
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.log import say
+from verl_sync_plugin.log import say, say_unused
 from verl_sync_plugin.memory.gauges import note_device_memory
 from verl_sync_plugin.memory.room import FIRST, REST, Room, growth, read_device, release_cache
 from verl_sync_plugin.report.file import write_report
@@ -56,13 +56,15 @@ class SyncServerAdapter(ServerAdapter):
         say("custom.sync.enabled=False: stock verl moves the weights")
         return ServerAdapter(config, *args, **kwargs)
 
-    def __init__(self, config: Any, model_config: Any, device_mesh: DeviceMesh | None, replica_rank: int = -1) -> None:
+    def __init__(
+        self, config: Any, model_config: Any, device_mesh: DeviceMesh | None, replica_rank: int = -1, **more: Any
+    ) -> None:
         # verl's base class fills in device_mesh later, also for a disaggregated rollout: fix the role now
         self._colocated = device_mesh is not None
         separate = not self._colocated and config.checkpoint_engine.backend == SEPARATE_BACKEND
         if self._colocated or separate:
             refuse_keys(config, moves=True)
-        super().__init__(config, model_config, device_mesh, replica_rank)
+        super().__init__(config, model_config, device_mesh, replica_rank, **more)
         self._separate = SeparateReceiver(self._make_separate) if separate else None
         self._sync = sync_config_of(config)
         self._manager: ShardingManager | None = None
@@ -80,10 +82,10 @@ class SyncServerAdapter(ServerAdapter):
         """Whether the plugin serves this rollout, and our worker may make room around its syncs."""
         return self._colocated
 
-    async def _init_server_adapter(self) -> None:
+    async def _init_server_adapter(self, **more: Any) -> None:
         """Finds the server actor. Replaces verl's, which builds an HTTP client that this path does not use."""
         if not self._colocated:
-            await super()._init_server_adapter()
+            await super()._init_server_adapter(**more)
         elif not hasattr(self, "server_actor"):
             self.server_actor = self._find_server()
 
@@ -93,24 +95,27 @@ class SyncServerAdapter(ServerAdapter):
     def _make_separate(self, incoming: Incoming) -> SeparateRollout:
         return make_separate(incoming, self.config, self.model_config, self._find_server())
 
-    async def resume(self, tags: list[str]) -> None:
+    async def resume(self, tags: list[str], **more: Any) -> None:
         """verl's stage calls: ``["weights"]`` is noted, ``["kv_cache"]`` ends the sync.
 
         Raises:
             SyncError: stage 2 failed on any rank; the same text on all.
         """
         if not self._colocated:
-            await super().resume(tags)
-        elif WEIGHTS in tags:
+            await super().resume(tags, **more)
+            return
+        say_unused("resume", more)
+        if WEIGHTS in tags:
             self._wake_tags = list(self._stage_one)
         elif self._manager is not None:
             await self._finish(self._stage_two)
 
-    async def release(self) -> None:
+    async def release(self, **more: Any) -> None:
         """Puts the engine to sleep; harmless when it sleeps already."""
         if not self._colocated:
-            await super().release()
+            await super().release(**more)
             return
+        say_unused("release", more)
         await self._init_server_adapter()
         if self.config.free_cache_engine and self._is_server_tp_leader():
             await self.server_actor.release_tags.remote(

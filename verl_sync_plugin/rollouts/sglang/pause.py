@@ -18,6 +18,7 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 
 from verl_sync_plugin import compat
 from verl_sync_plugin.config.settings import SEPARATE_BACKEND, sync_config_of
+from verl_sync_plugin.log import say_unused
 from verl_sync_plugin.rollouts.sglang.admission import Guarded
 from verl_sync_plugin.rollouts.sglang.gate import WeightsGate
 from verl_sync_plugin.rollouts.sglang.request import FORGETTING_LOADER, LOADER
@@ -101,7 +102,7 @@ class PausingServer(SGLangHttpServer):
         await self._gate.first_sync(together_seconds(self._sync.timeout_seconds))
         await self._gate.enter()
 
-    async def abort_all_requests(self) -> None:
+    async def abort_all_requests(self, **more: Any) -> None:
         """verl's call before a sync: aborts the requests, or pauses SGLang with them inside.
 
         SGLang handles requests to its scheduler in their order and runs no forward pass while paused, so a load that
@@ -111,17 +112,18 @@ class PausingServer(SGLangHttpServer):
             self._gate.hold()
         try:
             if self.keeps_requests and self.node_rank == 0:
+                say_unused("abort_all_requests", more)
                 await self.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode=self.pause))
             elif not self.keeps_requests:
                 if self.node_rank == 0 and (self.separate or self.rollout_mode == RolloutMode.HYBRID):
                     await end_requests(self.tokenizer_manager)
-                await super().abort_all_requests()
+                await super().abort_all_requests(**more)
         except BaseException:
             self._gate.let_go()
             raise
         self._paused, self.paused_by_load = True, False  # who calls this resumes, when all that it released is back
 
-    async def resume_generation(self) -> None:
+    async def resume_generation(self, **more: Any) -> None:
         """verl's counterpart of ``abort_all_requests``. Of a separate rollout it waits for the sync under way.
 
         Raises:
@@ -130,7 +132,7 @@ class PausingServer(SGLangHttpServer):
         """
         if self.separate:
             await self._gate.rest(together_seconds(self._sync.timeout_seconds))
-        await super().resume_generation()
+        await super().resume_generation(**more)
         self._paused = self.paused_by_load = False
         self._gate.let_go()
 

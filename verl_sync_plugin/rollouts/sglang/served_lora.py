@@ -68,11 +68,11 @@ def served_settings(settings: Mapping[str, Any], names: Iterable[str]) -> dict[s
         settings: fields of PEFT's ``LoraConfig``.
         names: of the adapter's factors; their modules are named for ``target_modules``.
     """
-    from verl.workers.rollout.sglang_rollout.utils import normalize_peft_config_for_sglang
-
     modules = {name.partition(".lora_")[0].rpartition(".")[2] for name in names}
-    served: dict[str, Any] = normalize_peft_config_for_sglang({**settings, "target_modules": sorted(modules)})
-    return {key: sorted(value) if isinstance(value, set) else value for key, value in served.items()}
+    plain = {key: getattr(value, "value", value) for key, value in settings.items()}  # some of PEFT's are enums
+    plain.setdefault("peft_type", "LORA")  # which SGLang requires, and verl 0.9.0 leaves out of a Megatron adapter's
+    plain["target_modules"] = sorted(modules)
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in plain.items()}
 
 
 def summary(factors: Mapping[str, torch.Tensor]) -> list[Sent]:

@@ -17,7 +17,7 @@ from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.sglang_rollout.utils import SGLANG_LORA_NAME
 
 from verl_sync_plugin import compat
-from verl_sync_plugin.log import say
+from verl_sync_plugin.log import say, say_unused
 from verl_sync_plugin.lora.build import unties_embeddings
 from verl_sync_plugin.rollouts.sglang.awake import CUDA_GRAPH, KV_CACHE, WEIGHTS, sleep_tags
 from verl_sync_plugin.rollouts.sglang.backup import keep_cpu_backup
@@ -47,7 +47,9 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
         self._processes: list[BaseProcess] = []
         self._served: list[str] | None = None  # names of factors for which SGLang has a place
 
-    async def launch_server(self, master_address: str | None = None, master_port: int | None = None) -> None:
+    async def launch_server(
+        self, master_address: str | None = None, master_port: int | None = None, **more: Any
+    ) -> None:
         """Launches SGLang with our loader and with or without its host copy of the weights."""
         sglang_kwargs = self.config.engine_kwargs.get("sglang", None) or {}
         self.config.engine_kwargs["sglang"] = sglang_kwargs
@@ -60,7 +62,7 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
         hand_down(self.engine_token or new_token())
         backup = keep_cpu_backup(self._sync, self.config, self.model_config)
         with compat.launch_shims(), _decided(self, backup):
-            await super().launch_server(master_address=master_address, master_port=master_port)
+            await super().launch_server(master_address=master_address, master_port=master_port, **more)
         # SGLang's schedulers and its detokenizer; what these start themselves, to compile kernels, comes and goes
         self._processes = multiprocessing.active_children()
         if self.node_rank == 0:
@@ -82,12 +84,13 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
             sglang_kwargs["json_model_override_args"] = json.dumps({**given, "tie_word_embeddings": False})
             say("rollout server: embedding and head untied")
 
-    async def sleep(self) -> None:
+    async def sleep(self, **more: Any) -> None:
         """verl's sleep, once per wake; a repeated call is harmless.
 
         Raises:
             TimeoutError: SGLang did not answer in time; names the key.
         """
+        say_unused("sleep", more)
         if self.node_rank == 0 and self.config.free_cache_engine:
             started = time.perf_counter()
             # what no sync resumes stays: an adapter's base, and the weights of a separate rollout
@@ -95,18 +98,20 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
             await self.release_tags(sleep_tags(self._sync.release_cuda_graph, keep_weights=keep))
             self._sleep_seconds = time.perf_counter() - started
 
-    async def release_kv_cache(self) -> None:
+    async def release_kv_cache(self, **more: Any) -> None:
         """verl's call before a checkpoint-engine sync; requests that stay in the engine need the cache."""
+        say_unused("release_kv_cache", more)
         if not self.keeps_requests and self.node_rank == 0 and self.config.free_cache_engine:
             await self.release_tags([KV_CACHE])
 
-    async def resume_kv_cache(self) -> None:
+    async def resume_kv_cache(self, **more: Any) -> None:
         """verl's counterpart of ``release_kv_cache``; of ``sleep`` too, behind a sync of a separate rollout."""
+        say_unused("resume_kv_cache", more)
         if self.node_rank == 0 and self.config.free_cache_engine:
             await self.resume_tags([KV_CACHE, CUDA_GRAPH] if self.separate else [KV_CACHE])
             await self._flush()
 
-    async def wake_up(self) -> None:
+    async def wake_up(self, **more: Any) -> None:
         """verl's counterpart of ``sleep``.
 
         Raises:
@@ -114,8 +119,10 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
             TimeoutError: SGLang did not answer in time; names the key.
         """
         if self.rollout_mode == RolloutMode.HYBRID:
-            await super().wake_up()
-        elif self.node_rank == 0:
+            await super().wake_up(**more)
+            return
+        say_unused("wake_up", more)
+        if self.node_rank == 0:
             await self.resume_tags(sorted(self.occupation.state.released))
             await self._flush()
 
