@@ -86,6 +86,7 @@ class WeightUpdates:
             serialized_named_tensors=[pack_request(request)] * int(self.tokenizer_manager.server_args.tp_size),
             load_format=self.loader,
             flush_cache=False,
+            **compat.target_alone(UpdateWeightsFromTensorReqInput),
         )
         await self.begin_load()
         self._version, self._flushing = weight_version, None
