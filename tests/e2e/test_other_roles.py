@@ -50,7 +50,9 @@ def servers(run: Run, name: str) -> int:
 
 def test_a_teacher_and_a_reward_model_run_next_to_a_synced_actor(larger_model: Path, tmp_path: Path) -> None:
     bucket = f"{ROLLOUT}.update_weights_bucket_megabytes=1"
-    run = main_ppo(Setup((*overrides(larger_model), bucket), model=larger_model), tmp_path)
+    run = main_ppo(
+        Setup((*overrides(larger_model), bucket), model=larger_model, modules=("e2e.teacher_sampling",)), tmp_path
+    )
     checks.reached(run, steps=1)
     checks.same_weights(run)
     checks.plugin_ran(run, ranks=1)
