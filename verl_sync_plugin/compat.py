@@ -115,11 +115,21 @@ async def weight_update_session(tokenizer_manager: Any) -> AsyncIterator[None]:
         return
     from sglang.srt.managers import io_struct
 
-    await _ask(begin(io_struct.BeginWeightUpdateReqInput(selector="all")), "begin")
+    await _ask(begin(io_struct.BeginWeightUpdateReqInput(selector="target")), "begin")
     try:
         yield
     finally:
         await _ask(tokenizer_manager.end_weight_update(io_struct.EndWeightUpdateReqInput()), "end")
+
+
+def target_alone(request: type) -> dict[str, Any]:
+    """What keeps a draft model out of a weight update: nobody trains it, and its weights are others than the target's.
+
+    Args:
+        request: SGLang's class of requests for an update.
+    """
+    fields = {field.name for field in _fields(request)}
+    return {"selector": "target"} if "selector" in fields else {"disable_draft_model": True}
 
 
 async def _ask(call: Any, what: str) -> None:

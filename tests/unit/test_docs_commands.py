@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from hydra_run import refused, rollout_of, run
+from hydra_run import rollout_of, run
 from verl_sync_plugin.cli import entry
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.shard import Shard
@@ -32,8 +32,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`((?:\+?(?:actor_rollout_ref|trainer|model_engine|sync|ray_kwargs)[\w.]*=[^\s`]+\s*)+)`")
-# Inline settings that a page says are refused, and by what
-REFUSED = {"actor_rollout_ref.rollout.quantization=fp8": "weight sync sends plain weights"}
 # Of sites and of Ray: parsed by bash, and not run
 OF_THE_CLUSTER = {"srun", "ray", "sleep", "set", "for", "done", "nodes", "head", "port"}
 ASSIGNMENT = re.compile(r"^(\w+)=(.*)$", re.DOTALL)
@@ -213,11 +211,7 @@ def inline_settings() -> list[Any]:
 
 @pytest.mark.parametrize("settings", inline_settings())
 def test_settings_in_the_text_compose(settings: str, tmp_path: Path) -> None:
-    overrides = shlex.split(settings)
-    if settings in REFUSED:
-        assert REFUSED[settings] in refused(tmp_path, *overrides)
-    else:
-        rollout_of(tmp_path, *overrides)
+    rollout_of(tmp_path, *shlex.split(settings))
 
 
 def test_messages_that_troubleshooting_quotes_are_in_the_code() -> None:

@@ -193,7 +193,7 @@ def test_differences_between_nodes() -> None:
         ("notakey", "problem", "notakey: not an override; use key=value", "docs/doctor.md"),
         ("a.b=[1", "problem", "a.b=[1", "correct"),
         (f"{ROLLOUT}.name=vllm", "problem", "name=vllm: the plugin does not serve this rollout", "one of: sglang"),
-        ("actor_rollout_ref.actor.strategy=veomni", "problem", "weight sync NOT IN USE", "one of these strategies"),
+        ("actor_rollout_ref.actor.strategy=veomni", "problem", "weight sync NOT IN USE", "leave that key out"),
         (f"{ROLLOUT}.custom.sync.enabled=False", "warning", "stock verl moves the weights", "leave out"),
         (f"{ROLLOUT}.mode=sync", "problem", "mode", "correct"),
         ("actor_rollout_ref.model.path=/no/such/model", "warning", "no such folder", "correct the path"),

@@ -49,7 +49,6 @@ ARGUMENTS = f"{ROLLOUT}.engine_kwargs.sglang"
         (f"{MODEL}.lora=5", f"{MODEL}.lora=5: not a mapping", "lora.<key>="),
         (f"{ROLLOUT}.dtype=bfloat17", f"{ROLLOUT}.dtype='bfloat17': not a dtype of SGLang's weights", "bfloat16"),
         (f"{ROLLOUT}.dtype=int8", f"{ROLLOUT}.dtype='int8': not a dtype of SGLang's weights", "bfloat16"),
-        (f"{ROLLOUT}.dtype=auto", f"{ROLLOUT}.dtype='auto': says not what travels", f"{KEY_PREFIX}.wire_dtype"),
         (f"{KEY_PREFIX}.pause=stop", f"{KEY_PREFIX}.pause='stop': not a known choice", "abort, retract, in_place"),
         (
             f"{KEY_PREFIX}.pause=retract",
@@ -82,7 +81,6 @@ ARGUMENTS = f"{ROLLOUT}.engine_kwargs.sglang"
                 ("kt_weight_path", "/w", "'/w'"),
                 ("disaggregation_mode", "prefill", "'prefill'"),
                 ("moe_runner_backend", "flashinfer_trtllm", "'flashinfer_trtllm'"),
-                ("speculative_algorithm", "EAGLE", "'EAGLE'"),
                 ("load_format", "bitsandbytes", "'bitsandbytes'"),
             ]
         ],

@@ -153,13 +153,14 @@ def test_other_strategies_run_on_stock_verl(tmp_path: Path, engine: str, capsys:
         (f"{SHORT_BUCKET_KEY}=64", f"{SHORT_BUCKET_KEY}=64"),
         (f"{KEY_PREFIX}.enabled=True", f"{KEY_PREFIX}.enabled=True"),
         (f"{KEY_PREFIX}.check_finite=False", f"{KEY_PREFIX}.check_finite=False"),
-        ("+sync=colocated", SHORT_BUCKET_KEY),
+        ("+sync=colocated", "+sync=colocated"),
+        (f"{ROLLOUT}.checkpoint_engine.backend=sync_plugin", f"{ROLLOUT}.checkpoint_engine.backend=sync_plugin"),
         (f"+{MODEL}.lora.peft.use_rslora=True", f"{MODEL}.lora.peft"),
     ],
 )
 def test_asked_for_with_such_a_strategy_it_is_refused(tmp_path: Path, asked: str, shown: str) -> None:
     text = refused(tmp_path, "model_engine=veomni", asked)
-    assert f"{STRATEGY}=veomni" in text and shown in text and "Use one of these, or remove" in text
+    assert f"{STRATEGY}=veomni" in text and f"so {shown}" in text and "Remove that key, and stock verl moves" in text
     as_stock(rollout_of(tmp_path, "model_engine=veomni", f"{KEY_PREFIX}.enabled=False"), OFF)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from verl_sync_plugin.config.settings import (
     KEY_PREFIX,
-    TURN_OFF,
     given_value,
     lora_rank_of,
     section,
@@ -22,25 +21,29 @@ PREFIX = "actor_rollout_ref.rollout"
 COLOCATE_ASYNC = "colocate_async"
 
 
-def refuse_unsupported(rollout: Any) -> None:
-    """Names what of verl's rollout keys no rollout engine is served with.
+def left_to_verl(rollout: Any) -> str:
+    """Names what of verl's rollout keys the plugin cannot follow with any rollout engine, and stock verl can.
 
     Args:
         rollout: verl's rollout config (dataclass, DictConfig or dict).
 
+    Returns:
+        Key, value and reason; empty where there is nothing of the kind.
+
     Raises:
-        ValueError: names key, value and remedy.
+        ValueError: a section is no mapping; names key, value and remedy.
     """
     if (on := section(rollout, "disaggregation", f"{PREFIX}.disaggregation").get("enabled", False)) not in (
         None,
         False,
     ):
-        raise ValueError(f"{PREFIX}.disaggregation.enabled={on!r}: weight sync serves one engine per rank; {TURN_OFF}.")
+        return f"{PREFIX}.disaggregation.enabled={on!r}: weight sync serves one engine per rank"
     if (value := given_value(rollout, "quantization", f"{PREFIX}.quantization")) is not None:
-        raise ValueError(f"{PREFIX}.quantization={value!r}: weight sync sends plain weights; {TURN_OFF}.")
+        return f"{PREFIX}.quantization={value!r}: weight sync sends plain weights"
     mtp = section(rollout, "mtp", f"{PREFIX}.mtp")
     if mtp.get("enable", False) and mtp.get("enable_rollout", False):
-        raise ValueError(f"{PREFIX}.mtp.enable_rollout=True: weight sync has no draft model; {TURN_OFF}.")
+        return f"{PREFIX}.mtp.enable_rollout=True: weight sync has no draft model"
+    return ""
 
 
 def refuse_wake_up(rollout: Any) -> None:

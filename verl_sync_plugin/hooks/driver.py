@@ -31,6 +31,7 @@ from verl_sync_plugin.config.settings import (
     KEY_PREFIX,
     NOT_IN_USE,
     SEPARATE_BACKEND,
+    TURN_OFF,
     SyncConfig,
     given_value,
     lora_rank_of,
@@ -50,6 +51,7 @@ WITHOUT_SYNC = ("main_generation_server",)
 MERGE_KEY = "actor_rollout_ref.model.lora.merge"
 RANK_KEY = "actor_rollout_ref.model.lora.rank"
 STRATEGY_KEY = "actor_rollout_ref.actor.strategy"
+MEGATRON_FSDP_KEY = "actor_rollout_ref.actor.megatron.use_megatron_fsdp"
 OFF = "weight sync off, stock verl moves the weights"
 
 
@@ -77,7 +79,7 @@ def settle(config: DictConfig, overrides: Sequence[str] = (), program: str = "",
     if not serves(rollout.get("name")):
         leave_to_verl(rollout, resolved)
         return ""
-    unserved = "" if program in WITHOUT_SYNC else unserved_strategy(actor_rollout_ref, overrides)
+    unserved = "" if program in WITHOUT_SYNC else stepping_aside(actor_rollout_ref, overrides)
     if unserved or program in WITHOUT_SYNC or not syncs(actor_rollout_ref):
         if not resolved and not sync_config_of(rollout).enabled:  # by the user, and not by the line below
             refuse_unread_rank(actor_rollout_ref.model, OmegaConf.select(actor_rollout_ref, "actor.strategy"))
@@ -111,35 +113,56 @@ def backend_of(rollout: Any) -> str:
     return str(OmegaConf.select(rollout, "checkpoint_engine.backend", default="naive"))
 
 
-def unserved_strategy(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
-    """The line that says why stock verl moves the weights; empty where a sharding manager serves the actor's strategy.
+def stepping_aside(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
+    """The line that says why stock verl moves the weights of a run that the plugin cannot serve; empty where it can.
 
     Raises:
-        ValueError: one of our keys was given; names it, its value and the remedy.
+        ValueError: one of our keys was given, or stock verl would move wrong weights or train other parameters; names
+            it, its value and the remedy.
     """
-    strategy = OmegaConf.select(actor_rollout_ref, "actor.strategy")
-    name = actor_rollout_ref.rollout.name
-    known = known_trainers(name)
-    if strategy in known or not syncs(actor_rollout_ref):
+    if not syncs(actor_rollout_ref):
         return ""
-    engine, there_are = rollout_of(name).engine, ", ".join(known)
-    cause = f"{STRATEGY_KEY}={strategy}: no sharding manager moves its weights to {engine} (there are: {there_are})"
+    rollout, strategy = actor_rollout_ref.rollout, OmegaConf.select(actor_rollout_ref, "actor.strategy")
+    engine, moves = rollout_of(rollout.name), backend_of(rollout) in ("naive", SEPARATE_BACKEND)
+    cause = _unserved_trainer(actor_rollout_ref, strategy, engine.engine)
+    cause = cause or (engine.left_to_verl(rollout) if moves else "")
+    if not cause:
+        return ""
     if key := asked_for(actor_rollout_ref, overrides):
         raise ValueError(
-            f"{cause}, so {key} cannot be followed. Use one of these, or remove that key, and stock verl moves them."
+            f"{cause}, so {key} cannot be followed. Remove that key, and stock verl moves the weights, or {TURN_OFF}."
         )
-    return f"{NOT_IN_USE}, stock verl moves the weights. {cause}; register_sharding_manager adds one."
+    refuse_unread_rank(actor_rollout_ref.model, strategy, "stock verl's trainer")
+    remark = engine.refuse_stock(rollout, actor_rollout_ref.model) if moves else ""
+    return ". ".join(filter(None, (f"{NOT_IN_USE}, stock verl moves the weights", cause, remark))) + "."
+
+
+def _unserved_trainer(actor_rollout_ref: Any, strategy: str, engine: str) -> str:
+    known = known_trainers(actor_rollout_ref.rollout.name)
+    if strategy not in known:
+        there_are = f"there are: {', '.join(known)}; register_sharding_manager adds one"
+        return f"{STRATEGY_KEY}={strategy}: no sharding manager moves its weights to {engine} ({there_are})"
+    if strategy == "megatron" and OmegaConf.select(actor_rollout_ref, "actor.megatron.use_megatron_fsdp"):
+        return f"{MEGATRON_FSDP_KEY}=True: weight sync does not read its shards"
+    return ""
 
 
 def asked_for(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
-    """The first key of the plugin that the user gave, with its value; empty when there is none."""
+    """The first key of the plugin that the user gave, with its value; empty when there is none.
+
+    A key of the plugin is: any under ``rollout.custom.sync`` (``enabled=True`` too), the short bucket key, the backend
+    ``sync_plugin`` and ``model.lora.peft``, given one by one or by ``+sync=...``. ``docs/keys.md`` describes
+    them. Without one, nobody counts on the plugin.
+    """
     for override in overrides:
-        if override.lstrip("+~").startswith(f"{KEY_PREFIX}."):
-            return override.lstrip("+~")
+        if override.lstrip("+~").startswith((f"{KEY_PREFIX}.", "sync=")):
+            return override.lstrip("~")
     rollout = actor_rollout_ref.rollout
     short = given_value(rollout, "update_weights_bucket_megabytes", SHORT_BUCKET_KEY)
     if short is not None:
         return f"{SHORT_BUCKET_KEY}={short}"
+    if backend_of(rollout) == SEPARATE_BACKEND:
+        return f"{hydra_source.PREFIX}.checkpoint_engine.backend={SEPARATE_BACKEND}"
     if sync_config_of(rollout) != SyncConfig():
         return f"{KEY_PREFIX}={OmegaConf.to_container(rollout.custom.sync)}"
     return f"{PEFT_KEY}={peft}" if (peft := OmegaConf.select(actor_rollout_ref, "model.lora.peft")) else ""

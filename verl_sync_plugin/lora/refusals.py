@@ -56,13 +56,14 @@ def refuse_lora(model: Any, strategy: str, refuse_untied: RefuseUntied) -> None:
     _refuse_ends(plain, where if path is not None else None, strategy, refuse_untied)
 
 
-def refuse_unread_rank(model: Any, strategy: str) -> None:
+def refuse_unread_rank(model: Any, strategy: str, cause: str = "custom.sync.enabled=False") -> None:
     """Refuses a run that is compared with stock verl and would train all parameters, where with the plugin it trains an
     adapter: nobody would notice.
 
     Args:
         model: ``actor_rollout_ref.model``, as given.
         strategy: the actor's.
+        cause: why stock verl trains it.
 
     Raises:
         ValueError: names key, value and remedy.
@@ -72,7 +73,7 @@ def refuse_unread_rank(model: Any, strategy: str) -> None:
     if strategy in FLAT_LORA_TRAINERS and rank and not model.get("lora_rank"):
         alpha = block.get("alpha") or 32
         raise ValueError(
-            f"{PREFIX}.lora.rank={rank} with custom.sync.enabled=False: verl's own {strategy} engine does not read it, "
+            f"{PREFIX}.lora.rank={rank} with {cause}: verl's own {strategy} engine does not read it, "
             f"and would train all parameters. Give LoRA by verl's flat keys: {PREFIX}.lora_rank={rank} "
             f"{PREFIX}.lora_alpha={alpha}, and {PREFIX}.target_modules; they mean the same with the plugin."
         )

@@ -94,9 +94,14 @@ class Rollout:
         refuse_keys: raises ValueError, naming key, value and remedy, for what the engine cannot do of verl's rollout
             config (dataclass, DictConfig or dict); its second argument says whether the plugin moves the weights, or
             verl's checkpoint engines do.
-        refuse_checkpoint: likewise for the model of ``actor_rollout_ref.model.path``, where its checkpoint lies in a
-            folder of this machine; further arguments are ``actor_rollout_ref.model.override_config`` and verl's rollout
-            config.
+        left_to_verl: key, value and reason of what the plugin cannot do of such a config and stock verl can; empty
+            where there is nothing of the kind.
+        refuse_stock: raises ValueError, naming key, value and remedy, where with such a config and
+            ``actor_rollout_ref.model`` stock verl would put wrong weights into the engine; returns what else is to be
+            said of them, as a sentence without its point.
+        refuse_checkpoint: as ``refuse_keys``, for the model of ``actor_rollout_ref.model.path``, where its checkpoint
+            lies in a folder of this machine; further arguments are ``actor_rollout_ref.model.override_config`` and
+            verl's rollout config.
         refuse_untied: see ``RolloutEndpoint.refuse_untied``.
         refuse_adapter: see ``RolloutEndpoint.refuse_adapter``; its second argument tells under which key, with its
             value, the user gave a setting, for the message.
@@ -112,6 +117,8 @@ class Rollout:
     load_replica: Callable[[], type]
     stock_loader: str
     refuse_keys: Callable[[Any, bool], None]
+    left_to_verl: Callable[[Any], str]
+    refuse_stock: Callable[[Any, Any], str]
     refuse_checkpoint: Callable[..., None]
     refuse_untied: RefuseUntied
     refuse_adapter: RefuseAdapter

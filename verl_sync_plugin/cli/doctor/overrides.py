@@ -115,7 +115,7 @@ def judge(config: Any, command: Command) -> tuple[str, list[Finding]]:
     if line == OFF:
         return line, [warning(CHECK, line, f"leave out {KEY_PREFIX}.enabled=False for the plugin to move them")]
     if line.startswith(NOT_IN_USE):
-        return line, [problem(CHECK, line, "use one of these strategies")]
+        return line, [problem(CHECK, line, "leave that key out, or use another value, for the plugin to move them")]
     if not line:
         key = "actor_rollout_ref.rollout.name"
         text = f"{key}={OmegaConf.select(config, key)}: the plugin does not serve this rollout, stock verl moves its "

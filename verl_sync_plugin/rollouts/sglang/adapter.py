@@ -45,30 +45,36 @@ from verl_sync_plugin.trainers.shard_stream import ShardStream
 class SyncServerAdapter(ServerAdapter):
     """verl's SGLang adapter with the plugin's resharding phase.
 
-    With ``custom.sync.enabled=False`` constructing it gives verl's own ``ServerAdapter``.
+    Constructing it gives verl's own ``ServerAdapter`` with ``custom.sync.enabled=False``, and for an engine that the
+    plugin never syncs: a reward model's, a teacher's, or one that gets its weights from verl's checkpoint engines.
     """
 
-    def __new__(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
-        enabled = sync_config_of(config).enabled
+    def __new__(
+        cls, config: Any, model_config: Any, device_mesh: DeviceMesh | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        backend = config.checkpoint_engine.backend
+        # Only the actor's workers, which train, have a mesh; all others are verl's ``CheckpointEngineWorker``
+        synced = device_mesh is not None or backend == SEPARATE_BACKEND
+        enabled = synced and sync_config_of(config).enabled
         activation.take_over(enabled)
         if enabled:
             return super().__new__(cls)
-        say("custom.sync.enabled=False: stock verl moves the weights")
-        return ServerAdapter(config, *args, **kwargs)
+        if synced:
+            say("custom.sync.enabled=False: stock verl moves the weights")
+        elif backend != "naive":
+            say("separate rollout: verl's checkpoint engine and stock loading move the weights")
+        return ServerAdapter(config, model_config, device_mesh, *args, **kwargs)
 
     def __init__(
         self, config: Any, model_config: Any, device_mesh: DeviceMesh | None, replica_rank: int = -1, **more: Any
     ) -> None:
-        # verl's base class fills in device_mesh later, also for a disaggregated rollout: fix the role now
-        self._colocated = device_mesh is not None
-        separate = not self._colocated and config.checkpoint_engine.backend == SEPARATE_BACKEND
-        if self._colocated or separate:
-            refuse_keys(config, moves=True)
+        refuse_keys(config, moves=True)
         super().__init__(config, model_config, device_mesh, replica_rank, **more)
-        self._separate = SeparateReceiver(self._make_separate) if separate else None
+        # verl's base class fills in device_mesh later
+        self._separate = None if device_mesh is not None else SeparateReceiver(self._make_separate)
         self._sync = sync_config_of(config)
         self._manager: ShardingManager | None = None
-        self._keeps_weights = lora_served_as_adapter(model_config)
+        self._keeps_weights = lora_served_as_adapter(self.model_config)
         staged = bool(config.multi_stage_wake_up) or self._keeps_weights  # without resident weights no first stage
         self._stage_one, self._stage_two = wake_stages(staged, self._sync.release_cuda_graph)
         self._wake_tags: list[str] = []
@@ -80,13 +86,12 @@ class SyncServerAdapter(ServerAdapter):
     @property
     def makes_room(self) -> bool:
         """Whether the plugin serves this rollout, and our worker may make room around its syncs."""
-        return self._colocated
+        return self._separate is None
 
     async def _init_server_adapter(self, **more: Any) -> None:
         """Finds the server actor. Replaces verl's, which builds an HTTP client that this path does not use."""
-        if not self._colocated:
-            await super()._init_server_adapter(**more)
-        elif not hasattr(self, "server_actor"):
+        say_unused("_init_server_adapter", more)
+        if not hasattr(self, "server_actor"):
             self.server_actor = self._find_server()
 
     def _find_server(self) -> Any:
@@ -101,9 +106,6 @@ class SyncServerAdapter(ServerAdapter):
         Raises:
             SyncError: stage 2 failed on any rank; the same text on all.
         """
-        if not self._colocated:
-            await super().resume(tags, **more)
-            return
         say_unused("resume", more)
         if WEIGHTS in tags:
             self._wake_tags = list(self._stage_one)
@@ -112,9 +114,6 @@ class SyncServerAdapter(ServerAdapter):
 
     async def release(self, **more: Any) -> None:
         """Puts the engine to sleep; harmless when it sleeps already."""
-        if not self._colocated:
-            await super().release(**more)
-            return
         say_unused("release", more)
         await self._init_server_adapter()
         if self.config.free_cache_engine and self._is_server_tp_leader():
@@ -139,10 +138,6 @@ class SyncServerAdapter(ServerAdapter):
         """
         if self._separate is not None:
             await self._separate.receive(weights, global_steps)
-            return
-        if not self._colocated:
-            say("separate rollout: verl's checkpoint engine and stock loading move the weights")
-            await super().update_weights(weights, global_steps=global_steps, **kwargs)
             return
         if not isinstance(weights, ShardStream):
             refuse_plain_stream()

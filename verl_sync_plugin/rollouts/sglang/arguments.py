@@ -11,8 +11,18 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from verl_sync_plugin.config.refusals import PREFIX, refuse_unsupported
-from verl_sync_plugin.config.settings import KEY_PREFIX, TURN_OFF, SyncConfig, given_value, section, sync_config_of
+from verl_sync_plugin.config import refusals
+from verl_sync_plugin.config.refusals import PREFIX
+from verl_sync_plugin.config.settings import (
+    KEY_PREFIX,
+    TURN_OFF,
+    SyncConfig,
+    given_value,
+    lora_rank_of,
+    section,
+    sync_config_of,
+)
+from verl_sync_plugin.rollouts.sglang.families import refuse_checkpoint, refuse_fp8
 
 ARGUMENTS = f"{PREFIX}.engine_kwargs.sglang"
 
@@ -27,13 +37,14 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "modelopt_quant": (None,),
     "quantize_and_serve": (None, False),
     "rl_quant_profile": (None,),
-    "speculative_algorithm": (None,),
     "cpu_offload_gb": (None, 0),
     "offload_group_size": (None, -1, 0),
     "kt_weight_path": (None,),
     "pp_size": (None, 1),
     "disaggregation_mode": (None, "null"),
 }
+NO_DRAFT_MODEL = "NGRAM"  # the ``speculative_algorithm`` that drafts from tokens it has seen
+DRAFT = "speculative_draft_model_path"
 # Caches of keys and values by tokens alone that SGLang 0.5.12's flush does not clear (``reset`` of its HiRadixCache and
 # LMCRadixCache), so that prefixes of earlier weights would be found again behind a sync
 OUTLIVING_CACHES: Mapping[str, tuple[Any, ...]] = {
@@ -58,9 +69,70 @@ def refuse_keys(rollout: Any, moves: bool) -> None:
     """
     refuse_cuda_graph(sync_config_of(rollout))
     if moves:
-        refuse_unsupported(rollout)
+        if cause := left_to_verl(rollout):
+            raise ValueError(f"{cause}; {TURN_OFF}.")
         refuse_dtype(rollout)
         refuse_engine_arguments(rollout)
+
+
+def left_to_verl(rollout: Any) -> str:
+    """See ``Rollout.left_to_verl``."""
+    if cause := refusals.left_to_verl(rollout):
+        return cause
+    given = engine_arguments(rollout)
+    algorithm = given.get("speculative_algorithm", None)
+    if algorithm is not None and str(algorithm).upper() != NO_DRAFT_MODEL and not draft_of(given):
+        return (
+            f"{ARGUMENTS}.speculative_algorithm={algorithm!r} without {ARGUMENTS}.{DRAFT}: the model drafts for "
+            "itself, and weight sync has no draft model"
+        )
+    if rollout.get("dtype", None) == "auto" and sync_config_of(rollout).wire_dtype == "auto":
+        return f"{PREFIX}.dtype='auto' without {KEY_PREFIX}.wire_dtype: says not what travels"
+    return ""
+
+
+def refuse_stock(rollout: Any, model: Any) -> str:
+    """See ``Rollout.refuse_stock``."""
+    refuse_engine_arguments(rollout)
+    quantization = given_value(rollout, "quantization", f"{PREFIX}.quantization")
+    path = str(model.get("path", None))
+    if quantization is None:
+        refuse_checkpoint(path)
+        return ""
+    key = f"{PREFIX}.quantization={quantization!r}"
+    if quantization != "fp8":
+        raise ValueError(f"{key}: verl quantizes for SGLang to fp8 alone. Use fp8, or remove it.")
+    if overrides := engine_arguments(rollout).get("json_model_override_args", None):
+        raise ValueError(
+            f"{ARGUMENTS}.json_model_override_args={overrides!r} with {key}: it replaces what verl says there of its "
+            "fp8 weights. Remove one of the two."
+        )
+    merge = section(model, "lora", "actor_rollout_ref.model.lora").get("merge", False)
+    if (rank := lora_rank_of(model)) and not merge:
+        raise ValueError(
+            f"{key} with actor_rollout_ref.model.lora.merge=False and LoRA rank {rank}: under an adapter that SGLang "
+            "serves it does not find the scales of the base's fp8 weights. Set actor_rollout_ref.model.lora.merge=True."
+        )
+    return refuse_fp8(path)
+
+
+def engine_arguments(rollout: Any) -> Any:
+    """The arguments for SGLang of a rollout config.
+
+    Raises:
+        ValueError: they are no mapping; names key, value and remedy.
+    """
+    return section(section(rollout, "engine_kwargs", f"{PREFIX}.engine_kwargs"), "sglang", ARGUMENTS)
+
+
+def draft_of(arguments: Mapping[str, Any]) -> str:
+    """The model with weights of its own that drafts for the one that is trained; empty where there is none. A sync
+    leaves it as its checkpoint has it.
+
+    Args:
+        arguments: for SGLang.
+    """
+    return "" if arguments.get("speculative_algorithm", None) is None else str(arguments.get(DRAFT, None) or "")
 
 
 def refuse_cuda_graph(sync: SyncConfig) -> None:
@@ -79,11 +151,6 @@ def refuse_cuda_graph(sync: SyncConfig) -> None:
 def refuse_dtype(rollout: Any) -> None:
     """Raises ValueError when ``rollout.dtype`` is none that SGLang holds weights in; names key, value and remedy."""
     dtype = given_value(rollout, "dtype", f"{PREFIX}.dtype")
-    if dtype == "auto" and sync_config_of(rollout).wire_dtype == "auto":
-        raise ValueError(
-            f"{PREFIX}.dtype='auto': says not what travels. Use {PREFIX}.dtype=bfloat16, or set "
-            f"{KEY_PREFIX}.wire_dtype."
-        )
     if dtype not in (None, "auto", *DTYPES):
         raise ValueError(f"{PREFIX}.dtype={dtype!r}: not a dtype of SGLang's weights. Use one of {', '.join(DTYPES)}.")
 
@@ -94,7 +161,7 @@ def refuse_engine_arguments(rollout: Any) -> None:
     Raises:
         ValueError: names key, value and remedy.
     """
-    given = section(section(rollout, "engine_kwargs", f"{PREFIX}.engine_kwargs"), "sglang", ARGUMENTS)
+    given = engine_arguments(rollout)
     for key, harmless in UNSERVED.items():
         if (value := given.get(key, None)) not in harmless:
             raise ValueError(f"{ARGUMENTS}.{key}={value!r}: weight sync cannot serve it; {TURN_OFF}.")

@@ -31,6 +31,46 @@ UNSYNCABLE = {
     "DeepseekV4ForCausalLM": "its loader rearranges a parameter behind its first load, and behind no other",
 }
 
+# What verl 0.9.1 and SGLang 0.5.12 make of ``rollout.quantization=fp8``: every parameter of a tiny model was compared
+# with the same class in bfloat16, on one rank. verl chooses what it quantizes by names, SGLang by its modules.
+FP8_RIGHT = frozenset(
+    {
+        *("ApertusForCausalLM", "ArceeForCausalLM", "CohereForCausalLM", "Cohere2ForCausalLM", "GemmaForCausalLM"),
+        *("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM", "Ernie4_5_MoeForCausalLM", "Gemma2ForCausalLM"),
+        *("Gemma3ForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM", "GraniteForCausalLM"),
+        *("HunYuanDenseV1ForCausalLM", "Olmo2ForCausalLM", "OlmoeForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+        *("Qwen3MoeForCausalLM", "SeedOssForCausalLM", "SmolLM3ForCausalLM", "Starcoder2ForCausalLM"),
+    }
+)
+FP8_RAISES = frozenset(
+    {
+        *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "GPT2LMHeadModel"),
+        *("GraniteMoeHybridForCausalLM", "Lfm2ForCausalLM", "OlmoForCausalLM", "StableLmForCausalLM"),
+    }
+)
+_DROPS_SCALES = "SGLang drops the scales of its weights"
+_BARE_EXPERTS = "verl does not quantize its experts, and SGLang holds them in fp8 without their scales"
+_QUANTIZED_GATE = "verl quantizes the gate of its shared expert, and SGLang holds it in bfloat16"
+_OTHER_TENSORS = "verl quantizes other tensors of it than SGLang holds in fp8"
+FP8_WRONG = {
+    "LlamaForCausalLM": _DROPS_SCALES,
+    "MistralForCausalLM": _DROPS_SCALES,
+    "Ministral3ForCausalLM": _DROPS_SCALES,
+    "Phi3ForCausalLM": _DROPS_SCALES,
+    # Not tried; SGLang's classes for these are its Llama with another name
+    "InternLM3ForCausalLM": _DROPS_SCALES,
+    "IQuestCoderForCausalLM": _DROPS_SCALES,
+    "TeleFLMForCausalLM": _DROPS_SCALES,
+    "MixtralForCausalLM": _BARE_EXPERTS,
+    "PhiMoEForCausalLM": _BARE_EXPERTS,
+    "PhimoeForCausalLM": _BARE_EXPERTS,
+    "GraniteMoeForCausalLM": _BARE_EXPERTS,
+    "Lfm2MoeForCausalLM": _OTHER_TENSORS,
+    "OPTForCausalLM": _OTHER_TENSORS,
+    "Qwen2MoeForCausalLM": _QUANTIZED_GATE,
+    "Qwen3NextForCausalLM": _QUANTIZED_GATE,  # not tried; it has the same gate
+}
+
 # SGLang's classes (0.5.12) that cannot be launched untied: an adapter makes two weights of embedding and head, and
 # these have one, whatever tie_word_embeddings says
 _EMBEDDING_IS_HEAD = "computes logits with the embedding"
@@ -61,22 +101,26 @@ def refuse_checkpoint(path: str, override_config: Any = None, rollout: Any = Non
     Raises:
         ValueError: see ``refuse_family``; or trainer and engine have different numbers of layers.
     """
-    file = Path(path).expanduser() / "config.json"
+    config = _config_in(path)
+    refuse_family(path, config)
+    overrides = override_config or {}
+    ours = _layers(config, overrides.get("model_config", overrides))
+    theirs = _layers(config, changed_config(rollout or {}))
+    if config and ours != theirs:
+        raise ValueError(
+            f"actor_rollout_ref.model.override_config={overrides}: the trainer's model has {ours} layers "
+            f"(num_hidden_layers), SGLang's {theirs}. Change both alike, SGLang's by "
+            f"{ARGUMENTS}.json_model_override_args."
+        )
+
+
+def _config_in(path: str) -> dict[str, Any]:
+    """A checkpoint's ``config.json`` in a folder of this machine; empty where there is none."""
     try:
-        config = json.loads(file.read_text())
+        config = json.loads((Path(path).expanduser() / "config.json").read_text())
     except (OSError, ValueError):  # a name on the Hub, a remote folder, or none at all: verl says so
-        return
-    if isinstance(config, dict):
-        refuse_family(path, config)
-        overrides = override_config or {}
-        ours = _layers(config, overrides.get("model_config", overrides))
-        theirs = _layers(config, changed_config(rollout or {}))
-        if ours != theirs:
-            raise ValueError(
-                f"actor_rollout_ref.model.override_config={overrides}: the trainer's model has {ours} layers "
-                f"(num_hidden_layers), SGLang's {theirs}. Change both alike, SGLang's by "
-                f"{ARGUMENTS}.json_model_override_args."
-            )
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def _layers(config: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
@@ -84,6 +128,54 @@ def _layers(config: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
     if "text_config" in config:
         config, changes = config["text_config"], changes.get("text_config") or {}
     return changes.get("num_hidden_layers", config.get("num_hidden_layers"))
+
+
+def refuse_fp8(path: str) -> str:
+    """Refuses a model of which stock verl's ``rollout.quantization=fp8`` puts wrong weights into SGLang.
+
+    Args:
+        path: ``actor_rollout_ref.model.path``, in a folder of this machine or on the Hub.
+
+    Returns:
+        What else is to be said of it; empty for a model that is known to be right.
+
+    Raises:
+        ValueError: names the key, the architecture, the reason and the remedy.
+    """
+    config = _config_in(path) or _config_on_hub(path)
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    # verl's fp8 takes the place of the checkpoint's own
+    same = (config.get("quantization_config") or {}).get("quant_method") == "fp8"
+    refuse_family(path, plain if same else config)
+    architectures = [str(name) for name in config.get("architectures") or ()]
+    for name in architectures:
+        why = _OTHER_TENSORS if "vision_config" in config else FP8_WRONG.get(name)
+        if why:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.quantization='fp8' with actor_rollout_ref.model.path={path}: {why} "
+                f"({name}), so SGLang would generate with wrong weights, without an error. Remove "
+                f"actor_rollout_ref.rollout.quantization, or {TURN_OFF}, which does not notice."
+            )
+    if architectures and FP8_RIGHT.issuperset(architectures):
+        return ""
+    shown = ", ".join(architectures) or f"the model {path}, whose config.json cannot be read here,"
+    if FP8_RAISES.intersection(architectures):
+        return f"With {shown} SGLang is known to end at the first sync of verl's fp8"
+    return (
+        f"It is NOT KNOWN whether verl's fp8 puts the right weights of {shown} into SGLang; look at "
+        "training/rollout_probs_diff_mean (rollout.calculate_log_probs=True) of the first step"
+    )
+
+
+def _config_on_hub(path: str) -> dict[str, Any]:
+    """``config.json`` of a name on the Hub; empty where it cannot be had."""
+    from transformers import PretrainedConfig
+
+    try:
+        config: dict[str, Any] = PretrainedConfig.get_config_dict(path)[0]
+    except (OSError, ValueError):  # verl says so
+        return {}
+    return config
 
 
 def refuse_family(path: str, config: Mapping[str, Any]) -> None:

@@ -107,7 +107,7 @@ def refuse(spec: LocalSpec) -> None:
     for key, value in spec.arguments.items():
         if key in OURS:
             raise ValueError(f"engine.{key}={value!r}: leave it out, and set {OURS[key]}.")
-        harmless = {**UNSERVED, **MORE_RANKS}.get(key)
+        harmless = {**UNSERVED, **MORE_RANKS, "speculative_algorithm": (None,)}.get(key)
         reorders = key == "moe_runner_backend" and value in REORDERING_BACKENDS
         if (harmless is not None and value not in harmless) or reorders:
             raise ValueError(f"engine.{key}={value!r}: weight sync cannot serve it. Leave it out.")

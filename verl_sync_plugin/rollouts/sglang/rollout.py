@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from verl_sync_plugin.rollouts.base import LocalLaunch, LocalSpec, Rollout
-from verl_sync_plugin.rollouts.sglang.arguments import refuse_keys
+from verl_sync_plugin.rollouts.sglang.arguments import left_to_verl, refuse_keys, refuse_stock
 from verl_sync_plugin.rollouts.sglang.families import refuse_checkpoint, refuse_untied
 from verl_sync_plugin.rollouts.sglang.served_lora import refuse_adapter
 
@@ -34,6 +34,8 @@ ROLLOUT = Rollout(
     load_replica=load_replica,
     stock_loader="_load_sglang",
     refuse_keys=refuse_keys,
+    left_to_verl=left_to_verl,
+    refuse_stock=refuse_stock,
     refuse_checkpoint=refuse_checkpoint,
     refuse_untied=refuse_untied,
     refuse_adapter=refuse_adapter,

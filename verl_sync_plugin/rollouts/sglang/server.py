@@ -19,6 +19,7 @@ from verl.workers.rollout.sglang_rollout.utils import SGLANG_LORA_NAME
 from verl_sync_plugin import compat
 from verl_sync_plugin.log import say, say_unused
 from verl_sync_plugin.lora.build import unties_embeddings
+from verl_sync_plugin.rollouts.sglang.arguments import draft_of
 from verl_sync_plugin.rollouts.sglang.awake import CUDA_GRAPH, KV_CACHE, WEIGHTS, sleep_tags
 from verl_sync_plugin.rollouts.sglang.backup import keep_cpu_backup
 from verl_sync_plugin.rollouts.sglang.held_adapter import ask
@@ -59,6 +60,7 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
         if self._sync.release_cuda_graph:
             os.environ[CUDA_GRAPH_VARIABLE] = "1"
         self._untie(sglang_kwargs)
+        self._keep_draft(sglang_kwargs)
         hand_down(self.engine_token or new_token())
         backup = keep_cpu_backup(self._sync, self.config, self.model_config)
         with compat.launch_shims(), _decided(self, backup):
@@ -83,6 +85,13 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
             given = json.loads(sglang_kwargs.get("json_model_override_args") or "{}")
             sglang_kwargs["json_model_override_args"] = json.dumps({**given, "tie_word_embeddings": False})
             say("rollout server: embedding and head untied")
+
+    def _keep_draft(self, sglang_kwargs: dict[str, Any]) -> None:
+        """Has SGLang load and keep the weights of a draft model, which no sync writes."""
+        if draft := draft_of(sglang_kwargs):
+            sglang_kwargs["enable_draft_weights_cpu_backup"] = True
+            sglang_kwargs.setdefault("speculative_draft_load_format", "auto")  # else as the target: dummy, most often
+            say(f"rollout server: the draft model {draft} keeps the weights of its checkpoint")
 
     async def sleep(self, **more: Any) -> None:
         """verl's sleep, once per wake; a repeated call is harmless.

@@ -96,7 +96,12 @@ class WeightUpdates:
             RuntimeError: SGLang refused it.
         """
         packs = [packed] * int(self.tokenizer_manager.server_args.tp_size)
-        obj = UpdateWeightsFromTensorReqInput(serialized_named_tensors=packs, load_format=loader, flush_cache=False)
+        obj = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=packs,
+            load_format=loader,
+            flush_cache=False,
+            **compat.target_alone(UpdateWeightsFromTensorReqInput),
+        )
         async with compat.weight_update_session(self.tokenizer_manager):
             success, message = await self.tokenizer_manager.update_weights_from_tensor(obj, None)
         if not success:
