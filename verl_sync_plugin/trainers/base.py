@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -184,7 +185,7 @@ class TrainerBackend(ABC):
         hf_config = self.engine.model_config.hf_config
         return int(getattr(hf_config, "vocab_size", 0) or hf_config.get_text_config().vocab_size)
 
-    @property
+    @cached_property
     def policy(self) -> WirePolicy:
         """In which dtypes parameters travel."""
         return wire_policy(self.config, self.rollout_dtype)

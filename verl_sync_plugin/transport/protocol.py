@@ -8,7 +8,7 @@
     Hello(sync_id, digest, staging) --->
                                     <---  Ready(needs_plan), or Ready(unreachable) and the sync is over
     Manifest (only if needed)       --->
-                                    <---  Used (only if asked for)
+                                    <---  Used (only if asked for), and the sync is over if the trainer plans anew
     per bucket: Load(bucket, slot)  --->  loads, waits until its copies are done
                                     <---  Loaded(bucket) or Failed(text)
     or, where parameters are read where they lie (Hello(live) instead of staging):
@@ -35,7 +35,7 @@ from verl_sync_plugin.layout.tensors import Entry, Plan
 from verl_sync_plugin.transport.memory.exports import Live, StagingExport
 
 MAGIC = "verl-sync-plugin"
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 # A trainer rank may spend up to three waits (its shards, its plan, its staging memory; or the last buckets, the commit,
 # the engine's answer) before it meets the others, and who waits for it should hear why it failed instead of giving up
@@ -171,10 +171,13 @@ class Used:
     Attributes:
         model: engine and class, such as "SGLang's LlamaForCausalLM".
         readings: which bytes of each tensor it uses; ``None`` when only the load itself will tell.
+        wider: of which it would take more than is sent: a dtype, and the numbers of the tensors; see
+            ``Recording.wider``.
     """
 
     model: str
     readings: Readings | None
+    wider: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True)
