@@ -27,7 +27,8 @@ def flags_of(flags: Iterable[torch.Tensor]) -> list[bool]:
 
 
 def kept_constants(recording: Recording) -> list[tuple[torch.Tensor, float]]:
-    """The constants that a load leaves in place; others are a ground that it then writes on, perhaps the same number."""
+    """The constants that a load leaves in place; others are a ground that it then writes on, perhaps with the same
+    number."""
     covered = grounds([*recording.copies, *recording.others], recording.fills)
     found = [(fill.target, fill.value) for fill in recording.fills if fill.target.numel() and fill.order not in covered]
     return [each for each, gone in zip(found, flags_of(differs(t, v) for t, v in found), strict=True) if not gone]

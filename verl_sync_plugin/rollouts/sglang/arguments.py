@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,6 +59,11 @@ def refuse_keys(rollout: Any, moves: bool) -> None:
     """
     refuse_cuda_graph(sync_config_of(rollout))
     if moves:
+        if importlib.util.find_spec("sglang") is None:
+            raise ValueError(
+                f"{PREFIX}.name='sglang': SGLang is not installed in {sys.executable}. Install it there (the extra "
+                f"``sglang`` names the version), or set {PREFIX}.name to an engine that is."
+            )
         refuse_unsupported(rollout)
         refuse_dtype(rollout)
         refuse_engine_arguments(rollout)
