@@ -80,13 +80,14 @@ def _rewrite(folder: Path, change: Any) -> None:
 
 @torch.no_grad()
 def train(model: PreTrainedModel, sharded: torch.nn.Module, seed: int) -> None:
-    """Gives every parameter and persistent buffer of both models the same new values, each of which bfloat16 holds."""
+    """Gives every parameter and persistent buffer of both models the same new values, which need fp32 as trained ones
+    do."""
     generator = torch.Generator().manual_seed(seed)
     twins = sharded.state_dict(keep_vars=True)
     for name, whole in model.state_dict(keep_vars=True).items():
         if not whole.is_floating_point():
             continue
-        whole.copy_(torch.randn(whole.shape, generator=generator).to(torch.bfloat16))
+        whole.copy_(torch.randn(whole.shape, generator=generator))
         twin: Any = twins[name]
         placed = hasattr(twin, "device_mesh")
         twin.copy_(distribute_tensor(whole.detach(), twin.device_mesh, twin.placements) if placed else whole)
@@ -121,16 +122,30 @@ class Pair:
         auto = get_hf_auto_model_class(hf_config)
         self.whole, self.sharded = (auto.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
         apply_fsdp2(self.sharded, {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}, {})
-        rewrite, policy = checkpoint_rewrite(self.sharded), wire_policy(SyncConfig(), "bfloat16")
-        unsaved = frozenset(self.sharded.all_tied_weights_keys)
-        self.source = FSDP2Source(
-            self.sharded, policy, rewrite, lambda state: convert_weight_keys(state, self.sharded), unsaved
-        )
+        self.rename = lambda state: convert_weight_keys(state, self.sharded)
+        self.policy = wire_policy(SyncConfig(), "bfloat16")
+        self.agreement = Agreement(60.0)
+        self.open()
+
+    def open(self) -> None:
+        """Plans with the policy of now."""
+        rewrite, unsaved = checkpoint_rewrite(self.sharded), frozenset(self.sharded.all_tied_weights_keys)
+        self.source = FSDP2Source(self.sharded, self.policy, rewrite, self.rename, unsaved)
         self.plan = plan_buckets(tuple(s.base for s in self.source.shards()), BUCKET_BYTES, dist.get_world_size() > 1)
         self.packer = Packer(CPU, self.plan, dist.get_rank(), hashed=True, finite=False)
-        self.agreement = Agreement(60.0)
         self.uses = UseCheck(self.agreement, range(dist.get_world_size()))
         self.destination = DestinationCheck(self.agreement)
+
+    def meet(self, model: Any) -> tuple[Unpacker, DestinationProof]:
+        """What receives the syncs of an engine's model, once it has said in which dtypes it would have the weights."""
+        known = SGLangModel(model, dist.get_rank())
+        unpacker = Unpacker(known, Manifest.of(self.plan), CPU)
+        unpacker.begin(LayoutKey(known).now(), copy_plan=True, hashed=False)
+        self.uses.note(unpacker.uses.use(loaded=False))
+        if self.policy.learn(self.uses.compare(self.plan, loaded=False)):
+            self.open()
+            unpacker = Unpacker(known, Manifest.of(self.plan), CPU)
+        return unpacker, DestinationProof(known, Manifest.of(self.plan), CPU)
 
     def send(self, unpacker: Unpacker, proof: DestinationProof, model: Any) -> tuple[tuple[str, int, int], ...]:
         """One sync into an engine's model, with its proofs; what of the model is left to a host copy.
@@ -228,8 +243,7 @@ def outcome(family: Family, folder: Path, port: int, more_layers: int = 0) -> st
     config = sglang_models.start_from(home, rank, world, port, family.attention)
     engine, reference = (poisoned(config, family, byte) for byte in POISON)
     known, kept = SGLangModel(engine, rank), dict[str, None]()
-    unpacker = Unpacker(known, Manifest.of(pair.plan), CPU)
-    proof = DestinationProof(known, Manifest.of(pair.plan), CPU)
+    unpacker, proof = pair.meet(engine)
     for seed in (1, 2, 3):
         train(pair.whole, pair.sharded, seed)
         if rank == 0:

@@ -101,7 +101,7 @@ def send_three_times(layout: Layout) -> None:
 def fail_and_recover(
     module: torch.nn.Module, source: MergingSource, sender: AdapterSender, agreement: Agreement, engine: Engine
 ) -> None:
-    def failing() -> str:
+    def failing(sender: AdapterSender = sender) -> str:
         with pytest.raises(SyncError) as caught:
             asyncio.run(sender.send(agreement, engine, SyncReport(), None))
         texts: list[Any] = [None] * dist.get_world_size()
@@ -124,6 +124,10 @@ def fail_and_recover(
     if local.numel():
         honest, local[0] = local[0].item(), float("nan")
     assert "lora_A.weight' holds NaN or Inf" in failing()
+    if local.numel():
+        local[0] = 1e5
+    narrow = AdapterSender(sender._adapter, torch.float16, SyncConfig())
+    assert "lora_A.weight' exceeds the range of float16, in which it travels" in failing(narrow)
     if local.numel():
         local[0] = honest
     sent = len(engine.adapters)

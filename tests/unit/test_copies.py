@@ -101,6 +101,7 @@ BLOCKS = [
     pytest.param(Block(6, 10, 6, 34, 7, 100, 50, 100), id="pairs"),
     pytest.param(Block(1, 3, 1, 35, 7, 101, 51, 101), id="bytes"),
     pytest.param(Block(2, 0, 2, 20_002), id="unaligned"),
+    pytest.param(Block(0, 0, 0, 16, 3, 32, 16, 3 << 31), id="far"),
 ]
 
 

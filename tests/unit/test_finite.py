@@ -66,6 +66,14 @@ def test_what_is_not_finite_on_the_wire_is_found_and_named(rank: int, bucket_byt
     assert text.startswith(f"'b' {expected}")
 
 
+def test_what_the_dtype_of_the_trainer_rounds_its_limit_to_is_named() -> None:
+    shards = shards_of({"a": torch.full((7,), 65536.0, dtype=torch.bfloat16)}, torch.float16)  # the most is 65504
+    plan = plan_buckets((shards[0].base,), 1 << 20)
+    (index,) = broken(plan, shards, 0)
+    text = name_culprit(plan.buckets[index], shards, OneFactor(), 0)
+    assert text is not None and text.startswith("'a' exceeds the range of float16")
+
+
 def test_a_factor_is_named() -> None:
     shard = shards_of({"a": torch.ones(7)})[0]
     factor = torch.tensor([1.0, float("nan")])

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from verl_sync_plugin.receiver.order import fills_contradict, overwritten, superseded
+from verl_sync_plugin.receiver.order import fills_contradict, grounds, overwritten, superseded
 from verl_sync_plugin.receiver.recording import Copy, Fill
 
 MEMORY = torch.zeros(4, 8)
@@ -29,6 +29,12 @@ def test_constants_over_copies() -> None:
     assert overwritten(copies, [Fill(MEMORY[:, 0], 0.0, 3)]) == ["a", "b"]
     assert overwritten(copies, [Fill(MEMORY[:, 0], 0.0, 1)]) == ["a"], "what is copied later stays"
     assert overwritten(copies, [Fill(MEMORY[:2], 0.0, 3)]) == ["a"]
+
+
+def test_copies_over_constants() -> None:
+    copy = Copy("a", MEMORY, MEMORY[:2], 1)
+    fills = [Fill(MEMORY, 0.0, 0), Fill(MEMORY[2:], 0.0, 2), Fill(MEMORY[0], 0.0, 3)]
+    assert grounds([copy], fills) == {0}, "not what is beside, nor what is written later"
 
 
 def test_copies_over_copies_of_another_tensor() -> None:

@@ -66,8 +66,8 @@ def placed(value, where, LANE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["rows"])
 def move_rows(  # type: ignore[no-untyped-def]
-    wide,  # int64 (5, n): source, target, position of the first lane; strides of source and target, in lanes
-    narrow,  # int32 (5, n): base, group, lanes, lanes per run, stride of the position in lanes
+    wide,  # int64 (6, n): source, target, position of the first lane; strides of all three, in lanes
+    narrow,  # int32 (4, n): base, group, lanes, lanes per run
     rows,
     bases,  # int64: the target address, then the source addresses
     sums,
@@ -104,7 +104,7 @@ def move_rows(  # type: ignore[no-untyped-def]
         per_run = tl.load(narrow + 3 * rows + row)
         source_stride = tl.load(wide + 3 * rows + row)
         target_stride = tl.load(wide + 4 * rows + row)
-        position_stride = tl.load(narrow + 4 * rows + row)
+        position_stride = tl.load(wide + 5 * rows + row)
     if PAIRS:
         lanes = tl.multiple_of(lanes, 2)
         if RUNS:

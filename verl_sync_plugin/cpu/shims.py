@@ -171,6 +171,12 @@ def _attend_to_latents(attention_backend_handler: ModuleType) -> None:
     registry.register("torch_native", lambda attention, forward_batch: methods.MLA)
 
 
+def _load_in_one_thread(loader_utils: ModuleType) -> None:
+    """Have SGLang's models load CPU tensors as they load those of a GPU: in the thread that calls them, where the
+    dispatch modes of the plugin see every write."""
+    loader_utils.should_async_load = lambda weight: False  # type: ignore[attr-defined]
+
+
 _HOOKS: dict[str, Callable[[ModuleType], None]] = {
     "torch.multiprocessing": _share_tensors_by_file,
     "torch.distributed.fsdp._init_utils": _let_fsdp1_broadcast_on_cpu,
@@ -179,6 +185,7 @@ _HOOKS: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.layers.logits_processor": gemma2.cap_logits,
     "sglang.srt.lora.layers": _forget_pinning,
     "sglang.srt.models.deepseek_common.attention_backend_handler": _attend_to_latents,
+    "sglang.srt.model_loader.utils": _load_in_one_thread,
     "sglang.srt.utils.patch_torch": _leave_cpu_tensors_alone,
     "verl.plugin.platform.platform_manager": _register_platform,
     "verl.utils.distributed": _name_gloo_once,

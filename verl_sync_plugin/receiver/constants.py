@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
-from verl_sync_plugin.receiver.recording import Fill
+from verl_sync_plugin.receiver.order import grounds
+from verl_sync_plugin.receiver.recording import Recording
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -25,9 +26,11 @@ def flags_of(flags: Iterable[torch.Tensor]) -> list[bool]:
     return torch.stack(found).tolist() if found else []
 
 
-def kept_constants(fills: Iterable[Fill]) -> list[tuple[torch.Tensor, float]]:
-    """The constants that a load leaves in place; others are a ground that it then writes on."""
-    found = [(fill.target, fill.value) for fill in fills if fill.target.numel()]
+def kept_constants(recording: Recording) -> list[tuple[torch.Tensor, float]]:
+    """The constants that a load leaves in place; others are a ground that it then writes on, perhaps with the same
+    number."""
+    covered = grounds([*recording.copies, *recording.others], recording.fills)
+    found = [(fill.target, fill.value) for fill in recording.fills if fill.target.numel() and fill.order not in covered]
     return [each for each, gone in zip(found, flags_of(differs(t, v) for t, v in found), strict=True) if not gone]
 
 

@@ -17,6 +17,12 @@ def overwritten(copies: Sequence[Copy], fills: Sequence[Fill]) -> list[str]:
     return list(dict.fromkeys(one.name for one, other in pairs if isinstance(one, Copy) and isinstance(other, Fill)))
 
 
+def grounds(copies: Sequence[Copy], fills: Sequence[Fill]) -> frozenset[int]:
+    """The ``order`` of constants of which a later copy overwrites some bytes."""
+    pairs = _overlapping([*copies, *fills]) if fills else iter(())
+    return frozenset(one.order for one, other in pairs if isinstance(one, Fill) and isinstance(other, Copy))
+
+
 def fills_contradict(fills: Sequence[Fill]) -> bool:
     """Whether different constants are written to the same bytes."""
     pairs = _overlapping(fills) if len({fill.value for fill in fills}) > 1 else iter(())

@@ -130,7 +130,7 @@ class DestinationProof:
             self._no_room = f"no device memory for a load of marks: {error}"
             left_out.update({source.name: self._no_room for source in self._sources})
         self._filled = hold((fill.target, fill.value) for fill in recording.fills)
-        self._constants = kept_constants(recording.fills)
+        self._constants = kept_constants(recording)
         if recording.derives:
             left_out[DERIVED] = "is computed"
         self._left_out, self._layout = left_out, self._key.now()

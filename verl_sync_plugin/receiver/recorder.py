@@ -17,6 +17,8 @@ from verl_sync_plugin.receiver.engine_model import EngineModel
 from verl_sync_plugin.receiver.recording import Copy, Fill, Recording, Source
 
 aten = torch.ops.aten
+# What these make of a tensor holds its values, or zeros
+MOVES = (aten.clone.default, aten.cat.default, aten.zero_.default)
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -101,6 +103,7 @@ class _Recorder(TorchDispatchMode):
         else:
             self._refuse(names, "is copied elsewhere")
             self.recording.taken.update(names)  # the model may keep it without naming it as one of its tensors
+            self.recording.computed.update(names)
         return target
 
     def _refuse_written(self, names: Iterable[str], why: str, target: torch.Tensor) -> None:
@@ -130,6 +133,7 @@ class _Recorder(TorchDispatchMode):
             self.recording.fills.append(Fill(args[0].detach(), value, self.recording.writes))
         elif names:
             self._refuse_written(names, f"goes through {func}", args[0])
+            self.recording.computed.update(names)
         else:
             self.recording.spoiled = f"its load runs {func} on a parameter"
         return args[0]
@@ -149,6 +153,7 @@ class _Recorder(TorchDispatchMode):
         if func is aten._local_scalar_dense.default:
             self._refuse(names, "is read by the host")
             self.recording.taken.update(names)
+            self.recording.computed.update(names)
             return 0
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("meta")}
@@ -160,6 +165,8 @@ class _Recorder(TorchDispatchMode):
         if func is aten.cat.default and self._join(args, kwargs, made[0]):
             return result
         self._refuse(names, f"goes through {func}")
+        if func not in MOVES:
+            self.recording.computed.update(names)
         for value in made:
             self._keep.append(value)
             self._derived[storage_of(value)] = names
@@ -198,12 +205,14 @@ def record(model: EngineModel, sources: Sequence[Source]) -> Recording:
             targets.setdefault(storage_of(tensor), set()).add(tensor.dtype)
     recorder = _Recorder(by_storage, targets)
     recording = recorder.recording
+    held = [tensor.detach() for _, tensor in model_tensors(model.module)]  # else one that dies lends its identity
     try:
         with torch.no_grad(), recorder:
             model.load_weights(iter(tensors))
         recording.ended = True
     except Exception as error:  # whatever a model's loader makes of meta tensors
         recording.spoiled = f"its load cannot be recorded: {type(error).__name__}: {error}"
+    del held
     if recording.ended:
         _refuse_kept(model.module, {storage: source.name for storage, source in by_storage.items()}, recording)
     return recording

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -71,6 +72,7 @@ class Recording:
         refused: names that something other than views and copies was done with, and what.
         taken: names of these of which something ended up in the model, or with the host.
         others: what else was written into the model, of tensors that are refused; their sources say nothing.
+        computed: names of these of which other values may have been made on the way, which depend on their dtype.
         spoiled: why nothing of the recording can be replayed; empty when it can.
         derives: the load also computed something from loaded parameters.
         ended: the load came to its end, so what it left alone is known.
@@ -81,6 +83,7 @@ class Recording:
     refused: dict[str, str] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
     others: list[Copy] = field(default_factory=list)
+    computed: set[str] = field(default_factory=set)
     spoiled: str = ""
     derives: bool = False
     ended: bool = False
@@ -89,3 +92,17 @@ class Recording:
     def writes(self) -> int:
         """How many writes into the model there are so far."""
         return len(self.copies) + len(self.fills) + len(self.others)
+
+    def wider(self, sources: Iterable[Source]) -> dict[str, torch.dtype]:
+        """The tensors of which the model could take more than is sent: it keeps them in a wider dtype, or computes from
+        them, and then (float64) each wider one gives other bits. Of a load that did not come to its end: all."""
+        found = {}
+        for source in (source for source in sources if source.dtype.is_floating_point):
+            computed = not self.ended or source.name in self.computed
+            found[source.name] = torch.float64 if computed else source.dtype
+        for copy in [*self.copies, *self.others]:
+            kept, known = copy.target.dtype, found.get(copy.name)
+            if known is not None and kept.is_floating_point and kept.itemsize > known.itemsize:
+                found[copy.name] = kept
+        sent = {source.name: source.dtype for source in sources}
+        return {name: dtype for name, dtype in found.items() if dtype != sent[name]}

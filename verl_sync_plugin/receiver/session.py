@@ -18,7 +18,7 @@ from verl_sync_plugin.receiver.load_cache import LoadCache
 from verl_sync_plugin.receiver.proof import DestinationProof
 from verl_sync_plugin.receiver.running import Running
 from verl_sync_plugin.receiver.unpacker import Unpacker
-from verl_sync_plugin.transport.channel import Channel
+from verl_sync_plugin.transport.channel import Channel, ChannelClosedError
 from verl_sync_plugin.transport.codec import describe
 from verl_sync_plugin.transport.memory.exports import Live
 from verl_sync_plugin.transport.memory.regions import Regions
@@ -90,7 +90,11 @@ class ReceiverSession:
         # What a plan covers cannot change while names, shapes and dtypes stay
         ledger = None if hello.digest in self._coverage and not unpacker.watched else Ledger(self._model.module)
         running = Running(channel, device)
-        message = running.receive(wait)
+        try:
+            message = running.receive(wait)
+        except ChannelClosedError:  # the trainer plans once more, by what it has heard, and stages anew
+            self._stagings = {}
+            raise
         self._prepare_proof(hello, unpacker)  # not before: what the model leaves out is refused before it is touched
         with ledger or nullcontext(), unpacker.uses.watching():
             while isinstance(message, Load):

@@ -122,7 +122,8 @@ class Unpacker:
             return self.plan
         plan = make_plan(self._model, self._sources, self.device)
         self.recording, plan.recording = plan.recording, None
-        self.uses.recorded(plan.uses)
+        wider = {} if self.recording is None else self.recording.wider(self._sources)
+        self.uses.recorded(plan.uses, wider)
         return plan if copy_plan else CopyPlan(uses=plan.uses)
 
     @property

@@ -43,12 +43,17 @@ class UseTeller:
         self._numbers = numbers
         self._recorded: Mapping[str, Runs] | None = None
         self._touched: Touched | None = None  # where the load could not be recorded
+        self._wider: tuple[tuple[str, tuple[int, ...]], ...] = ()
         self._used: Used | None = None
         self._told: Used | None = None
 
-    def recorded(self, uses: Mapping[str, Runs] | None) -> None:
+    def recorded(self, uses: Mapping[str, Runs] | None, wider: Mapping[str, torch.dtype]) -> None:
         """Takes in what a new recording says; ``None``: it could not be recorded."""
         self._recorded, self._used = uses, None
+        of_dtype: dict[str, list[int]] = {}
+        for name, dtype in wider.items():
+            of_dtype.setdefault(str(dtype).removeprefix("torch."), []).append(self._numbers[name])
+        self._wider = tuple((dtype, tuple(numbers)) for dtype, numbers in of_dtype.items())
         self._touched = Touched() if uses is None else None
 
     @property
@@ -80,7 +85,8 @@ class UseTeller:
                 uses, self._touched = self._touched.uses(self._sources), None
             parts = self._sources, self._buckets, self._numbers, self._model.why_skipped
             readings = None if uses is None else readings_of_uses(uses, *parts)
-            self._used = Used(f"{self._model.engine}'s {self._model.name}", readings, self._model.layers)
+            name = f"{self._model.engine}'s {self._model.name}"
+            self._used = Used(name, readings, self._model.layers, self._wider)
         self._told = self._used
         return self._used
 

@@ -88,9 +88,10 @@ class AdapterSender:
             raise ValueError(f"{TARGETS}: the trainer's adapter has no parameters. Name modules that the model has.")
         for device in {factor.device for factor in found.values()}:
             reached(device, self._sync.timeout_seconds)  # what follows waits for it without a bound
+        sent = {name: factor.to(self._dtype) for name, factor in found.items()}
         if self._sync.check_finite:
-            _refuse_broken(found)
-        return {name: factor.to(self._dtype) for name, factor in found.items()}
+            _refuse_broken(sent, found)
+        return sent
 
 
 async def deliver(
@@ -122,11 +123,14 @@ async def deliver(
     report.tensors += len(factors)
 
 
-def _refuse_broken(factors: dict[str, torch.Tensor]) -> None:
-    maxima = torch.stack([norm.float() for norm in torch._foreach_norm(list(factors.values()), float("inf"))])
-    for key, fine in zip(factors, maxima.isfinite().tolist(), strict=True):
+def _refuse_broken(sent: Mapping[str, torch.Tensor], factors: Mapping[str, torch.Tensor]) -> None:
+    maxima = torch.stack([norm.float() for norm in torch._foreach_norm(list(sent.values()), float("inf"))])
+    for key, fine in zip(sent, maxima.isfinite().tolist(), strict=True):
         if not fine:
+            wire = str(sent[key].dtype).removeprefix("torch.")
+            held = bool(factors[key].isfinite().all())
+            why = f"exceeds the range of {wire}, in which it travels" if held else "holds NaN or Inf in the trainer"
             raise ValueError(
-                f"parameter {key!r} holds NaN or Inf in the trainer; the engine was not given it. Look at the last "
-                f"optimizer step, or set {KEY_PREFIX}.check_finite=False to sync it anyway"
+                f"parameter {key!r} {why}; the engine was not given it. Look at the last optimizer step, or set "
+                f"{KEY_PREFIX}.check_finite=False to sync it anyway"
             )

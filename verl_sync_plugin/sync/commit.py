@@ -64,7 +64,9 @@ class Commit:
         asks = self._uses.asks(sync.plan) and not delivery.in_place
         return Questions(self._config.verify_hashes, self._hashes.whole(sync.plan), asks, sync.verified)
 
-    def opened(self, plan: Plan, used: Used | None, questions: Questions, layers: int = 0) -> None:
+    def opened(
+        self, plan: Plan, used: Used | None, questions: Questions, layers: int = 0
+    ) -> dict[str, torch.dtype]:
         """Refuses, before anything is loaded, a plan of which the engine leaves something out.
 
         Args:
@@ -73,12 +75,16 @@ class Commit:
             questions: what it was asked.
             layers: see ``UseCheck.compare``.
 
+        Returns:
+            See ``UseCheck.compare``.
+
         Raises:
             SyncError: it does; names the tensors, the same text on every rank.
         """
-        if questions.tell_use:
-            self._uses.note(used)
-            self._uses.compare(plan, loaded=False, layers=layers)
+        if not questions.tell_use:
+            return {}
+        self._uses.note(used)
+        return self._uses.compare(plan, loaded=False, layers=layers)
 
     async def run(self, sync: Sync, delivery: Delivery, pending: PendingLoad | None) -> None:
         """Has the engine ranks finish, compares hashes, checks coverage both ways and waits for the engine's answer.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ from verl.utils.ulysses import BaseShardingManager
 
 from verl_sync_plugin.config.bucket_size import AutoBucket
 from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
+from verl_sync_plugin.log import say
 from verl_sync_plugin.memory.collection import no_collection
 from verl_sync_plugin.memory.gauges import PeakMemory, note_device_memory
 from verl_sync_plugin.report.progress import Progress
@@ -27,6 +29,12 @@ from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.sync.wake import Waking
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
 from verl_sync_plugin.transport.agreement import Agreement
+
+NAMED = 5  # tensors in a line of the log
+
+
+class OtherDtypesError(Exception):
+    """A sync is planned once more, with other dtypes."""
 
 
 class ShardingManager(BaseShardingManager):
@@ -144,8 +152,8 @@ class ShardingManager(BaseShardingManager):
             if isinstance(self._bucket_bytes, AutoBucket):
                 self._bucket_bytes = await self.waking.choose_bucket(self._bucket_bytes, wake_tags, self.report)
                 wake_tags = []
-            while await self._peers_unreachable(sync_id, version, wake_tags):
-                sync_id, wake_tags = f"{sync_id} once more", []  # another delivery; the engine is awake by now
+            while await self._to_be_repeated(sync_id, version, wake_tags):
+                sync_id, wake_tags = f"{sync_id} once more", []  # in another way; the engine is awake by now
             with self.agreement.attempt():  # the ranks settle once more in `finish`
                 memory.into(self.report)
                 self.report.kept_staging_bytes = self.sender.staging_bytes
@@ -161,13 +169,19 @@ class ShardingManager(BaseShardingManager):
         """The report of a sync that begins now."""
         return SyncReport.begun(global_steps, type(self).__name__, self.agreement.ranks.rank)
 
-    async def _peers_unreachable(self, sync_id: str, version: str | None, wake_tags: list[str]) -> bool:
-        """Whether the delivery that was chosen could not be used, which is known before anything is loaded."""
+    async def _to_be_repeated(self, sync_id: str, version: str | None, wake_tags: list[str]) -> bool:
+        """Whether the delivery that was chosen could not be used, or the engine takes more of some tensors than was
+        planned; both are known before anything is loaded."""
         try:
             await self._sync(sync_id, version, wake_tags)
         except PeersUnreachableError as error:
             await self.meeting.leave()
             self.choice.fall_back(error)
+            return True
+        except OtherDtypesError:
+            await self.meeting.leave()
+            if hasattr(self, "trainer"):
+                self.source = None  # opened once more, it says other dtypes
             return True
         return False
 
@@ -195,12 +209,31 @@ class ShardingManager(BaseShardingManager):
                     await self.meeting.meet()
                     questions = self.commit.questions(sync, delivery)
                     layers = self.trainer.layers if hasattr(self, "trainer") else 0
-                    self.commit.opened(sync.plan, delivery.greet(sync, questions), questions, layers)
+                    self._learn(self.commit.opened(sync.plan, delivery.greet(sync, questions), questions, layers))
                 delivery.run(sync)  # the transfer
                 with stage("commit"):
                     await self.commit.run(sync, delivery, self.meeting.pending)
         finally:
             self._let_go()
+
+    def _learn(self, wider: Mapping[str, torch.dtype]) -> None:
+        """Collective where there are any, which all ranks have heard of.
+
+        Args:
+            wider: dtypes in which engine ranks would take more of some tensors.
+
+        Raises:
+            OtherDtypesError: some of them travel otherwise now; on all ranks.
+        """
+        policy = self.trainer.policy if hasattr(self, "trainer") else None
+        if wider and self.agreement.any("learning dtypes", lambda: policy is not None and policy.learn(wider)):
+            if self.agreement.ranks.rank == 0:
+                more = f" and {len(wider) - NAMED} more" if len(wider) > NAMED else ""
+                say(
+                    f"{', '.join(list(wider)[:NAMED])}{more} travel in a wider dtype, in which the engine keeps them "
+                    "or computes from them; the sync is planned once more"
+                )
+            raise OtherDtypesError
 
     def _let_go(self) -> None:
         """Hangs up, and drops every reference to the trainer's parameters."""

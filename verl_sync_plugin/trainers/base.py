@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -188,7 +189,7 @@ class TrainerBackend(ABC):
         """How many decoder layers the model has; 0 when that is unknown."""
         return layers_of(getattr(getattr(self.engine, "model_config", None), "hf_config", None))
 
-    @property
+    @cached_property
     def policy(self) -> WirePolicy:
         """In which dtypes parameters travel."""
         return wire_policy(self.config, self.rollout_dtype)

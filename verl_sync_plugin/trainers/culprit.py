@@ -34,7 +34,7 @@ def name_culprit(bucket: Bucket, shards: list[Shard], source: ParameterSource, r
         if (where := _first(~run.isfinite())) is not None:
             return f"{_name(shard.base, first + where)!r} holds NaN or Inf in the trainer"
         wire = shard.base.dtype
-        if (where := _first(run.abs() > torch.finfo(getattr(torch, wire)).max)) is not None:
+        if (where := _first(~run.to(getattr(torch, wire)).isfinite())) is not None:
             return f"{_name(shard.base, first + where)!r} exceeds the range of {wire}, in which it travels"
         if shard.merge is not None:
             merged.append(part.base)

@@ -80,12 +80,12 @@ class DTensorSource(ParameterSource):
         return _Known(layout, names, self._describe(names, tensor, lengths), members)
 
     def _describe(self, names: list[str], tensor: torch.Tensor, lengths: tuple[int, ...]) -> Base:
-        wire = tensor.dtype
-        if self._parameters.intersection(names):
-            wire = self._policy.of_parameter(names, tensor.dtype)
         views: list[View] = []
         for name in saved_names(names, self._unsaved):
             views.extend(hf_views(name, tuple(tensor.shape), tensor.dtype, 0, self._rewrite))
+        wire = tensor.dtype
+        if self._parameters.intersection(names):
+            wire = self._policy.of_parameter([*names, *(view.name for view in views)], tensor.dtype)
         return Base(names[0], dtype_name(wire), wire.itemsize, lengths, tuple(views))
 
     def _lengths(self, name: str, tensor: DTensor) -> tuple[int, ...]:

@@ -81,13 +81,14 @@ class FSDP1Source(ParameterSource):
         return Shard(self._bases[key], local, members=self._members[key])
 
     def _describe(self, unit: str, flat: Any, lengths: tuple[int, ...], members: tuple[Member, ...]) -> Base:
-        wire = self._policy.of_parameter([member.name for member in members], flat.dtype)
         views: list[View] = []
         for member in members:
             tied = [other.name for other in members if other.start == member.start]
             if member.name not in saved_names(tied, self._unsaved):
                 continue
             views.extend(hf_views(member.name, member.shape, flat.dtype, member.start, self._rewrite, member.strides))
+        names = [*(member.name for member in members), *(view.name for view in views)]
+        wire = self._policy.of_parameter(names, flat.dtype)
         key = f"flat parameter of {unit or 'the root'}"
         return Base(key, dtype_name(wire), wire.itemsize, lengths, tuple(views))
 

@@ -125,6 +125,7 @@ class LiveTrainer(TrainerBackend):
             module = engine.module if isinstance(engine, DistributedDataParallel) else engine
             engine = SimpleNamespace(module=module, model_config=_ModelConfig(unwrapped(module).config))
         self._inner = self._backend()(engine, self.config, self.device, self.rollout_dtype)
+        self._inner.policy = self.policy
         if self._inner.serves_adapter:
             raise ValueError("model.lora.merge=False: a script's engine serves merged weights. Set it to True.")
         return self._inner.open_source()

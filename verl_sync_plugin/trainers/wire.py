@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,25 +15,42 @@ from verl_sync_plugin.lora.names import is_adapter
 _SHORT = {"half": "float16", "float": "float32"}
 
 
-@dataclass(frozen=True)
+@dataclass
 class WirePolicy:
-    """Which dtype a parameter travels in.
+    """Which dtype a parameter travels in; one object for all sources of a trainer.
 
     Attributes:
         dtype: for floating-point parameters.
         keep: patterns of HF names whose parameters keep the trainer's dtype (routers and the like).
+        engine: dtype of the engine's model, which it is known to keep parameters in; ``None`` where that is ``dtype``.
+        wider: what the engine said it would take, by HF name.
     """
 
     dtype: torch.dtype
     keep: tuple[str, ...] = ()
+    engine: torch.dtype | None = None
+    wider: dict[str, torch.dtype] = field(default_factory=dict)
+    _asked: dict[tuple[str, ...], torch.dtype] = field(default_factory=dict)
 
-    def of_parameter(self, names: list[str], dtype: torch.dtype) -> torch.dtype:
-        """The wire dtype of one storage, given all its names. Adapters are exchanged among trainers only and keep
-        theirs."""
+    def of_parameter(self, names: Sequence[str], dtype: torch.dtype) -> torch.dtype:
+        """The wire dtype of one storage, given the trainer's dtype and all names of it and of what it holds. Adapters
+        are exchanged among trainers only and keep theirs."""
+        self._asked[tuple(names)] = dtype
         served = [name for name in names if not is_adapter(name)]
         if not served or not dtype.is_floating_point:
             return dtype
-        return dtype if any(re.search(p, name) for p in self.keep for name in served) else self.dtype
+        if any(re.search(p, name) for p in self.keep for name in served):
+            return dtype
+        widest = max((self.wider.get(name, self.dtype) for name in served), key=lambda each: each.itemsize)
+        least = max(self.dtype.itemsize, (self.engine or self.dtype).itemsize)
+        found = min(widest, dtype, key=lambda each: each.itemsize)
+        return self.dtype if widest.itemsize <= least or found.itemsize < self.dtype.itemsize else found
+
+    def learn(self, wider: Mapping[str, torch.dtype]) -> bool:
+        """Takes in what the engine would take; returns whether anything that was asked for travels otherwise now."""
+        before = {names: self.of_parameter(names, dtype) for names, dtype in list(self._asked.items())}
+        self.wider |= wider
+        return any(self.of_parameter(names, self._asked[names]) != wire for names, wire in before.items())
 
 
 def wire_policy(config: SyncConfig, rollout_dtype: str) -> WirePolicy:
@@ -51,4 +69,5 @@ def wire_policy(config: SyncConfig, rollout_dtype: str) -> WirePolicy:
         raise ValueError(
             f"actor_rollout_ref.rollout.dtype={name!r}: not a torch dtype. Set {KEY_PREFIX}.wire_dtype=bfloat16."
         )
-    return WirePolicy(dtype, config.keep_dtype)
+    engine = getattr(torch, _SHORT.get(rollout_dtype, rollout_dtype), None)
+    return WirePolicy(dtype, config.keep_dtype, engine if isinstance(engine, torch.dtype) else None)

@@ -8,7 +8,7 @@
     Hello(sync_id, digest, staging) --->
                                     <---  Ready(needs_plan), or Ready(unreachable) and the sync is over
     Manifest (only if needed)       --->
-                                    <---  Used (only if asked for)
+                                    <---  Used (only if asked for), and the sync is over if the trainer plans anew
     per bucket: Load(bucket, slot)  --->  loads, waits until its copies are done
                                     <---  Loaded(bucket) or Failed(text)
     or, where parameters are read where they lie (Hello(live) instead of staging):
@@ -172,11 +172,14 @@ class Used:
         model: engine and class, such as "SGLang's LlamaForCausalLM".
         readings: which bytes of each tensor it uses; ``None`` when only the load itself will tell.
         layers: how many decoder layers the engine's model has; 0 when that is unknown.
+        wider: of which it would take more than is sent: a dtype, and the numbers of the tensors; see
+            ``Recording.wider``.
     """
 
     model: str
     readings: Readings | None
     layers: int = 0
+    wider: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 
 import numpy as np
+import torch
 
 from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.copies.hulls import numbers_of
@@ -53,13 +54,16 @@ class UseCheck:
         """Forgets, on all ranks, what engine ranks told in a sync that was given up before it was compared."""
         self._proven = ""
 
-    def compare(self, plan: Plan, loaded: bool, layers: int = 0) -> None:
+    def compare(self, plan: Plan, loaded: bool, layers: int = 0) -> dict[str, torch.dtype]:
         """Collective: refuses a plan of which the engine leaves something out.
 
         Args:
             plan: what is sent.
             loaded: True at the end of a sync, when every engine rank must know.
             layers: how many decoder layers the trainer's model has; 0 when that is unknown, or was said before.
+
+        Returns:
+            The dtypes in which engine ranks would take more of some tensors, the same on every rank.
 
         Raises:
             SyncError: bytes of some tensors are used by no rank of an engine, or it cannot tell and has other layers;
@@ -86,6 +90,15 @@ class UseCheck:
         self._agreement.settle("checking what the engine uses")
         if known:
             self._proven = plan.digest
+        return _widest(plan, [each for each in told if each is not None])
+
+
+def _widest(plan: Plan, told: Iterable[Used]) -> dict[str, torch.dtype]:
+    names = list(numbers_of(bucket.entries for bucket in plan.buckets))
+    found: dict[str, torch.dtype] = {}
+    for name, dtype in ((names[n], getattr(torch, dtype)) for each in told for dtype, ns in each.wider for n in ns):
+        found[name] = torch.promote_types(found.get(name, dtype), dtype)
+    return found
 
 
 def _refuse_left_out(plan: Plan, told: list[Used], layers: str) -> None:

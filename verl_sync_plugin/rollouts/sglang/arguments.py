@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,6 +70,11 @@ def refuse_keys(rollout: Any, moves: bool) -> None:
     """
     refuse_cuda_graph(sync_config_of(rollout))
     if moves:
+        if importlib.util.find_spec("sglang") is None:
+            raise ValueError(
+                f"{PREFIX}.name='sglang': SGLang is not installed in {sys.executable}. Install it there (the extra "
+                f"``sglang`` names the version), or set {PREFIX}.name to an engine that is."
+            )
         if cause := left_to_verl(rollout):
             raise ValueError(f"{cause}; {TURN_OFF}.")
         refuse_dtype(rollout)
