@@ -164,8 +164,14 @@ def _check_adapter(answer: Any) -> None:
         raise RuntimeError(f"SGLang refused the adapter: {answer.error_message}")
 
 
-def set_weight_version(tokenizer_manager: Any, version: str) -> None:
+async def set_weight_version(tokenizer_manager: Any, version: str) -> None:
     """Makes SGLang report ``version`` for its weights, as its own weight updates do."""
+    if counts_versions(tokenizer_manager):
+        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
+        request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
+        await tokenizer_manager.update_weight_version(request)
+        return
     update = getattr(tokenizer_manager, "_update_weight_version_if_provided", None)
     if update is not None:
         update(version)
@@ -173,7 +179,24 @@ def set_weight_version(tokenizer_manager: Any, version: str) -> None:
         tokenizer_manager.server_args.weight_version = version
 
 
+def counts_versions(tokenizer_manager: Any) -> bool:
+    """Whether SGLang itself says which tokens of an answer are of which weights (``weight_versions``): its schedulers
+    do so since 0.5.19, if they are told every version."""
+    return hasattr(tokenizer_manager, "update_weight_version")
+
+
 def weight_version(tokenizer_manager: Any) -> str | None:
     """The version that SGLang reports for its weights now."""
-    version = getattr(tokenizer_manager.server_args, "weight_version", None)
+    version = argument(tokenizer_manager, "weight_version")
     return None if version is None else str(version)
+
+
+def argument(tokenizer_manager: Any, name: str) -> Any:
+    """What an argument of a running SGLang is now; ``None`` for one that this release does not have.
+
+    From 0.5.17 on, what is resolved or changed after the launch does not stand in ``server_args`` any more.
+    """
+    try:
+        return tokenizer_manager.config_value(name)
+    except (AttributeError, ValueError):
+        return getattr(tokenizer_manager.server_args, name, None)

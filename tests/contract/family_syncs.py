@@ -25,7 +25,7 @@ from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.receiver.homes import spread
 from verl_sync_plugin.receiver.layout_key import LayoutKey
 from verl_sync_plugin.receiver.ledger import Ledger
-from verl_sync_plugin.receiver.proof import DERIVED, DestinationProof
+from verl_sync_plugin.receiver.proof import DERIVED, DestinationProof, refuse_rearranged
 from verl_sync_plugin.receiver.unpacker import Unpacker
 from verl_sync_plugin.rollouts.sglang.families import refuse_checkpoint
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
@@ -253,6 +253,7 @@ def outcome(family: Family, folder: Path, port: int, more_layers: int = 0) -> st
             load_saved(reference, pair.whole, folder / f"step-{seed}" / "model.safetensors")
         kept.update((name, None) for name, *_ in pair.send(unpacker, proof, engine))
         assert_same(engine, reference, f"sync {seed}")
+    refuse_rearranged(known, CPU)
     assert unpacker.replayed[0] == pair.plan.tensor_count - len(unpacker.plan.refused)
     how = _how(unpacker.plan.refused, pair.plan.tensor_count)
     why = {reason for name in pair.plan.names if (reason := known.why_skipped(name))}

@@ -144,7 +144,11 @@ class Requests:
         async with aclosing(self.server.tokenizer_manager.generate_request(request, None)) as answers:
             async for answer in answers:
                 self.paced = answer["meta_info"]["completion_tokens"]
-                self.told = answer["meta_info"].get("weight_versions"), answer["meta_info"]["weight_version"]
+                meta = answer["meta_info"]
+                versions = meta.get("weight_versions")
+                # SGLang >= 0.5.19 says itself which tokens are of which
+                counted = versions and [each["version"] if isinstance(each, dict) else each for each in versions]
+                self.told = counted, meta["weight_version"]
 
     async def stand_still(self, asked: Sequence[asyncio.Task[Any]]) -> None:
         """Nothing is generated for a while."""

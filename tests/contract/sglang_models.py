@@ -100,18 +100,25 @@ def weights_of(kind: str, seed: int) -> Weights:
     return made
 
 
-def start(folder: Path, kind: str, rank: int, world: int, port: int, tp: int | None = None) -> Any:
+def start(folder: Path, kind: str, rank: int, world: int, port: int, tp: int | None = None, **arguments: Any) -> Any:
     """Sets SGLang up for one model in this process (again, if need be); returns its ``ModelConfig``."""
     home = folder / f"{kind}-{rank}"
     home.mkdir(parents=True, exist_ok=True)
     (home / "config.json").write_text(json.dumps(config_of(kind)))
-    return start_from(home, rank, world, port, tp=tp)
+    return start_from(home, rank, world, port, tp=tp, **arguments)
 
 
 def start_from(
-    home: Path, rank: int, world: int, port: int, attention: str = "torch_native", tp: int | None = None
+    home: Path,
+    rank: int,
+    world: int,
+    port: int,
+    attention: str = "torch_native",
+    tp: int | None = None,
+    **arguments: Any,
 ) -> Any:
-    """As ``start``, for the model whose ``config.json`` lies in ``home``; with engines of ``tp`` ranks, if given."""
+    """As ``start``, for the model whose ``config.json`` lies in ``home``; with engines of ``tp`` ranks, if given, and
+    more of SGLang's arguments."""
     from sglang.srt import distributed
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import parallel_state
@@ -122,7 +129,7 @@ def start_from(
     args = ServerArgs(
         model_path=str(home), device="cpu", tp_size=tp or world, load_format="dummy", dtype="bfloat16",
         attention_backend=attention, sampling_backend="pytorch", skip_tokenizer_init=True,
-        disable_cuda_graph=True,
+        disable_cuda_graph=True, **arguments,
     )  # fmt: skip
     set_global_server_args_for_scheduler(args)
     config = ModelConfig.from_server_args(args)
@@ -134,7 +141,7 @@ def start_from(
         honest = torch.distributed.get_world_size
         sizes = lambda group=None: honest(group) if group else _Replicas(world)  # noqa: E731
         with mock.patch.object(torch.distributed, "get_world_size", sizes):
-            distributed.initialize_model_parallel(tp or world)
+            distributed.initialize_model_parallel(tp or world, expert_model_parallel_size=args.ep_size)
     initialize_dp_attention(args, config)
     initialize_moe_config(args)
     return config

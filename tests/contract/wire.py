@@ -17,7 +17,7 @@ from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, Plan, View
 from verl_sync_plugin.receiver.layout_key import LayoutKey
 from verl_sync_plugin.receiver.ledger import Ledger
-from verl_sync_plugin.receiver.proof import DestinationProof
+from verl_sync_plugin.receiver.proof import DestinationProof, refuse_rearranged
 from verl_sync_plugin.receiver.unpacker import Unpacker
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.trainers.base import dtype_name
@@ -53,6 +53,7 @@ class Wire:
         self.plan: Plan = plan_buckets(bases, bucket_bytes, sharded)
         self._packers = [Packer(CPU, self.plan, rank, hashed=True, finite=False) for rank in range(ranks)]
         known, manifest = SGLangModel(model, dist.get_rank()), Manifest.of(self.plan)
+        self._known = known
         self._key = LayoutKey(known)
         self.unpacker = Unpacker(known, manifest, CPU)
         self.proof = DestinationProof(known, manifest, CPU)
@@ -105,6 +106,7 @@ class Wire:
         replayed = self.unpacker.replayed
         self._compare()
         self.unpacker.finish(ledger)
+        refuse_rearranged(self._known, CPU)
         if ledger is not None:
             self.coverage = ledger.coverage()
             if not self.coverage.missing:  # as the session decides

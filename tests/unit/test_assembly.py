@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from verl.workers.rollout.sglang_rollout.utils import DEEPSEEK_V4_FUSION_GROUPS
 
 from verl_sync_plugin.copies.bucket_memory import BucketMemory
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import Base, Entry, View
 from verl_sync_plugin.receiver.assembly import Assembler
+from verl_sync_plugin.receiver.engine_model import partner_of
 from verl_sync_plugin.rollouts.sglang.model import FUSED_PAIRS
 
 Loads = list[list[tuple[str, torch.Tensor]]]
@@ -81,6 +83,12 @@ def test_whole_tensor_in_one_piece_is_not_copied() -> None:
     ((name, tensor),) = Assembler().tensors(BucketMemory([memory], 32, 1), (entry,))
     assert name == "w"
     assert tensor.data_ptr() == memory.data_ptr() + 16
+
+
+def test_the_pairs_of_deepseek_v4_are_those_that_verl_keeps_together() -> None:
+    for one, other in DEEPSEEK_V4_FUSION_GROUPS:
+        names = f"model.layers.0{one}", f"model.layers.0{other}"
+        assert tuple(partner_of(name, FUSED_PAIRS) for name in names) == names[::-1]
 
 
 @pytest.mark.parametrize("pair", FUSED_PAIRS)

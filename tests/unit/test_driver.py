@@ -67,6 +67,20 @@ ARGUMENTS = f"{ROLLOUT}.engine_kwargs.sglang"
         ),
         (f"+{ARGUMENTS}.hicache_storage_backend=file", f"{ARGUMENTS}.hicache_storage_backend='file': ", "Remove it"),
         (f"+{ARGUMENTS}.enable_lmcache=True", f"{ARGUMENTS}.enable_lmcache=True: ", "Remove it"),
+        (f"{ROLLOUT}.load_format=flash_rl", f"{ROLLOUT}.load_format='flash_rl': ", "enabled=False"),
+        (f"+{ARGUMENTS}.load_format=auto", f"{ARGUMENTS}.load_format='auto': ", f"{ROLLOUT}.load_format"),
+        (f"+{ARGUMENTS}.ep_size=4", f"{ARGUMENTS}.ep_size=4: ", f"{ROLLOUT}.expert_parallel_size"),
+        (f"+{ARGUMENTS}.model_path=/m", f"{ARGUMENTS}.model_path='/m': ", "Remove it, and set " + MODEL),
+        (f"+{ARGUMENTS}.nnodes=2", f"{ARGUMENTS}.nnodes=2: ", "Remove it"),
+        (f"+{ARGUMENTS}.weight_cache_mode=client", f"{ARGUMENTS}.weight_cache_mode='client': ", "Remove it"),
+        (f"+{ARGUMENTS}.elastic_ep_backend=mooncake", f"{ARGUMENTS}.elastic_ep_backend='mooncake': ", "Remove it"),
+        (
+            f"+{ARGUMENTS}.enable_elastic_expert_backup=True",
+            f"{ARGUMENTS}.enable_elastic_expert_backup=True",
+            "Remove it",
+        ),
+        (f"+{ARGUMENTS}.encoder_only=True", f"{ARGUMENTS}.encoder_only=True: ", "Remove it"),
+        (f"+{ARGUMENTS}.language_only=True", f"{ARGUMENTS}.language_only=True: ", "Remove it"),
         *[
             (f"+{ARGUMENTS}.{key}={value}", f"{ARGUMENTS}.{key}={shown}: weight sync cannot serve it", "enabled=False")
             for key, value, shown in [
@@ -116,6 +130,7 @@ def test_what_serves_is_not_refused(tmp_path: Path) -> None:
         f"{ROLLOUT}.tensor_model_parallel_size=2",
         f"{ROLLOUT}.data_parallel_size=2",
         f"{ROLLOUT}.dtype=half",
+        f"{ROLLOUT}.expert_parallel_size=4",
         f"{MODEL}.lora.alpha=32.0",
         f"{ROLLOUT}.multi_stage_wake_up=False",
         *(
@@ -123,6 +138,7 @@ def test_what_serves_is_not_refused(tmp_path: Path) -> None:
             for key, value in {
                 "dp_size": 2, "tp_size": 4, "enable_dp_attention": True, "torchao_config": "''", "cpu_offload_gb": 0,
                 "pp_size": 1, "quantization": "null", "kv_cache_dtype": "fp8_e5m2", "ep_size": 4, "dtype": "float16",
+                "load_format": "dummy", "weight_cache_mode": "off",
                 "moe_runner_backend": "triton", "disaggregation_mode": "'null'",
             }.items()
         ),

@@ -7,7 +7,8 @@ What SGLang does then: ``tests/contract/test_pause_modes.py``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -198,3 +199,56 @@ def test_arguments_that_nothing_uses_are_named(server_with: Make, capsys: pytest
 
     asyncio.run(story())
     assert "sleep does not use what this verl gives it: reset_connector=True\n" in capsys.readouterr().out
+
+
+class Counting(Manager):
+    """Of SGLang 0.5.19 or later: ``server_args`` stay as they were at the launch, and the schedulers count versions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._version, self._counted = "default", "default"
+
+    def config_value(self, name: str) -> Any:
+        return self._version if name == "weight_version" else getattr(self.server_args, name)
+
+    async def update_weight_version(self, obj: Any) -> None:
+        assert not obj.abort_all_requests
+        self.asked.append("version")
+        self._counted = self._version = obj.new_version
+
+    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        spans = [{"version": self._counted, "start": 0, "end": 1}]
+        yield {"meta_info": {"weight_version": self._version}}
+        yield {"meta_info": {"weight_version": self._version, "weight_versions": spans}}
+
+
+class Later(Counting):
+    """Of SGLang 0.5.17 or 0.5.18, which counts nothing."""
+
+    update_weight_version = property()  # type: ignore[assignment]
+
+    def _update_weight_version_if_provided(self, version: str) -> None:
+        self._version = version
+
+
+@pytest.mark.parametrize(
+    ("kind", "versions"),
+    [(Counting, [None, [{"version": "7", "start": 0, "end": 1}]]), (Later, [["7"], ["7"]])],
+)
+def test_answers_bear_the_version_of_their_weights(
+    kind: type[Counting], versions: list[Any], server_with: Make
+) -> None:
+    """SGLang's own where its schedulers count, for which they are told before generation goes on; else what it reports
+    now, not what it was launched with."""
+
+    async def story() -> None:
+        manager = kind()
+        server = server_with(manager, "retract")
+        await synced(server)
+        assert ("version" in manager.asked) == (kind is Counting) and manager.asked[-1] == "continue"
+        asked = SimpleNamespace(extra_key=None)
+        metas = [answer["meta_info"] async for answer in manager.generate_request(asked)]
+        assert [meta.get("weight_versions") for meta in metas] == versions
+        assert {meta["weight_version"] for meta in metas} == {"7"}
+
+    asyncio.run(story())

@@ -22,6 +22,7 @@ class EngineModel(ABC):
         engine: the engine's name, for messages.
         fused_pairs: suffixes of Hugging Face names of two tensors of which the model makes one. It must be given both
             in one call of ``load_weights``, and loads both or neither on its own.
+        plain_layout: for messages: what a user does so that ``after_load`` changes nothing.
         module: the torch module whose parameters and buffers a sync writes.
         tp_rank: its place among the engine's tensor-parallel ranks, from 0.
         sent: names of all tensors of the sync, set by the receiver before it loads any.
@@ -30,6 +31,7 @@ class EngineModel(ABC):
     engine: str = "the engine"
     fused_pairs: FusedPairs = ()
     sent: frozenset[str] = frozenset()
+    plain_layout: str = ""
 
     def __init__(self, module: torch.nn.Module, tp_rank: int) -> None:
         self.module = module
@@ -65,6 +67,11 @@ class EngineModel(ABC):
         Called only where ``can_derive``, after a sync that copied parameters without ``load_weights``.
         """
         raise NotImplementedError
+
+    def after_load(self) -> None:
+        """What the engine does once to the parameters of a checkpoint that it has loaded, and after no sync. The first
+        sync of a layout does it, and fails where it changes any."""
+        return
 
     def layout_token(self) -> tuple[object, ...]:
         """What must stay equal for a copy plan to hold, beside the places of parameters and buffers, which the receiver

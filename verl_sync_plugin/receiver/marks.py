@@ -43,6 +43,7 @@ class Reader:
     Attributes:
         copier: prepares what ``run`` runs.
         device: where bytes are read.
+        numbers: of the storages, by identity.
 
     Args:
         tensors: the model's; those on other devices are left alone.
@@ -51,18 +52,26 @@ class Reader:
 
     def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
         storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors if tensor.device == device}
-        self._numbers = {storage: number for number, storage in enumerate(storages)}
-        self._memory = memory_of([flat_storage(tensor) for tensor in storages.values()], device)
+        self.numbers = {storage: number for number, storage in enumerate(storages)}
+        self._flats = [flat_storage(tensor) for tensor in storages.values()]
+        self._memory = memory_of(self._flats, device)
         self.copier = Copier(device, [])
         self.device = device
 
     def knows(self, held: Held) -> bool:
         """Whether the elements lie in one of the model's tensors."""
-        return held.target.untyped_storage()._cdata in self._numbers
+        return held.target.untyped_storage()._cdata in self.numbers
 
     def base(self, held: Held) -> int:
         """What the blocks of ``held`` have as their ``base``."""
-        return self._numbers[held.target.untyped_storage()._cdata]
+        return self.numbers[held.target.untyped_storage()._cdata]
+
+    def whole(self) -> list[int]:
+        """The hash of all that lies in each storage. Waits for the device."""
+        sums = torch.zeros(len(self._flats), dtype=torch.int64, device=self.device)
+        blocks = [Block(0, 0, 0, len(flat), base=n, group=n) for n, flat in enumerate(self._flats)]
+        self.run(self.copier.prepare(blocks), sums)
+        return list(sums.tolist())
 
     def run(self, blocks: Prepared, sums: torch.Tensor) -> None:
         """Adds the hashes of what lies at the blocks' sources to the sums of their groups."""

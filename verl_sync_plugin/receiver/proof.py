@@ -22,13 +22,13 @@ from verl_sync_plugin.copies.hulls import hulls_of, numbers_of
 from verl_sync_plugin.layout.strided import Run, compose
 from verl_sync_plugin.layout.tensors import Entry
 from verl_sync_plugin.receiver.constants import differs, flags_of, hold, kept_constants
-from verl_sync_plugin.receiver.copy_plan import CopyPlan, known_tensors, sources_of
+from verl_sync_plugin.receiver.copy_plan import NAMED, CopyPlan, known_tensors, sources_of
 from verl_sync_plugin.receiver.engine_model import EngineModel
 from verl_sync_plugin.receiver.layout_key import Layout, LayoutKey
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.marks import ELSEWHERE, Reader, misplaced
 from verl_sync_plugin.receiver.placement import Held, owners_of, placements
-from verl_sync_plugin.receiver.recorder import record
+from verl_sync_plugin.receiver.recorder import model_tensors, record
 from verl_sync_plugin.receiver.recording import Recording
 from verl_sync_plugin.transport.proof import Parts, Placed, Proven
 from verl_sync_plugin.transport.protocol import Manifest
@@ -247,3 +247,29 @@ class DestinationProof:
         storage = target.untyped_storage()._cdata
         tensors = self._model.module.named_parameters(remove_duplicate=False)
         return next((name for name, tensor in tensors if tensor.untyped_storage()._cdata == storage), "a buffer")
+
+
+@torch.no_grad()
+def refuse_rearranged(model: EngineModel, device: torch.device) -> None:
+    """Does again what the engine does to parameters that it has loaded: after a sync, which does not, it must change
+    none.
+
+    Args:
+        model: of this engine rank, after a sync.
+        device: where the model is.
+
+    Raises:
+        ValueError: it changes some or moves them; names these and the remedy.
+    """
+    key, reader = LayoutKey(model), Reader(known_tensors(model.module), device)
+    named = {tensor.untyped_storage()._cdata: name for name, tensor in model_tensors(model.module)}
+    layout, before = key.now(), reader.whole()
+    model.after_load()
+    after = reader.whole()
+    changed = [named[storage] for storage, number in reader.numbers.items() if before[number] != after[number]]
+    if changed or key.now() != layout:
+        shown = ", ".join(changed[:NAMED]) or "the places of parameters"
+        raise ValueError(
+            f"{model.engine} changes {shown} once they are loaded from a checkpoint, and not after a sync, so "
+            f"{model.name} would compute with weights in another order. {model.plain_layout}"
+        )

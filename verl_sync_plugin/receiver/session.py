@@ -15,7 +15,7 @@ from verl_sync_plugin.receiver.homes import beside, near, segments, spread
 from verl_sync_plugin.receiver.layout_key import Layout, LayoutKey
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.load_cache import LoadCache
-from verl_sync_plugin.receiver.proof import DestinationProof
+from verl_sync_plugin.receiver.proof import DestinationProof, refuse_rearranged
 from verl_sync_plugin.receiver.running import Running
 from verl_sync_plugin.receiver.unpacker import Unpacker
 from verl_sync_plugin.transport.channel import Channel, ChannelClosedError
@@ -58,6 +58,7 @@ class ReceiverSession:
         self._activations = Activations()
         self._load_cache = LoadCache()
         self._lives: tuple[Live, ...] = ()
+        self._plain: object = None  # the last layout that ``refuse_rearranged`` has looked at
         self._maps = True  # trainer ranks' allocations, as far as is known
 
     def run(self, channel: Channel, request: LoadRequest) -> None:
@@ -173,6 +174,9 @@ class ReceiverSession:
         if ledger is not None:
             self._note_coverage(hello.digest, ledger.coverage())
             unpacker.accepted()
+        if self._plain is not unpacker.layout:
+            refuse_rearranged(self._model, unpacker.device)
+            self._plain = unpacker.layout
         _wait_for(unpacker.device)  # what the model derived; its forward may use another stream
         self._load_cache.give_back()
         obstacle = unpacker.reads_in_place or ("" if self._maps else "an engine rank could not map them")

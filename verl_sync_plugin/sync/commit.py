@@ -64,9 +64,7 @@ class Commit:
         asks = self._uses.asks(sync.plan) and not delivery.in_place
         return Questions(self._config.verify_hashes, self._hashes.whole(sync.plan), asks, sync.verified)
 
-    def opened(
-        self, plan: Plan, used: Used | None, questions: Questions, layers: int = 0
-    ) -> dict[str, torch.dtype]:
+    def opened(self, plan: Plan, used: Used | None, questions: Questions, layers: int = 0) -> dict[str, torch.dtype]:
         """Refuses, before anything is loaded, a plan of which the engine leaves something out.
 
         Args:

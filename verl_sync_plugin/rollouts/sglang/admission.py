@@ -26,8 +26,8 @@ class Guarded:
         tokenizer_manager: SGLang's, of one engine.
         admit: waits; raises HalfWrittenError where that is in vain, which HTTP's clients get as status 503. Where
             nothing is to be waited for it returns without letting anything else run.
-        spans: a request may span a sync, so ``weight_versions`` stands in the ``meta_info`` of its answers beside
-            SGLang's ``weight_version``, which is that of the last token alone.
+        spans: a request may span a sync, and SGLang does not say so: ``weight_versions`` is put into the ``meta_info``
+            of its answers beside SGLang's ``weight_version``, which is that of the last token alone.
         name: is put before the request's ``extra_key``, for SGLang shares a cached prefix among requests of the same
             key only; asked behind ``admit``, so that a request is named after the weights it begins with. May be empty.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from verl_sync_plugin.config import refusals
@@ -19,13 +19,12 @@ from verl_sync_plugin.config.settings import (
     TURN_OFF,
     SyncConfig,
     given_value,
-    lora_rank_of,
     section,
     sync_config_of,
 )
-from verl_sync_plugin.rollouts.sglang.families import refuse_checkpoint, refuse_fp8
 
 ARGUMENTS = f"{PREFIX}.engine_kwargs.sglang"
+AT_LAUNCH = " (as SGLang resolved it at its launch)"
 
 # SGLang's choices for its ``dtype``, but for "auto"
 DTYPES = ("bfloat16", "float16", "half", "float32", "float")
@@ -52,8 +51,25 @@ OUTLIVING_CACHES: Mapping[str, tuple[Any, ...]] = {
     "hicache_storage_backend": (None,),
     "enable_lmcache": (None, False),
 }
+# Arguments under which something else than a sync writes weights, or nothing may write them: with the values that do
+# nothing of the kind, and what happens. Stock verl goes on with stale weights, or ends, too
+OTHER_WRITERS: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "elastic_ep_backend": ((None,), "SGLang loads experts of a lost rank from the checkpoint that it started with"),
+    "enable_elastic_expert_backup": ((None, False), "SGLang loads experts from the checkpoint that it started with"),
+    "encoder_only": ((None, False), "no sync reaches a server that only encodes images"),
+    "language_only": ((None, False), "no sync reaches the server that encodes its images"),
+    # SGLang >= 0.5.17
+    "weight_cache_mode": ((None, "off"), "SGLang ends when weights that it shares are released or updated"),
+}
 # Loaders that quantize on the way
 QUANTIZING_FORMATS = ("bitsandbytes", "gguf", "flash_rl")
+# Arguments for SGLang that are second words for keys of verl's rollout: verl and the plugin read the latter
+SAME_WORDS = {"dtype": "dtype", "load_format": "load_format", "ep_size": "expert_parallel_size"}
+# Arguments that verl finds out by itself, with the remedy
+VERLS_OWN = {
+    "model_path": "Remove it, and set actor_rollout_ref.model.path.",
+    "nnodes": "Remove it: verl counts the nodes of an engine.",
+}
 # Mixture-of-Experts backends that reorder the experts once they are loaded; a sync writes the order of the checkpoint
 REORDERING_BACKENDS = ("flashinfer_trtllm", "flashinfer_trtllm_routed", "aiter")
 
@@ -95,31 +111,6 @@ def left_to_verl(rollout: Any) -> str:
     if rollout.get("dtype", None) == "auto" and sync_config_of(rollout).wire_dtype == "auto":
         return f"{PREFIX}.dtype='auto' without {KEY_PREFIX}.wire_dtype: says not what travels"
     return ""
-
-
-def refuse_stock(rollout: Any, model: Any) -> str:
-    """See ``Rollout.refuse_stock``."""
-    refuse_engine_arguments(rollout)
-    quantization = given_value(rollout, "quantization", f"{PREFIX}.quantization")
-    path = str(model.get("path", None))
-    if quantization is None:
-        refuse_checkpoint(path)
-        return ""
-    key = f"{PREFIX}.quantization={quantization!r}"
-    if quantization != "fp8":
-        raise ValueError(f"{key}: verl quantizes for SGLang to fp8 alone. Use fp8, or remove it.")
-    if overrides := engine_arguments(rollout).get("json_model_override_args", None):
-        raise ValueError(
-            f"{ARGUMENTS}.json_model_override_args={overrides!r} with {key}: it replaces what verl says there of its "
-            "fp8 weights. Remove one of the two."
-        )
-    merge = section(model, "lora", "actor_rollout_ref.model.lora").get("merge", False)
-    if (rank := lora_rank_of(model)) and not merge:
-        raise ValueError(
-            f"{key} with actor_rollout_ref.model.lora.merge=False and LoRA rank {rank}: under an adapter that SGLang "
-            "serves it does not find the scales of the base's fp8 weights. Set actor_rollout_ref.model.lora.merge=True."
-        )
-    return refuse_fp8(path)
 
 
 def engine_arguments(rollout: Any) -> Any:
@@ -168,25 +159,49 @@ def refuse_engine_arguments(rollout: Any) -> None:
         ValueError: names key, value and remedy.
     """
     given = engine_arguments(rollout)
+    if (value := rollout.get("load_format", None)) in QUANTIZING_FORMATS:
+        raise ValueError(f"{PREFIX}.load_format={value!r}: weight sync cannot serve it; {TURN_OFF}.")
+    refuse_arguments(given.get, ARGUMENTS, TURN_OFF)
+    _refuse_second_word(rollout, given)
+
+
+def refuse_arguments(value_of: Callable[[str], Any], where: str, remedy: str, made: str = "") -> None:
+    """Judges SGLang's arguments: those that the user gives, and those that a launched SGLang has made of them.
+
+    Args:
+        value_of: the value of an argument; ``None`` where there is none.
+        where: the key under which a user gives arguments.
+        remedy: what helps where the argument cannot be served, in words.
+        made: says of a value that the user may not have given it.
+
+    Raises:
+        ValueError: names the argument, its value and the remedy.
+    """
     for key, harmless in UNSERVED.items():
-        if (value := given.get(key, None)) not in harmless:
-            raise ValueError(f"{ARGUMENTS}.{key}={value!r}: weight sync cannot serve it; {TURN_OFF}.")
+        if (value := value_of(key)) not in harmless:
+            raise ValueError(f"{where}.{key}={value!r}{made}: weight sync cannot serve it; {remedy}.")
     for key, harmless in OUTLIVING_CACHES.items():
-        if (value := given.get(key, None)) not in harmless:
+        if (value := value_of(key)) not in harmless:
             raise ValueError(
-                f"{ARGUMENTS}.{key}={value!r}: that cache outlives SGLang's flush, so what was computed with earlier "
+                f"{where}.{key}={value!r}{made}: that cache outlives SGLang's flush, so what was computed with earlier "
                 "weights would be found again behind a sync. Remove it."
             )
-    for key, refused in (("moe_runner_backend", REORDERING_BACKENDS), ("load_format", QUANTIZING_FORMATS)):
-        if (value := given.get(key, None)) in refused:
-            raise ValueError(f"{ARGUMENTS}.{key}={value!r}: weight sync cannot serve it; {TURN_OFF}.")
-    overrides = given.get("json_model_override_args", None)
-    if "quantization_config" in changed_config(rollout):
+    for key, (harmless, why) in OTHER_WRITERS.items():
+        if (value := value_of(key)) not in harmless:
+            raise ValueError(f"{where}.{key}={value!r}{made}: {why}. Remove it.")
+    if (value := value_of("load_format")) in QUANTIZING_FORMATS:
+        raise ValueError(f"{where}.load_format={value!r}{made}: weight sync cannot serve it; {remedy}.")
+    if (value := value_of("moe_runner_backend")) in REORDERING_BACKENDS:
         raise ValueError(
-            f"{ARGUMENTS}.json_model_override_args={overrides!r}: weight sync sends plain weights. Give it without "
-            f"quantization_config, or {TURN_OFF}."
+            f"{where}.moe_runner_backend={value!r}{made}: weight sync cannot serve it, for it reorders experts; set "
+            f"{where}.moe_runner_backend=triton, or {remedy}."
         )
-    _refuse_second_word(rollout, given)
+    overrides = value_of("json_model_override_args")
+    if "quantization_config" in _parsed(overrides):
+        raise ValueError(
+            f"{where}.json_model_override_args={overrides!r}{made}: weight sync sends plain weights. Give it without "
+            f"quantization_config, or {remedy}."
+        )
 
 
 def _refuse_second_word(rollout: Any, given: Mapping[str, Any]) -> None:
@@ -195,8 +210,14 @@ def _refuse_second_word(rollout: Any, given: Mapping[str, Any]) -> None:
     ranks = (rollout.get("tensor_model_parallel_size", None) or 1) * parallel
     keys = {
         "tp_size": (ranks, f"{PREFIX}.tensor_model_parallel_size, times data_parallel_size, is {ranks}"),
-        "dtype": (rollout.get("dtype", None), f"{PREFIX}.dtype is {rollout.get('dtype', None)!r}"),
+        **{
+            key: (rollout.get(ours, None), f"{PREFIX}.{ours} is {rollout.get(ours, None)!r}")
+            for key, ours in SAME_WORDS.items()
+        },
     }
+    for key, remedy in VERLS_OWN.items():
+        if (value := given.get(key, None)) is not None:
+            raise ValueError(f"{ARGUMENTS}.{key}={value!r}: verl sets it by itself. {remedy}")
     same = {"half": "float16", "float": "float32"}
     for key, (expected, says) in keys.items():
         value = given.get(key, None)
@@ -221,10 +242,14 @@ def _refuse_data_parallel(value: Any, attention: bool, parallel: int, ranks: int
 
 
 def changed_config(rollout: Any) -> Mapping[str, Any]:
-    """What SGLang is told to change of the model's config; what is no JSON is SGLang's to refuse."""
-    given = section(section(rollout, "engine_kwargs", f"{PREFIX}.engine_kwargs"), "sglang", ARGUMENTS)
+    """What SGLang is told to change of the model's config."""
+    return _parsed(engine_arguments(rollout).get("json_model_override_args", None))
+
+
+def _parsed(text: Any) -> Mapping[str, Any]:
+    """JSON of SGLang's; what is none is SGLang's to refuse."""
     try:
-        found = json.loads(given.get("json_model_override_args", None))
+        found = json.loads(text)
     except (TypeError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -12,10 +12,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_sync_plugin.config.settings import TURN_OFF
+from verl_sync_plugin.config.refusals import PREFIX
+from verl_sync_plugin.config.settings import TURN_OFF, given_value, lora_rank_of, section
 from verl_sync_plugin.lora.refusals import LEAVE_OUT
 from verl_sync_plugin.lora.settings import PEFT_KEY
-from verl_sync_plugin.rollouts.sglang.arguments import ARGUMENTS, changed_config
+from verl_sync_plugin.rollouts.sglang.arguments import (
+    ARGUMENTS,
+    changed_config,
+    engine_arguments,
+    refuse_engine_arguments,
+)
 
 # Where SGLang builds experts into every layer, whatever the configuration says about dense ones
 EXPERTS_EVERYWHERE = (
@@ -128,6 +134,31 @@ def _layers(config: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
     if "text_config" in config:
         config, changes = config["text_config"], changes.get("text_config") or {}
     return changes.get("num_hidden_layers", config.get("num_hidden_layers"))
+
+
+def refuse_stock(rollout: Any, model: Any) -> str:
+    """See ``Rollout.refuse_stock``."""
+    refuse_engine_arguments(rollout)
+    quantization = given_value(rollout, "quantization", f"{PREFIX}.quantization")
+    path = str(model.get("path", None))
+    if quantization is None:
+        refuse_checkpoint(path)
+        return ""
+    key = f"{PREFIX}.quantization={quantization!r}"
+    if quantization != "fp8":
+        raise ValueError(f"{key}: verl quantizes for SGLang to fp8 alone. Use fp8, or remove it.")
+    if overrides := engine_arguments(rollout).get("json_model_override_args", None):
+        raise ValueError(
+            f"{ARGUMENTS}.json_model_override_args={overrides!r} with {key}: it replaces what verl says there of its "
+            "fp8 weights. Remove one of the two."
+        )
+    merge = section(model, "lora", "actor_rollout_ref.model.lora").get("merge", False)
+    if (rank := lora_rank_of(model)) and not merge:
+        raise ValueError(
+            f"{key} with actor_rollout_ref.model.lora.merge=False and LoRA rank {rank}: under an adapter that SGLang "
+            "serves it does not find the scales of the base's fp8 weights. Set actor_rollout_ref.model.lora.merge=True."
+        )
+    return refuse_fp8(path)
 
 
 def refuse_fp8(path: str) -> str:

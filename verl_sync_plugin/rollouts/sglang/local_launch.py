@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_sync_plugin.rollouts.base import LocalSpec
-from verl_sync_plugin.rollouts.sglang.arguments import DTYPES, REORDERING_BACKENDS, UNSERVED
+from verl_sync_plugin.rollouts.sglang.arguments import DTYPES, refuse_arguments
 from verl_sync_plugin.rollouts.sglang.backup import covered
 from verl_sync_plugin.rollouts.sglang.families import reason_against
 from verl_sync_plugin.rollouts.sglang.local import NEVER_SYNCED, LocalEngine
@@ -107,7 +107,7 @@ def refuse(spec: LocalSpec) -> None:
     for key, value in spec.arguments.items():
         if key in OURS:
             raise ValueError(f"engine.{key}={value!r}: leave it out, and set {OURS[key]}.")
-        harmless = {**UNSERVED, **MORE_RANKS, "speculative_algorithm": (None,)}.get(key)
-        reorders = key == "moe_runner_backend" and value in REORDERING_BACKENDS
-        if (harmless is not None and value not in harmless) or reorders:
+        harmless = {**MORE_RANKS, "speculative_algorithm": (None,)}.get(key)
+        if harmless is not None and value not in harmless:
             raise ValueError(f"engine.{key}={value!r}: weight sync cannot serve it. Leave it out.")
+    refuse_arguments(spec.arguments.get, "engine", "leave it out")

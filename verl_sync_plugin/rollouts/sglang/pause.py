@@ -88,7 +88,7 @@ class PausingServer(SGLangHttpServer):
         self.guarded = Guarded(
             self.tokenizer_manager,
             self._admit,
-            spans=self.keeps_requests,
+            spans=self.keeps_requests and not compat.counts_versions(self.tokenizer_manager),
             name=lambda: f"weights-{self._loads}:" if apart else "",
         )
 

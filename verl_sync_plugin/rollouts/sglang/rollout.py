@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from verl_sync_plugin.rollouts.base import LocalLaunch, LocalSpec, Rollout
-from verl_sync_plugin.rollouts.sglang.arguments import left_to_verl, refuse_keys, refuse_stock
-from verl_sync_plugin.rollouts.sglang.families import refuse_checkpoint, refuse_untied
+from verl_sync_plugin.rollouts.sglang.arguments import left_to_verl, refuse_keys
+from verl_sync_plugin.rollouts.sglang.families import refuse_checkpoint, refuse_stock, refuse_untied
 from verl_sync_plugin.rollouts.sglang.served_lora import refuse_adapter
 
 

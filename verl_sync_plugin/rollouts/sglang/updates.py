@@ -133,7 +133,7 @@ class WeightUpdates:
             raise
         self._gate.refuse_given_up(number)
         if version is not None:
-            compat.set_weight_version(self.tokenizer_manager, version)
+            await compat.set_weight_version(self.tokenizer_manager, version)
             self.global_steps = int(version)
         self._gate.succeed(number)
 
