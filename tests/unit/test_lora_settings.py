@@ -57,7 +57,9 @@ def settled(*overrides: str, strategy: str = "fsdp2") -> DictConfig:
             id="whole-block",
         ),
         pytest.param(
-            ("lora.rank=8", "lora.adapter_path=/a"), (8, 32, "all-linear", None, "/a"), id="block-adapter-path"
+            ("lora.rank=8", "lora.adapter_path=/on/a/worker"),
+            (8, 32, "all-linear", None, "/on/a/worker"),
+            id="block-adapter-path",
         ),
     ],
 )

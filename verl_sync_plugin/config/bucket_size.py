@@ -36,7 +36,8 @@ def settled_megabytes(short: Any, long: Any, given: bool, stock: int, syncs: boo
     if not given:
         default = min(stock, DEFAULT_MEGABYTES) if syncs else stock
         long = default if short is None or short == AUTO else short
-    if short is None and syncs and isinstance(long, int) and long > 0:  # else the check names the key that was given
+    # Any other value stays where it was given, so that the check names its key
+    if short is None and syncs and isinstance(long, int) and not isinstance(long, bool) and long > 0:
         short = long
     return short, long
 

@@ -7,6 +7,7 @@ Imports no torch.
 from __future__ import annotations
 
 import importlib.util
+import math
 from typing import Any
 
 from verl_sync_plugin.config.settings import (
@@ -114,15 +115,17 @@ def refuse_lora_values(model: Any) -> None:
     block = section(model, "lora", f"{prefix}.lora")
     for holder, key, name in ((block, "rank", "lora.rank"), (model, "lora_rank", "lora_rank")):
         rank = given_value(holder, key, f"{prefix}.{name}")
-        if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 0):
+        if key in holder and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 0):
             raise ValueError(f"{prefix}.{name}={rank!r}: not a whole number from 0 on. Use for example 32.")
     for holder, key, name in ((block, "alpha", "lora.alpha"), (model, "lora_alpha", "lora_alpha")):
         alpha = given_value(holder, key, f"{prefix}.{name}")
-        if alpha is not None and (isinstance(alpha, bool) or not isinstance(alpha, int | float)):
+        number = isinstance(alpha, int | float) and not isinstance(alpha, bool) and math.isfinite(alpha)
+        if alpha is not None and not number:
             raise ValueError(f"{prefix}.{name}={alpha!r}: not a number. Use for example 32.")
     merge = given_value(block, "merge", f"{prefix}.lora.merge")
     if merge is not None and not isinstance(merge, bool):
         raise ValueError(f"{prefix}.lora.merge={merge!r}: not a boolean. Use {prefix}.lora.merge=True or False.")
+    section(block, "peft", f"{prefix}.lora.peft")
 
 
 def refuse_megatron_lora(megatron: Any, model: Any) -> None:

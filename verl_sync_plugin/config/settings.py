@@ -6,8 +6,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 KEY_PREFIX = "actor_rollout_ref.rollout.custom.sync"
@@ -200,14 +201,52 @@ def given_value(holder: Any, key: str, name: str) -> Any:
     return holder.get(key, None)
 
 
+def refuse_near_misses(holder: Mapping[str, Any], known: Collection[str], name: str) -> None:
+    """Raises ValueError for a key of a mapping that is nearly a known one, and leaves all others alone.
+
+    A key that ends in a known one is another word: ``async`` is not ``sync``.
+
+    Args:
+        holder: the mapping.
+        known: its keys.
+        name: of the mapping, for messages.
+    """
+    for key in holder:
+        word = str(key).lower()
+        if key in known or any(word.endswith(each) and word != each for each in known):
+            continue
+        if close := difflib.get_close_matches(word, known, n=1, cutoff=0.75):
+            raise ValueError(f"{name}.{key}={holder[key]!r}: unknown key. Did you mean {name}.{close[0]}?")
+
+
+def refuse_misplaced(config: Any) -> None:
+    """Raises ValueError for the plugin's settings under a part of their key's path, where nothing reads them.
+
+    Args:
+        config: what verl's main function gets.
+    """
+    from omegaconf import OmegaConf
+
+    *path, last = KEY_PREFIX.split(".")
+    known = {field.name for field in dataclasses.fields(SyncConfig)}
+    for length in range(len(path)):
+        for some in combinations(path, length):
+            sync = OmegaConf.select(config, key := ".".join((*some, last)))
+            if isinstance(sync, Mapping) and sync and known.issuperset(sync):
+                name = next(iter(sync))
+                raise ValueError(f"{key}.{name}={sync[name]!r}: nothing reads it there. Use {KEY_PREFIX}.{name}.")
+
+
 def sync_config_of(rollout: Any) -> SyncConfig:
     """The ``SyncConfig`` of a rollout config (dataclass, DictConfig or dict).
 
     Raises:
         ValueError: ``rollout.custom`` or ``rollout.custom.sync`` is not a mapping, or ``SyncConfig`` refuses it.
     """
-    custom = section(rollout, "custom", "actor_rollout_ref.rollout.custom")
-    sync = section(custom, "sync", KEY_PREFIX)
+    name, _, key = KEY_PREFIX.rpartition(".")
+    custom = section(rollout, "custom", name)
+    refuse_near_misses(custom, (key,), name)
+    sync = section(custom, key, KEY_PREFIX)
     for key in sync:
         refuse_missing(sync, key, f"{KEY_PREFIX}.{key}")
     return SyncConfig.from_mapping(

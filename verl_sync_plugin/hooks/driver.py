@@ -35,6 +35,8 @@ from verl_sync_plugin.config.settings import (
     SyncConfig,
     given_value,
     lora_rank_of,
+    refuse_misplaced,
+    refuse_near_misses,
     refuse_switched_off,
     section,
     sync_config_of,
@@ -48,8 +50,9 @@ from verl_sync_plugin.sharding_manager.registry import known_trainers
 
 # Mains of verl with a rollout that is never given weights
 WITHOUT_SYNC = ("main_generation_server",)
-MERGE_KEY = "actor_rollout_ref.model.lora.merge"
-RANK_KEY = "actor_rollout_ref.model.lora.rank"
+LORA_KEY = "actor_rollout_ref.model.lora"
+MERGE_KEY = f"{LORA_KEY}.merge"
+RANK_KEY = f"{LORA_KEY}.rank"
 STRATEGY_KEY = "actor_rollout_ref.actor.strategy"
 MEGATRON_FSDP_KEY = "actor_rollout_ref.actor.megatron.use_megatron_fsdp"
 OFF = "weight sync off, stock verl moves the weights"
@@ -79,6 +82,7 @@ def settle(config: DictConfig, overrides: Sequence[str] = (), program: str = "",
     if not serves(rollout.get("name")):
         leave_to_verl(rollout, resolved)
         return ""
+    refuse_misplaced(config)
     unserved = "" if program in WITHOUT_SYNC else stepping_aside(actor_rollout_ref, overrides)
     if unserved or program in WITHOUT_SYNC or not syncs(actor_rollout_ref):
         if not resolved and not sync_config_of(rollout).enabled:  # by the user, and not by the line below
@@ -240,6 +244,8 @@ def settle_trainer(actor_rollout_ref: Any, mode: str = "") -> None:
         model = actor_rollout_ref.model
         engine.refuse_checkpoint(str(model.get("path")), model.get("override_config"), actor_rollout_ref.rollout)
     refuse_lora_values(actor_rollout_ref.model)
+    stock: Any = OmegaConf.to_container(OmegaConf.load(hydra_source.verl_configs() / "model" / "hf_model.yaml"))
+    refuse_near_misses(actor_rollout_ref.model.get("lora") or {}, {*stock["lora"], "peft"}, LORA_KEY)
     merge = OmegaConf.select(actor_rollout_ref, "model.lora.merge", default=False)
     if merge and not lora_rank_of(actor_rollout_ref.model):
         say(f"{MERGE_KEY}=True has no effect without a LoRA rank, all parameters are trained; see {RANK_KEY}")
@@ -248,7 +254,7 @@ def settle_trainer(actor_rollout_ref: Any, mode: str = "") -> None:
             "actor_rollout_ref.actor.freeze_vision_tower=True has no effect: verl 0.9.1 does not read it and trains all"
         )
     if strategy in FLAT_LORA_TRAINERS:
-        unify_lora_keys(actor_rollout_ref.model, engine.refuse_adapter)
+        unify_lora_keys(actor_rollout_ref.model, stock, engine.refuse_adapter)
         if moves:
             refuse_lora(actor_rollout_ref.model, strategy, engine.refuse_untied)
     if moves:
@@ -258,7 +264,7 @@ def settle_trainer(actor_rollout_ref: Any, mode: str = "") -> None:
         refuse_megatron_lora(actor_rollout_ref.actor.megatron, actor_rollout_ref.model)
 
 
-def unify_lora_keys(model: DictConfig, refuse_adapter: RefuseAdapter) -> None:
+def unify_lora_keys(model: DictConfig, stock: dict[str, Any], refuse_adapter: RefuseAdapter) -> None:
     """Makes ``model.lora.*`` and the flat keys one, where verl itself reads only the flat ones.
 
     Written into the composed config: every process, verl's own code included, then sees the same.
@@ -266,7 +272,6 @@ def unify_lora_keys(model: DictConfig, refuse_adapter: RefuseAdapter) -> None:
     Raises:
         ValueError: see ``lora.settings.unify``.
     """
-    stock: Any = OmegaConf.to_container(OmegaConf.load(hydra_source.verl_configs() / "model" / "hf_model.yaml"))
     plain: Any = OmegaConf.to_container(model, resolve=True)
     with read_write(model), open_dict(model):
         for key, value in unify(plain, stock, refuse_adapter).items():

@@ -38,7 +38,7 @@ def lora_config(model: Any) -> Any:
             exclude_modules=convert_to_regular_types(model.exclude_modules),
             **{"bias": "none", **more},
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ImportError) as error:
         raise ValueError(f"{PEFT_KEY}={more}: PEFT refuses it: {error}. Correct the setting.") from error
 
 

@@ -43,10 +43,11 @@ def refuse_lora(model: Any, strategy: str, refuse_untied: RefuseUntied) -> None:
     plain: Any = OmegaConf.to_container(model, resolve=True)
     path = plain.get("lora_adapter_path")
     if path is not None:
+        where = f"{PREFIX}.lora_adapter_path={path!r}"
+        _refuse_absent(where, path, plain["path"])
         settings = _settings_of(Path(path))
         if settings is None:
             return
-        where = f"{PREFIX}.lora_adapter_path={path!r}"
     else:
         settings = plain["lora"].get("peft") or {}
         where = f"{PEFT_KEY}={settings}"
@@ -77,6 +78,22 @@ def refuse_unread_rank(model: Any, strategy: str, cause: str = "custom.sync.enab
             f"and would train all parameters. Give LoRA by verl's flat keys: {PREFIX}.lora_rank={rank} "
             f"{PREFIX}.lora_alpha={alpha}, and {PREFIX}.target_modules; they mean the same with the plugin."
         )
+
+
+def _refuse_absent(where: str, path: str, model: str) -> None:
+    """Raises ValueError for an adapter that is not where this machine would see it, as it sees the model.
+
+    Args:
+        where: key and value, for messages.
+        path: of the adapter; what may be the name of one on a hub passes.
+        model: path of the model.
+    """
+    folder, remedy = Path(path), "Give the whole path of a folder that PEFT has saved an adapter to"
+    if not folder.is_dir():
+        if path.startswith(("/", ".", "~")) and (folder.parent.is_dir() or Path(model).expanduser().is_dir()):
+            raise ValueError(f"{where}: there is no such folder. {remedy}.")
+    elif not (folder / "adapter_config.json").is_file():
+        raise ValueError(f"{where}: it holds no adapter_config.json. {remedy}.")
 
 
 def _settings_of(folder: Path) -> dict[str, Any] | None:

@@ -7,9 +7,18 @@ an FSDP trainer takes either. A value counts as given when it differs from verl'
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-from collections.abc import Callable, Mapping
+import functools
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import msgspec
 
 PREFIX = "actor_rollout_ref.model"
 PEFT_KEY = f"{PREFIX}.lora.peft"
@@ -24,6 +33,9 @@ _PAIRS = (
 # Fields of PEFT's LoraConfig that have a key of their own
 _OWN_KEY = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", **{key: key for key, _ in _PAIRS[:3]}}
 _INITIAL_A = {"xavier": True, "kaiming": True, "gaussian": "gaussian", "normal": "gaussian"}
+# Fields of PEFT's that are annotated as a dict of anything
+_NARROWER = {"rank_pattern": dict[str, int] | None, "alpha_pattern": dict[str, float] | None}
+_MODULES = ("target_modules", "exclude_modules", "target_parameters")
 # What FSDP has no counterpart for: key of the block, the only value it can have
 _FIXED = {"dropout_position": "pre", "lora_B_init_method": "zero", "a2a_experimental": False, "dtype": None}
 
@@ -67,7 +79,10 @@ def unify(model: Mapping[str, Any], stock: Mapping[str, Any], refuse_adapter: Re
         given = _one(model, block, key, flat, stock_block.get(key), stock.get(flat))
         found[flat] = stock.get(flat) if given is None else given
     _refuse_megatron_names(found["target_modules"])
+    _refuse_pefts_own(block, stock_block)
     found["lora.peft"] = _peft_arguments(block, path)
+    for field, value in {**{key: found[key] for key in _MODULES}, **found["lora.peft"]}.items():
+        _check_value(field, value, block)
     if not block.get("merge"):
         given = {**found["lora.peft"], "target_parameters": found["target_parameters"]}
         refuse_adapter(given, {field: _key_of(field, value, block) for field, value in given.items()})
@@ -76,8 +91,10 @@ def unify(model: Mapping[str, Any], stock: Mapping[str, Any], refuse_adapter: Re
 
 def _key_of(field: str, value: Any, block: Mapping[str, Any]) -> str:
     """Key and value under which a field of ``LoraConfig`` was given, for messages."""
-    if field == "target_parameters":
-        return f"{PREFIX}.{field}={value!r}"
+    if field in _MODULES:
+        return f"{PREFIX}.{'lora.' * (block.get(field) == value)}{field}={value!r}"
+    if field == "lora_dropout" and block.get("dropout") == value:
+        return f"{PREFIX}.lora.dropout={value!r}"
     if field == "use_dora" and block.get("type") == "dora":
         return f"{PREFIX}.lora.type='dora'"
     return f"{PEFT_KEY}.{field}={value!r}"
@@ -137,11 +154,7 @@ def _peft_arguments(block: Mapping[str, Any], path: str | None) -> dict[str, Any
 def _check_peft(arguments: Mapping[str, Any], block: Mapping[str, Any]) -> None:
     if not arguments:
         return
-    import dataclasses
-
-    from peft import LoraConfig
-
-    known = [field.name for field in dataclasses.fields(LoraConfig) if field.init]
+    known = _peft_fields()
     for key, value in arguments.items():
         if key in _OWN_KEY and value != block.get(_OWN_KEY[key]):
             raise _fail(f"{PEFT_KEY}.{key}", value, "has a key of its own", f"Use {PREFIX}.lora.{_OWN_KEY[key]}.")
@@ -149,3 +162,71 @@ def _check_peft(arguments: Mapping[str, Any], block: Mapping[str, Any]) -> None:
             close = difflib.get_close_matches(key, known, n=1)
             hint = f"Did you mean {close[0]}?" if close else "See PEFT's LoraConfig."
             raise _fail(f"{PEFT_KEY}.{key}", value, "PEFT's LoraConfig does not know it", hint)
+
+
+def _refuse_pefts_own(block: Mapping[str, Any], stock: Mapping[str, Any]) -> None:
+    """Raises ValueError for a field of PEFT's that is given one level too high, where nothing reads it."""
+    for key in block.keys() - stock.keys() - {"peft"}:
+        if key in _peft_fields():
+            use = f"{PREFIX}.lora.{_OWN_KEY[key]}" if key in _OWN_KEY else f"{PEFT_KEY}.{key}"
+            raise _fail(f"{PREFIX}.lora.{key}", block[key], "nothing reads it there", f"Use {use}.")
+
+
+@functools.cache
+def _peft_fields() -> dict[str, Any]:
+    """Types of the values that PEFT's ``LoraConfig`` takes, by field."""
+    from peft import LoraConfig
+
+    types = {**typing.get_type_hints(LoraConfig), **_NARROWER}
+    return {field.name: types[field.name] for field in dataclasses.fields(LoraConfig) if field.init}
+
+
+def _check_value(field: str, value: Any, block: Mapping[str, Any]) -> None:
+    """Raises ValueError for a value that PEFT does not take, or takes for another one; names key, value and remedy."""
+    where, kind = _key_of(field, value, block), _peft_fields()[field]
+    if not _fits(value, kind):
+        words = [each for each in _choices(kind) if isinstance(each, str)]
+        close = difflib.get_close_matches(str(value), words, n=1)
+        hint = f"Did you mean {close[0]}?" if close else "Correct the value."
+        hint = f"Use [{value}]." if _fits([value], kind) else hint
+        raise ValueError(f"{where}: PEFT takes {inspect.formatannotation(kind)} there. {hint}")
+    if field == "init_lora_weights" and value in ("eva", "corda"):
+        raise ValueError(f"{where}: PEFT needs data for it, and verl gives it none. Use for example pissa or olora.")
+    for pattern in _patterns(field, value):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{where}: not a regular expression ({error}). Correct the pattern.") from None
+
+
+def _patterns(field: str, value: Any) -> Iterable[str]:
+    """What of a field's value PEFT reads as a regular expression."""
+    if field in ("target_modules", "exclude_modules"):  # a list has names
+        return [value] if isinstance(value, str) else []
+    if field == "layers_pattern":
+        return [value] if isinstance(value, str) else value or []
+    return value or [] if field in _NARROWER else []
+
+
+def _choices(kind: Any) -> tuple[Any, ...]:
+    """The values that a type lists."""
+    inside = typing.get_args(kind)
+    return inside if typing.get_origin(kind) is typing.Literal else tuple(c for each in inside for c in _choices(each))
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value from a config, where YAML and JSON agree, is of a type."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return any(_fits(value, each) for each in typing.get_args(kind))
+    if typing.get_origin(kind) is typing.Literal:
+        # PEFT writes pissa_niter_[number of iters] for pissa_niter_4 and others
+        patterns = (re.sub(r"\\\[.*\\\]", r"\\d+", re.escape(each)) for each in typing.get_args(kind))
+        return isinstance(value, str) and any(re.fullmatch(each, value) for each in patterns)
+    if dataclasses.is_dataclass(kind):
+        return isinstance(value, Mapping)  # PEFT makes one of it
+    try:
+        json.dumps(value, allow_nan=False)
+        msgspec.convert(value, kind)
+    except (ValueError, msgspec.ValidationError):
+        return False
+    return True
