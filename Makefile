@@ -41,7 +41,7 @@ lint: venv ## style, formatting, layers, types, licence lines, names of test mod
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	@without=$$(grep -rL --include='*.py' --include='*.sh' --include='*.yaml' SPDX-License-Identifier \
-		verl_sync_plugin configs tests benchmarks examples scripts setup.py); test -z "$$without" || \
+		verl_sync_plugin cpu_stack configs tests benchmarks examples scripts setup.py); test -z "$$without" || \
 		{ echo "files without an SPDX line:" $$without; exit 1; }
 	@twice=$$(find tests -name 'test_*.py' | sed 's|.*/||' | sort | uniq -d); test -z "$$twice" || \
 		{ echo "pytest collects no two test modules of one name, since tests/ has no packages. Rename one:" $$twice; exit 1; }
@@ -51,5 +51,6 @@ format: venv ## apply style and formatting
 	$(BIN)/ruff format .
 
 clean: ## everything made by the targets above
-	rm -rf .venv .quickstart build *.egg-info .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .quickstart build *.egg-info cpu_stack/build cpu_stack/*.egg-info
+	rm -rf .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
