@@ -35,11 +35,12 @@ families: venv ## syncs every model family and writes the table in docs/families
 releases: venv ## trains with every SGLang release and writes the table in docs/releases.md anew
 	RELEASES=write $(PYTEST) tests/e2e/test_old_and_new_sglang.py
 
-lint: venv ## style, formatting, layers, types, licence lines, names of test modules
+lint: venv ## style, formatting, layers, types, size, licence lines, names of test modules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	$(BIN)/python .ci/budget.py
 	@without=$$(grep -rL --include='*.py' --include='*.sh' --include='*.yaml' SPDX-License-Identifier \
 		verl_sync_plugin cpu_stack configs tests benchmarks examples scripts setup.py); test -z "$$without" || \
 		{ echo "files without an SPDX line:" $$without; exit 1; }
