@@ -53,6 +53,6 @@ def _sent(folder: str, rollout: Any) -> str:
     megabytes = rollout.checkpoint_engine.update_weights_bucket_megabytes
     plan = source.plan(tuple(shard.base for shard in source.shards()), int(megabytes) << 20)
     return (
-        f"{config.model_type}: a sync sends {plan.tensor_count} tensors, {plan.nbytes / 1e9:.3f} GB as {rollout.dtype}, "
-        f"or {len(plan.buckets)} buckets of at most {megabytes} MiB"
+        f"{config.model_type}: a sync sends {plan.tensor_count} tensors, {plan.nbytes / 1e9:.3f} GB as {rollout.dtype}, or "
+        f"{len(plan.buckets)} buckets of at most {megabytes} MiB"
     )
