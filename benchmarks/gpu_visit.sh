@@ -149,7 +149,7 @@ save_logs() {
 stamp() {
   {
     echo "$COMMIT"
-    find verl_sync_plugin configs setup.py pyproject.toml -type f ! -name '*.pyc' -exec sha256sum {} + | sort
+    find verl_sync_plugin cpu_stack configs setup.py pyproject.toml -type f ! -name '*.pyc' -exec sha256sum {} + | sort
     find .gpu -name '*.*xz' -exec sha256sum {} + | sort
   } | sha256sum
 }

@@ -52,7 +52,5 @@ def _sent(folder: str, rollout: Any) -> str:
     source = StateDictSource(module.state_dict, policy, checkpoint_rewrite(module), tied)
     megabytes = rollout.checkpoint_engine.update_weights_bucket_megabytes
     plan = source.plan(tuple(shard.base for shard in source.shards()), int(megabytes) << 20)
-    return (
-        f"{config.model_type}: a sync sends {plan.tensor_count} tensors, {plan.nbytes / 1e9:.3f} GB as {rollout.dtype}, or "
-        f"{len(plan.buckets)} buckets of at most {megabytes} MiB"
-    )
+    size = f"{plan.tensor_count} tensors, {plan.nbytes / 1e9:.3f} GB as {rollout.dtype}"
+    return f"{config.model_type}: a sync sends {size}, or {len(plan.buckets)} buckets of at most {megabytes} MiB"
