@@ -35,13 +35,14 @@ families: venv ## syncs every model family and writes the table in docs/families
 releases: venv ## trains with every SGLang release and writes the table in docs/releases.md anew
 	RELEASES=write $(PYTEST) tests/e2e/test_old_and_new_sglang.py
 
-lint: venv ## style, formatting, layers, types, licence lines, names of test modules
+lint: venv ## style, formatting, layers, types, size, licence lines, names of test modules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	$(BIN)/python .ci/budget.py
 	@without=$$(grep -rL --include='*.py' --include='*.sh' --include='*.yaml' SPDX-License-Identifier \
-		verl_sync_plugin configs tests benchmarks examples scripts setup.py); test -z "$$without" || \
+		verl_sync_plugin cpu_stack configs tests benchmarks examples scripts setup.py); test -z "$$without" || \
 		{ echo "files without an SPDX line:" $$without; exit 1; }
 	@twice=$$(find tests -name 'test_*.py' | sed 's|.*/||' | sort | uniq -d); test -z "$$twice" || \
 		{ echo "pytest collects no two test modules of one name, since tests/ has no packages. Rename one:" $$twice; exit 1; }
@@ -51,5 +52,6 @@ format: venv ## apply style and formatting
 	$(BIN)/ruff format .
 
 clean: ## everything made by the targets above
-	rm -rf .venv .quickstart build *.egg-info .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .quickstart build *.egg-info cpu_stack/build cpu_stack/*.egg-info
+	rm -rf .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

@@ -2,14 +2,11 @@
 """Package metadata. Everything that other tools need is in pyproject.toml."""
 
 import re
-import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
-from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-PTH_FILE = "verl_sync_plugin_cpu.pth"
 
 
 def read_version() -> str:
@@ -25,21 +22,6 @@ def read_requirements(name: str) -> list[str]:
     """Read the pins of ``requirements/<name>.txt``."""
     lines = (ROOT / "requirements" / f"{name}.txt").read_text(encoding="utf-8").splitlines()
     return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-
-
-class BuildWithPth(build_py):
-    """Adds the ``.pth`` file to the root of the wheel, which is what lands in site-packages."""
-
-    def run(self) -> None:
-        """Build as usual, then copy the file."""
-        super().run()
-        # An editable install has no build folder that would be installed.
-        if not self.editable_mode:
-            shutil.copyfile(ROOT / PTH_FILE, Path(self.build_lib) / PTH_FILE)
-
-    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-        """Name the file among the build's results, so that an uninstall removes it."""
-        return [*super().get_outputs(include_bytecode), str(Path(self.build_lib) / PTH_FILE)]
 
 
 setup(
@@ -59,6 +41,7 @@ setup(
         "sglang": ["sglang>=0.5.12"],
         "megatron": ["megatron-core>=0.18", "megatron-bridge>=0.5.1"],
         "mbridge": ["megatron-core>=0.16,<0.17", "mbridge>=0.15"],  # verl deprecates it
+        "report": ["matplotlib>=3.8"],  # draws the page of verl-sync report
         # Without SGLang and torchvision: scripts/setup_venv.sh installs these without their CUDA dependencies.
         "cpu-test": read_requirements("cpu"),
     },
@@ -66,5 +49,4 @@ setup(
         "verl.plugins": ["verl_sync_plugin = verl_sync_plugin.plugin"],
         "console_scripts": ["verl-sync = verl_sync_plugin.cli:main"],
     },
-    cmdclass={"build_py": BuildWithPth},
 )

@@ -30,7 +30,8 @@ install_package() {
   local source=/tmp/plugin-src
   rm -rf "$source" && mkdir -p "$source"
   tar c --exclude=./.gpu --exclude=./.git . | tar x -C "$source"
-  python3 -m pip install -q --no-index --no-deps --no-build-isolation --no-compile --upgrade --target "$SITE" "$source"
+  python3 -m pip install -q --no-index --no-deps --no-build-isolation --no-compile --upgrade --target "$SITE" \
+    "$source" "$source/cpu_stack"
 }
 
 check_package() {
@@ -148,7 +149,7 @@ save_logs() {
 stamp() {
   {
     echo "$COMMIT"
-    find verl_sync_plugin configs setup.py pyproject.toml -type f ! -name '*.pyc' -exec sha256sum {} + | sort
+    find verl_sync_plugin cpu_stack configs setup.py pyproject.toml -type f ! -name '*.pyc' -exec sha256sum {} + | sort
     find .gpu -name '*.*xz' -exec sha256sum {} + | sort
   } | sha256sum
 }

@@ -56,7 +56,7 @@ if [[ $(cat "$STAMP" 2>/dev/null || true) != "$hash" ]]; then
 fi
 
 # A build folder of an earlier version would smuggle deleted modules into the wheel.
-rm -rf build ./*.egg-info
-pip_install --quiet --no-deps --no-build-isolation --force-reinstall .
-rm -rf build ./*.egg-info
+rm -rf {.,cpu_stack}/build {.,cpu_stack}/*.egg-info
+pip_install --quiet --no-deps --no-build-isolation --force-reinstall . ./cpu_stack
+rm -rf {.,cpu_stack}/build {.,cpu_stack}/*.egg-info
 echo "setup_venv.sh: ready, $VENV/bin/python"

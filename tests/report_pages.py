@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report files, and the pages that ``verl-sync report`` makes of them, read by an HTML parser."""
+"""Report files, and the pages that ``verl-sync report`` makes of them."""
 
 from __future__ import annotations
 
@@ -14,26 +14,6 @@ from verl_sync_plugin.cli import main
 from verl_sync_plugin.report.sync_report import SyncReport
 
 GIB = 2**30
-VOID = {"meta", "br", "line", "rect"}
-# What version 0.1.0 wrote; the fields that came later are left out
-OLD = {
-    "event": "sync_report",
-    "global_steps": 0,
-    "manager": "FSDP2SGLangShardingManager",
-    "stages": {"sleep": 0.2, "resume_weights": 0.0625, "update_weights": 7.5, "resume_kv": 0.03125, "pack": 0.25},
-    "nbytes": 15_231_233_024,
-    "buckets": 25,
-    "bucket_bytes": 512 << 20,
-    "tensors": 339,
-    "peak_device_bytes": GIB,
-    "device_used_bytes": {"asleep": 20 * GIB, "weights": 27 * GIB, "synced": 28 * GIB, "awake": 68 * GIB},
-    "coverage_expected": 199,
-    "coverage_missing": 0,
-    "own_bytes": 7_000_000_000,
-    "peer_bytes": 8_000_000_000,
-    "gathered_bytes": 0,
-    "direct_bytes": 0,
-}
 
 
 def line(step: int, rank: int = 0, pid: int = 7, **changes: Any) -> dict[str, Any]:
@@ -56,7 +36,6 @@ def line(step: int, rank: int = 0, pid: int = 7, **changes: Any) -> dict[str, An
         verified_tensors=337,
         not_comparable=2,
         staging_bytes=GIB,
-        kept_staging_bytes=GIB,
         device_total_bytes=140 * GIB,
         device_used_bytes={
             "asleep": 50 * GIB, "weights": 58 * GIB, "synced": 58 * GIB, "room": 55 * GIB, "awake": 95 * GIB,
@@ -76,57 +55,27 @@ def line(step: int, rank: int = 0, pid: int = 7, **changes: Any) -> dict[str, An
 
 
 class Page(HTMLParser):
-    """A page as a tree that is checked on the way: every start has its end."""
+    """The cells of a page's tables by the table's id, and its text without markup."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.section = ""
-        self.attributes: list[tuple[str, str, dict[str, str]]] = []
-        self.texts: dict[str, str] = {}
         self.cells: dict[str, list[list[str]]] = {}
-        self._ids: list[str] = []
+        self.text = ""
         self._table = ""
         self.feed(text)
-        self.close()
-        assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {name: value or "" for name, value in attrs}
-        if tag == "section":
-            self.section = given.get("id", "")
-        self.attributes.append((self.section, tag, given))
         if tag == "table":
-            self._table = given.get("id", "")
-        if tag == "tr":
+            self._table = dict(attrs).get("id") or ""
+        elif tag == "tr":
             self.cells.setdefault(self._table, []).append([])
-        if tag in ("td", "th"):
+        elif tag in ("td", "th"):
             self.cells[self._table][-1].append("")
-        if tag not in VOID:
-            self.open.append(tag)
-            self._ids.append(given.get("id", ""))
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        assert tag in VOID, tag
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-        self._ids.pop()
 
     def handle_data(self, data: str) -> None:
-        for name in filter(None, self._ids):
-            self.texts[name] = self.texts.get(name, "") + data
-        if "td" in self.open or "th" in self.open:
+        self.text += data
+        if self.lasttag in ("td", "th"):
             self.cells[self._table][-1][-1] += data
-
-    def parts(self, section: str, tag: str, value: str) -> list[tuple[str, float]]:
-        """(part, value) of what is drawn in a section."""
-        return [
-            (given["data-part"], float(given[value]))
-            for where, name, given in self.attributes
-            if where == section and name == tag and value in given and "data-part" in given
-        ]
 
     def row(self, table: str, heading: str) -> list[str]:
         (found,) = [cells for cells in self.cells[table] if cells[0] == heading]

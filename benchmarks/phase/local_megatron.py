@@ -7,6 +7,6 @@ For stock verl and the plugin alike: what is compared is how the weights travel,
 from importlib.util import find_spec
 
 if find_spec("transformer_engine") is None:
-    from verl_sync_plugin.cpu import local_layers
+    from cpu_stack import local_layers
 
     local_layers.register_hooks()

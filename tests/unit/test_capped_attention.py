@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from verl_sync_plugin.cpu import gemma2
+from cpu_stack import gemma2
 
 HEADS, KEY_HEADS, POSITIONS, SIZE = 4, 2, 9, 8
 

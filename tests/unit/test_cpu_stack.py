@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU stack is off unless asked for, corrects what it should when on, and ships inside the wheel."""
+"""The CPU stack is off unless asked for, and corrects what it should when on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PTH_NAME = "verl_sync_plugin_cpu.pth"
+PTH_NAME = "verl_sync_cpu_stack.pth"
 OURS = ("VERL_PLATFORM", "VERL_ENGINE_DEVICE", "VERL_ENGINE_VENDOR", "SGLANG_USE_CPU_ENGINE", "VERL_CPU_MCORE")
 
 
@@ -77,13 +77,14 @@ class TestOff:
 
     @pytest.mark.parametrize("platform", [None, "", "nvidia", "cpux"])
     def test_a_new_interpreter_loads_nothing_of_ours(self, platform: str | None) -> None:
-        code = "import sys; print([m for m in sys.modules if m.split('.')[0] in ('verl_sync_plugin', 'wrapt')])"
+        ours = ("cpu_stack", "verl_sync_plugin", "wrapt")
+        code = f"import sys; print([m for m in sys.modules if m.split('.')[0] in {ours}])"
         assert run_python(code, **({} if platform is None else {"VERL_PLATFORM": platform})) == "[]"
 
     def test_activate_does_nothing(self) -> None:
         code = (
             "import os, sys; before = dict(os.environ), list(sys.meta_path);"
-            "from verl_sync_plugin.cpu.shims import activate; activate();"
+            "from cpu_stack.shims import activate; activate();"
             "print(before == (dict(os.environ), list(sys.meta_path)))"
         )
         assert run_python(code) == "True"
@@ -93,7 +94,7 @@ class TestOff:
         assert run_python(code) != "stand-in"
 
     def test_the_pth_line_costs_microseconds(self) -> None:
-        line = (ROOT / PTH_NAME).read_text(encoding="utf-8")
+        line = (ROOT / "cpu_stack" / PTH_NAME).read_text(encoding="utf-8")
         code = f"import timeit; print(min(timeit.repeat({line!r}, number=1000, repeat=5)) / 1000)"
         assert float(run_python(code)) < 100e-6
 
@@ -117,7 +118,7 @@ class TestOn:
     def test_activating_again_adds_nothing(self) -> None:
         code = (
             "import sys; before = list(sys.meta_path);"
-            "from verl_sync_plugin.cpu.shims import activate; activate(); print(before == sys.meta_path)"
+            "from cpu_stack.shims import activate; activate(); print(before == sys.meta_path)"
         )
         assert run_python(code, VERL_PLATFORM="cpu") == "True"
 

@@ -31,6 +31,7 @@ def test_healthy_stack_is_ready(tmp_path: Path, tiny_model: object) -> None:
     hooks = [check for check in told.findings if check.startswith("hook/")]
     assert len(hooks) == 11 and all("active: " in told.findings[hook]["text"] for hook in hooks)
     assert told.findings["overrides"]["text"] == "weight sync on"
+    assert "qwen2: a sync sends 27 tensors" in told.findings["model"]["text"]  # as the log of a run with it
     node = told.found["nodes"][0]
     assert node["versions"]["verl"] == "0.9.1" and node["machine"]["limits"].keys() == {"nofile", "memlock", "nproc"}
 

@@ -22,7 +22,6 @@ HOMES = {
     "rollouts/sglang/": "the room of the engine",
     "rollouts/__init__.py": "its line of registration",
     "compat.py": "what differs between its versions",
-    "cpu/": "what it needs to run without a GPU",
     "cli/": "the doctor names its package",
 }
 # A word that looks like SGLang's and is another's: file and whole literal

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from report_pages import OLD, line, page_of, refused, written
+from report_pages import line, page_of, refused, written
 from verl_sync_plugin.report.sync_report import MAX_SPANS, SyncReport
 
 
@@ -53,7 +53,7 @@ class TestTrace:
         file, out = str(written(tmp_path, line(0))), str(tmp_path / "trace.json")
         assert "there are steps 0 to 0" in refused(capsys, file, "--trace", out, "--step", "3")
         assert "--trace OUT.json" in refused(capsys, file, "--step", "3")
-        file = str(written(tmp_path, OLD))
+        file = str(written(tmp_path, line(0, spans=[])))
         assert "does not say when stages began" in refused(capsys, file, "--trace", out)
         assert not Path(out).exists()
 

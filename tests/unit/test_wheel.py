@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plain ``pip install`` brings: modules, configs, entry points, and the file that sets the CPU stack up."""
+"""What a plain ``pip install`` brings: modules, configs and entry points."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PTH_NAME = "verl_sync_plugin_cpu.pth"
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +20,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """A wheel of a copy of the sources: building leaves folders behind that a later build would pick up."""
     source = tmp_path_factory.mktemp("source") / "project"
     source.mkdir()
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", PTH_NAME):
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("verl_sync_plugin", "configs", "requirements"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -46,12 +45,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 class TestWheel:
     """What a plain ``pip install`` puts into site-packages."""
 
-    def test_pth_file_lies_in_site_packages(self, wheel: zipfile.ZipFile) -> None:
-        text = wheel.read(PTH_NAME).decode()
-        assert text == (ROOT / PTH_NAME).read_text(encoding="utf-8")
-        # Python executes only lines that begin with "import".
-        assert text.startswith("import ") and text.count("\n") == 1
-
     def test_holds_every_module_and_config(self, wheel: zipfile.ZipFile) -> None:
         names = set(wheel.namelist())
         modules = {str(path.relative_to(ROOT)) for path in (ROOT / "verl_sync_plugin").rglob("*.py")}
@@ -61,7 +54,7 @@ class TestWheel:
 
     def test_installs_nothing_beside_the_package(self, wheel: zipfile.ZipFile) -> None:
         roots = {name.split("/")[0] for name in wheel.namelist() if ".dist-info" not in name}
-        assert roots == {"verl_sync_plugin", PTH_NAME}
+        assert roots == {"verl_sync_plugin"}  # no .pth: nothing runs while Python starts
 
     def test_entry_points(self, wheel: zipfile.ZipFile) -> None:
         (name,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))

@@ -7,9 +7,9 @@ import argparse
 import sys
 import warnings
 
-from verl_sync_plugin.cli import doctor, plan, prove, report
+from verl_sync_plugin.cli import doctor, prove, report
 
-COMMANDS = (doctor, plan, prove, report)  # in the order in which --help lists them
+COMMANDS = (doctor, prove, report)  # in the order in which --help lists them
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -17,7 +17,7 @@ def main(argv: list[str] | None = None) -> int:
 
     A ``ValueError`` of a subcommand is the user's to mend: it is printed in one line, and the exit code is 2.
     """
-    parser = argparse.ArgumentParser(prog="verl-sync", description="weight sync for verl: checks, plans and reports")
+    parser = argparse.ArgumentParser(prog="verl-sync", description="weight sync for verl: checks, proofs and reports")
     subparsers = parser.add_subparsers(dest="command", required=True)
     for command in COMMANDS:
         command.add_parser(subparsers).set_defaults(run=command.run)

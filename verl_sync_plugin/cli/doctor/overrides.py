@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_sync_plugin.cli.doctor.findings import Finding, ok, problem, warning
+from verl_sync_plugin.cli.doctor.model import check_model
 
 CHECK = "overrides"
 KEY_REMEDY = "correct the key; one that verl's config does not have is added with a + before it"
@@ -120,7 +121,7 @@ def judge(config: Any, command: Command) -> tuple[str, list[Finding]]:
         key = "actor_rollout_ref.rollout.name"
         text = f"{key}={OmegaConf.select(config, key)}: the plugin does not serve this rollout, stock verl moves its "
         return line, [problem(CHECK, f"{text}weights", f"set {key} to one of: {', '.join(ROLLOUTS)}")]
-    return line, [ok(CHECK, line), *_check_model(config)]
+    return line, [ok(CHECK, line), *check_model(config)]
 
 
 def _build_rollout_config(config: Any) -> None:
@@ -141,11 +142,3 @@ def _halves(text: str) -> tuple[str, str]:
         if found and cause:
             return cause, remedy.rstrip(".")
     return text, "correct the value"
-
-
-def _check_model(config: Any) -> list[Finding]:
-    path = str(config.actor_rollout_ref.model.get("path"))
-    if path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().is_dir():
-        key = "actor_rollout_ref.model.path"
-        return [warning("model-path", f"{key}={path}: there is no such folder on this machine", "correct the path")]
-    return []

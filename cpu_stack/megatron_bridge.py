@@ -140,7 +140,7 @@ def _adapt_grouped_experts(peft_utils: ModuleType) -> None:
     _say_absent(peft_utils)
     if _is_installed("transformer_engine"):
         return
-    from verl_sync_plugin.cpu.grouped_linear import ColumnParallelGroupedLinear, RowParallelGroupedLinear
+    from cpu_stack.grouped_linear import ColumnParallelGroupedLinear, RowParallelGroupedLinear
 
     namespace: Any = peft_utils
     namespace.TECL, namespace.TERL = (ColumnParallelGroupedLinear,), (RowParallelGroupedLinear,)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small corrections that let verl and SGLang run without an accelerator.
 
-``verl_sync_plugin_cpu.pth`` calls :func:`activate` while Python starts, in every process: drivers, Ray workers,
+``verl_sync_cpu_stack.pth`` calls :func:`activate` while Python starts, in every process: drivers, Ray workers,
 SGLang's spawned schedulers. Nothing heavy may be imported here, so each correction is a post-import hook that runs
 once, right after the module it corrects has been loaded, and never if that module is not used.
 """
@@ -15,8 +15,8 @@ from typing import Any
 
 from wrapt import register_post_import_hook
 
-from verl_sync_plugin.cpu import gemma2, megatron
-from verl_sync_plugin.cpu.sgl_kernel_standin import StandInFinder
+from cpu_stack import gemma2, megatron
+from cpu_stack.sgl_kernel_standin import StandInFinder
 
 _ENV_DEFAULTS = {
     # verl looks engines up by (device, vendor), and knows none for a CPU: use what is registered for NVIDIA.
@@ -92,7 +92,7 @@ def _leave_cpu_tensors_alone(patch_torch: ModuleType) -> None:
 
 def _register_platform(platform_manager: ModuleType) -> None:
     """Add the CPU platform to verl's registry, before verl asks for a platform the first time."""
-    from verl_sync_plugin.cpu.platform import CpuPlatform
+    from cpu_stack.platform import CpuPlatform
 
     platform_manager.PlatformRegistry.register(platform="cpu")(CpuPlatform)
 

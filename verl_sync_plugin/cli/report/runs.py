@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report files as runs and syncs: lines of ``report/file.py``, also of versions that wrote fewer fields."""
+"""Reads report files (``report/file.py``) as runs and syncs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any
 from verl_sync_plugin.report.file import EVENT, REPORT_FILE_VARIABLE
 from verl_sync_plugin.report.sync_report import PHASE_STAGES, SyncReport
 
-# ``SyncReport.as_dict``, with ``versions``, and ``untold``: the fields that the version that wrote it did not know
-Report = dict[str, Any]
+Report = dict[str, Any]  # ``SyncReport.as_dict``, and ``versions``
 HOW_TO = (
     f"a run writes one where {REPORT_FILE_VARIABLE} names a file in the environment of its workers, for example by "
     f"+ray_kwargs.ray_init.runtime_env.env_vars.{REPORT_FILE_VARIABLE}=/shared/run/reports.jsonl"
@@ -43,15 +42,19 @@ class Sync:
         """The report that a training step waited for."""
         return max(self.reports, key=phase_seconds)
 
+    @property
+    def seconds(self) -> float:
+        return phase_seconds(self.slowest)
+
 
 @dataclass(frozen=True)
 class Run:
-    """What a report file holds of one run.
+    """One run of a report file.
 
     Attributes:
         files: that were read.
         syncs: in order; at least one.
-        versions: of packages, as the run told them; empty for files of older versions.
+        versions: of packages.
         number: of this run in the files, from 1 on.
         runs: how many runs the files hold.
         unread: lines that are no JSON, ``file:line``.
@@ -66,7 +69,6 @@ class Run:
 
 
 def phase_seconds(report: Report) -> float:
-    """Seconds of the whole phase of one report."""
     return float(sum(report["stages"].get(name, 0.0) for name in PHASE_STAGES))
 
 
@@ -78,11 +80,11 @@ def reporter_of(report: Report) -> str:
 
 
 def read_run(path: Path, number: int | None = None) -> Run:
-    """A run of a report file, or of the report files in a folder.
+    """Reads a run from a report file, or from the report files in a folder.
 
     Args:
         path: of the file or folder.
-        number: which run, where a file was written by several in turn, from 1 on; the last one when not given.
+        number: which run, where several wrote the file in turn, from 1 on; ``None`` for the last.
 
     Raises:
         ReportFileError: there is no such run.
@@ -139,7 +141,7 @@ def _lines(file: Path) -> tuple[list[Report], list[str]]:
 
 
 def _report(line: dict[str, Any], place: str) -> Report:
-    """A report with every field: those that older versions did not write are empty."""
+    """A report with every field: those that its version did not write are empty."""
     report = {name: line.get(name, empty) for name, empty in _EMPTY.items()}
     for name, kind in _KINDS.items():
         if not isinstance(report[name], (int, float) if kind is float else kind):
@@ -149,8 +151,7 @@ def _report(line: dict[str, Any], place: str) -> Report:
     numbers += [number for span in report["spans"] for number in span[1:]]
     if not all(isinstance(value, int | float) for value in numbers):
         raise ReportFileError(f"{place}: a stage or a reading is no number; remove that line")
-    untold = [name for name in _EMPTY if name not in line]
-    return {**report, "versions": line.get("versions") or {}, "untold": untold}
+    return {**report, "versions": line.get("versions") or {}}
 
 
 def _in_time(lines: list[Report], path: Path) -> list[Report]:
@@ -160,32 +161,22 @@ def _in_time(lines: list[Report], path: Path) -> list[Report]:
     return sorted(lines, key=lambda report: report["origin"]["epoch"] + report["spans"][0][1])
 
 
-@dataclass
-class _Last:
-    """The last report of one reporter."""
-
-    step: int = -1
-    pid: int = 0
-
-
 def _split(lines: list[Report]) -> list[list[Report]]:
-    """One list per run: several may have written a file, one after another. A later one begins at an earlier step."""
+    """One list per run: several may have written a file in turn. A later one begins at an earlier step."""
     runs: list[list[Report]] = [[]]
-    last: dict[str, _Last] = {}
+    last: dict[str, tuple[int, int]] = {}  # step and process of each reporter's last report
     for report in lines:
-        who, step = reporter_of(report), report["global_steps"]
-        pid = report["origin"].get("pid", 0)
-        before = last.get(who)
-        if before and (step < before.step or (step == before.step and pid != before.pid)):
+        who, step, pid = reporter_of(report), report["global_steps"], report["origin"].get("pid", 0)
+        if who in last and (step < last[who][0] or (step == last[who][0] and pid != last[who][1])):
             runs.append([])
             last.clear()
-        last[who] = _Last(step, pid)
+        last[who] = step, pid
         runs[-1].append(report)
     return runs
 
 
 def _syncs(lines: list[Report]) -> list[Sync]:
-    """Reports of one sync together. Files that do not name the reporter hold one report per engine and step."""
+    """Groups the reports of one sync. Files that do not name the reporter hold one report per engine and step."""
     seen: Counter[tuple[str, int]] = Counter()
     syncs: dict[tuple[int, int], Sync] = {}
     for report in lines:

@@ -29,11 +29,9 @@ class CpuDeviceModule(types.ModuleType):
         return False
 
     def current_device(self) -> int:
-        """Return the number of the only device."""
         return 0
 
     def device_count(self) -> int:
-        """Return 1: every rank sees one device."""
         return 1
 
     def get_device_name(self, device: Any = None) -> str:
@@ -41,16 +39,13 @@ class CpuDeviceModule(types.ModuleType):
         return "cpu"
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        """Return available and total memory of the host, in bytes."""
         memory = psutil.virtual_memory()
         return memory.available, memory.total
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        """Return torch's default generator state."""
         return torch.get_rng_state()
 
     def set_rng_state(self, new_state: torch.Tensor, device: Any = None) -> None:
-        """Set torch's default generator state."""
         torch.set_rng_state(new_state)
 
     def _no_bytes(self, device: Any = None) -> int:
@@ -64,7 +59,7 @@ class CpuDeviceModule(types.ModuleType):
     reset_peak_memory_stats = reset_accumulated_memory_stats = _do_nothing
 
 
-_DEVICE_MODULE = CpuDeviceModule("verl_sync_plugin.cpu.device", CpuDeviceModule.__doc__)
+_DEVICE_MODULE = CpuDeviceModule("cpu_stack.device", CpuDeviceModule.__doc__)
 
 
 class CpuPlatform(PlatformBase):
@@ -75,7 +70,6 @@ class CpuPlatform(PlatformBase):
     device_module = _DEVICE_MODULE
 
     def is_available(self) -> bool:
-        """Return True: there is always a CPU."""
         return True
 
     def current_device(self) -> torch.device:
@@ -83,7 +77,6 @@ class CpuPlatform(PlatformBase):
         return torch.device("cpu")
 
     def device_count(self) -> int:
-        """Return 1: every rank sees one device."""
         return 1
 
     def set_device(self, device_index: int) -> None:
@@ -93,11 +86,9 @@ class CpuPlatform(PlatformBase):
         """Do nothing: CPU work is complete when its call returns."""
 
     def manual_seed(self, seed: int) -> None:
-        """Seed torch."""
         torch.manual_seed(seed)
 
     def manual_seed_all(self, seed: int) -> None:
-        """Seed torch."""
         torch.manual_seed(seed)
 
     def set_allocator_settings(self, settings: str) -> None:
@@ -107,11 +98,9 @@ class CpuPlatform(PlatformBase):
         """Do nothing: torch's CPU allocator has no cache."""
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
-        """Return no capability."""
         return None, None
 
     def communication_backend_name(self) -> str:
-        """Return gloo, the only backend for CPU tensors."""
         return "gloo"
 
     def visible_devices_envvar(self) -> str:
@@ -142,5 +131,4 @@ class CpuPlatform(PlatformBase):
         return False
 
     def cudart(self) -> None:
-        """Return no CUDA runtime."""
         return None

@@ -45,7 +45,7 @@ class StandInLoader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Give the module a ``__getattr__`` that makes up what is asked for."""
-        module.__doc__ = "CPU stand-in of verl_sync_plugin; see verl_sync_plugin.cpu.sgl_kernel_standin."
+        module.__doc__ = "CPU stand-in of verl_sync_plugin; see cpu_stack.sgl_kernel_standin."
         module.__dict__["__getattr__"] = _make_getattr(module.__name__)
 
 

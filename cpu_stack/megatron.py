@@ -13,7 +13,7 @@ from typing import Any
 
 from wrapt import register_post_import_hook
 
-from verl_sync_plugin.cpu import local_layers
+from cpu_stack import local_layers
 
 _FACTORIES = (
     *("tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn"),

@@ -17,8 +17,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "report", help="a page (HTML) about the syncs of a run, made from its report file"
     )
     parser.add_argument("source", metavar="RUN", type=Path, help="the report file, or the folder that holds it")
-    parser.add_argument("--out", type=Path, help=f"where the page goes; {PAGE} beside the report file when not given")
+    parser.add_argument("--out", type=Path, help=f"where the page goes; {PAGE} next to the report file by default")
     parser.add_argument("--run", type=int, dest="number", help="which run of the file, from 1 on; the last by default")
+    parser.add_argument("--against", metavar="RUN", type=Path, help="another run to compare with: its last, if several")
     parser.add_argument("--trace", type=Path, help="also write a trace of one sync, for https://ui.perfetto.dev")
     parser.add_argument("--step", type=int, help="of which step the trace is; the last by default")
     return parser
@@ -28,25 +29,30 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the subcommand with its parsed arguments; the result is the exit code.
 
     Raises:
-        ValueError: the report file or an option cannot be used; names it and the remedy.
+        ValueError: the report file or an option cannot be used, or matplotlib is missing; names it and the remedy.
     """
     # Here, so that the doctor also starts where these cannot be imported
-    from verl_sync_plugin.timeline.page import page_of
-    from verl_sync_plugin.timeline.read import read_run
-    from verl_sync_plugin.timeline.trace import sync_of_step, trace_of
+    from verl_sync_plugin.cli.report.runs import read_run
+    from verl_sync_plugin.cli.report.trace import sync_of_step, trace_of
 
     if arguments.step is not None and arguments.trace is None:
         raise ValueError("--step says of which sync the trace is; say where that goes with --trace OUT.json")
     source: Path = arguments.source
     found = read_run(source, arguments.number)
+    against = None if arguments.against is None else read_run(arguments.against)
     folder = source if source.is_dir() else source.parent
     page = arguments.out or folder / PAGE
     if arguments.trace is not None:
         sync = sync_of_step(found, arguments.step)
         _write(arguments.trace, json.dumps(trace_of(sync, found.versions)))
         print(f"{arguments.trace}: the sync of step {sync.step}; open it in https://ui.perfetto.dev")
+    try:
+        from verl_sync_plugin.cli.report.page import page_of
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error}: the page is drawn by matplotlib; pip install matplotlib") from error
+
     whole = source.resolve()
-    _write(page, page_of(found, whole.name if source.is_dir() else f"{whole.parent.name}/{whole.name}"))
+    _write(page, page_of(found, whole.name if source.is_dir() else f"{whole.parent.name}/{whole.name}", against))
     of = f", run {found.number} of {found.runs}" if found.runs > 1 else ""
     print(f"{page}: {len(found.syncs)} syncs{of}")
     if found.unread:

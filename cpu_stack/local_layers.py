@@ -11,7 +11,7 @@ from typing import Any
 
 from wrapt import register_post_import_hook
 
-from verl_sync_plugin.cpu import megatron_bridge
+from cpu_stack import megatron_bridge
 
 # Norms of latent attention: Megatron's own module, and the one TransformerEngine fuses it into
 _FUSED_NORMS = {"q_layernorm": "linear_q_up_proj", "kv_layernorm": "linear_kv_up_proj"}
@@ -111,7 +111,7 @@ def _group_experts(backends: ModuleType) -> None:
         from megatron.core.transformer.mlp import MLPSubmodules
         from megatron.core.transformer.moe import experts
 
-        from verl_sync_plugin.cpu.grouped_linear import ColumnParallelGroupedLinear, RowParallelGroupedLinear
+        from cpu_stack.grouped_linear import ColumnParallelGroupedLinear, RowParallelGroupedLinear
 
         layers = {"linear_fc1": ColumnParallelGroupedLinear, "linear_fc2": RowParallelGroupedLinear}
         if is_pair:
