@@ -70,6 +70,23 @@ def test_release_gets_the_weights_from_the_plugin(trained: Run) -> None:
     checks.reported(trained, steps=2)
 
 
+def test_answers_that_span_a_sync_tell_so(release: str, folder_of_release: Path) -> None:
+    """In a pytest of its own, as ``contract/test_pause_modes.py``, which does the same with the installed release."""
+    if release == INSTALLED:
+        return
+    tests = ["-p", "contract.pause_world", "contract/pause_modes.py", "-k", "go_on_with_new_weights"]
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(folder_of_release))))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
+
+
 def test_the_table_says_what_was_found(trained: Run, release: str) -> None:
     assert trained.logged, trained.tail
     difference = max(metrics["training/rollout_probs_diff_max"] for metrics in trained.logged.values())

@@ -206,6 +206,7 @@ class Counting(Manager):
 
     def __init__(self) -> None:
         super().__init__()
+        self.server_args = SimpleNamespace(tp_size=1, weight_version="default", enable_weights_cpu_backup=False)
         self._version, self._counted = "default", "default"
 
     def config_value(self, name: str) -> Any:
