@@ -69,14 +69,16 @@ def unify(model: Mapping[str, Any], stock: Mapping[str, Any], refuse_adapter: Re
     _refuse_megatron_names(found["target_modules"])
     found["lora.peft"] = _peft_arguments(block, path)
     if not block.get("merge"):
-        given = {**found["lora.peft"], "target_parameters": found["target_parameters"]}
+        given = {**found["lora.peft"], **{key: found[key] for key in ("target_parameters", "target_modules")}}
+        if path is not None and isinstance(given["target_modules"], list):
+            del given["target_modules"]  # the adapter has its own
         refuse_adapter(given, {field: _key_of(field, value, block) for field, value in given.items()})
     return found
 
 
 def _key_of(field: str, value: Any, block: Mapping[str, Any]) -> str:
     """Key and value under which a field of ``LoraConfig`` was given, for messages."""
-    if field == "target_parameters":
+    if field in ("target_parameters", "target_modules"):
         return f"{PREFIX}.{field}={value!r}"
     if field == "use_dora" and block.get("type") == "dora":
         return f"{PREFIX}.lora.type='dora'"
