@@ -89,8 +89,8 @@ def test_layer_replication(tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", sorted(ALWAYS_TIED))
 def test_the_embedding_of_what_sglang_always_ties(architecture: str, folder_of: Callable[..., str]) -> None:
     path = f"{MODEL}.path={folder_of(LlamaConfig, architecture, tie_word_embeddings=True)}"
-    text = refusal(path, f"{MODEL}.target_modules=[q_proj,embed_tokens]")
-    assert f"{MODEL}.target_modules=['q_proj', 'embed_tokens']" in text
+    text = refusal(path, f"{MODEL}.target_modules=[o_proj,embed_tokens]")
+    assert f"{MODEL}.target_modules=['o_proj', 'embed_tokens']" in text
     assert f"SGLang's {architecture} " in text and f"{MODEL}.exclude_modules" in text
 
 
@@ -108,7 +108,7 @@ def test_either_end_of_what_sglang_always_ties(tied: bool, folder_of: Callable[.
 def test_what_leaves_it_tied_passes(folder_of: Callable[..., str]) -> None:
     path = f"{MODEL}.path={folder_of(Gemma2Config, 'Gemma2ForCausalLM')}"
     settle(path)
-    settle(path, f"{MODEL}.target_modules=[q_proj,embed_tokens]", f"{MODEL}.exclude_modules=[embed_tokens]")
+    settle(path, f"{MODEL}.target_modules=[o_proj,embed_tokens]", f"{MODEL}.exclude_modules=[embed_tokens]")
     one_copy = (f"+{MODEL}.lora.peft.modules_to_save=[embed_tokens]", f"+{MODEL}.lora.peft.ensure_weight_tying=True")
     settle(path, *one_copy)
 
@@ -121,7 +121,7 @@ def test_the_adapter_that_is_loaded_counts_as_well(tmp_path: Path, folder_of: Ca
 
 
 UNTIED_ENDS = [
-    "target_modules=[q_proj,embed_tokens]",
+    "target_modules=[o_proj,embed_tokens]",
     "target_modules=[lm_head]",
     "+lora.peft.modules_to_save=[embed_tokens]",
 ]
@@ -161,3 +161,60 @@ def test_fsdp2_with_tied_factors(folder_of: Callable[..., str]) -> None:
 
 def test_what_cannot_be_read_here_passes() -> None:
     settle(f"{MODEL}.path=somebody/on-a-hub", f"{MODEL}.target_modules=[lm_head]")
+
+
+@pytest.mark.parametrize(
+    ("targets", "lacks"),
+    [
+        ("[k_proj,v_proj]", "q_proj, k_proj, v_proj in one, and needs factors of q_proj, too"),
+        ("[q_proj,k_proj]", "needs factors of v_proj, too"),
+        ("[up_proj,down_proj]", "gate_proj, up_proj in one, and needs factors of gate_proj, too"),
+        ("'.*q_proj'", "SGLang cannot be told a pattern"),
+    ],
+)
+@pytest.mark.parametrize("key", ["target_modules", "lora.target_modules"])
+def test_modules_of_which_sglang_serves_no_adapter(key: str, targets: str, lacks: str) -> None:
+    if targets.startswith("'") and key.startswith("lora."):
+        key = "target_modules"
+    text = refusal(f"{MODEL}.{key}={targets}", merge=False)
+    assert lacks in text and f"{MODEL}.lora.merge=False with {MODEL}.target_modules=" in text
+    assert f"set {MODEL}.lora.merge=True" in text
+    settle(f"{MODEL}.{key}={targets}", merge=True)
+
+
+@pytest.mark.parametrize("targets", ["[q_proj,v_proj]", "[gate_proj]", "[o_proj]", "all-linear"])
+def test_modules_of_which_sglang_serves_an_adapter(targets: str) -> None:
+    settle(f"{MODEL}.target_modules={targets}", merge=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "overrides", "says"),
+    [
+        (
+            {"r": 8},
+            (),
+            f"{MODEL}.lora_rank=4 with {MODEL}.lora_adapter_path='PATH', which has r=8. Set {MODEL}.lora_rank=8",
+        ),
+        ({"use_rslora": True}, (), f"{MODEL}.lora_adapter_path='PATH', which has use_rslora=True"),
+        ({"target_modules": ["k_proj", "v_proj"]}, (), "needs factors of q_proj, too"),
+        (
+            {"target_modules": ["q_proj", "v_proj", "o_proj"]},
+            (f"{MODEL}.target_modules=[q_proj,v_proj]",),
+            f"{MODEL}.target_modules=['q_proj', 'v_proj'] with {MODEL}.lora_adapter_path='PATH', which adapts o_proj",
+        ),
+    ],
+    ids=["rank", "rsLoRA", "no q_proj", "other modules"],
+)
+def test_an_existing_adapter_that_sglang_cannot_serve(
+    settings: dict[str, Any], overrides: tuple[str, ...], says: str, tmp_path: Path
+) -> None:
+    LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], **settings}).save_pretrained(tmp_path)
+    given = (f"{MODEL}.lora_adapter_path={tmp_path}", *overrides)
+    assert says.replace("PATH", str(tmp_path)) in refusal(*given, merge=False)
+    settle(*given, merge=True)
+
+
+def test_an_existing_adapter_that_sglang_serves(tmp_path: Path) -> None:
+    for settings in ({"r": 4}, {"r": 2}, {"target_modules": ".*_proj"}):
+        LoraConfig(**{"target_modules": ["q_proj", "v_proj"], **settings}).save_pretrained(tmp_path)
+        settle(f"{MODEL}.lora_adapter_path={tmp_path}", f"{MODEL}.lora_rank=8", f"{MODEL}.lora.rank=8", merge=False)

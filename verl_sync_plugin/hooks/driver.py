@@ -256,7 +256,7 @@ def settle_trainer(actor_rollout_ref: Any, mode: str = "") -> None:
     if strategy in FLAT_LORA_TRAINERS:
         unify_lora_keys(actor_rollout_ref.model, stock, engine.refuse_adapter)
         if moves:
-            refuse_lora(actor_rollout_ref.model, strategy, engine.refuse_untied)
+            refuse_lora(actor_rollout_ref.model, strategy, engine.refuse_untied, engine.refuse_adapter)
     if moves:
         refuse_verify(actor_rollout_ref.rollout, actor_rollout_ref.model)
     refuse_canary(actor_rollout_ref.rollout, strategy, mode)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from verl_sync_plugin.config.settings import lora_rank_of
-from verl_sync_plugin.lora.settings import PEFT_KEY, PREFIX
+from verl_sync_plugin.lora.settings import PEFT_KEY, PREFIX, RefuseAdapter
 
 LEAVE_OUT = f"Leave embedding and head out (see {PREFIX}.exclude_modules)"
 # Refuses a model whose embedding and head the engine cannot hold apart: architectures, and what makes them differ
@@ -25,13 +25,14 @@ FLAT_LORA_TRAINERS = ("fsdp", "fsdp2")
 _FSDP1 = "actor_rollout_ref.actor.strategy=fsdp with actor_rollout_ref.actor.fsdp_config.use_orig_params=True"
 
 
-def refuse_lora(model: Any, strategy: str, refuse_untied: RefuseUntied) -> None:
+def refuse_lora(model: Any, strategy: str, refuse_untied: RefuseUntied, refuse_adapter: RefuseAdapter) -> None:
     """Says what is known of an adapter and its model before any worker starts. Reads local files only.
 
     Args:
         model: ``actor_rollout_ref.model``, its LoRA keys unified.
         strategy: ``fsdp`` or ``fsdp2``.
         refuse_untied: is asked where the engine would need embedding and head apart.
+        refuse_adapter: is asked where the engine is to serve an existing adapter itself.
 
     Raises:
         ValueError: names key, value and remedy.
@@ -54,6 +55,8 @@ def refuse_lora(model: Any, strategy: str, refuse_untied: RefuseUntied) -> None:
     from verl_sync_plugin.lora.adapters import refuse_config
 
     refuse_config(where, settings, f"Give a LoRA adapter, or merge this one into the model of {PREFIX}.path")
+    if path is not None and not plain["lora"].get("merge"):
+        _refuse_existing(plain, where, settings, refuse_adapter)
     _refuse_ends(plain, where if path is not None else None, strategy, refuse_untied)
 
 
@@ -103,6 +106,27 @@ def _settings_of(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return settings
+
+
+def _refuse_existing(
+    plain: Mapping[str, Any], where: str, settings: Mapping[str, Any], refuse_adapter: RefuseAdapter
+) -> None:
+    """Raises ValueError for an adapter that the engine, launched for the rank and modules of the keys, cannot serve."""
+    keys = {field: f"{where}, which has {field}={value!r}" for field, value in settings.items()}
+    if isinstance(settings.get("target_modules"), str):
+        del keys["target_modules"]  # the engine is told the modules that have factors
+    refuse_adapter(settings, keys)
+    rank, room = settings.get("r") or 0, plain["lora_rank"]
+    if rank > room:
+        raise ValueError(f"{PREFIX}.lora_rank={room} with {where}, which has r={rank}. Set {PREFIX}.lora_rank={rank}.")
+    named, adapted = plain["target_modules"], settings.get("target_modules") or ()
+    if isinstance(named, list) and isinstance(adapted, list):
+        own = {name.rpartition(".")[2] for name in named}
+        if others := sorted(name for name in adapted if name.rpartition(".")[2] not in own):
+            raise ValueError(
+                f"{PREFIX}.target_modules={named!r} with {where}, which adapts {', '.join(others)}, too: the engine "
+                f"makes room for the former. Set {PREFIX}.target_modules=all-linear, and the adapter's own are adapted."
+            )
 
 
 def _refuse_ends(plain: Mapping[str, Any], where: str | None, strategy: str, refuse_untied: RefuseUntied) -> None:

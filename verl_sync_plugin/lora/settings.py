@@ -84,7 +84,9 @@ def unify(model: Mapping[str, Any], stock: Mapping[str, Any], refuse_adapter: Re
     for field, value in {**{key: found[key] for key in _MODULES}, **found["lora.peft"]}.items():
         _check_value(field, value, block)
     if not block.get("merge"):
-        given = {**found["lora.peft"], "target_parameters": found["target_parameters"]}
+        given = {**found["lora.peft"], **{key: found[key] for key in ("target_parameters", "target_modules")}}
+        if path is not None and isinstance(given["target_modules"], list):
+            del given["target_modules"]  # the adapter has its own
         refuse_adapter(given, {field: _key_of(field, value, block) for field, value in given.items()})
     return found
 

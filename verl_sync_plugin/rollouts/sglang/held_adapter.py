@@ -22,7 +22,7 @@ from verl_sync_plugin.rollouts.sglang.complaints import answer, complaints_of
 from verl_sync_plugin.rollouts.sglang.loader import tensor_parallel_rank
 from verl_sync_plugin.rollouts.sglang.prefixes import loading_scheduler
 from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK, admitted, pack_request
-from verl_sync_plugin.rollouts.sglang.served_lora import Sent, sum_of_bits
+from verl_sync_plugin.rollouts.sglang.served_lora import Sent, lacking, sum_of_bits
 
 # Modules of the trainer that SGLang computes in one, or under another name
 HELD_IN: Mapping[str, str] = {
@@ -136,7 +136,7 @@ def look(manager: Any, adapter: str, sent: Sequence[Sent]) -> None:
     weights.update(held.embedding_layers)
     for key, place in places.items():
         if key not in weights or not _is_sum(weights[key], place.sent):
-            raise ValueError(_refusal(place.name, "SGLang has taken other factors than it was sent for it"))
+            raise ValueError(_refusal([place.name], "SGLang has taken other ones than it was sent"))
     manager.fetch_new_loras({uid})
     slot, rank = manager.memory_pool.get_buffer_id(uid), manager.memory_pool.tp_rank
     for key, place in places.items():
@@ -144,42 +144,58 @@ def look(manager: Any, adapter: str, sent: Sequence[Sent]) -> None:
         part = cut(weights[key], rank)
         read = _buffer(manager.memory_pool, place)[slot][: part.shape[0], : part.shape[1]]
         if not torch.equal(read, part.to(read.device, read.dtype)):
-            raise ValueError(_refusal(place.name, "SGLang computes with other factors than it was sent for it"))
+            raise ValueError(_refusal([place.name], "SGLang computes with other ones than it was sent"))
 
 
 def _places(manager: Any, sent: Sequence[Sent]) -> dict[str, _Place]:
-    """By the name under which SGLang's adapter holds a factor, after it has put together what it computes in one."""
+    """By the name under which SGLang's adapter holds a factor, after it has put together what it computes in one.
+
+    Raises:
+        ValueError: see ``look``.
+    """
     found: dict[str, _Place] = {}
+    without: dict[str, list[str]] = {}  # names of modules by why SGLang cannot compute with their factors
     for each in sent:
         path, _, rest = each[0].partition(".lora_")
-        parent, _, leaf = path.rpartition(".")
-        leaf = HELD_IN.get(leaf, leaf)
-        key = f"{parent}.{leaf}.lora_{rest}"
-        if key in found:
-            found[key].sent.append(each)
-        else:
-            layer, module = _module(manager, f"{parent}.{leaf}", module_of(each[0]))
-            found[key] = _Place(module, leaf, layer, rest.startswith(("A", "embedding_A")), [each])
+        parent, _, own = path.rpartition(".")
+        try:
+            leaf, layer, module = _module(manager, parent, own)
+        except ValueError as error:
+            without.setdefault(str(error), []).append(module_of(each[0]))
+            continue
+        place = _Place(module, leaf, layer, rest.startswith(("A", "embedding_A")), [])
+        found.setdefault(f"{parent}.{leaf}.lora_{rest}", place).sent.append(each)
+    for place in found.values():
+        names = [module_of(name) for name, *_ in place.sent]
+        if place.leaf not in {name.rpartition(".")[2] for name in names} and (why := lacking(names)):
+            without.setdefault(why, []).extend(names)
+    for why, names in without.items():
+        raise ValueError(_refusal(names, why))
     return found
 
 
-def _module(manager: Any, path: str, name: str) -> tuple[int | None, Any]:
-    """Number of the layer, and the one module of SGLang's that computes with the factors at ``path``."""
+def _module(manager: Any, parent: str, own: str) -> tuple[str, int | None, Any]:
+    """The one module of SGLang's that computes with the factors of a module: its own name, number of layer, itself.
+
+    Raises:
+        ValueError: why there is none.
+    """
     from sglang.srt.layers.utils import get_layer_id
 
-    leaf, layer = path.rpartition(".")[2], get_layer_id(f"{path}.")
+    layer = get_layer_id(f"{parent}.")
     if layer is None:
-        module = {"embed_tokens": manager.embed_tokens_module, "lm_head": manager.lm_head_module}.get(leaf)
+        module = {"embed_tokens": manager.embed_tokens_module, "lm_head": manager.lm_head_module}.get(own)
         if module is None:
-            raise ValueError(_refusal(name, "SGLang has no place for factors of it"))
-        return None, module
+            raise ValueError("SGLang has no place for these")
+        return own, None, module
     modules = manager.lora_modules[layer] if layer < len(manager.lora_modules) else {}
-    alike = [other for other in modules if other.rpartition(".")[2] == leaf]
-    if len(alike) > 1:
-        raise ValueError(_refusal(name, f"SGLang gives {' and '.join(alike)} the same factors"))
-    if not alike or _ways(alike[0]) != _ways(path):
-        raise ValueError(_refusal(name, "SGLang has no place for factors of it"))
-    return layer, modules[alike[0]]
+    for leaf in (HELD_IN.get(own, own), own):
+        alike = [path for path in modules if path.rpartition(".")[2] == leaf]
+        if len(alike) > 1:
+            raise ValueError(f"SGLang would give {' and '.join(alike)} the same ones")
+        if alike and _ways(alike[0]) == _ways(f"{parent}.{leaf}"):
+            return leaf, layer, modules[alike[0]]
+    raise ValueError("SGLang has no place for these")
 
 
 def _ways(path: str) -> tuple[frozenset[str], str]:
@@ -206,10 +222,14 @@ def _buffer(pool: Any, place: _Place) -> torch.Tensor:
     return found
 
 
-def _refusal(name: str, why: str) -> str:
+def _refusal(names: Sequence[str], why: str) -> str:
+    modules = list(dict.fromkeys(names))
+    kinds = ", ".join(sorted({name.rpartition(".")[2] for name in modules}))
+    more = f" (and {len(modules) - 1} modules more, of {kinds})" if len(modules) > 1 else ""
     return (
-        f"{PREFIX}.lora.merge=False: the adapter has factors of {name}, and {why}. Set {PREFIX}.lora.merge=True, which "
-        f"serves it merged, or leave the module out of {PREFIX}.target_modules, or by {PREFIX}.exclude_modules."
+        f"{PREFIX}.lora.merge=False: the adapter has factors of {modules[0]}{more}, and {why}. Set "
+        f"{PREFIX}.lora.merge=True, which serves it merged, or choose other modules by {PREFIX}.target_modules or "
+        f"{PREFIX}.exclude_modules."
     )
 
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 # A factor that was sent: its name, its elements, and ``sum_of_bits`` of it
 Sent = tuple[str, int, int]
+# Modules that SGLang computes in one, and of which of them it needs factors if it gets any
+TOGETHER = ((("q_proj", "k_proj", "v_proj"), ("q_proj", "v_proj")), (("gate_proj", "up_proj"), ("gate_proj",)))
 # Fields of PEFT's LoraConfig that SGLang drops or misreads
 UNSERVABLE = (
     "use_dora",
@@ -33,11 +35,14 @@ def refuse_adapter(settings: Mapping[str, Any], keys: Mapping[str, str]) -> None
 
     Args:
         settings: fields of PEFT's ``LoraConfig``.
-        keys: under which the user gave them; the fields' own names where there is none.
+        keys: under which the user gave them; the fields' own names where there is none. ``target_modules`` are looked
+            at where the user gave them: PEFT's own list has modules that the adapter leaves out.
 
     Raises:
         ValueError: names the setting, its value and the remedy.
     """
+    if "target_modules" in keys:
+        _refuse_targets(settings["target_modules"], keys["target_modules"])
     for field in UNSERVABLE:
         value = settings.get(field)
         if value and value != "none":
@@ -46,6 +51,27 @@ def refuse_adapter(settings: Mapping[str, Any], keys: Mapping[str, str]) -> None
                 f"{PREFIX}.lora.merge=False: SGLang cannot serve an adapter with {key}. "
                 f"Set {PREFIX}.lora.merge=True, which serves it merged."
             )
+
+
+def _refuse_targets(targets: Any, key: str) -> None:
+    if isinstance(targets, str):
+        why = "" if targets == "all-linear" else "SGLang cannot be told a pattern"
+    else:
+        why = lacking(targets or ())
+    if why:
+        raise ValueError(
+            f"{PREFIX}.lora.merge=False with {key}: {why}. Name these modules, or all-linear, or set "
+            f"{PREFIX}.lora.merge=True, which serves the adapter merged."
+        )
+
+
+def lacking(modules: Iterable[str]) -> str:
+    """Why SGLang cannot serve an adapter of these modules alone; empty when it can."""
+    own = {name.rpartition(".")[2] for name in modules}
+    for together, needed in TOGETHER:
+        if own & {*together} and (missing := [name for name in needed if name not in own]):
+            return f"SGLang computes {', '.join(together)} in one, and needs factors of {' and '.join(missing)}, too"
+    return ""
 
 
 def refuse_experts(names: Iterable[str]) -> None:
