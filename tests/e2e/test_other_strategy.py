@@ -47,4 +47,6 @@ def test_a_rollout_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     )
     run = main_ppo(setup, tmp_path)
     stock_ran(run, r"rollout\.quantization='fp8': weight sync sends plain weights\.$")
-    checks.same_weights(run)
+    metrics = run.logged[1]
+    # Measured with fp8: 0.985; with random weights 0.12
+    assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.95, metrics
