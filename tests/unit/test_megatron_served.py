@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftType, TaskType
 
 from verl_sync_plugin.config.settings import SyncConfig
-from verl_sync_plugin.rollouts.sglang.served_lora import refuse_experts
+from verl_sync_plugin.rollouts.sglang.served_lora import refuse_experts, served_settings
 from verl_sync_plugin.trainers.megatron import served
 from verl_sync_plugin.trainers.megatron.served import BridgeAdapter
 from verl_sync_plugin.trainers.megatron.trainer import MegatronTrainer
@@ -57,3 +58,11 @@ def test_a_base_of_another_checkpoint_is_not_taken_for_the_engines(other: bool) 
     engine = SimpleNamespace(peft_cls=object(), model_config=model_config, engine_config=engine_config)
     trainer = MegatronTrainer(engine, SyncConfig(), torch.device("cpu"), "bfloat16")
     assert trainer.serves_adapter and trainer.rewrites_base is other
+
+
+def test_an_adapter_says_what_sglang_requires() -> None:
+    """verl 0.9.0's config of a Megatron adapter has no ``peft_type``, and PEFT's own has enums and sets."""
+    settings = {"task_type": TaskType.CAUSAL_LM, "r": 8, "target_modules": {"v_proj", "q_proj"}}
+    expected = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "target_modules": ["q_proj", "v_proj"]}
+    assert served_settings(settings) == expected
+    assert served_settings({**settings, "peft_type": PeftType.LORA}) == expected
