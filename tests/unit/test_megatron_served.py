@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftType, TaskType
 
-from verl_sync_plugin.rollouts.sglang.served_lora import refuse_experts
+from verl_sync_plugin.rollouts.sglang.served_lora import refuse_experts, served_settings
 from verl_sync_plugin.trainers.megatron import served
 from verl_sync_plugin.trainers.megatron.served import BridgeAdapter
 
@@ -46,3 +47,12 @@ def test_factors_of_experts_are_refused() -> None:
     refuse_experts(["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"])
     with pytest.raises(ValueError, match=r"lora\.merge=False: .* factors of experts .*lora\.merge=True"):
         refuse_experts(["base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_B.weight"])
+
+
+def test_an_adapter_says_what_sglang_requires() -> None:
+    """verl 0.9.0's config of a Megatron adapter has no ``peft_type``, and PEFT's own has enums and sets."""
+    names = [f"base_model.model.model.layers.0.self_attn.{each}.lora_A.weight" for each in ("v_proj", "q_proj")]
+    settings = {"task_type": TaskType.CAUSAL_LM, "r": 8, "target_modules": {"all-linear"}}
+    expected = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "target_modules": ["q_proj", "v_proj"]}
+    assert served_settings(settings, names) == expected
+    assert served_settings({**settings, "peft_type": PeftType.LORA}, names) == expected
