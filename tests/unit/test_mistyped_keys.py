@@ -59,8 +59,8 @@ def no_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"{MODEL}.lora_rank=null", f"{MODEL}.lora_rank=None: not a whole number", "for example"),
         (f"{MODEL}.lora_adapter_path=/nope", f"{MODEL}.lora_adapter_path='/nope': there is no such folder", "Give the"),
         (f"{LORA}.adapter_path=./nope", f"{MODEL}.lora_adapter_path='./nope': there is no such folder", "Give the"),
-        (f"{LONG_BUCKET_KEY}=True", f"{LONG_BUCKET_KEY}=True: not a whole number of MiB", "for example"),
-        (f"{LONG_BUCKET_KEY}=64.5", f"{LONG_BUCKET_KEY}=64.5: not a whole number of MiB", "for example"),
+        (f"{LONG_BUCKET_KEY}=True", f"{LONG_BUCKET_KEY}=True: not a whole number of MiB", f"{LONG_BUCKET_KEY}=512"),
+        (f"{LONG_BUCKET_KEY}=-1", f"{LONG_BUCKET_KEY}=-1: a bucket must hold at least 1", f"{LONG_BUCKET_KEY}=512"),
         # keys
         *[
             (f"+{CUSTOM}.{key}.enabled=False", f"{CUSTOM}.{key}={{'enabled': False}}: ", f"Did you mean {KEY_PREFIX}?")

@@ -58,12 +58,10 @@ def check_bucket_megabytes(short: Any, long: Any) -> int | None:
         if key == SHORT_BUCKET_KEY and (value is None or value == AUTO):
             continue
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(
-                f"{key}={value!r}: not a whole number of MiB. Use for example {SHORT_BUCKET_KEY}=512, or "
-                f"{SHORT_BUCKET_KEY}={AUTO}."
-            )
+            remedy = f"{key}=512, or {SHORT_BUCKET_KEY}={AUTO}" if key == SHORT_BUCKET_KEY else f"{key}=512"
+            raise ValueError(f"{key}={value!r}: not a whole number of MiB. Use for example {remedy}.")
         if value <= 0:
-            raise ValueError(f"{key}={value}: a bucket must hold at least 1 MiB. Use {SHORT_BUCKET_KEY}=512.")
+            raise ValueError(f"{key}={value}: a bucket must hold at least 1 MiB. Use for example {key}=512.")
     # With "auto" the long key holds our default, for those parts of verl that read it
     if short is not None and long != (DEFAULT_MEGABYTES if short == AUTO else short):
         raise ValueError(
