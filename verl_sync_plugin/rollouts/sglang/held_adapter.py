@@ -22,7 +22,7 @@ from verl_sync_plugin.rollouts.sglang.complaints import answer, complaints_of
 from verl_sync_plugin.rollouts.sglang.loader import tensor_parallel_rank
 from verl_sync_plugin.rollouts.sglang.prefixes import loading_scheduler
 from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK, admitted, pack_request
-from verl_sync_plugin.rollouts.sglang.served_lora import Sent, lacking, sum_of_bits
+from verl_sync_plugin.rollouts.sglang.served_lora import MODULUS, Sent, lacking, sum_of_bits
 
 # Modules of the trainer that SGLang computes in one, or under another name
 HELD_IN: Mapping[str, str] = {
@@ -143,7 +143,7 @@ def look(manager: Any, adapter: str, sent: Sequence[Sent]) -> None:
         cut = place.module.slice_lora_a_weights if place.first else place.module.slice_lora_b_weights
         part = cut(weights[key], rank)
         read = _buffer(manager.memory_pool, place)[slot][: part.shape[0], : part.shape[1]]
-        if not torch.equal(read, part.to(read.device, read.dtype)):
+        if not torch.equal(*(each.contiguous().view(torch.int16) for each in (read, part.to(read.device, read.dtype)))):
             raise ValueError(_refusal([place.name], "SGLang computes with other ones than it was sent"))
 
 
@@ -207,8 +207,9 @@ def _ways(path: str) -> tuple[frozenset[str], str]:
 def _is_sum(weight: torch.Tensor, sent: Sequence[Sent]) -> bool:
     """SGLang puts factors one after another, with zeros for a module without any; and repeats A of a module that is one
     for the trainer, too."""
-    elements, bits = sum(each[1] for each in sent), sum(each[2] for each in sent)
-    return sum_of_bits(weight) in (bits, bits * (weight.numel() // elements)) and weight.numel() >= elements
+    elements, bits = sum(each[1] for each in sent), sum(each[2] for each in sent) % MODULUS
+    times = weight.numel() // elements
+    return times > 0 and sum_of_bits(weight) in (bits, bits * times % MODULUS)
 
 
 def _buffer(pool: Any, place: _Place) -> torch.Tensor:
