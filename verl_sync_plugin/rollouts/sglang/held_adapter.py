@@ -41,6 +41,10 @@ HELD_IN: Mapping[str, str] = {
 _LANGUAGE_MODEL = frozenset({"base_model", "model", "language_model", "text_model", "backbone"})
 
 
+class LostFactorsError(ValueError):
+    """SGLang does not compute with all factors of an adapter."""
+
+
 @dataclass(frozen=True)
 class _Place:
     """Where SGLang holds one kind of factor of one of its modules.
@@ -104,9 +108,9 @@ def check(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]])
     try:
         look(loading_scheduler().tp_worker.model_runner.lora_manager, adapter, sent)
         why = ""
-    except ValueError as error:
+    except LostFactorsError as error:
         why = str(error)
-    except Exception as error:  # SGLang would end the engine
+    except Exception as error:  # SGLang's own, with which it would end at the first request
         why = f"SGLang cannot place the adapter: {type(error).__name__}: {error}"
     try:
         why = _first_of_all(why)
@@ -125,7 +129,7 @@ def look(manager: Any, adapter: str, sent: Sequence[Sent]) -> None:
         sent: see ``served_lora.summary``.
 
     Raises:
-        ValueError: names a module whose factors SGLang does not compute with, and the remedy.
+        LostFactorsError: names a module whose factors SGLang does not compute with, and the remedy.
     """
     places = _places(manager, sent)
     if not adapter:
@@ -136,7 +140,7 @@ def look(manager: Any, adapter: str, sent: Sequence[Sent]) -> None:
     weights.update(held.embedding_layers)
     for key, place in places.items():
         if key not in weights or not _is_sum(weights[key], place.sent):
-            raise ValueError(_refusal([place.name], "SGLang has taken other ones than it was sent"))
+            raise LostFactorsError(_refusal([place.name], "SGLang has taken other ones than it was sent"))
     manager.fetch_new_loras({uid})
     slot, rank = manager.memory_pool.get_buffer_id(uid), manager.memory_pool.tp_rank
     for key, place in places.items():
@@ -144,14 +148,14 @@ def look(manager: Any, adapter: str, sent: Sequence[Sent]) -> None:
         part = cut(weights[key], rank)
         read = _buffer(manager.memory_pool, place)[slot][: part.shape[0], : part.shape[1]]
         if not torch.equal(*(each.contiguous().view(torch.int16) for each in (read, part.to(read.device, read.dtype)))):
-            raise ValueError(_refusal([place.name], "SGLang computes with other ones than it was sent"))
+            raise LostFactorsError(_refusal([place.name], "SGLang computes with other ones than it was sent"))
 
 
 def _places(manager: Any, sent: Sequence[Sent]) -> dict[str, _Place]:
     """By the name under which SGLang's adapter holds a factor, after it has put together what it computes in one.
 
     Raises:
-        ValueError: see ``look``.
+        LostFactorsError: see ``look``.
     """
     found: dict[str, _Place] = {}
     without: dict[str, list[str]] = {}  # names of modules by why SGLang cannot compute with their factors
@@ -170,7 +174,7 @@ def _places(manager: Any, sent: Sequence[Sent]) -> dict[str, _Place]:
         if place.leaf not in {name.rpartition(".")[2] for name in names} and (why := lacking(names)):
             without.setdefault(why, []).extend(names)
     for why, names in without.items():
-        raise ValueError(_refusal(names, why))
+        raise LostFactorsError(_refusal(names, why))
     return found
 
 
