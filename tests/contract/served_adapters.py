@@ -30,7 +30,7 @@ def adapter_of(family: Family, **settings: Any) -> tuple[dict[str, Any], Callabl
     multimodal = type(config) in AutoModelForImageTextToText._model_mapping
     auto = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    given = LoraConfig(r=RANK, task_type="CAUSAL_LM", **{"target_modules": "all-linear", **settings})
+    given = LoraConfig(task_type="CAUSAL_LM", **{"r": RANK, "target_modules": "all-linear", **settings})
     adapted = get_peft_model(model, given)
     names = get_peft_model_state_dict(adapted, save_embedding_layers=False)
 

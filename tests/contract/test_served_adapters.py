@@ -20,6 +20,7 @@ Case = tuple[str, dict[str, Any], list[str]]  # family, PEFT's settings, what SG
 # By what comes of it: with one rank an engine, and with two
 ONE: dict[str, Case] = {
     "Qwen2: served": ("Qwen2", {}, ["all"]),
+    "an odd rank: served": ("Qwen2", {"r": 3}, ["all"]),
     "some layers: served": ("Qwen2", {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1]}, LAYERS),
     "one in the checkpoint, too: served": ("Phi-3", {}, ["all"]),
     "the head: served": ("Llama", {"target_modules": [*LAYERS, "lm_head", "embed_tokens"]}, ["all"]),

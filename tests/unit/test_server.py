@@ -12,13 +12,16 @@ from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError
+from sglang.srt.utils import MultiprocessingSerializer
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import RolloutMode
+from verl.workers.rollout.sglang_rollout.utils import SGLANG_LORA_NAME
 
 from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.rollouts.sglang.awake import KV_CACHE, WEIGHTS
+from verl_sync_plugin.rollouts.sglang.complaints import answer
 from verl_sync_plugin.rollouts.sglang.endpoint import ServerActorEndpoint
-from verl_sync_plugin.rollouts.sglang.request import TOKEN_VARIABLE, hand_down, new_token
+from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK, TOKEN_VARIABLE, hand_down, new_token
 from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
 
 
@@ -243,3 +246,51 @@ def test_who_has_waited_in_vain_is_not_served_later(server_with: Make) -> None:
         assert manager.asked == [f"resume {WEIGHTS}"] and server.occupation.state.released == {KV_CACHE}
 
     asyncio.run(wake())
+
+
+class AdapterManager(Manager):
+    """Notes what becomes of an adapter; its engine rank answers what it is told to of it, or nothing."""
+
+    def __init__(self, *answers: str | None) -> None:
+        super().__init__()
+        self.answers = list(answers)
+        self.names: dict[str, str] = {}
+        self.lora_registry = SimpleNamespace(get_all_adapters=lambda: self.names)
+
+    async def update_weights_from_tensor(self, obj: Any, request: None) -> tuple[bool, str]:
+        ((question, adapter, sent, _), _), *_ = MultiprocessingSerializer.deserialize(obj.serialized_named_tensors[0])
+        self.asked.append(f"look at {adapter or 'names'} {[name for name, *_ in sent]}")
+        assert obj.load_format == ADAPTER_CHECK
+        said = self.answers.pop(0)
+        if said is not None:
+            answer(question, said)
+        return True, ""
+
+    async def unload_lora_adapter(self, obj: Any) -> Any:
+        self.asked.append("unload")
+        return SimpleNamespace(success=True)
+
+    async def load_lora_adapter_from_tensors(self, obj: Any) -> Any:
+        self.asked.append("adapter")
+        self.names[obj.lora_name] = ""
+        return SimpleNamespace(success=True)
+
+
+def test_an_adapter_is_looked_at_before_it_is_loaded_first_and_behind_every_load(server_with: Make) -> None:
+    async def syncs() -> None:
+        manager = AdapterManager("", "", "", "", "SGLang has no place for these", None)
+        server = server_with(manager)
+        factors = [("q.lora_A.weight", 4, 1)]
+        await server.load_adapter({}, b"", factors, "7")
+        looks = [f"look at {name} ['q.lora_A.weight']" for name in ("names", SGLANG_LORA_NAME)]
+        assert manager.asked == [looks[0], "adapter", looks[1]]
+        await server.load_adapter({}, b"", factors, "8")
+        assert manager.asked[3:] == ["unload", "adapter", looks[1]]
+        manager.answers.pop(0)
+        with pytest.raises(ValueError, match="SGLang has no place for these"):
+            await server.load_adapter({}, b"", factors, "9")
+        await server.abandon_sync("a rank failed")
+        with pytest.raises(RuntimeError, match="did not tell what it holds of the adapter"):
+            await server.load_adapter({}, b"", factors, "10")
+
+    asyncio.run(syncs())

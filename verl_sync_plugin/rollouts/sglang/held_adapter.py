@@ -22,7 +22,7 @@ from verl_sync_plugin.rollouts.sglang.complaints import answer, complaints_of
 from verl_sync_plugin.rollouts.sglang.loader import tensor_parallel_rank
 from verl_sync_plugin.rollouts.sglang.prefixes import loading_scheduler
 from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK, admitted, pack_request
-from verl_sync_plugin.rollouts.sglang.served_lora import Sent, lacking, sum_of_bits
+from verl_sync_plugin.rollouts.sglang.served_lora import MODULUS, Sent, lacking, sum_of_bits
 
 # Modules of the trainer that SGLang computes in one, or under another name
 HELD_IN: Mapping[str, str] = {
@@ -39,6 +39,10 @@ HELD_IN: Mapping[str, str] = {
 }
 # What the path of a language model's layers is made of; that of a tower has other words
 _LANGUAGE_MODEL = frozenset({"base_model", "model", "language_model", "text_model", "backbone"})
+
+
+class LostFactorsError(ValueError):
+    """SGLang does not compute with all factors of an adapter."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +108,9 @@ def check(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]])
     try:
         look(loading_scheduler().tp_worker.model_runner.lora_manager, adapter, sent)
         why = ""
-    except ValueError as error:
+    except LostFactorsError as error:
         why = str(error)
-    except Exception as error:  # SGLang would end the engine
+    except Exception as error:  # SGLang's own, with which it would end at the first request
         why = f"SGLang cannot place the adapter: {type(error).__name__}: {error}"
     try:
         why = _first_of_all(why)
@@ -125,7 +129,7 @@ def look(manager: Any, adapter: str, sent: Sequence[Sent]) -> None:
         sent: see ``served_lora.summary``.
 
     Raises:
-        ValueError: names a module whose factors SGLang does not compute with, and the remedy.
+        LostFactorsError: names a module whose factors SGLang does not compute with, and the remedy.
     """
     places = _places(manager, sent)
     if not adapter:
@@ -136,22 +140,22 @@ def look(manager: Any, adapter: str, sent: Sequence[Sent]) -> None:
     weights.update(held.embedding_layers)
     for key, place in places.items():
         if key not in weights or not _is_sum(weights[key], place.sent):
-            raise ValueError(_refusal([place.name], "SGLang has taken other ones than it was sent"))
+            raise LostFactorsError(_refusal([place.name], "SGLang has taken other ones than it was sent"))
     manager.fetch_new_loras({uid})
     slot, rank = manager.memory_pool.get_buffer_id(uid), manager.memory_pool.tp_rank
     for key, place in places.items():
         cut = place.module.slice_lora_a_weights if place.first else place.module.slice_lora_b_weights
         part = cut(weights[key], rank)
         read = _buffer(manager.memory_pool, place)[slot][: part.shape[0], : part.shape[1]]
-        if not torch.equal(read, part.to(read.device, read.dtype)):
-            raise ValueError(_refusal([place.name], "SGLang computes with other ones than it was sent"))
+        if not torch.equal(*(each.contiguous().view(torch.int16) for each in (read, part.to(read.device, read.dtype)))):
+            raise LostFactorsError(_refusal([place.name], "SGLang computes with other ones than it was sent"))
 
 
 def _places(manager: Any, sent: Sequence[Sent]) -> dict[str, _Place]:
     """By the name under which SGLang's adapter holds a factor, after it has put together what it computes in one.
 
     Raises:
-        ValueError: see ``look``.
+        LostFactorsError: see ``look``.
     """
     found: dict[str, _Place] = {}
     without: dict[str, list[str]] = {}  # names of modules by why SGLang cannot compute with their factors
@@ -170,7 +174,7 @@ def _places(manager: Any, sent: Sequence[Sent]) -> dict[str, _Place]:
         if place.leaf not in {name.rpartition(".")[2] for name in names} and (why := lacking(names)):
             without.setdefault(why, []).extend(names)
     for why, names in without.items():
-        raise ValueError(_refusal(names, why))
+        raise LostFactorsError(_refusal(names, why))
     return found
 
 
@@ -207,8 +211,9 @@ def _ways(path: str) -> tuple[frozenset[str], str]:
 def _is_sum(weight: torch.Tensor, sent: Sequence[Sent]) -> bool:
     """SGLang puts factors one after another, with zeros for a module without any; and repeats A of a module that is one
     for the trainer, too."""
-    elements, bits = sum(each[1] for each in sent), sum(each[2] for each in sent)
-    return sum_of_bits(weight) in (bits, bits * (weight.numel() // elements)) and weight.numel() >= elements
+    elements, bits = sum(each[1] for each in sent), sum(each[2] for each in sent) % MODULUS
+    times = weight.numel() // elements
+    return times > 0 and sum_of_bits(weight) in (bits, bits * times % MODULUS)
 
 
 def _buffer(pool: Any, place: _Place) -> torch.Tensor:

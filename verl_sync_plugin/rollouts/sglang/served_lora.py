@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # A factor that was sent: its name, its elements, and ``sum_of_bits`` of it
 Sent = tuple[str, int, int]
+MODULUS = 1 << 64
 # Modules that SGLang computes in one, and of which of them it needs factors if it gets any
 TOGETHER = ((("q_proj", "k_proj", "v_proj"), ("q_proj", "v_proj")), (("gate_proj", "up_proj"), ("gate_proj",)))
 # Fields of PEFT's LoraConfig that SGLang drops or misreads
@@ -107,10 +108,12 @@ def summary(factors: Mapping[str, torch.Tensor]) -> list[Sent]:
 
 
 def sum_of_bits(factor: torch.Tensor) -> int:
-    """Of what one factor, or several one after another, hold; zeros add nothing."""
+    """Sum of the words that one factor, or several one after another, consist of, modulo 2**64; zeros add nothing."""
     import torch
 
-    return int(factor.contiguous().view(torch.int16).sum(dtype=torch.int64))
+    whole = factor.shape[-1] * factor.element_size() % 8 == 0
+    words = factor.contiguous().view(torch.int64 if whole else torch.int16)
+    return int(words.sum(dtype=torch.int64)) % MODULUS
 
 
 def pack_adapter(tensors: dict[str, torch.Tensor]) -> bytes:
