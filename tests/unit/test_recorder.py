@@ -24,7 +24,8 @@ class Model(torch.nn.Module):
         self.loads = loads
         for name in loads:
             self.register_buffer(name, torch.zeros(4, dtype=FP32 if name == "wide" else dtype))
-        self.register_buffer("old", torch.zeros(4))
+        for name in ("old", "last"):
+            self.register_buffer(name, torch.zeros(4))
 
     def load_weights(self, weights: Weights) -> None:
         for name, tensor in weights:
