@@ -64,7 +64,7 @@ class Model(torch.nn.Linear):
 class Engine:
     """As much of an unpacker as a session asks when nothing is loaded."""
 
-    device, reads_in_place, replayed, watched = torch.device("cpu"), "", (0, 0), False
+    device, reads_in_place, replayed, watched, layout = torch.device("cpu"), "", (0, 0), False, None
     forgot = False
 
     def __init__(self) -> None:

@@ -70,7 +70,7 @@ class SGLangModel(EngineModel):
     def after_load(self) -> None:
         for _, module in self.module.named_modules():
             method: Any = getattr(module, "quant_method", None)
-            if method is not None:
+            if method is not None and not hasattr(module, "base_layer"):  # a layer's adapter has the method, too
                 method.process_weights_after_loading(module)
 
     @property
