@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
@@ -24,10 +26,14 @@ class SyncFSDPEngineWithLMHead(FSDPEngineWithLMHead):
         Raises:
             ValueError: PEFT refuses ``model.lora.peft``.
         """
-        if self.model_config.lora.get("peft", None):
-            return build_peft_model(module, self.model_config)
-        adapted: torch.nn.Module = super()._build_lora_module(module, **more)
-        return adapted
+        # Where verl loads a model on rank 0 only, FSDP sends the adapter from there as well: no other rank can compute
+        # one from the weights that it does not have (PiSSA, OLoRA)
+        elsewhere = any(parameter.is_meta for parameter in module.parameters())
+        with init_empty_weights() if elsewhere else nullcontext():
+            if self.model_config.lora.get("peft", None):
+                return build_peft_model(module, self.model_config)
+            adapted: torch.nn.Module = super()._build_lora_module(module, **more)
+            return adapted
 
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = False, **kwargs: Any
