@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
