@@ -59,7 +59,7 @@ def test_release_trains(trained: Run, release: str, folder_of_release: Path) -> 
     server = re.search(r"\(SyncSGLangHttpServer pid=(\d+)\)", trained.text)
     assert server is not None, trained.tail
     # Ray prints "(pid=…)" alone until it knows the actor's name
-    said = rf"\((\w+ )?pid={server[1]}\) \[e2e\] SGLang {re.escape(release)} from {folder_of_release}/"
+    said = rf"\((\w+ )?pid={server[1]}\) \[e2e\] SGLang {re.escape(release)} from {re.escape(str(folder_of_release))}/"
     assert trained.matching(said), trained.tail
 
 
