@@ -201,7 +201,7 @@ def names_unknown_to_the_engine(member: Rank, version: int) -> str:
 
 
 def coverage_fails(member: Rank, version: int) -> str:
-    """A parameter that the sync does not write, or only in part, is found, whether the engine has a host copy or not."""
+    """A parameter that the sync does not write, or only in part, is found, with a host copy of it or without."""
 
     def without_one(shards: list[Shard]) -> list[Shard]:
         view = next(v for s in shards for v in s.base.views if v.name in DROPPED)
