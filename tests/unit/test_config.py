@@ -153,13 +153,6 @@ def test_unsupported_is_refused_with_the_way_out(section: dict[str, Any], shown:
     assert TURN_OFF in str(caught.value)
 
 
-def test_a_missing_sglang_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"rollout\.name='sglang': SGLang is not installed in .*\. Install it there"):
-        refuse_keys(OmegaConf.create({}), moves=True)
-    refuse_keys(OmegaConf.create({}), moves=False)  # verl's own checkpoint engines move the weights
-
-
 @pytest.mark.parametrize(
     "section",
     [

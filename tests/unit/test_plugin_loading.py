@@ -158,6 +158,30 @@ def test_key_taken_later_is_noticed_by_the_rollout_config(tmp_path: Path, code: 
     assert f"refused: verl's {what} for sglang is already taken by" in ended.stdout
 
 
+def test_a_missing_engine_is_named_where_it_is_needed(tmp_path: Path) -> None:
+    """In verl's workers; a driver's machine may have none."""
+    ended = python(
+        tmp_path,
+        """
+        import importlib.util as util
+        import verl
+        from omegaconf import OmegaConf
+        from verl_sync_plugin.hooks.rollout_config import SyncRolloutConfig, check_rollout
+        find = util.find_spec
+        util.find_spec = lambda name, *more: None if name == "sglang" else find(name, *more)
+        check_rollout(OmegaConf.create({"name": "sglang"}))
+        arguments = dict(name="sglang", mode="async")
+        SyncRolloutConfig(**arguments, custom={"sync": {"enabled": False}})
+        try:
+            SyncRolloutConfig(**arguments)
+        except ValueError as error:
+            print("refused:", error)
+        """,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "refused: actor_rollout_ref.rollout.name='sglang': SGLang is not installed in " in ended.stdout
+
+
 @pytest.mark.parametrize(
     ("module", "ends"), [("verl_sync_plugin.plugin", True), ("verl_sync_plugin", False)], ids=["plugin", "package"]
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -86,11 +85,6 @@ def refuse_keys(rollout: Any, moves: bool) -> None:
     """
     refuse_cuda_graph(sync_config_of(rollout))
     if moves:
-        if importlib.util.find_spec("sglang") is None:
-            raise ValueError(
-                f"{PREFIX}.name='sglang': SGLang is not installed in {sys.executable}. Install it there (the extra "
-                f"``sglang`` names the version), or set {PREFIX}.name to an engine that is."
-            )
         if cause := left_to_verl(rollout):
             raise ValueError(f"{cause}; {TURN_OFF}.")
         refuse_dtype(rollout)
