@@ -169,7 +169,7 @@ def test_a_missing_engine_is_named_where_it_is_needed(tmp_path: Path) -> None:
         from verl_sync_plugin.hooks.rollout_config import SyncRolloutConfig, check_rollout
         find = util.find_spec
         util.find_spec = lambda name, *more: None if name == "sglang" else find(name, *more)
-        check_rollout(OmegaConf.create({"name": "sglang"}))
+        check_rollout(OmegaConf.create({"name": "sglang", "checkpoint_engine": {"update_weights_bucket_megabytes": 8}}))
         arguments = dict(name="sglang", mode="async")
         SyncRolloutConfig(**arguments, custom={"sync": {"enabled": False}})
         try:

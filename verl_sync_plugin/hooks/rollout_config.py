@@ -47,8 +47,8 @@ class SyncRolloutConfig(RolloutConfig):
         name = str(self.name)
         if serves(name) and sync_config_of(self).enabled and importlib.util.find_spec(name) is None:
             raise ValueError(
-                f"{PREFIX}.name={name!r}: {rollout_of(name).engine} is not installed in {sys.executable}. Install it there "
-                f"(the plugin's extra {name!r} names the version), or set {PREFIX}.name to an engine that is."
+                f"{PREFIX}.name={name!r}: {rollout_of(name).engine} is not installed in {sys.executable}. Install it "
+                f"there (the plugin's extra {name!r} names the version), or set {PREFIX}.name to an engine that is."
             )
 
     def _settle_buckets(self) -> None:
