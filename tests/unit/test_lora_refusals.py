@@ -177,7 +177,7 @@ def test_modules_of_which_sglang_serves_no_adapter(key: str, targets: str, lacks
     if targets.startswith("'") and key.startswith("lora."):
         key = "target_modules"
     text = refusal(f"{MODEL}.{key}={targets}", merge=False)
-    assert lacks in text and f"{MODEL}.lora.merge=False with {MODEL}.target_modules=" in text
+    assert lacks in text and f"{MODEL}.lora.merge=False with {MODEL}.{key}=" in text
     assert f"set {MODEL}.lora.merge=True" in text
     settle(f"{MODEL}.{key}={targets}", merge=True)
 
