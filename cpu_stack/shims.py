@@ -92,7 +92,7 @@ def _leave_cpu_tensors_alone(patch_torch: ModuleType) -> None:
 
 def _register_platform(platform_manager: ModuleType) -> None:
     """Add the CPU platform to verl's registry, before verl asks for a platform the first time."""
-    from cpu_stack.platform import CpuPlatform
+    from cpu_stack.cpu_platform import CpuPlatform
 
     platform_manager.PlatformRegistry.register(platform="cpu")(CpuPlatform)
 
