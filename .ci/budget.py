@@ -11,7 +11,6 @@ import io
 import subprocess
 import sys
 import tokenize
-from itertools import pairwise
 from pathlib import Path
 
 import tomllib
@@ -52,45 +51,47 @@ def code_lines(text: str) -> int:
     return len(lines)
 
 
-def ceilings_of(text: str) -> Sizes:
-    return tomllib.loads(text)
-
-
-def raised(history: list[Sizes]) -> list[str]:
-    """What a later version of the file allows more of than an earlier one, newest first."""
+def raised(now: Sizes, before: list[Sizes]) -> list[str]:
+    """Ceilings above what some commit had lowered them to."""
+    lowest: Sizes = {}
+    for each in before:
+        for room, kinds in each.items():
+            known = lowest.setdefault(room, kinds)
+            lowest[room] = {kind: min(number, known.get(kind, number)) for kind, number in kinds.items()}
     return [
-        f"{FILE}: {room}.{kind} was raised from {before} to {after[room][kind]}; lower it again"
-        for after, earlier in pairwise(history)
-        for room, kinds in earlier.items()
-        for kind, before in kinds.items()
-        if after.get(room, {}).get(kind, 0) > before
+        f"{FILE}: {room}.{kind} is {now[room][kind]}, and a commit had lowered it to {number}; lower it again"
+        for room, kinds in lowest.items()
+        for kind, number in kinds.items()
+        if now.get(room, {}).get(kind, 0) > number
     ]
 
 
-def versions() -> list[Sizes]:
-    """The file in the working tree, and in every commit that changed it, newest first."""
+def committed() -> list[Sizes]:
+    """The file in every commit that changed it."""
     log = ["git", "-C", str(ROOT), "log", "--format=%H", "--", FILE]
     commits = subprocess.run(log, capture_output=True, text=True, check=False).stdout.split()
     shown = (
-        subprocess.run(["git", "-C", str(ROOT), "show", f"{commit}:{FILE}"], capture_output=True, text=True, check=True)
+        subprocess.run(
+            ["git", "-C", str(ROOT), "show", f"{commit}:{FILE}"], capture_output=True, text=True, check=False
+        )
         for commit in commits
     )
-    return [ceilings_of((ROOT / FILE).read_text()), *(ceilings_of(each.stdout) for each in shown)]
+    return [tomllib.loads(each.stdout) for each in shown if each.returncode == 0]
 
 
 def main() -> int:
-    found, history = sizes(), versions()
-    ceilings = history[0]
+    found, file = sizes(), ROOT / FILE
+    ceilings = tomllib.loads(file.read_text()) if file.exists() else {}
     if "--lower" in sys.argv:
         lower = {r: {k: min(n, ceilings.get(r, {}).get(k, n)) for k, n in kinds.items()} for r, kinds in found.items()}
         rows = (f"{room} = {{ {', '.join(f'{k} = {n}' for k, n in kinds.items())} }}" for room, kinds in lower.items())
-        (ROOT / FILE).write_text(HEAD + "\n".join(rows) + "\n")
+        file.write_text(HEAD + "\n".join(rows) + "\n")
         return 0
-    wrong = raised(history) + [
-        f"{room}: {number} {kind}, and the ceiling in {FILE} is {ceilings[room][kind]}. Take something out"
+    wrong = raised(ceilings, committed()) + [
+        f"{room}: {number} {kind}, above {ceilings.get(room, {}).get(kind, 0)}, the ceiling in {FILE}. Take some out"
         for room, kinds in found.items()
         for kind, number in kinds.items()
-        if number > ceilings[room][kind]
+        if number > ceilings.get(room, {}).get(kind, 0)
     ]
     print("\n".join(wrong), end="\n" if wrong else "", file=sys.stderr)
     return bool(wrong)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import psutil
 import pytest
@@ -14,21 +15,23 @@ from bare_engine import trainer
 from bare_engine.scenario import Rank
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.layout.tensors import Entry
+from verl_sync_plugin.layout.tensors import Entry, Plan
 from verl_sync_plugin.transport.memory.exports import StagingExport
 
 
 def engine_refuses(member: Rank, version: int) -> str:
     """The engine's own loader rejects a tensor: the scheduler survives and says why."""
-    manager = member.manager
-    plan = manager.planning.plan
-    assert plan is not None
-    victim = "model.layers.1.mlp.down_proj.weight"
-    buckets = tuple(replace(b, entries=tuple(_transposed(e, victim) for e in b.entries)) for b in plan.buckets)
-    broken = replace(plan, digest="broken", buckets=buckets)
-    manager.planning.plan = broken
+    planning, victim = member.manager.planning, "model.layers.1.mlp.down_proj.weight"
+    honest = planning.agree
+
+    def agree(*arguments: Any) -> tuple[Plan, list[Shard]]:
+        plan, shards = honest(*arguments)
+        buckets = tuple(replace(b, entries=tuple(_transposed(e, victim) for e in b.entries)) for b in plan.buckets)
+        return replace(plan, digest=f"broken {plan.digest}", buckets=buckets), shards
+
+    planning.agree = agree  # type: ignore[method-assign]
     text = member.failing(version)
-    manager.planning.plan = plan
+    planning.agree = honest  # type: ignore[method-assign]
     assert "the engine could not load the weights" in text, text
     return text
 

@@ -142,7 +142,7 @@ class Pair:
         unpacker = Unpacker(known, Manifest.of(self.plan), CPU)
         unpacker.begin(LayoutKey(known).now(), copy_plan=True, hashed=False)
         self.uses.note(unpacker.uses.use(loaded=False))
-        if self.policy.learn(self.uses.compare(self.plan, loaded=False)):
+        if self.policy.learn(self.uses.compare(self.plan, loaded=False, layers=layers_of(self.whole.config))):
             self.open()
             unpacker = Unpacker(known, Manifest.of(self.plan), CPU)
         return unpacker, DestinationProof(known, Manifest.of(self.plan), CPU)

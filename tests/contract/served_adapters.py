@@ -11,12 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from contract import sglang_models
 from contract.families import FAMILIES, Family
 from contract.family_syncs import publish
+from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.rollouts.sglang.held_adapter import look
+from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.rollouts.sglang.served_lora import served_settings, summary
 
 NAME = "served"
@@ -82,6 +85,7 @@ def outcome(
     """``served``, after three adapters and what must not pass for one; or why the first one is refused."""
     resolved, factors = adapter_of(FAMILIES[family], **settings)
     manager = manager_of(FAMILIES[family], home, rank, world, port, targets)
+    takes_the_base(manager.base_model, home, rank)
     if why := refusal(manager, "", factors(1)):
         return why
     for seed in (1, 2, 3):
@@ -90,6 +94,15 @@ def outcome(
         assert "SGLang has taken other ones than it was sent" in refusal(manager, NAME, factors(seed + 1))
         in_the_way_of_rubbish(manager, factors(seed))
     return "served"
+
+
+def takes_the_base(model: torch.nn.Module, home: Path, rank: int) -> None:
+    """Also the parameters of layers that an adapter wraps."""
+    base = {name: tensor for file in home.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    with Ledger(model) as ledger:
+        SGLangModel(model, rank).load_weights(base.items())
+    found = ledger.coverage()
+    assert base and {name for name, *_ in found.missing} <= set(found.buffers), found.missing
 
 
 def in_the_way_of_rubbish(manager: Any, factors: Factors) -> None:

@@ -21,6 +21,7 @@ Case = tuple[str, dict[str, Any], list[str]]  # family, PEFT's settings, what SG
 ONE: dict[str, Case] = {
     "Qwen2: served": ("Qwen2", {}, ["all"]),
     "an odd rank: served": ("Qwen2", {"r": 3}, ["all"]),
+    "experts without an adapter: served": ("Qwen3-MoE", {"target_modules": LAYERS[:4]}, ["all"]),
     "some layers: served": ("Qwen2", {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1]}, LAYERS),
     "one in the checkpoint, too: served": ("Phi-3", {}, ["all"]),
     "the head: served": ("Llama", {"target_modules": [*LAYERS, "lm_head", "embed_tokens"]}, ["all"]),

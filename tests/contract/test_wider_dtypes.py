@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import one_process
+import pytest
 import torch
 from one_process import OneProcess
 from worlds import run_world
@@ -60,8 +61,10 @@ class Manager(ShardingManager):
 def sync_three_times(checkpoint: str, folder: str) -> dict[str, str]:
     """The dtypes that travel in the end."""
     os.environ.update(RANK="0", RAY_LOCAL_WORLD_SIZE="1", CUDA_VISIBLE_DEVICES="")
-    one_process.Model, one_process.Source, one_process.Manager = Model, Source, Manager  # type: ignore[misc]
-    place = OneProcess(checkpoint, Path(folder), verify="always")
+    with pytest.MonkeyPatch.context() as patch:  # this process may be that of other tests
+        for kind in (Model, Source, Manager):
+            patch.setattr(one_process, kind.__name__, kind)
+        place = OneProcess(checkpoint, Path(folder), verify="always")
     for _ in range(3):
         place.sync()
         assert place.model.as_loaded(place.source.weights)

@@ -105,7 +105,7 @@ def test_switched_off_it_leaves_no_trace(stock: Run) -> None:
 def test_a_load_that_the_engine_refuses_ends_the_run(trained: Run) -> None:
     """One engine rank fails in the fourth sync: loud, soon, the same for both trainer ranks, and nobody is left."""
     assert trained.returncode != 0 and not trained.timed_out, trained.tail
-    failures = trained.matching(r"\[verl-sync-plugin\] pid \d+ sync 4 \(step 3\) failed in the engine")
+    failures = trained.matching(r"\[verl-sync-plugin\] pid \d+ sync 4 \(step 3\)( once more)? failed in the engine")
     assert failures, trained.tail
     assert trained.seconds - failures[0].seconds < 60, trained.tail
     assert [report["global_steps"] for report in trained.reports] == [0, 1, 2], "the fourth sync has succeeded"

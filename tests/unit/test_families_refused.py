@@ -90,7 +90,9 @@ def test_other_layers_in_trainer_and_engine_are_refused(
     if numbers is None:
         settle_trainer(config.actor_rollout_ref)
         return
-    said = r"override_config=.*: the trainer's model has {} layers \(num_hidden_layers\), SGLang's {}\. Change both"
+    said = (
+        r"override_(config|args)=.*: the trainer's model has {} layers \(num_hidden_layers\), SGLang's {}\. Change both"
+    )
     with pytest.raises(ValueError, match=said.format(*numbers)):
         settle_trainer(config.actor_rollout_ref)
 

@@ -132,6 +132,9 @@ def stepping_aside(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
     cause = cause or (engine.left_to_verl(rollout) if moves else "")
     if not cause:
         return ""
+    if backend_of(rollout) == SEPARATE_BACKEND:
+        key = f"{hydra_source.PREFIX}.checkpoint_engine.backend"
+        raise ValueError(f"{cause}, so {key}={SEPARATE_BACKEND} cannot be followed. Use another, such as nccl.")
     if key := asked_for(actor_rollout_ref, overrides):
         raise ValueError(
             f"{cause}, so {key} cannot be followed. Remove that key, and stock verl moves the weights, or {TURN_OFF}."
@@ -165,8 +168,6 @@ def asked_for(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
     short = given_value(rollout, "update_weights_bucket_megabytes", SHORT_BUCKET_KEY)
     if short is not None:
         return f"{SHORT_BUCKET_KEY}={short}"
-    if backend_of(rollout) == SEPARATE_BACKEND:
-        return f"{hydra_source.PREFIX}.checkpoint_engine.backend={SEPARATE_BACKEND}"
     if sync_config_of(rollout) != SyncConfig():
         return f"{KEY_PREFIX}={OmegaConf.to_container(rollout.custom.sync)}"
     return f"{PEFT_KEY}={peft}" if (peft := OmegaConf.select(actor_rollout_ref, "model.lora.peft")) else ""

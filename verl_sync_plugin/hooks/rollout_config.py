@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import dataclass
 
 from verl.workers.config import CheckpointEngineConfig, RolloutConfig
@@ -29,7 +27,7 @@ class SyncRolloutConfig(RolloutConfig):
         update_weights_bucket_megabytes: the short key, a number or ``auto``; ``None`` when only the long one is used.
 
     Raises:
-        ValueError: see ``check_rollout``; or the engine is not installed in this process's Python.
+        ValueError: see ``check_rollout``.
         RegistryConflictError: another plugin has taken one of our registry keys.
     """
 
@@ -39,17 +37,7 @@ class SyncRolloutConfig(RolloutConfig):
         super().__post_init__()
         self._settle_buckets()
         check_rollout(self)
-        self._refuse_missing_engine()
         verify_registered(self)
-
-    def _refuse_missing_engine(self) -> None:
-        """Not in the driver, whose machine may have no engine."""
-        name = str(self.name)
-        if serves(name) and sync_config_of(self).enabled and importlib.util.find_spec(name) is None:
-            raise ValueError(
-                f"{PREFIX}.name={name!r}: {rollout_of(name).engine} is not installed in {sys.executable}. Install it "
-                f"there (the plugin's extra {name!r} names the version), or set {PREFIX}.name to an engine that is."
-            )
 
     def _settle_buckets(self) -> None:
         """Settles the bucket keys of a config that no driver has settled: one composed by a user's program, or by a

@@ -31,7 +31,13 @@ _PAIRS = (
     ("adapter_path", "lora_adapter_path"),
 )
 # Fields of PEFT's LoraConfig that have a key of their own
-_OWN_KEY = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", **{key: key for key, _ in _PAIRS[:3]}}
+_OWN_KEY = {
+    "r": "rank",
+    "lora_rank": "rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    **{key: key for key, _ in _PAIRS[:3]},
+}
 _INITIAL_A = {"xavier": True, "kaiming": True, "gaussian": "gaussian", "normal": "gaussian"}
 # Fields of PEFT's that are annotated as a dict of anything
 _NARROWER = {"rank_pattern": dict[str, int] | None, "alpha_pattern": dict[str, float] | None}
@@ -64,6 +70,7 @@ def unify(model: Mapping[str, Any], stock: Mapping[str, Any], refuse_adapter: Re
             serve; names key, value, remedy.
     """
     block, stock_block = model.get("lora") or {}, stock.get("lora") or {}
+    _refuse_pefts_own(block, stock_block)
     rank = _one(model, block, "rank", "lora_rank", 0, 0)
     path = _one(model, block, "adapter_path", "lora_adapter_path", None, None)
     if not rank:
@@ -79,7 +86,6 @@ def unify(model: Mapping[str, Any], stock: Mapping[str, Any], refuse_adapter: Re
         given = _one(model, block, key, flat, stock_block.get(key), stock.get(flat))
         found[flat] = stock.get(flat) if given is None else given
     _refuse_megatron_names(found["target_modules"])
-    _refuse_pefts_own(block, stock_block)
     found["lora.peft"] = _peft_arguments(block, path)
     for field, value in {**{key: found[key] for key in _MODULES}, **found["lora.peft"]}.items():
         _check_value(field, value, block)
@@ -168,8 +174,8 @@ def _check_peft(arguments: Mapping[str, Any], block: Mapping[str, Any]) -> None:
 
 def _refuse_pefts_own(block: Mapping[str, Any], stock: Mapping[str, Any]) -> None:
     """Raises ValueError for a field of PEFT's that is given one level too high, where nothing reads it."""
-    for key in block.keys() - stock.keys() - {"peft"}:
-        if key in _peft_fields():
+    for key in block.keys() - stock.keys() - {"peft", *(key for key, _ in _PAIRS)}:
+        if key in _OWN_KEY or key in _peft_fields():
             use = f"{PREFIX}.lora.{_OWN_KEY[key]}" if key in _OWN_KEY else f"{PEFT_KEY}.{key}"
             raise _fail(f"{PREFIX}.lora.{key}", block[key], "nothing reads it there", f"Use {use}.")
 

@@ -5,8 +5,8 @@ An engine may skip names it does not know without a word, so what was *sent* pro
 *written*. A dispatch mode sees every operation that mutates a tensor; tensors are matched by storage, so tied weights
 count as written together.
 
-Limits: writes in other threads and ``param.data = tensor`` rebinding make no visible operation and count as missing,
-unless the copy plan's comparison has seen the bytes in place.
+Limits: writes in other threads (DeepSeek's loader with CPU tensors) and ``param.data = tensor`` rebinding make no
+visible operation and count as missing, unless the copy plan's comparison has seen the bytes in place.
 """
 
 from __future__ import annotations

@@ -271,5 +271,5 @@ def refuse_rearranged(model: EngineModel, device: torch.device) -> None:
         shown = ", ".join(changed[:NAMED]) or "the places of parameters"
         raise ValueError(
             f"{model.engine} changes {shown} once they are loaded from a checkpoint, and not after a sync, so "
-            f"{model.name} would compute with weights in another order. {model.plain_layout}"
+            f"{model.name} would compute with weights in another layout. {model.plain_layout}"
         )

@@ -17,8 +17,11 @@ from verl_sync_plugin.receiver.engine_model import EngineModel
 from verl_sync_plugin.receiver.recording import Copy, Fill, Recording, Source
 
 aten = torch.ops.aten
-# What these make of a tensor holds its values, or zeros
-MOVES = (aten.clone.default, aten.cat.default, aten.zero_.default)
+# The results of these hold a tensor's values, and constants at most
+MOVES = (
+    aten.clone.default, aten.cat.default, aten.stack.default, aten.index.Tensor, aten.index_select.default,
+    aten.constant_pad_nd.default, aten.repeat.default, aten.flip.default, aten.roll.default, aten.zero_.default,
+)  # fmt: skip
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -95,11 +95,10 @@ class Recording:
 
     def wider(self, sources: Iterable[Source]) -> dict[str, torch.dtype]:
         """The tensors of which the model could take more than is sent: it keeps them in a wider dtype, or computes from
-        them, and then (float64) each wider one gives other bits. Of a load that did not come to its end: all."""
+        them, and then (float64) each wider one gives other bits. Of a load that raised, what it did before."""
         found = {}
         for source in (source for source in sources if source.dtype.is_floating_point):
-            computed = not self.ended or source.name in self.computed
-            found[source.name] = torch.float64 if computed else source.dtype
+            found[source.name] = torch.float64 if source.name in self.computed else source.dtype
         for copy in [*self.copies, *self.others]:
             kept, known = copy.target.dtype, found.get(copy.name)
             if known is not None and kept.is_floating_point and kept.itemsize > known.itemsize:

@@ -18,7 +18,7 @@ from verl_sync_plugin.receiver.load_cache import LoadCache
 from verl_sync_plugin.receiver.proof import DestinationProof, refuse_rearranged
 from verl_sync_plugin.receiver.running import Running
 from verl_sync_plugin.receiver.unpacker import Unpacker
-from verl_sync_plugin.transport.channel import Channel, ChannelClosedError
+from verl_sync_plugin.transport.channel import Channel
 from verl_sync_plugin.transport.codec import describe
 from verl_sync_plugin.transport.memory.exports import Live
 from verl_sync_plugin.transport.memory.regions import Regions
@@ -58,7 +58,8 @@ class ReceiverSession:
         self._activations = Activations()
         self._load_cache = LoadCache()
         self._lives: tuple[Live, ...] = ()
-        self._plain: object = None  # the last layout that ``refuse_rearranged`` has looked at
+        self._plain: object = None  # shapes and strides for which ``refuse_rearranged`` has passed
+        self._judged: object = None  # the layout that had them
         self._maps = True  # trainer ranks' allocations, as far as is known
 
     def run(self, channel: Channel, request: LoadRequest) -> None:
@@ -91,11 +92,7 @@ class ReceiverSession:
         # What a plan covers cannot change while names, shapes and dtypes stay
         ledger = None if hello.digest in self._coverage and not unpacker.watched else Ledger(self._model.module)
         running = Running(channel, device)
-        try:
-            message = running.receive(wait)
-        except ChannelClosedError:  # the trainer plans once more, by what it has heard, and stages anew
-            self._stagings = {}
-            raise
+        message = running.receive(wait)
         self._prepare_proof(hello, unpacker)  # not before: what the model leaves out is refused before it is touched
         with ledger or nullcontext(), unpacker.uses.watching():
             while isinstance(message, Load):
@@ -174,9 +171,7 @@ class ReceiverSession:
         if ledger is not None:
             self._note_coverage(hello.digest, ledger.coverage())
             unpacker.accepted()
-        if self._plain is not unpacker.layout:
-            refuse_rearranged(self._model, unpacker.device)
-            self._plain = unpacker.layout
+        self._refuse_rearranged(unpacker)
         _wait_for(unpacker.device)  # what the model derived; its forward may use another stream
         self._load_cache.give_back()
         obstacle = unpacker.reads_in_place or ("" if self._maps else "an engine rank could not map them")
@@ -188,6 +183,16 @@ class ReceiverSession:
             proven = self._proof.proven(always=commit.tell)
             channel.send(proven)
             self._proof.told(proven)
+
+    def _refuse_rearranged(self, unpacker: Unpacker) -> None:
+        """Once for parameters of these shapes and strides; a load that moves them makes no others."""
+        if self._judged is unpacker.layout or not isinstance(unpacker.layout, tuple):
+            return
+        token, *places = unpacker.layout
+        plain = (token, *(place[1:] for place in places))
+        if plain != self._plain:
+            refuse_rearranged(self._model, unpacker.device)
+        self._plain, self._judged = plain, unpacker.layout
 
     def _begin(self, unpacker: Unpacker, hello: Hello) -> None:
         unpacker.begin(self._layout, hello.copy_plan, hello.hashed, hello.whole)

@@ -104,7 +104,7 @@ class ShardingManager(BaseShardingManager):
         return Choice(self.config, self.agreement, self.sender, self._device)
 
     def open_source(self) -> ParameterSource:
-        """The parameter source of the trainer; called once, at the first sync.
+        """The parameter source of the trainer; called at the first sync, and again if the engine asks for other dtypes.
 
         Raises:
             ValueError: the trainer is configured in a way this manager cannot sync; names key, value and remedy.
@@ -179,9 +179,10 @@ class ShardingManager(BaseShardingManager):
             self.choice.fall_back(error)
             return True
         except OtherDtypesError:
-            await self.meeting.leave()
             if hasattr(self, "trainer"):
-                self.source = None  # opened once more, it says other dtypes
+                self.source = None  # opened again, it says other dtypes; first of all, for a wait can be cancelled
+            await self.meeting.leave()
+            self.sender.unstage()  # a reader opens an export once: the next plan has another
             return True
         return False
 

@@ -148,7 +148,7 @@ class TrainerBackend(ABC):
 
     @abstractmethod
     def open_source(self) -> ParameterSource:
-        """The parameter source of the engine; called once, at the first sync.
+        """The parameter source of the engine; called at the first sync, and again if the engine asks for other dtypes.
 
         Raises:
             ValueError: the engine is configured in a way that cannot be synced; names key, value and remedy.

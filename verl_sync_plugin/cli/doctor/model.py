@@ -29,7 +29,9 @@ def check_model(config: Any) -> list[Finding]:
         text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         return [
             warning(
-                CHECK, f"{key}={path}: no model can be built from its config: {text}", "is transformers new enough?"
+                CHECK,
+                f"{key}={path}: no model can be built from its config: {text}",
+                "is transformers new enough, and is its code transformers' own?",
             )
         ]
 
@@ -43,7 +45,7 @@ def _sent(folder: str, rollout: Any) -> str:
     from verl_sync_plugin.trainers.state_dict import StateDictSource
     from verl_sync_plugin.trainers.wire import wire_policy
 
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     with torch.device("meta"):
         module = kind.from_config(config)

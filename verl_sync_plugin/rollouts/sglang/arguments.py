@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from verl_sync_plugin import compat
 from verl_sync_plugin.config import refusals
 from verl_sync_plugin.config.refusals import PREFIX
 from verl_sync_plugin.config.settings import (
@@ -70,6 +71,7 @@ VERLS_OWN = {
     "nnodes": "Remove it: verl counts the nodes of an engine.",
 }
 # Mixture-of-Experts backends that reorder the experts once they are loaded; a sync writes the order of the checkpoint
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 REORDERING_BACKENDS = ("flashinfer_trtllm", "flashinfer_trtllm_routed", "aiter")
 
 
@@ -103,7 +105,10 @@ def left_to_verl(rollout: Any) -> str:
             "itself, and weight sync has no draft model"
         )
     if rollout.get("dtype", None) == "auto" and sync_config_of(rollout).wire_dtype == "auto":
-        return f"{PREFIX}.dtype='auto' without {KEY_PREFIX}.wire_dtype: says not what travels"
+        return (
+            f"{PREFIX}.dtype='auto' without {KEY_PREFIX}.wire_dtype: the dtype in which weights travel is not known "
+            f"({PREFIX}.dtype=bfloat16 says it)"
+        )
     return ""
 
 
@@ -159,6 +164,18 @@ def refuse_engine_arguments(rollout: Any) -> None:
     _refuse_second_word(rollout, given)
 
 
+def resolved(manager: Any) -> Callable[[str], Any]:
+    """The values of a launched SGLang's arguments; of a dense model, none of what only experts heed.
+
+    Args:
+        manager: its tokenizer manager.
+    """
+    config = getattr(getattr(manager, "model_config", None), "hf_config", None)
+    text = getattr(config, "text_config", None) or config
+    dense = text is not None and not any(getattr(text, key, None) for key in EXPERT_COUNTS)
+    return lambda key: None if dense and key == "moe_runner_backend" else compat.argument(manager, key)
+
+
 def refuse_arguments(value_of: Callable[[str], Any], where: str, remedy: str, made: str = "") -> None:
     """Judges SGLang's arguments: those that the user gives, and those that a launched SGLang has made of them.
 
@@ -209,8 +226,10 @@ def _refuse_second_word(rollout: Any, given: Mapping[str, Any]) -> None:
             for key, ours in SAME_WORDS.items()
         },
     }
+    if (given.get("moe_dp_size", None) or 1) > 1:
+        del keys["ep_size"]  # verl has no key for such a layout
     for key, remedy in VERLS_OWN.items():
-        if (value := given.get(key, None)) is not None:
+        if (value := given.get(key, None)) is not None and (key, value) != ("nnodes", 1):
             raise ValueError(f"{ARGUMENTS}.{key}={value!r}: verl sets it by itself. {remedy}")
     same = {"half": "float16", "float": "float32"}
     for key, (expected, says) in keys.items():

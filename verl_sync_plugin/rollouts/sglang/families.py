@@ -20,7 +20,7 @@ from verl_sync_plugin.rollouts.sglang.arguments import (
     ARGUMENTS,
     changed_config,
     engine_arguments,
-    refuse_engine_arguments,
+    refuse_arguments,
 )
 
 # Where SGLang builds experts into every layer, whatever the configuration says about dense ones
@@ -113,10 +113,11 @@ def refuse_checkpoint(path: str, override_config: Any = None, rollout: Any = Non
     ours = _layers(config, overrides.get("model_config", overrides))
     theirs = _layers(config, changed_config(rollout or {}))
     if config and ours != theirs:
+        keys = "actor_rollout_ref.model.override_config", f"{ARGUMENTS}.json_model_override_args"
+        given = f"{keys[0]}={overrides}" if overrides else f"{keys[1]}={dict(changed_config(rollout or {}))}"
         raise ValueError(
-            f"actor_rollout_ref.model.override_config={overrides}: the trainer's model has {ours} layers "
-            f"(num_hidden_layers), SGLang's {theirs}. Change both alike, SGLang's by "
-            f"{ARGUMENTS}.json_model_override_args."
+            f"{given}: the trainer's model has {ours} layers (num_hidden_layers), SGLang's {theirs}. Change both, "
+            f"the trainer's by {keys[0]}, SGLang's by {keys[1]}."
         )
 
 
@@ -131,14 +132,14 @@ def _config_in(path: str) -> dict[str, Any]:
 
 def _layers(config: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
     """The number of decoder layers that a changed config names; ``None`` where it does not say."""
-    if "text_config" in config:
+    if config.get("text_config"):
         config, changes = config["text_config"], changes.get("text_config") or {}
     return changes.get("num_hidden_layers", config.get("num_hidden_layers"))
 
 
 def refuse_stock(rollout: Any, model: Any) -> str:
     """See ``Rollout.refuse_stock``."""
-    refuse_engine_arguments(rollout)
+    refuse_arguments(engine_arguments(rollout).get, ARGUMENTS, TURN_OFF)
     quantization = given_value(rollout, "quantization", f"{PREFIX}.quantization")
     path = str(model.get("path", None))
     if quantization is None:

@@ -13,14 +13,12 @@ import asyncio
 import sys
 import threading
 import traceback
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from verl_sync_plugin import compat
-from verl_sync_plugin.rollouts.sglang.arguments import AT_LAUNCH, refuse_arguments
+from verl_sync_plugin.rollouts.sglang.arguments import AT_LAUNCH, refuse_arguments, resolved
 from verl_sync_plugin.rollouts.sglang.awake import KV_CACHE, WEIGHTS
 from verl_sync_plugin.rollouts.sglang.gate import WeightsGate
 from verl_sync_plugin.rollouts.sglang.oracles import Oracles
@@ -51,7 +49,7 @@ class LocalServer(WeightUpdates, Oracles):
         hand_down(new_token())
         self.engine = sglang.Engine(**arguments)
         self.tokenizer_manager = self.engine.tokenizer_manager
-        refuse_arguments(partial(compat.argument, self.tokenizer_manager), "engine", "use another model", AT_LAUNCH)
+        refuse_arguments(resolved(self.tokenizer_manager), "engine", "use another model", AT_LAUNCH)
         self.global_steps = None
         self._gate = WeightsGate()
         self._unready, self._keeps_copy = unready, keeps_copy

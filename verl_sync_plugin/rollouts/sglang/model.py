@@ -46,12 +46,15 @@ class SGLangModel(EngineModel):
 
     engine = "SGLang"
     fused_pairs = FUSED_PAIRS
-    plain_layout = f"Set +{ARGUMENTS}.moe_runner_backend=triton, or {TURN_OFF}, which does not notice."
+    plain_layout = (
+        f"If these are experts, set +{ARGUMENTS}.moe_runner_backend=triton; else {TURN_OFF}, which does not notice."
+    )
 
     def __init__(self, module: Any, tp_rank: int) -> None:
         super().__init__(module, tp_rank)
         self._model = module  # for its methods, of which torch.nn.Module knows nothing
         self._copies_tied = copies_tied(module)
+        _name_wrapped(module)
 
     @property
     def layers(self) -> int:
@@ -64,7 +67,7 @@ class SGLangModel(EngineModel):
     def _under_both_names(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:
             yield name, tensor
-            if EMBEDDING.fullmatch(name) and HEAD not in self.sent:
+            if EMBEDDING.fullmatch(name) and not any(other.endswith(HEAD) for other in self.sent):
                 yield HEAD, tensor
 
     def after_load(self) -> None:
@@ -88,6 +91,17 @@ class SGLangModel(EngineModel):
 
     def why_skipped(self, name: str) -> str:
         return why_skipped(self._model, name, self.sent)
+
+
+def _name_wrapped(module: torch.nn.Module) -> None:
+    """Names the parameters of a layer that an adapter wraps as the layer itself does. SGLang does so for its weight and
+    bias alone, and its loads skip the others (experts) without a word."""
+    for wrapper in module.modules():
+        layer = getattr(wrapper, "base_layer", None)
+        if isinstance(layer, torch.nn.Module):
+            for name, parameter in layer.named_parameters(recurse=False):
+                if not hasattr(wrapper, name):
+                    wrapper.register_parameter(name, parameter)
 
 
 def copies_tied(module: torch.nn.Module) -> bool:

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+
 from verl_sync_plugin.rollouts.base import LocalLaunch, LocalSpec, Rollout
 from verl_sync_plugin.rollouts.sglang.arguments import left_to_verl, refuse_keys
 from verl_sync_plugin.rollouts.sglang.families import refuse_checkpoint, refuse_stock, refuse_untied
@@ -10,7 +13,16 @@ from verl_sync_plugin.rollouts.sglang.served_lora import refuse_adapter
 
 
 def load_replica() -> type:
-    """The loader behind verl's replica registry key ``sglang``."""
+    """The loader behind verl's replica registry key ``sglang``.
+
+    Raises:
+        ValueError: SGLang is not installed in this process's Python.
+    """
+    if importlib.util.find_spec("sglang") is None:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.name='sglang': SGLang is not installed in {sys.executable}. Install it there "
+            "(the plugin's extra 'sglang' has the version), or set actor_rollout_ref.rollout.name to an engine that is."
+        )
     from verl.workers.rollout.replica import _load_sglang
 
     _load_sglang()  # verl's preparation of SGLang's imports comes first

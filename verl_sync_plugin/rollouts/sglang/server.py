@@ -20,7 +20,7 @@ from verl_sync_plugin import compat
 from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.log import say, say_unused
 from verl_sync_plugin.lora.build import unties_embeddings
-from verl_sync_plugin.rollouts.sglang.arguments import ARGUMENTS, AT_LAUNCH, draft_of, refuse_arguments
+from verl_sync_plugin.rollouts.sglang.arguments import ARGUMENTS, AT_LAUNCH, draft_of, refuse_arguments, resolved
 from verl_sync_plugin.rollouts.sglang.awake import CUDA_GRAPH, KV_CACHE, WEIGHTS, sleep_tags
 from verl_sync_plugin.rollouts.sglang.backup import keep_cpu_backup
 from verl_sync_plugin.rollouts.sglang.held_adapter import ask
@@ -69,7 +69,7 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
         # SGLang's schedulers and its detokenizer; what these start themselves, to compile kernels, comes and goes
         self._processes = multiprocessing.active_children()
         if self.node_rank == 0:
-            refuse_arguments(partial(compat.argument, self.tokenizer_manager), ARGUMENTS, TURN_OFF, AT_LAUNCH)
+            refuse_arguments(resolved(self.tokenizer_manager), ARGUMENTS, TURN_OFF, AT_LAUNCH)
             launched = bool(self.tokenizer_manager.server_args.enable_weights_cpu_backup)
             if launched and not backup and self.rollout_mode == RolloutMode.HYBRID:
                 raise RuntimeError(
