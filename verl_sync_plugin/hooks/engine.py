@@ -29,7 +29,7 @@ class SyncFSDPEngineWithLMHead(FSDPEngineWithLMHead):
         # Where verl loads a model on rank 0 only, FSDP sends the adapter from there as well: no other rank can compute
         # one from the weights that it does not have (PiSSA, OLoRA)
         elsewhere = any(parameter.is_meta for parameter in module.parameters())
-        with init_empty_weights() if elsewhere and activation.taken_over() else nullcontext():
+        with init_empty_weights() if elsewhere else nullcontext():
             if self.model_config.lora.get("peft", None):
                 return build_peft_model(module, self.model_config)
             adapted: torch.nn.Module = super()._build_lora_module(module, **more)
