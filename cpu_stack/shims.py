@@ -177,6 +177,21 @@ def _load_in_one_thread(loader_utils: ModuleType) -> None:
     loader_utils.should_async_load = lambda weight: False  # type: ignore[attr-defined]
 
 
+def _choose_ports_that_stay_free(server_args: ModuleType) -> None:
+    """Give each engine a port for its process group that no connection can take before the engine binds it.
+
+    SGLang looks for a free port and binds it seconds later, in another process. By default Linux gives outgoing
+    connections no port below 32768, and Ray uses none between 20000 and that.
+    """
+    from sglang.srt.utils.network import is_port_available
+
+    def get_free_port() -> int:
+        ports = (20_500 + (os.getpid() + n) % 12_000 for n in range(12_000))
+        return next(filter(is_port_available, ports))
+
+    server_args.get_free_port = get_free_port  # type: ignore[attr-defined]
+
+
 _HOOKS: dict[str, Callable[[ModuleType], None]] = {
     "torch.multiprocessing": _share_tensors_by_file,
     "torch.distributed.fsdp._init_utils": _let_fsdp1_broadcast_on_cpu,
@@ -186,6 +201,7 @@ _HOOKS: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.lora.layers": _forget_pinning,
     "sglang.srt.models.deepseek_common.attention_backend_handler": _attend_to_latents,
     "sglang.srt.model_loader.utils": _load_in_one_thread,
+    "sglang.srt.server_args": _choose_ports_that_stay_free,
     "sglang.srt.utils.patch_torch": _leave_cpu_tensors_alone,
     "verl.plugin.platform.platform_manager": _register_platform,
     "verl.utils.distributed": _name_gloo_once,

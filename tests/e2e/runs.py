@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -28,7 +27,6 @@ TIMEOUT_SECONDS = 900.0  # a run takes 75 to 130 s on two cores
 IDLE = "+actor_rollout_ref.rollout.engine_kwargs.sglang.sleep_on_idle=True"
 GRACE_SECONDS = 180.0  # for Ray's processes to follow their driver; on a busy machine 60 s were too few
 
-_RUNS = itertools.count()
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _STEP = re.compile(r"(?:^|\s)step:(\d+) - (.*)$")
 _NUMPY = re.compile(r"^np\.\w+\((.*)\)$")
@@ -129,7 +127,7 @@ def main_ppo(setup: Setup, folder: Path) -> Run:
         setup: what to run.
         folder: an existing, empty folder for everything the run writes.
     """
-    command = ["bash", str(RUN_SH), 'trainer.logger=["console","file"]', IDLE, *_port(setup), *setup.overrides]
+    command = ["bash", str(RUN_SH), 'trainer.logger=["console","file"]', IDLE, *setup.overrides]
     started = time.monotonic()
     process = subprocess.Popen(
         command, env=_environment(setup, folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -153,19 +151,6 @@ def main_ppo(setup: Setup, folder: Path) -> Run:
     logged = {entry["step"]: entry["data"] for entry in _json_lines(folder / "metrics.jsonl")}
     reports = tuple(_json_lines(folder / "reports.jsonl"))
     return Run(returncode, seconds, late.is_set(), lines, logged, reports, leftovers)
-
-
-def _port(setup: Setup) -> list[str]:
-    """A port for SGLang's process group that no connection of a test beside this one can have.
-
-    SGLang looks for a free port and binds it seconds later, in another process; by then the system may have given it to
-    somebody's outgoing connection. By default Linux gives away none below 32768, and Ray none above 20000. All engines
-    of a run would get the same port, so runs with several leave the choice to SGLang.
-    """
-    if setup.replicas > 1 or "+sync=separate" in setup.overrides:
-        return []
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    return [f"+actor_rollout_ref.rollout.engine_kwargs.sglang.nccl_port={31_000 + 500 * worker + next(_RUNS)}"]
 
 
 def _environment(setup: Setup, folder: Path) -> dict[str, str]:

@@ -154,7 +154,6 @@ def test_other_strategies_run_on_stock_verl(tmp_path: Path, engine: str, capsys:
         (f"{KEY_PREFIX}.enabled=True", f"{KEY_PREFIX}.enabled=True"),
         (f"{KEY_PREFIX}.check_finite=False", f"{KEY_PREFIX}.check_finite=False"),
         ("+sync=colocated", "+sync=colocated"),
-        (f"{ROLLOUT}.checkpoint_engine.backend=sync_plugin", f"{ROLLOUT}.checkpoint_engine.backend=sync_plugin"),
         (f"+{MODEL}.lora.peft.use_rslora=True", f"{MODEL}.lora.peft"),
     ],
 )
@@ -162,6 +161,9 @@ def test_asked_for_with_such_a_strategy_it_is_refused(tmp_path: Path, asked: str
     text = refused(tmp_path, "model_engine=veomni", asked)
     assert f"{STRATEGY}=veomni" in text and f"so {shown}" in text and "Remove that key, and stock verl moves" in text
     as_stock(rollout_of(tmp_path, "model_engine=veomni", f"{KEY_PREFIX}.enabled=False"), OFF)
+    backend = f"{ROLLOUT}.checkpoint_engine.backend=sync_plugin"
+    text = refused(tmp_path, "model_engine=veomni", backend)
+    assert f"{STRATEGY}=veomni" in text and f"so {backend} cannot be followed. Use another, such as nccl." in text
 
 
 def test_a_registered_manager_makes_its_strategy_ours(tmp_path: Path) -> None:
