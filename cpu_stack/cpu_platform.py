@@ -131,4 +131,4 @@ class CpuPlatform(PlatformBase):
         return False
 
     def cudart(self) -> None:
-        return None
+        """Return None: there is no CUDA runtime."""
