@@ -18,10 +18,8 @@ from verl_sync_plugin import compat
 from verl_sync_plugin.rollouts.sglang.awake import AwakeState
 from verl_sync_plugin.rollouts.sglang.pickling import dumps
 from verl_sync_plugin.rollouts.sglang.request import LOADER, hand_down, new_token, pack_request
-from verl_sync_plugin.rollouts.sglang.scoring import score
 from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
 from verl_sync_plugin.transport.protocol import LoadRequest
-from verl_sync_plugin.verify.canary import Scored
 
 IDLE_SECONDS = 20.0
 DUMP = "bare_engine.inspect_loader.dump"
@@ -198,10 +196,6 @@ class BareEngineEndpoint(RolloutEndpoint):
             self.flushed_behind += 1
         assert flushed.success
         self.flushes += 1
-
-    async def score(self, prompts: list[list[int]], response_tokens: int) -> Scored:
-        manager = self._bare().engine.tokenizer_manager
-        return Scored(*await asyncio.to_thread(self._bare().call, score(manager, prompts, response_tokens, None)))
 
     def _flush(self) -> Any:
         return self._bare().call(self._bare().engine.tokenizer_manager.flush_cache())

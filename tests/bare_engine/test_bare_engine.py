@@ -13,7 +13,7 @@ import pytest
 import torch.multiprocessing as mp
 
 import unmeasured
-from bare_engine import auto_bucket, canary, failures, in_place, stories
+from bare_engine import auto_bucket, failures, in_place, stories
 from bare_engine.scenario import Rank, Setup, run_rank
 from megatron_cpu import checkpoints
 from megatron_cpu.engines import megatron_environment
@@ -85,17 +85,6 @@ def test_mixtures_of_experts(
     path = checkpoints.write(kind, tmp_path / "model", **checkpoints.FOR_SGLANG)
     # SGLang multiplies latent attention in another order; a wrong rotary embedding is off by up to 0.5
     _play(Setup(path, strategy, world, bucket_bytes, settings, logprob_bound=0.15), story, tmp_path)
-
-
-def test_a_canary_finds_an_engine_that_answers_otherwise(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
-    _play(Setup(tiny_model("qwen2"), "fsdp2", 2, 40_000), canary.found_whatever_it_is, tmp_path)
-
-
-@extended
-def test_a_canary_finds_what_the_engine_has_not_derived_again(tmp_path: Path) -> None:
-    # all experts are used: which ones are chosen would hang on how numbers are rounded
-    path = checkpoints.write("deepseek", tmp_path / "model", **checkpoints.FOR_SGLANG, num_experts_per_tok=4)
-    _play(Setup(path, "fsdp2", 2, 40_000), canary.derived_of_before_is_found, tmp_path)
 
 
 def test_failures_are_the_same_everywhere_and_the_next_sync_works(

@@ -122,8 +122,6 @@ def test_while_the_engine_sleeps_and_is_synced_they_wait(play: Play, models: Mod
         await run.load(2)
         asked.append(run.asking())
         await run.waits(*asked)
-        scores = await run.server.score([PROMPTS[0]], 4)
-        assert len(scores[1][0]) == 4, "the canary is let through"
         await run.waits(*asked)
         await run.server.finish_sync([])
         for each in asked:

@@ -25,7 +25,6 @@ COMMON = (
     f"{ROLLOUT}.load_format=dummy",
     f"{ROLLOUT}.update_weights_bucket_megabytes=1",
     f"{ROLLOUT}.custom.sync.timeout_seconds=90",
-    f"{ROLLOUT}.custom.sync.canary=enforce",
     f"{MODEL}.lora.rank=8",
     f"{MODEL}.lora.alpha=16",
 )
@@ -62,7 +61,6 @@ def test_merged_run_reaches_its_steps(merged: Run) -> None:
     checks.reached(merged, steps=3)
     checks.reported(merged, steps=3)
     assert merged.matching("embedding and head untied"), merged.tail
-    _answers_as_the_trainer(merged)
 
 
 def test_auto_bucket_is_chosen_and_reported(merged: Run) -> None:
@@ -112,11 +110,6 @@ def test_adapter_mode_reaches_its_steps(served: Run) -> None:
     checks.reached(served, steps=2)
     checks.reported(served, steps=2)
     checks.same_weights(served)
-    _answers_as_the_trainer(served)
-
-
-def _answers_as_the_trainer(run: Run) -> None:
-    assert all(0 <= report["canary_difference"] <= 0.03 for report in run.reports), run.reports
 
 
 @pytest.mark.extended

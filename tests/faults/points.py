@@ -28,7 +28,6 @@ _ENDPOINT = "verl_sync_plugin.rollouts.sglang.endpoint"
 _SERVER = "verl_sync_plugin.rollouts.sglang.server"
 _SESSION = "verl_sync_plugin.receiver.session"
 _UNPACKER = "verl_sync_plugin.receiver.unpacker"
-_SCORING = "verl_sync_plugin.trainers.scoring"
 _SAVER = "sglang.srt.utils.torch_memory_saver_adapter"
 _TRAINER: dict[str, tuple[Point, ...]] = {
     "plan": (("verl_sync_plugin.trainers.fsdp2", "FSDP2Source.shards", ""),),
@@ -39,19 +38,16 @@ _TRAINER: dict[str, tuple[Point, ...]] = {
     "commit": ((_SENDER, "BucketSender.commit", ""),),
     "verify": ((_SENDER, "BucketSender.proven", ""),),
     "compare": (("verl_sync_plugin.verify.destination", "weighed", ""),),
-    "forward": (("verl.workers.engine.fsdp.transformer_impl", "FSDPEngineWithLMHead.forward_step", ""),),
 }
 POINTS: dict[str, dict[str, tuple[Point, ...]]] = {
     "trainer": {
         **_TRAINER,
         "wake": (("verl_sync_plugin.sync.wake", "note_device_memory", "asleep"),),
-        "canary": ((_SCORING, "_batch", ""),),
         "finish": (("verl_sync_plugin.rollouts.sglang.adapter", "note_device_memory", ""),),
     },
     "leader": {
         **_TRAINER,
         "wake": ((_ENDPOINT, "ServerActorEndpoint.resume", ""),),
-        "canary": ((_ENDPOINT, "ServerActorEndpoint.score", ""),),
         "finish": ((_ENDPOINT, "ServerActorEndpoint.finish", ""),),
     },
     "engine": {
@@ -62,14 +58,12 @@ POINTS: dict[str, dict[str, tuple[Point, ...]]] = {
         "load": ((_UNPACKER, "Unpacker.load", ""), (_UNPACKER, "Unpacker.load_in_place", "")),
         "commit": ((_SESSION, "ReceiverSession._commit", ""),),
         "verify": (("verl_sync_plugin.receiver.proof", "DestinationProof.proven", ""),),
-        "canary": (("sglang.srt.model_executor.model_runner", "ModelRunner.forward", ""),),
         "finish": ((_SAVER, "_TorchMemorySaverAdapterNoop.resume", "kv_cache"),),
     },
     "server": {
         "wake": ((_SERVER, "SyncSGLangHttpServer.resume_tags", "weights"),),
         "connect": ((_SERVER, "SyncSGLangHttpServer.load_weights", ""),),
         "commit": (("sglang.srt.managers.tokenizer_manager", "TokenizerManager.update_weights_from_tensor", "behind"),),
-        "canary": ((_SERVER, "SyncSGLangHttpServer.score", ""),),
         "finish": ((_SERVER, "SyncSGLangHttpServer.finish_sync", ""),),
     },
 }

@@ -56,6 +56,8 @@ ARGUMENTS = f"{ROLLOUT}.engine_kwargs.sglang"
             f"{BACKEND}=sync_plugin",
         ),
         (f"{KEY_PREFIX}.pause=in_place", f"{KEY_PREFIX}.pause='in_place' with ", f"{KEY_PREFIX}.pause=abort"),
+        (f"{KEY_PREFIX}.canary=log", f"{KEY_PREFIX}.canary='log': this key is gone. Remove it", "max_probs_diff"),
+        (f"{KEY_PREFIX}.max_probs_diff=2", f"{KEY_PREFIX}.max_probs_diff=2: not a probability", "Use for example"),
         (f"{ROLLOUT}.data_parallel_size=2", f"{ROLLOUT}.data_parallel_size=2: ", "+" + ARGUMENTS),
         (f"+{ARGUMENTS}.dp_size=2", f"{ARGUMENTS}.dp_size=2: ", f"{ROLLOUT}.data_parallel_size"),
         (f"+{ARGUMENTS}.tp_size=4", f"{ARGUMENTS}.tp_size=4: ", f"{ROLLOUT}.tensor_model_parallel_size"),
@@ -104,6 +106,18 @@ def test_refused_by_name(tmp_path: Path, override: str, shown: str, remedy: str)
     text = refused(tmp_path, override)
     assert shown in text
     assert remedy in text.partition(shown)[2], text
+
+
+def test_where_verl_compares_no_probabilities_nothing_can_be_guarded(tmp_path: Path) -> None:
+    guard = f"{KEY_PREFIX}.max_probs_diff=0.02"
+    assert rollout_of(tmp_path, guard).custom.sync.max_probs_diff == 0.02
+    for override, shown in (
+        (f"{ROLLOUT}.calculate_log_probs=False", f"{guard} with {ROLLOUT}.calculate_log_probs=False"),
+        ("algorithm.rollout_correction.bypass_mode=True", "bypass_mode=True"),
+        ("trainer.use_v1=False", "none of verl's V1 trainers"),
+    ):
+        text = refused(tmp_path, guard, override)
+        assert shown in text and f"or remove {KEY_PREFIX}.max_probs_diff" in text
 
 
 def test_an_error_that_nobody_foresaw_ends_the_driver(tmp_path: Path) -> None:

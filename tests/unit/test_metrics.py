@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from verl_sync_plugin.report import notice
 from verl_sync_plugin.report.metrics import metrics_of, timing_of
@@ -172,3 +174,32 @@ def test_active_in_every_step_of_a_run_that_is_ours(monkeypatch: pytest.MonkeyPa
     stepped.on_step_end()
     assert stepped._pending_sync_metrics["sync/active"] == 1.0 and stepped._pending_sync_metrics["sync/tensors"] == 7.0
     assert stepped.timing_raw["sync/phase"] == 2.875
+
+
+def test_a_difference_of_probabilities_beyond_the_key_stops_the_run() -> None:
+    """Before verl's update of the actor, with step, value and key; never where the key is off or there is no token."""
+    from verl_sync_plugin.hooks import trainer
+
+    class Steps:
+        global_steps = 7
+
+        def _compute_old_log_prob(self, batch: str, metrics: dict[str, Any]) -> str:
+            metrics.update(self.computed)  # type: ignore[attr-defined]
+            return batch + " scored"
+
+    stepped: Any = trainer.reporting(Steps)()
+
+    def step(most: float | None, mean: float | None, valid: int = 1) -> None:
+        sync = {} if most is None else {"max_probs_diff": most}
+        stepped.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"custom": {"sync": sync}}}})
+        stepped.computed = {} if mean is None else {trainer.PROBS_DIFF: mean, trainer.PROBS_VALID: valid}
+        assert stepped._compute_old_log_prob("batch", metrics={}) == "batch scored"
+
+    step(None, 0.9)
+    step(0.02, 0.02)
+    step(0.02, math.nan, valid=0)
+    for mean in (0.021, math.nan):
+        with pytest.raises(RuntimeError, match=rf"step 7: {trainer.PROBS_DIFF}={mean} .*\.max_probs_diff=0.02.*raise"):
+            step(0.02, mean)
+    with pytest.raises(RuntimeError, match=f"step 7: verl logged no {trainer.PROBS_DIFF}, which .*max_probs_diff=0.02"):
+        step(0.02, None)

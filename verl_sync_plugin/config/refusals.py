@@ -77,32 +77,26 @@ def refuse_verify(rollout: Any, model: Any) -> None:
         )
 
 
-def refuse_canary(rollout: Any, strategy: str, mode: str = "") -> None:
-    """Raises ValueError when ``custom.sync.canary`` asks for log-probabilities of a trainer that cannot tell them
-    inside the phase; names key, value and remedy.
+def refuse_probs_diff(config: Any) -> None:
+    """Raises ValueError when ``custom.sync.max_probs_diff`` guards a metric that this run does not compute.
 
     Args:
-        rollout: verl's rollout config (dataclass, DictConfig or dict).
-        strategy: verl's ``actor.strategy``.
-        mode: verl's ``trainer.v1.trainer_mode``.
+        config: what verl's main function gets.
     """
-    canary = sync_config_of(rollout).canary
-    if canary == "never":
+    rollout = config.actor_rollout_ref.rollout
+    if (most := sync_config_of(rollout).max_probs_diff) is None:
         return
-    off = f"Set {KEY_PREFIX}.canary=never."
-    backend = section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine").get("backend", "naive")
-    if backend != "naive":
-        key = f"{PREFIX}.checkpoint_engine.backend={backend}"
-        raise ValueError(f"{KEY_PREFIX}.canary={canary!r} with {key}: only for a rollout on the trainer's GPUs. {off}")
-    if strategy != "fsdp2":
-        key = f"actor_rollout_ref.actor.strategy={strategy}"
-        raise ValueError(
-            f"{KEY_PREFIX}.canary={canary!r} with {key}: only an fsdp2 trainer is asked for log-probabilities inside a "
-            f"sync. {off}"
-        )
-    if mode == COLOCATE_ASYNC:  # an engine that is paused answers nothing, and a canary asks it inside the sync
-        key = f"trainer.v1.trainer_mode={mode}"
-        raise ValueError(f"{KEY_PREFIX}.canary={canary!r} with {key}: verl syncs paused engines there. {off}")
+    trainer, key = config.get("trainer", None) or {}, f"{KEY_PREFIX}.max_probs_diff={most}"
+    correction = (config.get("algorithm", None) or {}).get("rollout_correction", None) or {}
+    if not rollout.get("calculate_log_probs", False):
+        off = f"{PREFIX}.calculate_log_probs=False: verl compares no probabilities. Set it to True"
+    elif correction.get("bypass_mode", False):
+        off = "algorithm.rollout_correction.bypass_mode=True: verl compares no probabilities. Set it to False"
+    elif "async_training" in config or "rollout" in config or not trainer.get("use_v1", True):
+        off = "a trainer that is none of verl's V1 trainers, whose metrics are not seen. Set trainer.use_v1=True"
+    else:
+        return
+    raise ValueError(f"{key} with {off}, or remove {KEY_PREFIX}.max_probs_diff.")
 
 
 def refuse_lora_values(model: Any) -> None:

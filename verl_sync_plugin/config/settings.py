@@ -16,7 +16,6 @@ TURN_OFF = f"set {KEY_PREFIX}.enabled=False to run stock verl"
 
 # verl's strategies for which a sharding manager to SGLang is built in
 TRAINERS = ("fsdp", "fsdp2", "megatron")
-CANARY_CHOICES = ("never", "log", "enforce")
 CPU_BACKUP_CHOICES = ("auto", "on", "off")
 DELIVERY_CHOICES = ("auto", "direct", "sharded", "exchanged", "gathered", "broadcast")
 EMPTY_CACHE_CHOICES = ("auto", "always")
@@ -28,6 +27,11 @@ MOST_SECONDS = 86400
 SEPARATE_BACKEND = "sync_plugin"  # verl's ``checkpoint_engine.backend`` with which trainer and rollout are apart
 NOT_IN_USE = "weight sync NOT IN USE"  # how a run that the plugin could not serve is told so
 MISSING = "???"  # omegaconf's mark of a value that is still to be given
+
+
+_GUARD = "use max_probs_diff, which stops a run whose training/rollout_probs_diff_mean (verl's) is larger"
+# Keys of earlier versions: what to do instead
+GONE = dict.fromkeys(("canary", "canary_threshold", "canary_every"), _GUARD)
 
 
 def _fail(key: str, value: Any, problem: str, remedy: str) -> ValueError:
@@ -58,10 +62,7 @@ class SyncConfig:
         verify_hashes: hash every byte when it is packed and when the engine reads it, and compare.
         verify: after which syncs what lies in the engine's own parameters is compared with what was sent: ``never``,
             ``first`` (three of every plan), ``always``, or a number: the first and from then on every n-th.
-        canary: after a sync, compare log-probabilities of fixed prompts, the trainer's with the engine's: ``never``;
-            ``log``: say what is too far apart; ``enforce``: fail the sync, and nothing is generated.
-        canary_threshold: how far apart they may be, in nats: the mean over the tokens of a prompt.
-        canary_every: after which syncs: ``first`` (three), ``always``, or a number: the first and every n-th from it.
+        max_probs_diff: the run stops when verl's ``training/rollout_probs_diff_mean`` exceeds this; ``None``: never.
         delivery: ``direct``: from the second sync on every engine rank reads parameters where they lie; ``sharded``: it
             reads what it needs where the trainer ranks packed it; ``exchanged``: as ``sharded`` from the ranks of its
             own host, to each of which other hosts send a part of what they have packed; ``gathered``: every rank
@@ -83,9 +84,7 @@ class SyncConfig:
     copy_plan: bool = True
     verify_hashes: bool = True
     verify: str | int = "first"
-    canary: str = "never"
-    canary_threshold: float = 0.1
-    canary_every: str | int = "always"
+    max_probs_diff: float | None = None
     delivery: str = "auto"
     pause: str = "abort"
 
@@ -107,11 +106,9 @@ class SyncConfig:
         if timeout > MOST_SECONDS:
             raise _fail("timeout_seconds", timeout, "more than a day", "Use for example 300.")
         self._check_cadence("verify", VERIFY_CHOICES)
-        self._check_cadence("canary_every", VERIFY_CHOICES[1:])  # never is said by canary
-        self._check_choice("canary", CANARY_CHOICES)
-        far = self.canary_threshold
-        if isinstance(far, bool) or not isinstance(far, int | float) or not 0 < far < float("inf"):
-            raise _fail("canary_threshold", far, "not a positive number", "Use for example 0.1.")
+        most = self.max_probs_diff
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int | float) or not 0 < most <= 1):
+            raise _fail("max_probs_diff", most, "not a probability above 0", "Use for example 0.02.")
         self._check_patterns()
 
     def _check_cadence(self, name: str, choices: tuple[str, ...]) -> None:
@@ -150,6 +147,8 @@ class SyncConfig:
         given = dict(values or {})
         known = [field.name for field in dataclasses.fields(cls)]
         for key, value in given.items():
+            if key in GONE:
+                raise _fail(key, value, "this key is gone", f"Remove it: {GONE[key]}.")
             if key not in known:
                 close = difflib.get_close_matches(str(key), known, n=1)
                 hint = f"Did you mean {KEY_PREFIX}.{close[0]}?" if close else f"Known keys: {', '.join(known)}."

@@ -15,9 +15,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from verl_sync_plugin.config import hydra_source
 from verl_sync_plugin.config.bucket_size import LONG_BUCKET_KEY, SHORT_BUCKET_KEY, settled_megabytes
 from verl_sync_plugin.config.refusals import (
-    refuse_canary,
     refuse_lora_values,
     refuse_megatron_lora,
+    refuse_probs_diff,
     refuse_verify,
 )
 from verl_sync_plugin.config.separate_refusals import (
@@ -94,6 +94,7 @@ def settle(config: DictConfig, overrides: Sequence[str] = (), program: str = "",
     if backend_of(rollout) == SEPARATE_BACKEND and "async_training" in config:
         refuse_fully_async(rollout)
     settle_trainer(actor_rollout_ref, mode)
+    refuse_probs_diff(config)
     return "weight sync on"
 
 
@@ -260,7 +261,6 @@ def settle_trainer(actor_rollout_ref: Any, mode: str = "") -> None:
             refuse_lora(actor_rollout_ref.model, strategy, engine.refuse_untied, engine.refuse_adapter)
     if moves:
         refuse_verify(actor_rollout_ref.rollout, actor_rollout_ref.model)
-    refuse_canary(actor_rollout_ref.rollout, strategy, mode)
     if strategy == "megatron":
         refuse_megatron_lora(actor_rollout_ref.actor.megatron, actor_rollout_ref.model)
 

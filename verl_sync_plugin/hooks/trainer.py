@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -16,6 +17,8 @@ from verl_sync_plugin.log import say
 from verl_sync_plugin.report.metrics import ACTIVE, metrics_of, timing_of
 from verl_sync_plugin.report.notice import expect_metrics
 from verl_sync_plugin.rollouts import serves
+
+PROBS_DIFF, PROBS_VALID = "training/rollout_probs_diff_mean", "training/rollout_probs_diff_valid"
 
 
 class SyncTrainerMixin:
@@ -62,6 +65,16 @@ class SyncTrainerMixin:
 
         return of_separate_rollout(client, sync_config_of(rollout).pause)
 
+    def _compute_old_log_prob(self: Any, batch: Any, metrics: dict[str, Any], **more: Any) -> Any:
+        """verl's step that compares the probabilities of engine and trainer; the actor's update comes later.
+
+        Raises:
+            RuntimeError: see ``guard_probs``.
+        """
+        batch = super()._compute_old_log_prob(batch, metrics=metrics, **more)  # type: ignore[misc]
+        guard_probs(sync_config_of(self.config.actor_rollout_ref.rollout).max_probs_diff, metrics, self.global_steps)
+        return batch
+
     def on_step_end(self: Any, **more: Any) -> None:
         """verl's hook; ``update_weights`` has run when the super call returns."""
         super().on_step_end(**more)  # type: ignore[misc]
@@ -74,6 +87,30 @@ class SyncTrainerMixin:
         if reports := take_reports(replicas):
             self.timing_raw.update(timing_of(reports))
             self._pending_sync_metrics.update(metrics_of(reports))
+
+
+def guard_probs(most: float | None, metrics: Mapping[str, Any], step: int) -> None:
+    """Stops a run whose engine samples with other probabilities than the trainer computes.
+
+    Args:
+        most: ``custom.sync.max_probs_diff``.
+        metrics: verl's, of this step.
+        step: verl's number of it.
+
+    Raises:
+        RuntimeError: the mean difference is larger, or verl did not log it; names step, value and key.
+    """
+    if most is None or metrics.get(PROBS_VALID) == 0:  # no response has a token
+        return
+    key, found = f"{KEY_PREFIX}.max_probs_diff", metrics.get(PROBS_DIFF)
+    if found is None:
+        raise RuntimeError(f"step {step}: verl logged no {PROBS_DIFF}, which {key}={most:g} guards. Remove that key.")
+    if not found <= most:
+        raise RuntimeError(
+            f"step {step}: {PROBS_DIFF}={found:.4g} exceeds {key}={most:g}: the engine does not compute what the "
+            "trainer computes. Compare their settings (dtype, attention, quantization, rope), see whether "
+            f"{KEY_PREFIX}.verify=always finds more, or raise {key} if these kernels differ as much."
+        )
 
 
 def syncs_separate(rollout: Any) -> bool:

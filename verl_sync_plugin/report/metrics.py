@@ -35,13 +35,8 @@ def timing_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def metrics_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """``sync/...`` metrics: sums of bytes over replicas, maxima of the rest."""
     built = [SyncReport(**report) for report in reports]
-    canary = {
-        "sync/canary_difference": max(report.canary_difference for report in built),
-        "sync/canary_decode_difference": max(report.canary_decode_difference for report in built),
-    }
     return {
         ACTIVE: 1.0,
-        **{name: value for name, value in canary.items() if value >= 0},  # in syncs that have a canary
         "sync/bytes": float(sum(report.nbytes for report in built)),
         "sync/gigabytes_per_second": min(report.gigabytes_per_second for report in built),
         "sync/buckets": float(max(report.buckets for report in built)),

@@ -28,7 +28,6 @@ PHASE_STAGES = (
     "after",
     "barrier",
     "resume_kv",
-    "canary",
 )
 # Parts of update_weights, on the reporting rank; "engine_load" is the engine's time and overlaps with the others.
 # "open" makes the sharding manager, in the first sync only.
@@ -98,10 +97,6 @@ class SyncReport:
         not_comparable: tensors of which it cannot be.
         no_room: why an engine rank could not find out where its tensors lie, which then count as not comparable; empty
             where all could.
-        canary_difference: how far the engine's log-probabilities of the canary's prompts are from the trainer's, in
-            nats: the mean over the tokens of the worst prompt; -1 in a sync without canary.
-        canary_decode_difference: the same between what the engine decodes and what it says of these tokens when it
-            reads them.
     """
 
     global_steps: int = -1
@@ -131,8 +126,6 @@ class SyncReport:
     verified_bytes: int = 0
     not_comparable: int = 0
     no_room: str = ""
-    canary_difference: float = -1.0
-    canary_decode_difference: float = -1.0
     hashed_tensors: int = 0
     staging_bytes: int = 0
     kept_staging_bytes: int = 0

@@ -70,11 +70,6 @@ class Arguments:
                 f"PYTORCH_CUDA_ALLOC_CONF={allocator}: such memory cannot be shared with the engine. Leave out "
                 "expandable_segments."
             )
-        if sync.canary != "never":
-            raise ValueError(
-                f"sync: canary={sync.canary!r}: a script compares log-probabilities itself, with "
-                "generate(). Leave it out."
-            )
         self.dtype = dtype
         folder, self.config = self._model(model, random_weights)
         self.ranks = engine_ranks(tensor_parallel_size, mesh)

@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
-from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.log import say
 from verl_sync_plugin.transport.protocol import LoadRequest
-from verl_sync_plugin.verify.canary import Scored
 
 
 @dataclass(frozen=True)
@@ -118,19 +116,6 @@ class RolloutEndpoint(ABC):
     def flush_behind_load(self) -> None:
         """Leader only: all engine ranks are in the load. If none of the engine's memory is released then, it is told to
         flush its prefix cache as soon as it has left the load, for ``finish`` to find that done; returns at once."""
-
-    async def score(self, prompts: list[list[int]], response_tokens: int) -> Scored:
-        """Leader only: what the engine, all awake, says of prompts; past its gate, which is shut.
-
-        Args:
-            prompts: token ids.
-            response_tokens: how many tokens it decodes behind each.
-
-        Raises:
-            RuntimeError: it cannot be asked, or failed to answer.
-            TimeoutError: no answer in time.
-        """
-        raise RuntimeError(f"{self.name} is not asked for log-probabilities here. Set {KEY_PREFIX}.canary=never.")
 
     def refuse_untied(self, architectures: Iterable[str], where: str) -> None:  # noqa: B027
         """Any rank: refuses a model whose embedding and head the engine cannot hold apart; by default it can.

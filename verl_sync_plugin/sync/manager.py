@@ -12,13 +12,12 @@ import torch.distributed as dist
 from verl.utils.ulysses import BaseShardingManager
 
 from verl_sync_plugin.config.bucket_size import AutoBucket
-from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.log import say
 from verl_sync_plugin.memory.collection import no_collection
 from verl_sync_plugin.memory.gauges import PeakMemory, note_device_memory
 from verl_sync_plugin.report.progress import Progress
 from verl_sync_plugin.report.sync_report import SyncReport
-from verl_sync_plugin.sync.canary import Canary
 from verl_sync_plugin.sync.commit import Commit
 from verl_sync_plugin.sync.connect import MeetingPoint
 from verl_sync_plugin.sync.delivery.base import PeersUnreachableError, Sync
@@ -79,8 +78,6 @@ class ShardingManager(BaseShardingManager):
         self._device = device
         if hasattr(self, "backend"):
             self.trainer = self.backend(engine, config, device, rollout_dtype)
-        elif config.canary != "never":
-            raise ValueError(f"{KEY_PREFIX}.canary={config.canary!r}: needs a manager with a backend. Set it to never.")
         self.source: ParameterSource | None = None
         self.agreement = self._agree()
         self.sender = BucketSender(device, config.timeout_seconds)
@@ -89,7 +86,6 @@ class ShardingManager(BaseShardingManager):
         self.meeting = MeetingPoint(self.agreement, endpoint, self.sender, config)
         self.choice = self._choose()
         self.commit = Commit(config, self.agreement, self.sender, self.choice, endpoint)
-        self.canary = Canary(config, self.agreement, endpoint)
         self.report = SyncReport()
         self.keeps_staging = True
         self._bucket_bytes = bucket_bytes
@@ -132,10 +128,7 @@ class ShardingManager(BaseShardingManager):
                 afresh.
         """
         try:
-            await self.move(wake_tags, global_steps)
-            if hasattr(self, "trainer"):
-                self.canary.ask_trainer(self.trainer, self.report)
-            return self.report
+            return await self.move(wake_tags, global_steps)
         except BaseException as error:
             self.agreement.forget()
             await self.meeting.give_up(str(error) or repr(error))
@@ -264,10 +257,6 @@ class ShardingManager(BaseShardingManager):
             SyncError: any engine failed; the same text on every rank. It generates nothing until a sync succeeds.
         """
         try:
-            if self.canary.asked:
-                await self.waking.resume_rest(tags, self.report)
-                await self.canary.ask_engine(self.report)
-                tags = []  # what is left is to flush and to let requests in
             await self.waking.finish(tags, self.report)
         except BaseException as error:
             self.agreement.forget()

@@ -90,18 +90,6 @@ class Waking:
         with self._agreement.attempt():  # if this fails, the next sync does
             note_device_memory(report, self._device, "awake")
 
-    async def resume_rest(self, tags: list[str], report: SyncReport) -> None:
-        """Stage 2 up to its end: the engine resumes ``tags`` and lets nobody in yet.
-
-        Raises:
-            SyncError: any engine failed; the same text on every rank.
-        """
-        with report.stage("resume_kv"):
-            with self._agreement.attempt():
-                if self._endpoint.leader:
-                    await self._endpoint.resume(tags)
-            self._agreement.settle("resuming the engine's KV cache")
-
     async def publish(self, report: SyncReport) -> None:
         """The leader leaves the report with the engine; not collective."""
         if self._endpoint.leader:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from verl.utils.device import get_device_name
 
-from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.names import layers_of
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
@@ -161,28 +161,6 @@ class TrainerBackend(ABC):
             source: what ``open_source`` returned.
         """
         raise TypeError(f"{type(self).__qualname__} has no adapter to serve")
-
-    def log_probs(self, prompts: Sequence[Sequence[int]]) -> Generator[None, None, list[list[float]]]:
-        """Of every token of each prompt but its first, by the trainer's model with its adapter. Leaves nothing changed.
-
-        Yields right before its collectives, for ``Agreement.run``; returns what was computed.
-
-        Args:
-            prompts: token ids, all of one length.
-
-        Raises:
-            ValueError: this trainer is not asked; names key and remedy.
-        """
-        raise ValueError(
-            f"{KEY_PREFIX}.canary={self.config.canary!r}: {type(self).__qualname__} tells no log-probabilities inside "
-            f"a sync. Set {KEY_PREFIX}.canary=never."
-        )
-
-    @property
-    def vocabulary(self) -> int:
-        """How many tokens the model knows."""
-        hf_config = self.engine.model_config.hf_config
-        return int(getattr(hf_config, "vocab_size", 0) or hf_config.get_text_config().vocab_size)
 
     @property
     def layers(self) -> int:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from verl_sync_plugin.trainers.fsdp1 import FSDP1Source
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
 from verl_sync_plugin.trainers.lora_source import MergingSource
 from verl_sync_plugin.trainers.naming import Rewrite, checkpoint_rewrite
-from verl_sync_plugin.trainers.scoring import log_probs
 
 
 class FSDPTrainer(TrainerBackend):
@@ -136,9 +135,6 @@ class FSDP2Trainer(FSDPTrainer):
 
     def _plain_source(self) -> ParameterSource:
         return FSDP2Source(self.engine.module, self.policy, self._rewrite(), self._rename, self._unsaved())
-
-    def log_probs(self, prompts: Sequence[Sequence[int]]) -> Generator[None, None, list[list[float]]]:
-        return log_probs(self.engine, prompts, self.device)
 
 
 class FSDP1Trainer(FSDPTrainer):

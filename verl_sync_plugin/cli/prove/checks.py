@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl_sync_plugin.cli.prove.logprobs import difference
+from verl_sync_plugin.cli.prove.logprobs import differences
 from verl_sync_plugin.errors import RolloutError, SyncError
 from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.rollouts import LOCAL, rollout_of
@@ -178,11 +178,11 @@ def _same_sums(number: int, before: dict[str, str] | str | None, now: dict[str, 
 
 
 def _logprobs(options: argparse.Namespace, rollout: SpmdRollout, model: torch.nn.Module) -> list[Check]:
-    far = difference(rollout, model, options.prompts, options.tokens)
+    far = differences(rollout, model, options.prompts, options.tokens)
     found = (
-        f"mean difference {far.mean:.4f} (at most {options.threshold:g}), largest {far.largest:.4f}, {far.count} tokens"
+        f"mean difference {far.mean():.4f} (at most {options.threshold:g}), largest {far.max():.4f}, {len(far)} tokens"
     )
-    return [Check("log-probabilities", far.mean <= options.threshold, found)]
+    return [Check("log-probabilities", bool(far.mean() <= options.threshold), found)]
 
 
 def _compared(one: Digests, other: Digests, wrong: Callable[[str, str | None], bool]) -> list[str]:

@@ -23,7 +23,7 @@ AMOUNT = EngFormatter("B", places=2)  # of bytes that travelled: 15.23 GB
 COLUMNS = 120  # bars of a chart at most; of more syncs a bar is the mean of several
 MOMENTS = ("asleep", "weights", "synced", "room", "awake")  # of device memory, in the order of a sync
 USED = "device_used_bytes"
-COLOURS = ("#7a67c7", "#b9b2dd", "#2f7fc9", "#e0702c", "#93683a", "#d3b45c", "#9aa3ad", "#1f9484", "#c2568c")
+COLOURS = ("#7a67c7", "#b9b2dd", "#2f7fc9", "#e0702c", "#93683a", "#d3b45c", "#9aa3ad", "#1f9484")
 STAGE_COLOURS = dict(zip(PHASE_STAGES, COLOURS, strict=True))
 STYLE = """
 body { margin: 0 auto; max-width: 1080px; padding: 24px 16px; font: 15px/1.5 system-ui, sans-serif; color: #1c2024; }

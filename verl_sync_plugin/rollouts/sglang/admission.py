@@ -32,14 +32,13 @@ class Guarded:
             key only; asked behind ``admit``, so that a request is named after the weights it begins with. May be empty.
 
     Attributes:
-        past_gate: SGLang's own ``generate_request``, for whoever may pass.
         inside: how many requests SGLang has.
     """
 
     def __init__(
         self, tokenizer_manager: Any, admit: Callable[[], Awaitable[None]], spans: bool, name: Callable[[], str]
     ) -> None:
-        self.past_gate: Generate = tokenizer_manager.generate_request
+        self._past_gate: Generate = tokenizer_manager.generate_request
         self._manager, self._admit, self._spans, self._name = tokenizer_manager, admit, spans, name
         self.inside, self._ended = 0, -REST_SECONDS
         tokenizer_manager.generate_request = self._generate_request
@@ -55,7 +54,7 @@ class Guarded:
         try:
             _prefix_key(obj, self._name())
             began = compat.weight_version(self._manager) if self._spans else None
-            async with aclosing(self.past_gate(obj, request)) as answers:  # type: ignore[type-var]
+            async with aclosing(self._past_gate(obj, request)) as answers:  # type: ignore[type-var]
                 async for answer in answers:
                     for each in answer if isinstance(answer, list) else (answer,):
                         _tell_versions(each, began)

@@ -23,7 +23,6 @@ from verl_sync_plugin.rollouts.sglang.served_lora import (
 )
 from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
 from verl_sync_plugin.transport.protocol import LoadRequest
-from verl_sync_plugin.verify.canary import Scored
 
 
 class ServerActorEndpoint(RolloutEndpoint):
@@ -87,9 +86,6 @@ class ServerActorEndpoint(RolloutEndpoint):
     async def publish(self, report: dict[str, Any]) -> None:
         """Leaves a report where the trainer fetches it."""
         await self._bounded(self._server.put_sync_report.remote(report))
-
-    async def score(self, prompts: list[list[int]], response_tokens: int) -> Scored:
-        return Scored(*await self._bounded(self._server.score.remote(prompts, response_tokens)))
 
     async def load_adapter(
         self, settings: Mapping[str, Any], factors: dict[str, torch.Tensor], weight_version: str | None

@@ -6,12 +6,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.rollouts.sglang.awake import AwakeState
 
-T = TypeVar("T")
 Ask = Callable[[list[str]], Awaitable[Any]]
 
 
@@ -35,7 +34,6 @@ class Occupation:
         self._memory = memory
         self._turn = asyncio.Lock()
         self._asked: asyncio.Future[None] | None = None
-        self._kept_for = ""
         self.state = AwakeState()
 
     async def release(self, tags: list[str], ask: Ask) -> None:
@@ -54,30 +52,12 @@ class Occupation:
         """Resumes what is released of ``tags``; arguments and errors as of ``release``."""
         await self._bounded("resume", tags, self._change(tags, self.state.to_resume, ask, self.state.note_resumed))
 
-    async def keep(self, what: str, work: Awaitable[T]) -> T:
-        """Does work of the engine that needs its memory as it is: nothing is released or resumed before it has ended.
-
-        So it is where the work outlives the sync it belongs to: SGLang ends its processes when it is to release memory
-        while a request is running.
-
-        Args:
-            what: the work, for messages.
-            work: to be awaited.
-        """
-        async with self._turn:
-            self._kept_for = what
-            try:
-                return await work
-            finally:
-                self._kept_for = ""
-
     async def _bounded(self, what: str, tags: list[str], change: Awaitable[None]) -> None:
         try:
             await asyncio.wait_for(change, self._timeout)
         except asyncio.TimeoutError as error:  # not the built-in one before Python 3.11
-            held = f"; until then it had not answered {self._kept_for}" if self._kept_for else ""
             raise TimeoutError(
-                f"SGLang did not {what} {', '.join(tags)} within {KEY_PREFIX}.timeout_seconds={self._timeout:g}{held}; "
+                f"SGLang did not {what} {', '.join(tags)} within {KEY_PREFIX}.timeout_seconds={self._timeout:g}; "
                 "see its log, and set the key higher if it only takes long"
             ) from error
 

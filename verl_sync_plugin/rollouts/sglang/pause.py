@@ -25,6 +25,7 @@ from verl_sync_plugin.rollouts.sglang.request import FORGETTING_LOADER, LOADER
 from verl_sync_plugin.transport.agreement import together_seconds
 
 ABORT_SECONDS = 1.0
+IDLE_SECONDS = 20.0
 POLL_SECONDS, AGAIN_SECONDS = 0.002, 0.1
 
 
@@ -169,3 +170,13 @@ async def end_requests(tokenizer_manager: Any, seconds: float = ABORT_SECONDS) -
         if time.monotonic() > end:
             return False
         await asyncio.sleep(POLL_SECONDS)
+
+
+async def rest(manager: Any) -> None:
+    """Waits until SGLang flushes: for a moment it still counts a request that it has answered as running. Then
+    ``finish_sync`` would take that for somebody's, and SGLang would end if it were put to sleep."""
+    deadline = time.monotonic() + IDLE_SECONDS
+    while not getattr(await manager.flush_cache(), "success", True):
+        if time.monotonic() > deadline:
+            raise RuntimeError("SGLang could not flush its cache: requests are still running")
+        await asyncio.sleep(0.01)

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any, ClassVar
 
@@ -24,9 +23,8 @@ from verl_sync_plugin.rollouts.sglang.arguments import ARGUMENTS, AT_LAUNCH, dra
 from verl_sync_plugin.rollouts.sglang.awake import CUDA_GRAPH, KV_CACHE, WEIGHTS, sleep_tags
 from verl_sync_plugin.rollouts.sglang.backup import keep_cpu_backup
 from verl_sync_plugin.rollouts.sglang.held_adapter import ask
-from verl_sync_plugin.rollouts.sglang.pause import PausingServer, end_requests
+from verl_sync_plugin.rollouts.sglang.pause import IDLE_SECONDS, PausingServer, end_requests, rest
 from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK, hand_down, new_token
-from verl_sync_plugin.rollouts.sglang.scoring import IDLE_SECONDS, Scores, rest, score
 from verl_sync_plugin.rollouts.sglang.updates import WeightUpdates
 
 CUDA_GRAPH_VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
@@ -199,13 +197,6 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
             if self.occupation.state.released:  # by a driver that has not paused
                 await self.resume_kv_cache()
             await self.resume_generation()
-
-    async def score(self, prompts: list[list[int]], response_tokens: int) -> Scores:
-        """The canary of a sync, which closes the gate to all but this; see ``scoring.score``."""
-        adapter = SGLANG_LORA_NAME if self.lora_as_adapter else None
-        wanted = partial(self._gate.refuse_given_up, self._gate.number)
-        scoring = score(self.tokenizer_manager, prompts, response_tokens, adapter, wanted, self.guarded.past_gate)
-        return await self.occupation.keep("the canary of an earlier sync", scoring)
 
     async def engine_alive(self) -> bool:
         """Whether every process that SGLang started here still runs."""
