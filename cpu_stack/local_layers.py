@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron and mbridge without TransformerEngine, which does not exist for the CPU and is not on every GPU machine.
-
-Megatron's own layers, under the names that mbridge's tables know, and grouped experts for them.
-"""
+"""Megatron without TransformerEngine, which does not exist for the CPU and is not on every GPU machine: its own layers,
+and grouped experts for them."""
 
 import functools
 from collections.abc import Callable
@@ -13,12 +11,9 @@ from wrapt import register_post_import_hook
 
 from cpu_stack import megatron_bridge
 
-# Norms of latent attention: Megatron's own module, and the one TransformerEngine fuses it into
-_FUSED_NORMS = {"q_layernorm": "linear_q_up_proj", "kv_layernorm": "linear_kv_up_proj"}
-
 
 def register_hooks() -> None:
-    """Register the post-import hooks for megatron-core and mbridge; a module already imported is changed at once."""
+    """Register the post-import hooks for megatron-core; a module already imported is changed at once."""
     for module_name, hook in _HOOKS.items():
         register_post_import_hook(hook, module_name)
     megatron_bridge.register_hooks()
@@ -62,60 +57,17 @@ def _name_absent_layers(multi_latent_attention: ModuleType) -> None:
             setattr(multi_latent_attention, name, type(name, (), {}))
 
 
-def _use_local_layers(llm_bridge: ModuleType) -> None:
-    """Build layers from Megatron's own modules."""
-    namespace: Any = llm_bridge
-    stock_spec = namespace.get_gpt_decoder_block_spec
-
-    @functools.wraps(stock_spec)
-    def get_spec(config: Any, use_transformer_engine: bool = True, **kwargs: Any) -> Any:
-        return stock_spec(config, use_transformer_engine=False, **kwargs)
-
-    namespace.get_gpt_decoder_block_spec = get_spec
-
-
-def _map_local_norm_names(bridge: ModuleType) -> None:
-    """Teach mbridge the local layers' names: its tables know only TransformerEngine's fused norms."""
-    bridge_class: Any = bridge.Bridge
-    stock_attention = bridge_class._weight_name_mapping_attention
-    stock_mapping = bridge_class._weight_name_mapping_mcore_to_hf
-
-    @functools.wraps(stock_mapping)
-    def mapping(self: Any, mcore_weights_name: str) -> list[str]:
-        name = mcore_weights_name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
-        if not any("pre_mlp_layernorm" in known for known in self._MLP_MAPPING):
-            name = name.replace(".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight")
-        return stock_mapping(self, name)
-
-    @functools.wraps(stock_attention)
-    def attention(self: Any, name: str) -> list[str]:
-        for local, fused in _FUSED_NORMS.items():
-            if not any(local in known for known in self._ATTENTION_MAPPING):
-                name = name.replace(f".{local}.weight", f".{fused}.layer_norm_weight")
-        return stock_attention(self, name)
-
-    bridge_class._weight_name_mapping_mcore_to_hf = mapping
-    bridge_class._weight_name_mapping_attention = attention
-
-
 def _group_experts(backends: ModuleType) -> None:
     """Give Megatron's own layers grouped experts, which come with TransformerEngine alone."""
-    import inspect
-
     namespace: Any = backends
     stock = namespace.LocalSpecProvider.grouped_mlp_modules
-    # Up to megatron-core 0.16 a pair of class and layers, later something to call
-    is_pair = "moe_use_legacy_grouped_gemm" in inspect.signature(stock).parameters
 
-    def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool = False) -> Any:
-        from megatron.core.transformer.mlp import MLPSubmodules
+    def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: bool) -> Any:
         from megatron.core.transformer.moe import experts
 
         from cpu_stack.grouped_linear import ColumnParallelGroupedLinear, RowParallelGroupedLinear
 
         layers = {"linear_fc1": ColumnParallelGroupedLinear, "linear_fc2": RowParallelGroupedLinear}
-        if is_pair:
-            return experts.TEGroupedMLP, MLPSubmodules(**layers)
         if not moe_use_grouped_gemm:
             return stock(self, moe_use_grouped_gemm)
         return functools.partial(experts.TEGroupedMLP, submodules=experts.GroupedMLPSubmodules(**layers))
@@ -133,7 +85,5 @@ _HOOKS: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.transformer.dot_product_attention": _accept_padding_mask,
     "megatron.core.transformer.multi_latent_attention": _name_absent_layers,
     "megatron.core.transformer.moe.moe_utils": _name_absent_gemm,
-    "mbridge.core.llm_bridge": _use_local_layers,
-    "mbridge.core.bridge": _map_local_norm_names,
     "megatron.core.models.backends": _group_experts,
 }

@@ -21,7 +21,7 @@ from verl_sync_plugin.errors import IncompatibleHostError
 
 # The packages that take part in a sync
 SUPPORTED_VERL = ">=0.9,<0.11"
-STACK = ("verl-sync-plugin", "verl", "sglang", "torch", "transformers", "megatron-core", "megatron-bridge", "mbridge")
+STACK = ("verl-sync-plugin", "verl", "sglang", "torch", "transformers", "megatron-core", "megatron-bridge")
 
 
 def offered(module: Any, name: str) -> Any:

@@ -36,7 +36,6 @@ class Setup:
         bucket_bytes: small ones make tensors split.
         settings: for ``FSDPEngineConfig``, or of a Megatron ``Layout``.
         logprob_bound: how far the engine's log-probabilities may be from transformers', both computed in bfloat16.
-        mbridge: a Megatron trainer with verl's deprecated bridge.
     """
 
     model_path: str
@@ -45,7 +44,6 @@ class Setup:
     bucket_bytes: int
     settings: tuple[tuple[str, object], ...] = ()
     logprob_bound: float = 0.06
-    mbridge: bool = False
 
 
 class Rank:

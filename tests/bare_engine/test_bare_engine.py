@@ -6,7 +6,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ def _play(setup: Setup, story: Callable[[Rank], None], folder: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    megatron = megatron_environment(not setup.mbridge) if setup.strategy == "megatron" else nullcontext()
+    megatron = megatron_environment() if setup.strategy == "megatron" else nullcontext()
     with megatron, unmeasured.children():
         mp.spawn(run_rank, args=(setup, str(folder), port, story), nprocs=setup.world)
 
@@ -39,7 +38,7 @@ def _play(setup: Setup, story: Callable[[Rank], None], folder: Path) -> None:
         pytest.param("llama", "fsdp", 2, 60_000, (("use_orig_params", True),), id="llama-fsdp1-tp2"),
         pytest.param("qwen2-tied", "fsdp", 1, 1 << 20, (), id="tied-fsdp1-tp1", marks=extended),
         pytest.param("qwen3", "megatron", 1, 1 << 20, (), id="qwen3-megatron-to-tp1", marks=extended),
-        pytest.param("qwen2", "mbridge", 2, 20_000, (("tp", 2),), id="qwen2-mbridge-tp2-to-tp2", marks=extended),
+        pytest.param("qwen2", "megatron", 2, 20_000, (("tp", 2),), id="qwen2-megatron-tp2-to-tp2", marks=extended),
     ],
 )
 def test_engine_equals_disk_load_over_three_syncs(
@@ -53,8 +52,7 @@ def test_engine_equals_disk_load_over_three_syncs(
 ) -> None:
     # the cheapest engine of two ranks also shows a bucket size that the ranks agree on
     story = auto_bucket.after_three_syncs if kind == "llama" else stories.three_syncs
-    setup = Setup(tiny_model(kind), strategy.replace("mbridge", "megatron"), world, bucket_bytes, settings)
-    _play(replace(setup, mbridge=strategy == "mbridge"), story, tmp_path)
+    _play(Setup(tiny_model(kind), strategy, world, bucket_bytes, settings), story, tmp_path)
 
 
 # What travels as single experts is one parameter in the engine; of latent attention's kv_b_proj it keeps two products

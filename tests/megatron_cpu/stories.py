@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ranks of the contract tests do; module-level functions, so that spawned processes can import them.
 
-Real verl engines, megatron-core and mbridge over gloo, the real sharding manager up to the plan, real staging memory.
+Real verl engines, megatron-core and Megatron-Bridge over gloo, the real sharding manager up to the plan, real staging
+memory.
 """
 
 from __future__ import annotations
@@ -24,17 +25,11 @@ from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.receiver.assembly import Assembler
 from verl_sync_plugin.sharding_manager import get_sharding_manager
-from verl_sync_plugin.sharding_manager.megatron_sglang import MegatronSGLangShardingManager
 from verl_sync_plugin.sync.delivery.base import Sync
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.sender import STAGING_BUCKETS
-from verl_sync_plugin.trainers import activation
-from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.trainers.megatron.model import unwrapped
 from verl_sync_plugin.trainers.megatron.source import MegatronSource
-from verl_sync_plugin.trainers.megatron.stream import StreamSource
-from verl_sync_plugin.trainers.megatron.trainer import MegatronTrainer
-from verl_sync_plugin.trainers.wire import WirePolicy
 
 State = dict[str, torch.Tensor]
 
@@ -121,25 +116,6 @@ def syncs(model_path: str, layout: Layout, wire: str = "bfloat16") -> list[str]:
     return digests
 
 
-class _StreamManager(MegatronSGLangShardingManager):
-    """What Megatron-Bridge gets: the trainer's own stream in buckets."""
-
-    def open_source(self) -> ParameterSource:
-        assert isinstance(self.trainer, MegatronTrainer)
-        return StreamSource(self.trainer.stream, WirePolicy(torch.bfloat16), 20)
-
-
-def streamed(model_path: str, layout: Layout) -> None:
-    engine = build(model_path, layout)
-    activation.take_over(True)  # as verl's worker does: the engine hands out its stream unconsumed
-    for size in (TINY, LARGE):
-        manager = _StreamManager(engine, BareEngineEndpoint(None), SyncConfig(timeout_seconds=20), size, CPU)
-        for step in range(SYNCS):
-            if step:
-                train_step(engine)
-            check_same(one_sync(manager), stock_export(engine))
-
-
 def device_bytes(engine: Any) -> int:
     """What Megatron's parameter buffers occupy on the device."""
     return sum(b.param_data.untyped_storage().size() for chunk in engine.module for b in chunk.buffers)
@@ -180,8 +156,7 @@ def refused(model_path: str) -> list[str]:
         mock.patch.object(engine.module[0].ddp_config, "overlap_param_gather", True),
         mock.patch.object(engine, "engine_config", replace(engine.engine_config, use_megatron_fsdp=True)),
         mock.patch.object(engine, "_qat_enabled", True),
-        mock.patch.object(engine, "model_config", {"lora": {"rank": 8, "merge": True}}),
-        mock.patch.object(engine.bridge, "_ATTENTION_MAPPING", {}),
+        mock.patch.object(engine, "vanilla_bridge", True),
     ]
     manager, texts = manager_of(engine, LARGE), []
     for context in broken:

@@ -56,7 +56,7 @@ def adapter_alone(reports: list[dict[str, Any]], factors: int) -> None:
 def test_the_base_travels_once_and_then_the_adapter(
     trainer: type[LoRATrainer], tiny_model: Callable[[str], str], tmp_path: Path
 ) -> None:
-    environment = megatron_environment(megatron_bridge=True) if trainer is MegatronLoRATrainer else None
+    environment = megatron_environment() if trainer is MegatronLoRATrainer else None
     with members(tiny_model("qwen2"), 2, trainer, environment, ServingRollout) as (driver, (first, second)):
         come_and_go(driver, first, second, tmp_path)
 

@@ -187,11 +187,11 @@ def test_memory_that_cannot_be_mapped_is_broadcast_and_a_flip_is_found(model: st
 
 
 @pytest.mark.extended  # up to 90 s each
-@pytest.mark.parametrize("kind", ["fsdp1", "mbridge", "megatron-bridge"])
+@pytest.mark.parametrize("kind", ["fsdp1", "megatron"])
 def test_other_trainers_are_synced_as_an_fsdp2_one_is(kind: str, model: str, tmp_path: Path) -> None:
     """Two ranks, Megatron's tensor-parallel; broadcast, so that every one of them sends what it holds."""
     megatron = kind != "fsdp1"
-    environment = megatron_environment(kind == "megatron-bridge") if megatron else nullcontext()
+    environment = megatron_environment() if megatron else nullcontext()
     trainer = MegatronTrainer if megatron else FSDP1Trainer
     with members(model, 1, trainer, environment, delivery="broadcast") as (driver, (rollout,)):
         sent = driver.sync(1, [rollout])

@@ -43,12 +43,8 @@ def test_megatron_passes(name: str, engine: tuple[str, ...]) -> None:
     settle_trainer(actor)
 
 
-def test_mbridge_has_no_lora() -> None:
-    with pytest.raises(ValueError, match=r"vanilla_mbridge=True with LoRA rank 8: mbridge has no LoRA\. Install"):
-        settle_trainer(actor_of(*LORA, f"{MEGATRON}.vanilla_mbridge=True"))
-
-
-def test_lora_needs_megatron_bridge() -> None:
+def test_lora_needs_megatron_bridge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "_has_megatron_bridge", lambda: False)
     with pytest.raises(ValueError, match=r"LoRA rank 8 with .*strategy=megatron.* megatron\.bridge.* is not installed"):
         settle_trainer(actor_of(*LORA, f"{MEGATRON}.vanilla_mbridge=False"))
 

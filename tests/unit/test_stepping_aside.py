@@ -49,6 +49,10 @@ CASES = [
     (MTP, f"{ROLLOUT}.mtp.enable_rollout=True: weight sync has no draft model"),
     ((f"{ROLLOUT}.disaggregation.enabled=True",), f"{ROLLOUT}.disaggregation.enabled=True: weight sync serves one"),
     (("model_engine=megatron", f"{MEGATRON}.use_megatron_fsdp=True"), f"{MEGATRON}.use_megatron_fsdp=True: "),
+    (
+        ("model_engine=megatron", f"{MEGATRON}.vanilla_mbridge=True"),
+        f"{MEGATRON}.vanilla_mbridge=True: weight sync serves Megatron-Bridge",
+    ),
     ((f"{DRAFTING}=NEXTN",), f"{ARGUMENTS}.speculative_algorithm='NEXTN' without "),
     ((f"{ROLLOUT}.dtype=auto",), f"{ROLLOUT}.dtype='auto' without {KEY_PREFIX}.wire_dtype"),
 ]
@@ -159,6 +163,10 @@ def test_fp8_of_a_model_on_the_hub_is_judged_too(tmp_path: Path, monkeypatch: py
         ((f"{MODEL}.lora_rank=8",), f"{ROLLOUT}.quantization='fp8' with {MODEL}.lora.merge=False and LoRA rank 8: "),
         ((f"{ROLLOUT}.quantization=int8",), f"{ROLLOUT}.quantization='int8': verl quantizes for SGLang to fp8 alone"),
         (("+" + ARGUMENTS + ".json_model_override_args='{}'",), f"{ARGUMENTS}.json_model_override_args="),
+        (
+            ("model_engine=megatron", f"{MEGATRON}.vanilla_mbridge=True", f"++{MODEL}.lora.rank=8"),
+            "vanilla_mbridge=True with LoRA rank 8: mbridge has no LoRA",
+        ),
         ((f"+{ARGUMENTS}.torchao_config=int8wo",), f"{ARGUMENTS}.torchao_config='int8wo': "),
         ((f"+{ARGUMENTS}.hicache_storage_backend=file",), f"{ARGUMENTS}.hicache_storage_backend='file': "),
     ],

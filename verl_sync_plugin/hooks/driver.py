@@ -55,6 +55,7 @@ MERGE_KEY = f"{LORA_KEY}.merge"
 RANK_KEY = f"{LORA_KEY}.rank"
 STRATEGY_KEY = "actor_rollout_ref.actor.strategy"
 MEGATRON_FSDP_KEY = "actor_rollout_ref.actor.megatron.use_megatron_fsdp"
+MBRIDGE_KEY = "actor_rollout_ref.actor.megatron.vanilla_mbridge"
 OFF = "weight sync off, stock verl moves the weights"
 
 
@@ -152,6 +153,9 @@ def _unserved_trainer(actor_rollout_ref: Any, strategy: str, engine: str) -> str
         return f"{STRATEGY_KEY}={strategy}: no sharding manager moves its weights to {engine} ({there_are})"
     if strategy == "megatron" and OmegaConf.select(actor_rollout_ref, "actor.megatron.use_megatron_fsdp"):
         return f"{MEGATRON_FSDP_KEY}=True: weight sync does not read its shards"
+    if strategy == "megatron" and OmegaConf.select(actor_rollout_ref, MBRIDGE_KEY.removeprefix("actor_rollout_ref.")):
+        refuse_megatron_lora(actor_rollout_ref.actor.megatron, actor_rollout_ref.model)
+        return f"{MBRIDGE_KEY}=True: weight sync serves Megatron-Bridge, verl's default, and not the deprecated mbridge"
     return ""
 
 

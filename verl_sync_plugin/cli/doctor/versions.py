@@ -26,7 +26,6 @@ PACKAGES = (
     "peft",
     "megatron-core",
     "megatron-bridge",
-    "mbridge",
 )
 
 
@@ -84,10 +83,6 @@ def judge(versions: Versions, imported: Mapping[str, str]) -> list[Finding]:
             text = f"the metadata of {package} say {version}, and the code that is imported says {imported[package]}"
             found.append(problem(check, text, f"keep one installation of {package}: {ranged.remedy}"))
         found.append(_judge_one(check, package, version, ranged))
-    core, mbridge = versions.get("megatron-core"), versions.get("mbridge")
-    if core and mbridge and not versions.get("megatron-bridge") and _within(core, ">=0.17"):
-        text = f"mbridge {mbridge} does not run on megatron-core {core}"
-        found.append(warning("version/megatron", text, 'for Megatron trainers: pip install "megatron-bridge>=0.5.1"'))
     return found
 
 

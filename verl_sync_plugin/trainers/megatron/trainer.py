@@ -10,14 +10,13 @@ from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, TrainerBackend
 from verl_sync_plugin.trainers.megatron.bridge import MegatronBridgeReader
 from verl_sync_plugin.trainers.megatron.lora import MegatronLoRASource
-from verl_sync_plugin.trainers.megatron.mbridge import MBridgeReader
 from verl_sync_plugin.trainers.megatron.served import BridgeAdapter
 from verl_sync_plugin.trainers.megatron.source import MegatronSource
 from verl_sync_plugin.trainers.megatron.stream import Stream, StreamSource
 
 
 class MegatronTrainer(TrainerBackend):
-    """Reads each rank's own parameters, through either bridge; a model whose conversion computes comes as the bridge's
+    """Reads each rank's own parameters through Megatron-Bridge; a model whose conversion computes comes as the bridge's
     own stream."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -34,8 +33,6 @@ class MegatronTrainer(TrainerBackend):
         """See ``TrainerBackend``."""
         refuse_engine(self.engine)
         policy, chunks, bridge = self.policy, self.engine.module, self.engine.bridge
-        if self.engine.vanilla_bridge:
-            return MegatronSource(chunks, MBridgeReader(bridge), policy)
         bound = self.config.timeout_seconds
         reader, stream = MegatronBridgeReader(bridge, chunks, bound), StreamSource(self.stream, policy, bound)
         if self._peft and not self.serves_adapter:
@@ -67,6 +64,11 @@ class MegatronTrainer(TrainerBackend):
 def refuse_engine(engine: Any) -> None:
     """Raises ValueError when a Megatron engine cannot be synced; names key, value and remedy."""
     megatron = "actor_rollout_ref.actor.megatron"
+    if engine.vanilla_bridge:
+        raise ValueError(
+            f"{megatron}.vanilla_mbridge=True: weight sync serves Megatron-Bridge, verl's default, and not the "
+            f"deprecated mbridge. Set it to False, or {TURN_OFF}."
+        )
     if getattr(engine, "_qat_enabled", False):
         raise ValueError(f"{megatron}.qat.enable=True: weight sync does not quantize; {TURN_OFF}.")
     if getattr(engine.engine_config, "use_megatron_fsdp", False):
