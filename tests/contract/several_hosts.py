@@ -18,7 +18,7 @@ from contract.engine_beside import TIMEOUT, Engine
 from contract.sources import WorldSource
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.layout.joint import plan_joint
+from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import Base, Plan, View
@@ -60,7 +60,7 @@ class Source(WorldSource):
 
     def plan(self, bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False, held: int = 1) -> Plan:
         if self._joint:
-            return plan_joint(bases, bucket_bytes, sharded, held)
+            return plan_buckets(bases, bucket_bytes, sharded, held)
         return super().plan(bases, bucket_bytes, sharded, held)
 
     def shards(self) -> list[Shard]:

@@ -7,7 +7,7 @@ import random
 
 import torch
 
-from verl_sync_plugin.layout.boxes import box_runs
+from verl_sync_plugin.layout.strided import box_runs
 
 
 def written(size: list[int], offset: list[int], whole: list[int]) -> torch.Tensor:

@@ -73,11 +73,13 @@ def gathered(plan: Plan, bucket: Bucket, data: list[bytes]) -> bytes:
         for part in bucket.slices:
             base = plan.bases[part.base]
             assert part.offset % ALIGNMENT == 0
-            assert part.offset >= end_of_last, "slices overlap"
-            end_of_last = part.offset + (part.end - part.begin) * base.itemsize
             first = sum(base.lengths[:rank]) + part.begin
             stop = sum(base.lengths[:rank]) + min(part.end, base.lengths[rank])
-            run = data[part.base][first * base.itemsize : max(first, stop) * base.itemsize]
+            if stop <= first:
+                continue
+            assert part.offset >= end_of_last, "slices overlap"
+            end_of_last = part.offset + (stop - first) * base.itemsize
+            run = data[part.base][first * base.itemsize : stop * base.itemsize]
             segment[part.offset : part.offset + len(run)] = run
         assert end_of_last <= bucket.stride
         segments.append(bytes(segment))

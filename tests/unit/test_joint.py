@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_sync_plugin.copies.bucket_memory import BucketMemory
-from verl_sync_plugin.layout.joint import plan_joint
+from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import ALIGNMENT, Base, Plan, View
 from verl_sync_plugin.receiver.assembly import Assembler
@@ -87,7 +87,7 @@ def models(draw: st.DrawFn) -> tuple[list[Parameter], int, int]:
 def test_every_element_arrives_once_and_in_place(model: tuple[list[Parameter], int, int]) -> None:
     parameters, world, bucket_bytes = model
     bases = tuple(base for parameter in parameters for base in bases_of(parameter, world))
-    plan = plan_joint(bases, bucket_bytes)
+    plan = plan_buckets(bases, bucket_bytes)
     got = ship(plan, world)
     index = 0
     for p in parameters:
@@ -100,7 +100,7 @@ def test_every_element_arrives_once_and_in_place(model: tuple[list[Parameter], i
         assert got[p.name].shape == (p.rows, p.columns * len(p.owners))
     assert plan.tensor_count == len(parameters) == len(got)
     assert all(bucket.nbytes <= bucket_bytes and bucket.slices for bucket in plan.buckets)
-    assert plan == plan_joint(tuple(bases), bucket_bytes), "planning is not deterministic"
+    assert plan == plan_buckets(tuple(bases), bucket_bytes), "planning is not deterministic"
 
 
 @settings(max_examples=100, deadline=None)
@@ -110,7 +110,7 @@ def test_only_what_fits_no_bucket_is_torn(model: tuple[list[Parameter], int, int
     bases = tuple(base for parameter in parameters for base in bases_of(parameter, world))
     capacity = bucket_bytes // world // ALIGNMENT * ALIGNMENT
     times: dict[str, int] = {}
-    for bucket in plan_joint(bases, bucket_bytes).buckets:
+    for bucket in plan_buckets(bases, bucket_bytes).buckets:
         for entry in bucket.entries:
             times[entry.name] = times.get(entry.name, 0) + 1
     for p in parameters:
@@ -125,7 +125,7 @@ def dense(name: str, owners: tuple[int, ...], nbytes: int = 64) -> Parameter:
 def test_stages_fill_the_same_bucket() -> None:
     """Two pipeline stages of two tensor-parallel ranks: no rank's segment stays empty."""
     layers = [dense(f"layer{i}", (0, 1)) for i in range(4)] + [dense(f"layer{i}", (2, 3)) for i in range(4, 8)]
-    plan = plan_joint(tuple(base for layer in layers for base in bases_of(layer, 4)), 4 * 128)
+    plan = plan_buckets(tuple(base for layer in layers for base in bases_of(layer, 4)), 4 * 128)
     assert len(plan.buckets) == 2 and plan.nbytes == 8 * 2 * 64, "padding"
     for bucket in plan.buckets:
         assert {entry.name for entry in bucket.entries} & {f"layer{i}" for i in range(4)}
@@ -134,7 +134,7 @@ def test_stages_fill_the_same_bucket() -> None:
 
 def test_a_large_parameter_of_one_rank_travels_beside_the_others() -> None:
     large, small = dense("embedding", (0,), 1000), [dense(f"w{i}", (1,), 100) for i in range(10)]
-    plan = plan_joint(tuple(base for p in (large, *small) for base in bases_of(p, 2)), 2 * 112)
+    plan = plan_buckets(tuple(base for p in (large, *small) for base in bases_of(p, 2)), 2 * 112)
     assert len(plan.buckets) == 10, "its pieces and the other rank's parameters share the buckets"
 
 
@@ -142,14 +142,14 @@ def test_tensor_of_two_parameters_is_refused() -> None:
     first, second = bases_of(dense("w", (0,)), 2), bases_of(dense("w", (0,)), 2)
     between = bases_of(dense("v", (1,)), 2)
     with pytest.raises(ValueError, match="both named 'w'"):
-        plan_joint((*first, *between, *second), 1024)
+        plan_buckets((*first, *between, *second), 1024)
 
 
 def test_bucket_too_small_for_the_ranks() -> None:
     with pytest.raises(ValueError, match="update_weights_bucket_megabytes"):
-        plan_joint(tuple(bases_of(dense("w", (0,)), 4)), 63)
+        plan_buckets(tuple(bases_of(dense("w", (0,)), 4)), 63)
 
 
 def test_no_parameters_no_buckets() -> None:
-    plan = plan_joint((), 64)
+    plan = plan_buckets((), 64)
     assert (plan.buckets, plan.slot_bytes, plan.tensor_count) == ((), 0, 0)

@@ -18,6 +18,7 @@ from functools import cached_property
 from verl_sync_plugin.layout.strided import Run
 
 ALIGNMENT = 16  # bytes; lets any dtype be viewed in place and 16-byte loads be used
+NOTHING = Run(0, 0, 0)  # the share of a tensor of which a base holds no element
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class View:
         start: first element of the tensor in the flat base; 0 with shares.
         span: base elements from the tensor's first to its last, inclusive; with shares the whole tensor's elements.
         strides: strides in elements, ``None`` when the tensor is contiguous.
-        shares: of a tensor that several bases make up (see ``layout/joint.py``), what this base holds: which elements
-            of the base are which of the tensor.
+        shares: of a tensor that several bases make up, what this base holds: which elements of the base are which of
+            the tensor; ``NOTHING`` where it holds none.
     """
 
     name: str
@@ -40,6 +41,11 @@ class View:
     span: int
     strides: tuple[int, ...] | None = None
     shares: tuple[Run, ...] = ()
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """Which elements of the base are which of the tensor's memory."""
+        return self.shares or (Run(self.start, 0, self.span),)
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,9 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from verl_sync_plugin.layout.boxes import box_runs
-from verl_sync_plugin.layout.joint import plan_joint
+from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.layout.strided import Run, compose
+from verl_sync_plugin.layout.strided import Run, box_runs, compose
 from verl_sync_plugin.layout.tensors import Base, Plan, View
 from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
 from verl_sync_plugin.trainers.naming import Rewrite, hf_views
@@ -164,7 +163,7 @@ class PlacedSource(ParameterSource):
         return Base(key, box.wire, getattr(torch, box.wire).itemsize, lengths, tuple(views))
 
     def plan(self, bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False, held: int = 1) -> Plan:
-        return plan_joint(bases, bucket_bytes, sharded, held)
+        return plan_buckets(bases, bucket_bytes, sharded, held)
 
     def shards(self) -> list[Shard]:
         assert self._bases, "the ranks have not agreed on the layout"

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin import log
-from verl_sync_plugin.layout.joint import plan_joint
+from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, Plan, View
 from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
@@ -158,7 +158,7 @@ class MegatronSource(ParameterSource):
         self._bases, self._shards = self._pending, []
 
     def plan(self, bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False, held: int = 1) -> Plan:
-        return plan_joint(bases, bucket_bytes, sharded, held)
+        return plan_buckets(bases, bucket_bytes, sharded, held)
 
     def shards(self) -> list[Shard]:
         assert self._bases, "the ranks have not agreed on the layout"
