@@ -148,7 +148,7 @@ def colocated(trained: Any, server: Any, bucket_mb: int, device: str) -> Plugin:
     from benchmarks.transfer.endpoint import ServerEndpoint
     from verl_sync_plugin.config.settings import SyncConfig
     from verl_sync_plugin.sharding_manager import get_sharding_manager
-    from verl_sync_plugin.trainers import activation
+    from verl_sync_plugin.trainers import shard_stream as activation
 
     activation.take_over(True)
     stream, _ = trained.get_per_tensor_param()

@@ -26,7 +26,7 @@ from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.sync.delivery import reach
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
-from verl_sync_plugin.trainers.dtensors import even_chunks
+from verl_sync_plugin.trainers.fsdp2 import even_chunks
 
 KIND, CPU = "qwen3-moe", torch.device("cpu")
 

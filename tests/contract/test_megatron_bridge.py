@@ -133,7 +133,7 @@ def test_what_cannot_be_synced_is_refused_by_name(checkpoint: Callable[[str], st
     [
         ("shape", "rank 0: bfloat16 (64, 32), part 1 of 2 along dimension 1; rank 1: bfloat16 (65, 32), part 2 of 2"),
         ("dtype", "rank 0: bfloat16 (64, 32), part 1 of 2 along dimension 1; rank 1: float32 (64, 32), part 2 of 2"),
-        ("gone", "ranks 0, 1 hold no part 2 of 2 of parameter"),
+        ("gone", "ranks 0, 1 hold 2048 of 4096 elements of parameter"),
     ],
     ids=["shape", "dtype", "gone"],
 )

@@ -20,7 +20,7 @@ import tiny_models
 from bare_engine import trainer
 from contract.test_lora_adapter import Engine
 from verl_sync_plugin.config.settings import SyncConfig
-from verl_sync_plugin.lora.weights import lora_weights
+from verl_sync_plugin.lora.peft import lora_weights
 from verl_sync_plugin.rollouts.sglang.endpoint import ServerActorEndpoint
 from verl_sync_plugin.sharding_manager.fsdp_sglang import FSDP2SGLangShardingManager, FSDPSGLangShardingManager
 

@@ -23,7 +23,7 @@ from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.sync.delivery.base import Sync
 from verl_sync_plugin.sync.delivery.gathered import Gathered
 from verl_sync_plugin.sync.sender import BucketSender
-from verl_sync_plugin.trainers.lora_source import MergingSource
+from verl_sync_plugin.trainers.lora import MergingSource
 from verl_sync_plugin.transport.agreement import Agreement
 
 DORA = Variant("dora", config={"target_modules": "all-linear", "use_dora": True})

@@ -21,7 +21,7 @@ from verl_sync_plugin.receiver.proof import DestinationProof, refuse_rearranged
 from verl_sync_plugin.receiver.unpacker import Unpacker
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.trainers.base import dtype_name
-from verl_sync_plugin.trainers.dtensors import even_chunks
+from verl_sync_plugin.trainers.fsdp2 import even_chunks
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed, Coverage, Manifest
 from verl_sync_plugin.verify.destination import DestinationCheck, refuse_changed

@@ -14,8 +14,7 @@ from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import Base, Bucket, Plan, Slice, View
-from verl_sync_plugin.trainers.base import ParameterSource
-from verl_sync_plugin.trainers.culprit import name_culprit
+from verl_sync_plugin.trainers.base import ParameterSource, name_culprit
 
 LENGTHS = (7, 5)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, View
-from verl_sync_plugin.trainers.factors import FactorStore
+from verl_sync_plugin.trainers.lora import FactorStore
 
 CPU = torch.device("cpu")
 

@@ -18,9 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from verl_sync_plugin.lora import merge
-from verl_sync_plugin.lora.merge import Target, add_squares, merge_run, steps_of
-from verl_sync_plugin.lora.scratch import Scratch, full_precision
-from verl_sync_plugin.lora.weights import LoRAWeight, lora_weights
+from verl_sync_plugin.lora.merge import Scratch, Target, add_squares, full_precision, merge_run, steps_of
+from verl_sync_plugin.lora.peft import LoRAWeight, lora_weights
 
 CPU = torch.device("cpu")
 

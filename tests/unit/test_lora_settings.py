@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from verl.workers.rollout.sglang_rollout.utils import lora_rank_of
 
 from verl_sync_plugin.hooks.driver import settle_trainer
-from verl_sync_plugin.lora.build import build_peft_model, unties_embeddings
+from verl_sync_plugin.lora.peft import build_peft_model, unties_embeddings
 
 CONFIG_DIR = Path(verl.__file__).parent / "trainer" / "config"
 MODEL = "actor_rollout_ref.model"

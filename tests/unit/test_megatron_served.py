@@ -12,7 +12,7 @@ from peft import PeftType, TaskType
 
 from verl_sync_plugin.rollouts.sglang.served_lora import refuse_experts, served_settings
 from verl_sync_plugin.trainers.megatron import served
-from verl_sync_plugin.trainers.megatron.served import BridgeAdapter
+from verl_sync_plugin.trainers.megatron.trainer import BridgeAdapter
 
 LORA = {"rank": 4, "alpha": 8}
 

@@ -21,10 +21,9 @@ from transformers import (
 
 from verl_sync_plugin.layout.shard import Member
 from verl_sync_plugin.layout.tensors import Base, View
-from verl_sync_plugin.lora.weights import LoRAWeight
+from verl_sync_plugin.lora.peft import LoRAWeight
+from verl_sync_plugin.trainers.lora import Part, untied
 from verl_sync_plugin.trainers.naming import checkpoint_rewrite, hf_views, saved_names
-from verl_sync_plugin.trainers.slicing import Part
-from verl_sync_plugin.trainers.untying import untied
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 32}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}

@@ -21,7 +21,7 @@ from verl_sync_plugin.report.file import write_report
 from verl_sync_plugin.report.metrics import sent
 from verl_sync_plugin.report.notice import say_who_moves
 from verl_sync_plugin.rollouts import ROLLOUTS, rollout_of
-from verl_sync_plugin.trainers import activation
+from verl_sync_plugin.trainers import shard_stream
 
 # Every process of verl's imports this module with verl's registry; the rest is imported by those that sync
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class SyncCheckpointEngine(CheckpointEngine):
         self._membership: Membership | None = None
         self._manager: SeparateTrainer | None = None
         if self._trainer:
-            activation.take_over(True)
+            shard_stream.take_over(True)
 
     def prepare(self, **more: Any) -> Member:
         """What this process says of itself."""
@@ -160,8 +160,7 @@ class SyncCheckpointEngine(CheckpointEngine):
 
 def _engine_of(weights: Any) -> Any:
     """verl's training engine, whose weights a stream hands out; see ``refuse_plain_stream`` for any other's."""
-    from verl_sync_plugin.trainers.conflict import refuse_plain_stream
-    from verl_sync_plugin.trainers.shard_stream import ShardStream
+    from verl_sync_plugin.trainers.shard_stream import ShardStream, refuse_plain_stream
 
     if not isinstance(weights, ShardStream):
         refuse_plain_stream()

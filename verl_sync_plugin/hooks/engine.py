@@ -11,8 +11,8 @@ from accelerate import init_empty_weights
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from verl_sync_plugin.lora.build import build_peft_model
-from verl_sync_plugin.trainers import activation
+from verl_sync_plugin.lora.peft import build_peft_model
+from verl_sync_plugin.trainers import shard_stream
 from verl_sync_plugin.trainers.shard_stream import VENDORS, ShardStream, WeightStream
 
 
@@ -40,7 +40,7 @@ class SyncFSDPEngineWithLMHead(FSDPEngineWithLMHead):
     ) -> tuple[Any, dict[str, Any] | None]:
         """verl's contract: ``(weight stream, adapter config or None)``. Moves nothing when the plugin is on."""
         stock = super().get_per_tensor_param
-        if not activation.taken_over():
+        if not shard_stream.taken_over():
             return stock(layered_summon=layered_summon, base_sync_done=base_sync_done, **kwargs)
 
         def stock_stream() -> WeightStream:

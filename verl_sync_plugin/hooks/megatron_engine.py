@@ -8,7 +8,7 @@ from typing import Any
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
-from verl_sync_plugin.trainers import activation
+from verl_sync_plugin.trainers import shard_stream
 from verl_sync_plugin.trainers.shard_stream import VENDORS, ShardStream, WeightStream
 
 
@@ -20,7 +20,7 @@ class SyncMegatronEngineWithLMHead(MegatronEngineWithLMHead):
         """verl's contract: ``(weight stream, adapter config or None)``. Moves nothing when the plugin is on: offloaded
         parameters stay in host memory and are read there."""
         stock = super().get_per_tensor_param
-        if not activation.taken_over():
+        if not shard_stream.taken_over():
             return stock(base_sync_done=base_sync_done, **kwargs)
 
         def stock_stream() -> WeightStream:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cuts a model into buckets: which bytes of which rank travel together, and where they land. Imports no torch.
 
-Every rank fills its segment of a bucket with its own runs. A base that all ranks share (FSDP) lies at one place of every
+Every rank fills its segment of a bucket with its own runs. A base that all ranks share (FSDP) has one place in every
 segment. Bases of one owner each (tensor, pipeline, expert parallel) fill the segments independently of one another: a
 bucket carries different layers of different stages, and is one transfer. Those that make up the same tensors travel in
 the same bucket, so that the engine gets these tensors whole; only what no segment can hold is torn.

@@ -2,7 +2,7 @@
 """Refuses in the driver, where its files can be read there, what of an FSDP trainer's adapter cannot be trained or
 served.
 
-The trainer's ranks refuse the same in words that name modules (``adapters.refuse_others``), or it ends inside verl.
+The trainer's ranks refuse the same in words that name modules (``peft.refuse_others``), or it ends inside verl.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def refuse_lora(model: Any, strategy: str, refuse_untied: RefuseUntied, refuse_a
     else:
         settings = plain["lora"].get("peft") or {}
         where = f"{PEFT_KEY}={settings}"
-    from verl_sync_plugin.lora.adapters import refuse_config
+    from verl_sync_plugin.lora.peft import refuse_config
 
     refuse_config(where, settings, f"Give a LoRA adapter, or merge this one into the model of {PREFIX}.path")
     if path is not None and not plain["lora"].get("merge"):
@@ -137,7 +137,7 @@ def _refuse_ends(plain: Mapping[str, Any], where: str | None, strategy: str, ref
         where: the adapter that is loaded, for messages; ``None`` when the keys describe it.
         strategy: see ``refuse_lora``, as for ``refuse_untied``.
     """
-    from verl_sync_plugin.lora.build import adapted_ends, lora_config
+    from verl_sync_plugin.lora.peft import adapted_ends, lora_config
 
     keys = {"use_shm": False, "target_parameters": None, **plain}
     config = lora_config(SimpleNamespace(**keys))
@@ -174,8 +174,6 @@ def _hf_config(plain: Mapping[str, Any]) -> Any:
 
 
 def _refuse_fsdp2(where: str, targeted: list[str], saved: list[str], tied: bool, together: bool) -> None:
-    from verl_sync_plugin.lora.fsdp2 import takes_adapted, takes_copied
-
     if tied:
         if together and targeted:
             raise ValueError(
@@ -190,3 +188,64 @@ def _refuse_fsdp2(where: str, targeted: list[str], saved: list[str], tied: bool,
             f"{where} with actor_rollout_ref.actor.strategy=fsdp2: verl shards embedding and head by themselves where "
             f"the model does not tie them, and cannot where they are adapted ({names}). Set {_FSDP1}. Or: {LEAVE_OUT}."
         )
+
+
+# Below verl's own functions say, on tiny modules, whether its FSDP2 can shard an adapted embedding or head. Where a
+# model does not tie them, verl makes each an FSDP unit, by name, and every nn.Embedding too. Of an adapted embedding it
+# shards the outer module before the one inside, which leaves parameters that are cut twice. And it reassigns a module's
+# __class__, which Python rejects for PEFT's layers because of their abstract base classes.
+
+
+def takes_adapted(name: str) -> bool:
+    """True if the module of that name, ``model.embed_tokens`` or ``lm_head``, can have LoRA factors."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model, leaf = _model(name)
+    inject_adapter_in_model(LoraConfig(r=1, target_modules=[leaf]), model)
+    return _shards(model)
+
+
+def takes_copied(name: str) -> bool:
+    """True if the module of that name can be one of ``modules_to_save``."""
+    from peft.utils import ModulesToSaveWrapper
+
+    model, leaf = _model(name)
+    model.add_module(leaf, ModulesToSaveWrapper(model.get_submodule(leaf), "default"))
+    return _shards(model)
+
+
+def _model(name: str) -> tuple[Any, str]:
+    import torch
+
+    model: Any = torch.nn.Module()
+    model.config = SimpleNamespace(tie_word_embeddings=False)
+    leaf = name.rpartition(".")[2]
+    model.add_module(leaf, torch.nn.Linear(1, 1) if leaf == "lm_head" else torch.nn.Embedding(1, 1))
+    return model, leaf
+
+
+def _shards(model: Any) -> bool:
+    try:
+        from verl.utils.fsdp_utils import _select_fsdp2_wrap_targets
+    except ImportError:  # another verl, of which this is not known
+        return True
+    units = _select_fsdp2_wrap_targets(model, [])
+    for place, unit in enumerate(units):
+        if any(inner in units[place + 1 :] for inner in unit.modules()) or not _accepts_class(unit):
+            return False
+    return True
+
+
+def _accepts_class(unit: Any) -> bool:
+    """True if Python lets a module of this class become an FSDP module, as ``fully_shard`` makes it one."""
+    from torch.distributed.fsdp import FSDPModule
+    from verl.utils import fsdp_utils
+
+    kind = type(unit)
+    with fsdp_utils.maybe_patch_fsdp_module(unit):
+        module = getattr(fsdp_utils.fully_shard_module, "FSDPModule", FSDPModule)
+        try:
+            object.__setattr__(object.__new__(kind), "__class__", type("Unit", (module, kind), {}))
+        except TypeError:
+            return False
+    return True

@@ -17,7 +17,7 @@ from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
 from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.trainers.base import ServedAdapter
-from verl_sync_plugin.trainers.bounded import reached
+from verl_sync_plugin.trainers.lora import reached
 from verl_sync_plugin.transport.agreement import Agreement
 
 TARGETS = "actor_rollout_ref.model.lora.target_modules"

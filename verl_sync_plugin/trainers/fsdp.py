@@ -11,14 +11,23 @@ import torch
 from verl.utils.model import convert_weight_keys
 
 from verl_sync_plugin.config.settings import TURN_OFF
-from verl_sync_plugin.lora.adapters import InUse, carries_adapter, copies_in_use
-from verl_sync_plugin.lora.build import unties_embeddings
-from verl_sync_plugin.lora.names import ADAPTER, adapter_of, is_adapter, merged_name, served_name
-from verl_sync_plugin.lora.weights import lora_weights, renamed_weights
+from verl_sync_plugin.lora.peft import (
+    ADAPTER,
+    InUse,
+    adapter_of,
+    carries_adapter,
+    copies_in_use,
+    is_adapter,
+    lora_weights,
+    merged_name,
+    renamed_weights,
+    served_name,
+    unties_embeddings,
+)
 from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, TrainerBackend
 from verl_sync_plugin.trainers.fsdp1 import FSDP1Source
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
-from verl_sync_plugin.trainers.lora_source import MergingSource
+from verl_sync_plugin.trainers.lora import MergingSource
 from verl_sync_plugin.trainers.naming import Rewrite, checkpoint_rewrite
 
 

@@ -12,12 +12,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from verl.utils.model import convert_weight_keys
 
-from verl_sync_plugin.lora.adapters import carries_adapter
+from verl_sync_plugin.lora.peft import carries_adapter
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
 from verl_sync_plugin.trainers.fsdp import FSDP1Trainer, FSDP2Trainer
+from verl_sync_plugin.trainers.fsdp2 import StateDictSource
 from verl_sync_plugin.trainers.naming import checkpoint_rewrite, verl_rewrite
-from verl_sync_plugin.trainers.placements import PlacedStateSource, ShardSpecTrainer, simple
-from verl_sync_plugin.trainers.state_dict import StateDictSource
+from verl_sync_plugin.trainers.placed import PlacedStateSource, ShardSpecTrainer, simple
 
 LiveSource = torch.nn.Module | Mapping[str, torch.Tensor]
 STATE_DICT = "state dict"

@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from verl_sync_plugin.layout.tensors import View
-from verl_sync_plugin.lora.names import is_adapter
+from verl_sync_plugin.lora.peft import is_adapter
 
 Rewrite = Callable[[Iterable[tuple[str, torch.Tensor]]], Iterator[tuple[str, torch.Tensor]]]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
-from verl_sync_plugin.lora.names import is_adapter
+from verl_sync_plugin.lora.peft import is_adapter
 
 _SHORT = {"half": "float16", "float": "float32"}
 

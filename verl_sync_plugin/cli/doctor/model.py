@@ -41,8 +41,8 @@ def _sent(folder: str, rollout: Any) -> str:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     from verl_sync_plugin.config.settings import sync_config_of
+    from verl_sync_plugin.trainers.fsdp2 import StateDictSource
     from verl_sync_plugin.trainers.naming import checkpoint_rewrite
-    from verl_sync_plugin.trainers.state_dict import StateDictSource
     from verl_sync_plugin.trainers.wire import wire_policy
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)

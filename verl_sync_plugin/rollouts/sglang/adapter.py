@@ -36,10 +36,9 @@ from verl_sync_plugin.sync.endpoint import abandon
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.separate.handles import Incoming
 from verl_sync_plugin.sync.separate.managers import SeparateRollout
-from verl_sync_plugin.trainers import activation
+from verl_sync_plugin.trainers import shard_stream
 from verl_sync_plugin.trainers.base import trainer_device
-from verl_sync_plugin.trainers.conflict import refuse_plain_stream
-from verl_sync_plugin.trainers.shard_stream import ShardStream
+from verl_sync_plugin.trainers.shard_stream import ShardStream, refuse_plain_stream
 
 
 class SyncServerAdapter(ServerAdapter):
@@ -56,7 +55,7 @@ class SyncServerAdapter(ServerAdapter):
         # Only the actor's workers, which train, have a mesh; all others are verl's ``CheckpointEngineWorker``
         synced = device_mesh is not None or backend == SEPARATE_BACKEND
         enabled = synced and sync_config_of(config).enabled
-        activation.take_over(enabled)
+        shard_stream.take_over(enabled)
         if enabled:
             return super().__new__(cls)
         if synced:

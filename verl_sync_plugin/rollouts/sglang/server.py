@@ -18,7 +18,7 @@ from verl.workers.rollout.sglang_rollout.utils import SGLANG_LORA_NAME
 from verl_sync_plugin import compat
 from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.log import say, say_unused
-from verl_sync_plugin.lora.build import unties_embeddings
+from verl_sync_plugin.lora.peft import unties_embeddings
 from verl_sync_plugin.rollouts.sglang.arguments import ARGUMENTS, AT_LAUNCH, draft_of, refuse_arguments, resolved
 from verl_sync_plugin.rollouts.sglang.awake import CUDA_GRAPH, KV_CACHE, WEIGHTS, sleep_tags
 from verl_sync_plugin.rollouts.sglang.backup import keep_cpu_backup

@@ -13,8 +13,7 @@ from verl_sync_plugin.layout.tensors import Plan
 from verl_sync_plugin.report.sync_report import SyncReport
 from verl_sync_plugin.sync.delivery.reach import Reach
 from verl_sync_plugin.sync.sender import BucketSender
-from verl_sync_plugin.trainers.base import ParameterSource, rank_in
-from verl_sync_plugin.trainers.culprit import name_culprit
+from verl_sync_plugin.trainers.base import ParameterSource, name_culprit, rank_in
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed, Used
 

@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_sync_plugin.layout.strided import Run
+from verl_sync_plugin.layout.tensors import NOTHING
 
 _UNKNOWN = -1
 # A table longer than this means a conversion that shuffles single elements of a large weight
@@ -80,6 +81,17 @@ class CopyTrace(TorchDispatchMode):
         """
         grain, origin = self._read(result)
         return _compress(grain, origin, self._numel + 1)
+
+    def shares(self, result: torch.Tensor, parts: int) -> tuple[tuple[Run, ...], ...]:
+        """By input what it contributes to ``result``, ``NOTHING`` where that is nothing; of one part any input is it.
+
+        Raises:
+            NotACopyError: see ``runs``.
+        """
+        found: list[list[Run]] = [[] for _ in range(parts)]
+        for part, run in self.runs(result):
+            found[part if parts > 1 else 0].append(run)
+        return tuple(tuple(each) or (NOTHING,) for each in found)
 
     def _learn(self, tensor: torch.Tensor, table: _Table) -> None:
         self._alive.append(tensor)
