@@ -21,14 +21,9 @@ Owners = tuple[tuple[int, ...], ...]
 
 @dataclass(slots=True)
 class _Unit:
-    """Bases that travel together: the parts of one parameter, or a base that all ranks share.
-
-    Attributes:
-        bases: their numbers.
-        owners: the ranks that hold something of each.
-        numel: elements of the longest run; ``done`` of every run have been placed.
-        grain: where it is torn, multiples of so many elements stay together.
-    """
+    """Bases that travel together: the parts of one parameter, or a base that all ranks share. ``owners`` are the ranks
+    that hold something of each base; ``numel`` the elements of the longest run, of which ``done`` have been placed.
+    Where it is torn, multiples of ``grain`` elements stay together."""
 
     bases: list[int]
     owners: Owners
@@ -58,13 +53,9 @@ class _Unit:
 
 
 def plan_buckets(bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False, held: int = 1) -> Plan:
-    """Plans the sync.
-
-    Args:
-        bases: in the order of the model; those with more than one entry of ``lengths`` have equally many. The parts of
-            one parameter are neighbours, of one dtype, and name the same tensors.
-        bucket_bytes: upper bound on what a rank stages of one bucket: all of it, or ``held`` segments when ``sharded``.
-        sharded, held: see ``Plan``.
+    """Plans the sync. Bases come in model order; those with more than one entry of ``lengths`` have equally many, and
+    the parts of one parameter are neighbours of one dtype that name the same tensors. ``bucket_bytes`` bounds what a
+    rank stages of one bucket: all of it, or ``held`` segments when ``sharded`` (see ``Plan``).
 
     Raises:
         ValueError: the bucket is too small to hold 16 bytes per rank, or two tensors have the same name.

@@ -102,11 +102,8 @@ def compose(first: Run, second: Run, scale: tuple[int, int] = (1, 1)) -> list[Ru
 
 
 def _common(first: Run, second: Run) -> Iterator[tuple[int, int, int, int, int]]:
-    """What two runs in step share of the space between them.
-
-    Returns:
-        Repetition of the first, repetition of the second, from there on how many, first byte, width.
-    """
+    """Yields what two runs in step share of the space between them: repetition of the first and of the second, from
+    there on how many, first byte, width."""
     if first.count == 1:
         window = first.target, first.target + first.width
         for j, count, low, width in _within(second.source, second.width, second.count, second.source_stride, *window):
@@ -122,11 +119,8 @@ def _common(first: Run, second: Run) -> Iterator[tuple[int, int, int, int, int]]
 def _within(
     start: int, width: int, count: int, stride: int, low: int, high: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """The part of some repetitions that lies in ``[low, high)``: a cut one, whole ones, a cut one.
-
-    Returns:
-        Repetition, from there on how many, first byte, width.
-    """
+    """Yields the part of some repetitions that lies in ``[low, high)`` (a cut one, whole ones, a cut one): repetition,
+    from there on how many, first byte, width."""
     first = max(0, (low - start - width) // stride + 1)  # the first that ends behind ``low``
     last = min(count - 1, (high - 1 - start) // stride)  # the last that begins before ``high``
     if first <= last and start + first * stride < low:
@@ -154,11 +148,7 @@ def _row_by_row(first: Run, second: Run) -> Iterator[tuple[int, int, int, int, i
 
 
 class Partition:
-    """Plain runs whose targets are disjoint parts of one space.
-
-    Args:
-        parts: in ascending order of target.
-    """
+    """Plain runs, in ascending order of target, whose targets are disjoint parts of one space."""
 
     def __init__(self, parts: Sequence[Run]) -> None:
         self._parts = parts
@@ -176,12 +166,8 @@ class Partition:
 
 
 def box_runs(size: Sequence[int], offset: Sequence[int], whole: Sequence[int]) -> tuple[Run, ...]:
-    """A contiguous box of ``size`` at ``offset`` in a contiguous tensor ``whole``: from elements of the box to those of
-    the tensor.
-
-    Args:
-        size, offset, whole: one entry per dimension; all sizes are at least 1.
-    """
+    """Runs from the elements of a contiguous box of ``size`` at ``offset`` to those of a contiguous tensor ``whole``;
+    one entry per dimension, all sizes at least 1."""
     strides = [prod(whole[axis + 1 :]) for axis in range(len(whole))]
     target = sum(at * stride for at, stride in zip(offset, strides, strict=True))
     cut = len(whole)  # from this dimension on the box is one stretch of memory

@@ -23,16 +23,14 @@ NOTHING = Run(0, 0, 0)  # the share of a tensor of which a base holds no element
 
 @dataclass(frozen=True)
 class View:
-    """One HF tensor inside a base, or the part of one that lies in this base (then it has shares).
+    """One HF tensor inside a base, or (then it has shares) the part of one that lies in this base.
 
     Attributes:
-        name: HF parameter name.
-        shape: full shape.
-        start: first element of the tensor in the flat base; 0 with shares.
-        span: base elements from the tensor's first to its last, inclusive; with shares the whole tensor's elements.
-        strides: strides in elements, ``None`` when the tensor is contiguous.
-        shares: of a tensor that several bases make up, what this base holds: which elements of the base are which of
-            the tensor; ``NOTHING`` where it holds none.
+        name, shape: of the whole HF tensor.
+        start: its first element in the flat base; 0 with shares.
+        span: base elements from its first to its last, inclusive; with shares the whole tensor's elements.
+        strides: in elements, ``None`` when it is contiguous.
+        shares: which elements of the base are which of the tensor; ``NOTHING`` where it holds none.
     """
 
     name: str
@@ -50,15 +48,8 @@ class View:
 
 @dataclass(frozen=True)
 class Base:
-    """One sharded storage.
-
-    Attributes:
-        key: unique name for messages.
-        dtype: wire dtype, for example ``bfloat16``.
-        itemsize: bytes per element on the wire.
-        lengths: elements owned by each rank of the group, in order; one entry when every rank holds all of it.
-        views: the HF tensors inside.
-    """
+    """One sharded storage: a unique ``key`` for messages, dtype and bytes per element on the wire, the elements owned
+    by each rank of the group (one entry when every rank holds all), and the HF tensors inside."""
 
     key: str
     dtype: str
@@ -128,16 +119,9 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """All buckets of one sync, the same on every rank.
-
-    Attributes:
-        bases: what they are made of.
-        buckets: in the order in which they travel.
-        digest: names the plan.
-        sharded: segments stay with their ranks; else every rank gathers every bucket.
-        held: of a sharded plan, the most segments of a bucket in one slot; more than one where ranks hold segments that
-            came from other hosts.
-    """
+    """All buckets of one sync, the same on every rank, in the order in which they travel; ``digest`` names the plan. If
+    ``sharded``, segments stay with their ranks, else every rank gathers every bucket; ``held`` is the most segments of
+    a bucket in one slot, more than one where ranks hold segments of other hosts."""
 
     bases: tuple[Base, ...]
     buckets: tuple[Bucket, ...]

@@ -70,13 +70,7 @@ class _Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Target:
-    """Where an adapted weight lies in its base.
-
-    Attributes:
-        weight: which one.
-        start: its first element in the base.
-        shape: its full shape.
-    """
+    """An adapted weight in its base: ``start`` is its first element there, ``shape`` its full shape."""
 
     weight: Weight
     start: int
@@ -106,18 +100,13 @@ class Target:
 
 
 def delta_rows(weight: LoRAWeight, shape: tuple[int, ...], factors: Factors, begin: int, end: int) -> torch.Tensor:
-    """Rows ``[begin, end)`` of the delta that PEFT would add to a weight.
+    """Rows ``[begin, end)`` of the delta that PEFT would add to a weight of this whole ``shape``, fp32 of shape ``(end
+    - begin, weight.columns(shape))``. A row is what lies under one index of the first dimension; for a linear weight of
+    more than two dimensions, of all but the last.
 
-    Args:
-        weight: which one.
-        shape: of the whole weight. A row is what lies under one index of the first dimension; for a linear weight of
-            more than two dimensions, of all but the last.
-        factors: whole factors by state-dict key. A ``(r, in)``, B ``(out, r)``; of an embedding ``(r, num_embeddings)``
-            and ``(embedding_dim, r)``; of fused experts ``(E * r, in)`` and ``(out, r * E)``; of a convolution
-            ``(r, in, *kernel)`` and ``(out, r, 1, ...)``; of a bias only B, ``(out,)``.
-
-    Returns:
-        fp32 of shape ``(end - begin, weight.columns(shape))``.
+    ``factors`` are whole, by state-dict key: A ``(r, in)``, B ``(out, r)``; of an embedding ``(r, num_embeddings)`` and
+    ``(embedding_dim, r)``; of fused experts ``(E * r, in)`` and ``(out, r * E)``; of a convolution ``(r, in, *kernel)``
+    and ``(out, r, 1, ...)``; of a bias only B, ``(out,)``.
 
     Source: ``get_delta_weight`` of ``peft.tuners.lora.layer``'s ``Linear``, ``Embedding``, ``_ConvNd``,
     ``ParamWrapper``, and the handling of ``lora_bias`` in ``Linear.merge``.
@@ -179,14 +168,9 @@ def _pefts(weight: LoRAWeight, a: torch.Tensor, b: torch.Tensor, **held: Any) ->
 def merge_run(
     run: torch.Tensor, first: int, target: Target, factors: Factors, scale: torch.Tensor | None = None
 ) -> None:
-    """Adds the delta to the part of a weight that lies in a run, and scales it if it is DoRA's.
-
-    Args:
-        run: fp32, 1-D; elements ``[first, first + len(run))`` of the base. Written in place, so give a copy.
-        first: see ``run``.
-        target: the weight; must overlap the run.
-        factors: see ``delta_rows``.
-        scale: fp32 of length ``target.scales``: magnitude over norm. ``None`` for plain LoRA.
+    """Adds the delta to the part of a weight that lies in a run, in place. ``run`` is fp32, 1-D, elements ``[first,
+    first + len(run))`` of the base, and overlaps the target. ``scale`` is DoRA's magnitude over norm, fp32 of length
+    ``target.scales``.
 
     Source: ``DoraLinearVariant.merge_safe`` of ``peft.tuners.lora.variants`` for the scale.
     """
@@ -204,13 +188,8 @@ def merge_run(
 
 
 def add_squares(run: torch.Tensor, first: int, target: Target, factors: Factors, sums: torch.Tensor) -> None:
-    """Adds the squares of the merged elements in a run to the sums of their rows (columns of a transposed weight).
-
-    Args:
-        run: fp32, 1-D; elements ``[first, first + len(run))`` of the base. Overwritten, so give a copy.
-        first, target, factors: see ``merge_run``.
-        sums: fp32 of length ``target.scales``; added to in place.
-    """
+    """Adds the squares of the merged elements in a run to ``sums`` by row (by column of a transposed weight), fp32 of
+    length ``target.scales``. ``run``, see ``merge_run``, is overwritten."""
     merge_run(run, first, target, factors)
     window = target.window(first, run.numel())
     part = run[window.low : window.high]
@@ -224,14 +203,8 @@ def add_squares(run: torch.Tensor, first: int, target: Target, factors: Factors,
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A plain weight's delta on some rows of the memory in which a run is merged.
-
-    Attributes:
-        weight: which one.
-        offset: of the first row in that memory, in elements.
-        shape: rows and columns.
-        rows: of the B factor; ``None`` for all of them.
-    """
+    """A plain weight's delta on some rows of the memory in which a run is merged: ``offset`` of the first row there, in
+    elements, rows and columns, and the ``rows`` of the B factor (``None``: all)."""
 
     weight: Weight
     offset: int
@@ -241,15 +214,8 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """How one run is merged. Depends on its place and length only, so it is worked out once.
-
-    Attributes:
-        first: its first element in the base.
-        count: its elements.
-        margin: elements of memory before and after the run, for the rows that it cuts.
-        products: of plain weights.
-        others: weights that are left to PEFT.
-    """
+    """How one run is merged, by its place and length alone: its first element in the base, its elements, the ``margin``
+    of memory on both sides for rows that it cuts, ``products`` of plain weights, and ``others``, left to PEFT."""
 
     first: int
     count: int
@@ -274,11 +240,8 @@ def steps_of(targets: tuple[Target, ...], first: int, count: int) -> Steps:
 
 
 class Scratch:
-    """The fp32 memory of one stream for merging, kept from run to run: a run is read before the next one overwrites it.
-
-    Args:
-        device: where the runs are merged.
-    """
+    """The fp32 memory of one stream for merging on a device, kept from run to run: a run is read before the next
+    overwrites it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -293,19 +256,12 @@ class Scratch:
     def merge(
         self, run: torch.Tensor, steps: Steps, factors: Factors, scales: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Returns a run with the deltas of all the weights in it added.
+        """Returns a run with the deltas of all the weights in it added, fp32, 1-D; the next call overwrites it. ``run``
+        is 1-D, on the device, and not written; factors of plain weights are fp32; ``scales`` are DoRA's by name of the
+        weight.
 
         PEFT rounds ``B @ A``, then its product with ``scaling``, then the sum. Of a plain weight all three are rounded
         once, to fp32, in one launch; a row that the run cuts is multiplied whole, over the margins next to the run.
-
-        Args:
-            run: 1-D, on the device; ``steps.count`` elements of the base, from ``steps.first`` on. Not written.
-            steps: for this run.
-            factors: see ``delta_rows``; those of plain weights in fp32.
-            scales: DoRA's, by name of the weight; see ``merge_run``.
-
-        Returns:
-            fp32, 1-D; overwritten by the next call.
         """
         merged = self._view(steps.margin, steps.count, steps.margin)
         merged.copy_(run)

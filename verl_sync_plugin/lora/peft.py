@@ -50,12 +50,8 @@ def plain_name(name: str) -> str:
 
 
 def merged_name(name: str, in_use: Mapping[str, str | None] = _NOTHING) -> str | None:
-    """The HF name of a PEFT state-dict key; ``None`` for what does not travel; adapters keep their key.
-
-    Args:
-        name: the key.
-        in_use: of modules that PEFT has copied for its adapters, whose copy computes; see ``copies_in_use``. Of a
-            module that is not among them, any copy.
+    """The HF name of a PEFT state-dict key; ``None`` for what does not travel; adapters keep their key. ``in_use``, see
+    ``copies_in_use``, has the modules that PEFT copied and whose copy computes; of any other module each copy travels.
     """
     if is_adapter(name):
         return name
@@ -73,10 +69,7 @@ def merged_name(name: str, in_use: Mapping[str, str | None] = _NOTHING) -> str |
 
 def lora_config(model: Any) -> Any:
     """PEFT's ``LoraConfig`` for verl's ``HFModelConfig``: the flat keys, ``lora.peft``, or the adapter that is loaded.
-
-    Raises:
-        ValueError: PEFT refuses the settings.
-    """
+    Raises ValueError where PEFT refuses the settings."""
     from peft import LoraConfig, PeftConfig, TaskType
     from verl.utils.fs import copy_to_local
     from verl.utils.py_functional import convert_to_regular_types
@@ -100,11 +93,8 @@ def lora_config(model: Any) -> Any:
 
 
 def build_peft_model(module: torch.nn.Module, model: Any) -> torch.nn.Module:
-    """Adds the adapter to a model as verl's FSDP engine does, with all of ``lora.peft``.
-
-    Returns:
-        A ``PeftModel`` whose adapter has the dtype of the base: FSDP1 flattens parameters of one dtype only.
-    """
+    """Adds the adapter to a model as verl's FSDP engine does, with all of ``lora.peft``, in the dtype of the base:
+    FSDP1 flattens parameters of one dtype only."""
     from peft import get_peft_model
 
     module.enable_input_require_grads()  # type: ignore[operator]
@@ -117,13 +107,8 @@ def build_peft_model(module: torch.nn.Module, model: Any) -> torch.nn.Module:
 
 
 def unties_embeddings(model: Any) -> bool:
-    """Whether the merged model has two different weights where its checkpoint ties embedding and head.
-
-    The adapter changes one of them, or each in its own way. An engine that ties them cannot serve that.
-
-    Args:
-        model: verl's ``HFModelConfig``.
-    """
+    """True if the merged model has two different weights where its checkpoint ties embedding and head: the adapter
+    changes one of them, or each in its own way. An engine that ties them cannot serve that."""
     if lora_rank_of(model) == 0 or not getattr(model.hf_config, "tie_word_embeddings", False):
         return False
     config = lora_config(model)
@@ -134,11 +119,7 @@ def unties_embeddings(model: Any) -> bool:
 
 
 def adapted_ends(config: Any) -> tuple[list[str], list[str]]:
-    """Which of embedding and head have factors in an adapter, and which it trains whole; by name.
-
-    Args:
-        config: PEFT's ``LoraConfig``.
-    """
+    """Names of embedding and head that have factors by PEFT's ``LoraConfig``, and of those that it trains whole."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     saved = [name for name in _TIED_NAMES for save in config.modules_to_save or () if f".{name}".endswith(f".{save}")]
@@ -160,10 +141,8 @@ def carries_adapter(model: torch.nn.Module) -> bool:
 
 
 def refuse_others(model: torch.nn.Module) -> None:
-    """Raises ValueError for adapters and PEFT layers that weight sync would not deliver, with name and type.
-
-    Parameters of such adapters reach the engine neither by themselves nor merged: it would serve the bare base.
-    """
+    """Raises ValueError, with name and type, for adapters and PEFT layers that would reach the engine neither by
+    themselves nor merged: it would serve the bare base."""
     from peft import PeftMixedModel, PeftModel
     from peft.tuners.lora import LoraLayer, LoraModel
     from peft.utils import ModulesToSaveWrapper
@@ -181,13 +160,8 @@ def refuse_others(model: torch.nn.Module) -> None:
 
 
 def refuse_config(where: str, settings: dict[str, Any], remedy: str) -> None:
-    """Raises ValueError for adapter settings that cannot be seen in any module.
-
-    Args:
-        where: whose settings, for the message.
-        settings: fields of PEFT's config.
-        remedy: what the user can do.
-    """
+    """Raises ValueError for settings of PEFT's config that cannot be seen in any module; ``where`` and ``remedy`` are
+    for the message."""
     kind = settings.get("peft_type", "LORA")
     kind = str(getattr(kind, "value", kind))
     if kind != "LORA":
@@ -206,14 +180,9 @@ def refuse_config(where: str, settings: dict[str, Any], remedy: str) -> None:
 
 
 def copies_in_use(model: torch.nn.Module) -> dict[str, str | None]:
-    """Maps each module that PEFT copied to train it whole (``modules_to_save``) to the adapter whose copy computes.
-
-    Returns:
-        The adapter by name of the module; ``None`` where it is the module itself.
-
-    Raises:
-        ValueError: several adapters are active; names the module.
-    """
+    """Maps each module that PEFT copied to train it whole (``modules_to_save``) to the adapter whose copy computes,
+    ``None`` where it is the module itself. Raises ValueError, with the module's name, where several adapters are
+    active."""
     from peft.utils import ModulesToSaveWrapper
 
     found: dict[str, str | None] = {}
@@ -278,16 +247,8 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class LoRAWeight:
-    """One adapted weight or bias.
-
-    Attributes:
-        name: HF name of the weight.
-        layer: PEFT's layer.
-        adapter: name of its active adapter.
-        kind: how the factors make its delta.
-        a: state-dict key of the A factor; empty for a bias.
-        b: state-dict key of the B factor; of a bias the bias of the B factor.
-        magnitude: state-dict key of DoRA's magnitude vector, if any.
+    """One adapted weight or bias, by its HF name: PEFT's layer, the active adapter, how the factors make the delta, and
+    the state-dict keys of the factors (of a bias ``b`` alone, the bias of the B factor) and of DoRA's magnitude vector.
     """
 
     name: str
@@ -335,11 +296,8 @@ def renamed_weights(found: list[LoRAWeight], rename: Callable[[dict[str, Any]], 
 
 
 def lora_weights(model: torch.nn.Module) -> list[LoRAWeight]:
-    """All adapted weights of a PEFT model; names as PEFT's state dict has them, ``base_layer`` included.
-
-    Raises:
-        ValueError: an adapter that cannot be merged, LoRA or not; the text names the module.
-    """
+    """All adapted weights of a PEFT model; names as PEFT's state dict has them, ``base_layer`` included. Raises
+    ValueError, with the module's name, for an adapter that cannot be merged."""
     from peft.tuners.lora import LoraLayer
 
     refuse_others(model)
@@ -352,12 +310,8 @@ def lora_weights(model: torch.nn.Module) -> list[LoRAWeight]:
 
 def refuse_incomplete(weights: Mapping[str, LoRAWeight], exported: Container[str], factors: Sequence[str]) -> None:
     """Raises ValueError, with names, unless all that travels is merged with all that belongs to its adapters.
-
-    Args:
-        weights: all adapted weights by name.
-        exported: names of those that are part of what travels; another one's delta would never arrive.
-        factors: state-dict keys of all adapter parameters of the trainer, of adapters that are not in use too.
-    """
+    ``exported`` names the weights that are part of what travels; ``factors`` are the keys of all adapter parameters, of
+    adapters not in use too."""
     merged = {key for weight in weights.values() for key in weight.keys}
     lost = [name for name in weights if name not in exported] + list(merged.difference(factors))
     if lost:

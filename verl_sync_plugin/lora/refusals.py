@@ -26,17 +26,9 @@ _FSDP1 = "actor_rollout_ref.actor.strategy=fsdp with actor_rollout_ref.actor.fsd
 
 
 def refuse_lora(model: Any, strategy: str, refuse_untied: RefuseUntied, refuse_adapter: RefuseAdapter) -> None:
-    """Says what is known of an adapter and its model before any worker starts. Reads local files only.
-
-    Args:
-        model: ``actor_rollout_ref.model``, its LoRA keys unified.
-        strategy: ``fsdp`` or ``fsdp2``.
-        refuse_untied: is asked where the engine would need embedding and head apart.
-        refuse_adapter: is asked where the engine is to serve an existing adapter itself.
-
-    Raises:
-        ValueError: names key, value and remedy.
-    """
+    """Raises ValueError for what is wrong with an adapter and its model before any worker starts; reads local files
+    only. ``model`` has its LoRA keys unified; the engine's two refusals are asked where it would need embedding and
+    head apart, and where it is to serve an existing adapter itself."""
     if lora_rank_of(model) == 0:
         return
     from omegaconf import OmegaConf
@@ -61,17 +53,8 @@ def refuse_lora(model: Any, strategy: str, refuse_untied: RefuseUntied, refuse_a
 
 
 def refuse_unread_rank(model: Any, strategy: str, cause: str = "custom.sync.enabled=False") -> None:
-    """Refuses a run that is compared with stock verl and would train all parameters, where with the plugin it trains an
-    adapter: nobody would notice.
-
-    Args:
-        model: ``actor_rollout_ref.model``, as given.
-        strategy: the actor's.
-        cause: why stock verl trains it.
-
-    Raises:
-        ValueError: names key, value and remedy.
-    """
+    """Raises ValueError for a run that stock verl (``cause`` says why) would train with all parameters where the plugin
+    trains an adapter: nobody would notice. ``model`` is as given."""
     block = model.get("lora") or {}
     rank = block.get("rank") or 0
     if strategy in FLAT_LORA_TRAINERS and rank and not model.get("lora_rank"):
@@ -84,13 +67,8 @@ def refuse_unread_rank(model: Any, strategy: str, cause: str = "custom.sync.enab
 
 
 def _refuse_absent(where: str, path: str, model: str) -> None:
-    """Raises ValueError for an adapter that is not where this machine would see it, as it sees the model.
-
-    Args:
-        where: key and value, for messages.
-        path: of the adapter; what may be the name of one on a hub passes.
-        model: path of the model.
-    """
+    """Raises ValueError for an adapter that is not where this machine would see it, as it sees the model; what may be
+    the name of one on a hub passes."""
     folder, remedy = Path(path), "Give the whole path of a folder that PEFT has saved an adapter to"
     if not folder.is_dir():
         if path.startswith(("/", ".", "~")) and (folder.parent.is_dir() or Path(model).expanduser().is_dir()):
@@ -130,13 +108,8 @@ def _refuse_existing(
 
 
 def _refuse_ends(plain: Mapping[str, Any], where: str | None, strategy: str, refuse_untied: RefuseUntied) -> None:
-    """Raises ValueError for an adapted embedding or head that trainer or engine cannot have.
-
-    Args:
-        plain: the model's keys.
-        where: the adapter that is loaded, for messages; ``None`` when the keys describe it.
-        strategy: see ``refuse_lora``, as for ``refuse_untied``.
-    """
+    """Raises ValueError for an adapted embedding or head that trainer or engine cannot have. ``where`` names the
+    adapter that is loaded, ``None`` when the keys describe it."""
     from verl_sync_plugin.lora.peft import adapted_ends, lora_config
 
     keys = {"use_shm": False, "target_parameters": None, **plain}

@@ -55,19 +55,13 @@ def _fail(key: str, value: Any, problem: str, remedy: str) -> ValueError:
 
 
 def unify(model: Mapping[str, Any], stock: Mapping[str, Any], refuse_adapter: RefuseAdapter) -> dict[str, Any]:
-    """The flat keys that an FSDP trainer needs, from the block and the flat keys together.
-
-    Args:
-        model: ``actor_rollout_ref.model``, with a ``lora`` mapping.
-        stock: verl's defaults of the same keys.
-        refuse_adapter: is asked where the engine is to serve the adapter itself.
-
-    Returns:
-        Values by flat key, and under ``lora.peft`` more arguments for PEFT's ``LoraConfig``; empty without LoRA.
+    """Returns the flat keys that an FSDP trainer needs, from the block and the flat keys together, and under
+    ``lora.peft`` more arguments for PEFT's ``LoraConfig``; empty without LoRA. ``stock`` are verl's defaults;
+    ``refuse_adapter`` is asked where the engine is to serve the adapter itself.
 
     Raises:
-        ValueError: both given and different, a setting that FSDP or PEFT does not know, or one that the engine cannot
-            serve; names key, value, remedy.
+        ValueError: both given and different, or a setting that FSDP, PEFT or the engine does not know; names key,
+            value, remedy.
     """
     block, stock_block = model.get("lora") or {}, stock.get("lora") or {}
     _refuse_pefts_own(block, stock_block)

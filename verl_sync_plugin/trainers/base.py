@@ -23,14 +23,12 @@ from verl_sync_plugin.transport.agreement import Agreement
 
 
 class ParameterSource(ABC):
-    """Everything one trainer rank contributes to a sync.
-
-    Lives as long as the trainer's model and keeps what it learned of the layout, so that a later sync only looks up
-    where the shards are now (offloading moves them).
+    """Everything one trainer rank contributes to a sync. Lives as long as the trainer's model and keeps what it learned
+    of the layout, so that a later sync only looks up where the shards are now (offloading moves them).
 
     Attributes:
-        prepares: something of what travels is made on the way: the class has a ``prepare`` of its own.
-        makes_all: nothing of what travels is there before it is prepared, nor behind it.
+        prepares: the class has a ``prepare`` of its own, which makes something of what travels.
+        makes_all: nothing of what travels is there before it is prepared, nor afterwards.
     """
 
     prepares: ClassVar[bool] = False
@@ -50,45 +48,29 @@ class ParameterSource(ABC):
 
     def agree_on_layout(self, agreement: Agreement) -> ParameterSource:
         """Collective, before ``shards``: the ranks tell each other who holds what, where they hold different parts.
-
-        Returns:
-            The source that reads this trainer: mostly this one.
-
-        Raises:
-            SyncError: any rank failed; the same text on every rank.
-        """
+        Returns the source that reads this trainer, mostly this one; raises SyncError with one text on every rank."""
         return self
 
     @abstractmethod
     def shards(self) -> list[Shard]:
-        """All bases in model order, the same on every rank.
-
-        Raises:
-            ValueError: a parameter is laid out in a way this source does not know; the text names it.
-        """
+        """All bases in model order, the same on every rank. Raises ValueError, with its name, for a parameter of an
+        unknown layout."""
 
     def plan(self, bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False, held: int = 1) -> Plan:
         """Cuts the bases into buckets; the same on every rank of the group."""
         return plan_buckets(bases, bucket_bytes, sharded, held)
 
     def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
-        """Collective over ``group``, where ``prepares``: what these shards need from other ranks before packing.
-
-        Yields right before each collective, where all ranks settle (``Agreement.run``): what comes before may fail.
-
-        Args:
-            bases: of one bucket; what earlier calls prepared may be gone when this returns.
-            ahead: those of the buckets behind it, in order. Some may be prepared as well, to save rounds: their calls
-                then have nothing to do. Which ones, every rank decides alike. ``shards`` and ``release`` drop them.
-        """
+        """Collective over ``group``, where ``prepares``: makes what the shards of one bucket's ``bases`` need from
+        other ranks; what earlier calls prepared may be gone when this returns. Yields right before each collective,
+        where all ranks settle (``Agreement.run``). Of the buckets ``ahead``, in order, some may be prepared as well, to
+        save rounds; every rank decides alike which. ``shards`` and ``release`` drop them."""
         yield from ()  # most sources need nothing
 
     def release(self) -> None:  # noqa: B027  (most sources hold nothing)
-        """Drops every reference to the trainer's parameters; ``shards`` finds them again.
-
-        A source that kept one would keep an offloaded model in memory after the trainer has moved it elsewhere. Where
-        offloading keeps the parameters and takes their memory away (Megatron), they may be kept.
-        """
+        """Drops every reference to the trainer's parameters, so that an offloaded model is not kept in memory;
+        ``shards`` finds them again. Where offloading keeps the parameters and takes their memory away (Megatron), they
+        may be kept."""
 
     def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:
         """Names and this rank's part of what is merged into these bases; for messages."""
@@ -96,30 +78,20 @@ class ParameterSource(ABC):
 
 
 class ServedAdapter(ABC):
-    """A LoRA adapter that the engine serves itself (``lora.merge=False``), on one trainer rank.
-
-    Attributes:
-        settings: fields of PEFT's ``LoraConfig``.
-    """
+    """A LoRA adapter that the engine serves itself (``lora.merge=False``), on one trainer rank; ``settings`` are fields
+    of PEFT's ``LoraConfig``."""
 
     settings: Mapping[str, Any]
 
     @abstractmethod
     def look(self) -> None:
-        """Finds the adapter's parameters, once per sync; no collective.
-
-        Raises:
-            ValueError: they cannot be served; names what and the remedy.
-        """
+        """Finds the adapter's parameters, once per sync; no collective. Raises ValueError, with the remedy, where they
+        cannot be served."""
 
     @abstractmethod
     def gather(self, run: str) -> Generator[None, None, dict[str, torch.Tensor]]:
         """Whole factors by their names in an adapter checkpoint, in the trainer's dtype. Collective; yields right
-        before each collective, where all ranks settle.
-
-        Args:
-            run: a name for this time, the same on all ranks and used once.
-        """
+        before each collective, where all ranks settle. ``run`` names this time, alike on all ranks and used once."""
 
     @abstractmethod
     def release(self) -> None:
@@ -127,17 +99,9 @@ class ServedAdapter(ABC):
 
 
 class TrainerBackend(ABC):
-    """What one of verl's training engines brings to its syncs, on one rank.
-
-    Args:
-        engine: verl's training engine.
-        config: the sync's settings.
-        device: where the trainer computes.
-        rollout_dtype: ``rollout.dtype``, what ``wire_dtype=auto`` means.
-
-    Attributes:
-        serves_adapter: the engine serves the trainer's LoRA adapter itself; else it gets merged weights.
-    """
+    """Opens the sources of one of verl's training engines, on one rank, whose ``device`` computes. ``rollout_dtype`` is
+    what ``wire_dtype=auto`` means; ``serves_adapter``: the engine serves the trainer's LoRA adapter itself, else it
+    gets merged weights."""
 
     serves_adapter: bool = False
 
@@ -149,18 +113,11 @@ class TrainerBackend(ABC):
 
     @abstractmethod
     def open_source(self) -> ParameterSource:
-        """The parameter source of the engine; called at the first sync, and again if the engine asks for other dtypes.
-
-        Raises:
-            ValueError: the engine is configured in a way that cannot be synced; names key, value and remedy.
-        """
+        """Opens the parameter source at the first sync, and again if the engine asks for other dtypes. Raises
+        ValueError, with key, value and remedy, for an engine that cannot be synced."""
 
     def open_adapter(self, source: ParameterSource) -> ServedAdapter:
-        """The adapter to serve, where ``serves_adapter``; called once.
-
-        Args:
-            source: what ``open_source`` returned.
-        """
+        """Opens the adapter to serve, once, where ``serves_adapter``; ``source`` is what ``open_source`` returned."""
         raise TypeError(f"{type(self).__qualname__} has no adapter to serve")
 
     @property
@@ -200,13 +157,8 @@ def trainer_device() -> torch.device:
 
 
 def name_culprit(bucket: Bucket, shards: list[Shard], source: ParameterSource, rank: int) -> str | None:
-    """A sentence that names the parameter, found in the trainer's own values; ``None``: none there.
-
-    Args:
-        bucket: what was packed.
-        shards: all shards of this rank, by base index.
-        source: asked for what goes into a merge besides the shards.
-        rank: this rank's place among the owners of a sharded base.
+    """A sentence that names the parameter that made a packed bucket NaN or Inf, found in the trainer's own values;
+    ``None``: none there. ``shards`` are all of this rank, whose place among the owners of a sharded base is ``rank``.
     """
     merged = []
     for part in bucket.slices:

@@ -72,7 +72,6 @@ class FSDPTrainer(TrainerBackend):
         )
 
     def open_adapter(self, source: ParameterSource) -> ServedAdapter:
-        """See ``TrainerBackend``."""
         assert isinstance(source, MergingSource), "an adapter is served"
         return PEFTAdapter(source, self.adapter_config)
 
@@ -84,7 +83,6 @@ class FSDPTrainer(TrainerBackend):
             )
 
     def untied_end(self) -> str:
-        """See ``TrainerBackend``."""
         adapted = self._adapted_ends()
         return adapted[0] if adapted and not (self._tied and self._saved_together()) else ""
 
@@ -161,16 +159,13 @@ class PEFTAdapter(ServedAdapter):
         self.settings = config.to_dict()
 
     def look(self) -> None:
-        """See ``ServedAdapter``."""
         self._source.shards()
 
     def gather(self, run: str) -> Generator[None, None, dict[str, torch.Tensor]]:
-        """See ``ServedAdapter``."""
         factors = self._source.factors
         names = tuple(name for name in factors.names if adapter_of(name) == ADAPTER)
         found = yield from factors.gather(names, self._source.group)
         return {served_name(key, ADAPTER): factor for key, factor in found.items()}
 
     def release(self) -> None:
-        """See ``ServedAdapter``."""
         self._source.release()

@@ -36,13 +36,8 @@ class _Known:
 
 
 class DTensorSource(ParameterSource):
-    """The part that FSDP2 modules and state dicts share: nothing gathered, nothing copied.
-
-    Args:
-        policy: wire dtypes.
-        rewrite: verl's stream rewriting.
-        unsaved: second names of tied parameters, see ``naming.saved_names``.
-    """
+    """The part that FSDP2 modules and state dicts share: nothing gathered, nothing copied. ``rewrite`` is verl's;
+    ``unsaved``: see ``naming.saved_names``."""
 
     _parameters: set[str]  # names that are no buffers'
 
@@ -157,17 +152,8 @@ class _Slot(NamedTuple):
 
 
 class FSDP2Source(DTensorSource):
-    """Walks a ``fully_shard``-ed module: parameters and persistent buffers, nothing gathered, nothing copied.
-
-    ``state_dict()`` is asked once, for the names; with hundreds of modules it costs more than moving the weights.
-
-    Args:
-        module: the root.
-        policy: wire dtypes.
-        rewrite: verl's stream rewriting.
-        rename: verl's renaming of a state dict.
-        unsaved: second names of tied parameters, see ``naming.saved_names``.
-    """
+    """Walks a ``fully_shard``-ed module: parameters and persistent buffers. ``state_dict()`` is asked once, for the
+    names, which ``rename`` changes as verl does; with hundreds of modules it costs more than moving the weights."""
 
     def __init__(
         self,
@@ -217,14 +203,8 @@ class FSDP2Source(DTensorSource):
 
 
 class StateDictSource(DTensorSource):
-    """Reads a plain state dict, names of a checkpoint to tensors or DTensors; looks all up for every sync.
-
-    Args:
-        given: the state dict of the sync under way.
-        policy: wire dtypes, of every floating-point tensor: a state dict does not tell buffers from parameters.
-        rewrite: verl's stream rewriting.
-        unsaved: second names of tied parameters, see ``naming.saved_names``.
-    """
+    """Reads a plain state dict, names of a checkpoint to tensors or DTensors; looks all up for every sync. The wire
+    dtype holds for every floating-point tensor: a state dict does not tell buffers from parameters."""
 
     def __init__(
         self,

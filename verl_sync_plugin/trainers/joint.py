@@ -28,13 +28,12 @@ from verl_sync_plugin.transport.agreement import Agreement
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank holds of one parameter.
+    """One rank's part of one parameter.
 
     Attributes:
         name: the trainer's, the same on all ranks.
-        place: which part of it this is; ranks with equal places hold the same.
-        shape: of the part.
-        dtype: the trainer's, for example ``bfloat16``.
+        place: ranks with equal places hold the same part.
+        shape, dtype: of the part, in the trainer's dtype.
         views: the HF tensors that the parameter yields, with this part's shares of them.
         common: what all parts of the parameter agree in.
         text: all of that in words, for messages.
@@ -60,13 +59,8 @@ class Part:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """One rank's share of the model.
-
-    Attributes:
-        parts: in model order.
-        groups: ranks (of the world) of the rank's model-parallel groups.
-        computed: the first parameter whose HF tensors are more than copies of it, and why; empty when there is none.
-    """
+    """One rank's share of the model: its parts in model order, and the ranks of its model-parallel groups. ``computed``
+    names the first parameter whose HF tensors are more than copies of it, and why."""
 
     parts: tuple[Part, ...]
     groups: tuple[tuple[int, ...], ...]
@@ -82,11 +76,7 @@ class Unit:
 
 
 class JointSource(ParameterSource):
-    """Before ``shards`` comes ``agree_on_layout``.
-
-    Args:
-        policy: wire dtypes.
-    """
+    """Reads what the ranks hold in parts. Before ``shards`` comes ``agree_on_layout``."""
 
     def __init__(self, policy: WirePolicy) -> None:
         super().__init__()
@@ -103,14 +93,8 @@ class JointSource(ParameterSource):
 
     @abstractmethod
     def read(self, run: str) -> RankLayout:
-        """This rank's layout, as it was when last looked at.
-
-        Args:
-            run: the name of this reading, the same on all ranks.
-
-        Raises:
-            ValueError: a parameter is stored in a way that cannot be sent; names it.
-        """
+        """This rank's layout, as it was when last looked at; ``run`` names this reading alike on all ranks. Raises
+        ValueError, with its name, for a parameter that is stored in a way that cannot be sent."""
 
     @abstractmethod
     def shard(self, base: Base, name: str) -> Shard:
@@ -149,14 +133,8 @@ class JointSource(ParameterSource):
         return not self._bases
 
     def _match(self, layouts: list[RankLayout]) -> list[Base]:
-        """Works out who sends what.
-
-        Args:
-            layouts: of all ranks of the world, in rank order; the same list on every rank.
-
-        Raises:
-            ValueError: the ranks disagree; the same text on every rank.
-        """
+        """Works out who sends what, from the layouts of all ranks in rank order. Raises ValueError, the same on every
+        rank, where the ranks disagree."""
         units_of = match(layouts)
         for units in units_of.values():
             for unit in units:
@@ -204,11 +182,7 @@ class JointSource(ParameterSource):
 
 
 def replicas(layouts: list[RankLayout]) -> list[tuple[int, ...]]:
-    """The smallest sets of ranks that hold the whole model and cut through no model-parallel group, sorted.
-
-    Args:
-        layouts: of all ranks of the world, in rank order.
-    """
+    """The smallest sets of ranks that hold the whole model and cut through no model-parallel group, sorted."""
     sets = [{rank} for rank in range(len(layouts))]
     for layout in layouts:
         for group in layout.groups:
@@ -219,13 +193,8 @@ def replicas(layouts: list[RankLayout]) -> list[tuple[int, ...]]:
 
 
 def match(layouts: list[RankLayout]) -> dict[tuple[int, ...], list[Unit]]:
-    """The parameters of each replica, in model order; the same on every rank.
-
-    Args:
-        layouts: of all ranks of the world, in rank order.
-
-    Raises:
-        ValueError: ranks disagree on a parameter, or hold less or more than all of one; names it and the ranks.
+    """The parameters of each replica, in model order, from the layouts of all ranks in rank order; the same on every
+    rank. Raises ValueError, with parameter and ranks, where ranks disagree on one, or hold less or more than all of it.
     """
     found: dict[str, dict[int, Part]] = defaultdict(dict)  # name -> rank -> part
     for rank, layout in enumerate(layouts):
@@ -274,12 +243,7 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 
 def choose_owners(units: list[Unit], ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The rank that sends each part, so that all ranks send about as much.
-
-    Args:
-        units: of one replica.
-        ranks: the replica.
-    """
+    """The rank of a replica that sends each part of its units, so that all ranks send about as much."""
     load = dict.fromkeys(ranks, 0)
     chosen: dict[int, tuple[int, ...]] = {}
     # What only one rank holds comes first: the others' choice evens it out

@@ -37,14 +37,9 @@ Merge = Callable[[torch.Tensor, int], torch.Tensor]  # see ``Shard.merge``
 
 
 def take_part(work: dist.Work, device: torch.device, seconds: float) -> None:
-    """Waits for a collective that was started with ``async_op=True``.
-
-    On a GPU this only orders streams and does not block the host; who waits for the result there does so with a bound,
-    see ``reached`` and ``BucketSender.drain``.
-
-    Raises:
-        RuntimeError: another rank did not take part in time.
-    """
+    """Waits for a collective that was started with ``async_op=True``; raises RuntimeError where another rank did not
+    take part in time. On a GPU this only orders streams; who waits for the result there has a bound (``reached``,
+    ``BucketSender.drain``)."""
     if device.type == "cuda":
         work.wait()
     else:
@@ -52,12 +47,8 @@ def take_part(work: dist.Work, device: torch.device, seconds: float) -> None:
 
 
 def reached(device: torch.device, seconds: float) -> None:
-    """Waits until a device has done all that was given to it, like ``synchronize``, but with a bound: a rank that died
-    leaves NCCL hanging.
-
-    Raises:
-        TimeoutError: the bound has passed.
-    """
+    """Waits until a device has done all that was given to it, with a bound, since a rank that died leaves NCCL hanging;
+    raises TimeoutError."""
     if device.type != "cuda":
         return
     event = torch.cuda.Event()
@@ -76,15 +67,8 @@ def reached(device: torch.device, seconds: float) -> None:
 
 @dataclass(frozen=True)
 class _Factor:
-    """One factor in a batch.
-
-    Attributes:
-        key: of the state dict.
-        shape: of the whole factor.
-        strides: of the whole factor, in elements; ``None`` when it is contiguous.
-        lengths: elements that each rank holds.
-        block: elements of the longest of these runs.
-    """
+    """One factor in a batch, by its key of the state dict: shape and strides (``None``: contiguous) of the whole, the
+    elements that each rank holds, and ``block``, the longest of these runs."""
 
     key: str
     shape: tuple[int, ...]
@@ -139,12 +123,8 @@ class _Batch:
 
 
 class FactorStore:
-    """The adapter parameters of one sync. Keeps from sync to sync how they are laid out when they are gathered.
-
-    Args:
-        device: where the gathered factors are put.
-        timeout_seconds: bound on waiting for other ranks.
-    """
+    """The adapter parameters of one sync, which are gathered onto ``device``. Keeps from sync to sync how they are laid
+    out then."""
 
     def __init__(self, device: torch.device, timeout_seconds: float) -> None:
         self._device = device
@@ -173,16 +153,9 @@ class FactorStore:
     def gather(
         self, keys: tuple[str, ...], group: dist.ProcessGroup | None, dtype: torch.dtype | None = None
     ) -> Gathering:
-        """Whole factors. Collective over ``group``, with the same keys on all its ranks.
-
-        Yields right before each collective. Peak device memory: the factors twice in the trainer's dtype and this
-        rank's part of them; or, where they are cast, once in each dtype.
-
-        Args:
-            keys: which.
-            group: their owners.
-            dtype: of what is returned; ``None`` for the trainer's.
-        """
+        """Whole factors, in ``dtype`` or the trainer's. Collective over ``group``, their owners, with the same keys on
+        all ranks; yields right before each collective. Peak device memory: the factors twice in the trainer's dtype and
+        this rank's part of them; or, where they are cast, once in each dtype."""
         found: dict[str, torch.Tensor] = {}
         for batch in self._laid_out(keys):
             joined = yield from self._join(batch, group)
@@ -216,12 +189,8 @@ class FactorStore:
 def bases_ahead(
     bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]], nbytes: Callable[[int], int], limit: int = GATHER_BYTES
 ) -> tuple[int, ...]:
-    """The bases to prepare at once: those of a bucket, and of the next ones while all stay within ``limit``.
-
-    Args:
-        bases, ahead: see ``ParameterSource.prepare``.
-        nbytes: of the whole factors of a base, in fp32; the same on every rank.
-    """
+    """The bases to prepare at once: those of a bucket, and of the next ones while the whole fp32 factors of all
+    (``nbytes`` of a base, alike on every rank) stay within ``limit``."""
     chosen = dict.fromkeys(bases)
     total = sum(map(nbytes, bases))
     for bucket in ahead:
@@ -237,12 +206,8 @@ def bases_ahead(
 
 
 class Merging(ParameterSource):
-    """A source that merges while it is packed; every trainer's.
-
-    Attributes:
-        factors: of this sync, as shards.
-        gathered: whole factors that are there now, by state-dict key.
-    """
+    """A source that merges while it is packed; every trainer's. ``factors`` are those of this sync, as shards;
+    ``gathered`` are whole factors that are there now, by state-dict key."""
 
     def __init__(
         self, device: torch.device, timeout_seconds: float, gather_bytes: int = GATHER_BYTES, **source: Any
@@ -299,12 +264,8 @@ class Merging(ParameterSource):
         return [(key, self.factors.shard(key).local) for weight in weights for key in weight.keys]
 
     def merger(self, targets: tuple[Target, ...], first: int) -> Merge:
-        """Merges parts of a run, see ``Shard.merge``. How each part is merged is worked out once.
-
-        Args:
-            targets: weights in the base.
-            first: the run's first element in the base.
-        """
+        """Returns what merges ``targets`` into parts of a run that begins at element ``first`` of the base (see
+        ``Shard.merge``). How each part is merged is worked out once."""
         known: dict[tuple[int, int], Steps] = {}
 
         def merge(part: torch.Tensor, begin: int) -> torch.Tensor:
@@ -322,14 +283,9 @@ class Merging(ParameterSource):
 
 @dataclass(frozen=True)
 class Part:
-    """Some or all elements of a base. Made once; the shards it is applied to change with every sync.
-
-    Attributes:
-        base: what the part is as a base.
-        members: the parameters in it.
-        offset: of this rank's run in its run of the old base; ``None`` when the part is the whole base.
-        count: elements of this rank's run.
-    """
+    """Some or all elements of a base, as a base with its members. Made once; the shards it is applied to change with
+    every sync. ``offset`` and ``count`` are of this rank's run in its run of the old base; ``None``: the part is the
+    whole base."""
 
     base: Base
     members: tuple[Member, ...] = ()
@@ -348,17 +304,8 @@ class Part:
 def part_of(
     base: Base, rank: int, key: str, start: int, numel: int, views: tuple[View, ...], members: tuple[Member, ...] = ()
 ) -> Part:
-    """Elements ``[start, start + numel)`` of a base.
-
-    Args:
-        base: the whole.
-        rank: this rank's place among its owners.
-        key: name of the new base.
-        start: first element.
-        numel: how many.
-        views: of the old base; all inside the part.
-        members: of the new base.
-    """
+    """Elements ``[start, start + numel)`` of a base as a new one with this key. ``rank`` is this rank's place among the
+    owners; ``views``, of the old base, lie inside the part."""
     firsts = [0, *accumulate(base.lengths)]
     cuts = [
         (max(first, start), min(first + length, start + numel))
@@ -426,10 +373,8 @@ def untied(whole: Part, rank: int, weights: dict[str, LoRAWeight]) -> list[Part]
 
 
 def _views_of(member: Member, whole: Part) -> tuple[View, ...]:
-    """What a parameter travels as; a checkpoint's name for it may be another than the trainer's.
-
-    Tied parameters have equally many views over the same elements, in the order of the members.
-    """
+    """What a parameter travels as; a checkpoint's name for it may be another than the trainer's. Tied parameters have
+    equally many views over the same elements, in the order of the members."""
     tied = [each for each in whole.members if each.start == member.start]
     end = member.start + math.prod(member.shape)
     views = [view for view in whole.base.views if member.start <= view.start < end]
@@ -439,13 +384,8 @@ def _views_of(member: Member, whole: Part) -> tuple[View, ...]:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """What becomes of one base of the trainer; holds as long as that base stays what it is.
-
-    Attributes:
-        base: the trainer's.
-        factors: adapter parameters in it.
-        exported: what travels, with the adapted weights inside, and what merges them.
-    """
+    """What becomes of one base of the trainer, as long as that base stays what it is: the adapter parameters in it, and
+    what travels, with the adapted weights inside and what merges them."""
 
     base: Base
     factors: tuple[tuple[str, Part], ...]
@@ -453,20 +393,16 @@ class _Recipe:
 
 
 class MergingSource(Merging):
-    """Wraps the source of a PEFT model.
+    """Wraps ``inner``, the source of a PEFT model, whose ``weights`` are named like it names them.
 
     Peak device memory besides the buckets: ``gather_bytes``, or the factors of one bucket's weights where those are
     larger, twice, and this rank's part of them once more; in fp32 ``LONGEST_CHUNK`` elements and two rows; of weights
     that are not ``plain`` three times ``LONGEST_CHUNK`` elements, and of fused experts at least one whole expert.
 
     Args:
-        inner: yields all bases, adapters under their PEFT keys.
-        weights: the adapted weights, named like ``inner`` names them.
-        device: where packing happens.
         merge: False yields the base as it is, for an engine that serves the adapter itself.
         gather_bytes: of whole factors in fp32, gathered ahead; the same on all ranks.
         still: raises when ``weights`` are not what the trainer adapts any more; asked in every sync.
-        timeout_seconds: bound on waiting for other ranks.
     """
 
     def __init__(

@@ -31,16 +31,9 @@ Export = Iterable[tuple[str, torch.Tensor, Any]]
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """One tensor on this rank.
-
-    Attributes:
-        name: the trainer's.
-        whole: shape of the whole tensor.
-        offset: of the local part in it.
-        local: the local part, of its own shape; perhaps without elements.
-        rewrite: makes the checkpoint's tensors of the whole one, by slicing alone.
-        parameter: travels in the dtype of parameters; buffers keep their own.
-    """
+    """One tensor on this rank: the local part, perhaps without elements, at ``offset`` in the ``whole`` shape.
+    ``rewrite`` makes the checkpoint's tensors of the whole one, by slicing alone; a ``parameter`` travels in the dtype
+    of parameters, a buffer keeps its own."""
 
     name: str
     whole: tuple[int, ...]
@@ -78,11 +71,8 @@ class PlacedSource(JointSource):
 
     @abstractmethod
     def held(self) -> Iterator[Held]:
-        """All tensors of which this rank may hold something, in model order.
-
-        Raises:
-            ValueError: one is laid out in no box; names it.
-        """
+        """All tensors of which this rank may hold something, in model order. Raises ValueError, with its name, for one
+        laid out in no box."""
 
     def look(self) -> bool:
         self._now = {held.name: held for held in self.held() if held.local.numel()}
@@ -133,11 +123,8 @@ def simple(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def place_of(name: str, whole: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Any, ...]) -> Place:
-    """This rank's box by DTensor placements: any mix of ``Shard`` and ``Replicate`` over any mesh dimensions.
-
-    Raises:
-        ValueError: the local parts are sums (``Partial``) or no boxes; names parameter, placements and remedy.
-    """
+    """This rank's box by DTensor placements: any mix of ``Shard`` and ``Replicate`` over any mesh dimensions. Raises
+    ValueError, with the remedy, where the local parts are sums (``Partial``) or no boxes."""
     for number, placement in enumerate(placements):
         if isinstance(placement, Partial):
             raise ValueError(
@@ -161,11 +148,8 @@ def place_of(name: str, whole: tuple[int, ...], mesh: DeviceMesh, placements: tu
 
 
 def held_of(name: str, tensor: torch.Tensor, rewrite: Rewrite, parameter: bool = True) -> Held:
-    """What this rank holds of a tensor or DTensor.
-
-    Raises:
-        ValueError: see ``place_of``, or torch holds another part than the placements say.
-    """
+    """This rank's part of a tensor or DTensor. Raises ValueError: see ``place_of``, or torch holds another part than
+    the placements say."""
     whole = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Held(name, whole, (0,) * len(whole), tensor, rewrite, parameter)
@@ -179,15 +163,8 @@ def held_of(name: str, tensor: torch.Tensor, rewrite: Rewrite, parameter: bool =
 
 
 class PlacedStateSource(PlacedSource):
-    """Reads a state dict whose DTensors have any placements.
-
-    Args:
-        given: the state dict of the sync under way, by the trainer's names.
-        policy: wire dtypes.
-        rewrite: verl's stream rewriting.
-        unsaved: second names of tied parameters, see ``naming.saved_names``.
-        buffers: names of buffers, which keep their dtype.
-    """
+    """Reads a state dict whose DTensors have any placements. ``given`` returns that of the sync under way, by the
+    trainer's names; ``buffers`` are names whose tensors keep their dtype; ``unsaved``: see ``naming.saved_names``."""
 
     def __init__(
         self,
@@ -210,14 +187,8 @@ class PlacedStateSource(PlacedSource):
 
 
 class ShardSpecSource(PlacedSource):
-    """Reads what a training engine of verl exports as ``(name, local part, ShardSpec)``.
-
-    verl makes that export anew each time, in bf16, so for the time of a sync a rank holds its parts twice.
-
-    Args:
-        export: of the engine's ``get_per_tensor_param_shard``.
-        policy: wire dtypes.
-    """
+    """Reads what a training engine of verl exports as ``(name, local part, ShardSpec)``. verl makes that export for
+    each sync, in bf16, so meanwhile a rank holds its parts twice."""
 
     def __init__(self, export: Callable[[], Export], policy: WirePolicy) -> None:
         super().__init__(policy)
@@ -263,7 +234,6 @@ class ShardSpecTrainer(TrainerBackend):
     """Any training engine of verl with ``get_per_tensor_param_shard``: torchtitan, veomni, and FSDP2 itself."""
 
     def open_source(self) -> ParameterSource:
-        """See ``TrainerBackend``."""
         if not hasattr(self.engine, "get_per_tensor_param_shard"):
             raise ValueError(f"{type(self.engine).__name__} has no get_per_tensor_param_shard to read")
         return ShardSpecSource(self._export, self.policy)

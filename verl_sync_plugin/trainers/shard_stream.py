@@ -36,11 +36,8 @@ def taken_over() -> bool:
 
 
 class ShardStream:
-    """What the engine returns as its weight stream.
-
-    The sharding manager takes the engine from it. Anyone else may iterate it and gets verl's own stream, for example a
-    checkpoint engine of a disaggregated run.
-    """
+    """What the engine returns as its weight stream. The sharding manager takes the engine from it; anyone else may
+    iterate it and gets verl's own stream, for example a checkpoint engine of a disaggregated run."""
 
     def __init__(self, engine: Any, stock: Callable[[], WeightStream]) -> None:
         self.engine = engine
@@ -56,12 +53,8 @@ class ShardStream:
 
 
 def refuse_plain_stream() -> None:
-    """Raises the error that explains why this process's weight stream is not ours.
-
-    Raises:
-        RegistryConflictError: verl's registry holds somebody else's engine for one of our strategies.
-        ValueError: all of these are ours, so the trainer's strategy is another.
-    """
+    """Raises RegistryConflictError where verl's registry holds somebody else's engine for one of our strategies, else
+    ValueError: the trainer's strategy is another."""
     engines = defaultdict(list)
     for strategy in TRAINERS:
         if (engine := _chosen(strategy)) is not None:

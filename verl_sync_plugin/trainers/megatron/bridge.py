@@ -39,14 +39,9 @@ AllParts = Callable[[torch.Tensor], list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class _Product:
-    """One HF tensor that a Megatron parameter yields.
-
-    Attributes:
-        key: of its name in the mapping's ``hf_param``; empty where that is a single name, ``None`` where it is none of
-            them.
-        name, shape: of the whole tensor.
-        shares: by part of the parameter, what it contributes.
-    """
+    """One HF tensor that a Megatron parameter yields: the key of its name in the mapping's ``hf_param`` (empty where
+    that is a single name, ``None`` where it is none of them), name and shape, and what each part of the parameter
+    contributes."""
 
     key: str | None
     name: str
@@ -56,12 +51,8 @@ class _Product:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What all parameters that differ only in their numbers become.
-
-    Attributes:
-        split: the mapping gathers parts.
-        digest: of all shares, by which ranks compare them.
-    """
+    """What all parameters that differ only in their numbers become. ``split``: the mapping gathers parts; ``digest`` is
+    of all shares, by which ranks compare them."""
 
     split: bool
     products: tuple[_Product, ...]
@@ -69,14 +60,9 @@ class _Kind:
 
 
 class BridgeReader:
-    """Reads one rank's weights as Megatron-Bridge would convert them; keeps what it has traced. Megatron-Bridge makes
-    no conversion task for a tied head, so the embedding comes once.
-
-    Args:
-        bridge: ``engine.bridge``, Megatron-Bridge's ``AutoBridge``.
-        chunks: Megatron's model chunks as the bridge is given them.
-        timeout_seconds: bound on waiting for other ranks.
-    """
+    """Reads one rank's weights as Megatron-Bridge's ``AutoBridge`` would convert them; keeps what it has traced. The
+    bridge makes no conversion task for a tied head, so the embedding comes once. ``chunks`` are Megatron's as the
+    bridge is given them."""
 
     def __init__(self, bridge: Any, chunks: list[torch.nn.Module], timeout_seconds: float) -> None:
         self._bridge = bridge
@@ -87,15 +73,9 @@ class BridgeReader:
 
     def read(self, model: ModelTensors, run: str) -> dict[int, Part]:
         """This rank's weights by their places in ``model.tensors``, without what the bridge does not export. All ranks
-        read at the same time: the bridge's list of tasks takes one exchange of names in the pipeline group.
-
-        Args:
-            model: as it was last looked at.
-            run: the name of this reading, see ``Guard.begin``.
-
-        Raises:
-            NotACopyError: what a parameter becomes is no copy of it, or cannot be told; names the parameter.
-        """
+        read at the same time: the bridge's list of tasks takes one exchange of names in the pipeline group. ``run``:
+        see ``Guard.begin``. Raises NotACopyError, with its name, for a parameter that becomes no copy of itself, or of
+        which that cannot be told."""
         self._guard.begin(run)
         with self._guard.watching():
             listed = self._bridge.get_conversion_tasks(self._chunks)

@@ -35,16 +35,10 @@ _PLAIN = ("ParallelLinearAdapter", "GroupedExpertLinearAdapter")
 
 @dataclass(frozen=True)
 class AdaptedWeight:
-    """One weight of this rank: ``scaling * B @ A`` is added to its local part.
-
-    Attributes:
-        name: Megatron's global name.
-        a, b: keys of the factors, alike on the ranks that share them.
-        place_a, place_b: where this rank's parts of them are in ``ModelTensors.tensors``.
-        expert: the factors' index in those of several experts; ``None`` where a factor is a matrix.
-        adapter: Megatron-Bridge's module.
-        experts: it belongs to experts, whose factors are split by expert tensor parallelism.
-    """
+    """One weight of this rank by Megatron's global name: ``scaling * B @ A`` is added to its local part. ``a`` and
+    ``b`` are keys of the factors, alike on the ranks that share them, and ``place_a``, ``place_b`` their places in
+    ``ModelTensors.tensors``; ``expert`` is their index in those of several experts (``None``: a factor is a matrix).
+    ``experts``: it belongs to experts, whose factors are split by expert tensor parallelism."""
 
     name: str
     a: str
@@ -182,16 +176,9 @@ def _kind(weight: AdaptedWeight) -> str:
 
 
 def adapted_weights(model: ModelTensors, names: dict[int, str]) -> Iterator[AdaptedWeight]:
-    """The adapted weights of a rank.
-
-    Args:
-        model: as it was last looked at.
-        names: Megatron's global names of what travels, by place.
-
-    Raises:
-        ValueError: the trainer changes a parameter that would never arrive; names it and the remedy.
-        NotACopyError: an adapter that only the bridge's own stream merges; names the module.
-    """
+    """The adapted weights of a rank; ``names`` are Megatron's global ones of what travels, by place. Raises ValueError
+    for a trained parameter that would never arrive, and NotACopyError for an adapter that only the bridge's own stream
+    merges."""
     for _, chunk, all_held in model.named():
         held = {each.name: each for each in all_held}
         factors: set[int] = set()

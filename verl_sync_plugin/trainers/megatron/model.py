@@ -11,13 +11,8 @@ import torch
 
 
 class Held(NamedTuple):
-    """One weight of a chunk.
-
-    Attributes:
-        name: Megatron's, with the rank's own layer and expert numbers.
-        buffer: a persistent buffer, which keeps its dtype.
-        place: in ``ModelTensors.tensors``.
-    """
+    """One weight of a chunk, by Megatron's name with the rank's own layer and expert numbers; ``place`` is in
+    ``ModelTensors.tensors``, and a ``buffer`` keeps its dtype."""
 
     name: str
     tensor: torch.Tensor
@@ -53,15 +48,9 @@ class _Walk:
 
 
 class ModelTensors:
-    """The weights of all chunks. Walks the modules once; later it looks where they were, as long as no module or weight
-    has come, gone or changed its name: with thousands of experts a walk takes as long as moving them.
-
-    Args:
-        chunks: Megatron's model chunks, wrapped or not.
-
-    Attributes:
-        tensors: of all chunks, in the order of ``named``, as they were when last looked up.
-    """
+    """The weights of all chunks, wrapped or not. Walks the modules once; later it looks where they were, as long as no
+    module or weight has come, gone or changed its name: with thousands of experts a walk takes as long as moving them.
+    ``tensors`` are in the order of ``named``, as they were when last looked up."""
 
     def __init__(self, chunks: list[torch.nn.Module]) -> None:
         self._chunks = chunks
@@ -70,11 +59,8 @@ class ModelTensors:
         self.tensors: list[torch.Tensor] = []
 
     def look(self) -> tuple[bool, bool]:
-        """Looks the tensors up; a failure leaves everything as it was.
-
-        Returns:
-            Whether names, shapes or dtypes are others than the last time; whether any tensor is another object.
-        """
+        """Looks the tensors up; a failure leaves everything as it was. Returns True, first, if names, shapes or dtypes
+        are others than the last time, and second, if any tensor is another object."""
         walk = self._walk
         if walk is None or self._stale(walk):
             walk = _walk([unwrapped(chunk) for chunk in self._chunks])
@@ -167,11 +153,8 @@ def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 def held_by(module: torch.nn.Module) -> Iterator[Held]:
-    """Everything that is a weight of the HF model, empty ones too.
-
-    Of the buffers that is the router's ``expert_bias``, as in mbridge's own export; Megatron has it in its state dict
-    but not among its parameters.
-    """
+    """Everything that is a weight of the HF model, empty ones too. Of the buffers that is the router's ``expert_bias``,
+    which Megatron has in its state dict but not among its parameters."""
     for name, parameter in module.named_parameters():
         yield Held(name, parameter, False)
     for name, buffer in module.named_buffers():

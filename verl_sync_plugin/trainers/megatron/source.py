@@ -23,14 +23,8 @@ from verl_sync_plugin.trainers.wire import WirePolicy
 
 
 class MegatronSource(JointSource):
-    """Walks the model chunks of one rank.
-
-    Args:
-        chunks: Megatron's model chunks (one per virtual pipeline stage), wrapped or not.
-        reader: of the bridge that loads and exports the model.
-        policy: wire dtypes.
-        otherwise: the bridge's own stream, for a model whose conversion computes.
-    """
+    """Walks the model chunks of one rank (one per virtual pipeline stage), wrapped or not. ``otherwise`` is the
+    bridge's own stream, for a model whose conversion computes."""
 
     def __init__(
         self, chunks: list[torch.nn.Module], reader: BridgeReader, policy: WirePolicy, otherwise: ParameterSource

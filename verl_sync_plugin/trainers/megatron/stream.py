@@ -40,11 +40,8 @@ _LOOK_SECONDS = 0.5  # between two looks whether a rank has failed
 
 
 class Guard:
-    """Watches over the foreign collectives of one rank. All ranks begin the same runs in the same order.
-
-    Args:
-        seconds: bound on waiting for the other ranks of one collective.
-    """
+    """Watches over the foreign collectives of one rank, each of which waits for at most ``seconds``. All ranks begin
+    the same runs in the same order."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -53,21 +50,15 @@ class Guard:
         self._last: dict[str, str] = {}  # key of the last meeting, by group
 
     def begin(self, run: str) -> None:
-        """A new run; what was left of the last one is over.
-
-        Args:
-            run: its name, the same on all ranks and used once in the life of the process group.
-        """
+        """Begins a new run; what was left of the last one is over. Its name is the same on all ranks and used once in
+        the life of the process group."""
         self._run, self._counts = f"verl_sync_plugin/guard/{run}", {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Collectives that this thread calls inside by their names in ``torch.distributed`` wait for all their ranks.
-
-        Raises:
-            RuntimeError: a rank failed in its part of the run; the text is its error.
-            TimeoutError: a rank did not come to a collective in time.
-        """
+        Raises RuntimeError with the error of a rank that failed in its part of the run, and TimeoutError where one did
+        not come."""
         thread = threading.get_ident()
 
         def met(collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,13 +120,8 @@ def _store() -> Any:
 
 class StreamSource(ParameterSource):
     """Runs the stream once to learn names, shapes and dtypes, then once per sync. Every rank has all tensors.
-
-    Args:
-        open_stream: starts the stream; yields full HF tensors in the same order on every rank and every time. Its
-            argument: the one before was broken off, so that nothing which ranks have exchanged in part is used again.
-        policy: wire dtypes.
-        timeout_seconds: bound on waiting for other ranks.
-    """
+    ``open_stream`` starts it, and yields full HF tensors in the same order on every rank and every time; its argument:
+    the one before was broken off, so that nothing which ranks have exchanged in part is used again."""
 
     makes_all = True
 
@@ -208,12 +194,8 @@ class StreamSource(ParameterSource):
         self._bases, self._unfinished = bases, False
 
     def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
-        """Collective: runs the stream up to the last of these bases, and keeps these. Its collectives are its own.
-
-        Raises:
-            ValueError: the stream has changed since it was learnt.
-            RuntimeError, TimeoutError: another rank failed, or did not come.
-        """
+        """Runs the stream up to the last of these bases, and keeps these; its collectives are its own. Raises
+        ValueError where the stream has changed since it was learnt."""
         for index in [index for index in self._held if index < bases[0]]:
             del self._held[index]
         if self._held.keys() >= set(bases):

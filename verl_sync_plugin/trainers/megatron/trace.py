@@ -40,12 +40,7 @@ class _Table:
 
 
 class CopyTrace(TorchDispatchMode):
-    """A dispatch mode that follows copies between meta tensors.
-
-    Args:
-        shape, dtype: of each input; all are alike.
-        count: number of inputs.
-    """
+    """A dispatch mode that follows copies between meta tensors, from ``count`` inputs of one shape and dtype."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, count: int) -> None:
         super().__init__()
@@ -73,21 +68,13 @@ class CopyTrace(TorchDispatchMode):
         return result
 
     def runs(self, result: torch.Tensor) -> list[tuple[int, Run]]:
-        """Where the elements of ``result`` come from, as numbers of inputs and runs from the flat input to the flat
-        result, in ascending order of target.
-
-        Raises:
-            NotACopyError: not only from the inputs.
-        """
+        """The origin of the elements of ``result``: numbers of inputs and runs from the flat input to the flat result,
+        in ascending order of target. Raises NotACopyError where it is not the inputs alone."""
         grain, origin = self._read(result)
         return _compress(grain, origin, self._numel + 1)
 
     def shares(self, result: torch.Tensor, parts: int) -> tuple[tuple[Run, ...], ...]:
-        """By input what it contributes to ``result``, ``NOTHING`` where that is nothing; of one part any input is it.
-
-        Raises:
-            NotACopyError: see ``runs``.
-        """
+        """By input what it contributes to ``result``, ``NOTHING`` where that is nothing; any input is the only part."""
         found: list[list[Run]] = [[] for _ in range(parts)]
         for part, run in self.runs(result):
             found[part if parts > 1 else 0].append(run)

@@ -33,7 +33,6 @@ class MegatronTrainer(TrainerBackend):
         return getattr(getattr(self.engine, "tf_config", None), "num_layers", None) or super().layers
 
     def open_source(self) -> ParameterSource:
-        """See ``TrainerBackend``."""
         refuse_engine(self.engine)
         policy, chunks, bound = self.policy, self.engine.module, self.config.timeout_seconds
         reader, stream = BridgeReader(self.engine.bridge, chunks, bound), StreamSource(self.stream, policy, bound)
@@ -43,7 +42,6 @@ class MegatronTrainer(TrainerBackend):
         return MegatronSource(chunks, reader, policy, stream)
 
     def open_adapter(self, source: ParameterSource) -> ServedAdapter:
-        """See ``TrainerBackend``."""
         lora, bound = self.engine.model_config.lora, self.config.timeout_seconds
         return BridgeAdapter(self.engine.module, self._adapter_stream, lora, bound)
 
@@ -52,12 +50,9 @@ class MegatronTrainer(TrainerBackend):
         return iter(stream)
 
     def stream(self, afresh: bool = False) -> Stream:
-        """Megatron-Bridge's export; LoRA merged, or left out where the engine serves it.
-
-        Args:
-            afresh: the last one may have been broken off. The bridge's tasks keep what they have heard from other
-                ranks, which may then have heard nothing, so new ones are made.
-        """
+        """Megatron-Bridge's export; LoRA merged, or left out where the engine serves it. ``afresh``: the last one may
+        have been broken off. The bridge's tasks keep what they have heard from other ranks, which may then have heard
+        nothing, so new ones are made."""
         if afresh:
             self.engine._hf_export_tasks = None
         stream, _ = self.engine.get_per_tensor_param()
@@ -66,14 +61,8 @@ class MegatronTrainer(TrainerBackend):
 
 class BridgeAdapter(ServedAdapter):
     """The bridge's own export of an adapter, once per sync: the factors are small, and which rows of them belong to
-    which HF module is the bridge's knowledge.
-
-    Args:
-        chunks: Megatron's model chunks.
-        open_stream: the adapter's tensors by HF name.
-        lora: ``actor_rollout_ref.model.lora``.
-        timeout_seconds: bound on waiting for other ranks.
-    """
+    which HF module is the bridge's knowledge. ``open_stream`` yields the adapter's tensors by HF name; ``lora`` is
+    ``actor_rollout_ref.model.lora``."""
 
     def __init__(
         self, chunks: list[torch.nn.Module], open_stream: Callable[[], Stream], lora: Any, timeout_seconds: float
