@@ -38,8 +38,9 @@ def refuse_lora(model: Any, strategy: str, refuse_untied: RefuseUntied, refuse_a
     if path is not None:
         where = f"{PREFIX}.lora_adapter_path={path!r}"
         _refuse_absent(where, path, plain["path"])
-        settings = _settings_of(Path(path))
-        if settings is None:
+        try:
+            settings = json.loads((Path(path).expanduser() / "adapter_config.json").read_text())
+        except (OSError, ValueError):  # this machine cannot read it
             return
     else:
         settings = plain["lora"].get("peft") or {}
@@ -75,15 +76,6 @@ def _refuse_absent(where: str, path: str, model: str) -> None:
             raise ValueError(f"{where}: there is no such folder. {remedy}.")
     elif not (folder / "adapter_config.json").is_file():
         raise ValueError(f"{where}: it holds no adapter_config.json. {remedy}.")
-
-
-def _settings_of(folder: Path) -> dict[str, Any] | None:
-    """What is in an adapter's config; ``None`` where this machine cannot read it."""
-    try:
-        settings: dict[str, Any] = json.loads((folder.expanduser() / "adapter_config.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return settings
 
 
 def _refuse_existing(
@@ -154,71 +146,11 @@ def _refuse_fsdp2(where: str, targeted: list[str], saved: list[str], tied: bool,
                 "which FSDP2 cannot shard. Leave ensure_weight_tying out: the engine is then launched untied."
             )
         return
-    fine = all(takes_adapted(name) for name in targeted) and all(takes_copied(name) for name in saved)
-    if not fine:
+    # verl makes each an FSDP unit, by name, and every nn.Embedding too: of an adapted or copied embedding it shards the
+    # outer module before the one inside. And it reassigns a module's __class__, which Python rejects for PEFT's layers
+    if targeted or "model.embed_tokens" in saved:
         names = ", ".join(name.rpartition(".")[2] for name in (*targeted, *saved))
         raise ValueError(
             f"{where} with actor_rollout_ref.actor.strategy=fsdp2: verl shards embedding and head by themselves where "
             f"the model does not tie them, and cannot where they are adapted ({names}). Set {_FSDP1}. Or: {LEAVE_OUT}."
         )
-
-
-# Below verl's own functions say, on tiny modules, whether its FSDP2 can shard an adapted embedding or head. Where a
-# model does not tie them, verl makes each an FSDP unit, by name, and every nn.Embedding too. Of an adapted embedding it
-# shards the outer module before the one inside, which leaves parameters that are cut twice. And it reassigns a module's
-# __class__, which Python rejects for PEFT's layers because of their abstract base classes.
-
-
-def takes_adapted(name: str) -> bool:
-    """True if the module of that name, ``model.embed_tokens`` or ``lm_head``, can have LoRA factors."""
-    from peft import LoraConfig, inject_adapter_in_model
-
-    model, leaf = _model(name)
-    inject_adapter_in_model(LoraConfig(r=1, target_modules=[leaf]), model)
-    return _shards(model)
-
-
-def takes_copied(name: str) -> bool:
-    """True if the module of that name can be one of ``modules_to_save``."""
-    from peft.utils import ModulesToSaveWrapper
-
-    model, leaf = _model(name)
-    model.add_module(leaf, ModulesToSaveWrapper(model.get_submodule(leaf), "default"))
-    return _shards(model)
-
-
-def _model(name: str) -> tuple[Any, str]:
-    import torch
-
-    model: Any = torch.nn.Module()
-    model.config = SimpleNamespace(tie_word_embeddings=False)
-    leaf = name.rpartition(".")[2]
-    model.add_module(leaf, torch.nn.Linear(1, 1) if leaf == "lm_head" else torch.nn.Embedding(1, 1))
-    return model, leaf
-
-
-def _shards(model: Any) -> bool:
-    try:
-        from verl.utils.fsdp_utils import _select_fsdp2_wrap_targets
-    except ImportError:  # another verl, of which this is not known
-        return True
-    units = _select_fsdp2_wrap_targets(model, [])
-    for place, unit in enumerate(units):
-        if any(inner in units[place + 1 :] for inner in unit.modules()) or not _accepts_class(unit):
-            return False
-    return True
-
-
-def _accepts_class(unit: Any) -> bool:
-    """True if Python lets a module of this class become an FSDP module, as ``fully_shard`` makes it one."""
-    from torch.distributed.fsdp import FSDPModule
-    from verl.utils import fsdp_utils
-
-    kind = type(unit)
-    with fsdp_utils.maybe_patch_fsdp_module(unit):
-        module = getattr(fsdp_utils.fully_shard_module, "FSDPModule", FSDPModule)
-        try:
-            object.__setattr__(object.__new__(kind), "__class__", type("Unit", (module, kind), {}))
-        except TypeError:
-            return False
-    return True
