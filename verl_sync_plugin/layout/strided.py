@@ -43,7 +43,7 @@ class Run(msgspec.Struct, frozen=True, array_like=True, order=True):
         return Run(*numbers, self.count, self.source_stride // ratio, self.target_stride // ratio)
 
     def read(self) -> Run:
-        """What is read, wherever it goes to: with a target of 0, and a plain run where it is one."""
+        """The reading side: with a target of 0, and a plain run where it is one."""
         if self.count == 1 or self.source_stride == self.width:
             return Run(self.source, 0, self.width * self.count)
         return Run(self.source, 0, self.width, self.count, self.source_stride)
@@ -63,12 +63,12 @@ class Run(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 def in_step(first: Run, second: Run) -> bool:
-    """Whether what ``first`` writes and ``second`` reads follows the same rows, so that they compose to a few runs."""
+    """True if what ``first`` writes and ``second`` reads follows the same rows, so that they compose to a few runs."""
     return first.count == 1 or second.count == 1 or first.target_stride == second.source_stride
 
 
 def compose(first: Run, second: Run, scale: tuple[int, int] = (1, 1)) -> list[Run]:
-    """What goes through both: from the source of ``first`` to the target of ``second``.
+    """Joins two runs: from the source of ``first`` to the target of ``second``.
 
     Args:
         first: its target is the space that ``second`` reads. Its repetitions do not overlap there.
@@ -121,7 +121,7 @@ def _within(
 ) -> Iterator[tuple[int, int, int, int]]:
     """Yields the part of some repetitions that lies in ``[low, high)`` (a cut one, whole ones, a cut one): repetition,
     from there on how many, first byte, width."""
-    first = max(0, (low - start - width) // stride + 1)  # the first that ends behind ``low``
+    first = max(0, (low - start - width) // stride + 1)  # the first that ends after ``low``
     last = min(count - 1, (high - 1 - start) // stride)  # the last that begins before ``high``
     if first <= last and start + first * stride < low:
         yield first, 1, low, min(start + first * stride + width, high) - low
@@ -138,9 +138,9 @@ def _row_by_row(first: Run, second: Run) -> Iterator[tuple[int, int, int, int, i
     """``_common`` of two that repeat: repetition ``i + shift`` of the second meets repetition ``i`` of the first, for
     the one or two shifts at which they overlap."""
     stride = second.source_stride
-    apart = second.source - first.target
-    for shift in range(-((apart + second.width - 1) // stride), (first.width - 1 - apart) // stride + 1):
-        at = apart + shift * stride  # where the second's begins, seen from the first's
+    gap = second.source - first.target
+    for shift in range(-((gap + second.width - 1) // stride), (first.width - 1 - gap) // stride + 1):
+        at = gap + shift * stride  # where the second's begins, seen from the first's
         begin, end = max(at, 0), min(at + second.width, first.width)
         i, count = max(0, -shift), min(first.count, second.count - shift) - max(0, -shift)
         if begin < end and count > 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels: storages, tensors inside them, buckets. Imports no torch.
+"""The unit of a sync: storages, tensors inside them, buckets. Imports no torch.
 
 A *base* is one piece of storage that the trainer shards (an FSDP2 parameter, an FSDP1 flat parameter, or a replicated
 buffer): a flat array whose elements the ranks of a group own in consecutive runs. A *view* is a named HF tensor inside
@@ -42,7 +42,7 @@ class View:
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """Which elements of the base are which of the tensor's memory."""
+        """Pairs the base's elements with those of the tensor's memory."""
         return self.shares or (Run(self.start, 0, self.span),)
 
 
@@ -78,8 +78,8 @@ class Slice:
 
 @dataclass(frozen=True)
 class Entry:
-    """What one bucket holds of one tensor; ``nbytes`` counts the whole tensor. Its pieces say which bytes of the bucket
-    are which of the tensor; each lies in one segment."""
+    """The part of one tensor in one bucket; ``nbytes`` counts the whole tensor. Its pieces say which bytes of the
+    bucket are which of the tensor; each lies in one segment."""
 
     name: str
     dtype: str
@@ -103,7 +103,7 @@ class Bucket:
         return self.world * self.stride
 
     def filled(self, bases: tuple[Base, ...], segment: int) -> int:
-        """How many bytes of a segment its rank has something in; behind them it has nothing."""
+        """How many bytes of a segment its rank has something in; after them it has nothing."""
         ends = (
             part.offset + count * bases[part.base].itemsize
             for part in self.slices

@@ -29,7 +29,7 @@ _NOTHING: Mapping[str, str | None] = {}
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a state-dict key belongs to an adapter."""
+    """True if a state-dict key belongs to an adapter."""
     return ".lora_" in name
 
 
@@ -134,7 +134,7 @@ def of_peft(module: torch.nn.Module) -> type | None:
 
 
 def carries_adapter(model: torch.nn.Module) -> bool:
-    """Whether PEFT has put anything into a model."""
+    """True if PEFT has put anything into a model."""
     if "peft" not in sys.modules:
         return False
     return hasattr(model, "peft_config") or any(of_peft(module) for module in model.modules())
@@ -266,7 +266,6 @@ class LoRAWeight:
 
     @property
     def scaling(self) -> float:
-        """What the product of the factors is multiplied with."""
         return float(self.layer.scaling[self.adapter])
 
     @cached_property

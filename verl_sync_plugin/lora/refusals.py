@@ -84,7 +84,7 @@ def _refuse_existing(
     """Raises ValueError for an adapter that the engine, launched for the rank and modules of the keys, cannot serve."""
     keys = {field: f"{where}, which has {field}={value!r}" for field, value in settings.items()}
     if isinstance(settings.get("target_modules"), str):
-        del keys["target_modules"]  # the engine is told the modules that have factors
+        del keys["target_modules"]  # the engine gets the modules that have factors
     refuse_adapter(settings, keys)
     rank, room = settings.get("r") or 0, plain["lora_rank"]
     if rank > room:

@@ -127,7 +127,7 @@ def _refuse_megatron_names(target_modules: Any) -> None:
 
 
 def _peft_arguments(block: Mapping[str, Any], path: str | None) -> dict[str, Any]:
-    """What the block says beyond verl's flat keys, as arguments of PEFT's ``LoraConfig``."""
+    """Reads what the block says beyond verl's flat keys, as arguments of PEFT's ``LoraConfig``."""
     for key, only in _FIXED.items():
         if (value := block.get(key, only)) != only:
             raise _fail(f"{PREFIX}.lora.{key}", value, "the FSDP trainer cannot do it", f"Use {only!r}.")
@@ -202,7 +202,7 @@ def _check_value(field: str, value: Any, block: Mapping[str, Any]) -> None:
 
 
 def _patterns(field: str, value: Any) -> Iterable[str]:
-    """What of a field's value PEFT reads as a regular expression."""
+    """Values of a field that PEFT reads as regular expressions."""
     if field in ("target_modules", "exclude_modules"):  # a list has names
         return [value] if isinstance(value, str) else []
     if field == "layers_pattern":
@@ -217,7 +217,7 @@ def _choices(kind: Any) -> tuple[Any, ...]:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value from a config, where YAML and JSON agree, is of a type."""
+    """True if a value from a config, where YAML and JSON agree, is of a type."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return any(_fits(value, each) for each in typing.get_args(kind))
     if typing.get_origin(kind) is typing.Literal:

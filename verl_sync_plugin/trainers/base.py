@@ -151,7 +151,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def trainer_device() -> torch.device:
-    """Where this process of verl computes."""
+    """The device on which this process of verl computes."""
     name = get_device_name()
     return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 

@@ -32,7 +32,7 @@ from verl_sync_plugin.trainers.naming import Rewrite, checkpoint_rewrite
 
 
 class FSDPTrainer(TrainerBackend):
-    """What both FSDP generations share."""
+    """The part that both FSDP generations share."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -51,7 +51,7 @@ class FSDPTrainer(TrainerBackend):
         return (getattr(self._model, "peft_config", None) or {}).get(ADAPTER)
 
     def open_source(self) -> ParameterSource:
-        """See ``TrainerBackend``; with an adapter a ``MergingSource``."""
+        """With an adapter a ``MergingSource``."""
         if getattr(self.engine, "_qat_enabled", False):
             raise ValueError(f"actor.fsdp_config.qat.enable=True: weight sync does not quantize; {TURN_OFF}.")
         if not self._peft:
@@ -100,7 +100,7 @@ class FSDPTrainer(TrainerBackend):
         return saved and bool(getattr(self.adapter_config, "ensure_weight_tying", False))
 
     def _refuse_tied(self) -> None:
-        """The engine was told at its launch to untie what the adapter changes on one side; see that it was."""
+        """Raises ValueError unless the engine was launched untied where the adapter changes one side only."""
         adapted = self._adapted_ends()
         if adapted and self._tied and not self._saved_together() and not unties_embeddings(self.engine.model_config):
             raise ValueError(
@@ -124,7 +124,7 @@ class FSDPTrainer(TrainerBackend):
 
     def _unsaved(self) -> frozenset[str]:
         if unties_embeddings(self.engine.model_config):
-            return frozenset()  # so does the engine: what was tied travels apart
+            return frozenset()  # so does the engine: what was tied travels twice
         return frozenset(getattr(self._hf_model, "all_tied_weights_keys", None) or ())
 
     def _rename(self, state: dict[str, Any]) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Slot(NamedTuple):
-    """Where a module keeps a tensor. Offloading may put another one there."""
+    """A module's place for a tensor. Offloading may put another one there."""
 
     module: torch.nn.Module
     held: str  # as what: ``_parameters`` or ``_buffers``

@@ -112,7 +112,7 @@ class JointSource(ParameterSource):
         return ()
 
     def agree_on_layout(self, agreement: Agreement) -> ParameterSource:
-        """See ``ParameterSource``; the ranks exchange their layouts when any of them has changed."""
+        """The ranks exchange their layouts when any of them has changed."""
         if not agreement.any("looking for the trainer's weights", self._changed):
             return self
         self._bases, self._readings = [], self._readings + 1
@@ -215,8 +215,8 @@ def _check_alike(name: str, parts: dict[int, Part]) -> None:
         said = {_ranks(ranks): parts[ranks[0]].text for ranks in kinds.values()}
         if len(set(said.values())) == 1:  # then what it becomes differs
             said = {_ranks(ranks): f"{kind}" for kind, ranks in kinds.items()}
-        told = "; ".join(f"{ranks}: {text}" for ranks, text in said.items())
-        raise ValueError(f"the ranks disagree on parameter {name!r}: {told}")
+        text = "; ".join(f"{ranks}: {words}" for ranks, words in said.items())
+        raise ValueError(f"the ranks disagree on parameter {name!r}: {text}")
 
 
 def _unit(ranks: tuple[int, ...], name: str, found: dict[int, Part]) -> Unit:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a script trains: an FSDP2, FSDP1, DDP or plain module, a state dict, or one of verl's training engines."""
+"""The source of a script: an FSDP2, FSDP1, DDP or plain module, a state dict, or one of verl's training engines."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ KINDS = "an FSDP2, FSDP1, DDP or plain module of transformers, a state dict, or 
 
 
 class Live:
-    """What the next sync reads, in the place of verl's training engine; ``config`` is that of the served model, as in
-    ``config.json``. ``source`` is what the script gave last, and ``kind`` its kind: ``fsdp2`` (DDP and plain modules
-    too), ``fsdp``, ``state dict``; ``placed module`` and ``placed state dict`` where DTensors have other placements
-    than FSDP2's; or a strategy of verl's."""
+    """Holds what the next sync reads, in the place of verl's training engine; ``config`` is that of the served model,
+    as in ``config.json``. ``source`` is what the script gave last, and ``kind`` its kind: ``fsdp2`` (DDP and plain
+    modules too), ``fsdp``, ``state dict``; ``placed module`` and ``placed state dict`` where DTensors have other
+    placements than FSDP2's; or a strategy of verl's."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config

@@ -341,7 +341,7 @@ def adapter_parts(shard: Shard, rank: int) -> tuple[tuple[str, Part], ...]:
 
 
 def without_adapters(shard: Shard) -> Part:
-    """What is left of a base; the base itself if there are no adapters in it."""
+    """The rest of a base; the base itself if there are no adapters in it."""
     views = tuple(view for view in shard.base.views if not is_adapter(view.name))
     if len(views) == len(shard.base.views):
         return Part(shard.base, shard.members)
@@ -373,7 +373,7 @@ def untied(whole: Part, rank: int, weights: dict[str, LoRAWeight]) -> list[Part]
 
 
 def _views_of(member: Member, whole: Part) -> tuple[View, ...]:
-    """What a parameter travels as; a checkpoint's name for it may be another than the trainer's. Tied parameters have
+    """The HF tensors of a parameter; a checkpoint's name for it may be another than the trainer's. Tied parameters have
     equally many views over the same elements, in the order of the members."""
     tied = [each for each in whole.members if each.start == member.start]
     end = member.start + math.prod(member.shape)
@@ -384,7 +384,7 @@ def _views_of(member: Member, whole: Part) -> tuple[View, ...]:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """What becomes of one base of the trainer, as long as that base stays what it is: the adapter parameters in it, and
+    """The parts of one base of the trainer, as long as that base stays what it is: the adapter parameters in it, and
     what travels, with the adapted weights inside and what merges them."""
 
     base: Base

@@ -87,7 +87,7 @@ class PlacedSource(JointSource):
         return RankLayout(tuple(held.part() for held in self._now.values()), (everyone,))
 
     def check_whole(self, parts: Sequence[Part]) -> None:
-        """See ``JointSource``: together the boxes are as large as the whole, so no two of them may overlap."""
+        """Together the boxes are as large as the whole, so no two of them may overlap."""
         dims = len(parts[0].shape)
         for index, one in enumerate(parts):
             for other in parts[index + 1 :]:

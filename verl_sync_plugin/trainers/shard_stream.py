@@ -36,7 +36,7 @@ def taken_over() -> bool:
 
 
 class ShardStream:
-    """What the engine returns as its weight stream. The sharding manager takes the engine from it; anyone else may
+    """The engine's weight stream. The sharding manager takes the engine from it; anyone else may
     iterate it and gets verl's own stream, for example a checkpoint engine of a disaggregated run."""
 
     def __init__(self, engine: Any, stock: Callable[[], WeightStream]) -> None:

@@ -51,8 +51,8 @@ class _Product:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What all parameters that differ only in their numbers become. ``split``: the mapping gathers parts; ``digest`` is
-    of all shares, by which ranks compare them."""
+    """The HF tensors of all parameters that differ only in their numbers. ``split``: the mapping gathers parts;
+    ``digest`` is of all shares, by which ranks compare them."""
 
     split: bool
     products: tuple[_Product, ...]

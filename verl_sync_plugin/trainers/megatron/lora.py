@@ -54,7 +54,6 @@ class AdaptedWeight:
 
     @property
     def rank(self) -> int:
-        """Of the adapter."""
         return int(self.adapter.dim)
 
     @property
@@ -133,8 +132,8 @@ class MegatronLoRASource(Merging, MegatronSource):
         return 0 if part.adapter is None else part.adapter[1] * sum(part.shape) * torch.float32.itemsize
 
     def gather(self, bases: tuple[int, ...]) -> Gathering:
-        """Of the weights that this rank and its group hold parts of. Every rank yields once for each kind of which any
-        has something to gather."""
+        """Gathers for the weights that this rank and its group hold parts of. Every rank yields once for each kind of
+        which any has something to gather."""
         found: dict[str, torch.Tensor] = {}
         parts = [self._parts[base] for base in bases]
         for kind in _KINDS:

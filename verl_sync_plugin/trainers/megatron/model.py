@@ -20,7 +20,7 @@ class Held(NamedTuple):
 
 
 class _Slot(NamedTuple):
-    """Where a module keeps a weight."""
+    """A module's place for a weight."""
 
     chunk: int
     name: str
@@ -64,7 +64,7 @@ class _Walk:
 
 
 def _structure(modules: list[torch.nn.Module]) -> list[object]:
-    """Which modules there are and what each holds, by name; cheap to compare."""
+    """All modules and what each holds, by name; cheap to compare."""
     return [
         (
             list(held["_modules"].items()),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the elements of a tensor come from, read off a function that only slices, joins and reorders.
+"""The origin of a tensor's elements, read off a function that only slices, joins and reorders.
 
 A bridge's conversion runs once on meta tensors. Views keep their storage, offset and strides, and the few operations
 that make a new storage without computing (``cat``, ``clone``, rows taken by number) are followed by a table: which

@@ -29,7 +29,7 @@ class MegatronTrainer(TrainerBackend):
 
     @property
     def layers(self) -> int:
-        """See ``TrainerBackend``; ``override_transformer_config`` may say otherwise than the checkpoint."""
+        """``override_transformer_config`` may say otherwise than the checkpoint."""
         return getattr(getattr(self.engine, "tf_config", None), "num_layers", None) or super().layers
 
     def open_source(self) -> ParameterSource:
@@ -75,7 +75,7 @@ class BridgeAdapter(ServedAdapter):
         self.settings = build_peft_config_for_vllm(lora)
 
     def look(self) -> None:
-        """See ``ServedAdapter``: whatever is trained besides the adapter would stay as it is in the engine."""
+        """Raises ValueError: whatever is trained besides the adapter would stay as it is in the engine."""
         for chunk in map(unwrapped, self._chunks):
             trained = [n for n, p in chunk.named_parameters() if p.requires_grad and p.numel() and ".adapter." not in n]
             if getattr(chunk.config, "moe_router_enable_expert_bias", False):
@@ -93,7 +93,7 @@ class BridgeAdapter(ServedAdapter):
             return {f"base_model.model.{name}": tensor.detach() for name, tensor, *_ in self._open()}
 
     def release(self) -> None:
-        """See ``ServedAdapter``; nothing is kept."""
+        """Does nothing: nothing is kept."""
 
 
 def refuse_engine(engine: Any) -> None:
