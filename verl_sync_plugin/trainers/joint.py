@@ -81,7 +81,6 @@ class JointSource(ParameterSource):
     def __init__(self, policy: WirePolicy) -> None:
         super().__init__()
         self._policy = policy
-        self._layout = RankLayout((), ())
         self._readings = 0  # of the layout, by all ranks together
         self._bases: list[Base] = []  # empty until the ranks have agreed
         self._parts: list[Part] = []  # of each base, on every rank
@@ -117,8 +116,8 @@ class JointSource(ParameterSource):
             return self
         self._bases, self._readings = [], self._readings + 1
         run = f"layout {agreement.number}.{self._readings}"
-        self._layout = agreement.step("reading the layout of the trainer", lambda: self.read(run))
-        layouts = agreement.gather("exchanging the layout of the trainer", self._layout)
+        layout = agreement.step("reading the layout of the trainer", lambda: self.read(run))
+        layouts = agreement.gather("exchanging the layout of the trainer", layout)
         other = self.instead(layouts)
         if other is not None:
             return other.agree_on_layout(agreement)

@@ -282,7 +282,7 @@ class Merging(ParameterSource):
 
 
 @dataclass(frozen=True)
-class Part:
+class Excerpt:
     """Some or all elements of a base, as a base with its members. Made once; the shards it is applied to change with
     every sync. ``offset`` and ``count`` are of this rank's run in its run of the old base; ``None``: the part is the
     whole base."""
@@ -301,9 +301,9 @@ class Part:
         return Shard(self.base, partial(_narrow, shard, self.offset, self.count), members=self.members)
 
 
-def part_of(
+def excerpt(
     base: Base, rank: int, key: str, start: int, numel: int, views: tuple[View, ...], members: tuple[Member, ...] = ()
-) -> Part:
+) -> Excerpt:
     """Elements ``[start, start + numel)`` of a base as a new one with this key. ``rank`` is this rank's place among the
     owners; ``views``, of the old base, lie inside the part."""
     firsts = [0, *accumulate(base.lengths)]
@@ -314,14 +314,14 @@ def part_of(
     lengths = tuple(max(stop - low, 0) for low, stop in cuts)
     moved = tuple(replace(view, start=view.start - start) for view in views)
     part = Base(key, base.dtype, base.itemsize, lengths, moved)
-    return Part(part, members, cuts[rank][0] - firsts[rank], lengths[rank])
+    return Excerpt(part, members, cuts[rank][0] - firsts[rank], lengths[rank])
 
 
 def _narrow(shard: Shard, offset: int, count: int) -> torch.Tensor:
     return shard.local()[offset : offset + count] if count else shard.local()[:0]
 
 
-def adapter_parts(shard: Shard, rank: int) -> tuple[tuple[str, Part], ...]:
+def adapter_parts(shard: Shard, rank: int) -> tuple[tuple[str, Excerpt], ...]:
     """The adapter parameters in a shard; FSDP1 may flatten them together with others."""
     found = []
     for member in shard.members:
@@ -329,9 +329,9 @@ def adapter_parts(shard: Shard, rank: int) -> tuple[tuple[str, Part], ...]:
             numel = math.prod(member.shape)
             whole = View(member.name, member.shape, member.start, numel, member.strides)
             if numel == shard.base.numel:
-                part = Part(replace(shard.base, key=member.name, views=(whole,)))
+                part = Excerpt(replace(shard.base, key=member.name, views=(whole,)))
             else:
-                part = part_of(shard.base, rank, member.name, member.start, numel, (whole,))
+                part = excerpt(shard.base, rank, member.name, member.start, numel, (whole,))
             dtype = shard.local().dtype  # the base's is what served weights travel in
             base = replace(part.base, dtype=dtype_name(dtype), itemsize=dtype.itemsize)
             if base == shard.base:
@@ -340,16 +340,16 @@ def adapter_parts(shard: Shard, rank: int) -> tuple[tuple[str, Part], ...]:
     return tuple(found)
 
 
-def without_adapters(shard: Shard) -> Part:
+def without_adapters(shard: Shard) -> Excerpt:
     """The rest of a base; the base itself if there are no adapters in it."""
     views = tuple(view for view in shard.base.views if not is_adapter(view.name))
     if len(views) == len(shard.base.views):
-        return Part(shard.base, shard.members)
+        return Excerpt(shard.base, shard.members)
     members = tuple(member for member in shard.members if not is_adapter(member.name))
-    return Part(replace(shard.base, views=views), members)
+    return Excerpt(replace(shard.base, views=views), members)
 
 
-def untied(whole: Part, rank: int, weights: dict[str, LoRAWeight]) -> list[Part]:
+def untied(whole: Excerpt, rank: int, weights: dict[str, LoRAWeight]) -> list[Excerpt]:
     """Splits tied parameters of which only some are adapted, or each by its own adapter: merged they differ."""
     split: list[Member] = []
     owners: dict[int, Member] = {}
@@ -364,15 +364,15 @@ def untied(whole: Part, rank: int, weights: dict[str, LoRAWeight]) -> list[Part]
     gone = {view.name for views in moved.values() for view in views}
     rest = tuple(view for view in whole.base.views if view.name not in gone)
     kept = tuple(member for member in whole.members if member.name not in names)
-    parts = [Part(replace(whole.base, views=rest), kept)]
+    parts = [Excerpt(replace(whole.base, views=rest), kept)]
     for member in split:
         key, alone = f"{whole.base.key} ({member.name})", (replace(member, start=0),)
         numel = math.prod(member.shape)
-        parts.append(part_of(whole.base, rank, key, member.start, numel, moved[member.name], alone))
+        parts.append(excerpt(whole.base, rank, key, member.start, numel, moved[member.name], alone))
     return parts
 
 
-def _views_of(member: Member, whole: Part) -> tuple[View, ...]:
+def _views_of(member: Member, whole: Excerpt) -> tuple[View, ...]:
     """The HF tensors of a parameter; a checkpoint's name for it may be another than the trainer's. Tied parameters have
     equally many views over the same elements, in the order of the members."""
     tied = [each for each in whole.members if each.start == member.start]
@@ -388,8 +388,8 @@ class _Recipe:
     what travels, with the adapted weights inside and what merges them."""
 
     base: Base
-    factors: tuple[tuple[str, Part], ...]
-    exported: tuple[tuple[Part, tuple[Target, ...], Merge | None], ...]
+    factors: tuple[tuple[str, Excerpt], ...]
+    exported: tuple[tuple[Excerpt, tuple[Target, ...], Merge | None], ...]
 
 
 class MergingSource(Merging):
@@ -466,7 +466,7 @@ class MergingSource(Merging):
                 exported.append((part, targets, merge))
         return _Recipe(shard.base, adapter_parts(shard, rank), tuple(exported))
 
-    def _targets(self, part: Part) -> tuple[Target, ...]:
+    def _targets(self, part: Excerpt) -> tuple[Target, ...]:
         found: dict[int, Target] = {}
         for member in part.members:
             weight = self._weights.get(member.name)

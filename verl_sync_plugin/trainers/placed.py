@@ -30,7 +30,7 @@ Export = Iterable[tuple[str, torch.Tensor, Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class Box:
     """One tensor on this rank: the local part, perhaps without elements, at ``offset`` in the ``whole`` shape.
     ``rewrite`` makes the checkpoint's tensors of the whole one, by slicing alone; a ``parameter`` travels in the dtype
     of parameters, a buffer keeps its own."""
@@ -66,25 +66,25 @@ class PlacedSource(JointSource):
 
     def __init__(self, policy: WirePolicy) -> None:
         super().__init__(policy)
-        self._now: dict[str, Held] = {}
+        self._now: dict[str, Box] = {}
         self._kinds: list[tuple[object, ...]] = []
 
     @abstractmethod
-    def held(self) -> Iterator[Held]:
+    def boxes(self) -> Iterator[Box]:
         """All tensors of which this rank may hold something, in model order. Raises ValueError, with its name, for one
         laid out in no box."""
 
     def look(self) -> bool:
-        self._now = {held.name: held for held in self.held() if held.local.numel()}
+        self._now = {box.name: box for box in self.boxes() if box.local.numel()}
         kinds: list[tuple[object, ...]] = [
-            (held.name, held.local.dtype, held.whole, held.local.shape, held.offset) for held in self._now.values()
+            (box.name, box.local.dtype, box.whole, box.local.shape, box.offset) for box in self._now.values()
         ]
         changed, self._kinds = kinds != self._kinds, kinds
         return changed
 
     def read(self, run: str) -> RankLayout:
         everyone = tuple(range(dist.get_world_size()))
-        return RankLayout(tuple(held.part() for held in self._now.values()), (everyone,))
+        return RankLayout(tuple(box.part() for box in self._now.values()), (everyone,))
 
     def check_whole(self, parts: Sequence[Part]) -> None:
         """Together the boxes are as large as the whole, so no two of them may overlap."""
@@ -147,19 +147,19 @@ def place_of(name: str, whole: tuple[int, ...], mesh: DeviceMesh, placements: tu
     return tuple(size), tuple(offset)
 
 
-def held_of(name: str, tensor: torch.Tensor, rewrite: Rewrite, parameter: bool = True) -> Held:
+def box_of(name: str, tensor: torch.Tensor, rewrite: Rewrite, parameter: bool = True) -> Box:
     """This rank's part of a tensor or DTensor. Raises ValueError: see ``place_of``, or torch holds another part than
     the placements say."""
     whole = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return Held(name, whole, (0,) * len(whole), tensor, rewrite, parameter)
+        return Box(name, whole, (0,) * len(whole), tensor, rewrite, parameter)
     local = tensor.to_local().detach()
     if tensor.device_mesh.get_coordinate() is None:
-        return Held(name, whole, (0,) * len(whole), local.reshape(-1)[:0], rewrite, parameter)
+        return Box(name, whole, (0,) * len(whole), local.reshape(-1)[:0], rewrite, parameter)
     size, offset = place_of(name, whole, tensor.device_mesh, tensor.placements)
     if tuple(local.shape) != size:
         raise ValueError(f"parameter {name!r}: this rank holds shape {tuple(local.shape)}, not {size}")
-    return Held(name, whole, offset, local, rewrite, parameter)
+    return Box(name, whole, offset, local, rewrite, parameter)
 
 
 class PlacedStateSource(PlacedSource):
@@ -180,10 +180,10 @@ class PlacedStateSource(PlacedSource):
         self._unsaved = unsaved
         self._buffers = buffers
 
-    def held(self) -> Iterator[Held]:
+    def boxes(self) -> Iterator[Box]:
         for name, tensor in self._given().items():
             if name not in self._unsaved:
-                yield held_of(name, tensor, self._rewrite, name not in self._buffers)
+                yield box_of(name, tensor, self._rewrite, name not in self._buffers)
 
 
 class ShardSpecSource(PlacedSource):
@@ -194,10 +194,10 @@ class ShardSpecSource(PlacedSource):
         super().__init__(policy)
         self._export = export
 
-    def held(self) -> Iterator[Held]:
+    def boxes(self) -> Iterator[Box]:
         for name, local, spec in self._export():
             size, offset, whole = _place_of_spec(name, local, spec)
-            yield Held(name, whole, offset, local.detach().reshape(size), _products(spec))
+            yield Box(name, whole, offset, local.detach().reshape(size), _products(spec))
 
 
 def _place_of_spec(
