@@ -61,20 +61,11 @@ def capped_attention(
     is_causal: bool = False,
     enable_gqa: bool = False,
 ) -> Any:
-    """Attention of one request, with capped logits and a window.
-
-    Args:
-        query: of the last positions of the request, shape (1, heads, queries, head size).
-        key: of all its positions, shape (1, key heads, positions, head size).
-        value: of all its positions, of the shape of ``key`` but for its head size.
-        cap: logits are brought between ``-cap`` and ``cap`` by a tanh; 0 leaves them.
-        window: how many positions before its own a query sees; below 0 for all.
-        scale: factor of the logits.
-        is_causal: a query sees no position behind its own. ``False`` is the step of a decode: one query, the last.
-        enable_gqa: several heads share a key head.
-
-    Returns:
-        Shape (1, heads, queries, head size of ``value``), in the dtype of ``query``.
+    """Attention of one request, with capped logits and a window. ``query`` is of its last positions, shape (1, heads,
+    queries, head size), ``key`` and ``value`` of all, shape (1, key heads, positions, head size). A tanh brings logits
+    between ``-cap`` and ``cap`` (0 leaves them); a query sees ``window`` positions before its own (below 0: all), and,
+    if ``is_causal``, none after it; else it is the one query of a decode, the last. With ``enable_gqa`` heads share a
+    key.
     """
     import torch
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -91,37 +91,6 @@ class _Factor:
         return blocks.view(self.shape) if self.strides is None else blocks.as_strided(self.shape, self.strides)
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """Factors that travel together: of one dtype, with the same owners."""
-
-    world: int
-    factors: tuple[_Factor, ...]
-
-    def pack(self, runs: list[torch.Tensor], rank: int) -> torch.Tensor:
-        """This rank's part of what is gathered: its runs, each filled up to the length of its block; 1-D."""
-        pieces = []
-        for factor, run in zip(self.factors, runs, strict=True):
-            pieces.append(run)
-            if gap := factor.block - factor.lengths[rank]:
-                pieces.append(run.new_zeros(gap))
-        return torch.cat(pieces)
-
-    def join(self, parts: torch.Tensor) -> torch.Tensor:
-        """The blocks of all ranks factor by factor, 1-D, from all parts of shape ``(world, elements of a part)``."""
-        sizes = [factor.block for factor in self.factors]
-        joined = parts.new_empty(parts.numel())
-        places = [blocks.view(self.world, -1) for blocks in joined.split([self.world * size for size in sizes])]
-        torch.split_with_sizes_copy(parts, sizes, dim=1, out=places)
-        return joined
-
-    def wholes(self, joined: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """The factors by key, views of ``joined`` where they can be."""
-        blocks = joined.split([self.world * factor.block for factor in self.factors])
-        for factor, block in zip(self.factors, blocks, strict=True):
-            yield factor.key, factor.whole(block)
-
-
 class FactorStore:
     """The adapter parameters of one sync, which are gathered onto ``device``. Keeps from sync to sync how they are laid
     out then."""
@@ -130,7 +99,7 @@ class FactorStore:
         self._device = device
         self._timeout = timeout_seconds
         self._shards: dict[str, Shard] = {}  # by state-dict key, in the order of the model
-        self._batches: dict[tuple[str, ...], tuple[tuple[Base, ...], list[_Batch]]] = {}
+        self._batches: dict[tuple[str, ...], tuple[tuple[Base, ...], list[tuple[int, list[_Factor]]]]] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -157,23 +126,36 @@ class FactorStore:
         all ranks; yields right before each collective. Peak device memory: the factors twice in the trainer's dtype and
         this rank's part of them; or, where they are cast, once in each dtype."""
         found: dict[str, torch.Tensor] = {}
-        for batch in self._laid_out(keys):
-            joined = yield from self._join(batch, group)
-            found.update(batch.wholes(joined.to(dtype or joined.dtype)))
+        for world, factors in self._laid_out(keys):
+            joined = yield from self._join(world, factors, group)
+            blocks = joined.to(dtype or joined.dtype).split([world * factor.block for factor in factors])
+            found.update({factor.key: factor.whole(block) for factor, block in zip(factors, blocks, strict=True)})
         return found
 
-    def _join(self, batch: _Batch, group: dist.ProcessGroup | None) -> Generator[None, None, torch.Tensor]:
-        rank = dist.get_rank(group) if batch.world > 1 else 0
-        mine = batch.pack([self._shards[factor.key].local() for factor in batch.factors], rank).to(self._device)
-        if batch.world == 1:
+    def _join(
+        self, world: int, factors: list[_Factor], group: dist.ProcessGroup | None
+    ) -> Generator[None, None, torch.Tensor]:
+        """The blocks of all ranks factor by factor, 1-D."""
+        rank = dist.get_rank(group) if world > 1 else 0
+        pieces = []
+        for factor in factors:
+            pieces.append(self._shards[factor.key].local())
+            if gap := factor.block - factor.lengths[rank]:
+                pieces.append(pieces[-1].new_zeros(gap))
+        mine = torch.cat(pieces).to(self._device)
+        if world == 1:
             return mine
-        parts = mine.new_empty((batch.world, mine.numel()))
+        parts = mine.new_empty((world, mine.numel()))
         yield
         work = dist.all_gather_into_tensor(parts.view(-1), mine, group=group, async_op=True)
         take_part(work, self._device, self._timeout)
-        return batch.join(parts)
+        sizes, joined = [factor.block for factor in factors], parts.new_empty(parts.numel())
+        places = [blocks.view(world, -1) for blocks in joined.split([world * size for size in sizes])]
+        torch.split_with_sizes_copy(parts, sizes, dim=1, out=places)
+        return joined
 
-    def _laid_out(self, keys: tuple[str, ...]) -> list[_Batch]:
+    def _laid_out(self, keys: tuple[str, ...]) -> list[tuple[int, list[_Factor]]]:
+        """Factors that travel together: of one dtype, with equally many owners."""
         bases = tuple(self._shards[key].base for key in keys)
         known = self._batches.get(keys)
         if known is None or known[0] != bases:
@@ -181,7 +163,7 @@ class FactorStore:
             for key, base in zip(keys, bases, strict=True):
                 factor = _Factor(key, base.views[0].shape, base.views[0].strides, base.lengths, max(base.lengths))
                 together.setdefault((len(base.lengths), base.dtype), []).append(factor)
-            batches = [_Batch(world, tuple(factors)) for (world, _), factors in together.items()]
+            batches = [(world, factors) for (world, _), factors in together.items()]
             known = self._batches[keys] = bases, batches
         return known[1]
 
