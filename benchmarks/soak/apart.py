@@ -48,7 +48,7 @@ def count_as_host(name: str) -> None:
 
 def _sync_of(host: str, delivery: str) -> dict[str, Any]:
     """``custom.sync`` of both ends."""
-    return {**SYNC, "delivery": delivery or ("exchanged" if host else "auto")}
+    return {**SYNC, "delivery": delivery or "auto"}
 
 
 def receiving(

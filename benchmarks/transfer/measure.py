@@ -91,12 +91,10 @@ def run_of(
     settings = {
         "harness": HARNESS, "model": args.model, "bucket_mb": bucket_mb, "device": args.device,
         "tensors": bench.tensors, "trainer_dtype": args.trainer_dtype,
-        "hashed": variant not in ("stock", "plugin-unhashed", *schema.PEERS), "staged": variant == "plugin-staged",
+        "hashed": variant not in ("stock", *schema.PEERS), "staged": variant == "plugin-staged",
         "verify": ways.verify_of(variant),
         "floor_seconds": floor.seconds(bench.nbytes),
     }  # fmt: skip
-    if variant in ways.PLUGIN:
-        settings["check_finite"] = ways.looks_for_nan(variant)
     return {
         "variant": variant if variant in schema.PEERS else variant.partition("-")[0],
         "settings": settings,

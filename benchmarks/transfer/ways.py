@@ -26,11 +26,6 @@ def verify_of(variant: str) -> str:
     return "" if variant not in PLUGIN else VERIFY.get(variant, "first")
 
 
-def looks_for_nan(variant: str) -> bool:
-    """The ``custom.sync.check_finite`` of one of the plugin's variants."""
-    return variant != "plugin-unchecked"
-
-
 def _manager(server: Any, named: list[tuple[str, Any]], bucket_mb: int, variant: str, device: str) -> Any:
     """The plugin's sharding manager over plain tensors, one owner each."""
     import torch
@@ -60,9 +55,7 @@ def _manager(server: Any, named: list[tuple[str, Any]], bucket_mb: int, variant:
             return PlainSource()
 
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    delivery = "sharded" if variant == "plugin-staged" else "auto"
-    checks = {"verify_hashes": variant != "plugin-unhashed", "check_finite": looks_for_nan(variant)}
-    config = SyncConfig(verify=verify_of(variant), delivery=delivery, **checks)
+    config = SyncConfig(verify=verify_of(variant), delivery="staged" if variant == "plugin-staged" else "auto")
     return PlainManager(None, ServerEndpoint(server), config, bucket_mb << 20, where)
 
 

@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 def committed(fails: bool, used: Used | None) -> list[str]:
     """What happens, in this order, when the engine rank answers a commit or does not."""
     agreement, sender = Agreement(20.0), BucketSender(CPU, 20.0)
-    config, happened = SyncConfig(verify_hashes=False), list[str]()
+    config, happened = SyncConfig(), list[str]()
     choice = Choice(config, agreement, sender, CPU)
     commit = Commit(config, agreement, sender, choice, Engine())
     settle, gather = agreement.settle, agreement.gather

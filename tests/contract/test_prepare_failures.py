@@ -56,8 +56,7 @@ def first_buckets(
     source: MergingSource, plan: Plan, shards: list[Shard], agreement: Agreement, sender: BucketSender
 ) -> None:
     sender.reserve(plan)
-    config = SyncConfig(verify_hashes=False, check_finite=False)
-    Gathered(config, agreement, sender).fill(Sync("1", plan, source, shards, SyncReport(), (), ()))
+    Gathered(SyncConfig(), agreement, sender).fill(Sync("1", plan, source, shards, SyncReport(), (), ()))
 
 
 def fail_on_the_last_rank(layout: Layout, where: str) -> tuple[str, float]:

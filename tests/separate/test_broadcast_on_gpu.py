@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import forced_delivery  # noqa: F401
 from several_hosts_on_gpu import play
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]

@@ -26,7 +26,7 @@ HOMES = {
 }
 # A word that looks like SGLang's and is another's: file and whole literal
 EXCEPTIONS = {
-    ("verify/coverage.py", ".weights_cpu_backup=on and actor_rollout_ref.rollout.load_format=auto."): "verl's own key",
+    ("verify/coverage.py", "actor_rollout_ref.rollout.load_format=auto."): "verl's own key",
 }
 # What registers the pairs: the rollout's name, their modules and their classes
 PAIRS = re.compile(r"sglang|(verl_sync_plugin\.sharding_manager\.)?\w+_sglang|_*\w+SGLangShardingManager")

@@ -10,10 +10,11 @@ Ready compositions (``+sync=...``) come from the package's ``configs`` folder.
 
 from __future__ import annotations
 
-import dataclasses
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from verl_sync_plugin.config.settings import SyncConfig
 
@@ -67,13 +68,8 @@ def rollout_config() -> Any:
     engine.update_weights_bucket_megabytes = not_given(engine.update_weights_bucket_megabytes)
     config.update_weights_bucket_megabytes = None
     config.multi_stage_wake_up = not_given(True)
-    defaults = {key: list(value) if isinstance(value, tuple) else value for key, value in _defaults().items()}
-    config.custom = OmegaConf.merge(config.get("custom") or {}, {"sync": defaults})
+    config.custom = OmegaConf.merge(config.get("custom") or {}, {"sync": msgspec.structs.asdict(SyncConfig())})
     # An unknown key must reach our check, whose error names the known ones; Hydra's would advise to add it with "+"
     OmegaConf.set_struct(config.custom.sync, False)
     config._target_ = TARGET
     return config
-
-
-def _defaults() -> dict[str, Any]:
-    return dataclasses.asdict(SyncConfig())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
-from verl_sync_plugin.config.settings import SEPARATE_BACKEND, SyncConfig, refuse_switched_off
+from verl_sync_plugin.config.settings import SEPARATE_BACKEND, SWITCHED_OFF, SyncConfig
 from verl_sync_plugin.log import say, say_unused
 from verl_sync_plugin.report.file import write_report
 from verl_sync_plugin.report.metrics import sent
@@ -36,7 +36,7 @@ class SyncCheckpointEngine(CheckpointEngine):
     """One process's end of all syncs of a run.
 
     Args:
-        bucket_size: bound on what a rank stages, in bytes, as colocated (``config/bucket_size.py``).
+        bucket_size: bound on what a rank stages, in bytes, as colocated .
         is_master: whether this is trainer rank 0; verl gives it to trainer ranks alone.
         sync: ``custom.sync``, which the driver writes into ``engine_kwargs``.
         dtype: ``rollout.dtype``.
@@ -55,7 +55,8 @@ class SyncCheckpointEngine(CheckpointEngine):
         rollout: str = "",
     ) -> None:
         self._config = SyncConfig.from_mapping(sync)
-        refuse_switched_off(self._config)
+        if not self._config.enabled:
+            raise ValueError(SWITCHED_OFF)
         self._bucket_bytes = bucket_size
         self._dtype, self._rollout = dtype, rollout or next(iter(ROLLOUTS))
         self._trainer = is_master is not None

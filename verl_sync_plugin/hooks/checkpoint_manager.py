@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from verl.checkpoint_engine.base import CheckpointEngineManager, CheckpointEngineWorker
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 
-from verl_sync_plugin.config.refusals import PREFIX
+from verl_sync_plugin.config.settings import PREFIX
 from verl_sync_plugin.log import say, say_unused
 
 _WORKER = ray.remote(CheckpointEngineWorker)

@@ -13,32 +13,22 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from verl_sync_plugin.config import hydra_source
-from verl_sync_plugin.config.bucket_size import LONG_BUCKET_KEY, SHORT_BUCKET_KEY, settled_megabytes
-from verl_sync_plugin.config.refusals import (
-    refuse_lora_values,
-    refuse_megatron_lora,
-    refuse_probs_diff,
-    refuse_verify,
-)
-from verl_sync_plugin.config.separate_refusals import (
-    mode_of,
-    refuse_delivery,
-    refuse_fully_async,
-    refuse_pause,
-    refuse_separate,
-)
+from verl_sync_plugin.config.refusals import MODEL, refuse_combinations, refuse_megatron_lora, refuse_values
 from verl_sync_plugin.config.settings import (
     KEY_PREFIX,
+    LONG_BUCKET_KEY,
     NOT_IN_USE,
     SEPARATE_BACKEND,
+    SHORT_BUCKET_KEY,
+    SWITCHED_OFF,
     TURN_OFF,
     SyncConfig,
     given_value,
     lora_rank_of,
     refuse_misplaced,
     refuse_near_misses,
-    refuse_switched_off,
     section,
+    settled_megabytes,
     sync_config_of,
 )
 from verl_sync_plugin.hooks.rollout_config import check_rollout
@@ -89,12 +79,10 @@ def settle(config: DictConfig, overrides: Sequence[str] = (), program: str = "",
             refuse_unread_rank(actor_rollout_ref.model, OmegaConf.select(actor_rollout_ref, "actor.strategy"))
         leave_to_verl(rollout, resolved)
         return unserved or OFF
-    mode = mode_of(config)
-    settle_rollout(rollout, resolved, mode)
-    if backend_of(rollout) == SEPARATE_BACKEND and "async_training" in config:
-        refuse_fully_async(rollout)
-    settle_trainer(actor_rollout_ref, mode)
-    refuse_probs_diff(config)
+    settle_rollout(rollout, resolved)
+    refuse_values(MODEL, actor_rollout_ref.model)
+    refuse_combinations(config, backend_of(rollout) in ("naive", SEPARATE_BACKEND))
+    settle_trainer(actor_rollout_ref)
     return "weight sync on"
 
 
@@ -108,8 +96,8 @@ def syncs(actor_rollout_ref: Any) -> bool:
     if not serves(rollout.get("name")):
         return False
     separate, sync = backend_of(rollout) == SEPARATE_BACKEND, sync_config_of(rollout)
-    if separate:
-        refuse_switched_off(sync)
+    if separate and not sync.enabled:
+        raise ValueError(SWITCHED_OFF)
     return bool(sync.enabled and (separate or actor_rollout_ref.get("hybrid_engine", True)))
 
 
@@ -174,11 +162,11 @@ def asked_for(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
     return f"{PEFT_KEY}={peft}" if (peft := OmegaConf.select(actor_rollout_ref, "model.lora.peft")) else ""
 
 
-def settle_rollout(rollout: DictConfig, resolved: bool, mode: str = "") -> None:
+def settle_rollout(rollout: DictConfig, resolved: bool) -> None:
     """Checks the rollout config of a run in which the plugin moves the weights, and writes its values.
 
     Raises:
-        ValueError: see ``check_rollout`` and ``refuse_pause``.
+        ValueError: see ``check_rollout``.
     """
     section(rollout, "checkpoint_engine", f"{hydra_source.PREFIX}.checkpoint_engine")
     with read_write(rollout), open_dict(rollout):
@@ -187,10 +175,7 @@ def settle_rollout(rollout: DictConfig, resolved: bool, mode: str = "") -> None:
             if not hydra_source.given(rollout, "multi_stage_wake_up", True):
                 rollout.multi_stage_wake_up = True
     check_rollout(rollout)
-    separate = backend_of(rollout) == SEPARATE_BACKEND
-    refuse_delivery(sync_config_of(rollout), separate)
-    refuse_pause(rollout, mode)
-    if separate:  # of all the rollout's keys, verl hands it only these
+    if backend_of(rollout) == SEPARATE_BACKEND:  # of all the rollout's keys, verl hands it only these
         given = OmegaConf.to_container(OmegaConf.select(rollout, "custom.sync") or OmegaConf.create({}), resolve=True)
         settings = {"sync": given, "dtype": str(rollout.dtype), "rollout": str(rollout.name)}
         OmegaConf.update(rollout, f"checkpoint_engine.engine_kwargs.{SEPARATE_BACKEND}", settings, force_add=True)
@@ -225,27 +210,21 @@ def _settle_buckets(rollout: DictConfig, resolved: bool, syncs: bool) -> None:
     rollout[key], engine[key] = settled_megabytes(short, long, given, stock, syncs)
 
 
-def settle_trainer(actor_rollout_ref: Any, mode: str = "") -> None:
+def settle_trainer(actor_rollout_ref: Any) -> None:
     """Refuses what the sync cannot serve of the actor's model, and makes its LoRA keys one.
 
     Args:
         actor_rollout_ref: verl's config.
-        mode: verl's ``trainer.v1.trainer_mode``.
 
     Raises:
         ValueError: names key, value and remedy.
     """
-    if not syncs(actor_rollout_ref):
-        return
     strategy = OmegaConf.select(actor_rollout_ref, "actor.strategy")
     moves = backend_of(actor_rollout_ref.rollout) in ("naive", SEPARATE_BACKEND)
     engine = rollout_of(actor_rollout_ref.rollout.name)
-    if backend_of(actor_rollout_ref.rollout) == SEPARATE_BACKEND:
-        refuse_separate(actor_rollout_ref.rollout, actor_rollout_ref.model, mode)
     if moves:
         model = actor_rollout_ref.model
         engine.refuse_checkpoint(str(model.get("path")), model.get("override_config"), actor_rollout_ref.rollout)
-    refuse_lora_values(actor_rollout_ref.model)
     stock: Any = OmegaConf.to_container(OmegaConf.load(hydra_source.verl_configs() / "model" / "hf_model.yaml"))
     refuse_near_misses(actor_rollout_ref.model.get("lora") or {}, {*stock["lora"], "peft"}, LORA_KEY)
     merge = OmegaConf.select(actor_rollout_ref, "model.lora.merge", default=False)
@@ -259,8 +238,6 @@ def settle_trainer(actor_rollout_ref: Any, mode: str = "") -> None:
         unify_lora_keys(actor_rollout_ref.model, stock, engine.refuse_adapter)
         if moves:
             refuse_lora(actor_rollout_ref.model, strategy, engine.refuse_untied, engine.refuse_adapter)
-    if moves:
-        refuse_verify(actor_rollout_ref.rollout, actor_rollout_ref.model)
     if strategy == "megatron":
         refuse_megatron_lora(actor_rollout_ref.actor.megatron, actor_rollout_ref.model)
 

@@ -7,14 +7,18 @@ from dataclasses import dataclass
 
 from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 
-from verl_sync_plugin.config.bucket_size import (
+from verl_sync_plugin.config.refusals import refuse_values
+from verl_sync_plugin.config.settings import (
     LONG_BUCKET_KEY,
+    PREFIX,
+    SEPARATE_BACKEND,
     SHORT_BUCKET_KEY,
     check_bucket_megabytes,
+    given_value,
+    section,
     settled_megabytes,
+    sync_config_of,
 )
-from verl_sync_plugin.config.refusals import PREFIX, refuse_wake_up
-from verl_sync_plugin.config.settings import SEPARATE_BACKEND, given_value, section, sync_config_of
 from verl_sync_plugin.registered import verify_registered
 from verl_sync_plugin.rollouts import rollout_of, serves
 
@@ -24,7 +28,7 @@ class SyncRolloutConfig(RolloutConfig):
     """verl's rollout config, checked whenever a process builds it: that is where a broken set-up is caught.
 
     Attributes:
-        update_weights_bucket_megabytes: the short key, a number or ``auto``; ``None`` when only the long one is used.
+        update_weights_bucket_megabytes: the short key; ``None`` when only the long one is used.
 
     Raises:
         ValueError: see ``check_rollout``.
@@ -64,6 +68,6 @@ def check_rollout(rollout: object) -> None:
         given_value(rollout, "update_weights_bucket_megabytes", SHORT_BUCKET_KEY),
         given_value(engine, "update_weights_bucket_megabytes", LONG_BUCKET_KEY),
     )
-    refuse_wake_up(rollout)
+    refuse_values(PREFIX, rollout)
     moves = engine.get("backend", "naive") in ("naive", SEPARATE_BACKEND)  # the others keep verl's own transfer
     rollout_of(get("name")).refuse_keys(rollout, moves)

@@ -11,7 +11,7 @@ import ray
 from omegaconf import OmegaConf
 from ray.exceptions import ActorDiedError
 
-from verl_sync_plugin.config.settings import KEY_PREFIX, SEPARATE_BACKEND, sync_config_of
+from verl_sync_plugin.config.settings import KEY_PREFIX, PREFIX, SEPARATE_BACKEND, SHARES_GPU, sync_config_of
 from verl_sync_plugin.hooks.driver import backend_of, settle
 from verl_sync_plugin.log import say
 from verl_sync_plugin.report.metrics import ACTIVE, metrics_of, timing_of
@@ -45,7 +45,7 @@ class SyncTrainerMixin:
         reward = self.config.reward.reward_model
         if reward.enable and not reward.enable_resource_pool:
             # Its engine shares the devices and wakes while the actor's sleeps: a cache kept then may take its room
-            OmegaConf.update(self.config, f"{KEY_PREFIX}.empty_cache", "always", force_add=True)
+            OmegaConf.update(self.config, f"{PREFIX}.custom.{SHARES_GPU}", True, force_add=True)
 
     def _setup(self: Any, **more: Any) -> None:
         """verl's step that starts the rollouts."""

@@ -3,16 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from verl_sync_plugin.report.sync_report import SyncReport, peak_resident_bytes
-
-
-def device_reading(device: torch.device) -> Callable[[], tuple[int, int] | None]:
-    """What reads free and total bytes of a device; the reading is ``None`` for a device without memory of its own."""
-    return torch.cuda.mem_get_info if device.type == "cuda" else lambda: None
 
 
 def note_device_memory(report: SyncReport, device: torch.device, moment: str) -> None:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from verl.utils.ulysses import BaseShardingManager
 
-from verl_sync_plugin.config.bucket_size import AutoBucket
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.log import say
 from verl_sync_plugin.memory.collection import no_collection
@@ -47,9 +46,9 @@ class ShardingManager(BaseShardingManager):
         engine: verl's training engine.
         endpoint: the rollout engine beside this rank.
         config: the sync's settings.
-        bucket_bytes: bound on what a rank stages of one bucket, or what finds it in the first sync.
+        bucket_bytes: bound on what a rank stages of one bucket.
         device: where the trainer computes.
-        rollout_dtype: ``rollout.dtype``, what ``wire_dtype=auto`` means.
+        rollout_dtype: ``rollout.dtype``.
 
     Attributes:
         report: of the last sync, or the one under way.
@@ -67,7 +66,7 @@ class ShardingManager(BaseShardingManager):
         engine: Any,
         endpoint: RolloutEndpoint,
         config: SyncConfig,
-        bucket_bytes: int | AutoBucket,
+        bucket_bytes: int,
         device: torch.device,
         rollout_dtype: str = "bfloat16",
     ) -> None:
@@ -142,9 +141,6 @@ class ShardingManager(BaseShardingManager):
         with no_collection(), Progress(self.report, speaks=self.agreement.ranks.rank == 0):
             with self.agreement.attempt():
                 memory.begin()
-            if isinstance(self._bucket_bytes, AutoBucket):
-                self._bucket_bytes = await self.waking.choose_bucket(self._bucket_bytes, wake_tags, self.report)
-                wake_tags = []
             while await self._to_be_repeated(sync_id, version, wake_tags):
                 sync_id, wake_tags = f"{sync_id} once more", []  # in another way; the engine is awake by now
             with self.agreement.attempt():  # the ranks settle once more in `finish`
@@ -237,7 +233,6 @@ class ShardingManager(BaseShardingManager):
 
     def plan(self, sync_id: str) -> Sync:
         """Collective: what every rank holds, and the buckets in which it travels; compared when anything changed."""
-        assert isinstance(self._bucket_bytes, int), "chosen before"
         if self.source is None:
             self.source = self.agreement.step("opening the trainer", self.open_source)
         source = self.source = self.source.agree_on_layout(self.agreement) or self.source

@@ -132,7 +132,7 @@ class TrainerBackend(ABC):
         engine: verl's training engine.
         config: the sync's settings.
         device: where the trainer computes.
-        rollout_dtype: ``rollout.dtype``, what ``wire_dtype=auto`` means.
+        rollout_dtype: ``rollout.dtype``.
 
     Attributes:
         serves_adapter: the engine serves the trainer's LoRA adapter itself; else it gets merged weights.
@@ -170,7 +170,7 @@ class TrainerBackend(ABC):
     @cached_property
     def policy(self) -> WirePolicy:
         """In which dtypes parameters travel."""
-        return wire_policy(self.config, self.rollout_dtype)
+        return wire_policy(self.rollout_dtype)
 
     @property
     def architectures(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from verl.utils.device import get_torch_device
 from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 from verl.workers.rollout.sglang_rollout.utils import lora_served_as_adapter
 
-from verl_sync_plugin.config.settings import SEPARATE_BACKEND, sync_config_of
+from verl_sync_plugin.config.settings import PREFIX, SEPARATE_BACKEND, SHARES_GPU, section, sync_config_of
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.log import say, say_unused
 from verl_sync_plugin.memory.gauges import note_device_memory
@@ -76,9 +76,9 @@ class SyncServerAdapter(ServerAdapter):
         self._manager: ShardingManager | None = None
         self._keeps_weights = lora_served_as_adapter(self.model_config)
         staged = bool(config.multi_stage_wake_up) or self._keeps_weights  # without resident weights no first stage
-        self._stage_one, self._stage_two = wake_stages(staged, self._sync.release_cuda_graph)
+        self._stage_one, self._stage_two = wake_stages(staged)
         self._wake_tags: list[str] = []
-        always = self._sync.empty_cache == "always"
+        always = bool(section(config, "custom", f"{PREFIX}.custom").get(SHARES_GPU, False))
         self._room = Room(lambda: read_device(trainer_device()), generating_bytes(config), always)
         self._early: Exception | None = None
         self._around = SyncReport()  # what precedes the manager's report of the sync under way
@@ -117,9 +117,7 @@ class SyncServerAdapter(ServerAdapter):
         say_unused("release", more)
         await self._init_server_adapter()
         if self.config.free_cache_engine and self._is_server_tp_leader():
-            await self.server_actor.release_tags.remote(
-                sleep_tags(self._sync.release_cuda_graph, keep_weights=self._keeps_weights)
-            )
+            await self.server_actor.release_tags.remote(sleep_tags(keep_weights=self._keeps_weights))
 
     async def update_weights(
         self, weights: Any, global_steps: int | None = None, ends: bool = True, **kwargs: Any
@@ -212,9 +210,7 @@ class SyncServerAdapter(ServerAdapter):
             with self._around.stage("update_weights"), self._around.stage("open"):
                 self._manager = self._make_manager(weights)
             if ends and self.config.free_cache_engine:
-                say(
-                    "the trainer runs verl's own worker: it empties caches itself, custom.sync.empty_cache does nothing"
-                )
+                say("the trainer runs verl's own worker, which empties caches at both ends of every sync")
         return self._manager
 
     def _make_manager(self, stream: ShardStream) -> ShardingManager:

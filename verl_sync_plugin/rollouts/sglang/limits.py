@@ -23,15 +23,6 @@ def sglang_arguments(config: Any) -> Any:
     return (config.engine_kwargs or {}).get("sglang", None) or {}
 
 
-def static_fraction(config: Any) -> float:
-    """The share of a device that SGLang takes for weights and KV cache, as verl launches it.
-
-    Args:
-        config: verl's rollout config.
-    """
-    return float(sglang_arguments(config).get("mem_fraction_static", None) or config.gpu_memory_utilization)
-
-
 def generating_bytes(config: Any) -> Estimate:
     """What SGLang estimates that generating takes.
 
