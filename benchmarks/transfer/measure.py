@@ -35,7 +35,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--case", required=True)
     parser.add_argument("--model", choices=sorted(models.CONFIGS), required=True)
     parser.add_argument("--buckets", default="512", help="bucket sizes in MiB, for both variants")
-    parser.add_argument("--variants", default="stock,plugin,plugin-unhashed,plugin-staged")
+    parser.add_argument("--variants", default="stock,plugin,plugin-staged")
     parser.add_argument("--trainer-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--repeat", type=int, default=5, help="measured syncs per variant and bucket size")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -10,15 +10,9 @@ from typing import Any
 from benchmarks.transfer import peer
 
 # "staged" packs every sync, as where nothing lies still; "verified-always" compares what lies in the engine's own
-# parameters in every sync, "unverified" in none, and "unhashed" and "unchecked" (which looks for no NaN or Inf) besides
-# in none; the others as a run does by default: in the first three
-PLUGIN = (
-    "plugin", "plugin-unhashed", "plugin-unchecked", "plugin-staged", "plugin-unverified", "plugin-verified-always",
-)  # fmt: skip
-VERIFY = {
-    "plugin-unverified": "never", "plugin-unhashed": "never", "plugin-unchecked": "never",
-    "plugin-verified-always": "always",
-}  # fmt: skip
+# parameters in every sync, "unverified" in none; the others as a run does by default: in the first three
+PLUGIN = ("plugin", "plugin-staged", "plugin-unverified", "plugin-verified-always")
+VERIFY = {"plugin-unverified": "never", "plugin-verified-always": "always"}
 
 
 def verify_of(variant: str) -> str:
