@@ -17,8 +17,10 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-from verl_sync_plugin.errors import IncompatibleHostError
+from verl_sync_plugin.errors import IncompatibleHostError, RegistryConflictError
 
+WITHOUT = "set VERL_USE_EXTERNAL_PLUGINS=none to run verl without plugins"
+MODE = "async"  # the other half of verl's key for rollout adapters, next to the rollout's name
 # The packages that take part in a sync
 SUPPORTED_VERL = ">=0.9,<0.11"
 STACK = ("verl-sync-plugin", "verl", "sglang", "torch", "transformers", "megatron-core", "megatron-bridge", "mbridge")
@@ -37,6 +39,15 @@ def offered(module: Any, name: str) -> Any:
             f"verl {_version('verl')} does not offer {module.__name__}.{name}. verl-sync-plugin supports verl "
             f"{SUPPORTED_VERL}: pip install verl==0.9.1, or set VERL_USE_EXTERNAL_PLUGINS=none to run without plugins."
         ) from None
+
+
+def refuse_stranger(what: str, rollout: str, found: Any, known: tuple[Any, ...]) -> None:
+    """Raises RegistryConflictError when what a registry of verl's holds for a rollout is none of the ``known``."""
+    if found not in known:
+        raise RegistryConflictError(
+            f"verl's {what} for {rollout} is already taken by {found!r}; verl-sync-plugin needs it. "
+            f"Uninstall one of the two plugins, or {WITHOUT}."
+        )
 
 
 def _version(package: str) -> str:

@@ -16,7 +16,7 @@ from contract.sources import WorldSource, everyone
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.tensors import Plan
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.commit import Commit
 from verl_sync_plugin.sync.delivery.base import Sync
 from verl_sync_plugin.sync.delivery.choice import Choice

@@ -19,7 +19,7 @@ from contract.test_lora_adapter import Engine
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.lora.adapters import copies_in_use
 from verl_sync_plugin.lora.weights import lora_weights
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.adapter import AdapterSender
 from verl_sync_plugin.trainers.fsdp import PEFTAdapter
 from verl_sync_plugin.transport.agreement import Agreement

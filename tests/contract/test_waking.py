@@ -12,7 +12,7 @@ from test_lora_adapter import Engine
 from worlds import run_world
 
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.wake import Waking
 from verl_sync_plugin.transport.agreement import Agreement
 

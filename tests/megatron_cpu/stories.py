@@ -24,7 +24,6 @@ from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.receiver.assembly import Assembler
 from verl_sync_plugin.sharding_manager import get_sharding_manager
-from verl_sync_plugin.sharding_manager.megatron_sglang import MegatronSGLangShardingManager
 from verl_sync_plugin.sync.delivery.base import Sync
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.sender import STAGING_BUCKETS
@@ -121,7 +120,7 @@ def syncs(model_path: str, layout: Layout, wire: str = "bfloat16") -> list[str]:
     return digests
 
 
-class _StreamManager(MegatronSGLangShardingManager):
+class _StreamManager(get_sharding_manager("megatron", "sglang")):  # type: ignore[misc]
     """What Megatron-Bridge gets: the trainer's own stream in buckets."""
 
     def open_source(self) -> ParameterSource:

@@ -31,7 +31,7 @@ class Host:
         os.environ.update(MASTER_PORT=str(port), SGLANG_CPU_OMP_THREADS_BIND="|".join(map(str, range(world))))
         dist.init_process_group("cpu:gloo", rank=rank, world_size=world)
         import forced_delivery  # noqa: F401
-        from verl_sync_plugin.hooks.checkpoint_engine import SyncCheckpointEngine
+        from verl_sync_plugin.hooks.separate import SyncCheckpointEngine
 
         self.engine = SyncCheckpointEngine(BUCKET_BYTES, is_master, sync={"timeout_seconds": TIMEOUT, **sync})
 

@@ -54,7 +54,7 @@ def trainer(calls: Calls, folder: Path) -> list[Any]:
     """Sends other weights in every sync; those of the last one are those of the second."""
     from benchmarks.soak import trainers
     from benchmarks.transfer.rig import one_rank
-    from verl_sync_plugin.hooks.checkpoint_engine import SyncCheckpointEngine
+    from verl_sync_plugin.hooks.separate import SyncCheckpointEngine
 
     with one_rank(folder / "trainer", DEVICE):
         trained = trainers.engine("fsdp2", "small", folder / "small", DEVICE)

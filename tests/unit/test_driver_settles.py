@@ -165,7 +165,7 @@ def test_asked_for_with_such_a_strategy_it_is_refused(tmp_path: Path, asked: str
 
 
 def test_a_registered_manager_makes_its_strategy_ours(tmp_path: Path) -> None:
-    from verl_sync_plugin.sharding_manager.registry import _managers, register_sharding_manager
+    from verl_sync_plugin.sharding_manager import _managers, register_sharding_manager
     from verl_sync_plugin.sync.manager import ShardingManager
 
     class Mine(ShardingManager):

@@ -25,8 +25,7 @@ from verl_sync_plugin.config.settings import (
     SyncConfig,
     sync_config_of,
 )
-from verl_sync_plugin.hooks.driver import settle
-from verl_sync_plugin.hooks.rollout_config import SyncRolloutConfig, check_rollout
+from verl_sync_plugin.hooks.driver import SyncRolloutConfig, check_rollout, settle
 
 CONFIG_DIR = Path(verl.__file__).parent / "trainer" / "config"
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_dir
 from verl_sync_plugin.config import refusals
 from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.hooks.driver import settle_trainer
-from verl_sync_plugin.sharding_manager.registry import get_sharding_manager
+from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.trainers.wire import wire_policy
 
 CONFIG_DIR = Path(verl.__file__).parent / "trainer" / "config"

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from verl_sync_plugin import sharding_manager as registry
 from verl_sync_plugin.errors import RegistryConflictError
-from verl_sync_plugin.sharding_manager import get_sharding_manager, register_sharding_manager, registry
+from verl_sync_plugin.sharding_manager import get_sharding_manager, register_sharding_manager
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.trainers.fsdp import FSDP1Trainer, FSDP2Trainer

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from verl_sync_plugin.hooks import worker
-from verl_sync_plugin.memory.room import (
+from verl_sync_plugin.memory import (
     FIRST,
     LEARNING_SYNCS,
     REST,

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is settled in the driver, before Ray starts: who moves the weights, and by which plain values.
+"""The keys of a run: settled in the driver, before Ray starts (who moves the weights, and by which plain values), and
+checked wherever verl builds its rollout config.
 
 Nothing of ours may be needed to read what leaves the driver: the first thing that verl's other processes do is to
 resolve the config, and not all of them have loaded plugins by then.
@@ -7,22 +8,31 @@ resolve the config, and not all of them have loaded plugins by then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
+from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
+from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 
+from verl_sync_plugin import compat
 from verl_sync_plugin.config import hydra_source
 from verl_sync_plugin.config.refusals import MODEL, refuse_combinations, refuse_megatron_lora, refuse_values
 from verl_sync_plugin.config.settings import (
     KEY_PREFIX,
     LONG_BUCKET_KEY,
     NOT_IN_USE,
+    PREFIX,
     SEPARATE_BACKEND,
     SHORT_BUCKET_KEY,
     SWITCHED_OFF,
     TURN_OFF,
     SyncConfig,
+    check_bucket_megabytes,
     given_value,
     lora_rank_of,
     refuse_misplaced,
@@ -31,12 +41,11 @@ from verl_sync_plugin.config.settings import (
     settled_megabytes,
     sync_config_of,
 )
-from verl_sync_plugin.hooks.rollout_config import check_rollout
 from verl_sync_plugin.log import say
 from verl_sync_plugin.lora.refusals import FLAT_LORA_TRAINERS, refuse_lora, refuse_unread_rank
 from verl_sync_plugin.lora.settings import PEFT_KEY, RefuseAdapter, unify
 from verl_sync_plugin.rollouts import rollout_of, serves
-from verl_sync_plugin.sharding_manager.registry import known_trainers
+from verl_sync_plugin.sharding_manager import known_trainers
 
 # Mains of verl with a rollout that is never given weights
 WITHOUT_SYNC = ("main_generation_server",)
@@ -122,7 +131,7 @@ def stepping_aside(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
     if not cause:
         return ""
     if backend_of(rollout) == SEPARATE_BACKEND:
-        key = f"{hydra_source.PREFIX}.checkpoint_engine.backend"
+        key = f"{PREFIX}.checkpoint_engine.backend"
         raise ValueError(f"{cause}, so {key}={SEPARATE_BACKEND} cannot be followed. Use another, such as nccl.")
     if key := asked_for(actor_rollout_ref, overrides):
         raise ValueError(
@@ -168,7 +177,7 @@ def settle_rollout(rollout: DictConfig, resolved: bool) -> None:
     Raises:
         ValueError: see ``check_rollout``.
     """
-    section(rollout, "checkpoint_engine", f"{hydra_source.PREFIX}.checkpoint_engine")
+    section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine")
     with read_write(rollout), open_dict(rollout):
         if rollout.get("_target_") == hydra_source.TARGET:
             _settle_buckets(rollout, resolved, syncs=True)
@@ -255,3 +264,142 @@ def unify_lora_keys(model: DictConfig, stock: dict[str, Any], refuse_adapter: Re
         for key, value in unify(plain, stock, refuse_adapter).items():
             if value is not None:
                 OmegaConf.update(model, key, value, force_add=True)
+
+
+@dataclass
+class SyncRolloutConfig(RolloutConfig):
+    """verl's rollout config, checked whenever a process builds it: that is where a broken set-up is caught.
+
+    Attributes:
+        update_weights_bucket_megabytes: the short key; ``None`` when only the long one is used.
+
+    Raises:
+        ValueError: see ``check_rollout``.
+        RegistryConflictError: another plugin has taken one of our registry keys.
+    """
+
+    update_weights_bucket_megabytes: int | str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._settle_buckets()
+        check_rollout(self)
+        verify_registered(self)
+
+    def _settle_buckets(self) -> None:
+        """Settles the bucket keys of a config that no driver has settled: one composed by a user's program, or by a
+        multirun."""
+        engine, stock = self.checkpoint_engine, CheckpointEngineConfig().update_weights_bucket_megabytes
+        long = engine.update_weights_bucket_megabytes
+        syncs = serves(self.name) and sync_config_of(self).enabled
+        short, long = settled_megabytes(self.update_weights_bucket_megabytes, long, long != stock, stock, syncs)
+        object.__setattr__(self, "update_weights_bucket_megabytes", short)  # the configs are frozen
+        object.__setattr__(engine, "update_weights_bucket_megabytes", long)
+
+
+def check_rollout(rollout: object) -> None:
+    """Checks all keys of a rollout config (dataclass or settled DictConfig).
+
+    Raises:
+        ValueError: names key, value and remedy.
+    """
+    get = rollout.get  # type: ignore[attr-defined]
+    if not serves(get("name", None)) or not sync_config_of(rollout).enabled:
+        return
+    engine = section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine")
+    check_bucket_megabytes(
+        given_value(rollout, "update_weights_bucket_megabytes", SHORT_BUCKET_KEY),
+        given_value(engine, "update_weights_bucket_megabytes", LONG_BUCKET_KEY),
+    )
+    refuse_values(PREFIX, rollout)
+    moves = engine.get("backend", "naive") in ("naive", SEPARATE_BACKEND)  # the others keep verl's own transfer
+    rollout_of(get("name")).refuse_keys(rollout, moves)
+
+
+def verify_registered(rollout: Any) -> None:
+    """Checks in a process that is about to use verl's registries that our entries are still there.
+
+    Args:
+        rollout: verl's rollout config.
+
+    Raises:
+        RegistryConflictError: a plugin that was loaded later took one of our keys.
+    """
+    if not serves(name := rollout.get("name")):
+        return
+    from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    ours = rollout_of(name)
+    compat.refuse_stranger("rollout adapter", name, _ROLLOUT_REGISTRY[name, compat.MODE], (ours.adapter,))
+    compat.refuse_stranger("rollout replica", name, RolloutReplicaRegistry._registry[name], (ours.load_replica,))
+
+
+class CheckKeys(Callback):
+    """Settles our keys in the driver, before Ray starts.
+
+    Hazard: Hydra turns an exception of a callback into a warning and goes on, so everything leaves as ``SystemExit``.
+    """
+
+    def __init__(self) -> None:
+        self._settled = False
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        with _end_the_driver():
+            _say_who(_settle(config))
+        self._settled = True
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Checks the config of a multirun's job; the task has a copy of it already, so nothing can be changed here."""
+        if self._settled:
+            return
+        with _end_the_driver():
+            settled = deepcopy(config)
+            _say_who(line := _settle(settled))
+            _refuse_unsettled(config, settled, line)
+
+
+def _say_who(line: str) -> None:
+    if line:
+        say(f"driver: {line}")
+
+
+def _settle(config: DictConfig) -> str:
+    overrides: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+    return settle(config, overrides, str(OmegaConf.select(config, "hydra.job.name")))
+
+
+def _refuse_unsettled(config: DictConfig, settled: DictConfig, line: str) -> None:
+    """Refuses a multirun's config that needs settling where no V1 trainer will settle it (``hooks/trainer.py``).
+
+    Raises:
+        ValueError: names what to give on the command line instead.
+    """
+    if OmegaConf.select(config, "trainer.use_v1") is True and OmegaConf.select(config, "hydra.job.name") == "main_ppo":
+        return
+    todo = [f"{KEY_PREFIX}.enabled=False"] if line.startswith(NOT_IN_USE) else []
+    if (wanted := OmegaConf.select(settled, "actor_rollout_ref.model")) is not None:
+        for key in (*(key for key in wanted if key != "lora"), "lora.peft"):
+            value = OmegaConf.select(wanted, key)
+            if value != OmegaConf.select(config, f"actor_rollout_ref.model.{key}"):
+                todo.append(f"++actor_rollout_ref.model.{key}={value}")
+    if todo:
+        raise ValueError(
+            f"--multirun without verl's V1 trainers: add {' '.join(todo)}, which cannot be set for you here."
+        )
+
+
+@contextmanager
+def _end_the_driver() -> Iterator[None]:
+    """Ends the process with one line, whatever is raised inside."""
+    try:
+        yield
+    except Exception as error:
+        # Some of omegaconf's exceptions are ValueErrors, but have no remedy
+        if isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException):
+            raise SystemExit(f"verl-sync-plugin: {error}") from error
+        what = " ".join(f"cannot check the keys of this run: {type(error).__name__}: {error}".split())
+        raise SystemExit(
+            f"verl-sync-plugin: {what}. Correct the value, or set VERL_USE_EXTERNAL_PLUGINS=none to run verl without "
+            "plugins."
+        ) from error

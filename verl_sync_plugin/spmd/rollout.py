@@ -14,9 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from verl_sync_plugin.config.settings import DEFAULT_MEGABYTES, SyncConfig
 from verl_sync_plugin.errors import RolloutError, SyncError
-from verl_sync_plugin.memory.room import release_cache
-from verl_sync_plugin.report.file import write_report
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.memory import release_cache
+from verl_sync_plugin.report import SyncReport, write_report
 from verl_sync_plugin.spmd.arguments import Arguments, settled_config
 from verl_sync_plugin.spmd.engine import OwnEngine, errors
 from verl_sync_plugin.spmd.groups import make_groups

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from verl_sync_plugin.config.settings import SyncConfig
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.trainers.base import ServedAdapter
 from verl_sync_plugin.trainers.bounded import reached

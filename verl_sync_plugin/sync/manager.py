@@ -13,10 +13,8 @@ from verl.utils.ulysses import BaseShardingManager
 
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.log import say
-from verl_sync_plugin.memory.collection import no_collection
-from verl_sync_plugin.memory.gauges import PeakMemory, note_device_memory
-from verl_sync_plugin.report.progress import Progress
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.memory import PeakMemory, no_collection, note_device_memory
+from verl_sync_plugin.report import SyncReport, progress
 from verl_sync_plugin.sync.commit import Commit
 from verl_sync_plugin.sync.connect import MeetingPoint
 from verl_sync_plugin.sync.delivery.base import PeersUnreachableError, Sync
@@ -138,7 +136,7 @@ class ShardingManager(BaseShardingManager):
         sync_id, version = self.name_sync(global_steps), None if global_steps is None else str(global_steps)
         self.report = self.new_report(global_steps)
         memory = PeakMemory(self._device)
-        with no_collection(), Progress(self.report, speaks=self.agreement.ranks.rank == 0):
+        with no_collection(), progress(self.report, speaks=self.agreement.ranks.rank == 0):
             with self.agreement.attempt():
                 memory.begin()
             while await self._to_be_repeated(sync_id, version, wake_tags):

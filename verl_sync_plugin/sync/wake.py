@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 
 from verl_sync_plugin.log import say
-from verl_sync_plugin.memory.gauges import note_device_memory
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.memory import note_device_memory
+from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.transport.agreement import Agreement
 

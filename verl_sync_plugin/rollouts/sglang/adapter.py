@@ -22,11 +22,8 @@ from verl.workers.rollout.sglang_rollout.utils import lora_served_as_adapter
 from verl_sync_plugin.config.settings import PREFIX, SEPARATE_BACKEND, SHARES_GPU, section, sync_config_of
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.log import say, say_unused
-from verl_sync_plugin.memory.gauges import note_device_memory
-from verl_sync_plugin.memory.room import FIRST, REST, Room, growth, read_device, release_cache
-from verl_sync_plugin.report.file import write_report
-from verl_sync_plugin.report.notice import say_who_moves
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.memory import FIRST, REST, Room, growth, note_device_memory, read_device, release_cache
+from verl_sync_plugin.report import SyncReport, say_who_moves, write_report
 from verl_sync_plugin.rollouts.sglang.arguments import refuse_keys
 from verl_sync_plugin.rollouts.sglang.awake import WEIGHTS, awake_behind_load, sleep_tags, wake_stages
 from verl_sync_plugin.rollouts.sglang.limits import generating_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl_sync_plugin.memory.room import Estimate
+from verl_sync_plugin.memory import Estimate
 
 # What generating takes beside the static memory, per token of a prefill chunk, and on top
 # (``ServerArgs._handle_gpu_memory_settings`` of SGLang 0.5.12, as for the defaults below)

@@ -10,7 +10,7 @@ from typing import ClassVar
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Plan
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.delivery.reach import Reach
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.trainers.base import ParameterSource, rank_in
