@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 
 from verl_sync_plugin.config import refusals
 from verl_sync_plugin.config.settings import KEY_PREFIX
-from verl_sync_plugin.hooks.driver import settle_trainer
+from verl_sync_plugin.hooks.driver import settle, settle_trainer
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.trainers.wire import wire_policy
 
@@ -30,8 +30,12 @@ def hydra_in_verls_folder() -> Iterator[None]:
         yield
 
 
+def config_of(*overrides: str, name: str = "ppo_megatron_trainer") -> Any:
+    return compose(name, overrides=["actor_rollout_ref.rollout.name=sglang", *overrides])
+
+
 def actor_of(*overrides: str, name: str = "ppo_megatron_trainer") -> Any:
-    return compose(name, overrides=["actor_rollout_ref.rollout.name=sglang", *overrides]).actor_rollout_ref
+    return config_of(*overrides, name=name).actor_rollout_ref
 
 
 @pytest.mark.parametrize(
@@ -64,8 +68,8 @@ def test_adapters_that_the_engine_serves_are_not_compared(verify: str, monkeypat
     monkeypatch.setattr(refusals, "_has_megatron_bridge", lambda: True)
     given = (*LORA, f"{MEGATRON}.vanilla_mbridge=False", f"{KEY_PREFIX}.verify={verify}")
     with pytest.raises(ValueError, match=r"custom\.sync\.verify='?(always|3)'? with .*merge=False and LoRA rank 8: "):
-        settle_trainer(actor_of(*given, f"++{MODEL}.lora.merge=False"))
-    settle_trainer(actor_of(*given, f"++{MODEL}.lora.merge=True"))
+        settle(config_of(*given, f"++{MODEL}.lora.merge=False"))
+    settle(config_of(*given, f"++{MODEL}.lora.merge=True"))
 
 
 @pytest.mark.parametrize("merge", ["True", "False"])

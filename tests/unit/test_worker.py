@@ -55,7 +55,7 @@ def test_sglang_is_not_there_before_the_model() -> None:
 @pytest.mark.parametrize(("verls", "ours"), PAIRS)
 def test_ray_and_verl_take_it_like_verls(verls: Any, ours: Any) -> None:
     """Importable by name, and dispatched to all ranks without blocking."""
-    assert issubclass(ours, verls) and worker.ours_for(verls) is ours
+    assert issubclass(ours, verls) and worker.OURS[verls] is ours
     assert pickle.loads(pickle.dumps(ours)) is ours
     assert getattr(ours.update_weights, MAGIC_ATTR) == getattr(verls.update_weights, MAGIC_ATTR)
     assert asyncio.iscoroutinefunction(ours.update_weights)

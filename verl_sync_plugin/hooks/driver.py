@@ -43,15 +43,12 @@ from verl_sync_plugin.config.settings import (
 )
 from verl_sync_plugin.log import say
 from verl_sync_plugin.lora.refusals import FLAT_LORA_TRAINERS, refuse_lora, refuse_unread_rank
-from verl_sync_plugin.lora.settings import PEFT_KEY, RefuseAdapter, unify
+from verl_sync_plugin.lora.settings import PEFT_KEY, unify
 from verl_sync_plugin.rollouts import rollout_of, serves
 from verl_sync_plugin.sharding_manager import known_trainers
 
 # Mains of verl with a rollout that is never given weights
 WITHOUT_SYNC = ("main_generation_server",)
-LORA_KEY = "actor_rollout_ref.model.lora"
-MERGE_KEY = f"{LORA_KEY}.merge"
-RANK_KEY = f"{LORA_KEY}.rank"
 STRATEGY_KEY = "actor_rollout_ref.actor.strategy"
 MEGATRON_FSDP_KEY = "actor_rollout_ref.actor.megatron.use_megatron_fsdp"
 OFF = "weight sync off, stock verl moves the weights"
@@ -96,11 +93,7 @@ def settle(config: DictConfig, overrides: Sequence[str] = (), program: str = "",
 
 
 def syncs(actor_rollout_ref: Any) -> bool:
-    """Whether the plugin is on for this trainer and rollout.
-
-    Raises:
-        ValueError: see ``sync_config_of``.
-    """
+    """True if the plugin is on for this trainer and rollout."""
     rollout = actor_rollout_ref.rollout
     if not serves(rollout.get("name")):
         return False
@@ -172,11 +165,7 @@ def asked_for(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
 
 
 def settle_rollout(rollout: DictConfig, resolved: bool) -> None:
-    """Checks the rollout config of a run in which the plugin moves the weights, and writes its values.
-
-    Raises:
-        ValueError: see ``check_rollout``.
-    """
+    """Checks the rollout config of a run in which the plugin moves the weights, and writes its values."""
     section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine")
     with read_write(rollout), open_dict(rollout):
         if rollout.get("_target_") == hydra_source.TARGET:
@@ -220,81 +209,64 @@ def _settle_buckets(rollout: DictConfig, resolved: bool, syncs: bool) -> None:
 
 
 def settle_trainer(actor_rollout_ref: Any) -> None:
-    """Refuses what the sync cannot serve of the actor's model, and makes its LoRA keys one.
-
-    Args:
-        actor_rollout_ref: verl's config.
-
-    Raises:
-        ValueError: names key, value and remedy.
-    """
-    strategy = OmegaConf.select(actor_rollout_ref, "actor.strategy")
+    """Refuses what the sync cannot serve of the actor's model, and makes ``model.lora.*`` and the flat keys one, where
+    verl itself reads only the flat ones: every process, verl's own code included, then sees the same."""
+    strategy, model = OmegaConf.select(actor_rollout_ref, "actor.strategy"), actor_rollout_ref.model
     moves = backend_of(actor_rollout_ref.rollout) in ("naive", SEPARATE_BACKEND)
     engine = rollout_of(actor_rollout_ref.rollout.name)
     if moves:
-        model = actor_rollout_ref.model
         engine.refuse_checkpoint(str(model.get("path")), model.get("override_config"), actor_rollout_ref.rollout)
     stock: Any = OmegaConf.to_container(OmegaConf.load(hydra_source.verl_configs() / "model" / "hf_model.yaml"))
-    refuse_near_misses(actor_rollout_ref.model.get("lora") or {}, {*stock["lora"], "peft"}, LORA_KEY)
-    merge = OmegaConf.select(actor_rollout_ref, "model.lora.merge", default=False)
-    if merge and not lora_rank_of(actor_rollout_ref.model):
-        say(f"{MERGE_KEY}=True has no effect without a LoRA rank, all parameters are trained; see {RANK_KEY}")
+    lora = section(model, "lora", f"{MODEL}.lora")
+    section(lora, "peft", PEFT_KEY)
+    refuse_near_misses(lora, {*stock["lora"], "peft"}, f"{MODEL}.lora")
+    if OmegaConf.select(model, "lora.merge", default=False) and not lora_rank_of(model):
+        say(f"{MODEL}.lora.merge=True has no effect without a LoRA rank, all parameters are trained")
     if OmegaConf.select(actor_rollout_ref, "actor.freeze_vision_tower", default=False):
         say(
             "actor_rollout_ref.actor.freeze_vision_tower=True has no effect: verl 0.9.1 does not read it and trains all"
         )
     if strategy in FLAT_LORA_TRAINERS:
-        unify_lora_keys(actor_rollout_ref.model, stock, engine.refuse_adapter)
+        plain: Any = OmegaConf.to_container(model, resolve=True)
+        with read_write(model), open_dict(model):
+            for key, value in unify(plain, stock, engine.refuse_adapter).items():
+                if value is not None:
+                    OmegaConf.update(model, key, value, force_add=True)
         if moves:
-            refuse_lora(actor_rollout_ref.model, strategy, engine.refuse_untied, engine.refuse_adapter)
+            refuse_lora(model, strategy, engine.refuse_untied, engine.refuse_adapter)
     if strategy == "megatron":
-        refuse_megatron_lora(actor_rollout_ref.actor.megatron, actor_rollout_ref.model)
-
-
-def unify_lora_keys(model: DictConfig, stock: dict[str, Any], refuse_adapter: RefuseAdapter) -> None:
-    """Makes ``model.lora.*`` and the flat keys one, where verl itself reads only the flat ones.
-
-    Written into the composed config: every process, verl's own code included, then sees the same.
-
-    Raises:
-        ValueError: see ``lora.settings.unify``.
-    """
-    plain: Any = OmegaConf.to_container(model, resolve=True)
-    with read_write(model), open_dict(model):
-        for key, value in unify(plain, stock, refuse_adapter).items():
-            if value is not None:
-                OmegaConf.update(model, key, value, force_add=True)
+        refuse_megatron_lora(actor_rollout_ref.actor.megatron, model)
 
 
 @dataclass
 class SyncRolloutConfig(RolloutConfig):
     """verl's rollout config, checked whenever a process builds it: that is where a broken set-up is caught.
 
-    Attributes:
-        update_weights_bucket_megabytes: the short key; ``None`` when only the long one is used.
-
     Raises:
-        ValueError: see ``check_rollout``.
-        RegistryConflictError: another plugin has taken one of our registry keys.
+        ValueError: a key is wrong; names key, value and remedy.
+        RegistryConflictError: a plugin that was loaded later took one of our registry keys.
     """
 
-    update_weights_bucket_megabytes: int | str | None = None
+    update_weights_bucket_megabytes: int | str | None = None  # the short key
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._settle_buckets()
-        check_rollout(self)
-        verify_registered(self)
-
-    def _settle_buckets(self) -> None:
-        """Settles the bucket keys of a config that no driver has settled: one composed by a user's program, or by a
-        multirun."""
+        # No driver has settled these where a program of the user's has composed the config, or a multirun
         engine, stock = self.checkpoint_engine, CheckpointEngineConfig().update_weights_bucket_megabytes
         long = engine.update_weights_bucket_megabytes
         syncs = serves(self.name) and sync_config_of(self).enabled
         short, long = settled_megabytes(self.update_weights_bucket_megabytes, long, long != stock, stock, syncs)
         object.__setattr__(self, "update_weights_bucket_megabytes", short)  # the configs are frozen
         object.__setattr__(engine, "update_weights_bucket_megabytes", long)
+        check_rollout(self)
+        if not serves(self.name):
+            return
+        from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+        from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+        ours, name = rollout_of(self.name), self.name
+        compat.refuse_stranger("rollout adapter", name, _ROLLOUT_REGISTRY[name, compat.MODE], (ours.adapter,))
+        compat.refuse_stranger("rollout replica", name, RolloutReplicaRegistry._registry[name], (ours.load_replica,))
 
 
 def check_rollout(rollout: object) -> None:
@@ -316,25 +288,6 @@ def check_rollout(rollout: object) -> None:
     rollout_of(get("name")).refuse_keys(rollout, moves)
 
 
-def verify_registered(rollout: Any) -> None:
-    """Checks in a process that is about to use verl's registries that our entries are still there.
-
-    Args:
-        rollout: verl's rollout config.
-
-    Raises:
-        RegistryConflictError: a plugin that was loaded later took one of our keys.
-    """
-    if not serves(name := rollout.get("name")):
-        return
-    from verl.workers.rollout.base import _ROLLOUT_REGISTRY
-    from verl.workers.rollout.replica import RolloutReplicaRegistry
-
-    ours = rollout_of(name)
-    compat.refuse_stranger("rollout adapter", name, _ROLLOUT_REGISTRY[name, compat.MODE], (ours.adapter,))
-    compat.refuse_stranger("rollout replica", name, RolloutReplicaRegistry._registry[name], (ours.load_replica,))
-
-
 class CheckKeys(Callback):
     """Settles our keys in the driver, before Ray starts.
 
@@ -345,28 +298,21 @@ class CheckKeys(Callback):
         self._settled = False
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        with _end_the_driver():
-            _say_who(_settle(config))
+        self._settle(config)
         self._settled = True
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Checks the config of a multirun's job; the task has a copy of it already, so nothing can be changed here."""
-        if self._settled:
-            return
+        if not self._settled:
+            self._settle(deepcopy(config), config)
+
+    def _settle(self, config: DictConfig, unsettled: DictConfig | None = None) -> None:
         with _end_the_driver():
-            settled = deepcopy(config)
-            _say_who(line := _settle(settled))
-            _refuse_unsettled(config, settled, line)
-
-
-def _say_who(line: str) -> None:
-    if line:
-        say(f"driver: {line}")
-
-
-def _settle(config: DictConfig) -> str:
-    overrides: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
-    return settle(config, overrides, str(OmegaConf.select(config, "hydra.job.name")))
+            overrides: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+            if line := settle(config, overrides, str(OmegaConf.select(config, "hydra.job.name"))):
+                say(f"driver: {line}")
+            if unsettled is not None:
+                _refuse_unsettled(unsettled, config, line)
 
 
 def _refuse_unsettled(config: DictConfig, settled: DictConfig, line: str) -> None:

@@ -74,7 +74,6 @@ class SyncCheckpointEngine(CheckpointEngine):
             activation.take_over(True)
 
     def prepare(self, **more: Any) -> Member:
-        """What this process says of itself."""
         say_unused("prepare", more)
         from verl_sync_plugin.sync.separate.membership import Membership
         from verl_sync_plugin.trainers.base import trainer_device
@@ -88,7 +87,6 @@ class SyncCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Member], **more: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """See ``membership.topology``; in the driver."""
         say_unused("build_topology", more)
         from verl_sync_plugin.sync.separate.membership import topology
 
@@ -158,7 +156,7 @@ class SyncCheckpointEngine(CheckpointEngine):
         return manager
 
     def receive_weights(self, global_steps: int | None = None, **more: Any) -> Incoming:
-        """What the rollout adapter receives the sync by; verl hands it over without looking inside."""
+        """The handle that verl passes, unread, to our rollout adapter."""
         from verl_sync_plugin.sync.separate.handles import Incoming
 
         say_unused("receive_weights", more)
@@ -167,7 +165,7 @@ class SyncCheckpointEngine(CheckpointEngine):
 
 
 def _engine_of(weights: Any) -> Any:
-    """verl's training engine, whose weights a stream hands out; see ``refuse_plain_stream`` for any other's."""
+    """verl's training engine, whose weights a stream hands out."""
     from verl_sync_plugin.trainers.conflict import refuse_plain_stream
     from verl_sync_plugin.trainers.shard_stream import ShardStream
 
@@ -183,10 +181,10 @@ ANSWER_SECONDS = 20.0
 
 
 class OutlivingManager(CheckpointEngineManager):
-    """verl's manager; a replica that dies costs the sync under way, which is run again without it.
+    """Takes the place of verl's manager; a replica that dies costs the sync under way, which is run again without it.
 
     Args:
-        manager: verl's own, whose place this one takes.
+        manager: verl's own.
         servers: verl's manager of the separate rollout's servers, which routes requests to them.
     """
 
@@ -197,13 +195,7 @@ class OutlivingManager(CheckpointEngineManager):
         self._rollout: Any = None  # verl's worker group of theirs
 
     def update_weights(self, global_steps: int | None = None, **more: Any) -> Any:
-        """verl's call; see ``CheckpointEngineManager``.
-
-        Raises:
-            ValueError: there never was a replica.
-            RuntimeError: no replica is left.
-            RayTaskError: the sync failed for another reason than a replica's death.
-        """
+        """Runs one sync, and again without replicas that have died; any other failure is raised."""
         if not self.replicas:
             raise ValueError(
                 f"the separate rollout has no engine. Set {PREFIX}.nnodes and n_gpus_per_node to its GPUs."
@@ -259,7 +251,7 @@ class OutlivingManager(CheckpointEngineManager):
 
 
 def dead_among(replicas: Sequence[Any]) -> list[Any]:
-    """The replicas of which a process is known to be dead: one of verl's workers, a server, or one of SGLang's own."""
+    """Finds replicas of which a process is dead: one of verl's workers, a server, or one of SGLang's own."""
     asked = {
         replica: [
             *(worker.__ray_ready__.remote() for worker in replica.workers),
@@ -270,8 +262,7 @@ def dead_among(replicas: Sequence[Any]) -> list[Any]:
     everything = [reference for references in asked.values() for reference in references]
     if not everything:
         return []
-    answered, _ = ray.wait(everything, num_returns=len(everything), timeout=ANSWER_SECONDS)
-    heard = set(answered)
+    heard = set(ray.wait(everything, num_returns=len(everything), timeout=ANSWER_SECONDS)[0])
     return [replica for replica, references in asked.items() if any(_says_dead(r) for r in references if r in heard)]
 
 

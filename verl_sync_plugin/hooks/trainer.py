@@ -30,14 +30,8 @@ class SyncTrainerMixin:
     bases."""
 
     def _init_resource_pool_mgr(self: Any, **more: Any) -> None:
-        """verl's step that says which class serves which role; its own ``separate_async`` trainer extends it too.
-
-        Nothing has been read before that the driver settles, so a config that no driver of ours has seen is settled
-        here: one composed by a program of the user's, or by a multirun.
-
-        Raises:
-            ValueError: see ``driver.settle``.
-        """
+        """verl's step that says which class serves which role. A config that no driver of ours has seen (composed by a
+        program of the user's, or by a multirun) is settled here, before anything of it is read."""
         expect_metrics()
         if line := settle(self.config, resolved=True):
             say(f"task runner: {line}")
@@ -66,11 +60,7 @@ class SyncTrainerMixin:
         return of_separate_rollout(client, sync_config_of(rollout).pause) if syncs_separate(rollout) else client
 
     def _compute_old_log_prob(self: Any, batch: Any, metrics: dict[str, Any], **more: Any) -> Any:
-        """verl's step that compares the probabilities of engine and trainer; the actor's update comes later.
-
-        Raises:
-            RuntimeError: see ``guard_probs``.
-        """
+        """verl's step that compares the probabilities of engine and trainer; the actor's update comes later."""
         batch = super()._compute_old_log_prob(batch, metrics=metrics, **more)  # type: ignore[misc]
         guard_probs(sync_config_of(self.config.actor_rollout_ref.rollout).max_probs_diff, metrics, self.global_steps)
         return batch
@@ -114,20 +104,17 @@ def guard_probs(most: float | None, metrics: Mapping[str, Any], step: int) -> No
 
 
 def syncs_separate(rollout: Any) -> bool:
-    """Whether the plugin syncs a rollout on GPUs of its own, by verl's rollout config."""
+    """True if the plugin syncs a rollout on GPUs of its own."""
     return serves(rollout.get("name")) and backend_of(rollout) == SEPARATE_BACKEND and sync_config_of(rollout).enabled
 
 
 def take_workers(mapping: dict[Any, Any]) -> None:
-    """Puts our subclasses in the place of verl's worker classes for the roles that hold a rollout.
-
-    Args:
-        mapping: verl's ``role_worker_mapping``, of Ray actor classes.
-    """
-    from verl_sync_plugin.hooks.worker import ours_for
+    """Puts our subclasses in the place of verl's worker classes in ``role_worker_mapping``, for the roles that hold a
+    rollout."""
+    from verl_sync_plugin.hooks.worker import OURS
 
     for role, remote in mapping.items():
-        ours = ours_for(getattr(remote, "__ray_actor_class__", remote)) if "rollout" in str(role) else None
+        ours = OURS.get(getattr(remote, "__ray_actor_class__", remote)) if "rollout" in str(role) else None
         if ours is not None:
             mapping[role] = ray.remote(ours)
             say(f"task runner: {role} is {ours.__name__}")
@@ -212,12 +199,7 @@ class SpanningLLMServerClient(FullyAsyncLLMServerClient, _Noting):
 
 
 def of_separate_rollout(client: Any, pause: str) -> Any:
-    """``client``, as ours where it is verl's that asks again for what was aborted.
-
-    Args:
-        client: verl's.
-        pause: ``custom.sync.pause``.
-    """
+    """Returns ``client`` as ours where it is verl's that asks again for what was aborted."""
     if type(client) is not FullyAsyncLLMServerClient:
         return client
     ours = object.__new__(OutlivingLLMServerClient if pause == "abort" else SpanningLLMServerClient)

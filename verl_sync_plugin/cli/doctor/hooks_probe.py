@@ -151,9 +151,9 @@ def trainers() -> str:
 def workers() -> str:
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
-    from verl_sync_plugin.hooks.worker import ours_for
+    from verl_sync_plugin.hooks.worker import OURS
 
-    if (ours := ours_for(ActorRolloutRefWorker)) is None:
+    if (ours := OURS.get(ActorRolloutRefWorker)) is None:
         raise NotActiveError("there is no worker of ours for verl's ActorRolloutRefWorker")
     return str(ours.__name__)
 
