@@ -38,15 +38,8 @@ except Exception as import_error:
 
 
 def register() -> None:
-    """Arranges for configuration source, rollout adapter, replica, engines and trainers to be registered.
-
-    Each is registered when verl imports the module that holds the registry: importing these here would cost seconds in
-    every process. A registry that verl has imported already is served at once.
-
-    Raises:
-        IncompatibleHostError: verl lacks a hook (then or when verl imports the module).
-        RegistryConflictError: another plugin was there first (likewise).
-    """
+    """Arranges for each registry of verl's to be written to when verl imports its module: importing these here would
+    cost seconds in every process. One that verl has imported already is served at once."""
     hooks = {
         "hydra": lambda _: _register_hydra(),
         "verl.workers.rollout.base": _register_rollout,

@@ -43,13 +43,12 @@ def not_given(default: Any) -> str:
 
 
 def given(section: Any, key: str, default: Any) -> bool:
-    """Whether somebody has given ``key``, in a section of a composed config of which nothing is resolved yet."""
+    """True if somebody has given ``key``, in a section of a composed config of which nothing is resolved yet."""
     raw: Any = OmegaConf.to_container(section, resolve=False)
     return bool(raw[key] != not_given(default))
 
 
 def verl_configs() -> Path:
-    """The folder of verl's own configs."""
     spec = find_spec("verl")
     assert spec is not None and spec.origin is not None, "verl loads this plugin, so it can be found"
     return Path(spec.origin).resolve().parent / "trainer" / "config"
@@ -117,7 +116,7 @@ class SyncConfigSource(ConfigSource):
 
 
 def _own_rollout(path: str | None) -> bool:
-    """Whether a folder of the user's own holds a rollout config; that one is used as it is."""
+    """True if a folder of the user's own holds a rollout config; that one is used as it is."""
     folder = Path((path or "").removeprefix("file://"))
     return (folder / f"{CONFIG}.yaml").is_file() and folder.resolve() != verl_configs()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's keys may not hold, whatever its rollout engine is: two tables. Imports no torch.
+"""Refuses what a run's keys may not hold, whatever its rollout engine is, by two tables. Imports no torch.
 
 Every refusal names key, value and remedy, in the driver, before any worker starts.
 """
@@ -34,17 +34,8 @@ NO_MEGATRON_LORA = (
 
 
 def left_to_verl(rollout: Any) -> str:
-    """Names what of verl's rollout keys the plugin cannot follow with any rollout engine, and stock verl can.
-
-    Args:
-        rollout: verl's rollout config (dataclass, DictConfig or dict).
-
-    Returns:
-        Key, value and reason; empty where there is nothing of the kind.
-
-    Raises:
-        ValueError: a section is no mapping; names key, value and remedy.
-    """
+    """Names the key of verl's rollout config that the plugin cannot follow with any rollout engine, and stock verl can,
+    with value and reason; empty where there is none."""
     on = section(rollout, "disaggregation", f"{PREFIX}.disaggregation").get("enabled", False)
     if on not in (None, False):
         return f"{PREFIX}.disaggregation.enabled={on!r}: weight sync serves one engine per rank"
@@ -81,12 +72,7 @@ VALUES: dict[str, tuple[Callable[[Any], bool], str, str]] = {
 
 
 def refuse_values(prefix: str, holder: Any) -> None:
-    """Raises ValueError for a value of ``VALUES`` that is of the wrong kind.
-
-    Args:
-        prefix: of the keys: of the rollout or of the model.
-        holder: the config under it (dataclass, DictConfig or dict).
-    """
+    """Raises ValueError for a value of ``VALUES`` of the wrong kind, in the config ``holder`` under ``prefix``."""
     for key, (fits, problem, instead) in VALUES.items():
         if not key.startswith(f"{prefix}."):
             continue
@@ -102,7 +88,7 @@ def refuse_combinations(config: Any, moves: bool) -> None:
 
     Args:
         config: what verl's main function gets.
-        moves: the plugin moves the weights; else another checkpoint engine of verl's does.
+        moves: whether the plugin moves the weights; else another checkpoint engine of verl's does.
     """
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     trainer, sync = config.get("trainer", None) or {}, sync_config_of(rollout)
@@ -198,12 +184,7 @@ def refuse_combinations(config: Any, moves: bool) -> None:
 
 
 def refuse_megatron_lora(megatron: Any, model: Any) -> None:
-    """Raises ValueError when a Megatron trainer's LoRA cannot be synced; names key, value and remedy.
-
-    Args:
-        megatron: ``actor_rollout_ref.actor.megatron``.
-        model: ``actor_rollout_ref.model``.
-    """
+    """Raises ValueError when a Megatron trainer's LoRA cannot be synced; names key, value and remedy."""
     rank = lora_rank_of(model)
     if rank <= 0:
         return

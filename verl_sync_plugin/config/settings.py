@@ -113,15 +113,10 @@ def _checked(key: str, value: Any) -> Any:
 
 
 def section(holder: Any, key: str, name: str) -> Any:
-    """The mapping under ``key`` of a config (dataclass, DictConfig or dict); empty where there is none.
-
-    Args:
-        holder: what has the key.
-        key: of the section.
-        name: the whole key, for messages.
+    """Returns the mapping under ``key`` of a config (dataclass, DictConfig or dict); empty where there is none.
 
     Raises:
-        ValueError: something else is there; names key, value and remedy.
+        ValueError: something else is there; names the whole key (``name``), value and remedy.
     """
     value = given_value(holder, key, name)
     if value is None:
@@ -150,11 +145,6 @@ def refuse_near_misses(holder: Mapping[str, Any], known: Collection[str], name: 
     """Raises ValueError for a key of a mapping that is nearly a known one, and leaves all others alone.
 
     A key that ends in a known one is another word: ``async`` is not ``sync``.
-
-    Args:
-        holder: the mapping.
-        known: its keys.
-        name: of the mapping, for messages.
     """
     for key in holder:
         word = str(key).lower()
@@ -165,11 +155,7 @@ def refuse_near_misses(holder: Mapping[str, Any], known: Collection[str], name: 
 
 
 def refuse_misplaced(config: Any) -> None:
-    """Raises ValueError for the plugin's settings under a part of their key's path, where nothing reads them.
-
-    Args:
-        config: what verl's main function gets.
-    """
+    """Raises ValueError for the plugin's settings under a part of their key's path, where nothing reads them."""
     from omegaconf import OmegaConf
 
     *path, last = KEY_PREFIX.split(".")
@@ -182,10 +168,10 @@ def refuse_misplaced(config: Any) -> None:
 
 
 def sync_config_of(rollout: Any) -> SyncConfig:
-    """The ``SyncConfig`` of a rollout config (dataclass, DictConfig or dict).
+    """Returns the ``SyncConfig`` of a rollout config (dataclass, DictConfig or dict).
 
     Raises:
-        ValueError: ``rollout.custom`` or ``rollout.custom.sync`` is not a mapping, or ``SyncConfig`` refuses it.
+        ValueError: it holds something wrong; names key, value and remedy.
     """
     name, _, key = KEY_PREFIX.rpartition(".")
     custom = section(rollout, "custom", name)
