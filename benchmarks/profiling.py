@@ -23,7 +23,7 @@ def marked_stages() -> Iterator[None]:
     """Marks the stages of the plugin's report in the trace."""
     from torch.profiler import record_function
 
-    from verl_sync_plugin.report.sync_report import SyncReport
+    from verl_sync_plugin.report import SyncReport
 
     original = SyncReport.stage
 

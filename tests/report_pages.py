@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from verl_sync_plugin.cli import main
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.report import SyncReport
 
 GIB = 2**30
 

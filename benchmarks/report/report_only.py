@@ -31,7 +31,7 @@ def reports_of(probe_file: Path) -> list[dict[str, Any]]:
 
 def seconds_of(report: dict[str, Any]) -> dict[str, float]:
     """The stages of one report; ``phase`` is the sum of all that a training step waits for."""
-    from verl_sync_plugin.report.sync_report import PHASE_STAGES
+    from verl_sync_plugin.report import PHASE_STAGES
 
     stages = report["stages"]
     found = {name: float(stages.get(name, 0.0)) for name in STAGES if name != "phase"}

@@ -48,7 +48,7 @@ def count_as_host(name: str) -> None:
 
 def _sync_of(host: str, delivery: str) -> dict[str, Any]:
     """``custom.sync`` of both ends."""
-    return {**SYNC, "delivery": delivery or ("exchanged" if host else "auto")}
+    return {**SYNC, "delivery": delivery or "auto"}
 
 
 def receiving(
@@ -57,7 +57,7 @@ def receiving(
     """The rollout's end of the plugin's backend, and what does with its weights as verl's rollout adapter would."""
     from benchmarks.transfer.endpoint import ServerEndpoint
     from verl_sync_plugin.config.settings import SyncConfig
-    from verl_sync_plugin.hooks.checkpoint_engine import SyncCheckpointEngine
+    from verl_sync_plugin.hooks.separate import SyncCheckpointEngine
     from verl_sync_plugin.rollouts.sglang.separate import SeparateReceiver
     from verl_sync_plugin.sync.separate.managers import SeparateRollout
     from verl_sync_plugin.trainers.base import trainer_device
@@ -152,7 +152,7 @@ class Apart:
         delivery: str = "",
     ) -> None:  # fmt: skip
         from benchmarks.transfer.server import Client
-        from verl_sync_plugin.hooks.checkpoint_engine import SyncCheckpointEngine
+        from verl_sync_plugin.hooks.separate import SyncCheckpointEngine
 
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()

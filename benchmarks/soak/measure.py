@@ -39,7 +39,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--case", help="default: soak-MODEL")
     parser.add_argument("--model", choices=sorted(models.CONFIGS), required=True)
-    parser.add_argument("--variant", choices=("plugin", "plugin-unhashed", "stock"), default="plugin")
+    parser.add_argument("--variant", choices=("plugin", "stock"), default="plugin")
     parser.add_argument("--trainer", choices=trainers.KINDS, default="plain", help="plain: tensors in one process")
     parser.add_argument(
         "--staging", choices=("kept", GIVEN_BACK), default="kept", help="what becomes of staging memory behind a sync"

@@ -35,7 +35,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--case", required=True)
     parser.add_argument("--model", choices=sorted(models.CONFIGS), required=True)
     parser.add_argument("--buckets", default="512", help="bucket sizes in MiB, for both variants")
-    parser.add_argument("--variants", default="stock,plugin,plugin-unhashed,plugin-staged")
+    parser.add_argument("--variants", default="stock,plugin,plugin-staged")
     parser.add_argument("--trainer-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--repeat", type=int, default=5, help="measured syncs per variant and bucket size")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -91,12 +91,10 @@ def run_of(
     settings = {
         "harness": HARNESS, "model": args.model, "bucket_mb": bucket_mb, "device": args.device,
         "tensors": bench.tensors, "trainer_dtype": args.trainer_dtype,
-        "hashed": variant not in ("stock", "plugin-unhashed", *schema.PEERS), "staged": variant == "plugin-staged",
+        "hashed": variant not in ("stock", *schema.PEERS), "staged": variant == "plugin-staged",
         "verify": ways.verify_of(variant),
         "floor_seconds": floor.seconds(bench.nbytes),
     }  # fmt: skip
-    if variant in ways.PLUGIN:
-        settings["check_finite"] = ways.looks_for_nan(variant)
     return {
         "variant": variant if variant in schema.PEERS else variant.partition("-")[0],
         "settings": settings,

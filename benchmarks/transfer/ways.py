@@ -10,25 +10,14 @@ from typing import Any
 from benchmarks.transfer import peer
 
 # "staged" packs every sync, as where nothing lies still; "verified-always" compares what lies in the engine's own
-# parameters in every sync, "unverified" in none, and "unhashed" and "unchecked" (which looks for no NaN or Inf) besides
-# in none; the others as a run does by default: in the first three
-PLUGIN = (
-    "plugin", "plugin-unhashed", "plugin-unchecked", "plugin-staged", "plugin-unverified", "plugin-verified-always",
-)  # fmt: skip
-VERIFY = {
-    "plugin-unverified": "never", "plugin-unhashed": "never", "plugin-unchecked": "never",
-    "plugin-verified-always": "always",
-}  # fmt: skip
+# parameters in every sync, "unverified" in none; the others as a run does by default: in the first three
+PLUGIN = ("plugin", "plugin-staged", "plugin-unverified", "plugin-verified-always")
+VERIFY = {"plugin-unverified": "never", "plugin-verified-always": "always"}
 
 
 def verify_of(variant: str) -> str:
     """The ``custom.sync.verify`` of a variant; empty for others than the plugin's."""
     return "" if variant not in PLUGIN else VERIFY.get(variant, "first")
-
-
-def looks_for_nan(variant: str) -> bool:
-    """The ``custom.sync.check_finite`` of one of the plugin's variants."""
-    return variant != "plugin-unchecked"
 
 
 def _manager(server: Any, named: list[tuple[str, Any]], bucket_mb: int, variant: str, device: str) -> Any:
@@ -60,9 +49,7 @@ def _manager(server: Any, named: list[tuple[str, Any]], bucket_mb: int, variant:
             return PlainSource()
 
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    delivery = "sharded" if variant == "plugin-staged" else "auto"
-    checks = {"verify_hashes": variant != "plugin-unhashed", "check_finite": looks_for_nan(variant)}
-    config = SyncConfig(verify=verify_of(variant), delivery=delivery, **checks)
+    config = SyncConfig(verify=verify_of(variant), delivery="staged" if variant == "plugin-staged" else "auto")
     return PlainManager(None, ServerEndpoint(server), config, bucket_mb << 20, where)
 
 

@@ -7,6 +7,7 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch.distributed as dist
@@ -114,10 +115,10 @@ def peers_out_of_reach(member: Rank, version: int) -> None:
     manager.planning.agreed_digest = ""
     sender.export = elsewhere if member.rank == last else honest  # type: ignore[assignment, method-assign]
 
-    object.__setattr__(manager.config, "delivery", "sharded")
+    msgspec.structs.force_setattr(manager.config, "delivery", "sharded")
     with pytest.raises(SyncError, match="delivery=sharded: an engine rank cannot read other ranks' memory"):
         member.sync(version)
-    object.__setattr__(manager.config, "delivery", "auto")
+    msgspec.structs.force_setattr(manager.config, "delivery", "auto")
     abandoned = len(member.endpoint.abandoned)
     for again in (version + 1, version + 2):
         trainer.perturb(member.trainer, seed=again)

@@ -12,7 +12,7 @@ import pytest
 import torch.multiprocessing as mp
 
 import unmeasured
-from bare_engine import auto_bucket, failures, in_place, stories
+from bare_engine import failures, in_place, stories
 from bare_engine.scenario import Rank, Setup, run_rank
 from megatron_cpu import checkpoints
 from megatron_cpu.engines import megatron_environment
@@ -50,9 +50,7 @@ def test_engine_equals_disk_load_over_three_syncs(
     tiny_model: Callable[[str], str],
     tmp_path: Path,
 ) -> None:
-    # the cheapest engine of two ranks also shows a bucket size that the ranks agree on
-    story = auto_bucket.after_three_syncs if kind == "llama" else stories.three_syncs
-    _play(Setup(tiny_model(kind), strategy, world, bucket_bytes, settings), story, tmp_path)
+    _play(Setup(tiny_model(kind), strategy, world, bucket_bytes, settings), stories.three_syncs, tmp_path)
 
 
 # What travels as single experts is one parameter in the engine; of latent attention's kv_b_proj it keeps two products

@@ -123,7 +123,7 @@ class Pair:
         self.whole, self.sharded = (auto.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
         apply_fsdp2(self.sharded, {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}, {})
         self.rename = lambda state: convert_weight_keys(state, self.sharded)
-        self.policy = wire_policy(SyncConfig(), "bfloat16")
+        self.policy = wire_policy("bfloat16")
         self.agreement = Agreement(60.0)
         self.open()
 

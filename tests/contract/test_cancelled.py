@@ -18,7 +18,7 @@ from worlds import run_world
 
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.adapter import AdapterSender
 from verl_sync_plugin.sync.connect import MeetingPoint
 from verl_sync_plugin.sync.endpoint import LoadOutcome

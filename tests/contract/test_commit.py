@@ -16,7 +16,7 @@ from contract.sources import WorldSource, everyone
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.tensors import Plan
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.commit import Commit
 from verl_sync_plugin.sync.delivery.base import Sync
 from verl_sync_plugin.sync.delivery.choice import Choice
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 def committed(fails: bool, used: Used | None) -> list[str]:
     """What happens, in this order, when the engine rank answers a commit or does not."""
     agreement, sender = Agreement(20.0), BucketSender(CPU, 20.0)
-    config, happened = SyncConfig(verify_hashes=False), list[str]()
+    config, happened = SyncConfig(), list[str]()
     choice = Choice(config, agreement, sender, CPU)
     commit = Commit(config, agreement, sender, choice, Engine())
     settle, gather = agreement.settle, agreement.gather

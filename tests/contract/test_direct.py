@@ -14,7 +14,7 @@ from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, View
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.delivery.base import PeersUnreachableError, Sync
 from verl_sync_plugin.sync.delivery.choice import Choice
 from verl_sync_plugin.sync.sender import BucketSender

@@ -22,7 +22,7 @@ from contract.test_lora_adapter import Engine
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.lora.peft import lora_weights
 from verl_sync_plugin.rollouts.sglang.endpoint import ServerActorEndpoint
-from verl_sync_plugin.sharding_manager.fsdp_sglang import FSDP2SGLangShardingManager, FSDPSGLangShardingManager
+from verl_sync_plugin.sharding_manager import get_sharding_manager
 
 TARGETS = {"target_modules": ["q_proj", "down_proj"]}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -109,7 +109,7 @@ def opened(checkpoint: str, model: dict[str, Any], strategy: str) -> str:
     """What stops the first step of the first sync of verl's own engine."""
     settings = {"use_orig_params": True} if strategy == "fsdp" else {}
     engine = trainer.build(checkpoint, strategy, model={"lora_rank": 4, **model}, **settings)
-    manager = {"fsdp": FSDPSGLangShardingManager, "fsdp2": FSDP2SGLangShardingManager}[strategy]
+    manager = get_sharding_manager(strategy, "sglang")
     with pytest.raises(ValueError) as caught:
         manager(engine, SGLang(), SyncConfig(), 1 << 20, torch.device("cpu")).open_source()
     return str(caught.value)

@@ -26,7 +26,7 @@ from contract.several_hosts import Manager, Source
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.receiver.unpacker import Unpacker
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.rollouts.sglang import loader
 from verl_sync_plugin.sync.delivery import reach
 from verl_sync_plugin.sync.sender import SLOTS

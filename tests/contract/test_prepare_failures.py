@@ -19,7 +19,7 @@ from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Plan
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.delivery.base import Sync
 from verl_sync_plugin.sync.delivery.gathered import Gathered
 from verl_sync_plugin.sync.sender import BucketSender
@@ -56,8 +56,7 @@ def first_buckets(
     source: MergingSource, plan: Plan, shards: list[Shard], agreement: Agreement, sender: BucketSender
 ) -> None:
     sender.reserve(plan)
-    config = SyncConfig(verify_hashes=False, check_finite=False)
-    Gathered(config, agreement, sender).fill(Sync("1", plan, source, shards, SyncReport(), (), ()))
+    Gathered(SyncConfig(), agreement, sender).fill(Sync("1", plan, source, shards, SyncReport(), (), ()))
 
 
 def fail_on_the_last_rank(layout: Layout, where: str) -> tuple[str, float]:

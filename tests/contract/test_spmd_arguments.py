@@ -96,7 +96,6 @@ def spec(**given: Any) -> LocalSpec:
     ("given", "words"),
     [
         ({"dtype": "int8"}, "dtype='int8': not a dtype"),
-        ({"sync": SyncConfig(release_cuda_graph=True)}, "keeps its CUDA graphs"),
         ({"config": {"architectures": ["Llama4ForCausalLM"]}}, "Use another model"),
         ({"arguments": {"tp_size": 4}}, "engine.tp_size=4: leave it out, and set tensor_parallel_size"),
         ({"arguments": {"quantization": "fp8"}}, "engine.quantization='fp8': weight sync cannot serve it"),
@@ -137,7 +136,7 @@ def test_the_engine_inherits_nothing_of_torchrun(monkeypatch: pytest.MonkeyPatch
 
 def test_settings_of_other_rollouts_are_refused() -> None:
     assert settled_config({"timeout_seconds": 7})[0].timeout_seconds == 7 and settled_config(None)[1] is None
-    for given in ({"pause": "retract"}, {"delivery": "broadcast"}, {"enabled": False}, {"no_such_key": 1}):
+    for given in ({"pause": "retract"}, {"max_probs_diff": 0.1}, {"enabled": False}, {"no_such_key": 1}):
         assert isinstance(settled_config(given)[1], ValueError), given
 
 

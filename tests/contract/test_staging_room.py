@@ -14,7 +14,7 @@ from one_process import OneProcess
 from worlds import run_world
 
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.memory.room import FIRST, REST
+from verl_sync_plugin.memory import FIRST, REST
 from verl_sync_plugin.rollouts.sglang import loader
 
 

@@ -42,12 +42,10 @@ class Wire:
         ranks: int,
         bucket_bytes: int,
         sharded: bool = False,
-        copy_plan: bool = True,
         verified: bool = True,
     ) -> None:
         self.model = model
         self.verified = verified
-        self.copy_plan = copy_plan
         self._ranks = ranks
         bases = tuple(self._base(names, tensor) for names, tensor in _together(weights))
         self.plan: Plan = plan_buckets(bases, bucket_bytes, sharded)
@@ -92,7 +90,7 @@ class Wire:
         self._sent = [self._shards(weights, rank) for rank in range(self._ranks)]
         for packer in self._packers:
             packer.begin()
-        self.unpacker.begin(self._key.now(), self.copy_plan, hashed=True, whole=self.check.whole(self.plan))
+        self.unpacker.begin(self._key.now(), True, hashed=True, whole=self.check.whole(self.plan))
         if self.uses.asks(self.plan):
             self.uses.note(self.unpacker.uses.use(loaded=False))
             self.uses.compare(self.plan, loaded=False)

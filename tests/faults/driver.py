@@ -115,7 +115,7 @@ class World:
 
     def run(self, cell: Cell) -> Outcome:
         """Plays a cell and checks all that is promised of it."""
-        self._begin_run("auto" if cell.sync == "direct" else "sharded", "A")
+        self._begin_run("auto" if cell.sync == "direct" else "staged", "A")
         ways = [self._healthy() for _ in range(SYNCS_BEFORE[cell.sync])]
         assert ways == ["staged", "direct"][: len(ways)], ways
         old = self.server.ask("holds").answer()

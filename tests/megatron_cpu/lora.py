@@ -17,7 +17,7 @@ from megatron_cpu.engines import Layout, build, stock_export, train_step
 from megatron_cpu.stories import LARGE, TINY, State, manager_of, one_sync
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.rollouts.sglang.served_lora import served_settings
 from verl_sync_plugin.sync.adapter import AdapterSender
 from verl_sync_plugin.sync.endpoint import LoadOutcome

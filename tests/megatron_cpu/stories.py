@@ -30,6 +30,7 @@ from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.sender import STAGING_BUCKETS
 from verl_sync_plugin.trainers.megatron.model import unwrapped
 from verl_sync_plugin.trainers.megatron.source import MegatronSource
+from verl_sync_plugin.trainers.wire import KEPT
 
 State = dict[str, torch.Tensor]
 
@@ -38,10 +39,10 @@ TINY, LARGE = 6_001, 64 << 20  # bytes; TINY is no multiple of anything
 SYNCS = 3
 
 
-def manager_of(engine: Any, bucket_bytes: int, wire: str = "auto", delivery: str = "auto") -> ShardingManager:
+def manager_of(engine: Any, bucket_bytes: int, wire: str = "bfloat16", delivery: str = "auto") -> ShardingManager:
     manager_class = get_sharding_manager("megatron", "sglang")
-    config = SyncConfig(timeout_seconds=20, wire_dtype=wire, delivery=delivery)
-    return manager_class(engine, BareEngineEndpoint(None), config, bucket_bytes, CPU)
+    config = SyncConfig(timeout_seconds=20, delivery=delivery)
+    return manager_class(engine, BareEngineEndpoint(None), config, bucket_bytes, CPU, wire)
 
 
 def one_sync(manager: ShardingManager) -> State:
@@ -90,7 +91,7 @@ def on_disk(folder: str) -> State:
 
 def on_the_wire(state: State, wire: torch.dtype) -> State:
     """What must arrive: parameters in the wire's dtype, routers in the trainer's, router biases in float32."""
-    keep = SyncConfig().keep_dtype
+    keep = KEPT
     return {n: t if any(re.search(pattern, n) for pattern in keep) else t.to(wire) for n, t in state.items()}
 
 

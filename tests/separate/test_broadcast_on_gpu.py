@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import forced_delivery  # noqa: F401
 from several_hosts_on_gpu import play
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
@@ -53,7 +54,7 @@ def trainer(calls: Calls, folder: Path) -> list[Any]:
     """Sends other weights in every sync; those of the last one are those of the second."""
     from benchmarks.soak import trainers
     from benchmarks.transfer.rig import one_rank
-    from verl_sync_plugin.hooks.checkpoint_engine import SyncCheckpointEngine
+    from verl_sync_plugin.hooks.separate import SyncCheckpointEngine
 
     with one_rank(folder / "trainer", DEVICE):
         trained = trainers.engine("fsdp2", "small", folder / "small", DEVICE)

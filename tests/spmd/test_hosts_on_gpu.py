@@ -68,6 +68,8 @@ def syncs(rank: int, folder: str, delivery: str) -> list[Any]:
         fully_shard(layer)
     fully_shard(made)
     found = []
+    import forced_delivery  # noqa: F401
+
     with SpmdRollout(
         folder,
         gpu_memory_utilization=0.2,

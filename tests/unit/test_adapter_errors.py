@@ -15,9 +15,8 @@ import torch
 from verl.workers.config import HFModelConfig
 
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.hooks.rollout_config import SyncRolloutConfig
-from verl_sync_plugin.report.file import REPORT_FILE_VARIABLE, write_report
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.hooks.driver import SyncRolloutConfig
+from verl_sync_plugin.report import REPORT_FILE_VARIABLE, SyncReport, write_report
 from verl_sync_plugin.rollouts.sglang import adapter as adapter_module
 from verl_sync_plugin.rollouts.sglang.adapter import SyncServerAdapter
 from verl_sync_plugin.trainers.shard_stream import ShardStream

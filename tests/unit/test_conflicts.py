@@ -24,7 +24,7 @@ TAKEN_LATER = """
     from verl.workers.config import HFModelConfig
     from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
     from verl.workers.rollout.base import get_rollout_class
-    from verl_sync_plugin.hooks.rollout_config import SyncRolloutConfig
+    from verl_sync_plugin.hooks.driver import SyncRolloutConfig
 
     class StrangeEngine(FSDPEngineWithLMHead):
         pass
@@ -147,7 +147,7 @@ def test_metrics_that_nobody_logs_are_announced_once(tmp_path: Path) -> None:
             import asyncio, sys, types
             from verl.workers.rollout.replica import get_rollout_replica_class
             from verl.workers.config import HFModelConfig
-            from verl_sync_plugin.hooks.rollout_config import SyncRolloutConfig
+            from verl_sync_plugin.hooks.driver import SyncRolloutConfig
             take("sync")
             made = get_rollout_replica_class("sglang")
             group = types.SimpleNamespace(workers=[])

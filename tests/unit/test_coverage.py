@@ -33,5 +33,5 @@ def test_constants_are_left_to_a_host_copy(capsys: pytest.CaptureFixture[str]) -
     check((), backup=False)
     check((("model.normalizer", 0, 1),), backup=True, buffers=("model.normalizer",))
     assert "model.normalizer (0 of 1 elements); the engine keeps what it loaded at its start" in capsys.readouterr().out
-    with pytest.raises(RuntimeError, match=r"unwritten: model\.normalizer .*weights_cpu_backup=on"):
+    with pytest.raises(RuntimeError, match=r"unwritten: model\.normalizer .*load_format=auto"):
         check((("model.normalizer", 0, 1),), backup=False, buffers=("model.normalizer",))

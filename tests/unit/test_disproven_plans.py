@@ -41,7 +41,7 @@ def test_what_earlier_syncs_have_replayed_to_the_wrong_places_ends_the_sync(veri
     receiver = Receiver(Swapping())
     receiver.sync(1.0, 1.0, verified=False)  # the comparison with the model's own load finds no difference
     assert receiver.unpacker.plan.planned
-    with pytest.raises(ValueError, match=r"a, b elsewhere than earlier syncs did\. Set .*copy_plan=False"):
+    with pytest.raises(ValueError, match=r"a, b elsewhere than earlier syncs did\. Set .*enabled=False"):
         receiver.sync(2.0, 3.0)
     receiver.sync(4.0, 5.0, verified=verified)
     receiver.sync(6.0, 7.0, verified=verified)

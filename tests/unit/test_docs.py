@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from hydra_run import run
-from verl_sync_plugin.config.bucket_size import LONG_BUCKET_KEY, SHORT_BUCKET_KEY
-from verl_sync_plugin.config.settings import SyncConfig
+from verl_sync_plugin.config.settings import LONG_BUCKET_KEY, SHORT_BUCKET_KEY, SyncConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "verl_sync_plugin"

@@ -21,11 +21,11 @@ import pytest
 import torch
 
 from hydra_run import rollout_of, run
+from verl_sync_plugin import sharding_manager as registry
 from verl_sync_plugin.cli import entry
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Plan
-from verl_sync_plugin.sharding_manager import registry
 from verl_sync_plugin.sync.sender import BucketSender
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -147,7 +147,7 @@ def test_other_plugins_that_take_keys_later(tmp_path: Path) -> None:
             backend(verl.checkpoint_engine.base)
             trainer(verl.trainer.ppo.v1.trainer_base)
 
-        wrapt.register_post_import_hook(later, "verl_sync_plugin.hooks.engine")
+        wrapt.register_post_import_hook(later, "verl_sync_plugin.hooks.engines")
         """,
     )
     told = doctor(tmp_path, PYTHONPATH=first_in_path(site))
@@ -185,12 +185,12 @@ def test_taken_training_engine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "check"),
     [
-        ("hooks/checkpoint_engine.py", "hook/checkpoint-engine"),
+        ("hooks/separate.py", "hook/checkpoint-engine"),
         *(
             pytest.param(*each, marks=pytest.mark.extended)
             for each in [
                 ("compat.py", "import"),
-                ("config/hydra_source.py", "import"),
+                ("config/settings.py", "import"),
                 ("rollouts/sglang/loader.py", "hook/engine-loader"),
             ]
         ),

@@ -184,8 +184,8 @@ def test_differences_between_nodes() -> None:
         (
             f"{ROLLOUT}.custom.sync.delivery=broadcast",
             "problem",
-            "not for a colocated rollout",
-            "Use gathered, or auto",
+            "gone; remove it",
+            "delivery=staged",
         ),
         (f"{ROLLOUT}.bogus=1", "problem", "bogus", "+"),
         ("--config-name=nothing", "problem", "nothing", "correct the key"),

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from report_pages import line, page_of, refused, written
-from verl_sync_plugin.report.file import REPORT_FILE_VARIABLE, write_report
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.report import REPORT_FILE_VARIABLE, SyncReport, write_report
 
 
 class TestReading:

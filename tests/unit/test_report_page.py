@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from report_pages import line, page_of, refused, written
-from verl_sync_plugin.report.sync_report import PHASE_STAGES
+from verl_sync_plugin.report import PHASE_STAGES
 
 
 def test_stands_alone(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import RankLostError, SyncError
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.delivery.broadcast import Broadcast
 from verl_sync_plugin.sync.delivery.exchanged import Exchanged
 from verl_sync_plugin.sync.delivery.sending import Sending

@@ -30,8 +30,6 @@ SEPARATE = ("+sync=separate", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node
     ("overrides", "shown", "remedy"),
     [
         ((BACKEND, f"{KEY_PREFIX}.enabled=False"), f"{KEY_PREFIX}.enabled=False with {ROLLOUT}", "another backend"),
-        ((BACKEND, f"{KEY_PREFIX}.delivery=gathered"), f"{KEY_PREFIX}.delivery='gathered'", "Use broadcast"),
-        ((f"{KEY_PREFIX}.delivery=broadcast",), f"{KEY_PREFIX}.delivery='broadcast'", "Use gathered"),
         (
             (BACKEND, f"{KEY_PREFIX}.pause=retract"),
             f"{KEY_PREFIX}.pause='retract' with trainer.v1.trainer_mode=sync",
@@ -51,11 +49,6 @@ SEPARATE = ("+sync=separate", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node
             (BACKEND, f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=1", f"{ROLLOUT}.tensor_model_parallel_size=2"),
             f"{ROLLOUT}.nnodes=1 and {ROLLOUT}.n_gpus_per_node=1",
             "one engine needs 2",
-        ),
-        (
-            (BACKEND, f"{ROLLOUT}.update_weights_bucket_megabytes=auto"),
-            f"{ROLLOUT}.update_weights_bucket_megabytes='auto'",
-            "for example 512",
         ),
         (
             (

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from report_pages import line, page_of, refused, written
-from verl_sync_plugin.report.sync_report import MAX_SPANS, SyncReport
 
 
 class TestTrace:
@@ -56,31 +55,3 @@ class TestTrace:
         file = str(written(tmp_path, line(0, spans=[])))
         assert "does not say when stages began" in refused(capsys, file, "--trace", out)
         assert not Path(out).exists()
-
-
-def test_spans_nest_and_are_bounded() -> None:
-    report = SyncReport.begun(1, "M", 0)
-    with report.stage("update_weights"):
-        for _ in range(MAX_SPANS + 5):
-            with report.stage("pack"):
-                assert report.under_way == ["update_weights", "pack"]
-    assert report.under_way == [] and len(report.spans) == MAX_SPANS and report.spans_left_out == 6
-    assert {name for name, *_ in report.spans} == {"pack"}
-    report = SyncReport()
-    with report.stage("update_weights"), report.stage("pack"):
-        pass
-    (_, inner, short), (_, outer, long) = report.spans
-    assert outer <= inner and inner + short <= outer + long + 2e-6
-
-
-def test_what_comes_before_a_sync_is_part_of_it() -> None:
-    around, report = SyncReport(), SyncReport()
-    with around.stage("before"), around.stage("update_weights"):
-        pass
-    with report.stage("update_weights"):
-        pass
-    own = report.stages["update_weights"]
-    report.put_before(around)
-    assert list(report.stages) == ["update_weights", "before"]
-    assert report.stages["update_weights"] == own + around.stages["update_weights"]
-    assert [name for name, *_ in report.spans] == ["update_weights", "before", "update_weights"]

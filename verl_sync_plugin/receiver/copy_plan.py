@@ -22,7 +22,7 @@ from verl_sync_plugin.receiver.uses import uses_in
 SHORTEST_RUN = 32
 MOST_RUNS = 1 << 16
 NAMED = 5  # names of a list in a message
-REMEDY = "Set actor_rollout_ref.rollout.custom.sync.copy_plan=False."
+REMEDY = "Set actor_rollout_ref.rollout.custom.sync.enabled=False to run stock verl."
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from verl_sync_plugin.config.bucket_size import AUTO, DEFAULT_MEGABYTES, AutoBucket, check_bucket_megabytes
-from verl_sync_plugin.config.settings import SyncConfig
-from verl_sync_plugin.memory.gauges import device_reading
+from verl_sync_plugin.config.settings import SyncConfig, check_bucket_megabytes
 from verl_sync_plugin.rollouts import LOCAL, rollout_of
 from verl_sync_plugin.rollouts.base import LocalSpec
 from verl_sync_plugin.spmd.groups import engine_ranks
@@ -24,10 +22,10 @@ def settled_config(sync: SyncConfig | Mapping[str, Any] | None) -> tuple[SyncCon
     """The settings of the sync; with what is wrong about them, all defaults."""
     try:
         config = sync if isinstance(sync, SyncConfig) else SyncConfig.from_mapping(sync)
-        if config.delivery == "broadcast" or config.pause != "abort" or not config.enabled:
+        if config.pause != "abort" or config.max_probs_diff is not None or not config.enabled:
             raise ValueError(
-                f"sync.delivery={config.delivery!r}, sync.pause={config.pause!r}, sync.enabled={config.enabled}: a "
-                "script's engines share its GPUs. Leave out delivery='broadcast', pause and enabled."
+                f"sync.pause={config.pause!r}, sync.max_probs_diff={config.max_probs_diff}, sync.enabled="
+                f"{config.enabled}: of no use to a script, whose engines share its GPUs. Leave all three out."
             )
     except (ValueError, TypeError) as error:
         return SyncConfig(), error
@@ -44,7 +42,7 @@ class Arguments:
         config: of the model, as in ``config.json``.
         ranks: of this rank's engine.
         launch: of the engine.
-        bucket_bytes: size of a bucket, or what finds it.
+        bucket_bytes: size of a bucket.
         dtype: of the engine's weights.
         words: what all ranks have to agree on.
     """
@@ -58,7 +56,7 @@ class Arguments:
         gpu_memory_utilization: float,
         random_weights: bool,
         engine: Mapping[str, Any],
-        megabytes: int | str,
+        megabytes: int,
         sync: SyncConfig,
         device: torch.device,
     ) -> None:
@@ -78,9 +76,7 @@ class Arguments:
             device.type == "cuda", sync, engine,
         )  # fmt: skip
         self.launch = rollout_of(LOCAL).prepare_local(spec)
-        size = check_bucket_megabytes(megabytes, DEFAULT_MEGABYTES if megabytes == AUTO else megabytes)
-        reading = device_reading(device)
-        self.bucket_bytes = AutoBucket(gpu_memory_utilization, reading) if size is None else size << 20
+        self.bucket_bytes = check_bucket_megabytes(megabytes, megabytes) << 20
         self.words = repr((dtype, gpu_memory_utilization, random_weights, megabytes, sync, sorted(engine.items())))
 
     def _model(self, model: Any, random_weights: bool) -> tuple[str, Mapping[str, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import torch
 
-from verl_sync_plugin.config.bucket_size import AutoBucket
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.lora_manager import LoRAShardingManager
@@ -30,7 +29,7 @@ class SpmdShardingManager(LoRAShardingManager):
         agreement: Agreement,
         endpoint: RolloutEndpoint,
         config: SyncConfig,
-        bucket_bytes: int | AutoBucket,
+        bucket_bytes: int,
         device: torch.device,
         dtype: str,
     ) -> None:

@@ -12,12 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from verl_sync_plugin.config.bucket_size import DEFAULT_MEGABYTES
-from verl_sync_plugin.config.settings import SyncConfig
+from verl_sync_plugin.config.settings import DEFAULT_MEGABYTES, SyncConfig
 from verl_sync_plugin.errors import RolloutError, SyncError
-from verl_sync_plugin.memory.room import release_cache
-from verl_sync_plugin.report.file import write_report
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.memory import release_cache
+from verl_sync_plugin.report import SyncReport, write_report
 from verl_sync_plugin.spmd.arguments import Arguments, settled_config
 from verl_sync_plugin.spmd.engine import OwnEngine, errors
 from verl_sync_plugin.spmd.groups import make_groups
@@ -48,7 +46,7 @@ class SpmdRollout:
         gpu_memory_utilization: share of a GPU that the engine takes for weights and KV cache together.
         random_weights: the engine starts without the weights of ``model``, and generates after the first sync only.
         sync: settings of the sync, a ``SyncConfig`` or its fields.
-        update_weights_bucket_megabytes: size of a bucket in MiB, or ``auto``.
+        update_weights_bucket_megabytes: size of a bucket in MiB.
         engine: more arguments for SGLang (``ServerArgs``).
 
     Raises:
@@ -70,7 +68,7 @@ class SpmdRollout:
         gpu_memory_utilization: float = 0.4,
         random_weights: bool = True,
         sync: SyncConfig | Mapping[str, Any] | None = None,
-        update_weights_bucket_megabytes: int | str = DEFAULT_MEGABYTES,
+        update_weights_bucket_megabytes: int = DEFAULT_MEGABYTES,
         engine: Mapping[str, Any] | None = None,
     ) -> None:
         if not dist.is_initialized():
@@ -163,7 +161,7 @@ class SpmdRollout:
         self._change_memory("release", WEIGHTS)
 
     def resume_weights(self) -> None:
-        """Takes the memory of the weights again, without their content unless ``sync.weights_cpu_backup`` is on.
+        """Takes the memory of the weights again, without their content.
 
         A sync does so by itself. Torch's cached memory is handed back before.
 

@@ -62,7 +62,7 @@ class Commit:
         An engine rank that reads in place has told before what it uses.
         """
         asks = self._uses.asks(sync.plan) and not delivery.in_place
-        return Questions(self._config.verify_hashes, self._hashes.whole(sync.plan), asks, sync.verified)
+        return Questions(True, self._hashes.whole(sync.plan), asks, sync.verified)
 
     def opened(self, plan: Plan, used: Used | None, questions: Questions, layers: int = 0) -> dict[str, torch.dtype]:
         """Refuses, before anything is loaded, a plan of which the engine leaves something out.
@@ -113,11 +113,9 @@ class Commit:
                 delivery.close(sync)
         if news:
             self._uses.compare(sync.plan, loaded=True)
-        if self._config.verify_hashes:
-            if news:
-                self._hashes.learn(sync.plan)
-            self._hashes.compare(sums)
-            sync.report.hashed_tensors = sync.plan.tensor_count
+            self._hashes.learn(sync.plan)
+        self._hashes.compare(sums)
+        sync.report.hashed_tensors = sync.plan.tensor_count
         if sync.verified:
             self._verify(sync, proven, news)
         await self._agreement.step_async("ending the engine's update", lambda: self._answered(sync, pending))
@@ -126,21 +124,20 @@ class Commit:
     def _ask(self, sync: Sync, delivery: Delivery) -> tuple[torch.Tensor, bool]:
         """Has the engine rank commit; returns both sides' hashes, and whether it told anything that the ranks have to
         exchange."""
-        verify, plan = self._config.verify_hashes, sync.plan
+        plan = sync.plan
         if not self._endpoint.ranks:  # no engine rank beside this one
             self._choice.note(None, plan)
-            sums = paired(self._sender.sums(plan), None) if verify else torch.empty(0)
-            return sums, self._uses.asks(plan) or (verify and not self._hashes.knows(plan))
-        tell = (verify and not self._hashes.knows(plan)) or (sync.verified and not self._destination.knows(plan))
+            return paired(self._sender.sums(plan), None), self._uses.asks(plan) or not self._hashes.knows(plan)
+        tell = not self._hashes.knows(plan) or (sync.verified and not self._destination.knows(plan))
         committed = self._sender.commit(tell, unmap=not sync.keeps_staging)
         self._choice.note(committed, plan)
         unlearned, told = self._hashes.note(committed), self._uses.note(committed.used)
-        news = told or self._uses.asks(plan) or (verify and unlearned)
-        sums = paired(self._sender.sums(plan), committed) if verify else torch.empty(0)
+        news = told or self._uses.asks(plan) or unlearned
+        sums = paired(self._sender.sums(plan), committed)
         sync.report.note(committed, plan, delivery.in_place)
         first, self._told_of_coverage = not self._told_of_coverage, True
         restores, layers = self._endpoint.restores_uncovered, self._uses.layers
-        check_coverage(committed.coverage, self._config, restores, first, plan.names, layers)
+        check_coverage(committed.coverage, restores, first, plan.names, layers)
         return sums, news
 
     def _ask_for_proof(self, sync: Sync) -> Proven | None:

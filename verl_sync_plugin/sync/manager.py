@@ -11,13 +11,10 @@ import torch
 import torch.distributed as dist
 from verl.utils.ulysses import BaseShardingManager
 
-from verl_sync_plugin.config.bucket_size import AutoBucket
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.log import say
-from verl_sync_plugin.memory.collection import no_collection
-from verl_sync_plugin.memory.gauges import PeakMemory, note_device_memory
-from verl_sync_plugin.report.progress import Progress
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.memory import PeakMemory, no_collection, note_device_memory
+from verl_sync_plugin.report import SyncReport, progress
 from verl_sync_plugin.sync.commit import Commit
 from verl_sync_plugin.sync.connect import MeetingPoint
 from verl_sync_plugin.sync.delivery.base import PeersUnreachableError, Sync
@@ -47,9 +44,9 @@ class ShardingManager(BaseShardingManager):
         engine: verl's training engine.
         endpoint: the rollout engine beside this rank.
         config: the sync's settings.
-        bucket_bytes: bound on what a rank stages of one bucket, or what finds it in the first sync.
+        bucket_bytes: bound on what a rank stages of one bucket.
         device: where the trainer computes.
-        rollout_dtype: ``rollout.dtype``, what ``wire_dtype=auto`` means.
+        rollout_dtype: ``rollout.dtype``.
 
     Attributes:
         report: of the last sync, or the one under way.
@@ -67,7 +64,7 @@ class ShardingManager(BaseShardingManager):
         engine: Any,
         endpoint: RolloutEndpoint,
         config: SyncConfig,
-        bucket_bytes: int | AutoBucket,
+        bucket_bytes: int,
         device: torch.device,
         rollout_dtype: str = "bfloat16",
     ) -> None:
@@ -139,12 +136,9 @@ class ShardingManager(BaseShardingManager):
         sync_id, version = self.name_sync(global_steps), None if global_steps is None else str(global_steps)
         self.report = self.new_report(global_steps)
         memory = PeakMemory(self._device)
-        with no_collection(), Progress(self.report, speaks=self.agreement.ranks.rank == 0):
+        with no_collection(), progress(self.report, speaks=self.agreement.ranks.rank == 0):
             with self.agreement.attempt():
                 memory.begin()
-            if isinstance(self._bucket_bytes, AutoBucket):
-                self._bucket_bytes = await self.waking.choose_bucket(self._bucket_bytes, wake_tags, self.report)
-                wake_tags = []
             while await self._to_be_repeated(sync_id, version, wake_tags):
                 sync_id, wake_tags = f"{sync_id} once more", []  # in another way; the engine is awake by now
             with self.agreement.attempt():  # the ranks settle once more in `finish`
@@ -237,7 +231,6 @@ class ShardingManager(BaseShardingManager):
 
     def plan(self, sync_id: str) -> Sync:
         """Collective: what every rank holds, and the buckets in which it travels; compared when anything changed."""
-        assert isinstance(self._bucket_bytes, int), "chosen before"
         if self.source is None:
             self.source = self.agreement.step("opening the trainer", self.open_source)
         source = self.source = self.source.agree_on_layout(self.agreement) or self.source

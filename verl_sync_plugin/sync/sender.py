@@ -11,7 +11,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from verl_sync_plugin.config.bucket_size import STAGING_BUCKETS
 from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.copies.hulls import numbers_of
 from verl_sync_plugin.copies.pack_table import Found
@@ -24,6 +23,7 @@ from verl_sync_plugin.transport.link import Arrival, Link
 from verl_sync_plugin.transport.memory.exports import StagingExport
 from verl_sync_plugin.transport.memory.staging import Staging, create_staging, slot_of
 
+STAGING_BUCKETS = 2  # what all slots may take, in buckets of the size that the user sets
 SLOTS = 3  # one being loaded, one being filled, one on its way between the two
 SPIN_SECONDS = 0.005
 # Broadcasts of a bucket that are under way at once. Each takes some places of CUDA's queue of about a thousand, and a

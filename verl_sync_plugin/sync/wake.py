@@ -8,10 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from verl_sync_plugin.config.bucket_size import AutoBucket
 from verl_sync_plugin.log import say
-from verl_sync_plugin.memory.gauges import note_device_memory
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.memory import note_device_memory
+from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.transport.agreement import Agreement
 
@@ -97,15 +96,3 @@ class Waking:
                 await self._endpoint.publish(report.as_dict())
             except Exception as error:  # the weights are in place; a lost report must not end the run
                 say(f"the report of this sync is lost: {error!r}")
-
-    async def choose_bucket(self, auto: AutoBucket, tags: list[str], report: SyncReport) -> int:
-        """Resumes ``tags``; then all ranks measure and agree.
-
-        Returns:
-            The size of a bucket in bytes, the same on all ranks.
-        """
-        with self._agreement.attempt():
-            auto.before_resume()
-        await self.resume(tags, report)
-        spare = self._agreement.step("measuring free device memory", lambda: auto.spare(resumed=bool(tags)))
-        return auto.agreed_bytes(self._agreement.gather("choosing a bucket size", spare))

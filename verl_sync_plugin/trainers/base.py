@@ -100,7 +100,7 @@ class ServedAdapter(ABC):
 
 class TrainerBackend(ABC):
     """Opens the sources of one of verl's training engines, on one rank, whose ``device`` computes. ``rollout_dtype`` is
-    what ``wire_dtype=auto`` means; ``serves_adapter``: the engine serves the trainer's LoRA adapter itself, else it
+    ``rollout.dtype``; ``serves_adapter``: the engine serves the trainer's LoRA adapter itself, else it
     gets merged weights."""
 
     serves_adapter: bool = False
@@ -128,7 +128,7 @@ class TrainerBackend(ABC):
     @cached_property
     def policy(self) -> WirePolicy:
         """In which dtypes parameters travel."""
-        return wire_policy(self.config, self.rollout_dtype)
+        return wire_policy(self.rollout_dtype)
 
     @property
     def architectures(self) -> tuple[str, ...]:

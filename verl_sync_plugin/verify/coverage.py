@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from verl_sync_plugin.config.settings import KEY_PREFIX, TURN_OFF, SyncConfig
+from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.log import say
 from verl_sync_plugin.transport.protocol import Coverage
 
 
 def check_coverage(
     coverage: Coverage,
-    config: SyncConfig,
     restores_uncovered: bool,
     first: bool,
     sent: Collection[str],
@@ -26,7 +25,6 @@ def check_coverage(
 
     Args:
         coverage: what the engine rank's ledger found.
-        config: for the message.
         restores_uncovered: the engine keeps a host copy of real weights.
         first: say in the log what is left to the host copy.
         sent: names of the tensors that the trainer sends.
@@ -49,9 +47,7 @@ def check_coverage(
     text += _shown(coverage.missing)
     if not restores_uncovered:
         raise RuntimeError(
-            f"{KEY_PREFIX}.weights_cpu_backup={config.weights_cpu_backup!r}: {text}. Without real weights and a host "
-            "copy of them they are random, or were lost while the engine slept. "
-            f"Set {KEY_PREFIX}.weights_cpu_backup=on and "
+            f"actor_rollout_ref.rollout.load_format=dummy: {text}. Without real weights they are random. Set "
             "actor_rollout_ref.rollout.load_format=auto."
         )
     if first:

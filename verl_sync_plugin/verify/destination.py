@@ -182,8 +182,7 @@ class DestinationCheck:
             raise SyncError(
                 f"weight sync failed: the engine's parameters do not hold what was sent of "
                 f"{', '.join(names[:NAMED])}{more}. They were changed while they were copied or behind it, or a copy "
-                f"went elsewhere. Trainer weights are unchanged. {KEY_PREFIX}.copy_plan=False has the engine's own "
-                f"load make every copy; {KEY_PREFIX}.verify=never stops comparing."
+                f"went elsewhere. Trainer weights are unchanged. {KEY_PREFIX}.verify=never stops comparing."
             )
 
 

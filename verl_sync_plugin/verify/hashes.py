@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from verl_sync_plugin.config.settings import KEY_PREFIX
+from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.copies.hulls import numbers_of
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.strided import Run
@@ -91,14 +91,11 @@ class HashCheck:
         if wrong.any():
             names = [self._names[number] for number in wrong.nonzero().flatten().tolist()]
             more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-            ranks = self._agreement.ranks
-            unshared = "gathered" if ranks.trainers == ranks.rollouts else "broadcast"
             raise SyncError(
                 f"weight sync failed: the bytes of {', '.join(names[:NAMED])}{more} changed on the way to the engine. "
                 "The memory between trainer and engine is not reliable, or something overwrote a bucket in use, or "
                 "replicas of the trainer differ. Trainer weights are unchanged. "
-                f"{KEY_PREFIX}.delivery={unshared} keeps GPUs from reading each other's memory; "
-                f"{KEY_PREFIX}.verify_hashes=False stops comparing."
+                f"Look at the machine's log (ECC, Xid); {TURN_OFF} to compare."
             )
 
 

@@ -43,7 +43,7 @@ def hydra_keys() -> str:
     from hydra.plugins.config_source import ConfigSource
     from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-    from verl_sync_plugin.hooks import hydra_plugins as ours
+    from verl_sync_plugin.config import hydra_source as ours
 
     for base, mine in ((ConfigSource, ours.SyncConfigSource), (SearchPathPlugin, ours.SyncSearchPath)):
         if mine not in Plugins.instance().discover(base):
@@ -52,7 +52,7 @@ def hydra_keys() -> str:
 
 
 def rollout_config() -> str:
-    from verl_sync_plugin.hooks.rollout_config import SyncRolloutConfig
+    from verl_sync_plugin.hooks.driver import SyncRolloutConfig
 
     return SyncRolloutConfig.__name__
 
@@ -60,7 +60,7 @@ def rollout_config() -> str:
 def rollout_adapter() -> str:
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 
-    from verl_sync_plugin.registered import MODE
+    from verl_sync_plugin.compat import MODE
     from verl_sync_plugin.rollouts import ROLLOUTS, rollout_of
 
     for name in ROLLOUTS:
@@ -95,7 +95,7 @@ def checkpoint_engine() -> str:
     from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
     from verl_sync_plugin.config.settings import SEPARATE_BACKEND
-    from verl_sync_plugin.hooks.checkpoint_engine import SyncCheckpointEngine
+    from verl_sync_plugin.hooks.separate import SyncCheckpointEngine
 
     found = CheckpointEngineRegistry._registry.get(SEPARATE_BACKEND)
     _expect(found, SyncCheckpointEngine, f"verl's checkpoint engine {SEPARATE_BACKEND}")
@@ -105,7 +105,7 @@ def checkpoint_engine() -> str:
 def training_engines() -> str:
     import verl.workers.engine  # noqa: F401  (registers)
 
-    from verl_sync_plugin.hooks.engine import SyncFSDPEngineWithLMHead
+    from verl_sync_plugin.hooks.engines import SyncFSDPEngineWithLMHead
 
     _expect_engines(("fsdp", "fsdp2"), SyncFSDPEngineWithLMHead)
     return "fsdp, fsdp2"
@@ -151,15 +151,15 @@ def trainers() -> str:
 def workers() -> str:
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
-    from verl_sync_plugin.hooks.worker import ours_for
+    from verl_sync_plugin.hooks.worker import OURS
 
-    if (ours := ours_for(ActorRolloutRefWorker)) is None:
+    if (ours := OURS.get(ActorRolloutRefWorker)) is None:
         raise NotActiveError("there is no worker of ours for verl's ActorRolloutRefWorker")
     return str(ours.__name__)
 
 
 def llm_client() -> str:
-    from verl_sync_plugin.hooks.llm_client import SpanningLLMServerClient
+    from verl_sync_plugin.hooks.trainer import SpanningLLMServerClient
 
     return SpanningLLMServerClient.__name__
 

@@ -40,7 +40,6 @@ def _sent(folder: str, rollout: Any) -> str:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    from verl_sync_plugin.config.settings import sync_config_of
     from verl_sync_plugin.trainers.fsdp2 import StateDictSource
     from verl_sync_plugin.trainers.naming import checkpoint_rewrite
     from verl_sync_plugin.trainers.wire import wire_policy
@@ -50,7 +49,7 @@ def _sent(folder: str, rollout: Any) -> str:
     with torch.device("meta"):
         module = kind.from_config(config)
     tied = frozenset(getattr(module, "all_tied_weights_keys", None) or ())
-    policy = wire_policy(sync_config_of(rollout), str(rollout.dtype))
+    policy = wire_policy(str(rollout.dtype))
     source = StateDictSource(module.state_dict, policy, checkpoint_rewrite(module), tied)
     megabytes = rollout.checkpoint_engine.update_weights_bucket_megabytes
     plan = source.plan(tuple(shard.base for shard in source.shards()), int(megabytes) << 20)

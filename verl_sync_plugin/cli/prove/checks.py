@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from verl_sync_plugin.cli.prove.logprobs import differences
 from verl_sync_plugin.errors import RolloutError, SyncError
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.rollouts import LOCAL, rollout_of
 from verl_sync_plugin.spmd import oracles
 from verl_sync_plugin.spmd.engine import errors

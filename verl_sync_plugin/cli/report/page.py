@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from verl_sync_plugin.cli.report.runs import Report, Run, Sync, phase_seconds, reporter_of
-from verl_sync_plugin.report.sync_report import PHASE_STAGES
+from verl_sync_plugin.report import PHASE_STAGES
 
 GIB = 2**30
 AMOUNT = EngFormatter("B", places=2)  # of bytes that travelled: 15.23 GB

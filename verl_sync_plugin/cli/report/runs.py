@@ -9,8 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from verl_sync_plugin.report.file import EVENT, REPORT_FILE_VARIABLE
-from verl_sync_plugin.report.sync_report import PHASE_STAGES, SyncReport
+from verl_sync_plugin.report import EVENT, PHASE_STAGES, REPORT_FILE_VARIABLE, SyncReport
 
 Report = dict[str, Any]  # ``SyncReport.as_dict``, and ``versions``
 HOW_TO = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from verl_sync_plugin.cli.report.runs import Report, ReportFileError, Run, Sync, reporter_of
-from verl_sync_plugin.report.sync_report import PHASE_STAGES
+from verl_sync_plugin.report import PHASE_STAGES
 
 TRAINER, ENGINE = 1, 2  # threads of a reporter's process in the trace
 ENGINE_STAGES = ("engine_load",)

@@ -19,14 +19,11 @@ from verl.utils.device import get_torch_device
 from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 from verl.workers.rollout.sglang_rollout.utils import lora_served_as_adapter
 
-from verl_sync_plugin.config.settings import SEPARATE_BACKEND, sync_config_of
+from verl_sync_plugin.config.settings import PREFIX, SEPARATE_BACKEND, SHARES_GPU, section, sync_config_of
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.log import say, say_unused
-from verl_sync_plugin.memory.gauges import note_device_memory
-from verl_sync_plugin.memory.room import FIRST, REST, Room, growth, read_device, release_cache
-from verl_sync_plugin.report.file import write_report
-from verl_sync_plugin.report.notice import say_who_moves
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.memory import FIRST, REST, Room, growth, note_device_memory, read_device, release_cache
+from verl_sync_plugin.report import SyncReport, say_who_moves, write_report
 from verl_sync_plugin.rollouts.sglang.arguments import refuse_keys
 from verl_sync_plugin.rollouts.sglang.awake import WEIGHTS, awake_behind_load, sleep_tags, wake_stages
 from verl_sync_plugin.rollouts.sglang.limits import generating_bytes
@@ -75,9 +72,9 @@ class SyncServerAdapter(ServerAdapter):
         self._manager: ShardingManager | None = None
         self._keeps_weights = lora_served_as_adapter(self.model_config)
         staged = bool(config.multi_stage_wake_up) or self._keeps_weights  # without resident weights no first stage
-        self._stage_one, self._stage_two = wake_stages(staged, self._sync.release_cuda_graph)
+        self._stage_one, self._stage_two = wake_stages(staged)
         self._wake_tags: list[str] = []
-        always = self._sync.empty_cache == "always"
+        always = bool(section(config, "custom", f"{PREFIX}.custom").get(SHARES_GPU, False))
         self._room = Room(lambda: read_device(trainer_device()), generating_bytes(config), always)
         self._early: Exception | None = None
         self._around = SyncReport()  # what precedes the manager's report of the sync under way
@@ -116,9 +113,7 @@ class SyncServerAdapter(ServerAdapter):
         say_unused("release", more)
         await self._init_server_adapter()
         if self.config.free_cache_engine and self._is_server_tp_leader():
-            await self.server_actor.release_tags.remote(
-                sleep_tags(self._sync.release_cuda_graph, keep_weights=self._keeps_weights)
-            )
+            await self.server_actor.release_tags.remote(sleep_tags(keep_weights=self._keeps_weights))
 
     async def update_weights(
         self, weights: Any, global_steps: int | None = None, ends: bool = True, **kwargs: Any
@@ -211,9 +206,7 @@ class SyncServerAdapter(ServerAdapter):
             with self._around.stage("update_weights"), self._around.stage("open"):
                 self._manager = self._make_manager(weights)
             if ends and self.config.free_cache_engine:
-                say(
-                    "the trainer runs verl's own worker: it empties caches itself, custom.sync.empty_cache does nothing"
-                )
+                say("the trainer runs verl's own worker, which empties caches at both ends of every sync")
         return self._manager
 
     def _make_manager(self, stream: ShardStream) -> ShardingManager:

@@ -6,21 +6,17 @@ Imports no torch.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from verl_sync_plugin import compat
 from verl_sync_plugin.config import refusals
-from verl_sync_plugin.config.refusals import PREFIX
 from verl_sync_plugin.config.settings import (
-    KEY_PREFIX,
+    PREFIX,
     TURN_OFF,
-    SyncConfig,
     given_value,
     section,
-    sync_config_of,
 )
 
 ARGUMENTS = f"{PREFIX}.engine_kwargs.sglang"
@@ -85,7 +81,6 @@ def refuse_keys(rollout: Any, moves: bool) -> None:
     Raises:
         ValueError: names key, value and remedy.
     """
-    refuse_cuda_graph(sync_config_of(rollout))
     if moves:
         if cause := left_to_verl(rollout):
             raise ValueError(f"{cause}; {TURN_OFF}.")
@@ -104,10 +99,9 @@ def left_to_verl(rollout: Any) -> str:
             f"{ARGUMENTS}.speculative_algorithm={algorithm!r} without {ARGUMENTS}.{DRAFT}: the model drafts for "
             "itself, and weight sync has no draft model"
         )
-    if rollout.get("dtype", None) == "auto" and sync_config_of(rollout).wire_dtype == "auto":
+    if rollout.get("dtype", None) == "auto":
         return (
-            f"{PREFIX}.dtype='auto' without {KEY_PREFIX}.wire_dtype: the dtype in which weights travel is not known "
-            f"({PREFIX}.dtype=bfloat16 says it)"
+            f"{PREFIX}.dtype='auto': the dtype in which weights travel is not known ({PREFIX}.dtype=bfloat16 says it)"
         )
     return ""
 
@@ -129,19 +123,6 @@ def draft_of(arguments: Mapping[str, Any]) -> str:
         arguments: for SGLang.
     """
     return "" if arguments.get("speculative_algorithm", None) is None else str(arguments.get(DRAFT, None) or "")
-
-
-def refuse_cuda_graph(sync: SyncConfig) -> None:
-    """Raises ValueError when CUDA graphs cannot be released in this environment; names key, value and remedy.
-
-    SGLang imports megatron-core where it finds it, and megatron-core 0.16 (core/inference/contexts/dynamic_context.py)
-    sets torch_memory_saver's hook mode to "torch", in which a graph capture under the saver fails an assertion.
-    """
-    if sync.release_cuda_graph and importlib.util.find_spec("megatron") is not None:
-        raise ValueError(
-            f"{KEY_PREFIX}.release_cuda_graph=True: megatron-core is installed, and SGLang cannot capture releasable "
-            f"CUDA graphs beside it. Set {KEY_PREFIX}.release_cuda_graph=False, or uninstall megatron-core."
-        )
 
 
 def refuse_dtype(rollout: Any) -> None:

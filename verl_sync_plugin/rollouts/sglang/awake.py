@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 WEIGHTS = "weights"
 KV_CACHE = "kv_cache"
-CUDA_GRAPH = "cuda_graph"
 
 
 class AwakeState:
@@ -39,26 +38,22 @@ class AwakeState:
         self._released.difference_update(tags)
 
 
-def sleep_tags(cuda_graph: bool, keep_weights: bool = False) -> list[str]:
+def sleep_tags(keep_weights: bool = False) -> list[str]:
     """What an engine releases when it goes to sleep.
 
     Args:
-        cuda_graph: CUDA graphs are in saver memory too.
         keep_weights: adapter mode; the base weights stay.
     """
-    tags = [KV_CACHE] if keep_weights else [KV_CACHE, WEIGHTS]
-    return [*tags, CUDA_GRAPH] if cuda_graph else tags
+    return [KV_CACHE] if keep_weights else [KV_CACHE, WEIGHTS]
 
 
-def wake_stages(staged: bool, cuda_graph: bool) -> tuple[list[str], list[str]]:
+def wake_stages(staged: bool) -> tuple[list[str], list[str]]:
     """(stage 1, stage 2): what is resumed before the weights are loaded, and after the trainer has made room.
 
     Args:
         staged: ``rollout.multi_stage_wake_up``; False resumes everything in stage 1.
-        cuda_graph: CUDA graphs are in saver memory too.
     """
-    late = [KV_CACHE, CUDA_GRAPH] if cuda_graph else [KV_CACHE]
-    return ([WEIGHTS], late) if staged else ([WEIGHTS, *late], [])
+    return ([WEIGHTS], [KV_CACHE]) if staged else ([WEIGHTS, KV_CACHE], [])
 
 
 def awake_behind_load(free_cache_engine: bool, stage_two: list[str]) -> bool:

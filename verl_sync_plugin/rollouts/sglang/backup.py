@@ -11,8 +11,6 @@ from typing import Any
 
 from verl.workers.rollout.sglang_rollout.utils import lora_served_as_adapter
 
-from verl_sync_plugin.config.settings import SyncConfig
-
 # Families for which tests of this project show that a sync writes every parameter and persistent buffer; for the last
 # one a run on GPUs without the copy shows it too (mla-7b-2gpu-megatron-bridge-ep2-tp2-full in benchmarks/results).
 # The ledger checks it again in every run; an architecture outside this list keeps the copy.
@@ -27,18 +25,15 @@ COVERED_ARCHITECTURES = frozenset(
 )
 
 
-def keep_cpu_backup(sync: SyncConfig, rollout: Any, model: Any) -> bool:
+def keep_cpu_backup(rollout: Any, model: Any) -> bool:
     """The decision for one rollout engine; the same in every process.
 
     Args:
-        sync: the sync's settings.
         rollout: verl's ``RolloutConfig``.
         model: verl's ``HFModelConfig``.
     """
     if lora_served_as_adapter(model):
         return True  # the weights stay resident, so no copy is ever made; and verl's launch insists
-    if sync.weights_cpu_backup != "auto":
-        return sync.weights_cpu_backup == "on"
     if rollout.get("quantization", None) is not None:
         return True
     return not covered(getattr(model.hf_config, "architectures", None) or [])

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_sync_plugin.config.refusals import PREFIX
-from verl_sync_plugin.config.settings import TURN_OFF, given_value, lora_rank_of, section
+from verl_sync_plugin.config.settings import PREFIX, TURN_OFF, given_value, lora_rank_of, section
 from verl_sync_plugin.lora.refusals import LEAVE_OUT
 from verl_sync_plugin.lora.settings import PEFT_KEY
 from verl_sync_plugin.rollouts.sglang.arguments import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl_sync_plugin.memory.room import Estimate
+from verl_sync_plugin.memory import Estimate
 
 # What generating takes beside the static memory, per token of a prefill chunk, and on top
 # (``ServerArgs._handle_gpu_memory_settings`` of SGLang 0.5.12, as for the defaults below)
@@ -21,15 +21,6 @@ def sglang_arguments(config: Any) -> Any:
         config: verl's rollout config.
     """
     return (config.engine_kwargs or {}).get("sglang", None) or {}
-
-
-def static_fraction(config: Any) -> float:
-    """The share of a device that SGLang takes for weights and KV cache, as verl launches it.
-
-    Args:
-        config: verl's rollout config.
-    """
-    return float(sglang_arguments(config).get("mem_fraction_static", None) or config.gpu_memory_utilization)
 
 
 def generating_bytes(config: Any) -> Estimate:

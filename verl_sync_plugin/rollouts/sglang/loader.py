@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from verl_sync_plugin.log import say
-from verl_sync_plugin.memory.collection import no_collection
+from verl_sync_plugin.memory import no_collection
 from verl_sync_plugin.receiver.session import ReceiverSession
 from verl_sync_plugin.rollouts.sglang.complaints import complain
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel

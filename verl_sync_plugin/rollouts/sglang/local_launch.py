@@ -37,7 +37,7 @@ OURS = {
     "dtype": "dtype",
     "mem_fraction_static": "gpu_memory_utilization",
     "load_format": "random_weights",
-    "enable_weights_cpu_backup": "sync.weights_cpu_backup",
+    "enable_weights_cpu_backup": "nothing: it follows from the model",
     "skip_tokenizer_init": "nothing: prompts and responses are token ids",
 }
 MORE_RANKS: Mapping[str, tuple[Any, ...]] = {"dp_size": (None, 1), "nnodes": (None, 1)}
@@ -53,9 +53,9 @@ class SGLangLaunch:
     def __init__(self, spec: LocalSpec) -> None:
         refuse(spec)
         self._spec = spec
-        backup = spec.sync.weights_cpu_backup
-        wanted = backup == "on" or (backup == "auto" and not covered(list(spec.config.get("architectures") or [])))
-        self._keeps_copy = wanted and spec.cuda  # on a CPU nothing is ever released, and copied even less
+        self._keeps_copy = spec.cuda and not covered(
+            list(spec.config.get("architectures") or [])
+        )  # on a CPU nothing is ever released, and copied even less
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -97,8 +97,6 @@ def refuse(spec: LocalSpec) -> None:
         raise ValueError(
             "this process has no GPU: SGLang runs on a CPU with VERL_PLATFORM=cpu in the environment of torchrun."
         )
-    if spec.sync.release_cuda_graph:
-        raise ValueError("sync.release_cuda_graph=True: a script's engine keeps its CUDA graphs. Set it to False.")
     if spec.dtype not in DTYPES:
         raise ValueError(f"dtype={spec.dtype!r}: not a dtype of SGLang's weights. Use one of {', '.join(DTYPES)}.")
     for architecture in spec.config.get("architectures") or ():

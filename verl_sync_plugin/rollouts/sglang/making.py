@@ -3,20 +3,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from verl_sync_plugin.config.bucket_size import AutoBucket, check_bucket_megabytes
-from verl_sync_plugin.config.settings import SEPARATE_BACKEND, sync_config_of
+from verl_sync_plugin.config.settings import check_bucket_megabytes, sync_config_of
 from verl_sync_plugin.log import say
-from verl_sync_plugin.memory.gauges import device_reading
 from verl_sync_plugin.rollouts.sglang.backup import keep_cpu_backup
 from verl_sync_plugin.rollouts.sglang.endpoint import ServerActorEndpoint
 from verl_sync_plugin.rollouts.sglang.families import refuse_family
-from verl_sync_plugin.rollouts.sglang.limits import static_fraction
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.separate.handles import Incoming
@@ -44,26 +40,22 @@ def make_manager(
     """
     refuse_family(str(model_config.path), model_config.hf_config.to_dict())  # the driver may have had no checkpoint
     sync, device = sync_config_of(config), trainer_device()
-    if config.checkpoint_engine.backend == SEPARATE_BACKEND:
-        # Of the engines on the trainer's own GPUs, which such a run has too
-        sync = replace(sync, delivery={"broadcast": "gathered", "exchanged": "auto"}.get(sync.delivery, sync.delivery))
     manager_class = get_sharding_manager(stream.trainer, str(config.name))
     megabytes = check_bucket_megabytes(
         config.get("update_weights_bucket_megabytes", None),
         config.checkpoint_engine.update_weights_bucket_megabytes,
     )
-    backup = keep_cpu_backup(sync, config, model_config)
+    backup = keep_cpu_backup(config, model_config)
     restores = backup and not str(config.load_format).startswith("dummy")
-    bucket = AutoBucket(static_fraction(config), device_reading(device)) if megabytes is None else megabytes << 20
     place, ranks = mesh.get_local_rank(), tuple(mesh.mesh.tolist())
     endpoint = ServerActorEndpoint(
         server, place, ranks, restores, sync.timeout_seconds, awake, after_death=TrainerWorld.after_loss
     )
     say(
         f"actor rank {torch.distributed.get_rank()}: sharding manager {manager_class.__name__}, "
-        f"buckets of {megabytes or 'auto'} MiB, engine's CPU backup {'on' if backup else 'off'}"
+        f"buckets of {megabytes} MiB, engine's CPU backup {'on' if backup else 'off'}"
     )
-    return manager_class(stream.engine, endpoint, sync, bucket, device, str(config.dtype))
+    return manager_class(stream.engine, endpoint, sync, megabytes << 20, device, str(config.dtype))
 
 
 def make_separate(incoming: Incoming, config: Any, model_config: Any, server: Any) -> SeparateRollout:

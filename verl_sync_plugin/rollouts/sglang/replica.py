@@ -10,7 +10,7 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 
 from verl_sync_plugin.config.settings import SEPARATE_BACKEND, sync_config_of
 from verl_sync_plugin.log import say
-from verl_sync_plugin.report.notice import say_without_metrics
+from verl_sync_plugin.report import say_without_metrics
 from verl_sync_plugin.rollouts.sglang.request import new_token
 from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
 

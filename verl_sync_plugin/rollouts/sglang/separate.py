@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from verl_sync_plugin.report.file import write_report
+from verl_sync_plugin.report import write_report
 from verl_sync_plugin.sync.separate.handles import Incoming
 from verl_sync_plugin.sync.separate.managers import SeparateRollout
 

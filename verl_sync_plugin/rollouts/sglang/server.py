@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,14 +19,12 @@ from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.log import say, say_unused
 from verl_sync_plugin.lora.peft import unties_embeddings
 from verl_sync_plugin.rollouts.sglang.arguments import ARGUMENTS, AT_LAUNCH, draft_of, refuse_arguments, resolved
-from verl_sync_plugin.rollouts.sglang.awake import CUDA_GRAPH, KV_CACHE, WEIGHTS, sleep_tags
+from verl_sync_plugin.rollouts.sglang.awake import KV_CACHE, WEIGHTS, sleep_tags
 from verl_sync_plugin.rollouts.sglang.backup import keep_cpu_backup
 from verl_sync_plugin.rollouts.sglang.held_adapter import ask
 from verl_sync_plugin.rollouts.sglang.pause import IDLE_SECONDS, PausingServer, end_requests, rest
 from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK, hand_down, new_token
 from verl_sync_plugin.rollouts.sglang.updates import WeightUpdates
-
-CUDA_GRAPH_VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
 
 
 class SyncSGLangHttpServer(WeightUpdates, PausingServer):
@@ -56,12 +53,10 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
         loaders = list(sglang_kwargs.get("custom_weight_loader", None) or [])
         ours = [self.loader, *([ADAPTER_CHECK] if self.lora_as_adapter else [])]
         sglang_kwargs["custom_weight_loader"] = [*loaders, *(each for each in ours if each not in loaders)]
-        if self._sync.release_cuda_graph:
-            os.environ[CUDA_GRAPH_VARIABLE] = "1"
         self._untie(sglang_kwargs)
         self._keep_draft(sglang_kwargs)
         hand_down(self.engine_token or new_token())
-        backup = keep_cpu_backup(self._sync, self.config, self.model_config)
+        backup = keep_cpu_backup(self.config, self.model_config)
         with compat.launch_shims(), _decided(self, backup):
             await super().launch_server(master_address=master_address, master_port=master_port, **more)
         # SGLang's schedulers and its detokenizer; what these start themselves, to compile kernels, comes and goes
@@ -104,7 +99,7 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
             started = time.perf_counter()
             # what no sync resumes stays: an adapter's base, and the weights of a separate rollout
             keep = self.lora_as_adapter or self.separate
-            await self.release_tags(sleep_tags(self._sync.release_cuda_graph, keep_weights=keep))
+            await self.release_tags(sleep_tags(keep_weights=keep))
             self._sleep_seconds = time.perf_counter() - started
 
     async def release_kv_cache(self, **more: Any) -> None:
@@ -117,7 +112,7 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
         """verl's counterpart of ``release_kv_cache``; of ``sleep`` too, behind a sync of a separate rollout."""
         say_unused("resume_kv_cache", more)
         if self.node_rank == 0 and self.config.free_cache_engine:
-            await self.resume_tags([KV_CACHE, CUDA_GRAPH] if self.separate else [KV_CACHE])
+            await self.resume_tags([KV_CACHE])
             await self._flush()
 
     async def wake_up(self, **more: Any) -> None:

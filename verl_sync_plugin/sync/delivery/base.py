@@ -7,10 +7,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Plan
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.delivery.reach import Reach
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.trainers.base import ParameterSource, name_culprit, rank_in
@@ -139,8 +139,7 @@ class Delivery(ABC):
             sync: the one under way.
             number: which of the segments in this rank's slot is its own.
         """
-        hashed = self._config.verify_hashes or sync.verified
-        self._sender.begin(sync.plan, sync.rank, hashed, self._config.check_finite, number)
+        self._sender.begin(sync.plan, sync.rank, True, True, number)
 
     @abstractmethod
     def offer(self, sync: Sync) -> Offer:
@@ -239,6 +238,6 @@ class Delivery(ABC):
             names = [entry.name for entry in buckets[0].entries]
             culprit = f"one of {names[:5]} was NaN or Inf when it was packed, and in the trainer all of them are finite"
         raise ValueError(
-            f"parameter {culprit}; the engine was not released to generate from it. Look at the last optimizer "
-            f"step (loss, gradient norm, learning rate), or set {KEY_PREFIX}.check_finite=False to sync it anyway"
+            f"parameter {culprit}; the engine was not released to generate from it. Look at the last optimizer step "
+            "(loss, gradient norm, learning rate)"
         )

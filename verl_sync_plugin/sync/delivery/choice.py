@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import torch
 
-from verl_sync_plugin.config.separate_refusals import refuse_delivery
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.tensors import Plan
 from verl_sync_plugin.log import say
@@ -40,9 +39,6 @@ class Choice:
 
     Attributes:
         reach: decides how plans are laid out.
-
-    Raises:
-        ValueError: ``custom.sync.delivery`` is none of these; names key, value and remedy.
     """
 
     def __init__(
@@ -53,7 +49,6 @@ class Choice:
         device: torch.device,
         own: Agreement | None = None,
     ) -> None:
-        refuse_delivery(config, separate=own is not None)
         self._agreement = agreement
         self.reach = Reach(config, agreement)
         parts = (config, agreement, sender, own, self.reach)

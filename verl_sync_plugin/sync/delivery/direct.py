@@ -54,10 +54,10 @@ class Direct(Delivery):
     ) -> None:
         super().__init__(config, agreement, sender, own, reach)
         self._device = device
-        self._wanted = config.delivery in ("auto", "direct") and config.copy_plan
+        self._wanted = config.delivery in ("auto", "direct")
         self._ready = ""  # the plan of which the engine rank said that it can
         self._answered = ""  # and the one of which it said whether it can
-        self._why = "" if config.copy_plan else f"{KEY_PREFIX}.copy_plan is off"
+        self._why = ""
         self._parameters: LiveParameters | None = None
         self._live: Live | None = None
         self._lives: tuple[Live, ...] = ()
@@ -137,7 +137,7 @@ class Direct(Delivery):
         unreachable = ""
         with self._agreement.attempt():
             keys = tuple(live.key for live in self._lives)
-            does = (self._config.copy_plan, questions.hashed, questions.whole)
+            does = (True, questions.hashed, questions.whole)
             own, prove = self._place if self._packs else NONE, questions.prove
             hello = Hello(sync.sync_id, sync.plan.digest, (), self._place, *does, keys, own=own, prove=prove)
             unreachable = self._sender.greet_live(hello, self._lives) if self._loads else ""

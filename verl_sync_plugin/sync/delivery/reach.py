@@ -71,7 +71,7 @@ class Reach:
         self._lay_out(several, held, everyone, "trainer and rollout ranks", "trainer and rollout ranks are")
         senders, readers = ({self.hosts[rank] for rank in part} for part in (ranks.trainers, ranks.rollouts))
         fewer, more = len(senders), len(readers - senders)
-        if self.possible and several and self._config.delivery == "auto" and more > fewer:
+        if self.possible and several and self._config.delivery in ("auto", "staged") and more > fewer:
             # What is exchanged leaves the trainer's hosts once for every host of engines; what is broadcast goes on
             # from host to host
             self.lose(f"{more} hosts have engines alone and {fewer} send, so the bytes are broadcast")

@@ -132,7 +132,7 @@ class Staged(Delivery):
         unreachable, used = "", None
         with self._agreement.attempt():
             if self._loads:
-                does = (self._config.copy_plan, questions.hashed, questions.whole)
+                does = (True, questions.hashed, questions.whole)
                 sources = self._sources(sync)
                 hello = Hello(
                     sync.sync_id, sync.plan.digest, self._stagings, self._place, *does,

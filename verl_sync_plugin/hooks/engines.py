@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training engines: verl's own, with a weight export that the sharding manager reads shard by shard."""
+"""verl's training engines, with a weight export that the sharding manager reads shard by shard."""
 
 from __future__ import annotations
 
@@ -16,8 +16,26 @@ from verl_sync_plugin.trainers import shard_stream
 from verl_sync_plugin.trainers.shard_stream import VENDORS, ShardStream, WeightStream
 
 
+class ShardExport:
+    """The weight export of both engines; comes before verl's class among the bases."""
+
+    def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any] | None]:
+        """verl's contract: ``(weight stream, adapter config or None)``. Moves nothing when the plugin is on: offloaded
+        parameters stay in host memory and are read there."""
+        stock = super().get_per_tensor_param  # type: ignore[misc]
+        if not shard_stream.taken_over():
+            found: tuple[Any, dict[str, Any] | None] = stock(*args, **kwargs)
+            return found
+
+        def stock_stream() -> WeightStream:
+            stream: WeightStream = stock(*args, **kwargs)[0]
+            return stream
+
+        return ShardStream(self, stock_stream), None
+
+
 @EngineRegistry.register("language_model", ["fsdp", "fsdp2"], device="cuda", vendor=VENDORS)
-class SyncFSDPEngineWithLMHead(FSDPEngineWithLMHead):
+class SyncFSDPEngineWithLMHead(ShardExport, FSDPEngineWithLMHead):
     """verl's FSDP engine; only the weight export differs, and ``model.lora.peft`` is heard."""
 
     def _build_lora_module(self, module: torch.nn.Module, **more: Any) -> torch.nn.Module:
@@ -34,17 +52,3 @@ class SyncFSDPEngineWithLMHead(FSDPEngineWithLMHead):
                 return build_peft_model(module, self.model_config)
             adapted: torch.nn.Module = super()._build_lora_module(module, **more)
             return adapted
-
-    def get_per_tensor_param(
-        self, layered_summon: bool = False, base_sync_done: bool = False, **kwargs: Any
-    ) -> tuple[Any, dict[str, Any] | None]:
-        """verl's contract: ``(weight stream, adapter config or None)``. Moves nothing when the plugin is on."""
-        stock = super().get_per_tensor_param
-        if not shard_stream.taken_over():
-            return stock(layered_summon=layered_summon, base_sync_done=base_sync_done, **kwargs)
-
-        def stock_stream() -> WeightStream:
-            stream, _ = stock(layered_summon=layered_summon, base_sync_done=base_sync_done, **kwargs)
-            return stream
-
-        return ShardStream(self, stock_stream), None

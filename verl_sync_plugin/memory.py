@@ -19,15 +19,19 @@ Why that is safe:
   syncs and a gigabyte, and never less than 1/``LEAST_SHARE`` of the device. What it takes is bounded by its prefill
   chunk, which the first rollouts usually fill; should one take more, the reserve grows with it.
 - The trainer's own allocations need none of this: its allocator frees its cache by itself before it gives up.
-- Nobody else's memory is counted on: another engine on the same device makes verl's trainer hook choose ``always``.
+- Nobody else's memory is counted on: next to another engine on the same device the cache always goes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+
+from verl_sync_plugin.report import SyncReport, peak_resident_bytes
 
 LEARNING_SYNCS = 2
 RESERVE_SHARE = 8
@@ -39,27 +43,21 @@ FIRST = ("asleep", "weights")
 REST = ("room", "awake")
 
 Growth = dict[tuple[str, str], int]
-# What an engine says that generating takes beside what it resumes, in bytes, on a device of so many bytes
+# What an engine says that generating takes on top of what it resumes, in bytes, on a device of so many bytes
 Estimate = Callable[[int], int]
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """One reading, in bytes.
+    """One reading, in bytes."""
 
-    Attributes:
-        free: what no process holds.
-        total: of the device.
-        cached: what this process's allocator holds without using it.
-    """
-
-    free: int
-    total: int
-    cached: int
+    free: int  # what no process holds
+    total: int  # of the device
+    cached: int  # what this process's allocator holds without using it
 
 
 def read_device(device: torch.device) -> DeviceMemory | None:
-    """What a device has now; ``None`` for a device without memory of its own."""
+    """Reads what a device has now; ``None`` for a device without memory of its own."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info()
@@ -67,13 +65,8 @@ def read_device(device: torch.device) -> DeviceMemory | None:
 
 
 def reserve_of(total: int, estimate: Estimate, measured: int = 0) -> int:
-    """Bytes that stay free for what the engine allocates while it generates.
-
-    Args:
-        total: bytes of the device.
-        estimate: the engine's own.
-        measured: the most bytes that it has taken so far; 0 when unknown.
-    """
+    """Returns the bytes that stay free for what the engine allocates while it generates, on a device of ``total``
+    bytes; ``measured`` is the most that it has taken so far, 0 when unknown."""
     most = max(total // RESERVE_SHARE, estimate(total))
     if not measured:
         return most
@@ -81,13 +74,7 @@ def reserve_of(total: int, estimate: Estimate, measured: int = 0) -> int:
 
 
 def must_go(memory: DeviceMemory | None, need: int | None, estimate: Estimate, measured: int = 0) -> bool:
-    """Whether the trainer's cache has to be handed back for a resume.
-
-    Args:
-        memory: what the device has; ``None`` when unknown.
-        need: bytes that the engine is about to resume; ``None`` when unknown.
-        estimate: see ``reserve_of``, as for ``measured``.
-    """
+    """True if the trainer's cache has to be handed back for a resume of ``need`` bytes; ``None`` is unknown."""
     if memory is None or need is None:
         return True
     return memory.cached > 0 and need + reserve_of(memory.total, estimate, measured) > memory.free
@@ -103,7 +90,7 @@ def release_cache(device: torch.device) -> int:
 
 
 def growth(used: Mapping[str, int]) -> Growth:
-    """By how much the use of a device grew over each resume of one sync."""
+    """Returns by how much the use of a device grew over each resume of one sync."""
     return {(begin, end): used[end] - used[begin] for begin, end in (FIRST, REST) if begin in used and end in used}
 
 
@@ -125,12 +112,12 @@ class Room:
         self._activations = 0
 
     def note_activations(self, nbytes: int) -> None:
-        """What the engine beside this rank allocated between two syncs; 0 when it does not know."""
+        """Takes in what this rank's engine rank allocated between two syncs; 0 when it does not know."""
         self._activations = max(self._activations, nbytes)
 
     @property
     def learning(self) -> bool:
-        """Whether the growth of the sync under way is wanted."""
+        """True if the growth of the sync under way is wanted."""
         return self._syncs < LEARNING_SYNCS
 
     def learn(self, everywhere: Iterable[Growth]) -> None:
@@ -151,13 +138,61 @@ class Room:
         Returns:
             Bytes that went; ``None`` when none had to.
         """
-        need = self._need(resume)
-        need = None if need is None else need + beside
-        if self._always or must_go(self._read(), need, self._estimate, self._activations):
-            return release()
-        return None
-
-    def _need(self, resume: tuple[str, str]) -> int | None:
-        """Bytes that a resume needs; ``None`` while learning, and when somebody else freed more than was resumed."""
         grown = self._most.get(resume, 0)
-        return None if self.learning or grown < 0 else grown
+        need = None if self.learning or grown < 0 else grown + beside  # below 0 somebody else freed more
+        gone = self._always or must_go(self._read(), need, self._estimate, self._activations)
+        return release() if gone else None
+
+
+def note_device_memory(report: SyncReport, device: torch.device, moment: str) -> None:
+    """Notes the device memory that all processes use now, and what of it this process's allocator holds; earlier
+    readings of a moment stay."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        report.device_total_bytes = total
+        report.device_used_bytes.setdefault(moment, total - free)
+        report.trainer_reserved_bytes.setdefault(moment, _bytes("reserved", "current"))
+
+
+class PeakMemory:
+    """Device and host memory that a sync needs beyond what was held before it.
+
+    The device may fail at any call, so each is made where ranks agree on failures.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._host = peak_resident_bytes()
+        self._before = 0
+
+    def begin(self) -> None:
+        self._host = peak_resident_bytes()
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self._before = _bytes("allocated", "current")
+
+    def into(self, report: SyncReport) -> None:
+        """Writes both peaks, in bytes, and the device's name into a report; a higher value that is there stays."""
+        report.peak_host_bytes = max(report.peak_host_bytes, peak_resident_bytes() - self._host)
+        if self._cuda:
+            peak = _bytes("allocated", "peak") - self._before
+            report.peak_device_bytes = max(report.peak_device_bytes, peak)
+            report.origin["device"] = torch.cuda.get_device_name()
+
+
+def _bytes(kind: str, which: str) -> int:
+    """Reads a counter of torch's allocator; ``memory_allocated`` sorts all of them for one."""
+    return int(torch.cuda.memory_stats_as_nested_dict().get(f"{kind}_bytes", {}).get("all", {}).get(which, 0))
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Puts Python's cyclic garbage collector off; what is counted down to zero goes as ever."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

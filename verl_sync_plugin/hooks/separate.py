@@ -1,25 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's checkpoint engine ``sync_plugin``: the syncs of trainers and rollouts that share no GPU.
+"""Syncs of trainers and rollouts that share no GPU: verl's checkpoint engine ``sync_plugin``, and its driver's manager.
 
-verl makes one in every actor worker and one in every process that it puts beside an engine rank
+verl makes a checkpoint engine in every actor worker and in every process that it puts next to an engine rank
 (``CheckpointEngineWorker``), and calls them in this order: ``prepare`` in all, ``build_topology`` in the driver,
-``init_process_group`` in all, ``send_weights`` here and ``receive_weights`` there, ``finalize`` in all. Our manager
-(``hooks/checkpoint_manager.py``) leaves out what says nothing new.
+``init_process_group`` in all, ``send_weights`` here and ``receive_weights`` there, ``finalize`` in all.
+``OutlivingManager`` leaves out what says nothing new.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+from verl.checkpoint_engine.base import (
+    CheckpointEngine,
+    CheckpointEngineManager,
+    CheckpointEngineRegistry,
+    CheckpointEngineWorker,
+)
+from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 
-from verl_sync_plugin.config.settings import SEPARATE_BACKEND, SyncConfig, refuse_switched_off
+from verl_sync_plugin.config.settings import PREFIX, SEPARATE_BACKEND, SWITCHED_OFF, SyncConfig
 from verl_sync_plugin.log import say, say_unused
-from verl_sync_plugin.report.file import write_report
-from verl_sync_plugin.report.metrics import sent
-from verl_sync_plugin.report.notice import say_who_moves
+from verl_sync_plugin.report import say_who_moves, sent, write_report
 from verl_sync_plugin.rollouts import ROLLOUTS, rollout_of
 from verl_sync_plugin.trainers import shard_stream
 
@@ -36,7 +43,7 @@ class SyncCheckpointEngine(CheckpointEngine):
     """One process's end of all syncs of a run.
 
     Args:
-        bucket_size: bound on what a rank stages, in bytes, as colocated (``config/bucket_size.py``).
+        bucket_size: bound on what a rank stages, in bytes, as colocated .
         is_master: whether this is trainer rank 0; verl gives it to trainer ranks alone.
         sync: ``custom.sync``, which the driver writes into ``engine_kwargs``.
         dtype: ``rollout.dtype``.
@@ -55,7 +62,8 @@ class SyncCheckpointEngine(CheckpointEngine):
         rollout: str = "",
     ) -> None:
         self._config = SyncConfig.from_mapping(sync)
-        refuse_switched_off(self._config)
+        if not self._config.enabled:
+            raise ValueError(SWITCHED_OFF)
         self._bucket_bytes = bucket_size
         self._dtype, self._rollout = dtype, rollout or next(iter(ROLLOUTS))
         self._trainer = is_master is not None
@@ -66,7 +74,6 @@ class SyncCheckpointEngine(CheckpointEngine):
             shard_stream.take_over(True)
 
     def prepare(self, **more: Any) -> Member:
-        """What this process says of itself."""
         say_unused("prepare", more)
         from verl_sync_plugin.sync.separate.membership import Membership
         from verl_sync_plugin.trainers.base import trainer_device
@@ -80,7 +87,6 @@ class SyncCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Member], **more: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """See ``membership.topology``; in the driver."""
         say_unused("build_topology", more)
         from verl_sync_plugin.sync.separate.membership import topology
 
@@ -150,7 +156,7 @@ class SyncCheckpointEngine(CheckpointEngine):
         return manager
 
     def receive_weights(self, global_steps: int | None = None, **more: Any) -> Incoming:
-        """What the rollout adapter receives the sync by; verl hands it over without looking inside."""
+        """The handle that verl passes, unread, to our rollout adapter."""
         from verl_sync_plugin.sync.separate.handles import Incoming
 
         say_unused("receive_weights", more)
@@ -165,3 +171,111 @@ def _engine_of(weights: Any) -> Any:
     if not isinstance(weights, ShardStream):
         refuse_plain_stream()
     return weights.engine
+
+
+_WORKER = ray.remote(CheckpointEngineWorker)
+# The death of a process is known at once, that of a host after Ray's health checks. One that is busy may take longer to
+# answer, and is not dead.
+ANSWER_SECONDS = 20.0
+
+
+class OutlivingManager(CheckpointEngineManager):
+    """Takes the place of verl's manager; a replica that dies costs the sync under way, which is run again without it.
+
+    Args:
+        manager: verl's own.
+        servers: verl's manager of the separate rollout's servers, which routes requests to them.
+    """
+
+    def __init__(self, manager: CheckpointEngineManager, servers: Any) -> None:
+        self.__dict__.update(vars(manager))
+        self._servers = servers
+        self._joined: list[Any] = []  # whose group stands, since their last sync went well
+        self._rollout: Any = None  # verl's worker group of theirs
+
+    def update_weights(self, global_steps: int | None = None, **more: Any) -> Any:
+        """Runs one sync, and again without replicas that have died; any other failure is raised."""
+        if not self.replicas:
+            raise ValueError(
+                f"the separate rollout has no engine. Set {PREFIX}.nnodes and n_gpus_per_node to its GPUs."
+            )
+        say_unused("update_weights", more)
+        self._drop_dead()
+        while True:
+            try:
+                return asyncio.run(self._sync(global_steps))
+            except Exception:
+                if not self._drop_dead():
+                    raise
+
+    async def _sync(self, global_steps: int | None) -> dict[str, Any]:
+        """The first sync of a group of replicas in verl's order of calls. While the same replicas take part and all
+        goes well, the group stands, so nobody prepares, joins or finalizes; it has the memory that it needs, so no KV
+        cache is released; and the servers pause for their loads themselves (``rollouts/sglang/pause.py``)."""
+        stands, self._joined = self._joined == self.replicas, []
+        joining = list(self.replicas)
+        if not stands:
+            await self.abort_replicas()
+            await self.release_kv_cache_replicas()
+            workers = [worker for replica in joining for worker in replica.workers]
+            self._rollout = RayWorkerGroup(worker_handles=workers, ray_cls_with_init=RayClassWithInitArgs(cls=_WORKER))
+            self.build_process_group(self._rollout)
+        trainers = self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend)
+        ray.get(trainers + self._rollout.update_weights(global_steps=global_steps))
+        if not stands:
+            await self.resume_kv_cache_replicas()
+            await self.resume_generation_replicas()
+        self._joined = joining
+        return {}
+
+    def _drop_dead(self) -> list[Any]:
+        """Takes replicas that have died out of the syncs and out of the routing of requests; returns them."""
+        dead = dead_among(self.replicas)
+        if not dead:
+            return []
+        names = ", ".join(str(replica.replica_rank) for replica in dead)
+        self.remove_replicas(dead)
+        servers = self._servers  # verl goes through these lists for profiles and metrics
+        servers.rollout_replicas = [each for each in servers.rollout_replicas if each not in dead]
+        servers.server_handles = [each._server_handle for each in servers.rollout_replicas]
+        servers.server_addresses = [each.server_address for each in servers.rollout_replicas]
+        ray.get(servers.global_load_balancer.remove_servers.remote([each.server_address for each in dead]))
+        for replica in dead:  # whoever still waits for an answer of it hears that none will come
+            for actor in (*replica.servers, *replica.workers):
+                ray.kill(actor)
+        if not self.replicas:
+            raise RuntimeError(f"every replica of the separate rollout has died; the last: {names}. Restart the run.")
+        say(f"driver: replica {names} of the separate rollout has died; {len(self.replicas)} go on without it")
+        return dead
+
+
+def dead_among(replicas: Sequence[Any]) -> list[Any]:
+    """Finds replicas of which a process is dead: one of verl's workers, a server, or one of SGLang's own."""
+    asked = {
+        replica: [
+            *(worker.__ray_ready__.remote() for worker in replica.workers),
+            *(server.engine_alive.remote() for server in replica.servers),
+        ]
+        for replica in replicas
+    }
+    everything = [reference for references in asked.values() for reference in references]
+    if not everything:
+        return []
+    heard = set(ray.wait(everything, num_returns=len(everything), timeout=ANSWER_SECONDS)[0])
+    return [replica for replica, references in asked.items() if any(_says_dead(r) for r in references if r in heard)]
+
+
+def _says_dead(answer: ray.ObjectRef) -> bool:
+    try:
+        return ray.get(answer) is False
+    except ActorDiedError:
+        return True
+    except ActorUnavailableError:  # no connection at the moment
+        return False
+
+
+def outliving(trainer: Any) -> None:
+    """Gives a trainer of verl's this manager for its separate rollout, if it has one beside its own."""
+    manager = getattr(trainer, "standalone_checkpoint_manager", None)
+    if manager is not None:
+        trainer.standalone_checkpoint_manager = OutlivingManager(manager, trainer.standalone_server_manager)
