@@ -64,16 +64,16 @@ def _register_rollout(base: Any) -> None:
     for name in ROLLOUTS:
         ours = rollout_of(name)
         compat.refuse_stranger(
-            "rollout adapter", name, registry.get((name, compat.MODE)), (ours.stock_adapter, ours.adapter)
+            "rollout adapter", name, registry.get((name, compat.MODE)), (ours.STOCK_ADAPTER, ours.ADAPTER)
         )
-        registry[name, compat.MODE] = ours.adapter
+        registry[name, compat.MODE] = ours.ADAPTER
 
 
 def _register_replica(replica: Any) -> None:
     registry = compat.offered(replica, "RolloutReplicaRegistry")
     for name in ROLLOUTS:
         ours = rollout_of(name)
-        stock = compat.offered(replica, ours.stock_loader)
+        stock = compat.offered(replica, ours.STOCK_LOADER)
         compat.refuse_stranger("rollout replica", name, registry._registry.get(name), (stock, ours.load_replica))
         registry.register(name, ours.load_replica)
 

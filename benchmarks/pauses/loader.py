@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl_sync_plugin.rollouts.sglang.prefixes import forget_prefixes, wait_for_forwards
+from verl_sync_plugin.rollouts.sglang.loader import forget_prefixes, wait_for_forwards
 
 LOADER = f"{__name__}.load"
 FORGETTING_LOADER = f"{__name__}.load_and_forget_prefixes"

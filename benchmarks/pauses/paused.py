@@ -100,7 +100,7 @@ class Way:
     def _norm(self) -> bytes:
         import torch
 
-        from verl_sync_plugin.rollouts.sglang.pickling import dumps
+        from verl_sync_plugin.rollouts.sglang.request import dumps
 
         return dumps([(NORM, torch.ones(self._width, dtype=torch.bfloat16))])
 

@@ -58,7 +58,7 @@ def receiving(
     from benchmarks.transfer.endpoint import ServerEndpoint
     from verl_sync_plugin.config.settings import SyncConfig
     from verl_sync_plugin.hooks.separate import SyncCheckpointEngine
-    from verl_sync_plugin.rollouts.sglang.separate import SeparateReceiver
+    from verl_sync_plugin.rollouts.adapter import SeparateReceiver
     from verl_sync_plugin.sync.separate.managers import SeparateRollout
     from verl_sync_plugin.trainers.base import trainer_device
 
@@ -75,7 +75,7 @@ def receiving(
         await receiver.receive(weights, version)
         return dict(made[0].report.stages)
 
-    return SyncCheckpointEngine(bucket_bytes, None, sync=sync), receive
+    return SyncCheckpointEngine(bucket_bytes, None, sync=sync, rollout="sglang"), receive
 
 
 def _stock(server: Any, bucket_bytes: int, cluster: str) -> tuple[Any, Callable[[Any, int], Coroutine[Any, Any, Any]]]:
@@ -164,7 +164,7 @@ class Apart:
             self._engine = stock_engine(bucket_mb << 20, True)
             cluster = ray.get_runtime_context().gcs_address
         else:
-            self._engine = SyncCheckpointEngine(bucket_mb << 20, True, sync=_sync_of(host, delivery))
+            self._engine = SyncCheckpointEngine(bucket_mb << 20, True, sync=_sync_of(host, delivery), rollout="sglang")
         ends = (cluster, host, delivery)
         given = (theirs, Client(server.port, server.model), str(folder), bucket_mb << 20, *ends)
         self.process = context.Process(target=_rollout, args=given, daemon=True)

@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from benchmarks.transfer.server import Client
-from verl_sync_plugin.rollouts.sglang.request import LOADER, pack_request
-from verl_sync_plugin.rollouts.sglang.served_lora import pack_adapter, served_settings
+from verl_sync_plugin.rollouts.sglang.lora import served_settings
+from verl_sync_plugin.rollouts.sglang.request import LOADER, dumps, pack_request
 from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
 from verl_sync_plugin.transport.protocol import LoadRequest
 
@@ -58,7 +58,7 @@ class ServerEndpoint(RolloutEndpoint):
         server, body = self._server, {"lora_name": ADAPTER}
         if server.adapter:
             await asyncio.to_thread(server.ask, "POST", "/unload_lora_adapter", body)
-        packed = base64.b64encode(pack_adapter(factors)).decode()
+        packed = base64.b64encode(dumps(factors)).decode()
         body = {**body, "config_dict": served_settings(config), "serialized_tensors": packed}
         await asyncio.to_thread(server.ask, "POST", "/load_lora_adapter_from_tensors", body)
         server.adapter = ADAPTER

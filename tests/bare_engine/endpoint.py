@@ -15,9 +15,7 @@ import torch.distributed as dist
 
 from bare_engine.ports import group_port
 from verl_sync_plugin import compat
-from verl_sync_plugin.rollouts.sglang.awake import AwakeState
-from verl_sync_plugin.rollouts.sglang.pickling import dumps
-from verl_sync_plugin.rollouts.sglang.request import LOADER, hand_down, new_token, pack_request
+from verl_sync_plugin.rollouts.sglang.request import LOADER, dumps, hand_down, new_token, pack_request
 from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
 from verl_sync_plugin.transport.protocol import LoadRequest
 
@@ -140,7 +138,7 @@ class BareEngineEndpoint(RolloutEndpoint):
         self._engine = engine
         self._backup = restores_uncovered
         self.abandoned: list[str] = []
-        self._awake = AwakeState()
+        self._released: set[str] = set()
         self.reports: list[dict[str, Any]] = []
         self.flushes = 0
         self.flushed_behind = 0  # those of them that were asked for during the load
@@ -164,16 +162,16 @@ class BareEngineEndpoint(RolloutEndpoint):
 
     def sleep(self, tags: list[str]) -> None:
         """Releases what is resident of ``tags``."""
-        todo = self._awake.to_release(tags)
+        todo = [tag for tag in tags if tag not in self._released]
         if todo:
             from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
             manager = self._bare().engine.tokenizer_manager
             self._bare().call(manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=todo)))
-            self._awake.note_released(todo)
+            self._released |= {*todo}
 
     async def resume(self, tags: list[str]) -> None:
-        todo = self._awake.to_resume(tags)
+        todo = [tag for tag in tags if tag in self._released]
         if todo:
             # the engine's loop cannot run inside ours
             await asyncio.to_thread(self._resume, todo)
@@ -184,7 +182,7 @@ class BareEngineEndpoint(RolloutEndpoint):
         self._bare().call(
             self._bare().engine.tokenizer_manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
         )
-        self._awake.note_resumed(tags)
+        self._released -= {*tags}
 
     async def finish(self, tags: list[str]) -> None:
         await self.resume(tags)
@@ -201,7 +199,7 @@ class BareEngineEndpoint(RolloutEndpoint):
         return self._bare().call(self._bare().engine.tokenizer_manager.flush_cache())
 
     def flush_behind_load(self) -> None:
-        if not self._awake.released:
+        if not self._released:
             self._behind = Future()
             # the engine's loop is busy with the load until then
             threading.Thread(target=lambda done: done.set_result(self._flush()), args=(self._behind,)).start()

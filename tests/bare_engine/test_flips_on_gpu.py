@@ -133,7 +133,7 @@ class Flips:
 
         import torch
 
-        from verl_sync_plugin.rollouts.sglang.pickling import dumps
+        from verl_sync_plugin.rollouts.sglang.request import dumps
 
         packed = base64.b64encode(dumps([(PARAMETER, torch.empty(0))])).decode()
         body = {"serialized_named_tensors": [packed], "load_format": SPOIL, "flush_cache": False}

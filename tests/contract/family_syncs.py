@@ -27,8 +27,8 @@ from verl_sync_plugin.receiver.layout_key import LayoutKey
 from verl_sync_plugin.receiver.ledger import Ledger
 from verl_sync_plugin.receiver.proof import DERIVED, DestinationProof, refuse_rearranged
 from verl_sync_plugin.receiver.unpacker import Unpacker
-from verl_sync_plugin.rollouts.sglang.families import refuse_checkpoint
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
+from verl_sync_plugin.rollouts.sglang.refusals import refuse_checkpoint
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
 from verl_sync_plugin.trainers.naming import checkpoint_rewrite
 from verl_sync_plugin.trainers.wire import wire_policy

@@ -18,7 +18,7 @@ from contract.pause_processes import ServedRollout, TaughtTrainer
 from contract.pause_world import STALL, Models
 from faults.actor import serve
 from separate.driver import Driver, Failure, Member, together
-from verl_sync_plugin.rollouts.sglang.pickling import dumps
+from verl_sync_plugin.rollouts.sglang.request import dumps
 
 
 def free_port() -> int:

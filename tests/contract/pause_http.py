@@ -13,7 +13,7 @@ import pytest
 
 from bare_engine.endpoint import BareEngine
 from contract.pause_world import PROMPTS, Models, PlainRun, PlainServer, end_serving, serving
-from verl_sync_plugin.rollouts.sglang.awake import KV_CACHE, WEIGHTS
+from verl_sync_plugin.rollouts.gate import KV_CACHE, WEIGHTS
 
 pytest_plugins = ("contract.pause_world",)
 pytestmark = pytest.mark.slow

@@ -18,9 +18,8 @@ from contract import sglang_models
 from contract.families import FAMILIES, Family
 from contract.family_syncs import publish
 from verl_sync_plugin.receiver.ledger import Ledger
-from verl_sync_plugin.rollouts.sglang.held_adapter import look
+from verl_sync_plugin.rollouts.sglang.lora import look, served_settings, summary
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
-from verl_sync_plugin.rollouts.sglang.served_lora import served_settings, summary
 
 NAME = "served"
 RANK, ROOM = 4, 8

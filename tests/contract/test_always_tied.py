@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 
 from contract import sglang_configs
 from contract import sglang_models as models
-from verl_sync_plugin.rollouts.sglang.families import ALWAYS_TIED
+from verl_sync_plugin.rollouts.sglang.refusals import ALWAYS_TIED
 
 pytestmark = pytest.mark.slow
 

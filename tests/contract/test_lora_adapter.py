@@ -22,7 +22,8 @@ from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.report import SyncReport
-from verl_sync_plugin.rollouts.sglang.served_lora import pack_adapter, served_settings
+from verl_sync_plugin.rollouts.sglang.lora import served_settings
+from verl_sync_plugin.rollouts.sglang.request import dumps
 from verl_sync_plugin.sync.adapter import AdapterSender
 from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
 from verl_sync_plugin.trainers.fsdp import PEFTAdapter
@@ -65,7 +66,7 @@ class Engine(RolloutEndpoint):
     async def load_adapter(self, config: Any, factors: Any, weight_version: str | None) -> LoadOutcome:
         if self.refuses:
             raise RuntimeError("SGLang refused the adapter: rank too high")
-        packed = pack_adapter(factors)
+        packed = dumps(factors)
         self.adapters.append((served_settings(config, factors), pickle.loads(packed)))
         return LoadOutcome(0.5, len(packed))
 

@@ -21,7 +21,7 @@ from bare_engine import trainer
 from contract.test_lora_adapter import Engine
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.lora.peft import lora_weights
-from verl_sync_plugin.rollouts.sglang.endpoint import ServerActorEndpoint
+from verl_sync_plugin.rollouts import rollout_of
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 
 TARGETS = {"target_modules": ["q_proj", "down_proj"]}
@@ -101,8 +101,7 @@ def adapter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 class SGLang(Engine):
     """Refuses what SGLang's own endpoint refuses."""
 
-    refuse_adapter = ServerActorEndpoint.refuse_adapter
-    refuse_untied = ServerActorEndpoint.refuse_untied
+    _engine = rollout_of("sglang")
 
 
 def opened(checkpoint: str, model: dict[str, Any], strategy: str) -> str:

@@ -15,13 +15,12 @@ from worlds import run_world
 from fresh_process import python
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import RolloutError
-from verl_sync_plugin.rollouts.base import LocalSpec
-from verl_sync_plugin.rollouts.sglang.local import environment
-from verl_sync_plugin.rollouts.sglang.local_launch import SGLangLaunch
-from verl_sync_plugin.spmd.arguments import settled_config
-from verl_sync_plugin.spmd.groups import Place, check_groups, engine_ranks
+from verl_sync_plugin.rollouts import LocalSpec
+from verl_sync_plugin.rollouts.process import environment
+from verl_sync_plugin.rollouts.sglang.launch import prepare_local
+from verl_sync_plugin.spmd.engines import Place, check_groups, engine_ranks
 from verl_sync_plugin.spmd.prompts import padded, request_of
-from verl_sync_plugin.spmd.rollout import SpmdRollout
+from verl_sync_plugin.spmd.rollout import SpmdRollout, settled_config
 from verl_sync_plugin.trainers.live import Live
 
 
@@ -105,22 +104,22 @@ def spec(**given: Any) -> LocalSpec:
 )
 def test_what_the_engine_cannot_do_is_refused_by_name(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError) as caught:
-        SGLangLaunch(spec(**given))
+        prepare_local(spec(**given))
     assert words in str(caught.value)
 
 
 def test_a_cpu_needs_the_cpu_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VERL_PLATFORM")
     with pytest.raises(ValueError, match="VERL_PLATFORM=cpu in the environment"):
-        SGLangLaunch(spec())
-    arguments = SGLangLaunch(spec(cuda=True, arguments={"context_length": 64, "quantization": None})).arguments
+        prepare_local(spec())
+    arguments = prepare_local(spec(cuda=True, arguments={"context_length": 64, "quantization": None})).arguments[0]
     expected = {
         "enable_memory_saver": True, "enable_weights_cpu_backup": False, "attention_backend": "flashinfer",
         "load_format": "dummy", "tp_size": 2, "mem_fraction_static": 0.4, "context_length": 64,
         "skip_tokenizer_init": True,
     }  # fmt: skip
     assert {name: arguments[name] for name in expected} == expected and "device" not in arguments
-    unknown = SGLangLaunch(spec(cuda=True, config={"architectures": ["Gemma2ForCausalLM"]})).arguments
+    unknown = prepare_local(spec(cuda=True, config={"architectures": ["Gemma2ForCausalLM"]})).arguments[0]
     assert unknown["enable_weights_cpu_backup"], "of a family that is not known to be covered a copy is kept"
 
 
@@ -128,10 +127,10 @@ def test_the_engine_inherits_nothing_of_torchrun(monkeypatch: pytest.MonkeyPatch
     for name in ("RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "GROUP_RANK"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    found = environment(("3", "GPU-4"), 2)
+    found = environment(prepare_local(spec()), ("3", "GPU-4"))
     assert not [name for name in found if name in ("RANK", "LOCAL_RANK", "MASTER_PORT") or "TORCHELASTIC" in name]
     assert found["CUDA_VISIBLE_DEVICES"] == "3,GPU-4" and "GROUP_RANK" not in found and found["VERL_PLATFORM"] == "cpu"
-    assert environment((), 2)["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
+    assert environment(prepare_local(spec()), ())["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
 
 
 def test_settings_of_other_rollouts_are_refused() -> None:

@@ -16,4 +16,4 @@ def bound(cell: Cell) -> float:
     """Seconds that the sync of a cell may take: see the table in docs/design/failures.md."""
     leaving = T + SPARE_SECONDS  # the server is told, and the engine leaves the load
     together = 3 * T + SLACK_SECONDS
-    return leaving + (together if cell.group_is_lost else T if cell.kind in ("stop", "kill") else 0)
+    return leaving + (together if cell.group_is_lost else T if cell.unheard or cell.kind in ("stop", "kill") else 0)

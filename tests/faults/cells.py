@@ -57,9 +57,13 @@ class Cell:
     @property
     def heard_by(self) -> int:
         """The trainer rank that hears of it first: the engine rank's own, or the one that leads and asks the server."""
-        complains = self.stage == "connect" and self.kind in ("error", "oom")
-        beside = self.place == "engine" and self.stage not in OUTSIDE_LOADER and not complains
+        beside = self.place == "engine" and self.stage not in OUTSIDE_LOADER
         return 1 if beside or self.place == "trainer" else 0
+
+    @property
+    def unheard(self) -> bool:
+        """An engine rank that cannot connect can tell no trainer rank: the one next to it waits in vain."""
+        return self.place == "engine" and self.stage == "connect" and self.kind in ("error", "oom")
 
     @property
     def group_is_lost(self) -> bool:

@@ -24,7 +24,7 @@ SIGNAL_SECONDS = 0.2  # a signal may reach another thread first, and this one wo
 # Per place and stage: module, the attribute to be wrapped, and a value that must be among the arguments (or "")
 Point = tuple[str, str, str]
 _SENDER = "verl_sync_plugin.sync.sender"
-_ENDPOINT = "verl_sync_plugin.rollouts.sglang.endpoint"
+_ENDPOINT = "verl_sync_plugin.sync.endpoint"
 _SERVER = "verl_sync_plugin.rollouts.sglang.server"
 _SESSION = "verl_sync_plugin.receiver.session"
 _UNPACKER = "verl_sync_plugin.receiver.unpacker"
@@ -43,12 +43,12 @@ POINTS: dict[str, dict[str, tuple[Point, ...]]] = {
     "trainer": {
         **_TRAINER,
         "wake": (("verl_sync_plugin.sync.wake", "note_device_memory", "asleep"),),
-        "finish": (("verl_sync_plugin.rollouts.sglang.adapter", "note_device_memory", ""),),
+        "finish": (("verl_sync_plugin.rollouts.adapter", "note_device_memory", ""),),
     },
     "leader": {
         **_TRAINER,
-        "wake": ((_ENDPOINT, "ServerActorEndpoint.resume", ""),),
-        "finish": ((_ENDPOINT, "ServerActorEndpoint.finish", ""),),
+        "wake": ((_ENDPOINT, "RolloutEndpoint.resume", ""),),
+        "finish": ((_ENDPOINT, "RolloutEndpoint.finish", ""),),
     },
     "engine": {
         "plan": ((_UNPACKER, "Unpacker.begin", ""),),

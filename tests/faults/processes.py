@@ -64,11 +64,9 @@ class Trainer:
 
         from verl.workers.config import HFModelConfig
 
-        from faults.actor import Handle, answered
-        from verl_sync_plugin.rollouts.sglang import endpoint
+        from faults.actor import Handle
         from verl_sync_plugin.transport.agreement import Agreement
 
-        endpoint.ray.wait = answered
         Agreement.__init__.__defaults__ = (SLACK_SECONDS, None)
         self._model_config = HFModelConfig(path=self.model)
         self._mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("dp", "infer_tp", "infer_pp"))
@@ -203,7 +201,7 @@ class Server:
 
     def arm(self, stage: str, kind: str) -> None:
         """Arms the engine."""
-        from verl_sync_plugin.rollouts.sglang.pickling import dumps
+        from verl_sync_plugin.rollouts.sglang.request import dumps
 
         packed = dumps([(json.dumps([stage, kind]), torch.empty(0))])
         self.bare.call(self.bare._update(packed, ARM, None))

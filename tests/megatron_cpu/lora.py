@@ -18,7 +18,7 @@ from megatron_cpu.stories import LARGE, TINY, State, manager_of, one_sync
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.report import SyncReport
-from verl_sync_plugin.rollouts.sglang.served_lora import served_settings
+from verl_sync_plugin.rollouts.sglang.lora import served_settings
 from verl_sync_plugin.sync.adapter import AdapterSender
 from verl_sync_plugin.sync.endpoint import LoadOutcome
 from verl_sync_plugin.trainers import shard_stream

@@ -33,7 +33,9 @@ class Host:
         import forced_delivery  # noqa: F401
         from verl_sync_plugin.hooks.separate import SyncCheckpointEngine
 
-        self.engine = SyncCheckpointEngine(BUCKET_BYTES, is_master, sync={"timeout_seconds": TIMEOUT, **sync})
+        self.engine = SyncCheckpointEngine(
+            BUCKET_BYTES, is_master, sync={"timeout_seconds": TIMEOUT, **sync}, rollout="sglang"
+        )
 
     def prepare(self) -> Any:
         return self.engine.prepare()

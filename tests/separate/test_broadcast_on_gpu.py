@@ -59,7 +59,7 @@ def trainer(calls: Calls, folder: Path) -> list[Any]:
     with one_rank(folder / "trainer", DEVICE):
         trained = trainers.engine("fsdp2", "small", folder / "small", DEVICE)
         calls.all_say("model", None)
-        turned, engine = trainers.Turned(trained), SyncCheckpointEngine(BUCKET_BYTES, True, sync=SYNC)
+        turned, engine = trainers.Turned(trained), SyncCheckpointEngine(BUCKET_BYTES, True, sync=SYNC, rollout="sglang")
         calls.all_say("ready", None)
 
         def send(version: int) -> list[int]:

@@ -14,7 +14,7 @@ from peft import IA3Config, LoraConfig, PromptTuningConfig, VeraConfig
 from transformers import Gemma2Config, LlamaConfig, PretrainedConfig
 
 from verl_sync_plugin.hooks.driver import settle_trainer
-from verl_sync_plugin.rollouts.sglang.families import ALWAYS_TIED
+from verl_sync_plugin.rollouts.sglang.refusals import ALWAYS_TIED
 
 MODEL = "actor_rollout_ref.model"
 SIZES: dict[str, Any] = {

@@ -10,7 +10,8 @@ import pytest
 import torch
 from peft import PeftType, TaskType
 
-from verl_sync_plugin.rollouts.sglang.served_lora import refuse_experts, served_settings
+from verl_sync_plugin.rollouts.sglang.lora import served_settings
+from verl_sync_plugin.rollouts.sglang.refusals import refuse_experts
 from verl_sync_plugin.trainers.megatron.trainer import BridgeAdapter
 
 LORA = {"rank": 4, "alpha": 8}

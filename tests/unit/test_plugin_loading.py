@@ -73,7 +73,7 @@ def test_verl_loads_the_plugin_and_not_its_engines(tmp_path: Path, route: dict[s
         assert _ROLLOUT_REGISTRY["sglang", "async"] == "verl_sync_plugin.rollouts.sglang.adapter.SyncServerAdapter"
         assert _ROLLOUT_REGISTRY["vllm", "async"].startswith("verl.")
         from verl.workers.rollout.replica import RolloutReplicaRegistry
-        assert RolloutReplicaRegistry._registry["sglang"].__module__ == "verl_sync_plugin.rollouts.sglang.rollout"
+        assert RolloutReplicaRegistry._registry["sglang"].__module__ == "verl_sync_plugin.rollouts.sglang"
         assert RolloutReplicaRegistry._registry["vllm"].__module__ == "verl.workers.rollout.replica"
         print("all there")
         """,

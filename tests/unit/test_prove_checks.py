@@ -16,7 +16,7 @@ from verl_sync_plugin.cli.prove import table
 from verl_sync_plugin.cli.prove.checks import Check
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.report import SyncReport
-from verl_sync_plugin.rollouts.sglang.digests import digests_of
+from verl_sync_plugin.rollouts.sglang.loader import digests_of
 
 LOADED = [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
 OTHER = [{"a": "1", "b": "2"}, {"a": "3", "b": "x"}]

@@ -13,7 +13,7 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 
 from verl_sync_plugin.rollouts.sglang.adapter import SyncServerAdapter
-from verl_sync_plugin.rollouts.sglang.replica import SyncSGLangReplica
+from verl_sync_plugin.rollouts.sglang.server import SyncSGLangReplica
 from verl_sync_plugin.trainers import shard_stream
 
 OFF = {"sync": {"enabled": False}}

@@ -24,7 +24,7 @@ from verl_sync_plugin.memory import (
     release_cache,
     reserve_of,
 )
-from verl_sync_plugin.rollouts.sglang.limits import generating_bytes
+from verl_sync_plugin.rollouts.sglang import generating_bytes
 
 GIB = 1 << 30
 H200 = 141 * GIB

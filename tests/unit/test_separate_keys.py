@@ -15,8 +15,8 @@ from hydra_run import refused, rollout_of
 from verl_sync_plugin.config.settings import KEY_PREFIX, SEPARATE_BACKEND
 from verl_sync_plugin.errors import RankLostError, SyncError
 from verl_sync_plugin.rollouts import rollout_of as rollout_of_name
+from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.separate import membership
-from verl_sync_plugin.sync.separate.absent import NoEngine
 from verl_sync_plugin.sync.separate.membership import Member, topology
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -132,8 +132,7 @@ def test_a_sync_that_ends_late_leaves_the_group_of_the_next_alone() -> None:
 
 def test_a_trainer_rank_refuses_what_no_engine_of_the_rollout_could_serve_or_hold() -> None:
     """Before anything is sent; the driver may have had neither the adapter nor the checkpoint."""
-    sglang = rollout_of_name("sglang")
-    nobody = NoEngine(sglang.refuse_untied, sglang.refuse_adapter)
+    nobody = RolloutEndpoint(rollout_of_name("sglang"), None)
     assert not nobody.leader and nobody.ranks == ()
     nobody.refuse_adapter({"r": 8})
     with pytest.raises(ValueError, match=r"cannot serve an adapter with use_rslora=True.*lora\.merge=True"):

@@ -17,7 +17,7 @@ import hydra_run
 from hydra_run import refused, rollout_of
 from verl_sync_plugin.config.settings import KEY_PREFIX, SHORT_BUCKET_KEY
 from verl_sync_plugin.hooks.driver import settle
-from verl_sync_plugin.rollouts.sglang.arguments import refuse_keys
+from verl_sync_plugin.rollouts.sglang.refusals import refuse_keys
 
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"

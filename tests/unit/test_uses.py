@@ -18,7 +18,7 @@ from verl_sync_plugin.layout.tensors import Base, View
 from verl_sync_plugin.receiver.intervals import intervals, meet, region_of, union
 from verl_sync_plugin.receiver.recording import Copy, Recording, Source
 from verl_sync_plugin.receiver.uses import own_runs, readings_of_uses, uses_in
-from verl_sync_plugin.rollouts.sglang.skips import why_skipped
+from verl_sync_plugin.rollouts.sglang.model import why_skipped
 from verl_sync_plugin.transport.protocol import Used
 from verl_sync_plugin.verify.uses import left_out
 

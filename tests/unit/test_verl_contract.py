@@ -20,8 +20,7 @@ from verl_sync_plugin.hooks.separate import OutlivingManager, SyncCheckpointEngi
 from verl_sync_plugin.hooks.trainer import OutlivingLLMServerClient, SpanningLLMServerClient, reporting
 from verl_sync_plugin.hooks.worker import SyncActorRolloutRefWorker, SyncDetachActorWorker
 from verl_sync_plugin.rollouts.sglang.adapter import SyncServerAdapter
-from verl_sync_plugin.rollouts.sglang.replica import SyncSGLangReplica
-from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
+from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer, SyncSGLangReplica
 
 PACKAGE = Path(verl_sync_plugin.__file__).parent
 SUBCLASSES = [

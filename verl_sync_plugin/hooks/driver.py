@@ -120,7 +120,7 @@ def stepping_aside(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
         return ""
     rollout, strategy = actor_rollout_ref.rollout, OmegaConf.select(actor_rollout_ref, "actor.strategy")
     engine, moves = rollout_of(rollout.name), backend_of(rollout) in ("naive", SEPARATE_BACKEND)
-    cause = _unserved_trainer(actor_rollout_ref, strategy, engine.engine)
+    cause = _unserved_trainer(actor_rollout_ref, strategy, engine.ENGINE)
     cause = cause or (engine.left_to_verl(rollout) if moves else "")
     if not cause:
         return ""
@@ -269,7 +269,7 @@ class SyncRolloutConfig(RolloutConfig):
         from verl.workers.rollout.replica import RolloutReplicaRegistry
 
         ours, name = rollout_of(self.name), self.name
-        compat.refuse_stranger("rollout adapter", name, _ROLLOUT_REGISTRY[name, compat.MODE], (ours.adapter,))
+        compat.refuse_stranger("rollout adapter", name, _ROLLOUT_REGISTRY[name, compat.MODE], (ours.ADAPTER,))
         compat.refuse_stranger("rollout replica", name, RolloutReplicaRegistry._registry[name], (ours.load_replica,))
 
 

@@ -27,7 +27,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl_sync_plugin.config.settings import PREFIX, SEPARATE_BACKEND, SWITCHED_OFF, SyncConfig
 from verl_sync_plugin.log import say, say_unused
 from verl_sync_plugin.report import say_who_moves, sent, write_report
-from verl_sync_plugin.rollouts import ROLLOUTS, rollout_of
+from verl_sync_plugin.rollouts import rollout_of
 from verl_sync_plugin.trainers import shard_stream
 
 # Every process of verl's imports this module with verl's registry; the rest is imported by those that sync
@@ -47,7 +47,7 @@ class SyncCheckpointEngine(CheckpointEngine):
         is_master: whether this is trainer rank 0; verl gives it to trainer ranks alone.
         sync: ``custom.sync``, which the driver writes into ``engine_kwargs``.
         dtype: ``rollout.dtype``.
-        rollout: ``rollout.name``; if it is not given, the one there is.
+        rollout: ``rollout.name``.
 
     Raises:
         ValueError: ``custom.sync`` is switched off, or holds what it cannot.
@@ -59,13 +59,14 @@ class SyncCheckpointEngine(CheckpointEngine):
         is_master: bool | None = None,
         sync: Mapping[str, Any] | None = None,
         dtype: str = "bfloat16",
-        rollout: str = "",
+        *,
+        rollout: str,
     ) -> None:
         self._config = SyncConfig.from_mapping(sync)
         if not self._config.enabled:
             raise ValueError(SWITCHED_OFF)
         self._bucket_bytes = bucket_size
-        self._dtype, self._rollout = dtype, rollout or next(iter(ROLLOUTS))
+        self._dtype, self._rollout = dtype, rollout
         self._trainer = is_master is not None
         self._first = bool(is_master)
         self._membership: Membership | None = None
@@ -137,7 +138,7 @@ class SyncCheckpointEngine(CheckpointEngine):
     def _manager_for(self, weights: Any, ranks: JointRanks) -> SeparateTrainer:
         assert self._membership is not None, "joined"
         from verl_sync_plugin.sharding_manager import get_sharding_manager
-        from verl_sync_plugin.sync.separate.absent import NoEngine
+        from verl_sync_plugin.sync.endpoint import RolloutEndpoint
         from verl_sync_plugin.sync.separate.managers import SeparateTrainer
         from verl_sync_plugin.trainers.base import trainer_device
 
@@ -146,8 +147,7 @@ class SyncCheckpointEngine(CheckpointEngine):
             return before
         arguments = (weights.engine, self._config, self._bucket_bytes, trainer_device(), self._dtype)
         backend = get_sharding_manager(weights.trainer, self._rollout).backend
-        rollout = rollout_of(self._rollout)
-        nobody = NoEngine(rollout.refuse_untied, rollout.refuse_adapter)
+        nobody = RolloutEndpoint(rollout_of(self._rollout), None)
         manager = SeparateTrainer(ranks, self._membership.own, backend, nobody, *arguments)
         if before is not None:
             before.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import suppress
 
 from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
 from verl_sync_plugin.sync.arrivals import Arrivals
@@ -103,18 +102,14 @@ class MeetingPoint:
         """Of the leader, while an engine rank is awaited on any rank.
 
         Raises:
-            RuntimeError: none will come: the load has ended, or an engine rank says why it cannot.
+            RuntimeError: none will come, for the load has ended.
         """
         if self.pending is None:
             return
-        name, ended, said = self._endpoint.name, self.pending.finished(), []
-        with suppress(TimeoutError):  # of a server that is busy or silent; whoever waits for it has a bound of its own
-            said = await self.pending.complaints(ACCEPT_SECONDS)
-        if said:
-            raise RuntimeError(f"{name} cannot load: {'; '.join(said)}")
-        if ended:
+        if self.pending.finished():
             await self.pending.outcome(ACCEPT_SECONDS)
-            raise RuntimeError(f"{name} accepted the update but its loader did not connect; see its log")
+            name = self._endpoint.name
+            raise RuntimeError(f"{name} accepted the update but its loader did not connect; see {name}'s log")
 
     async def give_up(self, why: str) -> None:
         """Ends the sync whatever its state: the engine leaves the load, and generates nothing until one succeeds.

@@ -64,7 +64,7 @@ def rollout_adapter() -> str:
     from verl_sync_plugin.rollouts import ROLLOUTS, rollout_of
 
     for name in ROLLOUTS:
-        ours = rollout_of(name).adapter
+        ours = rollout_of(name).ADAPTER
         _expect(_ROLLOUT_REGISTRY.get((name, MODE)), ours, f"verl's rollout adapter for {name}")
         module, _, attribute = ours.rpartition(".")
         getattr(importlib.import_module(module), attribute)
@@ -84,10 +84,10 @@ def rollout_replica() -> str:
 
 
 def engine_loader() -> str:
-    from verl_sync_plugin.rollouts import ROLLOUTS
+    from verl_sync_plugin.rollouts import ROLLOUTS, rollout_of
 
-    for module in ROLLOUTS.values():
-        importlib.import_module(f"{module.rpartition('.')[0]}.loader")
+    for name in ROLLOUTS:
+        importlib.import_module(rollout_of(name).LOADER)
     return "what the engine calls in a sync"
 
 

@@ -19,8 +19,7 @@ from verl_sync_plugin.cli.prove.logprobs import differences
 from verl_sync_plugin.errors import RolloutError, SyncError
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.rollouts import LOCAL, rollout_of
-from verl_sync_plugin.spmd import oracles
-from verl_sync_plugin.spmd.engine import errors
+from verl_sync_plugin.spmd.engines import errors
 from verl_sync_plugin.spmd.rollout import SpmdRollout
 from verl_sync_plugin.transport.agreement import Agreement
 
@@ -107,19 +106,19 @@ def _prove(options: argparse.Namespace, checks: list[Check]) -> None:
         gpu_memory_utilization=options.gpu_memory_utilization,
         random_weights=False,
         sync={"verify": "always"},
-        engine={"custom_weight_loader": [rollout_of(LOCAL).digest_loader]},
+        engine={"custom_weight_loader": [rollout_of(LOCAL).DIGEST_LOADER]},
     ) as rollout:
-        loaded = oracles.digests(rollout)
+        loaded = rollout.digests()
         sums = _checksums(rollout)
         if loaded is not None:
             checks.append(Check("SGLang's own load", True, f"{_count(loaded)} parameters of {len(loaded)} ranks"))
         if isinstance(sums, str):
             checks.append(Check("SGLang's checksums", True, f"digests of all parameters stand for them: {sums}", True))
         for number in range(1, options.syncs + 1):
-            oracles.check_weights(rollout, "reset_tensors")
-            checks += _reset(number, loaded, oracles.digests(rollout))
+            rollout.check_weights("reset_tensors")
+            checks += _reset(number, loaded, rollout.digests())
             report = rollout.sync_weights(model)
-            checks += _synced(number, loaded, oracles.digests(rollout), report)
+            checks += _synced(number, loaded, rollout.digests(), report)
             if not isinstance(sums, str):
                 checks += _same_sums(number, sums, _checksums(rollout))
         with errors("comparing log-probabilities"):
@@ -164,7 +163,7 @@ def _own_proof(number: int, report: SyncReport) -> Check:
 def _checksums(rollout: SpmdRollout) -> dict[str, str] | str | None:
     """SGLang's own checksums; or why there are none."""
     try:
-        return oracles.check_weights(rollout, "checksum")
+        return rollout.check_weights("checksum")
     except RolloutError as error:
         return str(error).splitlines()[-1]
 

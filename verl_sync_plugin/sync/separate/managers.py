@@ -23,7 +23,6 @@ from verl_sync_plugin.sync.delivery.choice import Choice
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.lora_manager import LoRAShardingManager
 from verl_sync_plugin.sync.planning import Planning
-from verl_sync_plugin.sync.separate.absent import NoEngine, NoTrainer
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.joint import JointRanks
@@ -143,7 +142,7 @@ class SeparateTrainer(SeparateManager):
         ranks: both halves.
         own: the trainer's ranks.
         backend: of the trainer.
-        endpoint: in place of an engine.
+        endpoint: without an engine, for what it refuses.
         engine: verl's training engine.
         config: the sync's settings.
         bucket_bytes: as in ``ShardingManager``.
@@ -156,7 +155,7 @@ class SeparateTrainer(SeparateManager):
         ranks: JointRanks,
         own: Ranks,
         backend: type[TrainerBackend],
-        endpoint: NoEngine,
+        endpoint: RolloutEndpoint,
         engine: Any,
         config: SyncConfig,
         bucket_bytes: int,
@@ -215,6 +214,11 @@ class SeparateTrainer(SeparateManager):
         return self._sync_of(sync_id, *self._hand_out(plan, senders), shards)
 
 
+class _NoTrainer(ParameterSource):
+    def shards(self) -> list[Shard]:
+        return []
+
+
 class SeparateRollout(SeparateManager):
     """A rollout rank, beside an engine rank.
 
@@ -227,7 +231,7 @@ class SeparateRollout(SeparateManager):
 
     def __init__(self, ranks: JointRanks, endpoint: RolloutEndpoint, config: SyncConfig, device: torch.device) -> None:
         super().__init__(ranks, Alone(), None, endpoint, config, 0, device)
-        self.source = NoTrainer()
+        self.source = _NoTrainer()
 
     def take_over(self, before: SeparateRollout) -> None:
         """Goes on with what the engine got in the group before."""

@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate before generation: whether the engine's weights may be generated from."""
+"""When requests may be computed, and which of an engine's memory is there; in the server's process, of no engine."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
 
+from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.errors import HalfWrittenError
+
+WEIGHTS, KV_CACHE = "weights", "kv_cache"  # verl's tags of an engine's memory
+Ask = Callable[[list[str]], Awaitable[Any]]
 
 
 class WeightsGate:
@@ -147,3 +154,72 @@ class WeightsGate:
         """Raises HalfWrittenError when the last sync failed."""
         if self._failure is not None:
             raise HalfWrittenError(f"the rollout engine's weights are half written: {self._failure}")
+
+
+class Occupation:
+    """Which memory of the engine is released, and the request under way that changes it.
+
+    Asked through here, a repeated sleep and a wake without sleep are harmless, which engines take badly. A request that
+    takes longer than its bound cannot be taken back, so it goes on alone: its outcome is noted when it comes, and until
+    then nothing else is asked of the engine.
+
+    Args:
+        engine: its name.
+        timeout_seconds: bound on every call, its wait for the ones before included.
+        memory: is called with whether all memory is there: with False before the engine is asked to change anything,
+            and after every answer.
+
+    Attributes:
+        released: tags of the memory that is released, for all that the engine has answered.
+    """
+
+    def __init__(
+        self, engine: str, timeout_seconds: float, memory: Callable[[bool], None] = lambda there: None
+    ) -> None:
+        self._engine, self._timeout, self._memory = engine, timeout_seconds, memory
+        self._turn = asyncio.Lock()
+        self._asked: asyncio.Future[None] | None = None
+        self.released: frozenset[str] = frozenset()
+
+    async def release(self, tags: list[str], ask: Ask) -> None:
+        """Releases what is still resident of ``tags``.
+
+        Args:
+            tags: of the memory.
+            ask: has the engine do it.
+
+        Raises:
+            TimeoutError: the engine has not answered in time, or not what was asked before.
+        """
+        await self._bounded("release", tags, ask)
+
+    async def resume(self, tags: list[str], ask: Ask) -> None:
+        """Resumes what is released of ``tags``; arguments and errors as of ``release``."""
+        await self._bounded("resume", tags, ask)
+
+    async def _bounded(self, what: str, tags: list[str], ask: Ask) -> None:
+        try:
+            await asyncio.wait_for(self._change(what, tags, ask), self._timeout)
+        except asyncio.TimeoutError as error:  # not the built-in one before Python 3.11
+            raise TimeoutError(
+                f"{self._engine} did not {what} {', '.join(tags)} within {KEY_PREFIX}.timeout_seconds="
+                f"{self._timeout:g}; see its log, and set the key higher if it only takes long"
+            ) from error
+
+    async def _change(self, what: str, tags: list[str], ask: Ask) -> None:
+        async with self._turn:
+            if self._asked is not None:  # by a call that has not waited for it to the end
+                with suppress(Exception):
+                    await asyncio.shield(self._asked)
+            if wanted := [tag for tag in tags if (tag in self.released) == (what == "resume")]:
+                self._asked = asyncio.ensure_future(self._noted(what, wanted, ask))
+                await asyncio.shield(self._asked)
+            self._asked = None
+
+    async def _noted(self, what: str, tags: list[str], ask: Ask) -> None:
+        self._memory(False)
+        try:
+            await ask(tags)
+            self.released = self.released - {*tags} if what == "resume" else self.released | {*tags}
+        finally:
+            self._memory(not self.released)

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether SGLang computes with every factor of an adapter that it was given; looked at in its scheduler processes.
+"""LoRA adapters that SGLang serves itself: how they are given to it, and whether it computes with all of them.
 
 SGLang 0.5.12 places factors by pieces of their names, and only when a request needs them: it drops what lies in no
 layer that it counts, it gives two modules of one layer the same place, and it ends where it finds none. So they are
-placed here, before any request, and compared where SGLang's layers read them.
+placed here, in its scheduler processes before any request, and compared where SGLang's layers read them.
 """
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +17,12 @@ import torch.distributed as dist
 
 from verl_sync_plugin.log import say
 from verl_sync_plugin.lora.settings import PREFIX
-from verl_sync_plugin.rollouts.sglang.complaints import answer, complaints_of
-from verl_sync_plugin.rollouts.sglang.loader import tensor_parallel_rank
-from verl_sync_plugin.rollouts.sglang.prefixes import loading_scheduler
-from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK, admitted, pack_request
-from verl_sync_plugin.rollouts.sglang.served_lora import MODULUS, Sent, lacking, sum_of_bits
+from verl_sync_plugin.rollouts.sglang.loader import answer, loading_scheduler, tensor_parallel_rank
+from verl_sync_plugin.rollouts.sglang.refusals import lacking
+from verl_sync_plugin.rollouts.sglang.request import admitted
 
+Sent = tuple[str, int, int]  # a factor that was sent: its name, its elements, and ``sum_of_bits`` of it
+MODULUS = 1 << 64
 # Modules of the trainer that SGLang computes in one, or under another name
 HELD_IN: Mapping[str, str] = {
     "q_proj": "qkv_proj",
@@ -39,6 +38,34 @@ HELD_IN: Mapping[str, str] = {
 }
 # What the path of a language model's layers is made of; that of a tower has other words
 _LANGUAGE_MODEL = frozenset({"base_model", "model", "language_model", "text_model", "backbone"})
+
+
+def served_settings(settings: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """``adapter_config.json`` of an adapter as builtins.
+
+    SGLang refuses one that names a module which it does not serve, also where that is left out of the adapter.
+
+    Args:
+        settings: fields of PEFT's ``LoraConfig``.
+        names: of the adapter's factors; their modules are named for ``target_modules``.
+    """
+    modules = {name.partition(".lora_")[0].rpartition(".")[2] for name in names}
+    plain = {key: getattr(value, "value", value) for key, value in settings.items()}  # some of PEFT's are enums
+    plain.setdefault("peft_type", "LORA")  # which SGLang requires, and verl 0.9.0 leaves out of a Megatron adapter's
+    plain["target_modules"] = sorted(modules)
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in plain.items()}
+
+
+def summary(factors: Mapping[str, torch.Tensor]) -> list[Sent]:
+    """What SGLang's processes are told of the factors that they get, which are on the host."""
+    return [(name, factor.numel(), sum_of_bits(factor)) for name, factor in factors.items()]
+
+
+def sum_of_bits(factor: torch.Tensor) -> int:
+    """Sum of the words that one factor, or several one after another, consist of, modulo 2**64; zeros add nothing."""
+    whole = factor.shape[-1] * factor.element_size() % 8 == 0
+    words = factor.contiguous().view(torch.int64 if whole else torch.int16)
+    return int(words.sum(dtype=torch.int64)) % MODULUS
 
 
 class LostFactorsError(ValueError):
@@ -73,35 +100,15 @@ def module_of(name: str) -> str:
     return name.partition(".lora_")[0].removeprefix("base_model.model.")
 
 
-async def ask(call_loader: Callable[[str, bytes], Awaitable[None]], adapter: str, sent: Sequence[Sent]) -> None:
-    """From the process that launched SGLang: has all ranks ``look``.
-
-    Args:
-        call_loader: has them call a loader with a packed request.
-        adapter, sent: see ``look``.
-
-    Raises:
-        ValueError: see ``look``.
-        RuntimeError: they have not answered.
-    """
-    question = uuid.uuid4().hex
-    await call_loader(ADAPTER_CHECK, pack_request((question, adapter, list(sent))))
-    answers = complaints_of(question)
-    if not answers:
-        raise RuntimeError("SGLang did not tell what it holds of the adapter; see its log")
-    if answers[0]:
-        raise ValueError(answers[0])
-
-
 def check(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]]) -> None:
     """A loader of SGLang's that loads nothing. Rank 0 answers for all ranks of the engine: what is wrong, or nothing.
 
     Args:
         model: unused.
-        named_tensors: one pair; its name is what ``ask`` packed, its tensor is empty.
+        named_tensors: one pair; its name is a packed request of folder, adapter and sent (see ``look``).
     """
     try:
-        question, adapter, sent = admitted(named_tensors[0][0])
+        folder, adapter, sent = admitted(named_tensors[0][0])
     except Exception as error:  # of whoever can reach SGLang's port
         say(f"a question about an adapter was refused: {error}")
         return
@@ -115,9 +122,9 @@ def check(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]])
     try:
         why = _first_of_all(why)
         if tensor_parallel_rank() == 0:
-            answer(question, why)
+            answer(folder, why)
     except Exception as error:
-        say(f"what SGLang holds of an adapter could not be told: {error!r}")
+        say(f"the check of an adapter was not answered: {error!r}")
 
 
 def look(manager: Any, adapter: str, sent: Sequence[Sent]) -> None:
@@ -126,7 +133,7 @@ def look(manager: Any, adapter: str, sent: Sequence[Sent]) -> None:
     Args:
         manager: SGLang's ``LoRAManager``.
         adapter: its name; without one only sees that there is a layer for each factor.
-        sent: see ``served_lora.summary``.
+        sent: see ``summary``.
 
     Raises:
         LostFactorsError: names a module whose factors SGLang does not compute with, and the remedy.

@@ -1,33 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks of a script share an engine: a group of neighbours, or what a device mesh says."""
+"""A script's engines: which ranks share one, the process of each, and calls of it that all ranks wait for together."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from verl_sync_plugin.errors import RankLostError, RolloutError, SyncError
+from verl_sync_plugin.rollouts import LocalLaunch
+from verl_sync_plugin.rollouts.process import EngineProcess
 from verl_sync_plugin.transport.agreement import Agreement, together_seconds
 
 T = TypeVar("T")
 TP = "tp"  # the name of the mesh dimension over which an engine is sharded
+ROUND_SECONDS = 1.0
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a rank computes.
-
-    Attributes:
-        host: its name.
-        device: its GPU as ``CUDA_VISIBLE_DEVICES`` calls it on that host; empty on a CPU.
-    """
+class Place(NamedTuple):
+    """Where a rank computes: its host's name, and its GPU as ``CUDA_VISIBLE_DEVICES`` calls it there ("" on a CPU)."""
 
     host: str
     device: str
@@ -35,7 +35,7 @@ class Place:
 
 @dataclass(frozen=True)
 class EngineGroup:
-    """The ranks beside one engine.
+    """The ranks next to one engine.
 
     Attributes:
         ranks: of the world, in tensor-parallel order; the first owns the engine.
@@ -69,7 +69,13 @@ def engine_ranks(tensor_parallel_size: int | None, mesh: DeviceMesh | None) -> t
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     if mesh is not None:
-        ranks = _of_mesh(mesh)
+        names = mesh.mesh_dim_names or ()
+        if TP not in names and mesh.ndim != 1:
+            raise ValueError(f"mesh={mesh}: has no dimension named {TP!r}. Name that of the engine's ranks so.")
+        own = mesh[TP] if TP in names and mesh.ndim > 1 else mesh
+        if own.get_coordinate() is None:
+            raise ValueError(f"mesh={mesh}: rank {rank} is not in it. Use a mesh of all ranks.")
+        ranks = tuple(own.mesh.flatten().tolist())
         if tensor_parallel_size not in (None, len(ranks)):
             raise ValueError(
                 f"tensor_parallel_size={tensor_parallel_size}: the mesh says {len(ranks)}. Leave out the former."
@@ -82,18 +88,7 @@ def engine_ranks(tensor_parallel_size: int | None, mesh: DeviceMesh | None) -> t
     return tuple(range(first, first + size))
 
 
-def _of_mesh(mesh: DeviceMesh) -> tuple[int, ...]:
-    names = mesh.mesh_dim_names or ()
-    if TP not in names and mesh.ndim != 1:
-        raise ValueError(f"mesh={mesh}: has no dimension named {TP!r}. Name that of the engine's ranks so.")
-    own = mesh[TP] if TP in names and mesh.ndim > 1 else mesh
-    if own.get_coordinate() is None:
-        raise ValueError(f"mesh={mesh}: rank {dist.get_rank()} is not in it. Use a mesh of all ranks.")
-    return tuple(own.mesh.flatten().tolist())
-
-
 def own_place(device: torch.device) -> Place:
-    """Where this rank computes."""
     name = ""
     if device.type == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
@@ -105,13 +100,7 @@ def own_place(device: torch.device) -> Place:
 def make_groups(
     agreement: Agreement, ranks: tuple[int, ...], device: torch.device, timeout_seconds: float
 ) -> EngineGroup:
-    """Collective over the world.
-
-    Args:
-        agreement: of all ranks.
-        ranks: of ``engine_ranks``.
-        device: this rank's.
-        timeout_seconds: bound on one local wait, see ``Agreement``.
+    """The group of this rank's engine, which ``engine_ranks`` found. Collective over the world.
 
     Raises:
         SyncError: the groups overlap, or an engine's GPUs are not on one host; the same text on every rank.
@@ -158,3 +147,76 @@ def check_groups(everywhere: Sequence[tuple[int, ...]], places: Sequence[Place])
                 "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before SpmdRollout."
             )
         taken[place] = rank
+
+
+class OwnEngine:
+    """Launches one on the ranks that own one. Collective, as ``call`` is.
+
+    Args:
+        agreement: of all ranks.
+        group: of this rank's engine.
+        launch: of the engine.
+
+    Raises:
+        SyncError: an engine could not be launched; the same text on every rank.
+
+    Attributes:
+        process: ``None`` on a rank that owns none.
+    """
+
+    def __init__(self, agreement: Agreement, group: EngineGroup, launch: LocalLaunch) -> None:
+        self.process: EngineProcess | None = None
+        self._agreement = agreement
+
+        def start() -> None:
+            if group.leads:
+                self.process = EngineProcess(launch, group.devices)
+
+        try:
+            agreement.step("starting the engine", start)
+            self._awaited("launching the engine", None if self.process is None else self.process.ready)
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, what: str, method: str, *arguments: Any) -> Any:
+        """Calls a method of the server on all engines; ``what`` names the step in messages.
+
+        Returns:
+            The answer of this rank's engine, once every engine has answered; ``None`` where it owns none.
+
+        Raises:
+            SyncError: any engine failed, which ends the wait of all; the same text on every rank.
+        """
+        return self._awaited(what, None if self.process is None else self.process.ask(method, *arguments))
+
+    def _awaited(self, what: str, future: Future[Any] | None) -> Any:
+        """Waits in rounds: an engine may take any time, and a rank that has failed is heard at once."""
+        answer = None
+        while True:
+            with self._agreement.attempt():
+                if future is not None and wait([future], ROUND_SECONDS).done:
+                    answer, future = future.result(), None
+            if not self._agreement.settle(what, waiting=future is not None):
+                return answer
+
+    def abort(self) -> None:
+        """Ends the requests of this rank's engine; not collective."""
+        if self.process is not None:
+            self.process.ask("abort")
+
+    def close(self) -> None:
+        """Ends the engine; not collective."""
+        if self.process is not None:
+            self.process.close()
+
+
+@contextmanager
+def errors(what: str) -> Iterator[None]:
+    """Context in which a failure is no failed sync, but a ``RolloutError``; ``what`` names the work in its message."""
+    try:
+        yield
+    except RankLostError:
+        raise
+    except SyncError as error:
+        raise RolloutError(f"{what} failed.\n{str(error).partition(chr(10))[2] or error}") from error
