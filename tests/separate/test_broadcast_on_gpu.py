@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import forced_delivery  # noqa: F401
-from several_hosts_on_gpu import play
+from several_hosts_on_gpu import count_as_host, digest, play
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
@@ -52,14 +52,14 @@ class Calls:
 
 def trainer(calls: Calls, folder: Path) -> list[Any]:
     """Sends other weights in every sync; those of the last one are those of the second."""
-    from benchmarks.soak import trainers
-    from benchmarks.transfer.rig import one_rank
+    from benchmarks import soak
+    from benchmarks.transfer import one_rank
     from verl_sync_plugin.hooks.separate import SyncCheckpointEngine
 
     with one_rank(folder / "trainer", DEVICE):
-        trained = trainers.engine("fsdp2", "small", folder / "small", DEVICE)
+        trained = soak.engine("fsdp2", "small", folder / "small", DEVICE)
         calls.all_say("model", None)
-        turned, engine = trainers.Turned(trained), SyncCheckpointEngine(BUCKET_BYTES, True, sync=SYNC, rollout="sglang")
+        turned, engine = soak.Turned(trained), SyncCheckpointEngine(BUCKET_BYTES, True, sync=SYNC, rollout="sglang")
         calls.all_say("ready", None)
 
         def send(version: int) -> list[int]:
@@ -75,9 +75,8 @@ def rollout(rank: int, calls: Calls, folder: Path) -> list[Any]:
     """Receives; returns the checksums of what its engine holds."""
     import torch.distributed as dist
 
-    from benchmarks.soak.apart import receiving
-    from benchmarks.transfer.peer import digest
-    from benchmarks.transfer.server import Server
+    from benchmarks.soak import receiving
+    from benchmarks.transfer import Server
 
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store-{rank}", rank=0, world_size=1)
@@ -133,8 +132,6 @@ def outcome(calls: Calls, engine: Any, version: int, ranks: int, sync: Any) -> A
 
 
 def member(rank: int, folder: Path) -> list[Any]:
-    from benchmarks.soak.apart import count_as_host
-
     count_as_host(f"host {rank}")
     calls = Calls(rank, folder)
     return trainer(calls, folder) if rank == TRAINER else rollout(rank, calls, folder)
