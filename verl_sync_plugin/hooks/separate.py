@@ -211,7 +211,7 @@ class OutlivingManager(CheckpointEngineManager):
     async def _sync(self, global_steps: int | None) -> dict[str, Any]:
         """The first sync of a group of replicas in verl's order of calls. While the same replicas take part and all
         goes well, the group stands, so nobody prepares, joins or finalizes; it has the memory that it needs, so no KV
-        cache is released; and the servers pause for their loads themselves (``rollouts/sglang/pause.py``)."""
+        cache is released; and the servers pause for their loads themselves (``rollouts/sglang/server.py``)."""
         stands, self._joined = self._joined == self.replicas, []
         joining = list(self.replicas)
         if not stands:
