@@ -55,7 +55,7 @@ class LocalSpec:
 
 @dataclass(frozen=True)
 class LocalLaunch:
-    """How a script starts its engine.
+    """The start of a script's engine.
 
     Attributes:
         engine: the engine's name.
@@ -130,7 +130,7 @@ class Rollout(Protocol):
 
 
 def serves(name: object) -> bool:
-    """Whether the plugin has a rollout for verl's ``rollout.name``."""
+    """True if the plugin has a rollout for verl's ``rollout.name``."""
     return name in ROLLOUTS
 
 

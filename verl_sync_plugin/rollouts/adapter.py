@@ -100,12 +100,12 @@ class SyncAdapter:
 
     @property
     def serves_adapter(self) -> bool:
-        """Whether the engine serves the trainer's adapter itself, so that its base weights stay resident."""
+        """True if the engine serves the trainer's adapter itself, so that its base weights stay resident."""
         raise NotImplementedError
 
     @property
     def leads(self) -> bool:
-        """Whether this rank speaks for its engine's server."""
+        """True if this rank speaks for its engine's server."""
         raise NotImplementedError
 
     def find_server(self) -> Any:
@@ -113,12 +113,12 @@ class SyncAdapter:
         raise NotImplementedError
 
     def restores_uncovered(self, sleeps: bool) -> bool:
-        """See ``RolloutEndpoint``, for an engine that sleeps, or that never releases its weights."""
+        """As in ``RolloutEndpoint``, for an engine that sleeps, or that never releases its weights."""
         raise NotImplementedError
 
     @property
     def makes_room(self) -> bool:
-        """Whether the plugin serves this rollout, and our worker may make room around its syncs."""
+        """True if our worker may make room around the syncs of this rollout."""
         return self._separate is None
 
     async def _init_server_adapter(self, **more: Any) -> None:
@@ -195,8 +195,8 @@ class SyncAdapter:
             with self._around.stage("before"):
                 if offloaded:
                     get_torch_device().synchronize()
-                beside = self._manager.staging_to_come if self._manager is not None else 0
-                self._around.note_release(self._room.make(FIRST, partial(release_cache, trainer_device()), beside))
+                staging = self._manager.staging_to_come if self._manager is not None else 0
+                self._around.note_release(self._room.make(FIRST, partial(release_cache, trainer_device()), staging))
         except Exception as error:
             self._early = error
 
@@ -311,7 +311,7 @@ class SyncAdapter:
 
 
 class SeparateReceiver:
-    """What the rollout adapter of a separate rollout does for a sync.
+    """The rollout adapter's part in the syncs of a separate rollout.
 
     Args:
         make: makes the manager; called again whenever the trainer and rollout ranks have changed.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When requests may be computed, and which of an engine's memory is there; in the server's process, of no engine."""
+"""The gate before requests, and the engine's memory that is released; in the server's process, of no engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class WeightsGate:
 
     @property
     def syncing(self) -> bool:
-        """Whether a sync is under way that nobody has given up."""
+        """True while a sync is under way that nobody has given up."""
         return not self._at_rest.is_set()
 
     def begin(self) -> int:
@@ -157,7 +157,7 @@ class WeightsGate:
 
 
 class Occupation:
-    """Which memory of the engine is released, and the request under way that changes it.
+    """Keeps account of the engine's released memory, and of the request under way that changes it.
 
     Asked through here, a repeated sleep and a wake without sleep are harmless, which engines take badly. A request that
     takes longer than its bound cannot be taken back, so it goes on alone: its outcome is noted when it comes, and until

@@ -27,7 +27,7 @@ ROUND_SECONDS = 1.0
 
 
 class Place(NamedTuple):
-    """Where a rank computes: its host's name, and its GPU as ``CUDA_VISIBLE_DEVICES`` calls it there ("" on a CPU)."""
+    """The device of a rank: its host's name, and its GPU as ``CUDA_VISIBLE_DEVICES`` calls it there ("" on a CPU)."""
 
     host: str
     device: str
@@ -49,7 +49,7 @@ class EngineGroup:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank owns the engine."""
+        """True if this rank owns the engine."""
         return dist.get_rank() == self.ranks[0]
 
     def share(self, value: T) -> T:
@@ -130,9 +130,7 @@ def check_groups(everywhere: Sequence[tuple[int, ...]], places: Sequence[Place])
     """
     for rank, ranks in enumerate(everywhere):
         if rank not in ranks or any(everywhere[other] != ranks for other in ranks):
-            raise ValueError(
-                f"the ranks beside one engine disagree: rank {rank} says {ranks}. Use one mesh on all ranks."
-            )
+            raise ValueError(f"the ranks of one engine disagree: rank {rank} says {ranks}. Use one mesh on all ranks.")
         hosts = {places[other].host for other in ranks}
         if len(hosts) > 1:
             raise ValueError(

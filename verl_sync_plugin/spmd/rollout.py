@@ -256,7 +256,7 @@ class SpmdRollout:
             token_ids: a list of token ids for each prompt, or whole numbers of shape ``(N, P)``.
             sampling: SGLang's sampling parameters (``temperature``, ``top_p``, ``max_new_tokens``, ``stop_token_ids``,
                 ``ignore_eos``, …), for all prompts or one for each; ``n`` is the number of responses to a prompt.
-            attention_mask: of shape ``(N, P)`` beside a tensor of ids; what is 0 or False is padding, on either side.
+            attention_mask: of shape ``(N, P)``, for a tensor of ids; what is 0 or False is padding, on either side.
             pad_token_id: in padded places of the answer.
 
         Raises:

@@ -20,7 +20,7 @@ Call = Callable[..., Future[Any]]
 
 
 class Engine(Protocol):
-    """What the phase knows of an engine before it asks anything; see ``rollouts.Rollout``."""
+    """The part of ``rollouts.Rollout`` that the phase needs."""
 
     ENGINE: str
 
@@ -51,7 +51,7 @@ class PendingLoad:
         self._endpoint, self._answer = endpoint, answer
 
     def finished(self) -> bool:
-        """Whether the engine has answered; before the commit that means it failed."""
+        """True once the engine has answered; before the commit that means it failed."""
         return self._answer.done()
 
     async def outcome(self, timeout: float) -> LoadOutcome:
@@ -107,7 +107,7 @@ class RolloutEndpoint:
         return await self.answered(self._start(method, *arguments), self._timeout)
 
     async def answered(self, answer: Future[Any], timeout: float) -> Any:
-        """What a call returns within ``timeout`` seconds."""
+        """Waits ``timeout`` seconds for the answer to a call."""
         try:
             return await asyncio.wait_for(asyncio.wrap_future(answer), timeout)
         except asyncio.TimeoutError as error:  # not the built-in one before Python 3.11

@@ -15,7 +15,7 @@ from verl_sync_plugin.rollouts.sglang.refusals import keep_cpu_backup
 
 
 class SyncServerAdapter(SyncAdapter, ServerAdapter):
-    """See ``SyncAdapter``."""
+    """``SyncAdapter`` of SGLang."""
 
     stock = ServerAdapter
     rollout = rollout_of("sglang")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How SGLang is launched for a script: its arguments, and what is refused of them."""
+"""SGLang's arguments for a script's engine, and those that are refused."""
 
 from __future__ import annotations
 

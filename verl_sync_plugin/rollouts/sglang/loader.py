@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SGLang calls in each of its scheduler processes for a load of weights.
+"""The functions that SGLang calls in each of its scheduler processes for a load of weights.
 
 Hazard: SGLang 0.5.12 treats an exception of a custom loader as fatal and kills the scheduler together with its parent,
 and it ignores the return value. So everything is caught here, and what went wrong travels to the trainer over the

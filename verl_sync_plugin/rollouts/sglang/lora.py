@@ -57,7 +57,7 @@ def served_settings(settings: Mapping[str, Any], names: Iterable[str]) -> dict[s
 
 
 def summary(factors: Mapping[str, torch.Tensor]) -> list[Sent]:
-    """What SGLang's processes are told of the factors that they get, which are on the host."""
+    """Describes the factors (on the host) to SGLang's processes."""
     return [(name, factor.numel(), sum_of_bits(factor)) for name, factor in factors.items()]
 
 
@@ -74,7 +74,7 @@ class LostFactorsError(ValueError):
 
 @dataclass(frozen=True)
 class _Place:
-    """Where SGLang holds one kind of factor of one of its modules.
+    """The place in which SGLang holds one kind of factor of one of its modules.
 
     Attributes:
         module: that computes with it.
@@ -186,7 +186,7 @@ def _places(manager: Any, sent: Sequence[Sent]) -> dict[str, _Place]:
 
 
 def _module(manager: Any, parent: str, own: str) -> tuple[str, int | None, Any]:
-    """The one module of SGLang's that computes with the factors of a module: its own name, number of layer, itself.
+    """Finds SGLang's module that computes with the factors of a module: its own name, number of layer, itself.
 
     Raises:
         ValueError: why there is none.
@@ -210,7 +210,7 @@ def _module(manager: Any, parent: str, own: str) -> tuple[str, int | None, Any]:
 
 
 def _ways(path: str) -> tuple[frozenset[str], str]:
-    """What a path says of the model that a layer is in, and all that comes after."""
+    """Splits a path into the model that a layer is in, and all that comes after."""
     above, _, below = path.partition("layers.")
     return frozenset(filter(None, above.split("."))) - _LANGUAGE_MODEL, below
 

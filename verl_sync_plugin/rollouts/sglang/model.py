@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's model of one scheduler rank, behind the interface that the receiver knows."""
+"""SGLang's model of one scheduler rank as the receiver's ``EngineModel``."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class SGLangModel(EngineModel):
         self._model.post_load_weights()
 
     def layout_token(self) -> tuple[object, ...]:
-        """Which expert is where: SGLang's load balancing moves experts between the places of a parameter that stays
+        """The places of all experts: SGLang's load balancing moves experts between the places of a parameter that stays
         where it is."""
         metadata = _expert_locations()
         return () if metadata is None else tuple(metadata.physical_to_logical_map_cpu.flatten().tolist())
@@ -136,7 +136,7 @@ def _name_wrapped(module: torch.nn.Module) -> None:
 
 
 def copies_tied(module: torch.nn.Module) -> bool:
-    """Whether embedding and head are tied by the configuration, and two parameters in SGLang's class all the same.
+    """True if embedding and head are tied by the configuration, and two parameters in SGLang's class all the same.
 
     Its own load then leaves the head as it was allocated, for a tied checkpoint has none.
     """

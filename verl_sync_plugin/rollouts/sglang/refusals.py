@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SGLang's weights cannot be synced with: keys and arguments, models, adapters. Refused by name.
+"""Refuses by name the keys, arguments, models and adapters with which SGLang's weights cannot be synced.
 
 A model that no table here names is proven by the first sync of every run: it fails when a tensor is sent that the
 engine does not use, or a parameter stays unwritten. Imports no torch.
@@ -83,7 +83,7 @@ EXPERTS_EVERYWHERE = (
 UNSYNCABLE = {
     "Llama4ForCausalLM": "its loader for the text model alone knows no experts",
     # apply_ape_hotfix of its compressor
-    "DeepseekV4ForCausalLM": "its loader rearranges a parameter behind its first load, and behind no other",
+    "DeepseekV4ForCausalLM": "its loader rearranges a parameter after its first load, and after no other",
 }
 
 # What verl 0.9.1 and SGLang 0.5.12 make of ``rollout.quantization=fp8``: every parameter of a tiny model was compared
@@ -457,7 +457,7 @@ def refuse_untied(architectures: Iterable[str], where: str) -> None:
 
 
 def refuse_adapter(settings: Mapping[str, Any], keys: Mapping[str, str]) -> None:
-    """What of an adapter SGLang would drop or misread.
+    """Refuses an adapter of which SGLang would drop or misread something.
 
     Args:
         settings: fields of PEFT's ``LoraConfig``.
@@ -481,7 +481,7 @@ def refuse_adapter(settings: Mapping[str, Any], keys: Mapping[str, str]) -> None
 
 def _refuse_targets(targets: Any, key: str) -> None:
     if isinstance(targets, str):
-        why = "" if targets == "all-linear" else "SGLang cannot be told a pattern"
+        why = "" if targets == "all-linear" else "SGLang takes no pattern"
     else:
         why = lacking(targets or ())
     if why:
@@ -511,7 +511,7 @@ def refuse_experts(names: Iterable[str]) -> None:
 
 
 def keep_cpu_backup(rollout: Any, model: Any) -> bool:
-    """Whether SGLang keeps a host copy of its weights while it sleeps; the same in every process.
+    """Decides whether SGLang keeps a host copy of its weights while it sleeps; the same in every process.
 
     The copy costs seconds per step (its allocation, not the transfer) and is overwritten by the next sync, so it is
     needed only for weights that no sync writes.
@@ -530,9 +530,5 @@ def keep_cpu_backup(rollout: Any, model: Any) -> bool:
 
 
 def covered(architectures: list[str]) -> bool:
-    """Whether a sync is known to write every parameter and persistent buffer of a model.
-
-    Args:
-        architectures: of its config.
-    """
+    """True if a sync is known to write every parameter and persistent buffer of a model of these architectures."""
     return bool(architectures) and COVERED_ARCHITECTURES.issuperset(architectures)

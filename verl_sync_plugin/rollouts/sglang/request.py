@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes from the rollout server through SGLang to the loader in its scheduler processes, and the token in it.
+"""The request that goes from the rollout server through SGLang to the loader in its scheduler processes.
 
 Whoever can reach SGLang's HTTP port can ask for a weight update, and name our loader. It follows only who knows the
 token that the processes of its engine were started with.
@@ -47,7 +47,7 @@ def pack_request(request: tuple[Any, ...]) -> bytes:
 
 
 def admitted(header: Any) -> tuple[Any, ...]:
-    """What was given to ``pack_request``; in a process of the engine.
+    """Unpacks in a process of the engine what ``pack_request`` was given.
 
     Raises:
         PermissionError: it was not packed by who launched this engine.

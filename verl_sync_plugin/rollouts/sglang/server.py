@@ -76,7 +76,7 @@ class Guarded:
 
     @property
     def busy(self) -> bool:
-        """Whether SGLang has a request, or may still count one as running that it has just answered."""
+        """True if SGLang has a request, or may still count one as running that it has just answered."""
         return self.inside > 0 or time.monotonic() - self._ended < REST_SECONDS
 
     async def _generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
@@ -145,7 +145,7 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
 
     @property
     def keeps_requests(self) -> bool:
-        """Whether requests stay in the engine while its weights are synced."""
+        """True if requests stay in the engine while its weights are synced."""
         return self.pause != "abort"
 
     @property
@@ -341,7 +341,7 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         if self.guarded.inside and not await end_requests(self.tokenizer_manager, IDLE_SECONDS):
             raise RuntimeError(
                 f"{self.guarded.inside} requests did not end within {IDLE_SECONDS:g} s of being aborted, and SGLang "
-                "can neither sleep nor load with them inside; look at what asks its HTTP port beside verl"
+                "can neither sleep nor load with them inside; look at what else than verl asks its HTTP port"
             )
         # Until it does not count an answered request as running any more
         deadline = time.monotonic() + IDLE_SECONDS
@@ -399,7 +399,7 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         return slept
 
     async def finish_sync(self, tags: list[str]) -> None:
-        """See ``WeightUpdates``; goes on where the load has paused."""
+        """Ends a sync as ``WeightUpdates``, and resumes generation where the load has paused it."""
         await super().finish_sync(tags)
         if self.paused_by_load:
             if self.occupation.released:  # by a driver that has not paused
@@ -407,7 +407,7 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
             await self.resume_generation()
 
     async def engine_alive(self) -> bool:
-        """Whether every process that SGLang started here still runs."""
+        """True if every process that SGLang started here still runs."""
         return all(process.is_alive() for process in self._processes)
 
     async def put_sync_report(self, report: dict[str, Any]) -> None:
@@ -441,8 +441,8 @@ async def end_requests(tokenizer_manager: Any, seconds: float = ABORT_SECONDS) -
 
 
 def server_of_one_engine() -> Any:
-    """Our server class with a token of its own: verl makes the servers of all hosts from one class, and hands nothing
-    else of ours to them."""
+    """Our server class with a new token: verl makes the servers of all hosts from one class, and hands nothing else to
+    them."""
     return type("SyncSGLangHttpServer", (SyncSGLangHttpServer,), {"engine_token": new_token()})
 
 
