@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import pytest
 
-from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.transport.protocol import Coverage
 from verl_sync_plugin.verify.coverage import check_coverage
 
 
 def check(missing: tuple[tuple[str, int, int], ...], backup: bool, buffers: tuple[str, ...] = ()) -> None:
-    check_coverage(Coverage(3, missing, buffers), SyncConfig(), backup, first=True, sent=("a.weight",), layers="Two. ")
+    check_coverage(Coverage(3, missing, buffers), backup, first=True, sent=("a.weight",), layers="Two. ")
 
 
 @pytest.mark.parametrize("backup", [False, True])

@@ -94,8 +94,10 @@ def offload(engine: Any) -> None:
     Usually nothing is: the sync reads offloaded parameters in host memory and never loads them. verl's own call would
     then move nothing, but empty the cache.
     """
+    if not engine.is_param_offload_enabled:
+        return
     modules = engine.module if isinstance(engine.module, list) else [engine.module]
-    if not engine.is_param_offload_enabled or not any(_has_bytes(p) for module in modules for p in module.parameters()):
+    if not any(_has_bytes(parameter) for module in modules for parameter in module.parameters()):
         return
     engine.to("cpu", model=True, optimizer=False, grad=False)
     # The copies are asynchronous; the next sync reads their targets on the host

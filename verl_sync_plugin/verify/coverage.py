@@ -9,6 +9,8 @@ from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.log import say
 from verl_sync_plugin.transport.protocol import Coverage
 
+FORMAT_KEY = "actor_rollout_ref.rollout.load_format"  # verl's
+
 
 def check_coverage(
     coverage: Coverage,
@@ -47,8 +49,7 @@ def check_coverage(
     text += _shown(coverage.missing)
     if not restores_uncovered:
         raise RuntimeError(
-            f"actor_rollout_ref.rollout.load_format=dummy: {text}. Without real weights they are random. Set "
-            "actor_rollout_ref.rollout.load_format=auto."
+            f"{FORMAT_KEY}=dummy: {text}. Without real weights they are random. Set {FORMAT_KEY}=auto."
         )
     if first:
         say(f"{text}; the engine keeps what it loaded at its start")
