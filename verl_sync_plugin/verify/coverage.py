@@ -48,9 +48,7 @@ def check_coverage(
     text = f"the sync leaves {len(coverage.missing)} of {coverage.expected} engine parameters and buffers unwritten: "
     text += _shown(coverage.missing)
     if not restores_uncovered:
-        raise RuntimeError(
-            f"{FORMAT_KEY}=dummy: {text}. Without real weights they are random. Set {FORMAT_KEY}=auto."
-        )
+        raise RuntimeError(f"{FORMAT_KEY}=dummy: {text}. Without real weights they are random. Set {FORMAT_KEY}=auto.")
     if first:
         say(f"{text}; the engine keeps what it loaded at its start")
 
