@@ -22,11 +22,11 @@ SECONDS = 240.0
 
 def count_as_host(name: str) -> None:
     """This process is on a host of that name, for the plugin and for NCCL; call it before either has asked."""
-    from verl_sync_plugin.sync.delivery import reach
+    from verl_sync_plugin.sync import ways
     from verl_sync_plugin.sync.separate import membership
 
     os.environ.update(NCCL_HOSTID=name, NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
-    reach.host_name = lambda: name
+    ways.host_name = lambda: name
     membership._device_name = lambda device: f"{name}'s {device}"  # on one GPU the plugin would refuse the two
 
 

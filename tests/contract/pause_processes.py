@@ -83,4 +83,4 @@ class ServedRollout(Host):
 
 
 def _choose(manager: Any, wanted: bool) -> None:
-    manager.choice.direct._wanted = wanted
+    manager.ways.in_place._wanted = wanted

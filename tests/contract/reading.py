@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
@@ -15,7 +17,7 @@ from verl_sync_plugin.layout.tensors import Plan
 from verl_sync_plugin.sync.sender import SLOTS, BucketSender
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.transport.agreement import Agreement
-from verl_sync_plugin.transport.memory.staging import open_peer_staging, slot_of
+from verl_sync_plugin.transport.memory.regions import open_peer_staging, slot_of
 from verl_sync_plugin.transport.protocol import Committed, Coverage
 from verl_sync_plugin.verify.hashes import HashCheck, paired
 
@@ -51,8 +53,10 @@ class Reader:
         self._meet()  # everyone has read what was there
         self.sender._slot(slot).fill_(0xEE)
         self.sender.pack(index, slot, shards)
-        if not self.plan.sharded:
-            self.sender.gather(bucket, slot, self.rank, self.group)
+        if not self.plan.sharded and bucket.world > 1:
+            start = partial(dist.broadcast, group=self.group, async_op=True)
+            self.sender.broadcast(bucket, slot, dist.get_process_group_ranks(self.group), start)
+            self.sender.drain(slot)
         self._meet()
         spread = self.plan.sharded and bucket.world > 1
         own = self.rank if self.plan.sharded else 0

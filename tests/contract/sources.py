@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.sync.ways import Sync, Way, Ways
 from verl_sync_plugin.trainers.base import ParameterSource
+from verl_sync_plugin.transport.agreement import Agreement
 
 
 class WorldSource(ParameterSource):
@@ -26,3 +28,8 @@ class WorldSource(ParameterSource):
 def everyone() -> tuple[int, ...]:
     """All ranks: what a ``WorldSource`` shares bases out over."""
     return tuple(range(dist.get_world_size()))
+
+
+def chosen(ways: Ways, agreement: Agreement, sync: Sync) -> Way:
+    """The way that the ranks vote for."""
+    return ways.take(sync, agreement.vote("choosing the way", ways.votes(sync)).tolist())

@@ -27,7 +27,7 @@ def kept(checkpoint: str, folder: str, short: list[bool], failing: int = 0) -> l
         failing: number of a sync whose commit fails in the engine; 0 for none.
     """
     os.environ.update(RANK="0", RAY_LOCAL_WORLD_SIZE="1", CUDA_VISIBLE_DEVICES="")
-    place, found = OneProcess(checkpoint, Path(folder), delivery="gathered"), []
+    place, found = OneProcess(checkpoint, Path(folder), delivery="staged"), []
     place.manager.keeps_staging = False  # as a manager of an engine that sleeps begins
     for number, tight in enumerate(short, 1):
         asked: dict[tuple[str, str], int] = {}

@@ -51,6 +51,7 @@ def resume(engine: Sleeper, agreement: Agreement, failing: int = -1) -> tuple[st
 
     try:
         asyncio.run(Waking(agreement, engine, CPU).resume(["weights"], report, work))
+        agreement.settle("connecting to the engine")
     except SyncError as error:
         return str(error), report
     return "", report
@@ -83,7 +84,7 @@ def test_failures_are_the_same_everywhere_and_the_engine_has_answered() -> None:
     assert [text for text, _ in first] == [text for text, _ in second]
     packing, waking, both, none = (text for text, _ in first)
     assert "failed at 'packing'" in packing and "rank 1: MemoryError: injected: cannot pack" in packing
-    assert 'failed at "resuming the engine\'s weights"' in waking and "rank 0: RuntimeError: injected: out" in waking
+    assert "failed at 'connecting to the engine'" in waking and "rank 0: RuntimeError: injected: out" in waking
     assert "rank 0: MemoryError" in both and "out of memory" not in both
     assert none == "", "nothing is left over from the failures"
     assert [answered for _, answered in first] == [1, 1, 1, 1], "no resume is left under way"

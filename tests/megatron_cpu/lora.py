@@ -89,7 +89,7 @@ def merged(model_path: str, layout: Layout, **lora: Any) -> list[str]:
     """Three syncs with two bucket sizes; returns names of what the adapters change."""
     engine = with_factors(model_path, layout, **lora)
     base = unmerged(engine)
-    managers = [manager_of(engine, size, "bfloat16", how) for size, how in ((TINY, "gathered"), (LARGE, "auto"))]
+    managers = [manager_of(engine, size, "bfloat16", how) for size, how in ((TINY, "staged"), (LARGE, "auto"))]
     changed: list[str] = []
     expected: State = {}
     for step in range(3):

@@ -25,9 +25,9 @@ from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.receiver.assembly import Assembler
 from verl_sync_plugin.sharding_manager import get_sharding_manager
-from verl_sync_plugin.sync.delivery.base import Sync
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.sender import STAGING_BUCKETS
+from verl_sync_plugin.sync.ways import Sync
 from verl_sync_plugin.trainers.megatron.model import unwrapped
 from verl_sync_plugin.trainers.megatron.source import MegatronSource
 from verl_sync_plugin.trainers.wire import KEPT
@@ -48,8 +48,7 @@ def manager_of(engine: Any, bucket_bytes: int, wire: str = "bfloat16", delivery:
 def one_sync(manager: ShardingManager) -> State:
     """Everything that arrives; the trainer is not written to."""
     before = [p._version for chunk in manager.engine.module for p in chunk.parameters()]
-    sync = manager.plan("one")
-    manager.choice.of(sync)
+    sync, _ = manager.plan("one")
     got = deliver(manager, sync)
     sync.source.release()
     assert before == [p._version for chunk in manager.engine.module for p in chunk.parameters()]
@@ -99,7 +98,7 @@ def syncs(model_path: str, layout: Layout, wire: str = "bfloat16") -> list[str]:
     """Three syncs with two bucket sizes each and a training step in between; returns the plans' digests."""
     engine = build(model_path, layout)
     managers = [
-        manager_of(engine, size, wire, how) for size, how in ((TINY, "gathered"), (LARGE, "auto"), (TINY, "auto"))
+        manager_of(engine, size, wire, how) for size, how in ((TINY, "staged"), (LARGE, "auto"), (TINY, "auto"))
     ]
     disk, digests = on_disk(model_path), []
     # The checkpoint is all in bfloat16; the router's biases become float32

@@ -45,10 +45,10 @@ class Host:
 
     def place(self, host: str) -> None:
         """From the next group on this process is on a host of that name, and counts what is broadcast to it."""
-        from verl_sync_plugin.sync.delivery import reach
+        from verl_sync_plugin.sync import ways
         from verl_sync_plugin.sync.separate import membership
 
-        reach.host_name = lambda: host
+        ways.host_name = lambda: host
         membership.JointRanks = CountedRanks  # type: ignore[misc]
 
     def came(self) -> tuple[dict[int, int], int]:

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
 DEVICE = "cuda"
 BOUND, BUCKET_BYTES = 20.0, 4 << 20
-SYNC = {"timeout_seconds": BOUND, "delivery": "broadcast", "verify": "always"}
+SYNC = {"timeout_seconds": BOUND, "verify": "always"}
 TRAINER, STAYING, DYING = range(3)
 SYNCS = ((1, 3), (2, 3), (3, 3), (4, 2), (5, 2))  # version, and how many ranks take part
 FAILING = 3  # in its second bucket

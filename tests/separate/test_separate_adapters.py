@@ -120,7 +120,7 @@ def test_a_merged_adapter_reaches_the_engine(tiny_model: Callable[[str], str], t
             together(driver.trainers, "train", version)
             said = driver.sync(version, [rollout])
             assert not any(isinstance(each, Failure) for each in said), said
-            assert [(report["delivery"], report["direct_bytes"]) for report in said] == [("sharded", 0)] * 3, said
+            assert [(report["delivery"], report["direct_bytes"]) for report in said] == [("staged", 0)] * 3, said
             report = said[2]
             assert report["replayed_tensors"] == report["tensors"] and report["coverage_missing"] == 0, report
             assert report["own_bytes"] == 0 < report["peer_bytes"] and report["global_steps"] == version, report

@@ -23,10 +23,9 @@ from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, Plan, View
 from verl_sync_plugin.receiver.cuts import Work
 from verl_sync_plugin.receiver.direct import DirectLoad, obstacle
-from verl_sync_plugin.transport.memory import cuda_driver
+from verl_sync_plugin.transport.memory import cuda as cuda_driver
 from verl_sync_plugin.transport.memory.exports import Live
-from verl_sync_plugin.transport.memory.live import LiveParameters, NotInPlaceError
-from verl_sync_plugin.transport.memory.regions import Regions
+from verl_sync_plugin.transport.memory.regions import LiveParameters, NotInPlaceError, Regions
 from verl_sync_plugin.transport.protocol import Manifest
 
 CPU = torch.device("cpu")

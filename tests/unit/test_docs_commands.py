@@ -128,5 +128,5 @@ def test_messages_that_troubleshooting_quotes_are_in_the_code() -> None:
     quoted = [each for row in rows for each in re.findall(r"`([^`]+)`", row)]
     ours = [each for each in quoted if " " in each and "Could not override" not in each and "struct" not in each]
     assert len(ours) > 10
-    templates = {"delivery is gathered": "delivery is {chosen.name}"}
+    templates = {"delivery is broadcast": "delivery is {self._chosen.name}"}
     assert [each for each in ours if templates.get(each, each) not in code] == []

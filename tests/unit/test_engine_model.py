@@ -21,8 +21,8 @@ from verl_sync_plugin.receiver.engine_model import EngineModel, partner_of
 from verl_sync_plugin.receiver.load_cache import LoadCache
 from verl_sync_plugin.receiver.session import ReceiverSession
 from verl_sync_plugin.sync.sender import BucketSender
+from verl_sync_plugin.transport.channel import Listener, connect
 from verl_sync_plugin.transport.conversation import Greeting
-from verl_sync_plugin.transport.listener import Listener, connect
 from verl_sync_plugin.transport.protocol import Committed, Hello, LoadRequest
 from verl_sync_plugin.verify.uses import left_out
 

@@ -20,8 +20,8 @@ from verl_sync_plugin.rollouts.sglang import loader
 from verl_sync_plugin.rollouts.sglang.request import TOKEN_VARIABLE, admitted, hand_down, new_token, pack_request
 from verl_sync_plugin.rollouts.sglang.server import server_of_one_engine
 from verl_sync_plugin.transport import protocol
-from verl_sync_plugin.transport.listener import Listener
-from verl_sync_plugin.transport.protocol import Failed, Join, LoadRequest
+from verl_sync_plugin.transport.channel import Listener
+from verl_sync_plugin.transport.protocol import Failed, LoadRequest
 
 WAIT = 10.0
 
@@ -54,7 +54,7 @@ def test_the_requests_of_its_own_server_are_followed() -> None:
     thread = threading.Thread(target=loader.load, args=(Model(), request))
     thread.start()
     channel = listener.accept(WAIT)
-    assert channel is not None and channel.receive(WAIT) == Join("1")
+    assert channel is not None
     channel.close()
     thread.join()
 
@@ -65,7 +65,7 @@ def test_prefixes_are_forgotten_before_a_load_or_the_trainer_hears_why_not() -> 
     thread = threading.Thread(target=loader.load_and_forget_prefixes, args=(Model(), asked(listener.address)))
     thread.start()
     channel = listener.accept(WAIT)
-    assert channel is not None and channel.receive(WAIT) == Join("1")
+    assert channel is not None
     failed = channel.receive(WAIT)
     assert isinstance(failed, Failed) and "no scheduler of SGLang's is loading weights here" in failed.text
     channel.close()
@@ -151,7 +151,6 @@ def test_any_other_request_is_refused_without_touching_the_model(
 def test_an_engine_rank_that_cannot_come_says_why_in_its_log(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(loader, "CONNECT_TIMEOUT_SECONDS", 0.2)
     loader.load(Model(), asked("@nobody"))
     monkeypatch.setattr(protocol, "PROTOCOL_VERSION", -1)
     other = asked("@nobody")
@@ -160,7 +159,7 @@ def test_an_engine_rank_that_cannot_come_says_why_in_its_log(
     monkeypatch.setattr(loader, "tensor_parallel_rank", lambda: 3)
     loader.load(Model(), other)
     said = capsys.readouterr().out
-    assert "engine rank 0 could not reach its trainer rank" in said and "no trainer rank listens" in said
+    assert "engine rank 0 could not reach its trainer rank" in said and "nobody listens at @nobody" in said
     assert "engine rank 3 could not reach" in said and "Trainer and engine must run the same version" in said
 
 

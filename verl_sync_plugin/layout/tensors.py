@@ -5,9 +5,8 @@ A *base* is one piece of storage that the trainer shards (an FSDP2 parameter, an
 buffer): a flat array whose elements the ranks of a group own in consecutive runs. A *view* is a named HF tensor inside
 a base. A *bucket* is what travels at a time: every rank fills a segment of ``stride`` bytes with its runs, and the
 bucket is the segments one after another. So the layout is rank-major, and a tensor is the concatenation of the pieces
-its owners sent. A *gathered* bucket is completed on every rank by one all-gather, in place; of a *sharded* one each
-rank keeps its own segment only, and every engine rank reads what it needs where it lies; on several hosts a rank also
-holds segments that came from other hosts (see ``layout/holders.py``).
+its owners sent. Of a *sharded* bucket each rank keeps its own segment only, and every engine rank
+reads what it needs where it lies; another one is completed on every rank by broadcasts.
 """
 
 from __future__ import annotations

@@ -18,11 +18,9 @@ from verl_sync_plugin.receiver.load_cache import LoadCache
 from verl_sync_plugin.receiver.proof import DestinationProof, refuse_rearranged
 from verl_sync_plugin.receiver.running import Running
 from verl_sync_plugin.receiver.unpacker import Unpacker
-from verl_sync_plugin.transport.channel import Channel
-from verl_sync_plugin.transport.codec import describe
+from verl_sync_plugin.transport.channel import Channel, describe
 from verl_sync_plugin.transport.memory.exports import Live
-from verl_sync_plugin.transport.memory.regions import Regions
-from verl_sync_plugin.transport.memory.staging import decline_staging, open_peer_staging, open_staging, slot_of
+from verl_sync_plugin.transport.memory.regions import Regions, decline_staging, open_peer_staging, open_staging, slot_of
 from verl_sync_plugin.transport.protocol import (
     Commit,
     Committed,

@@ -7,10 +7,9 @@ import torch
 
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.tensors import Plan
-from verl_sync_plugin.sync.delivery.base import Delivery, Questions, Sync
-from verl_sync_plugin.sync.delivery.choice import Choice
 from verl_sync_plugin.sync.endpoint import PendingLoad, RolloutEndpoint
 from verl_sync_plugin.sync.sender import BucketSender
+from verl_sync_plugin.sync.ways import Questions, Sync, Way, Ways
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.proof import Proven
 from verl_sync_plugin.transport.protocol import Used
@@ -29,7 +28,7 @@ class Commit:
         config: the sync's settings.
         agreement: where ranks settle.
         sender: speaks to the engine rank.
-        choice: hears what the engine rank can do in the next sync.
+        ways: hear what the engine rank can do in the next sync.
         endpoint: the engine.
     """
 
@@ -38,13 +37,13 @@ class Commit:
         config: SyncConfig,
         agreement: Agreement,
         sender: BucketSender,
-        choice: Choice,
+        ways: Ways,
         endpoint: RolloutEndpoint,
     ) -> None:
         self._config = config
         self._agreement = agreement
         self._sender = sender
-        self._choice = choice
+        self._ways = ways
         self._endpoint = endpoint
         self._hashes = HashCheck(agreement)
         self._uses = UseCheck(agreement, endpoint.ranks)
@@ -56,7 +55,7 @@ class Commit:
         """Whether the next sync of a plan is to be verified; the same on all ranks of a trainer."""
         return self._cadence.due(plan.digest)
 
-    def questions(self, sync: Sync, delivery: Delivery) -> Questions:
+    def questions(self, sync: Sync, delivery: Way) -> Questions:
         """What the engine ranks are asked to do in a sync beside loading; the same on all ranks.
 
         An engine rank that reads in place has told before what it uses.
@@ -84,7 +83,7 @@ class Commit:
         self._uses.note(used)
         return self._uses.compare(plan, loaded=False, layers=layers)
 
-    async def run(self, sync: Sync, delivery: Delivery, pending: PendingLoad | None) -> None:
+    async def run(self, sync: Sync, delivery: Way, pending: PendingLoad | None) -> None:
         """Has the engine ranks finish, compares hashes, checks coverage both ways and waits for the engine's answer.
 
         Args:
@@ -97,9 +96,11 @@ class Commit:
         """
         sums, news, proven = torch.empty(0), False, None
         with self._agreement.attempt():
-            sums, news = self._ask(sync, delivery)
-            proven = self._ask_for_proof(sync)
-            news = news or (sync.verified and not self._destination.knows(sync.plan))
+            if not self._agreement.failed:
+                delivery.check_finite(sync)
+                sums, news = self._ask(sync, delivery)
+                proven = self._ask_for_proof(sync)
+                news = news or (sync.verified and not self._destination.knows(sync.plan))
         # Before waiting for the engine's answer: it gives none while one of its ranks waits for us to hang up
         try:
             news = self._agreement.settle("committing", waiting=news)
@@ -114,23 +115,24 @@ class Commit:
         if news:
             self._uses.compare(sync.plan, loaded=True)
             self._hashes.learn(sync.plan)
+        with self._agreement.attempt():
+            await self._answered(sync, pending)
         self._hashes.compare(sums)
         sync.report.hashed_tensors = sync.plan.tensor_count
         if sync.verified:
             self._verify(sync, proven, news)
-        await self._agreement.step_async("ending the engine's update", lambda: self._answered(sync, pending))
         self._cadence.note(sync.plan.digest, whole=not (sync.verified and self._destination.no_room))
 
-    def _ask(self, sync: Sync, delivery: Delivery) -> tuple[torch.Tensor, bool]:
+    def _ask(self, sync: Sync, delivery: Way) -> tuple[torch.Tensor, bool]:
         """Has the engine rank commit; returns both sides' hashes, and whether it told anything that the ranks have to
         exchange."""
         plan = sync.plan
         if not self._endpoint.ranks:  # no engine rank beside this one
-            self._choice.note(None, plan)
+            self._ways.in_place.note(None, plan)
             return paired(self._sender.sums(plan), None), self._uses.asks(plan) or not self._hashes.knows(plan)
         tell = not self._hashes.knows(plan) or (sync.verified and not self._destination.knows(plan))
         committed = self._sender.commit(tell, unmap=not sync.keeps_staging)
-        self._choice.note(committed, plan)
+        self._ways.in_place.note(committed, plan)
         unlearned, told = self._hashes.note(committed), self._uses.note(committed.used)
         news = told or self._uses.asks(plan) or unlearned
         sums = paired(self._sender.sums(plan), committed)

@@ -37,9 +37,8 @@ class Waking:
             report: gets the seconds of ``meanwhile`` as ``update_weights``, and those beyond as ``resume_weights``.
             meanwhile: may settle, and raise SyncError, on all ranks alike.
 
-        Raises:
-            SyncError: any engine failed, or ``meanwhile`` did. The engine has answered by then, so that the next sync
-                finds it idle.
+        A failed engine is heard of when the ranks settle next. It has answered by then, so that the next sync finds it
+        idle.
         """
         if not tags:
             if meanwhile is not None:
@@ -60,10 +59,7 @@ class Waking:
                 raise
             with self._agreement.attempt():  # also on a rank that has failed: the engine is idle when this returns
                 await waking
-            self._agreement.settle("resuming the engine's weights")
         report.stages["resume_weights"] -= report.stages.get("update_weights", 0.0) - before
-        with self._agreement.attempt():
-            note_device_memory(report, self._device, "weights")
 
     async def _asked(self, tags: list[str]) -> asyncio.Future[None]:
         """The engine's answer; on a rank that does not speak for it one that is there already."""

@@ -6,8 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple, TypeVar
 
 from verl_sync_plugin.layout.tensors import Plan
-from verl_sync_plugin.transport.channel import Channel
-from verl_sync_plugin.transport.codec import describe
+from verl_sync_plugin.transport.channel import Channel, describe
 from verl_sync_plugin.transport.memory.exports import Live
 from verl_sync_plugin.transport.proof import Proven
 from verl_sync_plugin.transport.protocol import (

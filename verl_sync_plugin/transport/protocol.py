@@ -4,7 +4,7 @@
     trainer rank                          engine rank (in its process)
     ------------                          ----------------------------
     LoadRequest (through a request of the engine's own)
-                                    <---  connects to its trainer rank's address, Join(sync_id)
+                                    <---  connects to its trainer rank's address
     Hello(sync_id, digest, staging) --->
                                     <---  Ready(needs_plan), or Ready(unreachable) and the sync is over
     Manifest (only if needed)       --->
@@ -20,9 +20,8 @@
                                     <---  Committed(coverage, sums) or Failed(text)
                                     <---  Proven (proof.py; only if asked for)
 
-Either side may close at any time; the other then drops the sync. A Join of another sync is a latecomer, whose sync had
-been given up; the trainer rank closes it. A slot may be written again only after ``Loaded`` of the bucket that was in
-it, from every engine rank that reads it.
+Either side may close at any time; the other then drops the sync. Addresses are of one sync. A slot may be
+written again only after ``Loaded`` of the bucket that was in it, from every engine rank that reads it.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from verl_sync_plugin.layout.tensors import Entry, Plan
 from verl_sync_plugin.transport.memory.exports import Live, StagingExport
 
 MAGIC = "verl-sync-plugin"
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 
 # A trainer rank may spend up to three waits (its shards, its plan, its staging memory; or the last buckets, the commit,
 # the engine's answer) before it meets the others, and who waits for it should hear why it failed instead of giving up
@@ -81,11 +80,6 @@ class LoadRequest:
                 "Trainer and engine must run the same version of verl-sync-plugin."
             )
         return cls(*header[2:])
-
-
-@dataclass(frozen=True)
-class Join:
-    sync_id: str
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class HashCheck:
         Raises:
             SyncError: bytes changed on the way; names the tensors, the same text on every rank.
         """
-        total = self._agreement.sum("comparing hashes", sums)
+        total = self._agreement.vote("ending the engine's update and comparing hashes", sums).reshape(2, -1)
         wrong = (total[0] * self.times_read != total[1] * self._times_sent) & (self.times_read >= 0)
         if wrong.any():
             names = [self._names[number] for number in wrong.nonzero().flatten().tolist()]

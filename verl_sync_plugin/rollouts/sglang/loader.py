@@ -25,10 +25,14 @@ from verl_sync_plugin.memory import no_collection
 from verl_sync_plugin.receiver.session import ReceiverSession
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.rollouts.sglang.request import admitted
-from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, ChannelTimeoutError
-from verl_sync_plugin.transport.codec import BadMessageError
-from verl_sync_plugin.transport.listener import connect
-from verl_sync_plugin.transport.protocol import Failed, Join, LoadRequest
+from verl_sync_plugin.transport.channel import (
+    BadMessageError,
+    Channel,
+    ChannelClosedError,
+    ChannelTimeoutError,
+    connect,
+)
+from verl_sync_plugin.transport.protocol import Failed, LoadRequest
 
 CONNECT_TIMEOUT_SECONDS = 10.0
 NamedTensors = list[tuple[Any, torch.Tensor]]  # one pair: a request as ``pack_request`` made it, and an empty tensor
@@ -56,7 +60,6 @@ def _load(model: torch.nn.Module, named_tensors: NamedTensors, forget: bool) -> 
         request = LoadRequest.from_wire(header)
         address = request.addresses[tensor_parallel_rank()]
         channel = connect(address, CONNECT_TIMEOUT_SECONDS, request.timeout_seconds)
-        channel.send(Join(request.sync_id))
     except Exception:
         say(f"engine rank {tensor_parallel_rank()} could not reach its trainer rank\n{traceback.format_exc()}")
         return

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Staging on CPUs: one piece of anonymous shared memory, mapped by both processes.
+"""Memory of CPUs that two processes see: staging memory, and the files in which parameters lie.
 
-It has no name in any file system, so nothing of it can stay behind, however its processes end. Who may look at the
-trainer's process (the same user, in the same container) opens it through that process's table of open files.
+Staging memory is one piece of anonymous shared memory. It has no name in any file system, so nothing of it can be
+left over, however its processes end. Who may look at the trainer's process (the same user, in the same container)
+opens it through that process's table of open files.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import weakref
 
 import torch
 
-from verl_sync_plugin.transport.memory.exports import StagingExport
+from verl_sync_plugin.transport.memory.exports import Region, StagingExport
 
 
 class SharedMemoryStaging:
@@ -56,3 +57,25 @@ def open_shared_memory(export: StagingExport) -> torch.Tensor:
 
 def _name(key: str) -> str:
     return f"verl-sync-{key}"
+
+
+class SharedFileExporter:
+    """The exporter for CPUs: storages that are mapped from a file (``torch.UntypedStorage.from_file``)."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def find(self, run: torch.Tensor) -> tuple[int, int]:
+        storage = run.untyped_storage()
+        if storage.filename is None:
+            raise RuntimeError("its memory is private to the trainer's process")
+        self._storages[storage.data_ptr()] = storage
+        return storage.data_ptr(), run.data_ptr() - storage.data_ptr()
+
+    def identities(self, allocations: tuple[int, ...]) -> object:
+        return allocations
+
+    def export(self, allocation: int) -> Region:
+        storage = self._storages[allocation]
+        name = str(storage.filename)
+        return Region("shared_file", name, storage.nbytes(), (name,))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks on several hosts: every byte crosses to each other host once, and the ranks of a host share it."""
+"""Ranks on one host and on several: staged, and by broadcast."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ def _play(folder: Path, tp: int, *cases: Case) -> None:
         mp.spawn(play, args=(str(folder), port, tp, cases), nprocs=len(cases[0].hosts))
 
 
-def test_four_ranks_on_two_and_three_hosts_and_unevenly(tmp_path: Path) -> None:
+def test_four_ranks_on_one_two_and_three_hosts(tmp_path: Path) -> None:
     """Replicas of two engine ranks: on one host each, or across hosts."""
-    two, three, uneven = ("a", "a", "b", "b"), ("a", "b", "c", "a"), ("a", "a", "a", "b")
-    cases = (Case(two, joint=True, failing=True), Case(two, delivery="gathered"), Case(three, joint=True))
-    _play(tmp_path, 2, *cases, Case(uneven, failing=True))
+    one, two, three = ("a",) * 4, ("a", "a", "b", "b"), ("a", "b", "c", "a")
+    _play(tmp_path, 2, Case(one, failing=True), Case(two, joint=True, failing=True), Case(three))
 
 
 def test_two_ranks_on_two_hosts(tmp_path: Path) -> None:
     """One engine across them."""
-    _play(tmp_path, 2, Case(("a", "b"), failing=True), Case(("a", "b"), joint=True, delivery="exchanged"))
+    _play(tmp_path, 2, Case(("a", "b"), failing=True), Case(("a", "b"), joint=True))
