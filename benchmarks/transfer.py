@@ -289,16 +289,9 @@ class ServerEndpoint(RolloutEndpoint):
     """
 
     def __init__(self, server: Client, ranks: tuple[int, ...] = (0,)) -> None:
-        self._server = server
-        self._ranks = ranks
+        self._server, self.ranks = server, ranks
+        self.leader, self.restores_uncovered = True, False
         self._flushing: Future[None] | None = None
-
-    leader = True  # type: ignore[assignment]
-    restores_uncovered = False  # type: ignore[assignment]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return self._ranks
 
     async def resume(self, tags: list[str]) -> None:
         raise AssertionError("the benchmark's server never sleeps")
