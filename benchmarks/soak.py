@@ -375,7 +375,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if args.trainer != "plain" and args.variant != "plugin":
         parser.error(f"--trainer {args.trainer}: with --variant plugin")
     if args.trainer != "plain" and args.model not in SHAPES:
-        parser.error(f"--trainer {args.trainer}: with --model {' or '.join(sorted(set(transfer.CONFIGS) & set(SHAPES)))}")
+        parser.error(
+            f"--trainer {args.trainer}: with --model {' or '.join(sorted(set(transfer.CONFIGS) & set(SHAPES)))}"
+        )
     if args.staging == GIVEN_BACK and (args.variant == "stock" or args.trainer.startswith(SEPARATE)):
         parser.error(f"--staging {GIVEN_BACK}: with the plugin and a colocated trainer")
     if args.syncs < LEAST_SYNCS or args.syncs % 2 or not 1 <= args.every <= args.syncs // 8:

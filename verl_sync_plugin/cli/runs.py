@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads report files (``report.py``) as runs and syncs."""
+"""Reads report files (``report.py``) as runs and syncs, and makes a trace of a sync.
+
+The trace is in Chrome's format, for chrome://tracing and https://ui.perfetto.dev. Every span is drawn where it was
+measured. What a report knows only the length of (``sleep``, which precedes the training step) stands in ``otherData``.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,8 @@ HOW_TO = (
     f"+ray_kwargs.ray_init.runtime_env.env_vars.{REPORT_FILE_VARIABLE}=/shared/run/reports.jsonl"
 )
 _EMPTY = SyncReport().as_dict()
+TRAINER, ENGINE = 1, 2  # threads of a reporter's process in the trace
+ENGINE_STAGES = ("engine_load",)
 
 
 @dataclass(frozen=True)
@@ -164,3 +170,40 @@ def _syncs(lines: list[Report]) -> list[Sync]:
         seen[key] += 1
         syncs.setdefault((step, nth), Sync(step, [])).reports.append(report)
     return list(syncs.values())
+
+
+def sync_of_step(run: Run, step: int | None) -> Sync:
+    """A sync of a run; the last one when no step is given."""
+    for sync in reversed(run.syncs):
+        if step in (None, sync.step):
+            return sync
+    steps = [sync.step for sync in run.syncs]
+    raise ValueError(f"--step {step}: the run has no such sync; there are steps {min(steps)} to {max(steps)}")
+
+
+def trace_of(sync: Sync, versions: dict[str, str]) -> dict[str, Any]:
+    """The sync as a JSON object of Chrome's format; times in microseconds since its first span."""
+    timed = [report for report in sync.reports if report["spans"] and report["origin"]]
+    if not timed:
+        raise ValueError(
+            f"step {sync.step}: its report does not say when stages began, as reports of older versions; a trace needs "
+            "a run of this version"
+        )
+    zero = min(report["origin"]["epoch"] + start for report in timed for _, start, _ in report["spans"])
+    events: list[dict[str, Any]] = []
+    for process, report in enumerate(timed, 1):
+        names = [("process_name", TRAINER, reporter_of(report)), ("thread_name", TRAINER, "trainer rank")]
+        for kind, thread, text in (*names, ("thread_name", ENGINE, "its engine rank")):
+            events.append({"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": text}})
+        for stage, start, seconds in report["spans"]:
+            category = "phase" if stage in PHASE_STAGES else "detail"
+            begin = round((start + report["origin"]["epoch"] - zero) * 1e6, 3)
+            event = {"name": stage, "cat": category, "ph": "X", "ts": begin, "dur": round(seconds * 1e6, 3)}
+            events.append({**event, "pid": process, "tid": ENGINE if stage in ENGINE_STAGES else TRAINER})
+    other = {
+        "step": sync.step,
+        "sleep_seconds": {reporter_of(report): report["stages"].get("sleep", 0.0) for report in timed},
+        "spans_left_out": sum(report["spans_left_out"] for report in timed),
+        "versions": versions,
+    }
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
