@@ -15,7 +15,7 @@ Why that is safe:
   and of all ranks counts: all engines of a run are alike.
 - The reserve is for what the engine allocates outside of its saver, above all the activations while it generates:
   1/``RESERVE_SHARE`` of the device, and never less than the engine's own estimate (``Estimate``). That is meant for any
-  model and load. An engine that says how much it really took (``receiver/activations.py``) gets twice the most of all
+  model and load. An engine that says how much it really took (``engine/session.py``) gets twice the most of all
   syncs and a gigabyte, and never less than 1/``LEAST_SHARE`` of the device. What it takes is bounded by its prefill
   chunk, which the first rollouts usually fill; should one take more, the reserve grows with it.
 - The trainer's own allocations need none of this: its allocator frees its cache by itself before it gives up.

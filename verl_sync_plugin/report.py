@@ -114,7 +114,6 @@ class SyncReport:
 
     def note(self, committed: Committed, plan: Plan, direct: bool = False) -> None:
         """Takes over what the engine rank did."""
-        self.coverage_expected, self.coverage_missing = committed.coverage.expected, len(committed.coverage.missing)
         self.replayed_tensors, self.replayed_bytes = committed.replayed_tensors, committed.replayed_bytes
         self.activation_bytes = committed.activation_bytes
         self.own_bytes, self.peer_bytes = committed.own_bytes, committed.peer_bytes

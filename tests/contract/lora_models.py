@@ -16,9 +16,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, O
 
 from contract.fsdp_layouts import torchs_own_state
 from contract.reading import Reader
+from verl_sync_plugin.engine.load import Assembler
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.lora.peft import InUse, copies_in_use, lora_weights, merged_name, renamed_weights
-from verl_sync_plugin.receiver.assembly import Assembler
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.trainers.fsdp1 import FSDP1Source
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source

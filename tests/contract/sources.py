@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -33,3 +34,17 @@ def everyone() -> tuple[int, ...]:
 def chosen(ways: Ways, agreement: Agreement, sync: Sync) -> Way:
     """The way that the ranks vote for."""
     return ways.take(sync, agreement.vote("choosing the way", ways.votes(sync)).tolist())
+
+
+class Wanted(dict[str, str]):
+    """What an engine says that takes tensors of these patterns as the trainer has them; ``WirePolicy.kept``."""
+
+    def __init__(self, *patterns: str) -> None:
+        super().__init__()
+        self._patterns = patterns
+
+    def __contains__(self, name: object) -> bool:
+        return any(re.search(pattern, str(name)) for pattern in self._patterns)
+
+    def __missing__(self, name: str) -> str:
+        return ""

@@ -17,7 +17,7 @@ from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.sync.ways import PeersUnreachableError, Sync, Ways
 from verl_sync_plugin.transport.agreement import Agreement
-from verl_sync_plugin.transport.protocol import Committed, Coverage
+from verl_sync_plugin.transport.protocol import Committed
 
 CPU = torch.device("cpu")
 
@@ -40,7 +40,7 @@ def decided(choice: str, able: tuple[bool, bool], answers: tuple[str, str], shar
     sync = Sync("1", plan, WorldSource(), shards, SyncReport(), everyone(), everyone())
     for _ in range(2):
         found.append(chosen(ways, agreement, sync).in_place)
-        ways.in_place.note(Committed(Coverage(1, ()), obstacle=answers[rank]), plan)
+        ways.in_place.note(Committed(obstacle=answers[rank]), plan)
     if found[-1]:
         assert ways.in_place.told
         ways.fall_back(PeersUnreachableError("injected"))

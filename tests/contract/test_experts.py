@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 
 from contract import sglang_models as models
 from contract.wire import CPU, Wire
-from verl_sync_plugin.receiver.proof import refuse_rearranged
+from verl_sync_plugin.engine.load import refuse_rearranged
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 
 pytestmark = pytest.mark.slow

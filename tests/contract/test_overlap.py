@@ -24,8 +24,8 @@ from worlds import run_world
 from contract.engine_beside import TIMEOUT, Engine
 from contract.several_hosts import Manager, Source
 from verl_sync_plugin.config.settings import SyncConfig
+from verl_sync_plugin.engine.load import ModelLoad
 from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.receiver.unpacker import Unpacker
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.rollouts.sglang import loader
 from verl_sync_plugin.sync import ways
@@ -63,13 +63,13 @@ class AtOnce:
         self.sent_meanwhile: list[bool] = []
         self._sender = manager.sender
         self._pack, self._broadcast, self._drain = self._sender.pack, self._sender.broadcast, self._sender.drain
-        self._load = Unpacker.load
+        self._load = ModelLoad.load
 
     @contextmanager
     def held(self) -> Iterator[None]:
         with (
             mock.patch.multiple(self._sender, pack=self.pack, broadcast=self.broadcast, drain=self.drain),
-            mock.patch.object(Unpacker, "load", lambda *args: self.load(*args)),
+            mock.patch.object(ModelLoad, "load", lambda *args: self.load(*args)),
         ):
             yield
 
@@ -81,12 +81,12 @@ class AtOnce:
             self.sent_meanwhile.append((index - 1) % SLOTS in self._sent)
         self._pack(index, slot, shards)
 
-    def load(self, unpacker: Unpacker, index: int, slots: Sequence[torch.Tensor]) -> None:
+    def load(self, load: ModelLoad, index: int, slots: Sequence[torch.Tensor]) -> None:
         self._loading[index].set()
         packed = index + self._apart
-        if packed < len(unpacker.manifest.buckets):
+        if packed < len(load.manifest.buckets):
             assert self._packing[packed].wait(WAIT), f"bucket {packed} waits until {index} has been loaded"
-        self._load(unpacker, index, slots)
+        self._load(load, index, slots)
 
     def broadcast(self, bucket: Any, slot: int, *args: Any) -> None:
         self._broadcast(bucket, slot, *args)

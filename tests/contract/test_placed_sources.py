@@ -23,9 +23,10 @@ from worlds import run_world
 
 from bare_engine import trainer
 from contract.reading import Reader
+from contract.sources import Wanted
 from verl_sync_plugin.config.settings import SyncConfig
+from verl_sync_plugin.engine.load import Assembler
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.receiver.assembly import Assembler
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.trainers.placed import PlacedSource, PlacedStateSource, ShardSpecSource, ShardSpecTrainer, simple
 from verl_sync_plugin.trainers.wire import WirePolicy
@@ -33,7 +34,7 @@ from verl_sync_plugin.transport.agreement import Agreement
 
 State = dict[str, torch.Tensor]
 CPU = torch.device("cpu")
-POLICY = WirePolicy(torch.bfloat16, (r"\.gate\.weight$",))
+POLICY = WirePolicy(torch.bfloat16, Wanted(r"\.gate\.weight$"))
 TINY, LARGE = 3_001, 64 << 20
 plain = iter  # no tensor is rewritten
 

@@ -26,8 +26,8 @@ Point = tuple[str, str, str]
 _SENDER = "verl_sync_plugin.sync.sender"
 _ENDPOINT = "verl_sync_plugin.sync.endpoint"
 _SERVER = "verl_sync_plugin.rollouts.sglang.server"
-_SESSION = "verl_sync_plugin.receiver.session"
-_UNPACKER = "verl_sync_plugin.receiver.unpacker"
+_SESSION = "verl_sync_plugin.engine.session"
+_LOAD = "verl_sync_plugin.engine.load"
 _SAVER = "sglang.srt.utils.torch_memory_saver_adapter"
 _TRAINER: dict[str, tuple[Point, ...]] = {
     "plan": (("verl_sync_plugin.trainers.fsdp2", "FSDP2Source.shards", ""),),
@@ -36,8 +36,8 @@ _TRAINER: dict[str, tuple[Point, ...]] = {
     "hand over": ((_SENDER, "BucketSender.load", ""),),
     "load": ((_SENDER, "BucketSender.wait_loaded", ""),),
     "commit": ((_SENDER, "BucketSender.commit", ""),),
-    "verify": ((_SENDER, "BucketSender.proven", ""),),
-    "compare": (("verl_sync_plugin.verify.destination", "weighed", ""),),
+    "verify": (("verl_sync_plugin.sync.commit", "refuse_changed", ""),),
+    "compare": (("verl_sync_plugin.verify.comparison", "Comparison.weighed", ""),),
 }
 POINTS: dict[str, dict[str, tuple[Point, ...]]] = {
     "trainer": {
@@ -51,13 +51,13 @@ POINTS: dict[str, dict[str, tuple[Point, ...]]] = {
         "finish": ((_ENDPOINT, "RolloutEndpoint.finish", ""),),
     },
     "engine": {
-        "plan": ((_UNPACKER, "Unpacker.begin", ""),),
+        "plan": ((_LOAD, "ModelLoad.begin", ""),),
         "wake": ((_SAVER, "_TorchMemorySaverAdapterNoop.resume", "weights"),),
         "connect": (("verl_sync_plugin.rollouts.sglang.loader", "connect", ""),),
         "hand over": ((_SESSION, "ReceiverSession._open", ""), (_SESSION, "ReceiverSession._meet_in_place", "")),
-        "load": ((_UNPACKER, "Unpacker.load", ""), (_UNPACKER, "Unpacker.load_in_place", "")),
+        "load": ((_LOAD, "ModelLoad.load", ""), (_LOAD, "ModelLoad.load_in_place", "")),
         "commit": ((_SESSION, "ReceiverSession._commit", ""),),
-        "verify": (("verl_sync_plugin.receiver.proof", "DestinationProof.proven", ""),),
+        "verify": ((_LOAD, "ModelLoad.held", ""),),
         "finish": ((_SAVER, "_TorchMemorySaverAdapterNoop.resume", "kv_cache"),),
     },
     "server": {

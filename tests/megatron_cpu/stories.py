@@ -22,8 +22,8 @@ from bare_engine.endpoint import BareEngineEndpoint
 from contract.reading import Reader
 from megatron_cpu.engines import Layout, build, stock_export, train_step
 from verl_sync_plugin.config.settings import SyncConfig
+from verl_sync_plugin.engine.load import Assembler
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.receiver.assembly import Assembler
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.sender import STAGING_BUCKETS

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 from manifests import manifest
 
-from verl_sync_plugin.layout.strided import Run
-from verl_sync_plugin.transport import proof, protocol
+from verl_sync_plugin.layout.load_map import Box, Constant, Kept, Left, LoadMap, Move, Place
+from verl_sync_plugin.transport import protocol
 from verl_sync_plugin.transport.channel import (
     MESSAGES,
     BadMessageError,
@@ -32,7 +32,7 @@ from verl_sync_plugin.transport.channel import (
     connect,
 )
 from verl_sync_plugin.transport.memory.exports import Live, Region, StagingExport
-from verl_sync_plugin.transport.protocol import Commit, Failed, Load
+from verl_sync_plugin.transport.protocol import Commit, Details, Failed, Load
 
 WAIT = 20.0
 START = 120.0  # a process imports torch
@@ -83,7 +83,7 @@ def bounded(least: float = 0.0) -> Iterator[None]:
 
 def test_messages_go_both_ways(listener: Listener) -> None:
     process, channel = started(echo, listener)
-    messages: list[Any] = [Load(1, 1), Load(7, 2), Failed("x" * (1 << 20)), manifest(64, 8, 32)]
+    messages: list[Any] = [Load(1, 1), Load(7, 2), Failed("x" * (1 << 20)), Details(manifest(64, 8, 32))]
     for message in messages:
         channel.send(message)
         assert channel.receive(WAIT) == message
@@ -111,8 +111,8 @@ def test_a_stopped_process_that_is_sent_a_manifest_ends_in_a_timeout() -> None:
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
     try:
-        with bounded(BOUND), pytest.raises(ChannelTimeoutError, match=r"did not take a Manifest of \d{7} bytes"):
-            channel.send(manifest(64, 8, 32))
+        with bounded(BOUND), pytest.raises(ChannelTimeoutError, match=r"did not take a Details of \d{7} bytes"):
+            channel.send(Details(manifest(64, 8, 32)))
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.join(WAIT)
@@ -169,7 +169,7 @@ def test_who_takes_a_message_bit_by_bit_has_no_more_time() -> None:
         (struct.pack("!I", 0), "no message"),
         (struct.pack("!IB", 1, 250), "no message"),
         (struct.pack("!I", 6) + b"\0cos\nx", "not a Hello"),
-        (struct.pack("!IBB", 2, 5, 0x91), "not a Load"),
+        (struct.pack("!IBB", 2, 3, 0x91), "not a Load"),
     ],
     ids=["2 GB", "http", "empty", "unknown kind", "pickle", "cut"],
 )
@@ -209,19 +209,23 @@ def test_own_close_is_a_closed_channel() -> None:
 SHARED = ("GPU-0", b"\x00\xff" * 33, 1 << 40, 512, b"/torch_1_2_3", 7, b"\x80" * 64, True)
 STAGING = StagingExport("cuda_ipc", "key", 1 << 40, SHARED, 1 << 39)
 REGION = Region("cuda_ipc", "key-1", (1 << 63) - 1, (b"\x00" * 64,))
-READINGS = ((1 << 40, (Run(0, 0, 16), Run(64, 0, 32, 9, 128)), (1, 2, 3)), (0, (), ()))
-COVERAGE = protocol.Coverage(9, (("a.weight", 0, 1 << 40),))
+BOX = Box(1, 2, ((3, 4, 5), (6, 1, 1)))
+MAP = LoadMap(
+    "LlamaForCausalLM", 4, (Place("a", (Kept("a", "bfloat16", BOX, False),)),), (Move(0, 0, "bfloat16", BOX),),
+    (Constant(0, ((0, 4),), b"\x00\xff"),), (Left(1, "why", "", ((0, 1 << 40),)),), ((0, ((1, 2),)),), ((2, "b"),),
+    ((3, "c"),), True, "unknown", "full",
+)  # fmt: skip
+LIVE = Live("key", (REGION, Region("shared_file", "/a", 1, ("/a",))), (b"\x01" * 40, b""))
 EXAMPLES = [
-    protocol.Hello("1", "digest", (STAGING, STAGING), 1, False, True, (3, 1), ("a", "b"), True),
+    protocol.Hello("1", "digest", (STAGING, STAGING), 1, ("a", "b"), True, 1, ((0, 1),), True, "map"),
     protocol.Ready(True, "PermissionError: ü", True),
-    protocol.Whereabouts((Live("key", (REGION, Region("shared_file", "/a", 1, ("/a",))), (b"\x01" * 40, b"")),)),
-    manifest(2, 3),
-    protocol.Used("LlamaForCausalLM", READINGS),
+    protocol.Ready(map=MAP),
+    protocol.Details(lives=(LIVE,)),
+    protocol.Details(manifest(2, 3)),
     protocol.Load(protocol.ALL, 0),
     protocol.Loaded(3, 0.25, 17.5),
     protocol.Commit(True),
-    protocol.Committed(COVERAGE, 1, 2, 3, 4, b"\xff" * 8, READINGS, "why", 5, protocol.Used("", None)),
-    proof.Proven(b"\x01" * 16, ((96, ((Run(0, 0, 16),), ()), (1, 2)),), (("a", "why"),), (("b", 1, 2),)),
+    protocol.Committed(1, 2, 3, 4, b"\xff" * 8, "why", 5, protocol.Held(b"\x01" * 16, 7, ("c",)), MAP),
     protocol.Failed("a\nb"),
 ]
 

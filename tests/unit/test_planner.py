@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_sync_plugin.copies.bucket_memory import BucketMemory
+from verl_sync_plugin.engine.load import Assembler
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import ALIGNMENT, Base, Bucket, Plan, View
-from verl_sync_plugin.receiver.assembly import Assembler
 
 SIZES = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "int64"}
 GARBAGE = 0xEE

@@ -11,9 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_sync_plugin.layout.strided import Partition, Run, box_runs, compose, in_step
-from verl_sync_plugin.layout.tensors import Entry
-from verl_sync_plugin.receiver.copy_plan import Planned
-from verl_sync_plugin.receiver.cuts import scattered
 
 Scale = tuple[int, int]
 SCALES: list[Scale] = [(1, 1), (2, 1), (1, 2)]
@@ -110,16 +107,6 @@ def test_intervals_of_the_source() -> None:
     assert list(Run(8, 0, 4, 3, 4, 9).sources()) == [(8, 20)], "rows without gaps are one interval"
     assert list(Run(8, 0, 4, 2, 6, 9).sources()) == [(8, 12), (14, 18)]
     assert [(run.source, run.target, run.width) for run in Run(8, 0, 4, 2, 6, 9).repeats()] == [(8, 0, 4), (14, 9, 4)]
-
-
-def test_columns_of_a_tall_matrix_are_not_scattered() -> None:
-    """Half the columns of 4096 rows, to an engine rank that takes half or all of them; crosswise they are."""
-    entry = Entry("w", "bfloat16", (4096, 64), None, 4096 * 128, (Run(0, 0, 64, 4096, 64, 128),))
-    columns, everything = Run(64, 0, 64, 4096, 128, 64), Run(0, 0, 4096 * 128)
-    crosswise = Run(0, 0, 32, 8192, 64, 32)
-    for run, expected in ((columns, set()), (everything, set()), (crosswise, {"w"})):
-        planned = {"w": Planned(torch.bfloat16, torch.bfloat16, (run,))}
-        assert scattered((entry,), planned) == expected
 
 
 @pytest.mark.parametrize("stride", [-8, 0, 3])

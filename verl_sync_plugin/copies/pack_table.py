@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from verl_sync_plugin.copies.blocks import Block
-from verl_sync_plugin.copies.hulls import Hull, hulls_of
 from verl_sync_plugin.copies.table import KernelTable, addresses
+from verl_sync_plugin.layout.hulls import Hull, hulls_of
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.strided import Partition, Run
 from verl_sync_plugin.layout.tensors import Bucket, Plan, Slice

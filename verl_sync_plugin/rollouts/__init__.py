@@ -3,7 +3,7 @@
 
 An engine is a folder here, its line in ``ROLLOUTS``, and its pairs with trainers in ``sharding_manager/``. Its
 ``__init__`` is its ``Rollout``. It also brings a server, a replica and an adapter for verl, ``EngineModel``
-(``receiver/engine_model``) for its models, and a loader that runs ``ReceiverSession`` in every process of the engine.
+(``engine/model``) for its models, and a loader that runs ``ReceiverSession`` in every process of the engine.
 What is of no engine lies next to the folders: ``adapter`` (verl's calls in the actor workers), ``gate`` (when requests
 may be computed, and which memory is there) and ``process`` (an engine for a script).
 """

@@ -27,8 +27,6 @@ from verl_sync_plugin.sync.ways import PeersUnreachableError, Sync, Way, Ways
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
 from verl_sync_plugin.transport.agreement import Agreement
 
-NAMED = 5  # tensors in a line of the log
-
 
 class OtherDtypesError(Exception):
     """A sync is planned once more, with other dtypes."""
@@ -201,30 +199,26 @@ class ShardingManager(BaseShardingManager):
                             note_device_memory(self.report, self._device, "weights")
                     way.greeted()
                     layers = self.trainer.layers if hasattr(self, "trainer") else 0
-                    self._learn(self.commit.opened(sync.plan, greeting.used, questions, layers))
+                    self._learn(self.commit.opened(sync.plan, greeting.map, questions, layers))
                 way.run(sync)  # the transfer
                 with stage("commit"):
                     await self.commit.run(sync, way, self.meeting.pending)
         finally:
             self._let_go()
 
-    def _learn(self, wider: Mapping[str, torch.dtype]) -> None:
+    def _learn(self, kept: Mapping[str, str]) -> None:
         """Collective where there are any, which all ranks have heard of.
 
         Args:
-            wider: dtypes in which engine ranks would take more of some tensors.
+            kept: ``load_map.wire_dtypes``.
 
         Raises:
-            OtherDtypesError: some of them travel otherwise now; on all ranks.
+            OtherDtypesError: some tensors travel in another dtype now; on all ranks.
         """
         policy = self.trainer.policy if hasattr(self, "trainer") else None
-        if wider and self.agreement.any("learning dtypes", lambda: policy is not None and policy.learn(wider)):
+        if kept and self.agreement.any("learning dtypes", lambda: policy is not None and policy.learn(kept)):
             if self.agreement.ranks.rank == 0:
-                more = f" and {len(wider) - NAMED} more" if len(wider) > NAMED else ""
-                say(
-                    f"{', '.join(list(wider)[:NAMED])}{more} travel in a wider dtype, in which the engine keeps them "
-                    "or computes from them; the sync is planned once more"
-                )
+                say("some tensors travel in the dtype in which the engine keeps them; the sync is planned once more")
             raise OtherDtypesError
 
     def _let_go(self) -> None:

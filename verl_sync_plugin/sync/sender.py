@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import KEY_PREFIX
-from verl_sync_plugin.copies.hulls import numbers_of
 from verl_sync_plugin.copies.pack_table import Found
 from verl_sync_plugin.copies.packing import Packer
+from verl_sync_plugin.layout.hulls import numbers_of
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Bucket, Plan
 from verl_sync_plugin.transport.conversation import Conversation

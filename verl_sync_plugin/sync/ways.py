@@ -86,16 +86,14 @@ class Questions:
     """What an engine rank is to do as well as loading.
 
     Attributes:
-        hashed: compare hashes.
-        whole: numbers of the tensors that it is to hash whole.
-        tell_use: say which bytes its model uses before anything is loaded.
-        prove: say, after its commit, what lies in its parameters.
+        tells: say, before anything is loaded, what its model does with the tensors.
+        proves: say at its commit what lies in its parameters.
+        map: names the ``LoadMap`` that is known of it.
     """
 
-    hashed: bool
-    whole: tuple[int, ...] = ()
-    tell_use: bool = False
-    prove: bool = False
+    tells: bool = False
+    proves: bool = False
+    map: str = ""
 
 
 class Reach:
@@ -342,9 +340,8 @@ class InPlace(Way):
     def greet(self, sync: Sync, questions: Questions) -> Greeting:
         """The use of the tensors is known by now. Parameters are final on all ranks that have voted for this way."""
         keys = tuple(live.key for live in self._lives)
-        does = (True, questions.hashed, questions.whole)
-        own, prove = self._place if self._packs else NONE, questions.prove
-        hello = Hello(sync.sync_id, sync.plan.digest, (), self._place, *does, keys, own=own, prove=prove)
+        own, proves = self._place if self._packs else NONE, questions.proves
+        hello = Hello(sync.sync_id, sync.plan.digest, (), self._place, keys, own=own, proves=proves, map=questions.map)
         return Greeting(self._sender.greet_live(hello, self._lives), None)
 
     def run(self, sync: Sync) -> None:
@@ -459,13 +456,12 @@ class Staged(Way):
                 self._own.settle(what)
 
     def greet(self, sync: Sync, questions: Questions) -> Greeting:
-        does = (True, questions.hashed, questions.whole)
         sources = sync.senders if sync.plan.sharded else (self._me,)
         hello = Hello(
-            sync.sync_id, sync.plan.digest, self._stagings, self._place, *does,
-            tell_use=questions.tell_use, own=sources.index(self._me) if self._me in sources else NONE,
+            sync.sync_id, sync.plan.digest, self._stagings, self._place,
+            tells=questions.tells, own=sources.index(self._me) if self._me in sources else NONE,
             homes=tuple((segment, 0) for segment in range(len(sources))) if sync.plan.sharded else (),
-            prove=questions.prove,
+            proves=questions.proves, map=questions.map,
         )  # fmt: skip
         return self._sender.greet(hello, sync.plan)
 

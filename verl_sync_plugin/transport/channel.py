@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from verl_sync_plugin.log import say
-from verl_sync_plugin.transport import proof, protocol
+from verl_sync_plugin.transport import protocol
 
 MOST_BYTES = 1 << 30  # of a message; a manifest of 20000 tensors on 8 ranks has 12 MB
 _HEADER = struct.Struct("!IB")  # bytes that follow these four, and the number of the kind
@@ -33,17 +33,14 @@ _CREDENTIALS = struct.Struct("iII")  # process, user, group
 MESSAGES: tuple[type, ...] = (
     protocol.Hello,
     protocol.Ready,
-    protocol.Whereabouts,
-    protocol.Manifest,
-    protocol.Used,
+    protocol.Details,
     protocol.Load,
     protocol.Loaded,
     protocol.Commit,
     protocol.Committed,
-    proof.Proven,
     protocol.Failed,
 )
-OMITTED = ("buckets", "sums", "readings", "lives", "used", "placed")  # from messages for people
+OMITTED = ("manifest", "lives", "sums", "held", "map")  # from messages for people
 _encoder = msgspec.msgpack.Encoder()
 _kinds = {kind: number for number, kind in enumerate(MESSAGES)}
 _decoders: tuple[msgspec.msgpack.Decoder[Any], ...] = tuple(msgspec.msgpack.Decoder(kind) for kind in MESSAGES)

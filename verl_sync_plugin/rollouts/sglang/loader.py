@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from verl_sync_plugin.engine.session import ReceiverSession
 from verl_sync_plugin.log import say
 from verl_sync_plugin.memory import no_collection
-from verl_sync_plugin.receiver.session import ReceiverSession
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.rollouts.sglang.request import admitted
 from verl_sync_plugin.transport.channel import (

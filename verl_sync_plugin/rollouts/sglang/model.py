@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from verl_sync_plugin.config.settings import TURN_OFF
+from verl_sync_plugin.engine.model import EngineModel
 from verl_sync_plugin.layout.names import layers_of
-from verl_sync_plugin.receiver.engine_model import EngineModel
 from verl_sync_plugin.rollouts.sglang.refusals import ARGUMENTS
 
 # SGLang's DeepSeek loaders fuse these pairs inside one load_weights call; a pair torn over two calls leaves the fused

@@ -29,8 +29,8 @@ class Hull:
 
 
 def numbers_of(buckets: Iterable[Sequence[Entry]]) -> dict[str, int]:
-    """The tensors of a sync, numbered in the order in which they first appear; the same on all ranks."""
-    names = dict.fromkeys(entry.name for entries in buckets for entry in entries)
+    """The tensors of a sync, numbered in the order of their names; the same for every plan of them."""
+    names = sorted({entry.name for entries in buckets for entry in entries})
     return {name: number for number, name in enumerate(names)}
 
 

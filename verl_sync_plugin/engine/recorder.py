@@ -7,14 +7,16 @@ tensors in threads, which no dispatch mode sees), and every view of one shares i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl_sync_plugin.receiver.engine_model import EngineModel
-from verl_sync_plugin.receiver.recording import Copy, Fill, Recording, Source
+from verl_sync_plugin.engine.model import EngineModel
+from verl_sync_plugin.layout.tensors import Entry
 
 aten = torch.ops.aten
 # The results of these hold a tensor's values, and constants at most
@@ -22,6 +24,70 @@ MOVES = (
     aten.clone.default, aten.cat.default, aten.stack.default, aten.index.Tensor, aten.index_select.default,
     aten.constant_pad_nd.default, aten.repeat.default, aten.flip.default, aten.roll.default, aten.zero_.default,
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of the sync: its name and layout."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, entry: Entry) -> Source:
+        return cls(entry.name, getattr(torch, entry.dtype), entry.shape, entry.strides)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the elements, without what lies between them."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def meta(self) -> torch.Tensor:
+        """A tensor of this layout without bytes, with a storage of its own."""
+        if self.strides is None:
+            return torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+
+
+@dataclass(frozen=True)
+class Write:
+    """A write into the model.
+
+    Attributes:
+        name: of the tensor that it comes from; empty where it comes from none.
+        target: the elements that are written.
+        source: the elements of the tensor that are copied (a view of its meta tensor), or the constant that is written;
+            ``None`` where it is something else.
+    """
+
+    name: str
+    target: torch.Tensor
+    source: torch.Tensor | float | None = None
+
+
+@dataclass
+class Recording:
+    """What one dry ``load_weights`` did.
+
+    Attributes:
+        writes: into the model, in their order.
+        refused: names that something other than views and copies was done with, and what.
+        taken: names of these of which something ended up in the model, or with the host.
+        computed: names of these of which other values may have been made on the way, which depend on their dtype.
+        computed_from: storages of the model from which the load computed something.
+        spoiled: why nothing of the recording can be used; empty when it can.
+        ended: the load came to its end, so what it left alone is known.
+    """
+
+    writes: list[Write] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    taken: set[str] = field(default_factory=set)
+    computed: set[str] = field(default_factory=set)
+    computed_from: set[int] = field(default_factory=set)
+    spoiled: str = ""
+    ended: bool = False
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -112,8 +178,7 @@ class _Recorder(TorchDispatchMode):
     def _refuse_written(self, names: Iterable[str], why: str, target: torch.Tensor) -> None:
         self._refuse(names, why)
         self.recording.taken.update(names)
-        order = self.recording.writes
-        self.recording.others.extend(Copy(name, target.detach(), target.detach(), order) for name in names)
+        self.recording.writes.extend(Write(name, target.detach()) for name in names)
 
     def _whole(self, source: torch.Tensor) -> bool:
         """Whether this is the whole result of a join, in its own shape and order."""
@@ -121,7 +186,7 @@ class _Recorder(TorchDispatchMode):
         return source.shape == shape and source.is_contiguous()
 
     def _note(self, name: str, source: torch.Tensor, target: torch.Tensor) -> None:
-        self.recording.copies.append(Copy(name, source, target, self.recording.writes))
+        self.recording.writes.append(Write(name, target, source))
 
     def _reinterprets(self, target: torch.Tensor, source: torch.Tensor) -> bool:
         """Whether either side is seen in another way than as the elements that it has."""
@@ -133,12 +198,12 @@ class _Recorder(TorchDispatchMode):
         constant = func in (aten.fill_.Scalar, aten.zero_.default) and not names
         if constant:
             value = float(args[1]) if func is aten.fill_.Scalar else 0.0
-            self.recording.fills.append(Fill(args[0].detach(), value, self.recording.writes))
+            self.recording.writes.append(Write("", args[0].detach(), value))
         elif names:
             self._refuse_written(names, f"goes through {func}", args[0])
             self.recording.computed.update(names)
         else:
-            self.recording.spoiled = f"its load runs {func} on a parameter"
+            self.recording.writes.append(Write("", args[0].detach()))
         return args[0]
 
     def _other(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -146,7 +211,7 @@ class _Recorder(TorchDispatchMode):
         if any(storage_of(tensor) in self._targets for tensor in tensors):
             made = list(_tensors_in((result,)))
             if not made or any(storage_of(value) not in self._targets for value in made):
-                self.recording.derives = True
+                self.recording.computed_from.update({storage_of(t) for t in tensors} & self._targets.keys())
         return result
 
     def _touch(self, func: Any, args: Any, kwargs: Any, names: set[str]) -> Any:
