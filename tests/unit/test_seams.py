@@ -114,7 +114,7 @@ def test_no_exception_outlives_its_reason() -> None:
         "class SGLangModel: ...",
     ],
 )
-@pytest.mark.parametrize("file", ["receiver/session.py", "sync/manager.py", "hooks/driver.py", "plugin.py"])
+@pytest.mark.parametrize("file", ["engine/session.py", "sync/manager.py", "hooks/driver.py", "plugin.py"])
 def test_a_leak_is_seen(code: str, file: str) -> None:
     assert leaks(code, file)
     assert not leaks(code, "rollouts/sglang/model.py")
@@ -130,7 +130,7 @@ def test_a_pair_knows_the_name_alone() -> None:
 
 def test_a_mention_is_no_leak() -> None:
     code = '"""SGLang skips names."""\n# SGLang\ndef f():\n    """Of SGLang."""\n    return 1\n'
-    assert not leaks(code, "receiver/session.py")
+    assert not leaks(code, "engine/session.py")
 
 
 def test_one_way_to_log() -> None:
