@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from verl_sync_plugin.trainers.dtensors import even_chunks
 
 from contract import sglang_models as models
 from verl_sync_plugin.config.settings import SyncConfig
@@ -19,6 +18,7 @@ from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, Plan, View
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.trainers.base import dtype_name
+from verl_sync_plugin.trainers.fsdp2 import even_chunks
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed, Manifest
 from verl_sync_plugin.verify.comparison import Comparison, refuse_changed

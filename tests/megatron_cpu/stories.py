@@ -7,7 +7,6 @@ memory.
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,6 @@ from verl_sync_plugin.sync.sender import STAGING_BUCKETS
 from verl_sync_plugin.sync.ways import Sync
 from verl_sync_plugin.trainers.megatron.model import unwrapped
 from verl_sync_plugin.trainers.megatron.source import MegatronSource
-from verl_sync_plugin.trainers.wire import KEPT
 
 State = dict[str, torch.Tensor]
 
@@ -89,9 +87,8 @@ def on_disk(folder: str) -> State:
 
 
 def on_the_wire(state: State, wire: torch.dtype) -> State:
-    """What must arrive: parameters in the wire's dtype, routers in the trainer's, router biases in float32."""
-    keep = KEPT
-    return {n: t if any(re.search(pattern, n) for pattern in keep) else t.to(wire) for n, t in state.items()}
+    """What must arrive as long as no engine has said in which dtypes it keeps them."""
+    return {name: tensor.to(wire) for name, tensor in state.items()}
 
 
 def syncs(model_path: str, layout: Layout, wire: str = "bfloat16") -> list[str]:
