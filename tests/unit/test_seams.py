@@ -26,7 +26,7 @@ HOMES = {
 }
 # A word that looks like SGLang's and is another's: file and whole literal
 EXCEPTIONS = {
-    ("verify/coverage.py", "actor_rollout_ref.rollout.load_format"): "verl's own key",
+    ("verify/comparison.py", "actor_rollout_ref.rollout.load_format"): "verl's own key",
 }
 # What registers the pairs: the rollout's name, and their names in logs
 PAIRS = re.compile(r"sglang|\w+SGLangShardingManager")
