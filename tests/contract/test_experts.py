@@ -62,7 +62,7 @@ def every_replica_gets_its_weights(config: Any, rank: int) -> None:
         place(experts, config, rank)
         weights = models.weights_of(KIND, seed)
         assert wire.sync(weights)[0] == len(weights)
-        assert not wire.coverage.missing, wire.coverage.missing
+        assert not wire.comparison.unwritten, wire.comparison.unwritten
         holds(model, experts, rank, weights)
 
 

@@ -40,7 +40,7 @@ def kept(checkpoint: str, folder: str, short: list[bool], failing: int = 0) -> l
         place.sleep()
         if number == failing:
             (session,) = loader._sessions.values()
-            failure = mock.patch.object(session._unpacker, "finish", side_effect=RuntimeError("injected"))
+            failure = mock.patch.object(session._load, "finish", side_effect=RuntimeError("injected"))
             with failure, pytest.raises(SyncError, match="injected"):
                 place.sync()
         else:

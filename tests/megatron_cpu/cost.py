@@ -35,10 +35,10 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-def of_third_sync(model_path: str, layout: Layout, bucket_bytes: int, how: str) -> tuple[dict[str, int], int, int, int]:
+def of_third_sync(model_path: str, layout: Layout, bucket_bytes: int) -> tuple[dict[str, int], int, int, int]:
     """Of the third sync: (collectives by name, buckets, staging bytes, largest other allocation)."""
     engine = build(model_path, layout)
-    manager = manager_of(engine, bucket_bytes, delivery=how)
+    manager = manager_of(engine, bucket_bytes, delivery="staged")
     one_sync(manager)
     one_sync(manager)
     with ExitStack() as stack:
