@@ -65,7 +65,7 @@ def test_decision(free: int, cached: int, need: int | None, goes: bool) -> None:
 )
 def test_reserve(total: int, chunk: int | None, reserve: int) -> None:
     given = {} if chunk is None else {"sglang": {"chunked_prefill_size": chunk}}
-    estimate = generating_bytes(SimpleNamespace(engine_kwargs=given))
+    estimate = generating_bytes({"engine_kwargs": given})
     assert reserve_of(total, estimate) == reserve
     assert must_go(DeviceMemory(reserve - 1, total, GIB), 0, estimate)
     assert not must_go(DeviceMemory(reserve, total, GIB), 0, estimate)
