@@ -40,17 +40,17 @@ def arm(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -
     """
     folder = Path(named_tensors[0][0])
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    load, load_in_place, find = ModelLoad.load, ModelLoad.load_in_place, Targets.find
+    honest, load_in_place, find = ModelLoad.load, ModelLoad.load_in_place, Targets.find
     found = 0
 
     def stall() -> None:
-        ModelLoad.load, ModelLoad.load_in_place, Targets.find = load, load_in_place, find  # type: ignore[method-assign]
+        ModelLoad.load, ModelLoad.load_in_place, Targets.find = honest, load_in_place, find  # type: ignore[method-assign]
         _stand_still(folder, model, before)
 
     def loading(load: ModelLoad, index: int, slots: Any) -> None:
         if index == 1:
             stall()
-        load(load, index, slots)
+        honest(load, index, slots)
 
     def finding(targets: Targets, address: int) -> tuple[torch.Tensor, int]:
         nonlocal found
