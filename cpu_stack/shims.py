@@ -183,12 +183,13 @@ def _choose_ports_that_stay_free(server_args: ModuleType) -> None:
     SGLang looks for a free port and binds it seconds later, in another process. By default Linux gives outgoing
     connections no port below 32768, and Ray uses none between 20000 and that.
     """
-    is_available = sys.modules[server_args.get_free_port.__module__].is_port_available
+    own: Any = getattr(server_args, "get_free_port", None)
 
     def get_free_port() -> int:
         ports = (20_500 + (os.getpid() + n) % 12_000 for n in range(12_000))
-        return next(filter(is_available, ports))
+        return next(filter(own.__globals__["is_port_available"], ports))
 
+    # Newer releases choose from such a range by themselves, and leave this name unused
     server_args.get_free_port = get_free_port  # type: ignore[attr-defined]
 
 

@@ -161,6 +161,9 @@ def test_asked_for_with_such_a_strategy_it_is_refused(tmp_path: Path, asked: str
     text = refused(tmp_path, "model_engine=veomni", asked)
     assert f"{STRATEGY}=veomni" in text and f"so {shown}" in text and "Remove that key, and stock verl moves" in text
     as_stock(rollout_of(tmp_path, "model_engine=veomni", f"{KEY_PREFIX}.enabled=False"), OFF)
+
+
+def test_with_such_a_strategy_our_backend_is_refused_for_another(tmp_path: Path) -> None:
     backend = f"{ROLLOUT}.checkpoint_engine.backend=sync_plugin"
     text = refused(tmp_path, "model_engine=veomni", backend)
     assert f"{STRATEGY}=veomni" in text and f"so {backend} cannot be followed. Use another, such as nccl." in text
