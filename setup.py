@@ -40,7 +40,6 @@ setup(
         "verl": ["verl>=0.9,<0.11"],
         "sglang": ["sglang>=0.5.12"],
         "megatron": ["megatron-core>=0.18", "megatron-bridge>=0.5.1"],
-        "mbridge": ["megatron-core>=0.16,<0.17", "mbridge>=0.15"],  # verl deprecates it
         "report": ["matplotlib>=3.8"],  # draws the page of verl-sync report
         # Without SGLang and torchvision: scripts/setup_venv.sh installs these without their CUDA dependencies.
         "cpu-test": read_requirements("cpu"),

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import sys
 import threading
 from typing import Any
@@ -59,17 +58,6 @@ def torch_bytes() -> dict[str, int | None]:
     return {"torch_allocated_bytes": cuda.memory_allocated(), "torch_reserved_bytes": cuda.memory_reserved()}
 
 
-def host_used_bytes() -> int:
-    """Host memory in use on the whole machine; pinned and shared memory count, the page cache does not."""
-    values: dict[str, int] = {}
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        for line in lines:
-            name, _, rest = line.partition(":")
-            if name in ("MemTotal", "MemAvailable"):
-                values[name] = int(rest.split()[0]) * 1024
-    return values["MemTotal"] - values["MemAvailable"]
-
-
 def reset_rss_peak() -> None:
     """Starts this process's resident-set peak afresh; where Linux refuses, the peak stays that of its whole life."""
     try:
@@ -81,14 +69,8 @@ def reset_rss_peak() -> None:
 
 def rss_peak_bytes() -> int:
     """The resident-set peak of this process since the last reset."""
-    try:
-        with open("/proc/self/status", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    with open("/proc/self/status", encoding="ascii") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def mapped_shared_bytes(pid: int) -> int:
@@ -102,18 +84,8 @@ def mapped_shared_bytes(pid: int) -> int:
     return total
 
 
-def dev_shm_bytes() -> int:
-    """Bytes in use in ``/dev/shm``, by every process on the machine."""
-    found = os.statvfs("/dev/shm")
-    return (found.f_blocks - found.f_bfree) * found.f_frsize
-
-
 class PeakSampler:
-    """Samples device and host memory in a thread between ``start`` and ``stop``.
-
-    The whole device is sampled because the sync lives in two processes, trainer and rollout, whose allocators each
-    know their own half only.
-    """
+    """Samples memory between ``start`` and ``stop``: of the whole device, since the sync lives in two processes."""
 
     def __init__(self, threaded: bool) -> None:
         interval = float(os.environ.get("SYNC_PROBE_SAMPLE_MS", DEFAULT_SAMPLE_MS)) / 1000.0
@@ -122,13 +94,11 @@ class PeakSampler:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.device_peak: int | None = None
-        self.host_peak = 0
 
     def _sample(self) -> None:
         used = device_used_bytes(self._device)
         if used is not None:
             self.device_peak = max(used, self.device_peak or 0)
-        self.host_peak = max(self.host_peak, host_used_bytes())
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval):

@@ -2,12 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # Measures cases on an offline GPU machine, in one visit.
 #   COMMIT=... bash benchmarks/gpu_visit.sh [HARNESS] ARGUMENTS [-- [HARNESS] ARGUMENTS ...]
-# HARNESS is phase (where none is named), training, memory, rollouts, transfer, apart, pauses or soak.
-# Each case takes the arguments of that harness but --work and --out; --profile of
-# phase and transfer takes no folder here. Run it in the repository's root, next to the payload in .gpu; results
-# (CASE.json), profiles (CASE-profile.json and .md), traces (traces.tgz) and logs (logs.tgz) go to $OUT.
-# VISIT_SECONDS bounds the whole visit, CASE_SECONDS tests and a case of transfer, apart, pauses or soak (phase has its
-# --timeout). "model --size SIZE" only makes a model for phase; "tests WORD ..." runs pytest, which has to be in the
+# HARNESS is phase (where none is named), memory, transfer, pauses or soak.
+# Each case takes the arguments of that harness but --work and --out. Run it in the repository's root, next to the payload
+# in .gpu; results (CASE.json) and logs (logs.tgz) go to $OUT.
+# VISIT_SECONDS bounds the whole visit, CASE_SECONDS tests and a case of transfer, pauses or soak (phase has its --timeout). "model --size SIZE" only makes a model for phase; "tests WORD ..." runs pytest, which has to be in the
 # payload (benchmarks/README.md), with these words and the installed package.
 #   COMMIT=... bash benchmarks/gpu_visit.sh --lanes FILE
 # runs several lanes at the same time, each on GPUs of its own: a line "lane 0,1" of the file opens one, every other line
@@ -23,7 +21,7 @@ OUT=${OUT:?a folder for the results}
 REPO=$PWD
 SITE=/tmp/site
 BENCH=/tmp/bench
-# Megatron-Bridge with its megatron-core, on which mbridge does not run; from .gpu/bridge.txz (benchmarks/stage_bridge.sh)
+# Megatron-Bridge with its megatron-core, from .gpu/bridge.txz (benchmarks/stage_bridge.sh)
 BRIDGE_SITE=/tmp/bridge-site
 
 install_package() {
@@ -59,20 +57,19 @@ run_case() {
     tail -n 25 "$log"
     return $status
   fi
-  case "$1" in phase | training | memory | rollouts | transfer | apart | pauses | soak) harness=$1 && shift ;; esac
+  case "$1" in phase | memory | transfer | pauses | soak) harness=$1 && shift ;; esac
   for word in "$@"; do
     [ "$previous" = --case ] && name=$word
     previous=$word
     words+=("$word")
-    [ "$word" = --profile ] && words+=("$BENCH/profiles")
   done
   words+=(--work "$BENCH/work" --out "$OUT/${name:?--case is missing}.json")
   if [ "$harness" = phase ]; then
     local path=$PYTHONPATH
     [[ $name == *-bridge* ]] && path=$BRIDGE_SITE:$path
     PYTHONPATH=$path python3 -m benchmarks.phase "${words[@]}" --budget "$left"
-  elif [ "$harness" = training ] || [ "$harness" = memory ]; then
-    python3 -m "benchmarks.$harness" "${words[@]}" --budget "$left"
+  elif [ "$harness" = memory ]; then
+    python3 -m benchmarks.memory "${words[@]}" --budget "$left"
   elif [ "$left" -lt 60 ]; then
     echo "no time left for $name" >&2
     return 1
@@ -139,10 +136,6 @@ run_lanes() {
 
 save_logs() {
   (cd "$BENCH" && find . \( -path '*/work/*.log' -o -path '*/work/*.jsonl' \) -print0 | tar czf "$OUT/logs.tgz" --null -T -)
-  # few files come back from such a machine: the traces as one
-  find "$BENCH" -path '*/profiles/*' \( -name '*-profile.json' -o -name '*-profile.md' \) -exec cp {} "$OUT/" \;
-  [ -z "$(find "$BENCH" -name '*.trace.json.gz' -print -quit)" ] ||
-    (cd "$BENCH" && find . -name '*.trace.json.gz' -print0 | tar czf "$OUT/traces.tgz" --null -T -)
 }
 
 # what is installed: a machine that is still warm from a visit with the same has nothing to install

@@ -16,128 +16,51 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
 # 7b: the shapes of Qwen2.5-7B (7.6 B parameters); 14b: of Qwen2.5-14B (14.8 B); 1p8b: of Qwen2.5-1.5B with an untied
 # head; moe-8b: half the layers and half the experts of Qwen3-30B-A3B, which with Megatron's optimizer is what two
 # devices of 141 GB hold; moe-16b: all the layers, for four devices
-SHAPES: dict[str, dict[str, Any]] = {
-    "7b": {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
-    },
-    "14b": {
-        "hidden_size": 5120,
-        "intermediate_size": 13824,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "vocab_size": 152064,
-    },
-    "1p8b": {
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-    },
-    "moe-8b": {
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-    },
-    "tiny-moe": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "moe_intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": 320,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-    },
-    "small": {  # learns within forty steps of seconds: for benchmarks/training
-        "hidden_size": 512,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "vocab_size": 320,
-    },
-    "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 320,
-    },
-}
+def _dense(
+    hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "vocab_size": vocabulary, **more,
+    }  # fmt: skip
+
+
+def _moe(layers: int) -> dict[str, Any]:
+    experts = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "head_dim": 128}
+    return _dense(2048, 6144, layers, 32, 4, 151936, **experts)
+
+
 # mla-7b: Moonlight-16B-A3B (latent attention, shared experts, router bias) with 12 of its 27 layers, as many as two
-# devices hold beside Megatron's optimizer
+# devices hold next to Megatron's optimizer
 _LATENT_ATTENTION: dict[str, Any] = {
-    "q_lora_rank": None,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "n_shared_experts": 2,
-    "moe_layer_freq": 1,
-    "topk_method": "noaux_tc",
-    "routed_scaling_factor": 2.446,
+    "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 2, "moe_layer_freq": 1,
+    "topk_method": "noaux_tc", "routed_scaling_factor": 2.446,
     "rope_parameters": {  # DeepSeek-V3's; SGLang has no other rotary embedding for latent attention on a CPU
-        "rope_type": "yarn",
-        "rope_theta": 10_000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 1024,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
+        "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 1024,
+        "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
     },
+}  # fmt: skip
+_MLA_EXPERTS = {"moe_intermediate_size": 1408, "n_routed_experts": 64, "num_experts_per_tok": 6}
+_TINY_EXPERTS = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
+SHAPES: dict[str, dict[str, Any]] = {
+    "7b": _dense(3584, 18944, 28, 28, 4, 152064),
+    "14b": _dense(5120, 13824, 48, 40, 8, 152064),
+    "1p8b": _dense(1536, 8960, 28, 12, 2, 151936),
+    "moe-2b": _moe(6),  # what one device holds with Megatron's optimizer, when the rollout is on another
+    "moe-8b": _moe(24),
+    "moe-16b": _moe(48),
+    "mla-7b": _dense(2048, 11264, 12, 16, 16, 163840, **_LATENT_ATTENTION, **_MLA_EXPERTS),
+    "small": _dense(512, 1536, 8, 8, 2, 320),
+    "tiny": _dense(64, 128, 2, 4, 2, 320),
+    "tiny-moe": _dense(64, 128, 2, 4, 2, 320, head_dim=16, num_experts=4, **_TINY_EXPERTS),
+    "tiny-mla": _dense(64, 128, 2, 4, 4, 320, n_routed_experts=4, **_TINY_EXPERTS, **_LATENT_ATTENTION),
 }
-SHAPES["mla-7b"] = {
-    **_LATENT_ATTENTION,
-    "hidden_size": 2048,
-    "intermediate_size": 11264,
-    "moe_intermediate_size": 1408,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "vocab_size": 163840,
-    "n_routed_experts": 64,
-    "num_experts_per_tok": 6,
-}
-SHAPES["tiny-mla"] = {
-    **_LATENT_ATTENTION,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "moe_intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "vocab_size": 320,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-}
-# what one device holds with Megatron's optimizer, beside a rollout on another
-SHAPES["moe-2b"] = {**SHAPES["moe-8b"], "num_hidden_layers": 6}
-SHAPES["moe-16b"] = {**SHAPES["moe-8b"], "num_hidden_layers": 48}
 
 
 def write_tokenizer(out: Path, tokenizer_dir: Path | None = None) -> None:

@@ -131,4 +131,4 @@ class CpuPlatform(PlatformBase):
         return False
 
     def cudart(self) -> None:
-        """Return None: there is no CUDA runtime."""
+        return None

@@ -65,7 +65,7 @@ def capped_attention(
     queries, head size), ``key`` and ``value`` of all, shape (1, key heads, positions, head size). A tanh brings logits
     between ``-cap`` and ``cap`` (0 leaves them); a query sees ``window`` positions before its own (below 0: all), and,
     if ``is_causal``, none after it; else it is the one query of a decode, the last. With ``enable_gqa`` heads share a
-    key. ``scale`` multiplies the logits. Returns (1, heads, queries, head size of ``value``) in the dtype of ``query``.
+    key.
     """
     import torch
 

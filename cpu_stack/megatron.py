@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets megatron-core and mbridge run on a CPU with gloo; active only with VERL_CPU_MCORE=1.
+"""Lets megatron-core run on a CPU with gloo; active only with VERL_CPU_MCORE=1.
 
 Megatron takes CUDA for granted, so this replaces CUDA functions of torch in the whole process. That is why it has its
 own switch, and why it happens only in processes that do import Megatron. Its layers are those of ``local_layers``.
@@ -26,7 +26,7 @@ _CUDA_NO_OPS = (
 
 
 def register_hooks() -> None:
-    """Register the post-import hooks for megatron-core and mbridge."""
+    """Register the post-import hooks for megatron-core."""
     for module_name, hook in _HOOKS.items():
         register_post_import_hook(hook, module_name)
     local_layers.register_hooks()

@@ -16,10 +16,16 @@ PACKAGE = "sgl_kernel"
 SUBMODULE = "sgl_kernel.kvcacheio"
 
 
+def _is_offered(module_name: str, attribute: str) -> bool:
+    if attribute.startswith("__"):
+        return False
+    # Newer SGLang releases import several operators named *_cpu from the package itself.
+    return module_name == SUBMODULE or attribute.endswith("_cpu")
+
+
 def _make_getattr(module_name: str) -> Callable[[str], Callable[..., NoReturn]]:
     def module_getattr(attribute: str) -> Callable[..., NoReturn]:
-        # Newer SGLang releases import several operators named *_cpu from the package itself.
-        if attribute.startswith("__") or not (module_name == SUBMODULE or attribute.endswith("_cpu")):
+        if not _is_offered(module_name, attribute):
             raise AttributeError(f"stand-in module {module_name!r} has no attribute {attribute!r}")
 
         def not_available(*args: object, **kwargs: object) -> NoReturn:
@@ -52,8 +58,12 @@ class StandInFinder(MetaPathFinder):
         """Return a spec for the stand-in package or its submodule, None for any other name."""
         if fullname == PACKAGE:
             return ModuleSpec(fullname, StandInLoader(), origin="stand-in", is_package=True)
-        # A real sgl_kernel without this submodule must stay without it.
-        parent = getattr(sys.modules.get(PACKAGE), "__spec__", None)
-        if fullname == SUBMODULE and isinstance(getattr(parent, "loader", None), StandInLoader):
+        if fullname == SUBMODULE and _parent_is_stand_in():
             return ModuleSpec(fullname, StandInLoader(), origin="stand-in")
         return None
+
+
+def _parent_is_stand_in() -> bool:
+    # A real sgl_kernel without this submodule must stay without it.
+    spec = getattr(sys.modules.get(PACKAGE), "__spec__", None)
+    return isinstance(getattr(spec, "loader", None), StandInLoader)

@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _of_a_main(item: pytest.Item) -> bool:
-    return item.path.parent.name == "e2e"
+    return item.path.parent.name == "e2e" and item.path.stem != "test_prove"
 
 
 @pytest.fixture(scope="session")

@@ -6,29 +6,16 @@ from __future__ import annotations
 import json
 import os
 import resource
-import shutil
 import subprocess
 import sys
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import verl_sync_plugin
-
-PACKAGE = Path(verl_sync_plugin.__file__).resolve().parent
-SECONDS = 180
-
 
 @dataclass(frozen=True)
 class Told:
-    """What the doctor said.
-
-    Attributes:
-        code: its exit status.
-        found: its JSON.
-        stderr: what else it wrote.
-    """
+    """Exit status, JSON and other output of the doctor."""
 
     code: int
     found: dict[str, Any]
@@ -52,7 +39,6 @@ def doctor(
     """Runs it away from the source tree.
 
     Args:
-        folder: its working directory.
         python: of the environment that is looked at.
         files: soft limit of open files.
         environment: variables on top of this process's.
@@ -64,14 +50,9 @@ def doctor(
 
     ended = subprocess.run(
         [python, "-m", "verl_sync_plugin.cli", "doctor", "--json", *arguments],
-        cwd=folder,
-        env={**os.environ, "VERL_PLATFORM": "cpu", **environment},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-        preexec_fn=limit,
-    )
+        cwd=folder, env={**os.environ, "VERL_PLATFORM": "cpu", **environment},
+        capture_output=True, text=True, timeout=180, check=False, preexec_fn=limit,
+    )  # fmt: skip
     assert ended.stdout.startswith("{"), ended.stderr[-3000:]
     return Told(ended.returncode, json.loads(ended.stdout), ended.stderr)
 
@@ -81,36 +62,9 @@ def first_in_path(folder: Path) -> str:
     return os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
 
 
-def broken_copy(folder: Path, module: str) -> str:
-    """``PYTHONPATH`` with a copy of the plugin in front, of which one module cannot be imported."""
-    copy = folder / "broken" / "verl_sync_plugin"
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    (copy / module).write_text("raise ImportError('broken on purpose')\n")
-    return first_in_path(copy.parent)
-
-
 def stand_in(folder: Path, package: str, version: str) -> str:
     """``PYTHONPATH`` with metadata in front that say that another version of a package is installed."""
     metadata = folder / "metadata" / f"{package}-{version}.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
     return first_in_path(metadata.parent)
-
-
-def environment_without(folder: Path, *left_out: str) -> str:
-    """The python of a virtual environment with everything of this one, but for some names in ``site-packages``.
-
-    Args:
-        left_out: beginnings of names there.
-    """
-    here, home = Path(sysconfig.get_path("purelib")), folder / "environment"
-    site = home / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
-    site.mkdir(parents=True)
-    (home / "bin").mkdir()
-    base = Path(sys._base_executable).resolve()  # type: ignore[attr-defined]
-    (home / "bin" / "python").symlink_to(base)
-    (home / "pyvenv.cfg").write_text(f"home = {base.parent}\ninclude-system-site-packages = false\n")
-    for each in here.iterdir():
-        if not each.name.startswith(left_out):
-            (site / each.name).symlink_to(each)
-    return str(home / "bin" / "python")

@@ -7,6 +7,7 @@ NCCL refuses two ranks on one GPU of one host, and takes what ``NCCL_HOSTID`` sa
 from __future__ import annotations
 
 import faulthandler
+import json
 import multiprocessing
 import os
 import socket
@@ -16,7 +17,26 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ports import free_port
+
 SECONDS = 240.0
+
+
+def count_as_host(name: str) -> None:
+    """This process is on a host of that name, for the plugin and for NCCL; call it before either has asked."""
+    from verl_sync_plugin.sync import ways
+    from verl_sync_plugin.sync.separate import membership
+
+    os.environ.update(NCCL_HOSTID=name, NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    ways.host_name = lambda: name
+    membership._device_name = lambda device: f"{name}'s {device}"  # on one GPU the plugin would refuse the two
+
+
+def digest(server: Any) -> str:
+    """SGLang's own checksums of all parameters of a server's engine."""
+    answer = server.ask("POST", "/weights_checker", {"action": "checksum"})
+    assert answer["ranks"], answer
+    return json.dumps([rank["checksums"] for rank in answer["ranks"]], sort_keys=True)
 
 
 def _member(
@@ -37,9 +57,7 @@ def _member(
 def play(world: int, story: Callable[..., Any], *given: Any, seconds: float = SECONDS) -> list[Any]:
     """What ``story(rank, *given)`` returned on every rank, or the traceback; None of a rank that died or was silent."""
     context = multiprocessing.get_context("spawn")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     members: list[tuple[Any, Connection]] = []
     found = []
     end = time.monotonic() + seconds

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between versions of verl and SGLang: detected by feature, in one place.
+"""Differences between versions of verl and SGLang: detected by feature, in one place.
 
 Supported: verl 0.9 and 0.10; SGLang 0.5.12 and later. With SGLang 0.5.21 and later stock verl 0.9.1 is broken. There
 alone, one name in one verl module is replaced (``launch_shims``); nothing else is ever patched.
@@ -17,11 +17,13 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-from verl_sync_plugin.errors import IncompatibleHostError
+from verl_sync_plugin.errors import IncompatibleHostError, RegistryConflictError
 
+WITHOUT = "set VERL_USE_EXTERNAL_PLUGINS=none to run verl without plugins"
+MODE = "async"  # the other half of verl's key for rollout adapters, next to the rollout's name
 # The packages that take part in a sync
 SUPPORTED_VERL = ">=0.9,<0.11"
-STACK = ("verl-sync-plugin", "verl", "sglang", "torch", "transformers", "megatron-core", "megatron-bridge", "mbridge")
+STACK = ("verl-sync-plugin", "verl", "sglang", "torch", "transformers", "megatron-core", "megatron-bridge")
 
 
 def offered(module: Any, name: str) -> Any:
@@ -39,6 +41,15 @@ def offered(module: Any, name: str) -> Any:
         ) from None
 
 
+def refuse_stranger(what: str, rollout: str, found: Any, known: tuple[Any, ...]) -> None:
+    """Raises RegistryConflictError when what a registry of verl's holds for a rollout is none of the ``known``."""
+    if found not in known:
+        raise RegistryConflictError(
+            f"verl's {what} for {rollout} is already taken by {found!r}; verl-sync-plugin needs it. "
+            f"Uninstall one of the two plugins, or {WITHOUT}."
+        )
+
+
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
@@ -47,7 +58,7 @@ def _version(package: str) -> str:
 
 
 def too_old() -> bool:
-    """Whether this process has, or would import, a verl older than 0.9; if so, one line on stderr says so.
+    """True if this process has, or would import, a verl older than 0.9; one line on stderr then says so.
 
     Such a verl knows no entry points, so it loads the plugin only where ``VERL_USE_EXTERNAL_MODULES`` names it.
     """
@@ -96,7 +107,7 @@ def _fields(struct: Any) -> list[Any]:
 
 
 async def answering(tokenizer_manager: Any) -> bool:
-    """Whether SGLang has requests that it has not answered to the end, by the lock that its own pause looks at; False
+    """True if SGLang has requests that it has not answered to the end, by the lock that its own pause looks at; False
     where a release has no such lock."""
     lock = getattr(tokenizer_manager, "model_update_lock", None)
     return lock is not None and bool(await lock.is_locked())
@@ -123,11 +134,8 @@ async def weight_update_session(tokenizer_manager: Any) -> AsyncIterator[None]:
 
 
 def target_alone(request: type) -> dict[str, Any]:
-    """What keeps a draft model out of a weight update: nobody trains it, and its weights are others than the target's.
-
-    Args:
-        request: SGLang's class of requests for an update.
-    """
+    """Returns the argument of SGLang's ``request`` class that keeps a draft model, which nobody trains, out of a weight
+    update."""
     fields = {field.name for field in _fields(request)}
     return {"selector": "target"} if "selector" in fields else {"disable_draft_model": True}
 
@@ -180,19 +188,19 @@ async def set_weight_version(tokenizer_manager: Any, version: str) -> None:
 
 
 def counts_versions(tokenizer_manager: Any) -> bool:
-    """Whether SGLang itself says which tokens of an answer are of which weights (``weight_versions``): its schedulers
-    do so since 0.5.19, if they are told every version."""
+    """True if SGLang itself says which tokens of an answer are of which weights (``weight_versions``): its schedulers
+    do so since 0.5.19, if they get every version."""
     return hasattr(tokenizer_manager, "update_weight_version")
 
 
 def weight_version(tokenizer_manager: Any) -> str | None:
-    """The version that SGLang reports for its weights now."""
+    """Returns the version that SGLang reports for its weights now."""
     version = argument(tokenizer_manager, "weight_version")
     return None if version is None else str(version)
 
 
 def argument(tokenizer_manager: Any, name: str) -> Any:
-    """What an argument of a running SGLang is now; ``None`` for one that this release does not have.
+    """Returns an argument of a running SGLang; ``None`` for one that this release does not have.
 
     From 0.5.17 on, what is resolved or changed after the launch does not stand in ``server_args`` any more.
     """

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-# Also in registered.py, whose import may be what fails
+# Also in compat.py, whose import may be what fails
 WITHOUT = "set VERL_USE_EXTERNAL_PLUGINS=none to run verl without plugins"
 
 
@@ -30,24 +30,16 @@ try:
     import wrapt
 
     from verl_sync_plugin import compat
-    from verl_sync_plugin.config import hydra_source  # noqa: F401  (a broken one is to be noticed here)
+    from verl_sync_plugin.config import settings  # noqa: F401  (a broken one is to be noticed here)
     from verl_sync_plugin.errors import RegistryConflictError
-    from verl_sync_plugin.registered import MODE, refuse_stranger
     from verl_sync_plugin.rollouts import ROLLOUTS, rollout_of
 except Exception as import_error:
     _stop(import_error)
 
 
 def register() -> None:
-    """Arranges for configuration source, rollout adapter, replica, engines and trainers to be registered.
-
-    Each is registered when verl imports the module that holds the registry: importing these here would cost seconds in
-    every process. A registry that verl has imported already is served at once.
-
-    Raises:
-        IncompatibleHostError: verl lacks a hook (then or when verl imports the module).
-        RegistryConflictError: another plugin was there first (likewise).
-    """
+    """Arranges for each registry of verl's to be written to when verl imports its module: importing these here would
+    cost seconds in every process. One that verl has imported already is served at once."""
     hooks = {
         "hydra": lambda _: _register_hydra(),
         "verl.workers.rollout.base": _register_rollout,
@@ -62,36 +54,38 @@ def register() -> None:
 
 
 def _register_hydra() -> None:
-    from verl_sync_plugin.hooks import hydra_plugins
+    from verl_sync_plugin.config import hydra_source
 
-    hydra_plugins.register()
+    hydra_source.register()
 
 
 def _register_rollout(base: Any) -> None:
     registry = compat.offered(base, "_ROLLOUT_REGISTRY")
     for name in ROLLOUTS:
         ours = rollout_of(name)
-        refuse_stranger("rollout adapter", name, registry.get((name, MODE)), (ours.stock_adapter, ours.adapter))
-        registry[name, MODE] = ours.adapter
+        compat.refuse_stranger(
+            "rollout adapter", name, registry.get((name, compat.MODE)), (ours.STOCK_ADAPTER, ours.ADAPTER)
+        )
+        registry[name, compat.MODE] = ours.ADAPTER
 
 
 def _register_replica(replica: Any) -> None:
     registry = compat.offered(replica, "RolloutReplicaRegistry")
     for name in ROLLOUTS:
         ours = rollout_of(name)
-        stock = compat.offered(replica, ours.stock_loader)
-        refuse_stranger("rollout replica", name, registry._registry.get(name), (stock, ours.load_replica))
+        stock = compat.offered(replica, ours.STOCK_LOADER)
+        compat.refuse_stranger("rollout replica", name, registry._registry.get(name), (stock, ours.load_replica))
         registry.register(name, ours.load_replica)
 
 
 def _register_checkpoint_engine(base: Any) -> None:
     compat.offered(base, "CheckpointEngineRegistry")
-    import verl_sync_plugin.hooks.checkpoint_engine  # noqa: F401  (registers on import)
+    import verl_sync_plugin.hooks.separate  # noqa: F401  (registers on import)
 
 
 def _register_engines(_: Any) -> None:
     with _taken_key("fsdp, fsdp2"):
-        import verl_sync_plugin.hooks.engine  # noqa: F401  (registers on import)
+        import verl_sync_plugin.hooks.engines  # noqa: F401  (registers on import)
 
 
 def _register_megatron_engine(_: Any) -> None:

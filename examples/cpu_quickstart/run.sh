@@ -3,7 +3,6 @@
 # Two steps of verl's own main_ppo with a tiny random model, real Ray, FSDP and SGLang, on a machine without a GPU.
 # Usage: [N_GPUS=1] [ROLLOUT_TP=1] [STRATEGY=fsdp2] [MODEL_KIND=qwen2] [STEPS=2] [WORK=folder] run.sh [hydra overrides]
 # With STRATEGY=megatron also: [TRAIN_TP=1] [TRAIN_PP=1] [TRAIN_EP=1]; MODEL_KIND=qwen3-moe has experts;
-# [VANILLA_MBRIDGE=False] True takes mbridge, which verl deprecates, instead of Megatron-Bridge
 # [MAIN=verl.trainer.main_ppo] is another one of verl's mains, for example verl.experimental.one_step_off_policy.main_ppo
 set -euo pipefail
 
@@ -76,27 +75,22 @@ if [[ $STRATEGY == megatron ]]; then
     # Megatron's own layers instead of TransformerEngine's, which does not exist for the CPU
     export VERL_CPU_MCORE=1
     MEGATRON=$ACTOR.megatron
-    VANILLA_MBRIDGE=${VANILLA_MBRIDGE:-False}
-    if [[ $VANILLA_MBRIDGE == False ]]; then
-        # scripts/setup_venv.sh puts it there, with the megatron-core that it needs and mbridge does not run on
-        BRIDGE=$("$PYTHON" -c 'import sys; print(sys.prefix)')/megatron-bridge
-        [[ -d $BRIDGE ]] && export PYTHONPATH=$BRIDGE${PYTHONPATH:+:$PYTHONPATH}
-    fi
+    # scripts/setup_venv.sh puts Megatron-Bridge and its megatron-core there
+    BRIDGE=$("$PYTHON" -c 'import sys; print(sys.prefix)')/megatron-bridge
+    [[ -d $BRIDGE ]] && export PYTHONPATH=$BRIDGE${PYTHONPATH:+:$PYTHONPATH}
     TRANSFORMER=$MEGATRON.override_transformer_config
     overrides+=(
         model_engine=megatron
         "$MEGATRON.tensor_model_parallel_size=${TRAIN_TP:-1}" "$MEGATRON.pipeline_model_parallel_size=${TRAIN_PP:-1}"
         "$MEGATRON.expert_model_parallel_size=${TRAIN_EP:-1}"
-        "$MEGATRON.use_mbridge=True" "$MEGATRON.vanilla_mbridge=$VANILLA_MBRIDGE" "$MEGATRON.use_distributed_optimizer=True"
+        "$MEGATRON.use_distributed_optimizer=True"
         "$MEGATRON.sequence_parallel=False" "$MEGATRON.use_remove_padding=False"
         "+$TRANSFORMER.sequence_parallel=False" "+$TRANSFORMER.use_cpu_initialization=True"
         "++$TRANSFORMER.attention_backend=unfused" "++$TRANSFORMER.apply_rope_fusion=False"
         "+$TRANSFORMER.gradient_accumulation_fusion=False" "+$TRANSFORMER.bias_dropout_fusion=False"
         "+$TRANSFORMER.masked_softmax_fusion=False" "+$TRANSFORMER.bias_activation_fusion=False"
         "+$TRANSFORMER.persist_layer_norm=False"
-    )
-    # What Megatron-Bridge turns on by itself
-    [[ $VANILLA_MBRIDGE == False ]] && overrides+=(
+        # What Megatron-Bridge turns on by itself
         "+$TRANSFORMER.moe_permute_fusion=False" "+$TRANSFORMER.moe_router_fusion=False"
         "+$TRANSFORMER.moe_shared_expert_overlap=False" "+$TRANSFORMER.cross_entropy_loss_fusion=False"
         "+$TRANSFORMER.transformer_impl=local"

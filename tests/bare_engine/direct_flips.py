@@ -17,7 +17,7 @@ from bare_engine import trainer
 from bare_engine.scenario import Rank
 from verl_sync_plugin.copies.pack_table import Found
 from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.verify.hashes import HashCheck
+from verl_sync_plugin.verify.comparison import Comparison
 
 READ, HELD = "changed on the way to the engine", "do not hold what was sent of"
 LAYER = "model.layers.1."
@@ -68,7 +68,7 @@ class Flips:
             (False, "never", ""),
         ):
             self.cadence._verify = verify
-            unseen = nullcontext() if hashes else mock.patch.object(HashCheck, "compare")
+            unseen = nullcontext() if hashes else mock.patch.object(Comparison, "_compare_read")
             with unseen, self._changing(victim):
                 text = self._ends_with(expected, *names)
             self._recovers(text)

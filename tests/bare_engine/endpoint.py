@@ -13,15 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bare_engine.ports import group_port
+from ports import free_port
 from verl_sync_plugin import compat
-from verl_sync_plugin.rollouts.sglang.awake import AwakeState
-from verl_sync_plugin.rollouts.sglang.pickling import dumps
-from verl_sync_plugin.rollouts.sglang.request import LOADER, hand_down, new_token, pack_request
-from verl_sync_plugin.rollouts.sglang.scoring import score
+from verl_sync_plugin.rollouts.sglang.request import LOADER, dumps, hand_down, new_token, pack_request
 from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
 from verl_sync_plugin.transport.protocol import LoadRequest
-from verl_sync_plugin.verify.canary import Scored
 
 IDLE_SECONDS = 20.0
 DUMP = "bare_engine.inspect_loader.dump"
@@ -61,7 +57,7 @@ class BareEngine:
             mem_fraction_static=0.1,
             context_length=256,
             skip_server_warmup=True,
-            nccl_port=group_port(),
+            nccl_port=free_port(),
             sleep_on_idle=True,  # a scheduler without work would keep a core busy
             log_level="error",
             **more,
@@ -142,7 +138,7 @@ class BareEngineEndpoint(RolloutEndpoint):
         self._engine = engine
         self._backup = restores_uncovered
         self.abandoned: list[str] = []
-        self._awake = AwakeState()
+        self._released: set[str] = set()
         self.reports: list[dict[str, Any]] = []
         self.flushes = 0
         self.flushed_behind = 0  # those of them that were asked for during the load
@@ -166,16 +162,16 @@ class BareEngineEndpoint(RolloutEndpoint):
 
     def sleep(self, tags: list[str]) -> None:
         """Releases what is resident of ``tags``."""
-        todo = self._awake.to_release(tags)
+        todo = [tag for tag in tags if tag not in self._released]
         if todo:
             from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
             manager = self._bare().engine.tokenizer_manager
             self._bare().call(manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=todo)))
-            self._awake.note_released(todo)
+            self._released |= {*todo}
 
     async def resume(self, tags: list[str]) -> None:
-        todo = self._awake.to_resume(tags)
+        todo = [tag for tag in tags if tag in self._released]
         if todo:
             # the engine's loop cannot run inside ours
             await asyncio.to_thread(self._resume, todo)
@@ -186,7 +182,7 @@ class BareEngineEndpoint(RolloutEndpoint):
         self._bare().call(
             self._bare().engine.tokenizer_manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
         )
-        self._awake.note_resumed(tags)
+        self._released -= {*tags}
 
     async def finish(self, tags: list[str]) -> None:
         await self.resume(tags)
@@ -199,15 +195,11 @@ class BareEngineEndpoint(RolloutEndpoint):
         assert flushed.success
         self.flushes += 1
 
-    async def score(self, prompts: list[list[int]], response_tokens: int) -> Scored:
-        manager = self._bare().engine.tokenizer_manager
-        return Scored(*await asyncio.to_thread(self._bare().call, score(manager, prompts, response_tokens, None)))
-
     def _flush(self) -> Any:
         return self._bare().call(self._bare().engine.tokenizer_manager.flush_cache())
 
     def flush_behind_load(self) -> None:
-        if not self._awake.released:
+        if not self._released:
             self._behind = Future()
             # the engine's loop is busy with the load until then
             threading.Thread(target=lambda done: done.set_result(self._flush()), args=(self._behind,)).start()

@@ -7,6 +7,7 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch.distributed as dist
@@ -22,16 +23,16 @@ from verl_sync_plugin.transport.memory.exports import StagingExport
 def engine_refuses(member: Rank, version: int) -> str:
     """The engine's own loader rejects a tensor: the scheduler survives and says why."""
     planning, victim = member.manager.planning, "model.layers.1.mlp.down_proj.weight"
-    honest = planning.agree
+    honest = planning.make
 
-    def agree(*arguments: Any) -> tuple[Plan, list[Shard]]:
-        plan, shards = honest(*arguments)
+    def make(*arguments: Any) -> Plan:
+        plan = honest(*arguments)
         buckets = tuple(replace(b, entries=tuple(_transposed(e, victim) for e in b.entries)) for b in plan.buckets)
-        return replace(plan, digest=f"broken {plan.digest}", buckets=buckets), shards
+        return replace(plan, digest=f"broken {plan.digest}", buckets=buckets)
 
-    planning.agree = agree  # type: ignore[method-assign]
+    planning.make = make  # type: ignore[method-assign]
     text = member.failing(version)
-    planning.agree = honest  # type: ignore[method-assign]
+    planning.make = honest  # type: ignore[method-assign]
     assert "the engine could not load the weights" in text, text
     return text
 
@@ -50,13 +51,13 @@ def engine_stalls(member: Rank, version: int) -> str:
         assert len(stopped) == 1, [p.name() for p in psutil.Process().children(recursive=True)]
         stopped[0].suspend()
     dist.barrier()
-    object.__setattr__(config, "timeout_seconds", 2.0)  # frozen; the bound of this failure only
+    msgspec.structs.force_setattr(config, "timeout_seconds", 2.0)  # frozen; the bound of this failure only
     try:
         with pytest.raises(SyncError) as caught:
             asyncio.run(member.manager.update_weights([], version))  # awake: sleeping would wait for the silent rank
         text = str(caught.value)
     finally:
-        object.__setattr__(config, "timeout_seconds", 60.0)
+        msgspec.structs.force_setattr(config, "timeout_seconds", 60.0)
         for process in stopped:
             process.resume()
     assert f"rank {last}: TimeoutError: the engine did not connect" in text
@@ -100,9 +101,9 @@ def parameters_change(member: Rank, version: int) -> str:
 
 
 def peers_out_of_reach(member: Rank, version: int) -> None:
-    """An engine rank cannot open another trainer rank's memory: this sync goes on gathered, and so do later ones."""
+    """An engine rank cannot open another trainer rank's memory: this sync and later ones go by broadcast."""
     manager, last = member.manager, dist.get_world_size() - 1
-    assert manager.report.peer_bytes > 0 == manager.report.gathered_bytes, "the syncs before were sharded"
+    assert manager.report.peer_bytes > 0 == manager.report.gathered_bytes, "the syncs before were not"
     sender = manager.sender
     honest = sender.export
 
@@ -114,14 +115,10 @@ def peers_out_of_reach(member: Rank, version: int) -> None:
     manager.planning.agreed_digest = ""
     sender.export = elsewhere if member.rank == last else honest  # type: ignore[assignment, method-assign]
 
-    object.__setattr__(manager.config, "delivery", "sharded")
-    with pytest.raises(SyncError, match="delivery=sharded: an engine rank cannot read other ranks' memory"):
-        member.sync(version)
-    object.__setattr__(manager.config, "delivery", "auto")
     abandoned = len(member.endpoint.abandoned)
     for again in (version + 1, version + 2):
         trainer.perturb(member.trainer, seed=again)
         member.sync(again)
-        member.check_exact(f"gathered{again}")
+        member.check_exact(f"broadcast{again}")
         assert manager.report.gathered_bytes > 0 == manager.report.peer_bytes
     assert len(member.endpoint.abandoned) == abandoned, "a sync that goes on otherwise has not failed"

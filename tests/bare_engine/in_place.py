@@ -13,6 +13,7 @@ import torch.distributed as dist
 from bare_engine import direct_flips, stories, trainer
 from bare_engine.scenario import Rank
 from verl_sync_plugin.transport.memory.exports import Live
+from verl_sync_plugin.transport.memory.regions import LiveParameters
 
 
 def read_in_place(member: Rank) -> None:
@@ -23,14 +24,14 @@ def read_in_place(member: Rank) -> None:
     packs = stories.count(manager.sender, "pack")
     _synced(member, 2, in_place=True)
     assert not packs and not manager.sender.staged, "staging memory is given back"
-    told = manager.choice.direct.told
+    told = manager.ways.in_place.told
     _synced(member, 3, in_place=True, awake=True)
     direct_flips.are_found(member)
-    assert manager.choice.direct.told == told, "told once"
+    assert manager.ways.in_place.told == told, "told once"
 
     trainer.share(member.trainer, member.folder)
     _synced(member, 4, in_place=True)
-    assert manager.choice.direct.told != told, "what moved is told anew"
+    assert manager.ways.in_place.told != told, "what moved is told anew"
 
     _spoil_next_regions(member)
     trainer.share(member.trainer, member.folder)
@@ -54,14 +55,13 @@ def _synced(member: Rank, version: int, in_place: bool, awake: bool = False) -> 
 
 def _spoil_next_regions(member: Rank) -> None:
     """The last rank tells of memory that is not there."""
-    direct = member.manager.choice.direct
-    honest = direct._look
+    honest = LiveParameters.look
 
-    def spoiled(*args: Any) -> Live | None:
+    def spoiled(*args: Any) -> Live:
         live = honest(*args)
-        if live is None or member.rank != dist.get_world_size() - 1:
+        if member.rank != dist.get_world_size() - 1:
             return live
         gone = tuple(replace(region, key=f"gone-{region.key}", handle=("/gone",)) for region in live.regions)
         return replace(live, key=f"gone-{live.key}", regions=gone)
 
-    direct._look = spoiled  # type: ignore[method-assign]
+    LiveParameters.look = spoiled  # type: ignore[method-assign]

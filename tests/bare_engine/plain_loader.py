@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from verl_sync_plugin.rollouts.sglang.prefixes import forget_prefixes, wait_for_forwards
+from verl_sync_plugin.rollouts.sglang.loader import forget_prefixes, wait_for_forwards
 
 
 def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:

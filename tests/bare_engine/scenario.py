@@ -20,7 +20,7 @@ from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sync.manager import ShardingManager
-from verl_sync_plugin.trainers import activation
+from verl_sync_plugin.trainers import shard_stream
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 
@@ -36,7 +36,6 @@ class Setup:
         bucket_bytes: small ones make tensors split.
         settings: for ``FSDPEngineConfig``, or of a Megatron ``Layout``.
         logprob_bound: how far the engine's log-probabilities may be from transformers', both computed in bfloat16.
-        mbridge: a Megatron trainer with verl's deprecated bridge.
     """
 
     model_path: str
@@ -45,7 +44,6 @@ class Setup:
     bucket_bytes: int
     settings: tuple[tuple[str, object], ...] = ()
     logprob_bound: float = 0.06
-    mbridge: bool = False
 
 
 class Rank:
@@ -59,7 +57,7 @@ class Rank:
         self.engine = BareEngine(setup.model_path, setup.world) if rank == 0 else None
         unmeasured.start()  # all that is slow to import is there
         self.endpoint = BareEngineEndpoint(self.engine)
-        activation.take_over(True)
+        shard_stream.take_over(True)
         self.stream, adapter = self.trainer.get_per_tensor_param()  # type: ignore[attr-defined]
         assert adapter is None
         manager_class = get_sharding_manager(self.stream.trainer, "sglang")

@@ -67,7 +67,7 @@ def _order_of(member: Rank) -> list[str]:
         order.append("resumed")
 
     for owner, method, word in (
-        (member.manager.planning, "agree", "plan"),
+        (member.manager, "plan", "plan"),
         (member.manager.sender, "pack", "pack"),
         (member.endpoint, "start_load", "asked"),
     ):
@@ -102,7 +102,7 @@ def _check_report(member: Rank) -> None:
     _check_traffic(member)
     derives = report.not_comparable  # DeepSeek's attention
     assert report.verified_tensors > 20 and report.verified_bytes > 50_000 and derives <= 1, report
-    assert {"verify", "plan", "resume_weights", "update_weights", "resume_kv", "pack"} <= report.stages.keys()
+    assert {"commit", "plan", "resume_weights", "update_weights", "resume_kv", "pack"} <= report.stages.keys()
     if member.endpoint.leader:
         assert [published["global_steps"] for published in member.endpoint.reports] == [1, 2, 3]
         assert member.endpoint.flushes == 3

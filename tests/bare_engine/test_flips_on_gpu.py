@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 
-from several_hosts_on_gpu import play
+from several_hosts_on_gpu import digest, play
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -45,10 +45,10 @@ class Flips:
     """In syncs of one way from the trainer's tensors, which hold one of two sets of weights, to the server."""
 
     def __init__(self, bench: Any, variant: str, digests: dict[int, str]) -> None:
-        from benchmarks.transfer import ways
+        from benchmarks.transfer import make_way
 
         self._bench, self._digests = bench, digests
-        self._way = ways.make(variant, bench.server, bench.named, BUCKET_MB, bench.device)
+        self._way = make_way(variant, bench.server, bench.named, BUCKET_MB, bench.device)
         self._manager, self._direct, self._set = self._way._manager, variant == DIRECT, 0
         for _ in range(4):  # an even number: the next way begins with the same set
             self._exact()
@@ -64,18 +64,16 @@ class Flips:
         assert len(set(self._digests.values())) == len(self._digests), "the sets cannot be told apart"
 
     def _digest(self) -> str:
-        from benchmarks.transfer.peer import digest
-
         server = self._bench.server
         return str(digest(server) if self._bench.device == "cuda" else server.tokens())
 
     def found(self, where: str, hashed: bool, verify: str) -> str:
         """The error of a sync in which a bit flips; the next ones are exact."""
         from verl_sync_plugin.errors import SyncError
-        from verl_sync_plugin.verify.hashes import HashCheck
+        from verl_sync_plugin.verify.comparison import Comparison
 
         flip = {"staging": self._in_staging, "trainer": self._in_trainer, "engine": self._in_engine}[where]
-        unseen = nullcontext() if hashed else mock.patch.object(HashCheck, "compare")
+        unseen = nullcontext() if hashed else mock.patch.object(Comparison, "_compare_read")
         self._manager.commit._cadence._verify = verify
         text = ""
         with unseen, flip():
@@ -133,7 +131,7 @@ class Flips:
 
         import torch
 
-        from verl_sync_plugin.rollouts.sglang.pickling import dumps
+        from verl_sync_plugin.rollouts.sglang.request import dumps
 
         packed = base64.b64encode(dumps([(PARAMETER, torch.empty(0))])).decode()
         body = {"serialized_named_tensors": [packed], "load_format": SPOIL, "flush_cache": False}
@@ -154,15 +152,14 @@ def synchronize(device: str) -> None:
 
 def trainer(rank: int, folder: Path, device: str) -> dict[tuple[str, str, bool, str], str]:
     """What was found in every case of ``FOUND_BY``."""
-    from benchmarks.transfer import models, rig
-    from benchmarks.transfer.server import Server
+    from benchmarks import transfer
 
     paths = {"PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")))}
-    with rig.one_rank(folder):
-        config = models.write_config("small", folder / "small")
-        named = models.weights("small", device, "bfloat16", folder)
-        server = Server(config, device, folder / "server.log", variables=paths, loaders=(SPOIL,))
-        bench = rig.Rig(server, named, device, sum(tensor.nbytes for _, tensor in named))
+    with transfer.one_rank(folder):
+        config = transfer.write_config("small", folder / "small")
+        named = transfer.random_weights("small", device, "bfloat16", folder)
+        server = transfer.Server(config, device, folder / "server.log", variables=paths, loaders=(SPOIL,))
+        bench = transfer.Rig(server, named, device, sum(tensor.nbytes for _, tensor in named))
         digests: dict[int, str] = {}
         found = {}
         try:

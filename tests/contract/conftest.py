@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from worlds import run_world, stop
+from worlds import stop
 
 from megatron_cpu import checkpoints
-from megatron_cpu.engines import megatron_environment, on_megatron_bridge
+from megatron_cpu.engines import megatron_environment
 
 
 @pytest.fixture(scope="session")
@@ -27,16 +27,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]
 
 @pytest.fixture(scope="module")
 def bridge_processes() -> Iterator[None]:
-    """Fresh processes, with Megatron-Bridge and its megatron-core."""
-    stop()
-    with megatron_environment(megatron_bridge=True):
-        assert run_world(1, on_megatron_bridge) == [True], "the processes have mbridge"
-        yield
-    stop()
-
-
-@pytest.fixture(scope="module")
-def mbridge_processes() -> Iterator[None]:
     """Fresh processes: Megatron on the CPU replaces CUDA functions, which the other tests' processes must not have."""
     stop()
     with megatron_environment():

@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 from verl_sync_plugin.rollouts.sglang import loader
 from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
-from verl_sync_plugin.transport.channel import Channel
-from verl_sync_plugin.transport.listener import connect
-from verl_sync_plugin.transport.protocol import Join, LoadRequest
+from verl_sync_plugin.transport.channel import Channel, connect
+from verl_sync_plugin.transport.protocol import LoadRequest
 
 TIMEOUT = 20.0
 
@@ -54,7 +53,6 @@ class _Load(PendingLoad):
 
     def _run(self, model: torch.nn.Module, request: LoadRequest) -> None:
         channel: Channel = connect(request.addresses[loader.tensor_parallel_rank()], TIMEOUT, TIMEOUT)
-        channel.send(Join(request.sync_id))
         try:
             loader._receive(model, channel, request, forget=False)
         finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +19,17 @@ from contract import sglang_models
 from contract.families import Family
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.copies.packing import Packer
+from verl_sync_plugin.engine.load import ModelLoad, refuse_rearranged
 from verl_sync_plugin.layout.names import layers_of
 from verl_sync_plugin.layout.planner import plan_buckets
-from verl_sync_plugin.receiver.homes import spread
-from verl_sync_plugin.receiver.layout_key import LayoutKey
-from verl_sync_plugin.receiver.ledger import Ledger
-from verl_sync_plugin.receiver.proof import DERIVED, DestinationProof, refuse_rearranged
-from verl_sync_plugin.receiver.unpacker import Unpacker
-from verl_sync_plugin.rollouts.sglang.families import refuse_checkpoint
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
+from verl_sync_plugin.rollouts.sglang.refusals import refuse_checkpoint
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
 from verl_sync_plugin.trainers.naming import checkpoint_rewrite
 from verl_sync_plugin.trainers.wire import wire_policy
 from verl_sync_plugin.transport.agreement import Agreement
-from verl_sync_plugin.transport.protocol import Manifest
-from verl_sync_plugin.verify.coverage import check_coverage
-from verl_sync_plugin.verify.destination import DestinationCheck, refuse_changed
-from verl_sync_plugin.verify.narrowed import narrowed_sums
-from verl_sync_plugin.verify.uses import UseCheck
+from verl_sync_plugin.transport.protocol import Committed, Manifest
+from verl_sync_plugin.verify.comparison import DERIVED, Comparison, refuse_changed
 
 CPU = torch.device("cpu")
 BUCKET_BYTES = 20_000  # many tensors are torn
@@ -123,7 +115,7 @@ class Pair:
         self.whole, self.sharded = (auto.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
         apply_fsdp2(self.sharded, {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}, {})
         self.rename = lambda state: convert_weight_keys(state, self.sharded)
-        self.policy = wire_policy(SyncConfig(), "bfloat16")
+        self.policy = wire_policy("bfloat16")
         self.agreement = Agreement(60.0)
         self.open()
 
@@ -133,67 +125,47 @@ class Pair:
         self.source = FSDP2Source(self.sharded, self.policy, rewrite, self.rename, unsaved)
         self.plan = plan_buckets(tuple(s.base for s in self.source.shards()), BUCKET_BYTES, dist.get_world_size() > 1)
         self.packer = Packer(CPU, self.plan, dist.get_rank(), hashed=True, finite=False)
-        self.uses = UseCheck(self.agreement, range(dist.get_world_size()))
-        self.destination = DestinationCheck(self.agreement)
+        self.comparison = Comparison(SyncConfig(), self.agreement, range(dist.get_world_size()), True)
 
-    def meet(self, model: Any) -> tuple[Unpacker, DestinationProof]:
-        """What receives the syncs of an engine's model, once it has said in which dtypes it would have the weights."""
-        known = SGLangModel(model, dist.get_rank())
-        unpacker = Unpacker(known, Manifest.of(self.plan), CPU)
-        unpacker.begin(LayoutKey(known).now(), copy_plan=True, hashed=False)
-        self.uses.note(unpacker.uses.use(loaded=False))
-        if self.policy.learn(self.uses.compare(self.plan, loaded=False, layers=layers_of(self.whole.config))):
-            self.open()
-            unpacker = Unpacker(known, Manifest.of(self.plan), CPU)
-        return unpacker, DestinationProof(known, Manifest.of(self.plan), CPU)
-
-    def send(self, unpacker: Unpacker, proof: DestinationProof, model: Any) -> tuple[tuple[str, int, int], ...]:
-        """One sync into an engine's model, with its proofs; what of the model is left to a host copy.
+    def meet(self, model: Any) -> ModelLoad:
+        """What receives the syncs of an engine's model, once it has said in which dtypes it would have the weights.
 
         Raises:
-            SyncError: the engine leaves out what is sent.
-            RuntimeError: the sync writes a parameter not, or in part, although it is sent.
+            SyncError: the engine leaves out what is sent, or a sync would leave a parameter unwritten.
         """
+        load = ModelLoad(SGLangModel(model, dist.get_rank()), Manifest.of(self.plan), CPU)
+        if self.policy.learn(self._introduce(load)):
+            self.open()
+            load = ModelLoad(SGLangModel(model, dist.get_rank()), Manifest.of(self.plan), CPU, load)
+            self._introduce(load)
+        return load
+
+    def _introduce(self, load: ModelLoad) -> dict[str, str]:
+        load.begin()
+        self.comparison.note(load.map)
+        return self.comparison.learn(self.plan, loaded=False, layers=layers_of(self.whole.config))
+
+    def send(self, load: ModelLoad) -> None:
+        """One sync into an engine's model, with its proofs."""
         shards = self.source.shards()
         self.packer.begin()
-        unpacker.begin(LayoutKey(SGLangModel(model, dist.get_rank())).now(), copy_plan=True, hashed=False)
-        if self.uses.asks(self.plan):
-            self.uses.note(unpacker.uses.use(loaded=False))
-            self.uses.compare(self.plan, loaded=False, layers=layers_of(self.whole.config))
-        ledger = Ledger(model) if unpacker.watched else None
-        proof.begin(unpacker.layout)
-        proof.prepare(unpacker.recording)
-        unpacker.trust(proof.judge)
+        load.begin()
+        assert load.map == self.comparison.map, "nothing has moved"
         slots = [torch.zeros(self.plan.slot_bytes, dtype=torch.uint8) for _ in range(dist.get_world_size())]
         for index in range(len(self.plan.buckets)):
             self.packer.pack(index, slots[dist.get_rank()], shards)
             dist.all_gather(slots, slots[dist.get_rank()].clone())
-            with ledger or nullcontext(), unpacker.uses.watching():
-                unpacker.load(index, slots if spread(unpacker.manifest, index) else [slots[dist.get_rank()]])
-        unpacker.finish(ledger)
-        if self.uses.note(unpacker.uses.news()) or self.uses.asks(self.plan):
-            self.uses.compare(self.plan, loaded=True)
-        self._verify(proof)
-        if ledger is None:
-            return ()
-        check_coverage(ledger.coverage(), SyncConfig(), True, False, self.plan.names, self.uses.layers)
-        unpacker.accepted()
-        return ledger.coverage().missing
-
-    def _verify(self, proof: DestinationProof) -> None:
-        """What the engine's parameters hold is what was sent; collective."""
-        proven = proof.proven(always=not self.destination.knows(self.plan))
-        proof.told(proven)
-        news = self.destination.note(proven, self.plan)
+            spread = load.manifest.sharded and load.manifest.worlds[index] > 1
+            load.load(index, slots if spread else [slots[dist.get_rank()]])
+        load.finish()
+        if not self.comparison.knows(self.plan):
+            self.comparison.learn(self.plan, loaded=True)
+        held, weighed = load.held(), torch.empty(0)
         with self.agreement.attempt():
-            refuse_changed(proven)
-        if self.agreement.settle("verifying", waiting=news):
-            self.destination.learn(self.plan, proven)
-        sent = self.packer.sums()
-        rounded = narrowed_sums(self.plan, dist.get_rank(), self.source.shards(), self.destination.narrowed)
-        for number in self.destination.narrowed:
-            sent[number] = rounded[number]
-        self.destination.compare(sent, proven)
+            refuse_changed(held.changed)
+            weighed = self.comparison.weighed(self.packer.sums(), Committed(sums=load.sums(), held=held), True)
+        self.agreement.settle("verifying")
+        self.comparison.compare(weighed)
 
 
 def load_saved(reference: Any, trained: PreTrainedModel, file: Path) -> None:
@@ -242,8 +214,8 @@ def outcome(family: Family, folder: Path, port: int, more_layers: int = 0) -> st
         home = with_layers(home, more_layers, folder / "other-layers")
     config = sglang_models.start_from(home, rank, world, port, family.attention)
     engine, reference = (poisoned(config, family, byte) for byte in POISON)
-    known, kept = SGLangModel(engine, rank), dict[str, None]()
-    unpacker, proof = pair.meet(engine)
+    known = SGLangModel(engine, rank)
+    load = pair.meet(engine)
     for seed in (1, 2, 3):
         train(pair.whole, pair.sharded, seed)
         if rank == 0:
@@ -251,17 +223,18 @@ def outcome(family: Family, folder: Path, port: int, more_layers: int = 0) -> st
         dist.barrier()
         if not more_layers:
             load_saved(reference, pair.whole, folder / f"step-{seed}" / "model.safetensors")
-        kept.update((name, None) for name, *_ in pair.send(unpacker, proof, engine))
+        pair.send(load)
         assert_same(engine, reference, f"sync {seed}")
     refuse_rearranged(known, CPU)
-    assert unpacker.replayed[0] == pair.plan.tensor_count - len(unpacker.plan.refused)
-    how = _how(unpacker.plan.refused, pair.plan.tensor_count)
+    assert load.replayed[0] == pair.plan.tensor_count - len(load.map.left)
+    how = _how({str(left.tensor): left.why for left in load.map.left}, pair.plan.tensor_count)
+    kept = [each.name for each, *_ in pair.comparison.unwritten]
     why = {reason for name in pair.plan.names if (reason := known.why_skipped(name))}
     left = [f"{', '.join(kept)} left to the engine's host copy"] if kept else []
     return "; ".join(
         [
             how,
-            *_not_compared(pair.destination, pair.plan.tensor_count),
+            *_not_compared(pair.comparison, pair.plan.tensor_count),
             *left,
             *(f"some left alone: {reason}" for reason in sorted(why)),
         ]
@@ -278,8 +251,8 @@ def _how(refused: dict[str, str], total: int) -> str:
     return f"exact, {len(most)} of {total} tensors by the model's own path: {why}"
 
 
-def _not_compared(destination: DestinationCheck, total: int) -> list[str]:
+def _not_compared(comparison: Comparison, total: int) -> list[str]:
     """What of the parameters is not compared with what was sent."""
-    found = {name: why for name, why in destination.left_out.items() if name != DERIVED}
+    found = {name: why for name, why in comparison.left_out.items() if name != DERIVED}
     why = "; ".join(sorted(set(found.values())))
     return [f"{len(found)} of {total} not compared in the engine: {why}"] if found else []

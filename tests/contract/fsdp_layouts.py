@@ -19,6 +19,7 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from contract.sources import Wanted
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.trainers.fsdp1 import FSDP1Source
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
@@ -81,7 +82,7 @@ def shard(model: PreTrainedModel, layout: Layout) -> torch.nn.Module:
 
 
 def open_source(module: torch.nn.Module, layout: Layout, model_type: str) -> ParameterSource:
-    policy, rewrite = WirePolicy(torch.bfloat16, KEEP), verl_rewrite(model_type)
+    policy, rewrite = WirePolicy(torch.bfloat16, Wanted(*KEEP)), verl_rewrite(model_type)
     if isinstance(module, FullyShardedDataParallel):
         return FSDP1Source(module, policy, rewrite, lambda state: state)
     return FSDP2Source(module, policy, rewrite)

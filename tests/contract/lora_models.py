@@ -16,15 +16,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, O
 
 from contract.fsdp_layouts import torchs_own_state
 from contract.reading import Reader
+from verl_sync_plugin.engine.load import Assembler
 from verl_sync_plugin.layout.planner import plan_buckets
-from verl_sync_plugin.lora.adapters import InUse, copies_in_use
-from verl_sync_plugin.lora.names import merged_name
-from verl_sync_plugin.lora.weights import lora_weights, renamed_weights
-from verl_sync_plugin.receiver.assembly import Assembler
+from verl_sync_plugin.lora.peft import InUse, copies_in_use, lora_weights, merged_name, renamed_weights
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.trainers.fsdp1 import FSDP1Source
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
-from verl_sync_plugin.trainers.lora_source import MergingSource
+from verl_sync_plugin.trainers.lora import MergingSource
 from verl_sync_plugin.trainers.naming import verl_rewrite
 from verl_sync_plugin.trainers.wire import WirePolicy
 

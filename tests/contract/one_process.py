@@ -21,15 +21,17 @@ from sglang.srt.utils import MultiprocessingSerializer
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import RolloutMode
 
-from faults.actor import Reference, answered
+from faults.actor import Reference
 from verl_sync_plugin.config.settings import sync_config_of
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, View
-from verl_sync_plugin.rollouts.sglang import endpoint, loader
+from verl_sync_plugin.rollouts import rollout_of
+from verl_sync_plugin.rollouts.adapter import calls_of
+from verl_sync_plugin.rollouts.sglang import loader
 from verl_sync_plugin.rollouts.sglang.adapter import SyncServerAdapter
-from verl_sync_plugin.rollouts.sglang.endpoint import ServerActorEndpoint
 from verl_sync_plugin.rollouts.sglang.request import hand_down, new_token
 from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
+from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
 from verl_sync_plugin.trainers.shard_stream import ShardStream
@@ -161,7 +163,6 @@ class OneProcess:
     """
 
     def __init__(self, checkpoint: str, folder: Path, **keys: Any) -> None:
-        endpoint.ray = SimpleNamespace(wait=answered, ObjectRef=Reference)  # type: ignore[assignment]
         loader.tensor_parallel_rank = lambda: 0
         loader._sessions.clear()
         hand_down(new_token())
@@ -176,7 +177,7 @@ class OneProcess:
         mesh = dist.device_mesh.init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "infer_tp", "infer_pp"))
         self.adapter = SyncServerAdapter(config, model_config, mesh)
         self.adapter.server_actor = self.actor
-        leads = ServerActorEndpoint(self.actor, 0, (0,), False, TIMEOUT, awake_behind_load=False)
+        leads = RolloutEndpoint(rollout_of("sglang"), calls_of(self.actor, ""), (0,), False, TIMEOUT, False)
         self.manager = Manager(self.source, leads, sync_config_of(config), BUCKET_BYTES, CPU)
         self.adapter._manager = self.manager
         self._version = 0

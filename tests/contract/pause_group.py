@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,9 @@ from bare_engine.endpoint import BareEngine
 from contract.pause_processes import ServedRollout, TaughtTrainer
 from contract.pause_world import STALL, Models
 from faults.actor import serve
+from ports import free_port
 from separate.driver import Driver, Failure, Member, together
-from verl_sync_plugin.rollouts.sglang.pickling import dumps
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from verl_sync_plugin.rollouts.sglang.request import dumps
 
 
 class Group:

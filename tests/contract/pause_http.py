@@ -13,7 +13,7 @@ import pytest
 
 from bare_engine.endpoint import BareEngine
 from contract.pause_world import PROMPTS, Models, PlainRun, PlainServer, end_serving, serving
-from verl_sync_plugin.rollouts.sglang.awake import KV_CACHE, WEIGHTS
+from verl_sync_plugin.rollouts.gate import KV_CACHE, WEIGHTS
 
 pytest_plugins = ("contract.pause_world",)
 pytestmark = pytest.mark.slow
@@ -122,8 +122,6 @@ def test_while_the_engine_sleeps_and_is_synced_they_wait(play: Play, models: Mod
         await run.load(2)
         asked.append(run.asking())
         await run.waits(*asked)
-        scores = await run.server.score([PROMPTS[0]], 4)
-        assert len(scores[1][0]) == 4, "the canary is let through"
         await run.waits(*asked)
         await run.server.finish_sync([])
         for each in asked:

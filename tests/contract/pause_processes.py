@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from bare_engine import trainer
 from separate.processes import TIMEOUT, Host, Trainer
-from verl_sync_plugin.config.settings import SEPARATE_BACKEND
+from verl_sync_plugin.config.settings import SEPARATE_BACKEND, sync_config_of
 
 
 def rollout_config(pause: str, backend: str = SEPARATE_BACKEND) -> Any:
@@ -56,18 +56,19 @@ class ServedRollout(Host):
         super().__init__(0, 1, port, {"timeout_seconds": TIMEOUT}, is_master=None)
         from verl.workers.config import HFModelConfig
 
-        from faults.actor import Handle, answered
-        from verl_sync_plugin.rollouts.sglang import endpoint
-        from verl_sync_plugin.rollouts.sglang.separate import SeparateReceiver
+        from faults.actor import Handle
+        from verl_sync_plugin.rollouts.adapter import SeparateReceiver
 
-        endpoint.ray.wait = answered
         self._model, self._server = HFModelConfig(path=model), Handle(calls)
         self.receiver = SeparateReceiver(self._make)
 
     def _make(self, incoming: Any) -> Any:
-        from verl_sync_plugin.rollouts.sglang.making import make_separate
+        from verl_sync_plugin.rollouts.sglang.adapter import SyncServerAdapter
 
-        return make_separate(incoming, rollout_config("abort"), self._model, self._server)
+        adapter: Any = object.__new__(SyncServerAdapter)  # no worker of verl's
+        adapter.config, adapter.model_config = rollout_config("abort"), self._model
+        adapter._sync, adapter.find_server = sync_config_of(adapter.config), lambda: self._server
+        return adapter._make_separate(incoming)
 
     def sync(self, version: int) -> dict[str, Any]:
         """Receives; returns the report."""
@@ -82,4 +83,4 @@ class ServedRollout(Host):
 
 
 def _choose(manager: Any, wanted: bool) -> None:
-    manager.choice.direct._wanted = wanted
+    manager.ways.in_place._wanted = wanted

@@ -16,8 +16,7 @@ import torch
 from bare_engine.endpoint import PLAIN, BareEngine
 from contract.pause_processes import rollout_config
 from verl_sync_plugin.rollouts.sglang import updates
-from verl_sync_plugin.rollouts.sglang.pickling import dumps
-from verl_sync_plugin.rollouts.sglang.request import FORGETTING_LOADER
+from verl_sync_plugin.rollouts.sglang.request import FORGETTING_LOADER, dumps
 from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
 
 SLOW, STALL = "contract.stalling_loader.slow_down", "contract.stalling_loader.arm"

@@ -3,21 +3,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.copies.bucket_memory import BucketMemory
-from verl_sync_plugin.copies.hulls import hulls_of, numbers_of
 from verl_sync_plugin.copies.plain import hash_bytes
+from verl_sync_plugin.layout.hulls import hulls_of, numbers_of
 from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import Plan
 from verl_sync_plugin.sync.sender import SLOTS, BucketSender
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.transport.agreement import Agreement
-from verl_sync_plugin.transport.memory.staging import open_peer_staging, slot_of
-from verl_sync_plugin.transport.protocol import Committed, Coverage
-from verl_sync_plugin.verify.hashes import HashCheck, paired
+from verl_sync_plugin.transport.memory.regions import open_peer_staging, slot_of
+from verl_sync_plugin.verify.comparison import times_sent
 
 CPU = torch.device("cpu")
 
@@ -51,8 +51,10 @@ class Reader:
         self._meet()  # everyone has read what was there
         self.sender._slot(slot).fill_(0xEE)
         self.sender.pack(index, slot, shards)
-        if not self.plan.sharded:
-            self.sender.gather(bucket, slot, self.rank, self.group)
+        if not self.plan.sharded and bucket.world > 1:
+            start = partial(dist.broadcast, group=self.group, async_op=True)
+            self.sender.broadcast(bucket, slot, dist.get_process_group_ranks(self.group), start)
+            self.sender.drain(slot)
         self._meet()
         spread = self.plan.sharded and bucket.world > 1
         own = self.rank if self.plan.sharded else 0
@@ -66,16 +68,9 @@ class Reader:
 
     def check(self) -> None:
         """Compares hashes as a sync does; every rank has read everything. Collective over all trainer ranks."""
-        buckets = self.plan.buckets
-        sizes = {entry.name: entry.nbytes for bucket in buckets for entry in bucket.entries}
-        owners = {hull.names[0] for bucket in buckets for hull in hulls_of(bucket.entries)}
-        readings = tuple((sizes[name], (Run(0, 0, sizes[name]),), (self._numbers[name],)) for name in sorted(owners))
-        check = HashCheck(Agreement(30.0))
-        committed = Committed(Coverage(0, ()), sums=self._read.numpy().tobytes(), readings=readings)
-        assert check.note(committed)
-        check.learn(self.plan)
-        assert check.whole(self.plan) == ()
-        check.compare(paired(self.sender.sums(self.plan), committed))
+        agreement, world = Agreement(30.0), dist.get_world_size()
+        sent, read = agreement.sum("comparing", torch.stack([self.sender.sums(self.plan), self._read]))
+        assert torch.equal(sent * world, read * times_sent(self.plan, world)), "bytes changed on the way"
 
     def close(self) -> None:
         self.check()

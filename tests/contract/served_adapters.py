@@ -17,10 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from contract import sglang_models
 from contract.families import FAMILIES, Family
 from contract.family_syncs import publish
-from verl_sync_plugin.receiver.ledger import Ledger
-from verl_sync_plugin.rollouts.sglang.held_adapter import look
+from verl_sync_plugin.engine.introduce import introduce
+from verl_sync_plugin.engine.recorder import Source
+from verl_sync_plugin.layout.load_map import unwritten
+from verl_sync_plugin.rollouts.sglang.lora import look, served_settings, summary
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
-from verl_sync_plugin.rollouts.sglang.served_lora import served_settings, summary
 
 NAME = "served"
 RANK, ROOM = 4, 8
@@ -99,10 +100,12 @@ def outcome(
 def takes_the_base(model: torch.nn.Module, home: Path, rank: int) -> None:
     """Also the parameters of layers that an adapter wraps."""
     base = {name: tensor for file in home.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    with Ledger(model) as ledger:
-        SGLangModel(model, rank).load_weights(base.items())
-    found = ledger.coverage()
-    assert base and {name for name, *_ in found.missing} <= set(found.buffers), found.missing
+    sources = [Source(name, tensor.dtype, tuple(tensor.shape), None) for name, tensor in base.items()]
+    known = SGLangModel(model, rank)
+    known.sent = frozenset(base)
+    missing = unwritten(introduce(known, sources, {}, torch.device("cpu"))[0])
+    assert base and all(kept.buffer for kept, *_ in missing), missing
+    known.load_weights(base.items())
 
 
 def in_the_way_of_rubbish(manager: Any, factors: Factors) -> None:

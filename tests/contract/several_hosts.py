@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of ``test_exchanged.py`` do: the real sharding manager over gloo, and SGLang's model classes behind
+"""What the ranks of ``test_several_hosts.py`` do: the real sharding manager over gloo, and SGLang's model classes in
 real receiver sessions. Hosts are names that the test gives to its processes; module-level, for spawned processes."""
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from contract.engine_beside import TIMEOUT, Engine
 from contract.sources import WorldSource
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.layout.joint import plan_joint
+from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import Base, Plan, View
-from verl_sync_plugin.report.sync_report import SyncReport
-from verl_sync_plugin.sync.delivery import reach
+from verl_sync_plugin.report import SyncReport
+from verl_sync_plugin.sync import ways
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
-from verl_sync_plugin.trainers.dtensors import even_chunks
+from verl_sync_plugin.trainers.fsdp2 import even_chunks
 
 KIND, CPU = "qwen3-moe", torch.device("cpu")
 
@@ -38,14 +38,12 @@ class Case:
     Attributes:
         hosts: of each rank.
         joint: every tensor has one owner, as with pipeline and expert parallelism; else all ranks share out all.
-        delivery: ``custom.sync.delivery``.
         bucket_bytes: small ones make many buckets.
         failing: failures and recoveries follow.
     """
 
     hosts: tuple[str, ...]
     joint: bool = False
-    delivery: str = "auto"
     bucket_bytes: int = 60_000
     failing: bool = False
 
@@ -60,8 +58,8 @@ class Source(WorldSource):
 
     def plan(self, bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False, held: int = 1) -> Plan:
         if self._joint:
-            return plan_joint(bases, bucket_bytes, sharded, held)
-        return super().plan(bases, bucket_bytes, sharded, held)
+            return plan_buckets(bases, bucket_bytes, sharded)
+        return super().plan(bases, bucket_bytes, sharded)
 
     def shards(self) -> list[Shard]:
         return [self._shard(number, name, tensor) for number, (name, tensor) in enumerate(self.weights)]
@@ -93,7 +91,7 @@ class Member:
     def __init__(self, case: Case, config: Any, tp: int) -> None:
         self.rank, self.model, self.reference = dist.get_rank(), models.build(config), models.build(config)
         self.source = Source(case.joint)
-        settings = SyncConfig(timeout_seconds=TIMEOUT, delivery=case.delivery)
+        settings = SyncConfig(timeout_seconds=TIMEOUT)
         self.manager = Manager(self.source, Engine(self.model, tp), settings, case.bucket_bytes, CPU)
         self.version = 0
 
@@ -126,11 +124,6 @@ class Member:
         dist.all_reduce(total)
         return int(total.item())
 
-    def packed(self) -> int:
-        """Bytes of all segments without what fills them up behind their last tensor."""
-        plan = self.manager.planning.ready()
-        return sum(b.filled(plan.bases, place) for b in plan.buckets for place in range(b.world))
-
 
 def play(rank: int, folder: str, port: int, tp: int, cases: tuple[Case, ...]) -> None:
     """Entry of a spawned process: all cases, one after another."""
@@ -139,7 +132,7 @@ def play(rank: int, folder: str, port: int, tp: int, cases: tuple[Case, ...]) ->
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     config = models.start(Path(folder), KIND, rank, world, port, tp)
     for case in cases:
-        with mock.patch.object(reach, "host_name", lambda case=case: case.hosts[rank]):
+        with mock.patch.object(ways, "host_name", lambda case=case: case.hosts[rank]):
             member = Member(case, config, tp)
             story(member, case)
         dist.barrier()
@@ -148,29 +141,24 @@ def play(rank: int, folder: str, port: int, tp: int, cases: tuple[Case, ...]) ->
 
 def story(member: Member, case: Case) -> None:
     """Three syncs, each exact, with the bytes over the network that there have to be; then failures and recoveries."""
-    hosts = len(set(case.hosts))
+    several = len(set(case.hosts)) > 1
     for _ in range(3):
         report = member.sync()
         member.exact()
-        way = member.manager.choice._chosen
-        assert way is not None and report.buckets > 3, report
-        if case.delivery == "gathered":
-            assert way.name == "gathered" and report.gathered_bytes > 0
-            alike = sum(case.hosts.count(host) for host in case.hosts)
-            assert member.crossing() == report.nbytes // len(case.hosts) * (len(case.hosts) ** 2 - alike)
-        else:
-            assert way.name == "exchanged" and report.gathered_bytes == report.direct_bytes == 0, report
-            assert member.crossing() == member.packed() * (hosts - 1)
-            assert (report.peer_bytes > 0) == (case.hosts.count(case.hosts[member.rank]) > 1), report
-        assert report.replayed_tensors > 0, "the first is proven by marks"
+        assert report.buckets > 3 and report.replayed_tensors > 0, "the first is proven by marks"
+        assert report.delivery == ("broadcast" if several else "staged")
+        assert (report.gathered_bytes > 0) == several and (report.peer_bytes > 0) == (not several), report
+        alike = sum(case.hosts.count(host) for host in case.hosts)
+        assert member.crossing() == report.nbytes // len(case.hosts) * (len(case.hosts) ** 2 - alike)
     if case.failing:
-        for fail in (packing_fails, a_byte_changes_on_the_network):
+        for fail in (packing_fails, a_byte_changes_on_the_network) if several else (packing_fails,):
             texts: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(texts, fail(member))
             assert len(set(texts)) == 1, texts
             member.sync()
             member.exact()
-        out_of_reach(member)
+        if not several:
+            out_of_reach(member)
 
 
 def packing_fails(member: Member) -> str:
@@ -194,32 +182,31 @@ def a_byte_changes_on_the_network(member: Member) -> str:
     """A bit flips in each byte of a segment that rank 0 has received, of which its engine rank may read a part only;
     whoever reads it says so."""
     sender = member.manager.sender
-    honest, drained = sender.exchange, sender.drain
-    received: dict[int, torch.Tensor] = {}
+    honest, drained = sender.broadcast, sender.drain
+    received: list[int] = []
 
-    def noting(bucket: Any, slot: int, sends: Any, receives: Any, link: Any) -> None:
-        honest(bucket, slot, sends, receives, link)
-        if receives and member.rank == 0 and bucket is member.manager.planning.ready().buckets[1]:
-            received[slot] = sender._slot(slot).narrow(0, receives[0].number * bucket.stride, receives[0].nbytes)
+    def noting(bucket: Any, slot: int, *args: Any) -> None:
+        honest(bucket, slot, *args)
+        if member.rank == 0 and bucket is member.manager.planning.ready().buckets[1]:
+            received.append(slot)
 
     def flipping(slot: int) -> None:
         drained(slot)
         if slot in received:
-            received.pop(slot).bitwise_xor_(128)
+            received.clear()
+            stride = member.manager.planning.ready().buckets[1].stride
+            sender._slot(slot).narrow(0, stride, stride).bitwise_xor_(128)
 
-    sender.exchange, sender.drain = noting, flipping  # type: ignore[method-assign]
+    sender.broadcast, sender.drain = noting, flipping  # type: ignore[method-assign]
     text = member.failing()
-    sender.exchange, sender.drain = honest, drained  # type: ignore[method-assign]
+    sender.broadcast, sender.drain = honest, drained  # type: ignore[method-assign]
     assert "changed on the way to the engine" in text, text
     return text
 
 
 def out_of_reach(member: Member) -> None:
-    """Engine ranks cannot open their neighbours' memory: the same sync goes on gathered, where there are any."""
+    """Engine ranks cannot open their neighbours' memory: the same sync goes on by broadcast."""
     manager = member.manager
-    hosts = manager.choice.reach.hosts
-    if max(hosts.count(host) for host in hosts) == 1:
-        return
     sender, honest = manager.sender, manager.sender.export
 
     def elsewhere(reader: int) -> Any:
@@ -231,4 +218,4 @@ def out_of_reach(member: Member) -> None:
     for _ in range(2):
         member.sync()
         member.exact()
-        assert manager.report.gathered_bytes > 0
+        assert manager.report.delivery == "broadcast"

@@ -88,11 +88,11 @@ def shapes_of(kind: str) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def weights_of(kind: str, seed: int) -> Weights:
-    """A random checkpoint; routers travel in fp32, as ``keep_dtype`` has it, and the head is tied where it is."""
+    """A random checkpoint in the dtypes in which SGLang keeps it; the head is tied where it is."""
     generator = torch.Generator().manual_seed(seed)
     made: Weights = []
     for name, shape in shapes_of(kind):
-        kept = name.endswith((".gate.weight", "e_score_correction_bias"))
+        kept = name.endswith("e_score_correction_bias")
         value = torch.randn(shape, generator=generator)
         made.append((name, value if kept else value.to(torch.bfloat16)))
     if config_of(kind)["tie_word_embeddings"]:

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.sync.ways import Sync, Way, Ways
 from verl_sync_plugin.trainers.base import ParameterSource
+from verl_sync_plugin.transport.agreement import Agreement
 
 
 class WorldSource(ParameterSource):
@@ -26,3 +29,22 @@ class WorldSource(ParameterSource):
 def everyone() -> tuple[int, ...]:
     """All ranks: what a ``WorldSource`` shares bases out over."""
     return tuple(range(dist.get_world_size()))
+
+
+def chosen(ways: Ways, agreement: Agreement, sync: Sync) -> Way:
+    """The way that the ranks vote for."""
+    return ways.take(sync, agreement.vote("choosing the way", ways.votes(sync)).tolist())
+
+
+class Wanted(dict[str, str]):
+    """What an engine says that takes tensors of these patterns as the trainer has them; ``WirePolicy.kept``."""
+
+    def __init__(self, *patterns: str) -> None:
+        super().__init__()
+        self._patterns = patterns
+
+    def __contains__(self, name: object) -> bool:
+        return any(re.search(pattern, str(name)) for pattern in self._patterns)
+
+    def __missing__(self, name: str) -> str:
+        return ""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from verl_sync_plugin.copies.copier import Targets
-from verl_sync_plugin.receiver.unpacker import Unpacker
+from verl_sync_plugin.engine.load import ModelLoad
 
 COPIES = 12  # that are made of a load in place before it stands still
 STALL_SECONDS = 15.0  # at most
@@ -40,17 +40,17 @@ def arm(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -
     """
     folder = Path(named_tensors[0][0])
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    load, load_in_place, find = Unpacker.load, Unpacker.load_in_place, Targets.find
+    honest, load_in_place, find = ModelLoad.load, ModelLoad.load_in_place, Targets.find
     found = 0
 
     def stall() -> None:
-        Unpacker.load, Unpacker.load_in_place, Targets.find = load, load_in_place, find  # type: ignore[method-assign]
+        ModelLoad.load, ModelLoad.load_in_place, Targets.find = honest, load_in_place, find  # type: ignore[method-assign]
         _stand_still(folder, model, before)
 
-    def loading(unpacker: Unpacker, index: int, slots: Any) -> None:
+    def loading(load: ModelLoad, index: int, slots: Any) -> None:
         if index == 1:
             stall()
-        load(unpacker, index, slots)
+        honest(load, index, slots)
 
     def finding(targets: Targets, address: int) -> tuple[torch.Tensor, int]:
         nonlocal found
@@ -59,11 +59,11 @@ def arm(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -
             stall()
         return find(targets, address)
 
-    def loading_in_place(unpacker: Unpacker, *args: Any) -> None:
+    def loading_in_place(load: ModelLoad, *args: Any) -> None:
         Targets.find = finding  # type: ignore[method-assign]
-        load_in_place(unpacker, *args)
+        load_in_place(load, *args)
 
-    Unpacker.load, Unpacker.load_in_place = loading, loading_in_place  # type: ignore[method-assign]
+    ModelLoad.load, ModelLoad.load_in_place = loading, loading_in_place  # type: ignore[method-assign]
 
 
 def _stand_still(folder: Path, model: torch.nn.Module, before: dict[str, torch.Tensor]) -> None:

@@ -6,7 +6,6 @@ Of those whose tiny models SGLang 0.5.12 builds on a CPU from a config of transf
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ import torch.multiprocessing as mp
 
 from contract import sglang_configs
 from contract import sglang_models as models
-from verl_sync_plugin.rollouts.sglang.families import ALWAYS_TIED
+from ports import free_port
+from verl_sync_plugin.rollouts.sglang.refusals import ALWAYS_TIED
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +59,5 @@ def heads(_: int, folder: str, port: int) -> None:
 
 def test_told_to_untie_they_have_no_head_of_their_own(tmp_path: Path) -> None:
     assert TIED.keys() <= ALWAYS_TIED.keys() and not FREE.keys() & ALWAYS_TIED.keys()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     mp.spawn(heads, args=(str(tmp_path), port), nprocs=1)

@@ -18,7 +18,7 @@ from worlds import run_world
 
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.adapter import AdapterSender
 from verl_sync_plugin.sync.connect import MeetingPoint
 from verl_sync_plugin.sync.endpoint import LoadOutcome
@@ -28,6 +28,7 @@ from verl_sync_plugin.sync.wake import Waking
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.trainers.fsdp import PEFTAdapter
 from verl_sync_plugin.transport.agreement import Agreement
+from verl_sync_plugin.transport.conversation import Greeting
 from verl_sync_plugin.transport.protocol import LoadRequest
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -76,6 +77,11 @@ class HangingLoad(Loading):
         return LoadOutcome()
 
 
+async def resumed(agreement: Agreement, engine: Engine, device: torch.device) -> None:
+    await Waking(agreement, engine, device).resume(["weights"], SyncReport())
+    agreement.settle("connecting to the engine")
+
+
 def cancel_leader(where: str) -> tuple[Outcome, str]:
     """How this rank's part of a stage ends, and a later agreement."""
     agreement, engine, leads = Agreement(BOUND), Hanging(), dist.get_rank() == 0
@@ -91,9 +97,9 @@ def cancel_leader(where: str) -> tuple[Outcome, str]:
         meeting = MeetingPoint(agreement, engine, BucketSender(CPU, BOUND), SyncConfig(timeout_seconds=BOUND))
         meeting.begin("1")
         meeting.ask("1")
-        work = meeting.meet()
+        work = meeting.meet(lambda: Greeting("", None))
     elif where == "resume":
-        work = Waking(agreement, engine, CPU).resume(["weights"], SyncReport())
+        work = resumed(agreement, engine, CPU)
     else:
         work = Waking(agreement, engine, CPU).finish(["kv_cache"], SyncReport())
     outcome = asyncio.run(ended(work, cancel=leads))
@@ -125,7 +131,7 @@ def fail_to_measure(where: str) -> Outcome:
         config = SyncConfig(timeout_seconds=BOUND)
         work = WithoutSource(None, Comer(), config, 1 << 20, device).update_weights([], 1)
     else:
-        work = Waking(Agreement(BOUND), engine, device).resume(["weights"], SyncReport())
+        work = resumed(Agreement(BOUND), engine, device)
     return asyncio.run(ended(work, cancel=False))
 
 

@@ -6,7 +6,6 @@ Two ranks of one engine, which share out the experts; each is a process of its o
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +16,8 @@ import torch.multiprocessing as mp
 
 from contract import sglang_models as models
 from contract.wire import CPU, Wire
-from verl_sync_plugin.receiver.proof import refuse_rearranged
+from ports import free_port
+from verl_sync_plugin.engine.load import refuse_rearranged
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 
 pytestmark = pytest.mark.slow
@@ -62,7 +62,7 @@ def every_replica_gets_its_weights(config: Any, rank: int) -> None:
         place(experts, config, rank)
         weights = models.weights_of(KIND, seed)
         assert wire.sync(weights)[0] == len(weights)
-        assert not wire.coverage.missing, wire.coverage.missing
+        assert not wire.comparison.unwritten, wire.comparison.unwritten
         holds(model, experts, rank, weights)
 
 
@@ -91,7 +91,5 @@ def run_rank(rank: int, world: int, folder: str, port: int) -> None:
 
 
 def test_experts(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     mp.spawn(run_rank, args=(2, str(tmp_path), port), nprocs=2)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One bit flips on the way of a weight: which of the hashes and of the comparison of the destination finds it, where.
 
-As in ``test_destination.py``: SGLang's own model classes, two tensor-parallel ranks, the real packer, replay and proof.
+As in ``test_destination.py``: SGLang's own model classes, two tensor-parallel ranks, the real packer and load.
 ``staging`` is the bucket between its packing and its load, ``passage`` the copy itself, whose reader has hashed what it
 was to copy, and ``destination`` the engine's parameter behind all copies. On the network: ``test_exchanged.py``; in a
 running engine: ``tests/bare_engine``.
@@ -9,7 +9,6 @@ running engine: ``tests/bare_engine``.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -23,18 +22,19 @@ import torch.multiprocessing as mp
 
 from contract import sglang_models as models
 from contract.wire import Wire
+from ports import free_port
 from verl_sync_plugin.copies.bucket_memory import Memory
 from verl_sync_plugin.copies.copier import _PlainPrepared
-from verl_sync_plugin.copies.hulls import hulls_of, numbers_of
 from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.layout.hulls import hulls_of, numbers_of
+from verl_sync_plugin.layout.load_map import owners_of, read_parts
 from verl_sync_plugin.verify.cadence import FIRST_SYNCS, Cadence
-from verl_sync_plugin.verify.hashes import HashCheck
+from verl_sync_plugin.verify.comparison import Comparison
 
 pytestmark = pytest.mark.slow
 WHERE = ("staging", "passage", "destination")
 READ, HELD = "changed on the way to the engine", "do not hold what was sent of"
 LAYER = "model.layers.1."
-ROUTER = f"{LAYER}mlp.gate.weight"  # travels in fp32, and the model's own load casts it
 # Parts of fused parameters, cut by columns and by rows, the vocabulary, what every rank holds whole; tied ends; experts
 VICTIMS = {
     "qwen2": (
@@ -47,7 +47,7 @@ VICTIMS = {
     "qwen2-tied": ("model.embed_tokens.weight",),
     "qwen3-moe": (
         *(f"{LAYER}mlp.experts.5.{part}_proj.weight" for part in ("gate", "up", "down")),
-        ROUTER,
+        f"{LAYER}mlp.gate.weight",
     ),
 }
 Spoil = Callable[[torch.Tensor], None]
@@ -56,8 +56,11 @@ Spoil = Callable[[torch.Tensor], None]
 @contextmanager
 def a_flip(wire: Wire, where: str, victim: str) -> Iterator[tuple[Spoil, Callable[[], None]]]:
     """During the next sync; what ``Wire.sync`` takes for it. In passage and destination of the last rank only."""
-    number = numbers_of(bucket.entries for bucket in wire.plan.buckets)[victim]
     (bucket,) = wire.plan.buckets
+    owners = owners_of([bucket.entries])
+    owner = owners[numbers_of([bucket.entries])[victim]]
+    parts = read_parts(wire.load.map, [bucket.entries], owners)
+    groups = {group for group, (number, _) in enumerate(parts) if number == owner}
     place = next(hull.first for hull in hulls_of(bucket.entries) if victim in hull.names) + 7
     held: list[torch.Tensor] = []  # bytes of the victim in the engine's parameters
     honest, last = _PlainPrepared.run, dist.get_rank() == dist.get_world_size() - 1
@@ -68,7 +71,7 @@ def a_flip(wire: Wire, where: str, victim: str) -> Iterator[tuple[Spoil, Callabl
     def run(prepared: Any, memory: Memory, sums: torch.Tensor, copy: bool = True, hashed: bool = True) -> None:
         honest(prepared, memory, sums, copy, hashed)
         for block in prepared._blocks if copy else ():
-            if block.group == number and not held:
+            if block.group in groups and not held:
                 flat, start = prepared._targets.find(block.target)
                 held.append(flat[start : start + 8])
                 if where == "passage" and last:
@@ -79,10 +82,6 @@ def a_flip(wire: Wire, where: str, victim: str) -> Iterator[tuple[Spoil, Callabl
             flip(memory, place)
 
     def behind() -> None:
-        if not held:  # the model's own load has copied it, and cast it
-            assert where != "passage"
-            parameter = dict(wire.model.named_parameters())[victim]
-            held.append(parameter.data.view(-1).view(torch.uint8)[:8])
         if where == "destination" and last:
             flip(held[0], 7)
 
@@ -93,7 +92,7 @@ def a_flip(wire: Wire, where: str, victim: str) -> Iterator[tuple[Spoil, Callabl
 def found(wire: Wire, weights: models.Weights, where: str, victim: str, hashes: bool, verified: bool) -> str:
     """By which of the two a flip was found; empty if nobody noticed it."""
     wire.verified = verified
-    unseen = nullcontext() if hashes else mock.patch.object(HashCheck, "compare")
+    unseen = nullcontext() if hashes else mock.patch.object(Comparison, "_compare_read")
     try:
         with unseen, a_flip(wire, where, victim) as (spoil, behind):
             wire.sync(weights, spoil, behind)
@@ -108,7 +107,7 @@ def every_flip_is_found(kind: str, wire: Wire) -> None:
     """With the comparison alone wherever it is; with neither of the two nowhere, so it is the comparison that did."""
     for seed, victim in enumerate(VICTIMS[kind], start=3):
         weights = models.weights_of(kind, seed)
-        for where in WHERE if victim != ROUTER else ("staging", "destination"):
+        for where in WHERE:
             packed = where == "staging"
             for hashes, verified, expected in (
                 (False, True, "held"),
@@ -143,14 +142,11 @@ def run_rank(rank: int, world: int, folder: str, port: int) -> None:
         for kind in VICTIMS:
             config = models.start(Path(folder), kind, rank, world, port)
             wire = Wire(models.build(config), models.weights_of(kind, 0), 1, 1 << 30)
-            for seed in (1, 2):  # the model's own load, then a replay
-                wire.sync(models.weights_of(kind, seed))
+            wire.sync(models.weights_of(kind, 1))
             every_flip_is_found(kind, wire)
             what_first_finds(kind, wire)
 
 
 def test_one_flipped_bit(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     mp.spawn(run_rank, args=(2, str(tmp_path), port), nprocs=2)

@@ -22,10 +22,10 @@ from worlds import run_world
 
 from contract.fsdp_layouts import KEEP, LAYOUTS, Layout, State, open_source, shard, torchs_own_state
 from contract.reading import Reader
+from verl_sync_plugin.engine.load import Assembler
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Plan
-from verl_sync_plugin.receiver.assembly import Assembler
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source

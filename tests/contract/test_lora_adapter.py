@@ -14,19 +14,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from lora_models import Layout, Variant, merging_source, peft_model, shard
-from peft import LoraConfig, get_peft_model_state_dict
+from peft import get_peft_model_state_dict
 from worlds import run_world
 
 from contract.fsdp_layouts import torchs_own_state
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.report.sync_report import SyncReport
-from verl_sync_plugin.rollouts.sglang.served_lora import pack_adapter, refuse_adapter, served_settings
+from verl_sync_plugin.report import SyncReport
+from verl_sync_plugin.rollouts.sglang.lora import served_settings
+from verl_sync_plugin.rollouts.sglang.request import dumps
 from verl_sync_plugin.sync.adapter import AdapterSender
 from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
 from verl_sync_plugin.trainers.fsdp import PEFTAdapter
-from verl_sync_plugin.trainers.lora_source import MergingSource
+from verl_sync_plugin.trainers.lora import MergingSource
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import LoadRequest
 
@@ -65,7 +66,7 @@ class Engine(RolloutEndpoint):
     async def load_adapter(self, config: Any, factors: Any, weight_version: str | None) -> LoadOutcome:
         if self.refuses:
             raise RuntimeError("SGLang refused the adapter: rank too high")
-        packed = pack_adapter(factors)
+        packed = dumps(factors)
         self.adapters.append((served_settings(config, factors), pickle.loads(packed)))
         return LoadOutcome(0.5, len(packed))
 
@@ -150,24 +151,3 @@ def _with_a_broken_factor(source: MergingSource) -> list[Shard]:
 @pytest.mark.parametrize("layout", [Layout((1,)), Layout((3,)), Layout((2,), True)], ids=str)
 def test_the_engine_gets_pefts_own_adapter(layout: Layout) -> None:
     run_world(layout.size, send_three_times, layout, timeout=60)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"use_dora": True},
-        {"use_rslora": True},
-        {"modules_to_save": ["lm_head"]},
-        {"bias": "all"},
-        {"rank_pattern": {"q_proj": 2}},
-    ],
-    ids=lambda settings: next(iter(settings)),
-)
-def test_what_sglang_would_misread_is_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(settings))) as caught:
-        refuse_adapter(vars(LoraConfig(r=3, target_modules=["q_proj"], **settings)), {})
-    assert "lora.merge=True" in str(caught.value)
-
-
-def test_a_plain_adapter_is_servable() -> None:
-    refuse_adapter(vars(LoraConfig(r=3, target_modules=["q_proj"], lora_dropout=0.1)), {})

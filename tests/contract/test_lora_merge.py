@@ -31,8 +31,7 @@ from worlds import run_world
 
 from bare_engine import trainer
 from contract.fsdp_layouts import torchs_own_state
-from verl_sync_plugin.lora.names import is_adapter
-from verl_sync_plugin.lora.weights import Kind, lora_weights
+from verl_sync_plugin.lora.peft import Kind, is_adapter, lora_weights
 from verl_sync_plugin.trainers.naming import verl_rewrite
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

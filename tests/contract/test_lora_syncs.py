@@ -13,7 +13,7 @@ from worlds import run_world
 
 from contract.fsdp_layouts import torchs_own_state
 from verl_sync_plugin.layout.planner import plan_buckets
-from verl_sync_plugin.lora.names import is_adapter
+from verl_sync_plugin.lora.peft import is_adapter
 
 LINEAR = Variant("all-linear", config={"target_modules": "all-linear"})
 DORA = Variant("dora-embedding", "llama", {"target_modules": ["embed_tokens", "o_proj"], "use_dora": True})

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 from worlds import run_world
 
-from megatron_cpu import rearranged, stories, streams, te_names
+from megatron_cpu import cost, rearranged, stories, streams, te_names
 from megatron_cpu.engines import Layout
+from verl_sync_plugin.sync.sender import SLOTS
 
 pytestmark = pytest.mark.usefixtures("bridge_processes")
 
@@ -22,6 +23,8 @@ CASES = [
 ]
 MORE_CASES = [
     ("qwen2", Layout(1)),
+    ("qwen2", Layout(2)),
+    ("qwen2", Layout(4, tp=2)),
     ("qwen2", Layout(2, tp=2)),
     ("qwen2", Layout(2, cp=2)),
     ("qwen2", Layout(2, pp=2, vpp=2)),
@@ -92,13 +95,8 @@ def test_names_and_classes_of_transformer_engine_are_read(
     assert {f"decoder.layers.0.{name}" for name in fused} <= names
 
 
-@pytest.mark.parametrize("change", ["dtype", "gone"])
-def test_disagreement_is_one_error_soon_and_recovered_from(change: str, checkpoint: Callable[[str], str]) -> None:
-    results = run_world(2, stories.disagreeing, checkpoint("qwen2"), Layout(2, tp=2), change, timeout=120)
-    (text,) = {text for text, _ in results}
-    assert "failed at 'matching the layouts of all ranks'; trainer weights are unchanged" in text
-    assert "decoder.layers.0.self_attention.linear_proj.weight" in text
-    assert max(seconds for _, seconds in results) < 5
+def test_routers_keep_their_dtype_on_a_float32_wire(checkpoint: Callable[[str], str]) -> None:
+    run_world(2, stories.syncs, checkpoint("moonlight"), Layout(2, tp=2, ep=2, etp=1), "float32", timeout=120)
 
 
 @pytest.mark.parametrize("layout", [Layout(2, tp=2), Layout(2, pp=2)], ids=str)
@@ -112,3 +110,55 @@ def test_tensors_and_modules_that_are_replaced_are_found(checkpoint: Callable[[s
 
 def test_a_padded_vocabulary_arrives_without_its_padding(checkpoint: Callable[[str], str]) -> None:
     assert run_world(2, stories.padded, checkpoint("qwen2"), Layout(2, tp=2), timeout=120) == [192, 192]
+
+
+def test_what_cannot_be_synced_is_refused_by_name(checkpoint: Callable[[str], str]) -> None:
+    first, second = run_world(2, stories.refused, checkpoint("qwen2"), timeout=120)
+    assert first == second, "the same error on every rank"
+    for text, key in zip(
+        first,
+        (
+            "override_ddp_config.overlap_param_gather=True",
+            "actor.megatron.use_megatron_fsdp=True",
+            "actor.megatron.qat.enable=True",
+            "actor.megatron.vanilla_mbridge=True",
+        ),
+        strict=True,
+    ):
+        assert key in text, text
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("shape", "rank 0: bfloat16 (64, 32), part 1 of 2 along dimension 1; rank 1: bfloat16 (65, 32), part 2 of 2"),
+        ("dtype", "rank 0: bfloat16 (64, 32), part 1 of 2 along dimension 1; rank 1: float32 (64, 32), part 2 of 2"),
+        ("gone", "ranks 0, 1 hold 2048 of 4096 elements of parameter"),
+    ],
+    ids=["shape", "dtype", "gone"],
+)
+def test_disagreement_is_one_error_soon_and_recovered_from(
+    change: str, said: str, checkpoint: Callable[[str], str]
+) -> None:
+    results = run_world(2, stories.disagreeing, checkpoint("qwen2"), Layout(2, tp=2), change, timeout=120)
+    (text,) = {text for text, _ in results}
+    assert "failed at 'matching the layouts of all ranks'; trainer weights are unchanged" in text
+    assert "decoder.layers.0.self_attention.linear_proj.weight" in text and said in text
+    assert max(seconds for _, seconds in results) < 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("qwen2", Layout(4, tp=2, pp=2)), ("qwen3-moe", Layout(4, tp=2, pp=2, ep=2, etp=1))],
+    ids=lambda value: str(value),
+)
+def test_packing_needs_no_collective_and_two_buckets_of_memory(
+    kind: str, layout: Layout, checkpoint: Callable[[str], str]
+) -> None:
+    bucket_bytes = 10_000
+    for counts, buckets, staging, other in run_world(
+        4, cost.of_third_sync, checkpoint(kind), layout, bucket_bytes, timeout=120
+    ):
+        assert buckets > 5 and counts == {}
+        assert staging <= SLOTS * bucket_bytes
+        assert other == 0, "packing needs no memory beside the two buckets"

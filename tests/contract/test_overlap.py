@@ -24,17 +24,17 @@ from worlds import run_world
 from contract.engine_beside import TIMEOUT, Engine
 from contract.several_hosts import Manager, Source
 from verl_sync_plugin.config.settings import SyncConfig
+from verl_sync_plugin.engine.load import ModelLoad
 from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.receiver.unpacker import Unpacker
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.rollouts.sglang import loader
-from verl_sync_plugin.sync.delivery import reach
+from verl_sync_plugin.sync import ways
 from verl_sync_plugin.sync.sender import SLOTS
 
 BUCKETS, SHAPE = 8, (64, 64)
-BUCKET_BYTES = {"sharded": 13_000, "exchanged": 25_000, "gathered": 25_000}  # for one tensor in each
+BUCKET_BYTES = {"staged": 13_000, "broadcast": 25_000}  # for one tensor in each
 # How many buckets after the one being loaded the one being packed is; between them is the one that is being sent
-APART = {"sharded": 1, "exchanged": 2, "gathered": 2}
+APART = {"staged": 1, "broadcast": 2}
 WAIT = 30.0
 Spans = list[tuple[float, float]]
 
@@ -62,14 +62,14 @@ class AtOnce:
         self._sent: list[int] = []  # slots with a bucket that is on its way
         self.sent_meanwhile: list[bool] = []
         self._sender = manager.sender
-        self._pack, self._exchange, self._drain = self._sender.pack, self._sender.exchange, self._sender.drain
-        self._load = Unpacker.load
+        self._pack, self._broadcast, self._drain = self._sender.pack, self._sender.broadcast, self._sender.drain
+        self._load = ModelLoad.load
 
     @contextmanager
     def held(self) -> Iterator[None]:
         with (
-            mock.patch.multiple(self._sender, pack=self.pack, exchange=self.exchange, drain=self.drain),
-            mock.patch.object(Unpacker, "load", lambda *args: self.load(*args)),
+            mock.patch.multiple(self._sender, pack=self.pack, broadcast=self.broadcast, drain=self.drain),
+            mock.patch.object(ModelLoad, "load", lambda *args: self.load(*args)),
         ):
             yield
 
@@ -81,15 +81,15 @@ class AtOnce:
             self.sent_meanwhile.append((index - 1) % SLOTS in self._sent)
         self._pack(index, slot, shards)
 
-    def load(self, unpacker: Unpacker, index: int, slots: Sequence[torch.Tensor]) -> None:
+    def load(self, load: ModelLoad, index: int, slots: Sequence[torch.Tensor]) -> None:
         self._loading[index].set()
         packed = index + self._apart
-        if packed < len(unpacker.manifest.buckets):
+        if packed < len(load.manifest.buckets):
             assert self._packing[packed].wait(WAIT), f"bucket {packed} waits until {index} has been loaded"
-        self._load(unpacker, index, slots)
+        self._load(load, index, slots)
 
-    def exchange(self, bucket: Any, slot: int, *args: Any) -> None:
-        self._exchange(bucket, slot, *args)
+    def broadcast(self, bucket: Any, slot: int, *args: Any) -> None:
+        self._broadcast(bucket, slot, *args)
         self._sent.append(slot)
 
     def drain(self, slot: int) -> None:
@@ -101,13 +101,13 @@ class AtOnce:
 def two_syncs(delivery: str) -> list[tuple[SyncReport, list[bool]]]:
     """One rank's reports, and whether a bucket was on its way whenever one was packed and another one loaded."""
     rank, model, source, found = dist.get_rank(), Model(), Source(joint=False), []
-    host = f"host {rank}" if delivery == "exchanged" else "host"
+    host = f"host {rank}" if delivery == "broadcast" else "host"
     loader._sessions.clear()
     with (
         mock.patch.object(loader, "tensor_parallel_rank", lambda: rank),
-        mock.patch.object(reach, "host_name", lambda: host),
+        mock.patch.object(ways, "host_name", lambda: host),
     ):
-        settings = SyncConfig(timeout_seconds=TIMEOUT, delivery=delivery)
+        settings = SyncConfig(timeout_seconds=TIMEOUT, delivery="staged")
         manager = Manager(source, Engine(model, 2), settings, BUCKET_BYTES[delivery], torch.device("cpu"))
         for version in range(2):
             generator = torch.Generator().manual_seed(version)
@@ -129,7 +129,7 @@ def spans_of(report: SyncReport, stage: str) -> Spans:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delivery", ["sharded", "exchanged", "gathered"])
+@pytest.mark.parametrize("delivery", ["staged", "broadcast"])
 def test_a_bucket_is_packed_while_another_one_is_loaded(delivery: str) -> None:
     for report, sent_meanwhile in (each for of_rank in run_world(2, two_syncs, delivery) for each in of_rank):
         packs, loads = spans_of(report, "pack"), spans_of(report, "engine_load")
@@ -139,5 +139,5 @@ def test_a_bucket_is_packed_while_another_one_is_loaded(delivery: str) -> None:
         for index in range(SLOTS, BUCKETS):
             pack, load = packs[index], loads[index - APART[delivery]]
             assert max(pack[0], load[0]) < min(pack[1], load[1]), f"bucket {index}: not at the same time"
-        if delivery == "exchanged":
+        if delivery == "broadcast":
             assert sent_meanwhile == [True] * (BUCKETS - SLOTS), "no bucket was on its way between the two"

@@ -96,7 +96,7 @@ class Phase(RuleBasedStateMachine):
     @precondition(lambda self: self.released is not None)
     @invariant()
     def knows_what_is_released(self) -> None:
-        assert self.real.sglang.released == self.released == self.real.server.occupation.state.released
+        assert self.real.sglang.released == self.released == self.real.server.occupation.released
 
     def teardown(self) -> None:
         points.arm("", "", "")

@@ -12,17 +12,16 @@ import torch
 import torch.distributed as dist
 from worlds import run_world
 
-from contract.sources import WorldSource, everyone
+from contract.sources import WorldSource, chosen, everyone
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, View
-from verl_sync_plugin.report.sync_report import SyncReport
-from verl_sync_plugin.sync.delivery.base import Sync
-from verl_sync_plugin.sync.delivery.choice import Choice
+from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.planning import Planning
 from verl_sync_plugin.sync.sender import BucketSender
-from verl_sync_plugin.trainers.lora_source import MergingSource
+from verl_sync_plugin.sync.ways import Sync, Ways
+from verl_sync_plugin.trainers.lora import MergingSource
 from verl_sync_plugin.trainers.megatron.stream import StreamSource
 from verl_sync_plugin.trainers.wire import WirePolicy
 from verl_sync_plugin.transport.agreement import Agreement
@@ -38,15 +37,20 @@ def shards_of(numel: int) -> list[Shard]:
 def fail_in_between() -> tuple[bool, bool]:
     """Whether engines are told of the staging memory in use: at first, and after a plan that failed."""
     agreement, sender = Agreement(20.0), BucketSender(CPU, 20.0)
-    choice, planning = Choice(SyncConfig(), agreement, sender, CPU), Planning(agreement)
+    ways, planning = Ways(SyncConfig(), agreement, sender, CPU), Planning()
 
     def told() -> bool:
-        return choice.sharded.told.key == sender.export().key
+        return ways.staged._stagings[dist.get_rank()].key == sender.export().key
 
     def staged(numel: int) -> None:
         source = WorldSource(shards_of(numel))
-        plan, shards = planning.agree(source, 4096, choice.reach)
-        choice.of(Sync("1", plan, source, shards, SyncReport(), everyone(), everyone()))
+        if ways.reach.possible is None:
+            ways.reach.decide(source.group)
+        shards = source.shards()
+        plan = planning.make(source, shards, 4096, bool(ways.reach.possible))
+        if planning.changed:
+            planning.compare(agreement)
+        chosen(ways, agreement, Sync("1", plan, source, shards, SyncReport(), everyone(), everyone()))
 
     staged(64)
     first = told()

@@ -19,11 +19,10 @@ from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Plan
-from verl_sync_plugin.report.sync_report import SyncReport
-from verl_sync_plugin.sync.delivery.base import Sync
-from verl_sync_plugin.sync.delivery.gathered import Gathered
+from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.sender import BucketSender
-from verl_sync_plugin.trainers.lora_source import MergingSource
+from verl_sync_plugin.sync.ways import Reach, Staged, Sync
+from verl_sync_plugin.trainers.lora import MergingSource
 from verl_sync_plugin.transport.agreement import Agreement
 
 DORA = Variant("dora", config={"target_modules": "all-linear", "use_dora": True})
@@ -56,8 +55,9 @@ def first_buckets(
     source: MergingSource, plan: Plan, shards: list[Shard], agreement: Agreement, sender: BucketSender
 ) -> None:
     sender.reserve(plan)
-    config = SyncConfig(verify_hashes=False, check_finite=False)
-    Gathered(config, agreement, sender).fill(Sync("1", plan, source, shards, SyncReport(), (), ()))
+    way = Staged(SyncConfig(), agreement, sender, agreement, Reach(agreement))
+    way.fill(Sync("1", plan, source, shards, SyncReport(), (), ()))
+    agreement.settle(f"packing bucket 1 of {len(plan.buckets)}")
 
 
 def fail_on_the_last_rank(layout: Layout, where: str) -> tuple[str, float]:

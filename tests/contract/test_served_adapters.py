@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch.multiprocessing as mp
 
 from contract.served_adapters import run_rank
+from ports import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -49,8 +49,6 @@ TWO: dict[str, Case] = {
 
 @pytest.mark.parametrize("cases", [ONE, TWO], ids=["one rank", "two ranks"])
 def test_every_factor_is_read_or_named(cases: dict[str, Case], tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     world = 1 if cases is ONE else 2
     mp.spawn(run_rank, args=(world, str(tmp_path), port, cases), nprocs=world)

@@ -17,9 +17,8 @@ from worlds import run_world
 from contract.fsdp_layouts import torchs_own_state
 from contract.test_lora_adapter import Engine
 from verl_sync_plugin.config.settings import SyncConfig
-from verl_sync_plugin.lora.adapters import copies_in_use
-from verl_sync_plugin.lora.weights import lora_weights
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.lora.peft import copies_in_use, lora_weights
+from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.adapter import AdapterSender
 from verl_sync_plugin.trainers.fsdp import PEFTAdapter
 from verl_sync_plugin.transport.agreement import Agreement

@@ -19,10 +19,9 @@ from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, Plan, View
-from verl_sync_plugin.report.sync_report import SyncReport
-from verl_sync_plugin.sync.delivery.base import Sync
-from verl_sync_plugin.sync.delivery.sharded import Sharded
+from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.sender import SLOTS
+from verl_sync_plugin.sync.ways import Reach, Staged, Sync
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Loaded
 
@@ -45,7 +44,7 @@ class Noting:
             raise MemoryError(f"injected: {what} {bucket}")
         self.notes.append((time.monotonic(), self.rank, what, bucket))  # one clock for all processes of a host
 
-    def begin(self, plan: Plan, rank: int, hashed: bool, finite: bool, number: int) -> None:
+    def begin(self, plan: Plan, rank: int, hashed: bool, finite: bool) -> None:
         pass
 
     def pack(self, index: int, slot: int, shards: list[Shard]) -> None:
@@ -75,11 +74,13 @@ def stream(buckets: int, slow_engine: int, slow_trainer: int, broken: tuple[str,
     plan = plan_buckets(bases, 64, sharded=True)
     assert len(plan.buckets) == buckets
     sender = Noting(slow_engine, slow_trainer, broken)
-    running = Sharded(SyncConfig(), Agreement(20.0), sender)
+    agreement = Agreement(20.0)
+    running = Staged(SyncConfig(), agreement, sender, agreement, Reach(agreement))  # type: ignore[arg-type]
     sync = Sync("1", plan, WorldSource(), [], SyncReport(), everyone(), everyone())
     try:
         running.fill(sync)
         running.run(sync)
+        agreement.settle("committing")
     except SyncError as error:
         return sender.notes, str(error)
     assert sync.report.handed_over == ((plan, buckets - 1) if buckets else None)  # what the progress line tells

@@ -15,13 +15,12 @@ from worlds import run_world
 from fresh_process import python
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import RolloutError
-from verl_sync_plugin.rollouts.base import LocalSpec
-from verl_sync_plugin.rollouts.sglang.local import environment
-from verl_sync_plugin.rollouts.sglang.local_launch import SGLangLaunch
-from verl_sync_plugin.spmd.arguments import settled_config
-from verl_sync_plugin.spmd.groups import Place, check_groups, engine_ranks
+from verl_sync_plugin.rollouts import LocalSpec
+from verl_sync_plugin.rollouts.process import environment
+from verl_sync_plugin.rollouts.sglang.launch import prepare_local
+from verl_sync_plugin.spmd.engines import Place, check_groups, engine_ranks
 from verl_sync_plugin.spmd.prompts import padded, request_of
-from verl_sync_plugin.spmd.rollout import SpmdRollout
+from verl_sync_plugin.spmd.rollout import SpmdRollout, settled_config
 from verl_sync_plugin.trainers.live import Live
 
 
@@ -96,7 +95,6 @@ def spec(**given: Any) -> LocalSpec:
     ("given", "words"),
     [
         ({"dtype": "int8"}, "dtype='int8': not a dtype"),
-        ({"sync": SyncConfig(release_cuda_graph=True)}, "keeps its CUDA graphs"),
         ({"config": {"architectures": ["Llama4ForCausalLM"]}}, "Use another model"),
         ({"arguments": {"tp_size": 4}}, "engine.tp_size=4: leave it out, and set tensor_parallel_size"),
         ({"arguments": {"quantization": "fp8"}}, "engine.quantization='fp8': weight sync cannot serve it"),
@@ -106,22 +104,22 @@ def spec(**given: Any) -> LocalSpec:
 )
 def test_what_the_engine_cannot_do_is_refused_by_name(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError) as caught:
-        SGLangLaunch(spec(**given))
+        prepare_local(spec(**given))
     assert words in str(caught.value)
 
 
 def test_a_cpu_needs_the_cpu_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VERL_PLATFORM")
     with pytest.raises(ValueError, match="VERL_PLATFORM=cpu in the environment"):
-        SGLangLaunch(spec())
-    arguments = SGLangLaunch(spec(cuda=True, arguments={"context_length": 64, "quantization": None})).arguments
+        prepare_local(spec())
+    arguments = prepare_local(spec(cuda=True, arguments={"context_length": 64, "quantization": None})).arguments[0]
     expected = {
         "enable_memory_saver": True, "enable_weights_cpu_backup": False, "attention_backend": "flashinfer",
         "load_format": "dummy", "tp_size": 2, "mem_fraction_static": 0.4, "context_length": 64,
         "skip_tokenizer_init": True,
     }  # fmt: skip
     assert {name: arguments[name] for name in expected} == expected and "device" not in arguments
-    unknown = SGLangLaunch(spec(cuda=True, config={"architectures": ["Gemma2ForCausalLM"]})).arguments
+    unknown = prepare_local(spec(cuda=True, config={"architectures": ["Gemma2ForCausalLM"]})).arguments[0]
     assert unknown["enable_weights_cpu_backup"], "of a family that is not known to be covered a copy is kept"
 
 
@@ -129,15 +127,15 @@ def test_the_engine_inherits_nothing_of_torchrun(monkeypatch: pytest.MonkeyPatch
     for name in ("RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "GROUP_RANK"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    found = environment(("3", "GPU-4"), 2)
+    found = environment(prepare_local(spec()), ("3", "GPU-4"))
     assert not [name for name in found if name in ("RANK", "LOCAL_RANK", "MASTER_PORT") or "TORCHELASTIC" in name]
     assert found["CUDA_VISIBLE_DEVICES"] == "3,GPU-4" and "GROUP_RANK" not in found and found["VERL_PLATFORM"] == "cpu"
-    assert environment((), 2)["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
+    assert environment(prepare_local(spec()), ())["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
 
 
 def test_settings_of_other_rollouts_are_refused() -> None:
     assert settled_config({"timeout_seconds": 7})[0].timeout_seconds == 7 and settled_config(None)[1] is None
-    for given in ({"pause": "retract"}, {"delivery": "broadcast"}, {"enabled": False}, {"no_such_key": 1}):
+    for given in ({"pause": "retract"}, {"max_probs_diff": 0.1}, {"enabled": False}, {"no_such_key": 1}):
         assert isinstance(settled_config(given)[1], ValueError), given
 
 
@@ -207,7 +205,7 @@ def test_an_argument_that_does_not_fit_is_every_ranks_error(tmp_path: Path) -> N
             "a config has no weights",
             "rank 1: ValueError: gpu_memory_utilization=40",
             "the ranks disagree on the arguments",
-            "rank 1: ValueError: sync.delivery='auto', sync.pause='in_place'",
+            "rank 1: ValueError: sync.pause='in_place'",
             "a bucket must hold at least 1 MiB",
         ),
         strict=True,

@@ -14,7 +14,7 @@ from one_process import OneProcess
 from worlds import run_world
 
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.memory.room import FIRST, REST
+from verl_sync_plugin.memory import FIRST, REST
 from verl_sync_plugin.rollouts.sglang import loader
 
 
@@ -27,7 +27,7 @@ def kept(checkpoint: str, folder: str, short: list[bool], failing: int = 0) -> l
         failing: number of a sync whose commit fails in the engine; 0 for none.
     """
     os.environ.update(RANK="0", RAY_LOCAL_WORLD_SIZE="1", CUDA_VISIBLE_DEVICES="")
-    place, found = OneProcess(checkpoint, Path(folder), delivery="gathered"), []
+    place, found = OneProcess(checkpoint, Path(folder), delivery="staged"), []
     place.manager.keeps_staging = False  # as a manager of an engine that sleeps begins
     for number, tight in enumerate(short, 1):
         asked: dict[tuple[str, str], int] = {}
@@ -40,7 +40,7 @@ def kept(checkpoint: str, folder: str, short: list[bool], failing: int = 0) -> l
         place.sleep()
         if number == failing:
             (session,) = loader._sessions.values()
-            failure = mock.patch.object(session._unpacker, "finish", side_effect=RuntimeError("injected"))
+            failure = mock.patch.object(session._load, "finish", side_effect=RuntimeError("injected"))
             with failure, pytest.raises(SyncError, match="injected"):
                 place.sync()
         else:

@@ -4,30 +4,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from contract import sglang_models as models
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.copies.packing import Packer
+from verl_sync_plugin.engine.load import ModelLoad, refuse_rearranged
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, Plan, View
-from verl_sync_plugin.receiver.layout_key import LayoutKey
-from verl_sync_plugin.receiver.ledger import Ledger
-from verl_sync_plugin.receiver.proof import DestinationProof, refuse_rearranged
-from verl_sync_plugin.receiver.unpacker import Unpacker
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.trainers.base import dtype_name
-from verl_sync_plugin.trainers.dtensors import even_chunks
+from verl_sync_plugin.trainers.fsdp2 import even_chunks
 from verl_sync_plugin.transport.agreement import Agreement
-from verl_sync_plugin.transport.protocol import Committed, Coverage, Manifest
-from verl_sync_plugin.verify.destination import DestinationCheck, refuse_changed
-from verl_sync_plugin.verify.hashes import HashCheck, paired
-from verl_sync_plugin.verify.narrowed import narrowed_sums
-from verl_sync_plugin.verify.uses import UseCheck
+from verl_sync_plugin.transport.protocol import Committed, Manifest
+from verl_sync_plugin.verify.comparison import Comparison, refuse_changed
 
 CPU = torch.device("cpu")
 
@@ -42,26 +36,24 @@ class Wire:
         ranks: int,
         bucket_bytes: int,
         sharded: bool = False,
-        copy_plan: bool = True,
         verified: bool = True,
     ) -> None:
         self.model = model
         self.verified = verified
-        self.copy_plan = copy_plan
         self._ranks = ranks
         bases = tuple(self._base(names, tensor) for names, tensor in _together(weights))
         self.plan: Plan = plan_buckets(bases, bucket_bytes, sharded)
         self._packers = [Packer(CPU, self.plan, rank, hashed=True, finite=False) for rank in range(ranks)]
-        known, manifest = SGLangModel(model, dist.get_rank()), Manifest.of(self.plan)
-        self._known = known
-        self._key = LayoutKey(known)
-        self.unpacker = Unpacker(known, manifest, CPU)
-        self.proof = DestinationProof(known, manifest, CPU)
-        self.coverage = Coverage(0, ())
+        self._known = SGLangModel(model, dist.get_rank())
+        self.load = ModelLoad(self._known, Manifest.of(self.plan), CPU)
         self.agreement = Agreement(60.0)
-        self.check = HashCheck(self.agreement)
-        self.destination = DestinationCheck(self.agreement)
-        self.uses = UseCheck(self.agreement, range(dist.get_world_size()))
+        self.comparison = Comparison(SyncConfig(), self.agreement, range(dist.get_world_size()), True)
+
+    @property
+    def left(self) -> dict[str, str]:
+        """What the model loads itself, and why."""
+        names = sorted(self.plan.names)
+        return {names[left.tensor]: left.why for left in self.load.map.left}
 
     def _base(self, names: tuple[str, ...], tensor: torch.Tensor) -> Base:
         lengths = even_chunks(tensor.shape[0], self._ranks, tensor.numel() // tensor.shape[0])
@@ -92,31 +84,31 @@ class Wire:
         self._sent = [self._shards(weights, rank) for rank in range(self._ranks)]
         for packer in self._packers:
             packer.begin()
-        self.unpacker.begin(self._key.now(), self.copy_plan, hashed=True, whole=self.check.whole(self.plan))
-        if self.uses.asks(self.plan):
-            self.uses.note(self.unpacker.uses.use(loaded=False))
-            self.uses.compare(self.plan, loaded=False)
-        ledger = Ledger(self.model) if self.unpacker.watched else None
-        self.proof.begin(self.unpacker.layout)
-        if self.verified:
-            self.proof.prepare(self.unpacker.recording)
-            self.unpacker.trust(self.proof.judge)
-        with ledger or nullcontext(), self.unpacker.uses.watching():
-            self._transfer(spoil)
-        replayed = self.unpacker.replayed
-        self._compare()
-        self.unpacker.finish(ledger)
+        self.load.begin()
+        if not self.comparison.knows(self.plan) or self.load.map != self.comparison.map:
+            self.comparison.note(self.load.map)
+            self.comparison.learn(self.plan, loaded=False, sent_by=dist.get_world_size())
+        self._transfer(spoil)
+        replayed = self.load.replayed
+        self.load.finish()
         refuse_rearranged(self._known, CPU)
-        if ledger is not None:
-            self.coverage = ledger.coverage()
-            if not self.coverage.missing:  # as the session decides
-                self.unpacker.accepted()
-        if self.uses.note(self.unpacker.uses.news()) or self.uses.asks(self.plan):
-            self.uses.compare(self.plan, loaded=True)
+        if not self.comparison.knows(self.plan):
+            self.comparison.learn(self.plan, loaded=True, sent_by=dist.get_world_size())
         behind()
-        if self.verified:
-            self._verify()
+        self.compare()
         return replayed
+
+    def compare(self) -> None:
+        """Compares what was read, and what the parameters hold, as the trainer ranks do; every model rank holds all
+        packers, as many as its world."""
+        held = self.load.held() if self.verified else None
+        weighed = torch.empty(0)
+        with self.agreement.attempt():
+            refuse_changed(held.changed if held else ())
+            sent = torch.stack([packer.sums() for packer in self._packers]).sum(0)
+            weighed = self.comparison.weighed(sent, Committed(sums=self.load.sums(), held=held), self.verified)
+        self.agreement.settle("verifying")
+        self.comparison.compare(weighed)
 
     def _transfer(self, spoil: Callable[[torch.Tensor], None]) -> None:
         slots = [torch.zeros(self.plan.slot_bytes, dtype=torch.uint8)]
@@ -125,37 +117,9 @@ class Wire:
             for rank, packer in enumerate(self._packers):
                 packer.pack(index, slots[rank % len(slots)], self._sent[rank])
             spoil(slots[0])
-            self.unpacker.load(index, slots)
+            self.load.load(index, slots)
             for slot in slots:
                 slot.fill_(0xEE)  # used again
-
-    def _verify(self) -> None:
-        """What the parameters hold, as the trainer ranks compare it."""
-        proven = self.proof.proven(always=not self.destination.knows(self.plan))
-        self.proof.told(proven)
-        news = self.destination.note(proven, self.plan)
-        with self.agreement.attempt():
-            refuse_changed(proven)
-        if self.agreement.settle("verifying", waiting=news):
-            self.destination.learn(self.plan, proven, sent_by=dist.get_world_size())
-        sent = torch.stack([packer.sums() for packer in self._packers]).sum(0)
-        for number in self.destination.narrowed:
-            sent[number] = sum(rounded[number] for rounded in self._rounded())
-        self.destination.compare(sent, proven)
-
-    def _rounded(self) -> list[torch.Tensor]:
-        dtypes = self.destination.narrowed
-        return [narrowed_sums(self.plan, rank, self._sent[rank], dtypes) for rank in range(self._ranks)]
-
-    def _compare(self) -> None:
-        """The hashes, as the trainer ranks compare them; every model rank holds all packers, as many as its world."""
-        readings = self.unpacker.readings(always=False)
-        if readings is not None:
-            self.unpacker.told(readings)
-            self.check.note(Committed(self.coverage, readings=readings))
-            self.check.learn(self.plan, sent_by=dist.get_world_size())
-        sent = torch.stack([packer.sums() for packer in self._packers]).sum(0)
-        self.check.compare(paired(sent, Committed(self.coverage, sums=self.unpacker.sums())))
 
 
 def _together(weights: models.Weights) -> list[tuple[tuple[str, ...], torch.Tensor]]:

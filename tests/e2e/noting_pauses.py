@@ -13,7 +13,7 @@ from verl_sync_plugin.log import say
 
 
 def _patch(module: ModuleType) -> None:
-    server = module.PausingServer
+    server = module.SyncSGLangHttpServer
     pause, resume, generate = server.abort_all_requests, server.resume_generation, server.generate
 
     async def generating(self: Any, *args: Any, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
@@ -35,4 +35,4 @@ def _patch(module: ModuleType) -> None:
     server.generate = generating
 
 
-wrapt.register_post_import_hook(_patch, "verl_sync_plugin.rollouts.sglang.pause")
+wrapt.register_post_import_hook(_patch, "verl_sync_plugin.rollouts.sglang.server")

@@ -44,7 +44,6 @@ class Setup:
         modules: test-only modules that verl imports in each of its processes before it loads plugins.
         path: folders that come first in ``PYTHONPATH``.
         megatron: tensor, pipeline and expert parallel size of a Megatron trainer; ``None`` for FSDP2.
-        mbridge: that trainer uses mbridge instead of verl's default bridge.
         replicas: rollout engines, among which the ranks are shared out.
         main: the module of verl's main.
     """
@@ -56,7 +55,6 @@ class Setup:
     modules: tuple[str, ...] = ()
     path: tuple[str, ...] = ()
     megatron: tuple[int, int, int] | None = None
-    mbridge: bool = False
     replicas: int = 1
     main: str = "verl.trainer.main_ppo"
 
@@ -171,7 +169,6 @@ def _environment(setup: Setup, folder: Path) -> dict[str, str]:
     if setup.megatron is not None:
         tp, pp, ep = setup.megatron
         environment.update(STRATEGY="megatron", TRAIN_TP=str(tp), TRAIN_PP=str(pp), TRAIN_EP=str(ep))
-        environment["VANILLA_MBRIDGE"] = str(setup.mbridge)
     if setup.model is not None:
         environment["MODEL"] = str(setup.model)
     return environment

@@ -15,7 +15,7 @@ import pytest
 from e2e import checks
 from e2e.runs import Run, Setup, main_ppo
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1000)]
 
 ROLLOUT = "actor_rollout_ref.rollout"
 # verl's default: the engine starts with random weights, so only a sync can make it sample like the trainer
@@ -58,7 +58,6 @@ def test_every_parameter_of_mixtral_is_written_and_replayed(trained: Run) -> Non
     assert trained.reports[-1]["replayed_tensors"] == trained.reports[-1]["tensors"], trained.reports
 
 
-@pytest.mark.extended
 def test_switched_off_it_is_stock_verl(tmp_path: Path) -> None:
     stock = main_ppo(Setup((*LEGACY, f"{ROLLOUT}.custom.sync.enabled=False")), tmp_path)
     checks.reached(stock, steps=1)

@@ -21,14 +21,14 @@ DUMMY = f"{ROLLOUT}.load_format=dummy"
 SMALL_BUCKETS = f"{ROLLOUT}.update_weights_bucket_megabytes=1"
 SHORT_WAIT = f"{ROLLOUT}.custom.sync.timeout_seconds=90"
 VERIFIED = f"{ROLLOUT}.custom.sync.verify=first"
-CANARY = f"{ROLLOUT}.custom.sync.canary=enforce"
+GUARDED = f"{ROLLOUT}.custom.sync.max_probs_diff=0.005"
 RANKS = 2  # one alone: test_phase_benchmark.py and test_legacy_trainer.py
 
 
 @pytest.fixture(scope="session")
 def trained(larger_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two steps, so three syncs; SGLang refuses the load of the fourth, which ends the run in its third step."""
-    overrides = (DUMMY, SMALL_BUCKETS, SHORT_WAIT, VERIFIED, CANARY)
+    overrides = (DUMMY, SMALL_BUCKETS, SHORT_WAIT, VERIFIED, GUARDED)
     setup = Setup(overrides, RANKS, 3, larger_model, modules=("e2e.wrong_shape",))
     return main_ppo(setup, tmp_path_factory.mktemp("trained"))
 
@@ -55,14 +55,6 @@ def test_reports_name_every_sync(trained: Run) -> None:
         assert report["verified_tensors"] == report["tensors"] and report["not_comparable"] == 0, report
 
 
-def test_engine_answers_as_the_trainer_does_after_every_sync(trained: Run) -> None:
-    assert len(trained.reports) == 3, trained.tail
-    for report in trained.reports:
-        assert 0 <= report["canary_difference"] <= 0.03 and 0 <= report["canary_decode_difference"] <= 0.03, report
-        assert report["stages"]["canary"] > 0
-    assert all("sync/canary_difference" in metrics for metrics in trained.logged.values())
-
-
 def test_whole_model_travels_in_buckets_smaller_than_its_tensors(trained: Run, larger_model: Path) -> None:
     with safe_open(larger_model / "model.safetensors", "pt") as checkpoint:
         sizes = {name: checkpoint.get_tensor(name).nbytes for name in checkpoint.keys()}  # noqa: SIM118
@@ -75,6 +67,16 @@ def test_whole_model_travels_in_buckets_smaller_than_its_tensors(trained: Run, l
         assert report["nbytes"] <= report["buckets"] * BUCKET_BYTES * segments
         assert report["bucket_bytes"] == BUCKET_BYTES
         assert report["coverage_expected"] == 17
+
+
+def test_an_engine_that_computes_otherwise_stops_the_run(tmp_path: Path) -> None:
+    """What kernels and dtypes make of it, about 1e-4, exceeds so small a bound; ``trained`` keeps to its own."""
+    setup = Setup((DUMMY, SMALL_BUCKETS, f"{ROLLOUT}.custom.sync.max_probs_diff=1e-9"), steps=2)
+    run = main_ppo(setup, tmp_path)
+    assert run.returncode != 0 and not run.timed_out, run.tail
+    said = r"step 1: training/rollout_probs_diff_mean=\S+ exceeds \S+\.custom\.sync\.max_probs_diff=1e-09: "
+    assert run.matching(said), run.tail
+    assert not run.logged and not run.leftovers, run.tail
 
 
 @pytest.fixture(scope="session")

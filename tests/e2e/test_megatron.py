@@ -37,7 +37,6 @@ class Layout(NamedTuple):
         model: SGLang's class for it.
         parameters: as many as SGLang has.
         padded: how many times the model's bytes may travel: all ranks' segments of a bucket are as long as the longest.
-        mbridge: verl's deprecated bridge instead of its default.
     """
 
     sizes: tuple[int, int, int]
@@ -45,13 +44,12 @@ class Layout(NamedTuple):
     model: str = "Qwen2ForCausalLM"
     parameters: int = 17
     padded: float = 1.05
-    mbridge: bool = False
 
 
 LAYOUTS = [
     pytest.param(Layout((1, 1, 2), "qwen3-moe", "Qwen3MoeForCausalLM", 21, 1.15), id="ep2"),
     pytest.param(Layout((2, 1, 1)), id="tp2"),
-    pytest.param(Layout((1, 2, 1), mbridge=True), id="pp2-mbridge"),
+    pytest.param(Layout((1, 2, 1)), id="pp2"),
 ]
 
 
@@ -69,7 +67,7 @@ def model(layout: Layout, even_model: Path, tiny_model: Callable[[str], str]) ->
 @pytest.fixture(scope="module")
 def trained(layout: Layout, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two steps, so three syncs."""
-    setup = Setup(OVERRIDES, ranks=2, steps=2, model=model, megatron=layout.sizes, mbridge=layout.mbridge)
+    setup = Setup(OVERRIDES, ranks=2, steps=2, model=model, megatron=layout.sizes)
     return main_ppo(setup, tmp_path_factory.mktemp("trained"))
 
 

@@ -75,11 +75,6 @@ class Handle:
                 reference.answer.set_exception(ActorDiedError())
 
 
-def answered(references: list[Reference], timeout: float) -> tuple[list[Reference], list[Reference]]:
-    """Stands for ``ray.wait``."""
-    return [each for each in references if each.answer.done()], [each for each in references if not each.answer.done()]
-
-
 def serve(actor: Any, pipe: Connection, loop: asyncio.AbstractEventLoop) -> None:
     """Runs the calls of a ``Handle`` in the actor's loop, until nobody is there to make any."""
     lock = threading.Lock()

@@ -8,23 +8,22 @@ from dataclasses import dataclass
 
 KINDS = ("error", "oom", "slow", "kill", "stop")
 SYNCS = ("first", "second", "direct")
-# "verify" tells what the engine's parameters hold and "compare" judges it; "forward" is the trainer's pass over the
-# prompts of the canary, "canary" all else of that
+# "verify" tells what the engine's parameters hold and "compare" judges it
 STAGES = (
     *("plan", "wake", "connect", "pack", "hand over", "load", "commit"),
-    *("verify", "compare", "forward", "canary", "finish"),
+    *("verify", "compare", "finish"),
 )
 # Where each stage can fail: on the trainer rank that leads its engine, on the other one, on the last engine rank (a
 # scheduler of SGLang) and in the rollout server
 STAGES_OF = {
     "leader": STAGES,
     "trainer": STAGES,
-    "engine": ("plan", "wake", "connect", "hand over", "load", "commit", "verify", "canary", "finish"),
-    "server": ("wake", "connect", "commit", "canary", "finish"),
+    "engine": ("plan", "wake", "connect", "hand over", "load", "commit", "verify", "finish"),
+    "server": ("wake", "connect", "commit", "finish"),
 }
-OUTSIDE_LOADER = ("wake", "canary", "finish")  # what an engine rank does then, SGLang does
-ENGINES_PROOFS = ("verify", "canary")  # every kind in every process that works for the engine
-LOADED = ("verify", "compare", "forward", "canary", "finish")  # the engine has all weights by then
+OUTSIDE_LOADER = ("wake", "finish")  # what an engine rank does then, SGLang does
+ENGINES_PROOFS = ("verify",)  # every kind in every process that works for the engine
+LOADED = ("verify", "compare", "finish")  # the engine has all weights by then
 
 
 @dataclass(frozen=True)
@@ -58,20 +57,18 @@ class Cell:
     @property
     def heard_by(self) -> int:
         """The trainer rank that hears of it first: the engine rank's own, or the one that leads and asks the server."""
-        complains = self.stage == "connect" and self.kind in ("error", "oom")
-        beside = self.place == "engine" and self.stage not in OUTSIDE_LOADER and not complains
+        beside = self.place == "engine" and self.stage not in OUTSIDE_LOADER
         return 1 if beside or self.place == "trainer" else 0
 
     @property
-    def parts_trainers(self) -> bool:
-        """The other trainer ranks wait in a collective of the forward pass, in vain, as long as torch.distributed has
-        them wait; this one meanwhile waits for them at the end of it."""
-        return self.stage == "forward" and self.kind in ("error", "oom", "stop")
+    def unheard(self) -> bool:
+        """An engine rank that cannot connect can tell no trainer rank: the one next to it waits in vain."""
+        return self.place == "engine" and self.stage == "connect" and self.kind in ("error", "oom")
 
     @property
     def group_is_lost(self) -> bool:
         """A trainer rank was away for longer than the others wait."""
-        return self.place in ("leader", "trainer") and (self.kind in ("kill", "stop") or self.parts_trainers)
+        return self.place in ("leader", "trainer") and self.kind in ("kill", "stop")
 
     @property
     def must_restart(self) -> bool:

@@ -24,11 +24,10 @@ SIGNAL_SECONDS = 0.2  # a signal may reach another thread first, and this one wo
 # Per place and stage: module, the attribute to be wrapped, and a value that must be among the arguments (or "")
 Point = tuple[str, str, str]
 _SENDER = "verl_sync_plugin.sync.sender"
-_ENDPOINT = "verl_sync_plugin.rollouts.sglang.endpoint"
+_ENDPOINT = "verl_sync_plugin.sync.endpoint"
 _SERVER = "verl_sync_plugin.rollouts.sglang.server"
-_SESSION = "verl_sync_plugin.receiver.session"
-_UNPACKER = "verl_sync_plugin.receiver.unpacker"
-_SCORING = "verl_sync_plugin.trainers.scoring"
+_SESSION = "verl_sync_plugin.engine.session"
+_LOAD = "verl_sync_plugin.engine.load"
 _SAVER = "sglang.srt.utils.torch_memory_saver_adapter"
 _TRAINER: dict[str, tuple[Point, ...]] = {
     "plan": (("verl_sync_plugin.trainers.fsdp2", "FSDP2Source.shards", ""),),
@@ -37,39 +36,34 @@ _TRAINER: dict[str, tuple[Point, ...]] = {
     "hand over": ((_SENDER, "BucketSender.load", ""),),
     "load": ((_SENDER, "BucketSender.wait_loaded", ""),),
     "commit": ((_SENDER, "BucketSender.commit", ""),),
-    "verify": ((_SENDER, "BucketSender.proven", ""),),
-    "compare": (("verl_sync_plugin.verify.destination", "weighed", ""),),
-    "forward": (("verl.workers.engine.fsdp.transformer_impl", "FSDPEngineWithLMHead.forward_step", ""),),
+    "verify": (("verl_sync_plugin.sync.commit", "refuse_changed", ""),),
+    "compare": (("verl_sync_plugin.verify.comparison", "Comparison.weighed", ""),),
 }
 POINTS: dict[str, dict[str, tuple[Point, ...]]] = {
     "trainer": {
         **_TRAINER,
         "wake": (("verl_sync_plugin.sync.wake", "note_device_memory", "asleep"),),
-        "canary": ((_SCORING, "_batch", ""),),
-        "finish": (("verl_sync_plugin.rollouts.sglang.adapter", "note_device_memory", ""),),
+        "finish": (("verl_sync_plugin.rollouts.adapter", "note_device_memory", ""),),
     },
     "leader": {
         **_TRAINER,
-        "wake": ((_ENDPOINT, "ServerActorEndpoint.resume", ""),),
-        "canary": ((_ENDPOINT, "ServerActorEndpoint.score", ""),),
-        "finish": ((_ENDPOINT, "ServerActorEndpoint.finish", ""),),
+        "wake": ((_ENDPOINT, "RolloutEndpoint.resume", ""),),
+        "finish": ((_ENDPOINT, "RolloutEndpoint.finish", ""),),
     },
     "engine": {
-        "plan": ((_UNPACKER, "Unpacker.begin", ""),),
+        "plan": ((_LOAD, "ModelLoad.begin", ""),),
         "wake": ((_SAVER, "_TorchMemorySaverAdapterNoop.resume", "weights"),),
         "connect": (("verl_sync_plugin.rollouts.sglang.loader", "connect", ""),),
         "hand over": ((_SESSION, "ReceiverSession._open", ""), (_SESSION, "ReceiverSession._meet_in_place", "")),
-        "load": ((_UNPACKER, "Unpacker.load", ""), (_UNPACKER, "Unpacker.load_in_place", "")),
+        "load": ((_LOAD, "ModelLoad.load", ""), (_LOAD, "ModelLoad.load_in_place", "")),
         "commit": ((_SESSION, "ReceiverSession._commit", ""),),
-        "verify": (("verl_sync_plugin.receiver.proof", "DestinationProof.proven", ""),),
-        "canary": (("sglang.srt.model_executor.model_runner", "ModelRunner.forward", ""),),
+        "verify": ((_LOAD, "ModelLoad.held", ""),),
         "finish": ((_SAVER, "_TorchMemorySaverAdapterNoop.resume", "kv_cache"),),
     },
     "server": {
         "wake": ((_SERVER, "SyncSGLangHttpServer.resume_tags", "weights"),),
         "connect": ((_SERVER, "SyncSGLangHttpServer.load_weights", ""),),
         "commit": (("sglang.srt.managers.tokenizer_manager", "TokenizerManager.update_weights_from_tensor", "behind"),),
-        "canary": ((_SERVER, "SyncSGLangHttpServer.score", ""),),
         "finish": ((_SERVER, "SyncSGLangHttpServer.finish_sync", ""),),
     },
 }

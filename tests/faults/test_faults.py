@@ -21,7 +21,7 @@ SMOKE = (
     Cell("leader", "hand over", "slow", "direct"),
     Cell("engine", "verify", "error", "first"),
     Cell("leader", "compare", "error", "second"),
-    Cell("engine", "canary", "stop", "direct"),
+    Cell("engine", "finish", "stop", "direct"),
     Cell("engine", "commit", "stop", "second"),
     Cell("trainer", "commit", "kill", "direct"),
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny HF checkpoints of every kind that Megatron and mbridge build here."""
+"""Tiny HF checkpoints of every kind that Megatron builds here."""
 
 from __future__ import annotations
 
@@ -82,6 +82,5 @@ def write(kind: str, folder: Path, **sizes: int) -> str:
             # Norms around 1: with small ones all tokens are as good as equally likely, and a wrong weight hardly shows
             tensor.data.normal_(mean=float("norm" in name), std=0.1)
     runpy.run_path(str(MAKE_MODEL))["make_tokenizer"]().save_pretrained(folder)
-    # In several files: mbridge's DeepSeek bridge insists on an index
     model.save_pretrained(folder, max_shard_size="100KB")
     return str(folder)

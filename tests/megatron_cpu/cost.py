@@ -35,23 +35,20 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-def of_third_sync(model_path: str, layout: Layout, bucket_bytes: int, how: str) -> tuple[dict[str, int], int, int, int]:
+def of_third_sync(model_path: str, layout: Layout, bucket_bytes: int) -> tuple[dict[str, int], int, int, int]:
     """Of the third sync: (collectives by name, buckets, staging bytes, largest other allocation)."""
     engine = build(model_path, layout)
-    manager = manager_of(engine, bucket_bytes, delivery=how)
+    manager = manager_of(engine, bucket_bytes, delivery="staged")
     one_sync(manager)
     one_sync(manager)
     with ExitStack() as stack:
         calls = {n: stack.enter_context(mock.patch.object(dist, n, wraps=getattr(dist, n))) for n in COLLECTIVES}
-        sync = manager.plan("third")
-        manager.choice.of(sync)
+        sync, _ = manager.plan("third")
         plan = sync.plan
         manager.sender.begin(plan, sync.rank, hashed=False, finite=False)
         with Allocations() as allocations:
-            for index, bucket in enumerate(plan.buckets):
+            for index in range(len(plan.buckets)):
                 manager.sender.pack(index, index % SLOTS, sync.shards)
-                if not plan.sharded:
-                    manager.sender.gather(bucket, index % SLOTS, sync.rank, sync.source.group)
         assert manager.sender._staging is not None
         counts = {name: call.call_count for name, call in calls.items() if call.call_count}
         return counts, len(plan.buckets), manager.sender._staging.memory.numel(), allocations.largest

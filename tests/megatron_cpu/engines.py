@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's own Megatron engine with the plugin's export, in a process of a test world on the CPU.
-
-Its bridge is the one that is installed: mbridge, or Megatron-Bridge in the folder that ``megatron_environment`` puts
-before the others, with the megatron-core that belongs to it.
-"""
+"""verl's own Megatron engine with the plugin's export, in a process of a test world on the CPU."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -62,19 +57,17 @@ class Layout:
 
 
 @contextmanager
-def megatron_environment(megatron_bridge: bool = False) -> Iterator[None]:
-    """Processes started inside have Megatron on the CPU, with mbridge or with Megatron-Bridge."""
+def megatron_environment() -> Iterator[None]:
+    """Processes started inside have Megatron on the CPU, with Megatron-Bridge."""
     wanted = dict(CPU_MEGATRON)
-    if megatron_bridge:
-        wanted["PYTHONPATH"] = os.pathsep.join([str(MEGATRON_BRIDGE), *filter(None, [os.environ.get("PYTHONPATH")])])
-        sys.path.insert(0, str(MEGATRON_BRIDGE))  # a spawned process gets its parent's path
+    wanted["PYTHONPATH"] = os.pathsep.join([str(MEGATRON_BRIDGE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    sys.path.insert(0, str(MEGATRON_BRIDGE))  # a spawned process gets its parent's path
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
         yield
     finally:
-        if megatron_bridge:
-            sys.path.remove(str(MEGATRON_BRIDGE))
+        sys.path.remove(str(MEGATRON_BRIDGE))
         for name, value in before.items():
             if value is None:
                 del os.environ[name]
@@ -82,16 +75,11 @@ def megatron_environment(megatron_bridge: bool = False) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def on_megatron_bridge() -> bool:
-    """Whether this process has Megatron-Bridge."""
-    return importlib.util.find_spec("megatron.bridge") is not None
-
-
 def build(model_path: str, layout: Layout, lora: dict[str, Any] | None = None, **transformer: Any) -> Any:
     """verl's registered Megatron engine, initialized; ends any earlier one's process groups.
 
     Args:
-        lora: ``actor_rollout_ref.model.lora``, where Megatron-Bridge is.
+        lora: ``actor_rollout_ref.model.lora``.
         transformer: more of ``override_transformer_config``.
     """
     from megatron.core import parallel_state
@@ -100,13 +88,9 @@ def build(model_path: str, layout: Layout, lora: dict[str, Any] | None = None, *
     from verl.workers.engine import EngineRegistry
 
     parallel_state.destroy_model_parallel()
-    bridge = on_megatron_bridge()
     model = HFModelConfig(path=model_path, use_remove_padding=False, **({"lora": lora} if lora else {}))
-    if not bridge:
-        _bring_deepseek_up_to_date(model.hf_config)
     # Megatron's own attention cannot compute with context parallelism; its groups are real nevertheless
-    overrides = {**LOCAL_LAYERS, **({"context_parallel_size": 1} if layout.cp > 1 else {})}
-    overrides.update({**NO_FUSION, **transformer} if bridge else transformer)
+    overrides = {**LOCAL_LAYERS, **({"context_parallel_size": 1} if layout.cp > 1 else {}), **NO_FUSION, **transformer}
     engine = McoreEngineConfig(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -115,8 +99,6 @@ def build(model_path: str, layout: Layout, lora: dict[str, Any] | None = None, *
         expert_tensor_parallel_size=layout.etp,
         context_parallel_size=layout.cp,
         sequence_parallel=False,
-        vanilla_mbridge=not bridge,
-        use_mbridge=True,
         use_remove_padding=False,
         use_dynamic_bsz=False,
         override_transformer_config=overrides,
@@ -126,25 +108,6 @@ def build(model_path: str, layout: Layout, lora: dict[str, Any] | None = None, *
     assert type(built).__name__ == "SyncMegatronEngineWithLMHead", "verl does not build the plugin's engine"
     built.initialize()
     return built
-
-
-def _bring_deepseek_up_to_date(hf_config: Any) -> None:
-    """mbridge 0.15.1's DeepSeek bridge is older than this Megatron and this transformers: two names have changed.
-
-    Of the bridge only its configuration is touched; names and conversions are its own.
-    """
-    from mbridge.models.deepseek_v3 import DeepseekV3Bridge
-    from mbridge.models.qwen2 import Qwen2Bridge
-    from megatron.core.transformer import MLATransformerConfig
-
-    def config(max_position_embeddings: int, **kwargs: Any) -> MLATransformerConfig:
-        return MLATransformerConfig(original_max_position_embeddings=max_position_embeddings, **kwargs)
-
-    DeepseekV3Bridge.TransformerConfigClass = staticmethod(config)
-    if not hasattr(hf_config, "rope_theta"):
-        hf_config.rope_theta = hf_config.rope_parameters["rope_theta"]
-    # A tied model leaves its mapping in the class, for every later model of the process
-    Qwen2Bridge._DIRECT_MAPPING["output_layer.weight"] = "lm_head.weight"
 
 
 def train_step(engine: Any) -> None:
@@ -164,11 +127,7 @@ def train_step(engine: Any) -> None:
 def stock_export(engine: Any) -> dict[str, torch.Tensor]:
     """What verl itself would send: the bridge's own export, LoRA merged. Collective."""
     found: dict[str, torch.Tensor] = {}
-    if on_megatron_bridge():
-        exported = engine.bridge.export_hf_weights(engine.module, cpu=True, show_progress=False)
-    else:
-        exported = engine.bridge.export_weights(engine.module)
-    for name, tensor in exported:
+    for name, tensor in engine.bridge.export_hf_weights(engine.module, cpu=True, show_progress=False):
         if name == "lm_head.weight" and engine.model_config.hf_config.tie_word_embeddings:
             continue  # Megatron-Bridge exports a tied embedding under both names where the checkpoint has both
         if name in found:

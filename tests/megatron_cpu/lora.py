@@ -17,11 +17,11 @@ from megatron_cpu.engines import Layout, build, stock_export, train_step
 from megatron_cpu.stories import LARGE, TINY, State, manager_of, one_sync
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.report.sync_report import SyncReport
-from verl_sync_plugin.rollouts.sglang.served_lora import served_settings
+from verl_sync_plugin.report import SyncReport
+from verl_sync_plugin.rollouts.sglang.lora import served_settings
 from verl_sync_plugin.sync.adapter import AdapterSender
 from verl_sync_plugin.sync.endpoint import LoadOutcome
-from verl_sync_plugin.trainers import activation
+from verl_sync_plugin.trainers import shard_stream
 from verl_sync_plugin.trainers.megatron.lora import MegatronLoRASource
 from verl_sync_plugin.trainers.megatron.stream import StreamSource
 from verl_sync_plugin.trainers.megatron.trainer import MegatronTrainer
@@ -89,7 +89,7 @@ def merged(model_path: str, layout: Layout, **lora: Any) -> list[str]:
     """Three syncs with two bucket sizes; returns names of what the adapters change."""
     engine = with_factors(model_path, layout, **lora)
     base = unmerged(engine)
-    managers = [manager_of(engine, size, "bfloat16", how) for size, how in ((TINY, "gathered"), (LARGE, "auto"))]
+    managers = [manager_of(engine, size, "bfloat16", how) for size, how in ((TINY, "staged"), (LARGE, "auto"))]
     changed: list[str] = []
     expected: State = {}
     for step in range(3):
@@ -149,7 +149,7 @@ def canonical(model_path: str, layout: Layout) -> None:
     engine = with_factors(
         model_path, layout, type="canonical_lora", target_modules=["linear_q", "linear_k", "linear_v", "linear_proj"]
     )
-    activation.take_over(True)
+    shard_stream.take_over(True)
     manager = manager_of(engine, TINY, "bfloat16")
     for step in range(2):
         if step:
@@ -190,7 +190,7 @@ class Server:
 def served(model_path: str, layout: Layout) -> None:
     """Three adapters in a row: with PEFT they make of the checkpoint what the bridge merges. Then a rank fails."""
     engine = with_factors(model_path, layout, merge=False)
-    activation.take_over(True)
+    shard_stream.take_over(True)
     trainer = MegatronTrainer(engine, SyncConfig(timeout_seconds=5), torch.device("cpu"), "float32")
     assert trainer.serves_adapter
     sender = AdapterSender(trainer.open_adapter(trainer.open_source()), torch.float32, trainer.config)

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 from megatron_cpu.engines import Layout, build, stock_export, train_step
 from megatron_cpu.stories import LARGE, TINY, check_same, manager_of, one_sync
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.trainers import activation
+from verl_sync_plugin.trainers import shard_stream
 from verl_sync_plugin.trainers.megatron.stream import StreamSource
 
 STEPS = 3
@@ -36,7 +36,7 @@ def _norms_are_computed() -> Any:
 def computed(model_path: str, layout: Layout) -> None:
     """A model whose conversion computes: bit for bit the bridge's export, three times, with two bucket sizes."""
     engine = build(model_path, layout)
-    activation.take_over(True)  # as verl's worker does: the engine hands out its stream unconsumed
+    shard_stream.take_over(True)  # as verl's worker does: the engine hands out its stream unconsumed
     with _norms_are_computed():
         for size in (TINY, LARGE):
             manager, keys = manager_of(engine, size), []
@@ -73,7 +73,7 @@ def failing(model_path: str, layout: Layout, bucket_bytes: int, learning: bool) 
             end of what is learnt; else in the second sync, early.
     """
     engine = build(model_path, layout)
-    activation.take_over(True)
+    shard_stream.take_over(True)
     manager = manager_of(engine, bucket_bytes)
     odd, calls = dist.get_rank() == dist.get_world_size() - 1, []
     last = 2 * engine.model_config.hf_config.num_hidden_layers  # two row-parallel weights in each layer

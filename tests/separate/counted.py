@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.copies.copier import _PlainPrepared
-from verl_sync_plugin.receiver.direct import DirectLoad
-from verl_sync_plugin.receiver.replay import Replay
+from verl_sync_plugin.engine.load import ModelLoad
 from verl_sync_plugin.transport.joint import JointRanks
 
 READ = "separate.counted.read"
@@ -49,8 +48,7 @@ class _Reading:
             honest(prepared, *args, **kwargs)
 
         _PlainPrepared.run = run  # type: ignore[method-assign]
-        for loading in (Replay, DirectLoad):
-            loading.run = cls._loading(loading.run)  # type: ignore[method-assign]
+        ModelLoad._run = cls._loading(ModelLoad._run)  # type: ignore[method-assign]
 
     @classmethod
     def _loading(cls, honest: Callable[..., None]) -> Callable[..., None]:

@@ -95,7 +95,7 @@ class Driver:
 
     def sync(self, version: int, rollouts: list[Member]) -> list[Any]:
         """Answers of the trainer ranks, then of the rollout ranks."""
-        from verl_sync_plugin.hooks.checkpoint_engine import SyncCheckpointEngine
+        from verl_sync_plugin.hooks.separate import SyncCheckpointEngine
 
         everyone = [*self.trainers, *rollouts]
         said = together(everyone, "prepare")

@@ -30,9 +30,12 @@ class Host:
         os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
         os.environ.update(MASTER_PORT=str(port), SGLANG_CPU_OMP_THREADS_BIND="|".join(map(str, range(world))))
         dist.init_process_group("cpu:gloo", rank=rank, world_size=world)
-        from verl_sync_plugin.hooks.checkpoint_engine import SyncCheckpointEngine
+        import forced_delivery  # noqa: F401
+        from verl_sync_plugin.hooks.separate import SyncCheckpointEngine
 
-        self.engine = SyncCheckpointEngine(BUCKET_BYTES, is_master, sync={"timeout_seconds": TIMEOUT, **sync})
+        self.engine = SyncCheckpointEngine(
+            BUCKET_BYTES, is_master, sync={"timeout_seconds": TIMEOUT, **sync}, rollout="sglang"
+        )
 
     def prepare(self) -> Any:
         return self.engine.prepare()
@@ -42,10 +45,10 @@ class Host:
 
     def place(self, host: str) -> None:
         """From the next group on this process is on a host of that name, and counts what is broadcast to it."""
-        from verl_sync_plugin.sync.delivery import reach
+        from verl_sync_plugin.sync import ways
         from verl_sync_plugin.sync.separate import membership
 
-        reach.host_name = lambda: host
+        ways.host_name = lambda: host
         membership.JointRanks = CountedRanks  # type: ignore[misc]
 
     def came(self) -> tuple[dict[int, int], int]:

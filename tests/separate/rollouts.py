@@ -15,7 +15,7 @@ from bare_engine.endpoint import BareEngine, BareEngineEndpoint
 from bare_engine.scenario import PROMPT
 from separate.counted import READ
 from separate.processes import Host
-from verl_sync_plugin.rollouts.sglang.pickling import dumps
+from verl_sync_plugin.rollouts.sglang.request import dumps
 
 if TYPE_CHECKING:
     from verl_sync_plugin.sync.endpoint import PendingLoad
@@ -57,7 +57,7 @@ class Rollout(Host):
 
     def __init__(self, port: int, model: str, sync: dict[str, Any], rank: int = 0, tp: int = 1) -> None:
         super().__init__(rank, tp, port, sync, is_master=None)
-        from verl_sync_plugin.rollouts.sglang.separate import SeparateReceiver
+        from verl_sync_plugin.rollouts.adapter import SeparateReceiver
 
         if rank == 0:
             self.sglang = self._start(model)

@@ -18,9 +18,9 @@ from bare_engine.scenario import PROMPT, _checkpoint
 from separate.processes import Trainer
 from separate.rollouts import Endpoint, Rollout
 from verl_sync_plugin import compat
-from verl_sync_plugin.rollouts.sglang.held_adapter import ask
-from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK
-from verl_sync_plugin.rollouts.sglang.served_lora import pack_adapter, served_settings, summary
+from verl_sync_plugin.rollouts.sglang.lora import served_settings, summary
+from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK, dumps
+from verl_sync_plugin.rollouts.sglang.updates import WeightUpdates
 from verl_sync_plugin.sync.endpoint import LoadOutcome
 
 RANK, SCALING = 8, 2
@@ -111,19 +111,29 @@ class MegatronLoRATrainer(LoRATrainer):
         Trainer.save(self, folder)
 
 
+class Asking(WeightUpdates):
+    """What asks the ranks of a bare engine."""
+
+    def __init__(self, engine: BareEngine) -> None:
+        self._bare = engine
+
+    async def _call_loader(self, loader: str, packed: bytes) -> None:
+        await self._bare._update(packed, loader, None)
+
+
 class ServingEndpoint(Endpoint):
     """Has the engine's adapter replaced, as the rollout server does."""
 
     async def load_adapter(self, config: Any, factors: Any, weight_version: str | None) -> LoadOutcome:
-        packed, settings, sent = pack_adapter(factors), served_settings(config, factors), summary(factors)
+        packed, settings, sent = dumps(factors), served_settings(config, factors), summary(factors)
         await asyncio.to_thread(self._bare().call, self._replace(settings, packed, sent))
         return LoadOutcome(nbytes=len(packed))
 
     async def _replace(self, settings: Any, packed: bytes, sent: Any) -> None:
-        update = lambda loader, request: self._bare()._update(request, loader, None)  # noqa: E731
-        await ask(update, "", sent)
+        server = Asking(self._bare())
+        await server.check_adapter("", sent)
         await compat.replace_adapter(self._bare().engine.tokenizer_manager, NAME, settings, packed)
-        await ask(update, NAME, sent)
+        await server.check_adapter(NAME, sent)
 
 
 class ServingRollout(Rollout):

@@ -17,13 +17,14 @@ from typing import Any
 
 import pytest
 
-from several_hosts_on_gpu import play
+import forced_delivery  # noqa: F401
+from several_hosts_on_gpu import count_as_host, digest, play
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
 DEVICE = "cuda"
 BOUND, BUCKET_BYTES = 20.0, 4 << 20
-SYNC = {"timeout_seconds": BOUND, "delivery": "broadcast", "verify": "always"}
+SYNC = {"timeout_seconds": BOUND, "verify": "always"}
 TRAINER, STAYING, DYING = range(3)
 SYNCS = ((1, 3), (2, 3), (3, 3), (4, 2), (5, 2))  # version, and how many ranks take part
 FAILING = 3  # in its second bucket
@@ -51,14 +52,14 @@ class Calls:
 
 def trainer(calls: Calls, folder: Path) -> list[Any]:
     """Sends other weights in every sync; those of the last one are those of the second."""
-    from benchmarks.soak import trainers
-    from benchmarks.transfer.rig import one_rank
-    from verl_sync_plugin.hooks.checkpoint_engine import SyncCheckpointEngine
+    from benchmarks import soak
+    from benchmarks.transfer import one_rank
+    from verl_sync_plugin.hooks.separate import SyncCheckpointEngine
 
     with one_rank(folder / "trainer", DEVICE):
-        trained = trainers.engine("fsdp2", "small", folder / "small", DEVICE)
+        trained = soak.engine("fsdp2", "small", folder / "small", DEVICE)
         calls.all_say("model", None)
-        turned, engine = trainers.Turned(trained), SyncCheckpointEngine(BUCKET_BYTES, True, sync=SYNC)
+        turned, engine = soak.Turned(trained), SyncCheckpointEngine(BUCKET_BYTES, True, sync=SYNC, rollout="sglang")
         calls.all_say("ready", None)
 
         def send(version: int) -> list[int]:
@@ -74,9 +75,8 @@ def rollout(rank: int, calls: Calls, folder: Path) -> list[Any]:
     """Receives; returns the checksums of what its engine holds."""
     import torch.distributed as dist
 
-    from benchmarks.soak.apart import receiving
-    from benchmarks.transfer.peer import digest
-    from benchmarks.transfer.server import Server
+    from benchmarks.soak import receiving
+    from benchmarks.transfer import Server
 
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store-{rank}", rank=0, world_size=1)
@@ -132,8 +132,6 @@ def outcome(calls: Calls, engine: Any, version: int, ranks: int, sync: Any) -> A
 
 
 def member(rank: int, folder: Path) -> list[Any]:
-    from benchmarks.soak.apart import count_as_host
-
     count_as_host(f"host {rank}")
     calls = Calls(rank, folder)
     return trainer(calls, folder) if rank == TRAINER else rollout(rank, calls, folder)

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from several_hosts_on_gpu import play
+from verl_sync_plugin.sync.sender import Arrival
 from verl_sync_plugin.transport.joint import JointRanks
-from verl_sync_plugin.transport.link import Arrival
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -33,18 +33,10 @@ def filled(value: int) -> torch.Tensor:
 
 def everything_arrives(rank: int, folder: Path) -> str:
     ranks = joint(rank, folder, "store")
-    others = [other for other in range(3) if other != rank]
     for number in range(3):
         memory = filled(number * 3 + rank)
         ranks.broadcast(memory, number).wait()
         assert torch.equal(memory, filled(number * 3 + number)), "the root's bytes are everywhere"
-        mine, theirs = filled(100 + rank + number), {other: filled(0) for other in others}
-        works = ranks.exchange([(mine, other) for other in others], [(theirs[o], o) for o in others], GPU)
-        arrival = Arrival(works, BOUND, GPU)
-        while not arrival.query():
-            time.sleep(1e-3)
-        assert all(torch.equal(theirs[other], filled(100 + other + number)) for other in others)
-        assert ranks.exchange([], [], GPU) == []
     ranks.gather(None)  # what this rank has sent may still be on its way
     ranks.close()
     return "all"
@@ -77,7 +69,7 @@ def what_runs_beside_broadcasts(rank: int, folder: Path) -> bool:
 def the_last_dies(rank: int, folder: Path, when: str) -> tuple[str, float]:
     """Its bytes are waited for in NCCL, which is connecting the ranks; the next group does without it."""
     ranks = joint(rank, folder, "dying")
-    if when in ("connected", "broadcasting"):  # as a group, and no two ranks among themselves
+    if when in ("connected", "broadcasting"):
         under_way = ranks.broadcast(filled(1), 0)
     if when == "connected":
         under_way.wait()
@@ -91,9 +83,7 @@ def the_last_dies(rank: int, folder: Path, when: str) -> tuple[str, float]:
         if when == "before broadcast":
             ranks.broadcast(filled(1), 0)
         else:
-            memory = [filled(rank), filled(9)]
-            works = ranks.exchange([(memory[0], 2)], [(memory[1], 2)], GPU)
-            arrival, end = Arrival(works, BOUND, GPU), time.monotonic() + BOUND
+            arrival, end = Arrival([ranks.broadcast(filled(2), 2)], BOUND, GPU), time.monotonic() + BOUND
             while not arrival.query() and time.monotonic() < end:
                 time.sleep(1e-2)
             text = "nothing has come"
@@ -105,11 +95,6 @@ def the_last_dies(rank: int, folder: Path, when: str) -> tuple[str, float]:
     memory = [filled(rank)]
     ranks.broadcast(memory[0], 0).wait()
     assert torch.equal(memory[0], filled(0)), "the next group is whole"
-    theirs = filled(0)
-    arrival = Arrival(ranks.exchange([(filled(7 + rank), 1 - rank)], [(theirs, 1 - rank)], GPU), BOUND, GPU)
-    while not arrival.query():
-        time.sleep(1e-3)
-    assert torch.equal(theirs, filled(8 - rank))
     ranks.gather(None)
     return text, seconds
 
@@ -123,7 +108,7 @@ def test_a_rank_goes_on_while_its_bytes_are_on_their_way(tmp_path: Path) -> None
     assert play(3, what_runs_beside_broadcasts, tmp_path, seconds=SECONDS)[0] is True
 
 
-@pytest.mark.parametrize("when", ["before broadcast", "before exchange", "connected", "broadcasting"])
+@pytest.mark.parametrize("when", ["before broadcast", "connected", "broadcasting"])
 def test_a_member_that_dies_before_the_first_bytes_is_waited_for_within_the_bound(when: str, tmp_path: Path) -> None:
     *left, dead = play(3, the_last_dies, tmp_path, when, seconds=SECONDS)
     assert dead is None

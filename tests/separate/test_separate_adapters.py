@@ -56,7 +56,7 @@ def adapter_alone(reports: list[dict[str, Any]], factors: int) -> None:
 def test_the_base_travels_once_and_then_the_adapter(
     trainer: type[LoRATrainer], tiny_model: Callable[[str], str], tmp_path: Path
 ) -> None:
-    environment = megatron_environment(megatron_bridge=True) if trainer is MegatronLoRATrainer else None
+    environment = megatron_environment() if trainer is MegatronLoRATrainer else None
     with members(tiny_model("qwen2"), 2, trainer, environment, ServingRollout) as (driver, (first, second)):
         come_and_go(driver, first, second, tmp_path)
 
@@ -120,7 +120,7 @@ def test_a_merged_adapter_reaches_the_engine(tiny_model: Callable[[str], str], t
             together(driver.trainers, "train", version)
             said = driver.sync(version, [rollout])
             assert not any(isinstance(each, Failure) for each in said), said
-            assert [(report["delivery"], report["direct_bytes"]) for report in said] == [("sharded", 0)] * 3, said
+            assert [(report["delivery"], report["direct_bytes"]) for report in said] == [("staged", 0)] * 3, said
             report = said[2]
             assert report["replayed_tensors"] == report["tensors"] and report["coverage_missing"] == 0, report
             assert report["own_bytes"] == 0 < report["peer_bytes"] and report["global_steps"] == version, report

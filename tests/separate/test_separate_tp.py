@@ -22,7 +22,7 @@ def test_each_tensor_parallel_rank_reads_only_its_part(tiny_model: Callable[[str
         together(driver.trainers, "share", tmp_path)
         first.ask("read", tmp_path / "before").answer()
         kept = first.ask("nbytes", tmp_path / "kept").answer()
-        for version, delivery in ((1, "sharded"), (2, "direct"), (3, "direct")):
+        for version, delivery in ((1, "staged"), (2, "direct"), (3, "direct")):
             together(driver.trainers, "train", version)
             said = driver.sync(version, ranks)
             assert not any(isinstance(each, Failure) for each in said), said

@@ -200,7 +200,7 @@ def failures(rollout: SpmdRollout, source: torch.nn.Module, expected: torch.nn.M
 def engine_dies(rollout: SpmdRollout) -> None:
     if dist.get_rank() == 0:
         for child in psutil.Process().children():
-            if any("local_server" in word for word in child.cmdline()):
+            if any("script_server" in word for word in child.cmdline()):
                 child.send_signal(signal.SIGKILL)
     text = failing(RolloutError, rollout.generate, PROMPTS, GREEDY)
     assert "rank 0: RuntimeError: SGLang's process has ended" in text, text

@@ -29,14 +29,13 @@ def server_with(tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatc
         mode: RolloutMode = RolloutMode.STANDALONE,
         backend: str = SEPARATE_BACKEND,
         node_rank: int = 0,
-        release_cuda_graph: bool = False,
         had_a_sync: bool = True,
         load_format: str = "dummy",
     ) -> Any:
         engine = CheckpointEngineConfig(backend=backend)
         config = RolloutConfig(
             name="sglang",
-            custom={"sync": {"pause": pause, "release_cuda_graph": release_cuda_graph}},
+            custom={"sync": {"pause": pause}},
             checkpoint_engine=engine,
             load_format=load_format,
             max_model_len=64,

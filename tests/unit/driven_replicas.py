@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from verl.checkpoint_engine.base import CheckpointEngineManager
 
-from verl_sync_plugin.hooks.checkpoint_manager import OutlivingManager
+from verl_sync_plugin.hooks.separate import OutlivingManager
 from verl_sync_plugin.sync.separate.membership import Member
 
 

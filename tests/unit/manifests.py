@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Base, View
-from verl_sync_plugin.trainers.dtensors import even_chunks
+from verl_sync_plugin.trainers.fsdp2 import even_chunks
 from verl_sync_plugin.transport.protocol import Manifest
 
 HIDDEN = 4096

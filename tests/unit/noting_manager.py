@@ -21,6 +21,7 @@ class Manager:
         self.keys: list[Any] = []
         self.answers = asyncio.Event()
         self.closed = self.aborted = 0
+        self.flushes = True
         self.model_update_lock = SimpleNamespace(is_locked=self._locked)
 
     async def _locked(self) -> bool:
@@ -41,7 +42,7 @@ class Manager:
 
     async def flush_cache(self) -> Any:
         self.asked.append("flush")
-        return SimpleNamespace(success=True)
+        return SimpleNamespace(success=self.flushes)
 
     async def release_memory_occupation(self, obj: Any, request: None) -> None:
         self.asked.append(f"release {' '.join(obj.tags)}")

@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext
 
 import torch
 
+from verl_sync_plugin.engine.load import ModelLoad
+from verl_sync_plugin.engine.model import EngineModel
+from verl_sync_plugin.layout.load_map import LoadMap
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Base, View
-from verl_sync_plugin.receiver.engine_model import EngineModel
-from verl_sync_plugin.receiver.layout_key import LayoutKey
-from verl_sync_plugin.receiver.ledger import Ledger
-from verl_sync_plugin.receiver.proof import DestinationProof
-from verl_sync_plugin.receiver.unpacker import Unpacker
 from verl_sync_plugin.transport.protocol import Manifest
 
 CPU, BF16, LENGTH = torch.device("cpu"), torch.bfloat16, 64
@@ -48,25 +45,21 @@ class Receiver:
         self._nbytes = self.plan.slot_bytes
         self._manifest = Manifest.of(self.plan)
         self.model = model
-        engine = Engine(self.model, 0)
-        self.unpacker, self.proof = (kind(engine, self._manifest, CPU) for kind in (Unpacker, DestinationProof))
+        self.load = ModelLoad(Engine(self.model, 0), self._manifest, CPU)
+        self.introduced = 0  # how often something was found out
 
     @torch.no_grad()
-    def sync(self, a: float, b: float, verified: bool = True) -> None:
+    def sync(self, a: float, b: float) -> None:
         sent = {"a": torch.full((LENGTH,), a, dtype=BF16), "b": torch.full((LENGTH,), b, dtype=BF16)}
         slot = torch.zeros(self._nbytes, dtype=torch.uint8)
         for entry in self._manifest.buckets[0]:
             for piece in entry.pieces:
                 taken = sent[entry.name].view(torch.uint8)[piece.target : piece.target + piece.width]
                 slot[piece.source : piece.source + piece.width] = taken
-        self.unpacker.begin(LayoutKey(Engine(self.model, 0)).now(), copy_plan=True, hashed=True)
-        self.proof.begin(self.unpacker.layout)
-        if verified:
-            self.proof.prepare(self.unpacker.recording)
-            self.unpacker.trust(self.proof.judge)
-        ledger = Ledger(self.model) if self.unpacker.watched else None
-        with ledger or nullcontext(), self.unpacker.uses.watching():
-            self.unpacker.load(0, [slot])
-        self.unpacker.finish(ledger)
+        before: LoadMap = self.load.map
+        self.load.begin()
+        self.introduced += self.load.map is not before
+        self.load.load(0, [slot])
+        self.load.finish()
         for name, tensor in sent.items():
             assert torch.equal(getattr(self.model, name).data, tensor), name

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl_sync_plugin.receiver.activations import Activations
+from verl_sync_plugin.engine.session import Activations
 
 
 def test_most_beyond_the_least(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,9 @@ import torch
 from verl.workers.config import HFModelConfig
 
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.hooks.rollout_config import SyncRolloutConfig
-from verl_sync_plugin.report.file import REPORT_FILE_VARIABLE, write_report
-from verl_sync_plugin.report.sync_report import SyncReport
-from verl_sync_plugin.rollouts.sglang import adapter as adapter_module
+from verl_sync_plugin.hooks.driver import SyncRolloutConfig
+from verl_sync_plugin.report import REPORT_FILE_VARIABLE, SyncReport, write_report
+from verl_sync_plugin.rollouts import adapter as adapter_module
 from verl_sync_plugin.rollouts.sglang.adapter import SyncServerAdapter
 from verl_sync_plugin.trainers.shard_stream import ShardStream
 
@@ -56,7 +55,7 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> Manager:
         raise RuntimeError("CUDA error of the step before")
 
     monkeypatch.setattr(adapter_module, "read_device", broken)
-    monkeypatch.setattr(adapter_module, "make_manager", lambda *_: made)
+    monkeypatch.setattr(SyncServerAdapter, "_make_manager", lambda *_: made)
     return made
 
 

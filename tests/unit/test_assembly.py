@@ -8,11 +8,11 @@ import torch
 from verl.workers.rollout.sglang_rollout.utils import DEEPSEEK_V4_FUSION_GROUPS
 
 from verl_sync_plugin.copies.bucket_memory import BucketMemory
+from verl_sync_plugin.engine.load import Assembler
+from verl_sync_plugin.engine.model import partner_of
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import Base, Entry, View
-from verl_sync_plugin.receiver.assembly import Assembler
-from verl_sync_plugin.receiver.engine_model import partner_of
 from verl_sync_plugin.rollouts.sglang.model import FUSED_PAIRS
 
 Loads = list[list[tuple[str, torch.Tensor]]]

@@ -17,7 +17,7 @@ from driven_replicas import Driven, Replica
 from ray.exceptions import RayTaskError
 from verl.checkpoint_engine.base import CheckpointEngineManager
 
-from verl_sync_plugin.hooks.checkpoint_manager import OutlivingManager, dead_among
+from verl_sync_plugin.hooks.separate import OutlivingManager, dead_among
 
 
 @ray.remote(num_cpus=0)

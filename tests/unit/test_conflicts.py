@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import textwrap
@@ -16,6 +15,7 @@ import pytest
 
 import unmeasured
 from fresh_process import other_plugin, python
+from ports import free_port
 
 TAKEN_LATER = """
     import asyncio, sys
@@ -24,7 +24,7 @@ TAKEN_LATER = """
     from verl.workers.config import HFModelConfig
     from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
     from verl.workers.rollout.base import get_rollout_class
-    from verl_sync_plugin.hooks.rollout_config import SyncRolloutConfig
+    from verl_sync_plugin.hooks.driver import SyncRolloutConfig
 
     class StrangeEngine(FSDPEngineWithLMHead):
         pass
@@ -44,12 +44,6 @@ ALONE = {
     "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "RAY_LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
     "VERL_PLATFORM": "cpu",
 }  # fmt: skip
-
-
-def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
 
 
 @pytest.mark.parametrize(
@@ -91,7 +85,7 @@ def test_an_engine_that_is_not_ours_is_named_and_not_the_strategy(
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, tiny_model("qwen2")],
         cwd=tmp_path,
-        env={**unmeasured.environment(), **ALONE, "MASTER_PORT": free_port(), **environment},
+        env={**unmeasured.environment(), **ALONE, "MASTER_PORT": str(free_port()), **environment},
         capture_output=True,
         text=True,
         timeout=120,
@@ -147,7 +141,7 @@ def test_metrics_that_nobody_logs_are_announced_once(tmp_path: Path) -> None:
             import asyncio, sys, types
             from verl.workers.rollout.replica import get_rollout_replica_class
             from verl.workers.config import HFModelConfig
-            from verl_sync_plugin.hooks.rollout_config import SyncRolloutConfig
+            from verl_sync_plugin.hooks.driver import SyncRolloutConfig
             take("sync")
             made = get_rollout_replica_class("sglang")
             group = types.SimpleNamespace(workers=[])

@@ -75,28 +75,11 @@ def stack() -> dict[str, Any]:
 class TestOff:
     """Without VERL_PLATFORM=cpu."""
 
-    @pytest.mark.parametrize("platform", [None, "", "nvidia", "cpux"])
+    @pytest.mark.parametrize("platform", [None, "nvidia"])
     def test_a_new_interpreter_loads_nothing_of_ours(self, platform: str | None) -> None:
         ours = ("cpu_stack", "verl_sync_plugin", "wrapt")
         code = f"import sys; print([m for m in sys.modules if m.split('.')[0] in {ours}])"
         assert run_python(code, **({} if platform is None else {"VERL_PLATFORM": platform})) == "[]"
-
-    def test_activate_does_nothing(self) -> None:
-        code = (
-            "import os, sys; before = dict(os.environ), list(sys.meta_path);"
-            "from cpu_stack.shims import activate; activate();"
-            "print(before == (dict(os.environ), list(sys.meta_path)))"
-        )
-        assert run_python(code) == "True"
-
-    def test_sgl_kernel_has_no_stand_in(self) -> None:
-        code = "from importlib.util import find_spec as f; s = f('sgl_kernel'); print(s and s.origin)"
-        assert run_python(code) != "stand-in"
-
-    def test_the_pth_line_costs_microseconds(self) -> None:
-        line = (ROOT / "cpu_stack" / PTH_NAME).read_text(encoding="utf-8")
-        code = f"import timeit; print(min(timeit.repeat({line!r}, number=1000, repeat=5)) / 1000)"
-        assert float(run_python(code)) < 100e-6
 
 
 class TestOn:
@@ -115,13 +98,6 @@ class TestOn:
         code = "import sys; print([m for m in ('torch', 'verl', 'sglang', 'ray') if m in sys.modules])"
         assert run_python(code, VERL_PLATFORM="cpu") == "[]"
 
-    def test_activating_again_adds_nothing(self) -> None:
-        code = (
-            "import sys; before = list(sys.meta_path);"
-            "from cpu_stack.shims import activate; activate(); print(before == sys.meta_path)"
-        )
-        assert run_python(code, VERL_PLATFORM="cpu") == "True"
-
     def test_a_spawned_process_is_activated_too(self) -> None:
         code = (
             "import os, subprocess, sys; del os.environ['SGLANG_USE_CPU_ENGINE'];"
@@ -130,14 +106,9 @@ class TestOn:
         )
         assert run_python(code, VERL_PLATFORM="cpu") == "1"
 
-    def test_tensors_are_shared_by_file(self, stack: dict[str, Any]) -> None:
-        assert stack["sharing"] == "file_system"
-
-    def test_torchvision_can_be_imported(self, stack: dict[str, Any]) -> None:
-        assert stack["torchvision"]
-
     def test_verl_chooses_the_cpu_platform(self, stack: dict[str, Any]) -> None:
         assert stack["platform"] == ["cpu", "cpu", "gloo", "GPU"]
+        assert stack["sharing"] == "file_system" and stack["torchvision"]
 
     def test_device_calls_of_cuda_are_answered(self, stack: dict[str, Any]) -> None:
         assert stack["calls"] == [False, 0, None, True, None]
@@ -183,11 +154,6 @@ class TestSglKernelStandIn:
             " hasattr(sgl_kernel, 'gptq_gemm'), hasattr(k, '__wrapped__'))"
         )
         assert run_python(code, VERL_PLATFORM="cpu") == "True True False False"
-
-    @pytest.mark.parametrize("name", ["sgl_kernel.scalar_type", "sgl_kernel_npu"])
-    def test_other_modules_stay_missing(self, name: str) -> None:
-        code = f"try:\n import {name}\nexcept ModuleNotFoundError:\n print('missing')"
-        assert run_python(code, VERL_PLATFORM="cpu") == "missing"
 
     def test_calling_says_what_is_missing(self) -> None:
         code = "from sgl_kernel.kvcacheio import transfer_kv_per_layer as t\ntry: t(1)\nexcept Exception as e: print(e)"

@@ -5,28 +5,29 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from receiving import Engine
 
 from verl_sync_plugin.copies import copier as copiers
 from verl_sync_plugin.copies import packing
-from verl_sync_plugin.copies.blocks import Block
 from verl_sync_plugin.copies.copier import Copier
-from verl_sync_plugin.copies.hulls import numbers_of
 from verl_sync_plugin.copies.pack_table import PackTable
 from verl_sync_plugin.copies.packing import Packer
+from verl_sync_plugin.engine.load import ModelLoad
+from verl_sync_plugin.layout.hulls import numbers_of
+from verl_sync_plugin.layout.load_map import owners_of, read_parts
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, Plan, View
-from verl_sync_plugin.receiver.cuts import Work
-from verl_sync_plugin.receiver.direct import DirectLoad, obstacle
-from verl_sync_plugin.transport.memory import cuda_driver
+from verl_sync_plugin.transport.memory import cuda as cuda_driver
 from verl_sync_plugin.transport.memory.exports import Live
-from verl_sync_plugin.transport.memory.live import LiveParameters, NotInPlaceError
-from verl_sync_plugin.transport.memory.regions import Regions
+from verl_sync_plugin.transport.memory.regions import LiveParameters, NotInPlaceError, Regions
 from verl_sync_plugin.transport.protocol import Manifest
 
 CPU = torch.device("cpu")
@@ -81,24 +82,32 @@ class Trainer:
         return [LiveParameters(CPU, self.plan, rank).look(self.shards[rank]) for rank in range(WORLD)]
 
 
-def works_of(plan: Plan, targets: dict[str, torch.Tensor], chance: random.Random) -> list[Work]:
-    """Every piece is copied: whole, or as the rows of a matrix."""
-    numbers = numbers_of(bucket.entries for bucket in plan.buckets)
-    works = []
-    for bucket in plan.buckets:
-        work = Work()
-        for entry in bucket.entries:
-            for piece in entry.pieces:
-                width = chance.choice([piece.width, *(w for w in (2, 16, 48) if piece.width % w == 0)])
-                target = targets[entry.name].data_ptr() + piece.target
-                rows = (width, piece.width // width, width, width, width)
-                block = Block(
-                    piece.source, target, piece.source, *rows, base=piece.source // bucket.stride,
-                    group=numbers[entry.name],
-                )  # fmt: skip
-                (work.bare if entry.name.startswith("tied") else work.fused).append(block)
-        works.append(work)
-    return works
+class Model(torch.nn.Module):
+    """Takes every tensor whole, or as rows that lie apart."""
+
+    def __init__(self, full: dict[str, torch.Tensor], chance: random.Random) -> None:
+        super().__init__()
+        self.targets = {}
+        for name, value in full.items():
+            apart = chance.choice([1, 2]) if value.shape[1] >= 16 else 1  # rows of 32 bytes at least
+            parameter = torch.nn.Parameter(torch.zeros(apart * value.shape[0], value.shape[1]).bfloat16(), False)
+            self.register_parameter(name, parameter)
+            self.targets[name] = parameter.data[::apart]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.targets[name].copy_(tensor)
+
+
+def loaded_in_place(trainer: Trainer, lives: list[Live], place: int, model: Model) -> ModelLoad:
+    regions = Regions()
+    regions.map(region for live in lives for region in live.regions)
+    load = ModelLoad(Engine(model, 0), Manifest.of(trainer.plan), CPU)
+    load.begin()
+    assert not load.obstacle
+    load.load_in_place(lives, place, regions)
+    load.finish()
+    return load
 
 
 @pytest.mark.parametrize("place", range(WORLD))
@@ -108,17 +117,15 @@ def test_everything_arrives_with_its_hash(
     seed: int, bucket_bytes: int, place: int, copier: type[Copier], tmp_path: Path
 ) -> None:
     trainer = Trainer(tmp_path, seed, bucket_bytes)
-    targets = {name: torch.zeros_like(value) for name, value in trainer.full.items()}
-    made = copier(CPU, list(targets.values()))
-    lives, regions = trainer.tell(), Regions()
-    regions.map(region for live in lives for region in live.regions)
-    works = works_of(trainer.plan, targets, random.Random(seed))
-    load = DirectLoad(works, Manifest.of(trainer.plan), lives, place, regions, made, CPU)
-    tensors = numbers_of(bucket.entries for bucket in trainer.plan.buckets)
-    sums = torch.zeros(len(tensors), dtype=torch.int64)
-    load.run(sums, hashed=True)
-    assert all(torch.equal(targets[name], value) for name, value in trainer.full.items())
-    assert torch.equal(sums, _sent(trainer, place))
+    model = Model(trainer.full, random.Random(seed))
+    load = loaded_in_place(trainer, trainer.tell(), place, model)
+    assert all(torch.equal(model.targets[name], value) for name, value in trainer.full.items())
+    buckets = [bucket.entries for bucket in trainer.plan.buckets]
+    owners, sent = owners_of(buckets), _sent(trainer, place)
+    sums = torch.frombuffer(bytearray(load.sums()), dtype=torch.int64)
+    owned = [number for number, _ in read_parts(load.map, buckets, owners)]
+    assert all(int(value) == int(sent[number]) for number, value in zip(owned, sums, strict=True))
+    assert set(owned) == set(owners.values())
 
 
 def _sent(trainer: Trainer, place: int) -> torch.Tensor:
@@ -143,19 +150,19 @@ def test_rows_are_read_from_all_ranks_in_turn_the_own_one_first(
 ) -> None:
     """Which rank every region belongs to reaches the kernel's tables; one rank holds nothing."""
     trainer = Trainer(tmp_path, 0, 1 << 20)
-    targets = {name: torch.zeros_like(value) for name, value in trainer.full.items()}
-    lives, regions = trainer.tell(), Regions()
-    lives.append(Live("none", (), tuple(b"" for _ in trainer.plan.buckets)))
-    regions.map(region for live in lives for region in live.regions)
+    lives = [*trainer.tell(), Live("none", (), tuple(b"" for _ in trainer.plan.buckets))]
     told: list[list[int]] = []
-    monkeypatch.setattr(copiers, "KernelTable", lambda blocks, device, homes: told.append(list(homes)))
-    made = Copier(CPU, list(targets.values()))
-    made.kernel = True
-    works = works_of(trainer.plan, targets, random.Random(0))
-    DirectLoad(works, Manifest.of(trainer.plan), lives, place, regions, made, CPU)
+    honest = Copier.prepare
+
+    def prepare(made: Copier, blocks: list[Any], homes: Sequence[int] = ()) -> Any:
+        told.extend([list(homes)] if homes else [])
+        return honest(made, blocks)
+
+    monkeypatch.setattr(Copier, "prepare", prepare)
+    loaded_in_place(trainer, lives, place, Model(trainer.full, random.Random(0)))
     distances = [(rank - place) % (WORLD + 1) for rank in range(WORLD)]
     expected = [d for d, live in zip(distances, lives, strict=False) for _ in live.regions]
-    assert told == [expected] * 3 and set(expected) == set(distances)
+    assert told == [expected] * 2 and set(expected) == set(distances)
 
 
 @pytest.mark.parametrize("held", [(64, 0), (0, 64)])
@@ -205,15 +212,10 @@ def test_says_what_cannot_be_read_and_why(tmp_path: Path) -> None:
 
 def test_bytes_that_nobody_told_of_are_an_error(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, 0, 1 << 20)
-    lives, regions = trainer.tell(), Regions()
-    regions.map(region for live in lives for region in live.regions)
-    targets = {name: torch.zeros_like(value) for name, value in trainer.full.items()}
-    works = works_of(trainer.plan, targets, random.Random(0))
-    parts = Manifest.of(trainer.plan), 0, regions, Copier(CPU, list(targets.values())), CPU
-    manifest, place, *rest = parts
+    lives = trainer.tell()
     for broken in ([replace(lives[0], runs=(b"",) * len(lives[0].runs)), *lives[1:]], [lives[1], lives[0], lives[2]]):
         with pytest.raises(ValueError, match="trainer rank"):
-            DirectLoad(works, manifest, broken, place, *rest)  # type: ignore[arg-type]
+            loaded_in_place(trainer, broken, 0, Model(trainer.full, random.Random(0)))
 
 
 def test_memory_is_mapped_once_and_given_up(tmp_path: Path) -> None:
@@ -228,12 +230,6 @@ def test_memory_is_mapped_once_and_given_up(tmp_path: Path) -> None:
     gone = replace(live.regions[0], key="gone", handle=("/gone",))
     with pytest.raises(FileNotFoundError, match="/gone"):
         regions.map([gone])
-
-
-def test_an_engine_without_the_kernel_reads_nothing_in_place() -> None:
-    device = torch.device("cuda", 0)
-    assert "Triton" in obstacle((), device, kernel=False)
-    assert not obstacle((), device, kernel=True) and not obstacle((), CPU, kernel=False)
 
 
 def test_without_a_cuda_driver_parameters_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:

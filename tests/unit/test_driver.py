@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from hydra_run import refused, rollout_of
-from verl_sync_plugin.config.bucket_size import LONG_BUCKET_KEY, SHORT_BUCKET_KEY
-from verl_sync_plugin.config.settings import KEY_PREFIX
+from verl_sync_plugin.config.settings import KEY_PREFIX, LONG_BUCKET_KEY, SHORT_BUCKET_KEY
 
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
@@ -32,8 +31,7 @@ ARGUMENTS = f"{ROLLOUT}.engine_kwargs.sglang"
         (f"{ROLLOUT}.custom=???", f"{ROLLOUT}.custom=???: no value", "Give it one, or remove"),
         (f"{SHORT_BUCKET_KEY}=???", f"{SHORT_BUCKET_KEY}=???: no value", "Give it one, or remove"),
         (f"{LONG_BUCKET_KEY}=???", f"{LONG_BUCKET_KEY}=???: no value", "Give it one, or remove"),
-        (f"{KEY_PREFIX}.timeout_seconds=86401", f"{KEY_PREFIX}.timeout_seconds=86401: more than a day", "Use"),
-        (f"{KEY_PREFIX}.timeout_seconds=720000", f"{KEY_PREFIX}.timeout_seconds=720000: more than a day", "Use"),
+        (f"{KEY_PREFIX}.timeout_seconds=86401", f"{KEY_PREFIX}.timeout_seconds=86401: Expected", "Use"),
         *[
             (f"{ROLLOUT}.multi_stage_wake_up={word}", f"{ROLLOUT}.multi_stage_wake_up={word!r}: not a boolean", "True")
             for word in ("no", "off", "yes", "on", "maybe")
@@ -49,13 +47,15 @@ ARGUMENTS = f"{ROLLOUT}.engine_kwargs.sglang"
         (f"{MODEL}.lora=5", f"{MODEL}.lora=5: not a mapping", "lora.<key>="),
         (f"{ROLLOUT}.dtype=bfloat17", f"{ROLLOUT}.dtype='bfloat17': not a dtype of SGLang's weights", "bfloat16"),
         (f"{ROLLOUT}.dtype=int8", f"{ROLLOUT}.dtype='int8': not a dtype of SGLang's weights", "bfloat16"),
-        (f"{KEY_PREFIX}.pause=stop", f"{KEY_PREFIX}.pause='stop': not a known choice", "abort, retract, in_place"),
+        (f"{KEY_PREFIX}.pause=stop", f"{KEY_PREFIX}.pause='stop': ", "abort, retract, in_place"),
         (
             f"{KEY_PREFIX}.pause=retract",
             f"{KEY_PREFIX}.pause='retract' with {BACKEND}=naive: ",
             f"{BACKEND}=sync_plugin",
         ),
         (f"{KEY_PREFIX}.pause=in_place", f"{KEY_PREFIX}.pause='in_place' with ", f"{KEY_PREFIX}.pause=abort"),
+        (f"{KEY_PREFIX}.canary=log", f"{KEY_PREFIX}.canary='log': gone; remove it", "max_probs_diff"),
+        (f"{KEY_PREFIX}.max_probs_diff=2", f"{KEY_PREFIX}.max_probs_diff=2: Expected", "Use for example"),
         (f"{ROLLOUT}.data_parallel_size=2", f"{ROLLOUT}.data_parallel_size=2: ", "+" + ARGUMENTS),
         (f"+{ARGUMENTS}.dp_size=2", f"{ARGUMENTS}.dp_size=2: ", f"{ROLLOUT}.data_parallel_size"),
         (f"+{ARGUMENTS}.tp_size=4", f"{ARGUMENTS}.tp_size=4: ", f"{ROLLOUT}.tensor_model_parallel_size"),
@@ -104,6 +104,18 @@ def test_refused_by_name(tmp_path: Path, override: str, shown: str, remedy: str)
     text = refused(tmp_path, override)
     assert shown in text
     assert remedy in text.partition(shown)[2], text
+
+
+def test_where_verl_compares_no_probabilities_nothing_can_be_guarded(tmp_path: Path) -> None:
+    guard = f"{KEY_PREFIX}.max_probs_diff=0.02"
+    assert rollout_of(tmp_path, guard).custom.sync.max_probs_diff == 0.02
+    for override, shown in (
+        (f"{ROLLOUT}.calculate_log_probs=False", f"{guard} with {ROLLOUT}.calculate_log_probs=False"),
+        ("algorithm.rollout_correction.bypass_mode=True", "bypass_mode=True"),
+        ("trainer.use_v1=False", "without one of verl's V1 trainers"),
+    ):
+        text = refused(tmp_path, guard, override)
+        assert shown in text and f"or remove {KEY_PREFIX}.max_probs_diff" in text
 
 
 def test_an_error_that_nobody_foresaw_ends_the_driver(tmp_path: Path) -> None:

@@ -13,23 +13,22 @@ from typing import Any
 import pytest
 import torch
 
+from verl_sync_plugin.engine import session
+from verl_sync_plugin.engine.model import EngineModel, partner_of
+from verl_sync_plugin.engine.session import ReceiverSession
+from verl_sync_plugin.layout.load_map import owners_of, read_parts, unwritten
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, Plan, View
-from verl_sync_plugin.receiver import session
-from verl_sync_plugin.receiver.engine_model import EngineModel, partner_of
-from verl_sync_plugin.receiver.load_cache import LoadCache
-from verl_sync_plugin.receiver.session import ReceiverSession
 from verl_sync_plugin.sync.sender import BucketSender
+from verl_sync_plugin.transport.channel import Listener, connect
 from verl_sync_plugin.transport.conversation import Greeting
-from verl_sync_plugin.transport.listener import Listener, connect
 from verl_sync_plugin.transport.protocol import Committed, Hello, LoadRequest
-from verl_sync_plugin.verify.uses import left_out
 
 CPU, WAIT = torch.device("cpu"), 30.0
 SHAPE = (16, 32)
-NAMES = ("x.left.weight", "x.between.weight", "x.right.weight", "x.unused.weight")
-LEFT, BETWEEN, RIGHT, UNUSED = NAMES
+NAMES = ("x.between.weight", "x.left.weight", "x.right.weight", "x.unused.weight")
+BETWEEN, LEFT, RIGHT, UNUSED = NAMES
 Tensors = dict[str, torch.Tensor]
 
 
@@ -94,14 +93,17 @@ class Trainer:
         self._session = ReceiverSession(model)
         self._listener, self._sender = Listener(WAIT), BucketSender(CPU, WAIT)
         numel = SHAPE[0] * SHAPE[1]
-        bases = (Base(name, "float32", 4, (numel,), (View(name, SHAPE, 0, numel),)) for name in NAMES)
+        bases = (
+            Base(name, "float32", 4, (numel,), (View(name, SHAPE, 0, numel),))
+            for name in (LEFT, BETWEEN, RIGHT, UNUSED)
+        )
         self.plan: Plan = plan_buckets(tuple(bases), 3 * numel)  # every tensor is torn, and no pair in one bucket
         self._sender.reserve(self.plan)
 
     def sync(self, tensors: Tensors) -> tuple[Greeting, Committed]:
         """One sync; what the engine rank said at its begin and at its end."""
         shards = [Shard(base, partial(tensors[base.key].flatten)) for base in self.plan.bases]
-        hello = Hello("1", self.plan.digest, (self._sender.export(),), hashed=True, tell_use=True)
+        hello = Hello("1", self.plan.digest, (self._sender.export(),), tells=True)
         self._sender.begin(self.plan, 0, hashed=True, finite=False)
         with self._engine_in_thread():
             greeting = self._sender.greet(hello, self.plan)
@@ -111,7 +113,11 @@ class Trainer:
                 self._sender.wait_loaded(index)
             committed = self._sender.commit()
             self._sender.hang_up()
-        read = torch.frombuffer(bytearray(committed.sums), dtype=torch.int64)
+        assert greeting.map is not None
+        entries = [bucket.entries for bucket in self.plan.buckets]
+        numbers = [number for number, _ in read_parts(greeting.map, entries, owners_of(entries))]
+        read = torch.zeros(len(NAMES), dtype=torch.int64)
+        read.index_add_(0, torch.tensor(numbers), torch.frombuffer(bytearray(committed.sums), dtype=torch.int64))
         # Nobody reads the last tensor
         assert torch.equal(self._sender.sums(self.plan)[:-1], read[:-1]), "bytes changed on the way"
         return greeting, committed
@@ -155,36 +161,38 @@ def assert_holds(model: Model, tensors: Tensors) -> None:
     assert torch.equal(model.between, tensors[BETWEEN]) and torch.equal(model.doubled, tensors[BETWEEN] * 2)
 
 
-def test_another_engines_model_is_synced_and_then_replayed(made: tuple[Engine, Trainer]) -> None:
+def test_another_engines_model_is_synced(made: tuple[Engine, Trainer]) -> None:
     engine, trainer = made
     for seed in range(3):
         before = engine.module.loads
-        _, committed = trainer.sync(some(seed))
+        greeting, committed = trainer.sync(some(seed))
         assert_holds(engine.module, some(seed))
-        assert not committed.coverage.missing and committed.coverage.expected == 2
-        assert committed.replayed_tensors == (0 if seed == 0 else len(NAMES))
-        assert (engine.module.loads > before) == (seed == 0), "a replay does not call the model's own load"
-    assert engine.name == "Model"
+        assert greeting.map is not None and greeting.map.kept == 2 and not unwritten(greeting.map)
+        assert committed.replayed_tensors == len(NAMES) and committed.map is None
+        assert (engine.module.loads > before) == (seed == 0), "a later sync does not call the model's own load"
+    assert engine.name == "Model" and greeting.map.model == "Another's Model" and greeting.map.derives
 
 
 def test_what_the_engine_moves_starts_over(made: tuple[Engine, Trainer]) -> None:
     engine, trainer = made
-    replayed = []
-    for seed in range(5):
-        engine.places = int(seed > 1)
-        replayed.append(trainer.sync(some(seed))[1].replayed_tensors > 0)
+    loads = []
+    for seed in range(4):
+        engine.places, before = int(seed > 1), engine.module.loads
+        trainer.sync(some(seed))
+        loads.append(engine.module.loads > before)
         assert_holds(engine.module, some(seed))
-    assert replayed == [False, True, False, True, True]
+    assert loads == [True, False, True, False]
 
 
-def test_without_a_way_to_derive_nothing_is_replayed(
+def test_what_cannot_be_derived_again_is_loaded_by_the_model(
     made: tuple[Engine, Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model's own load does it every time."""
     engine, trainer = made
     monkeypatch.setattr(Engine, "can_derive", False)
     for seed in range(3):
-        assert trainer.sync(some(seed))[1].replayed_tensors == 0
+        greeting, committed = trainer.sync(some(seed))
+        assert committed.replayed_tensors == 3 and greeting.map is not None
+        assert [left.why for left in greeting.map.left] == ["its load computes from it"]
         assert_holds(engine.module, some(seed))
 
 
@@ -195,10 +203,8 @@ def test_what_it_leaves_out_is_told_unless_it_may(
     _, trainer = made
     if not skips:
         monkeypatch.setattr(Engine, "why_skipped", EngineModel.why_skipped)
-    used = trainer.sync(some(0))[0].used
-    assert used is not None and used.model == "Another's Model"
-    nbytes = SHAPE[0] * SHAPE[1] * 4
-    assert left_out(len(NAMES), [used]) == ([] if skips else [(NAMES.index(UNUSED), nbytes, nbytes)])
+    found = trainer.sync(some(0))[0].map
+    assert found is not None and found.skipped == (((NAMES.index(UNUSED), "nobody needs it"),) if skips else ())
 
 
 def test_partners() -> None:
@@ -223,12 +229,13 @@ def test_what_a_load_leaves_cached_goes_back_before_the_trainer_hears_of_the_end
 
         monkeypatch.setattr(owner, name, noted)
 
-    noting(LoadCache, "begin")
-    noting(LoadCache, "give_back")
     noting(Model, "take")
+    reserved = iter([0, session.LEAST_BYTES, 0, session.LEAST_BYTES - 1])
+    monkeypatch.setattr(session, "_reserved_bytes", lambda: next(reserved))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: happened.append("emptied"))
     monkeypatch.setattr(session, "Committed", lambda *args: happened.append("committed") or Committed(*args))
-    for seed in range(2):
-        trainer.sync(some(seed))
-        assert happened[0] == "begin" and happened[-2:] == ["give_back", "committed"], happened
-        assert ("take" in happened) == (seed == 0)
-        happened.clear()
+    trainer.sync(some(0))
+    assert happened[-2:] == ["emptied", "committed"] and "take" in happened
+    happened.clear()
+    trainer.sync(some(1))
+    assert happened == ["committed"], "little was left"

@@ -15,8 +15,8 @@ from transformers import Llama4TextConfig
 
 from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.hooks.driver import settle_trainer
-from verl_sync_plugin.rollouts.sglang.families import refuse_checkpoint, refuse_family
-from verl_sync_plugin.rollouts.sglang.making import make_manager
+from verl_sync_plugin.rollouts.sglang.adapter import SyncServerAdapter
+from verl_sync_plugin.rollouts.sglang.refusals import refuse_checkpoint, refuse_family
 
 DENSE = {"mlp_only_layers": [0]}
 REFUSED: dict[str, dict[str, Any]] = {
@@ -99,26 +99,21 @@ def test_other_layers_in_trainer_and_engine_are_refused(
 
 def test_a_worker_refuses_what_the_driver_could_not_read() -> None:
     model = SimpleNamespace(path="org/name", hf_config=Llama4TextConfig(architectures=["Llama4ForCausalLM"]))
-    nothing: Any = None
+    adapter: Any = SimpleNamespace(model_config=model, rollout=SyncServerAdapter.rollout)
     with pytest.raises(ValueError, match=r"model\.path=org/name: Llama4ForCausalLM cannot be synced to SGLang"):
-        make_manager(nothing, nothing, model, nothing, nothing, False)
+        SyncServerAdapter._refuse_family(adapter)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2", "megatron"])
-@pytest.mark.parametrize("enabled", [True, False])
-def test_in_the_driver(strategy: str, enabled: bool, tmp_path: Path) -> None:
+def test_in_the_driver(strategy: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(REFUSED["Llama4ForCausalLM cannot"]))
     overrides = [
         "actor_rollout_ref.rollout.name=sglang",
         f"actor_rollout_ref.model.path={tmp_path}",
-        f"actor_rollout_ref.rollout.custom.sync.enabled={enabled}",
     ]
     with initialize_config_dir(str(CONFIG_DIR), version_base=None):
         name = "ppo_megatron_trainer" if strategy == "megatron" else "ppo_trainer"
         actor = [] if strategy == "megatron" else [f"actor_rollout_ref.actor.strategy={strategy}"]
         config = compose(name, overrides=[*overrides, *actor])
-    if not enabled:
-        settle_trainer(config.actor_rollout_ref)
-        return
     with pytest.raises(ValueError, match=r"model\.path=.*Llama4ForCausalLM cannot be synced"):
         settle_trainer(config.actor_rollout_ref)

@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from verl_sync_plugin.copies.packing import Packer
-from verl_sync_plugin.layout.joint import plan_joint
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import Base, Bucket, Plan, Slice, View
-from verl_sync_plugin.trainers.base import ParameterSource
-from verl_sync_plugin.trainers.culprit import name_culprit
+from verl_sync_plugin.trainers.base import ParameterSource, name_culprit
 
 LENGTHS = (7, 5)
 
@@ -117,7 +115,7 @@ def test_rows_of_a_matrix_are_looked_at_row_by_row() -> None:
     view = View("a", (2, 4), 0, 8, None, (Run(0, 0, 2, 2, 2, 4),))
     run = torch.zeros(4)
     shard = Shard(Base("a", "bfloat16", 2, (4, 0), (view,)), lambda: run)
-    plan = plan_joint((shard.base,), 1 << 10)
+    plan = plan_buckets((shard.base,), 1 << 10)
     assert broken(plan, [shard], 0) == []
     run[3] = float("inf")
     assert broken(plan, [shard], 0) == [0]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl_sync_plugin.rollouts.sglang.prefixes import wait_for_forwards
+from verl_sync_plugin.rollouts.sglang.loader import wait_for_forwards
 
 pytestmark = pytest.mark.gpu
 

@@ -7,20 +7,24 @@ from dataclasses import replace
 
 import pytest
 
-from verl_sync_plugin.trainers.megatron.layout import LocalParameter, RankLayout, choose_owners, match, replicas
-from verl_sync_plugin.trainers.megatron.reading import NUMBER
+from verl_sync_plugin.layout.strided import Run
+from verl_sync_plugin.layout.tensors import View
+from verl_sync_plugin.trainers.joint import Part, RankLayout, choose_owners, match, replicas
+from verl_sync_plugin.trainers.megatron.bridge import NUMBER
 
 
-def layout(*parameters: LocalParameter, groups: tuple[tuple[int, ...], ...]) -> RankLayout:
-    return RankLayout(parameters, groups)
+def layout(*parts: Part, groups: tuple[tuple[int, ...], ...]) -> RankLayout:
+    return RankLayout(parts, groups)
 
 
-def part(name: str, index: int, parts: int = 2, shape: tuple[int, ...] = (4, 8)) -> LocalParameter:
-    return LocalParameter(name, shape, "bfloat16", index, parts)
+def part(name: str, index: int, parts: int = 2, numel: int = 32) -> Part:
+    view = View(name, (numel * parts,), 0, numel * parts, None, (Run(0, index * numel, numel),))
+    text = f"bfloat16 ({numel},)" + (f", part {index + 1} of {parts}" if parts > 1 else "")
+    return Part(name, (index,), (numel,), "bfloat16", (view,), (numel, parts), text)
 
 
-def whole(name: str, shape: tuple[int, ...] = (8,)) -> LocalParameter:
-    return LocalParameter(name, shape, "bfloat16")
+def whole(name: str, numel: int = 8) -> Part:
+    return part(name, 0, 1, numel)
 
 
 def tensor_parallel() -> list[RankLayout]:
@@ -29,9 +33,9 @@ def tensor_parallel() -> list[RankLayout]:
 
 
 def test_parts_are_found_and_replicas_of_a_parameter_counted() -> None:
-    ((split, norm),) = match(tensor_parallel())
-    assert (split.like.name, split.holders) == ("w", ((0,), (1,)))
-    assert (norm.like.name, norm.holders) == ("norm", ((0, 1),))
+    ((split, norm),) = match(tensor_parallel()).values()
+    assert (split.parts[0].name, split.holders) == ("w", ((0,), (1,)))
+    assert (norm.parts[0].name, norm.holders) == ("norm", ((0, 1),))
 
 
 @pytest.mark.parametrize(
@@ -51,17 +55,16 @@ def test_replicas(groups: list[tuple[tuple[int, ...], ...]], expected: list[tupl
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"shape": (4, 9)}, "parameter 'w': rank 0: bfloat16 (4, 8), part 1 of 2 along dimension 0; rank 1: bfloat16 "),
-        ({"dtype": "float32"}, "rank 1: float32 (4, 8)"),
-        ({"parts": 4}, "rank 1: bfloat16 (4, 8), part 2 of 4"),
-        ({"dim": 1}, "rank 1: bfloat16 (4, 8), part 2 of 2 along dimension 1"),
-        ({"buffer": True}, "disagree on parameter 'w'"),
+        ({"common": (9, 2), "text": "bfloat16 (9,)"}, "parameter 'w': rank 0: bfloat16 (32,), part 1 of 2; rank 1: bf"),
+        ({"dtype": "float32", "text": "float32 (32,)"}, "rank 1: float32 (32,)"),
+        ({"buffer": True, "text": "bfloat16 (32,), part 1 of 2"}, "rank 1: ('bfloat16', True"),
+        ({"adapter": ("tensor", 8)}, "disagree on parameter 'w'"),
     ],
 )
 def test_disagreement_names_the_parameter_and_the_ranks(change: dict[str, object], said: str) -> None:
     ranks = tensor_parallel()
-    odd = replace(ranks[1].parameters[0], **change)  # type: ignore[arg-type]
-    ranks[1] = replace(ranks[1], parameters=(odd, *ranks[1].parameters[1:]))
+    odd = replace(ranks[1].parts[0], **change)  # type: ignore[arg-type]
+    ranks[1] = replace(ranks[1], parts=(odd, *ranks[1].parts[1:]))
     with pytest.raises(ValueError) as caught:
         match(ranks)
     assert "the ranks disagree on parameter 'w'" in str(caught.value) and said in str(caught.value)
@@ -69,8 +72,8 @@ def test_disagreement_names_the_parameter_and_the_ranks(change: dict[str, object
 
 def test_missing_part_names_who_lacks_it() -> None:
     ranks = tensor_parallel()
-    ranks[1] = replace(ranks[1], parameters=ranks[1].parameters[1:])
-    with pytest.raises(ValueError, match=r"ranks 0, 1 hold no part 2 of 2 of parameter 'w' .*, which rank 0 hold"):
+    ranks[1] = replace(ranks[1], parts=ranks[1].parts[1:])
+    with pytest.raises(ValueError, match=r"ranks 0, 1 hold 32 of 64 elements of parameter 'w' .*, which rank 0 hold"):
         match(ranks)
 
 
@@ -90,18 +93,20 @@ def test_owners_share_the_load() -> None:
     """One rank alone holds a large weight: the others send what all of them hold."""
     everywhere = [whole(f"w{index}") for index in range(6)]
     ranks = [layout(*everywhere, groups=((0, 1, 2),)) for _ in range(3)]
-    ranks[1] = layout(*everywhere, whole("large", (32,)), groups=((0, 1, 2),))
-    (units,) = match(ranks)
-    owners = choose_owners(units, (0, 1, 2), [unit.like.shape[0] * 2 for unit in units])
-    assert [unit.like.name for unit in units][-1] == "large" and owners[-1] == (1,)
+    ranks[1] = layout(*everywhere, whole("large", 32), groups=((0, 1, 2),))
+    (units,) = match(ranks).values()
+    owners = choose_owners(units, (0, 1, 2))
+    assert units[-1].parts[0].name == "large" and owners[-1] == (1,)
     assert sorted(owners[:-1]) == [(0,), (0,), (0,), (2,), (2,), (2,)]
 
 
-def test_owners_are_places_in_the_replica() -> None:
+def test_each_replica_has_senders_of_its_own() -> None:
     ranks = [layout(whole("a"), groups=((rank % 2, rank % 2 + 2),)) for rank in range(4)]
-    even, odd = match(ranks)
-    assert choose_owners(odd, (1, 3), [16]) == [(0,)] and odd[0].holders == ((1, 3),)
-    assert choose_owners(even, (0, 2), [16]) == [(0,)]
+    found = match(ranks)
+    assert {members: choose_owners(units, members) for members, units in found.items()} == {
+        (0, 2): [(0,)],
+        (1, 3): [(1,)],
+    }
 
 
 def test_kinds_differ_by_names_and_not_by_numbers_of_layers_and_experts() -> None:

@@ -16,8 +16,12 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from verl.workers.rollout.replica import TokenOutput
 
 from verl_sync_plugin.errors import HalfWrittenError
-from verl_sync_plugin.hooks.llm_client import OutlivingLLMServerClient, SpanningLLMServerClient, of_separate_rollout
-from verl_sync_plugin.hooks.trainer import reporting
+from verl_sync_plugin.hooks.trainer import (
+    OutlivingLLMServerClient,
+    SpanningLLMServerClient,
+    of_separate_rollout,
+    reporting,
+)
 
 
 def client_of(parts: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch) -> Any:

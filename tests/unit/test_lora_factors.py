@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, View
-from verl_sync_plugin.trainers.factors import FactorStore
+from verl_sync_plugin.trainers.lora import FactorStore
 
 CPU = torch.device("cpu")
 
@@ -85,26 +85,3 @@ def test_any_cut_comes_back_whole(data: st.DataObject) -> None:
     assert collectives == (world > 1)
     assert list(found) == list(wholes)
     assert all(torch.equal(found[key], wholes[key]) for key in wholes)
-
-
-def test_one_collective_per_dtype_and_the_dtype_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    wholes = {f"factor {i}": torch.randn(4, 6).to((torch.bfloat16, torch.float32)[i % 2]) for i in range(6)}
-    cuts = {key: [12] for key in wholes}
-    stores = stores_of(wholes, cuts, 2)
-    for dtype in (None, torch.float32):
-        found, collectives = gathered(stores, tuple(wholes), dtype, monkeypatch)
-        assert collectives == 2
-        for key, whole in wholes.items():
-            assert found[key].dtype == (dtype or whole.dtype)
-            assert torch.equal(found[key].float(), whole.float())
-
-
-def test_a_layout_that_changes_is_learned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    wholes = {"factor": torch.randn(4, 6)}
-    stores = stores_of(wholes, {"factor": [12]}, 2)
-    gathered(stores, ("factor",), None, monkeypatch)
-    for store, other in zip(stores, stores_of(wholes, {"factor": [5]}, 2), strict=True):
-        store.clear()
-        store.keep("factor", other.shard("factor"))
-    found, _ = gathered(stores, ("factor",), None, monkeypatch)
-    assert torch.equal(found["factor"], wholes["factor"])

@@ -17,10 +17,8 @@ from peft.tuners.lora import Linear
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
-from verl_sync_plugin.lora import merge
-from verl_sync_plugin.lora.merge import Target, add_squares, merge_run, steps_of
-from verl_sync_plugin.lora.scratch import Scratch, full_precision
-from verl_sync_plugin.lora.weights import LoRAWeight, lora_weights
+from verl_sync_plugin.lora.merge import Scratch, Target, add_squares, full_precision, merge_run, steps_of
+from verl_sync_plugin.lora.peft import LoRAWeight, lora_weights
 
 CPU = torch.device("cpu")
 
@@ -159,24 +157,6 @@ def test_a_linear_layer_takes_two_operations_and_not_pefts(monkeypatch: pytest.M
     assert operations.names == ["aten::copy_", "aten::addmm_"]
     model.merge_adapter()
     torch.testing.assert_close(found, model.state_dict()[weight.name], rtol=1e-6, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("kind", "dora"), [("linear", True), *((kind, False) for kind in LAYERS if kind != "linear")], ids=str
-)
-def test_anything_else_is_left_to_peft(kind: str, dora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = adapted(kind, (6, 5), 2, 2, dora, rslora=False)
-    (weight,) = lora_weights(model)
-    asked, delta_rows = [], merge.delta_rows
-    monkeypatch.setattr(merge, "delta_rows", lambda *arguments: asked.append(1) or delta_rows(*arguments))
-    merged_whole(model, weight, Scratch(CPU), Operations())
-    assert asked == [1]
-
-
-def test_the_bias_of_a_factor_is_left_to_peft() -> None:
-    config = LoraConfig(r=2, lora_bias=True, target_modules=["layer"])
-    found = lora_weights(get_peft_model(Model(torch.nn.Linear(4, 4)), config))
-    assert {weight.name.rpartition(".")[2]: weight.plain for weight in found} == {"weight": True, "bias": False}
 
 
 def test_a_bf16_trainer_is_merged_in_fp32_within_one_ulp() -> None:

@@ -14,7 +14,7 @@ from peft import IA3Config, LoraConfig, PromptTuningConfig, VeraConfig
 from transformers import Gemma2Config, LlamaConfig, PretrainedConfig
 
 from verl_sync_plugin.hooks.driver import settle_trainer
-from verl_sync_plugin.rollouts.sglang.families import ALWAYS_TIED
+from verl_sync_plugin.rollouts.sglang.refusals import ALWAYS_TIED
 
 MODEL = "actor_rollout_ref.model"
 SIZES: dict[str, Any] = {
@@ -169,7 +169,7 @@ def test_what_cannot_be_read_here_passes() -> None:
         ("[k_proj,v_proj]", "q_proj, k_proj, v_proj in one, and needs factors of q_proj, too"),
         ("[q_proj,k_proj]", "needs factors of v_proj, too"),
         ("[up_proj,down_proj]", "gate_proj, up_proj in one, and needs factors of gate_proj, too"),
-        ("'.*q_proj'", "SGLang cannot be told a pattern"),
+        ("'.*q_proj'", "SGLang takes no pattern"),
     ],
 )
 @pytest.mark.parametrize("key", ["target_modules", "lora.target_modules"])

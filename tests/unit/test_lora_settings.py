@@ -18,8 +18,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, Qwen2Config
 from verl.workers.rollout.sglang_rollout.utils import lora_rank_of
 
-from verl_sync_plugin.hooks.driver import settle_trainer
-from verl_sync_plugin.lora.build import build_peft_model, unties_embeddings
+from verl_sync_plugin.hooks.driver import settle, settle_trainer
+from verl_sync_plugin.lora.peft import build_peft_model, unties_embeddings
 
 CONFIG_DIR = Path(verl.__file__).parent / "trainer" / "config"
 MODEL = "actor_rollout_ref.model"
@@ -69,13 +69,13 @@ def test_either_way_gives_the_flat_keys(given: tuple[str, ...], expected: tuple[
     assert model.lora.get("peft") is None or given
 
 
-def test_megatron_keeps_its_block_as_it_is() -> None:
+def test_another_rollout_keeps_its_block_as_it_is() -> None:
     from omegaconf import OmegaConf
 
     overrides = [f"{MODEL}.lora.rank=8", "actor_rollout_ref.actor.strategy=fsdp2"]
     config = compose("ppo_trainer", overrides=["actor_rollout_ref.rollout.name=vllm", *overrides])
     before = OmegaConf.to_container(config.actor_rollout_ref.model)
-    settle_trainer(config.actor_rollout_ref)
+    settle(config)
     assert OmegaConf.to_container(config.actor_rollout_ref.model) == before, "stock verl's run was changed"
 
 

@@ -13,9 +13,9 @@ import verl
 from hydra import compose, initialize_config_dir
 
 from verl_sync_plugin.config import refusals
-from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
-from verl_sync_plugin.hooks.driver import settle_trainer
-from verl_sync_plugin.sharding_manager.registry import get_sharding_manager
+from verl_sync_plugin.config.settings import KEY_PREFIX
+from verl_sync_plugin.hooks.driver import settle, settle_trainer
+from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.trainers.wire import wire_policy
 
 CONFIG_DIR = Path(verl.__file__).parent / "trainer" / "config"
@@ -30,8 +30,12 @@ def hydra_in_verls_folder() -> Iterator[None]:
         yield
 
 
+def config_of(*overrides: str, name: str = "ppo_megatron_trainer") -> Any:
+    return compose(name, overrides=["actor_rollout_ref.rollout.name=sglang", *overrides])
+
+
 def actor_of(*overrides: str, name: str = "ppo_megatron_trainer") -> Any:
-    return compose(name, overrides=["actor_rollout_ref.rollout.name=sglang", *overrides]).actor_rollout_ref
+    return config_of(*overrides, name=name).actor_rollout_ref
 
 
 @pytest.mark.parametrize(
@@ -43,12 +47,8 @@ def test_megatron_passes(name: str, engine: tuple[str, ...]) -> None:
     settle_trainer(actor)
 
 
-def test_mbridge_has_no_lora() -> None:
-    with pytest.raises(ValueError, match=r"vanilla_mbridge=True with LoRA rank 8: mbridge has no LoRA\. Install"):
-        settle_trainer(actor_of(*LORA, f"{MEGATRON}.vanilla_mbridge=True"))
-
-
-def test_lora_needs_megatron_bridge() -> None:
+def test_lora_needs_megatron_bridge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "_has_megatron_bridge", lambda: False)
     with pytest.raises(ValueError, match=r"LoRA rank 8 with .*strategy=megatron.* megatron\.bridge.* is not installed"):
         settle_trainer(actor_of(*LORA, f"{MEGATRON}.vanilla_mbridge=False"))
 
@@ -64,8 +64,8 @@ def test_adapters_that_the_engine_serves_are_not_compared(verify: str, monkeypat
     monkeypatch.setattr(refusals, "_has_megatron_bridge", lambda: True)
     given = (*LORA, f"{MEGATRON}.vanilla_mbridge=False", f"{KEY_PREFIX}.verify={verify}")
     with pytest.raises(ValueError, match=r"custom\.sync\.verify='?(always|3)'? with .*merge=False and LoRA rank 8: "):
-        settle_trainer(actor_of(*given, f"++{MODEL}.lora.merge=False"))
-    settle_trainer(actor_of(*given, f"++{MODEL}.lora.merge=True"))
+        settle(config_of(*given, f"++{MODEL}.lora.merge=False"))
+    settle(config_of(*given, f"++{MODEL}.lora.merge=True"))
 
 
 @pytest.mark.parametrize("merge", ["True", "False"])
@@ -92,18 +92,10 @@ def test_a_manager_is_registered() -> None:
     assert get_sharding_manager("megatron", "sglang").__name__ == "MegatronSGLangShardingManager"
 
 
-@pytest.mark.parametrize(
-    ("wire", "rollout", "expected"),
-    [("auto", "bfloat16", "bfloat16"), ("auto", "half", "float16"), ("float32", "bfloat16", "float32")],
-)
-def test_wire_dtype(wire: str, rollout: str, expected: str) -> None:
-    policy = wire_policy(SyncConfig(wire_dtype=wire), rollout)
-    assert policy.dtype == getattr(torch, expected) and policy.keep == SyncConfig().keep_dtype
-
-
 def test_unknown_rollout_dtype_is_named() -> None:
-    with pytest.raises(ValueError, match=r"rollout\.dtype='bfloat17': not a torch dtype\. Set .*wire_dtype=bfloat16"):
-        wire_policy(SyncConfig(), "bfloat17")
+    assert wire_policy("half").dtype == torch.float16
+    with pytest.raises(ValueError, match=r"rollout\.dtype='bfloat17': not a torch dtype\. Set .*dtype=bfloat16"):
+        wire_policy("bfloat17")
 
 
 @pytest.mark.parametrize("composition", ["colocated", "colocated_resident", "colocated_tight_memory_megatron"])

@@ -10,9 +10,9 @@ import pytest
 import torch
 from peft import PeftType, TaskType
 
-from verl_sync_plugin.rollouts.sglang.served_lora import refuse_experts, served_settings
-from verl_sync_plugin.trainers.megatron import served
-from verl_sync_plugin.trainers.megatron.served import BridgeAdapter
+from verl_sync_plugin.rollouts.sglang.lora import served_settings
+from verl_sync_plugin.rollouts.sglang.refusals import refuse_experts
+from verl_sync_plugin.trainers.megatron.trainer import BridgeAdapter
 
 LORA = {"rank": 4, "alpha": 8}
 
@@ -29,7 +29,7 @@ def chunk(trains_norm: bool = False, biased: bool = False) -> Any:
 
 
 def look(monkeypatch: pytest.MonkeyPatch, **changes: bool) -> None:
-    monkeypatch.setattr(served, "unwrapped", lambda module: module)
+    monkeypatch.setattr("verl_sync_plugin.trainers.megatron.trainer.unwrapped", lambda module: module)
     BridgeAdapter([chunk(**changes)], lambda: iter(()), LORA, 5).look()
 
 
@@ -38,7 +38,7 @@ def test_an_adapter_and_nothing_else_is_served(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("change", "name"), [("trains_norm", "norm.weight"), ("biased", "expert_bias")])
-def test_what_is_trained_beside_the_adapter_is_refused(change: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_else_is_trained_is_refused(change: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=rf"lora\.merge=False: '{name}' changes in training.*lora\.merge=True"):
         look(monkeypatch, **{change: True})
 

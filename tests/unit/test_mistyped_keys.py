@@ -12,8 +12,7 @@ import pytest
 
 import hydra_run
 from hydra_run import refused, rollout_of
-from verl_sync_plugin.config.bucket_size import LONG_BUCKET_KEY
-from verl_sync_plugin.config.settings import KEY_PREFIX
+from verl_sync_plugin.config.settings import KEY_PREFIX, LONG_BUCKET_KEY
 
 CUSTOM = "actor_rollout_ref.rollout.custom"
 LORA = "actor_rollout_ref.model.lora"

@@ -21,10 +21,9 @@ from transformers import (
 
 from verl_sync_plugin.layout.shard import Member
 from verl_sync_plugin.layout.tensors import Base, View
-from verl_sync_plugin.lora.weights import LoRAWeight
+from verl_sync_plugin.lora.peft import LoRAWeight
+from verl_sync_plugin.trainers.lora import Excerpt, untied
 from verl_sync_plugin.trainers.naming import checkpoint_rewrite, hf_views, saved_names
-from verl_sync_plugin.trainers.slicing import Part
-from verl_sync_plugin.trainers.untying import untied
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 32}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
@@ -122,7 +121,7 @@ def test_tied_parameters_part_under_the_names_of_the_checkpoint(rank: int) -> No
     names = ("model.language_model.embed_tokens.weight", "lm_head.weight")
     members = tuple(Member(name, (4, 2), 0) for name in names)
     views = tuple(View(name, (4, 2), 0, 8) for name in ("model.embed_tokens.weight", "lm_head.weight"))
-    whole = Part(Base(names[0], "float32", 4, (4, 4), views), members)
+    whole = Excerpt(Base(names[0], "float32", 4, (4, 4), views), members)
     adapted: LoRAWeight = object()  # type: ignore[assignment]
     rest, apart = untied(whole, rank, {"lm_head.weight": adapted})
     assert [view.name for view in rest.base.views] == ["model.embed_tokens.weight"]
@@ -131,6 +130,6 @@ def test_tied_parameters_part_under_the_names_of_the_checkpoint(rank: int) -> No
     assert [view.name for view in rest.base.views] == ["model.embed_tokens.weight"]
     assert [view.name for view in apart.base.views] == ["lm_head.weight"]
     assert [member.name for member in rest.members] == [names[0]]
-    turned = Part(Base(names[0], "float32", 4, (4, 4), views[::-1]), members[::-1])
+    turned = Excerpt(Base(names[0], "float32", 4, (4, 4), views[::-1]), members[::-1])
     rest, apart = untied(turned, rank, {"lm_head.weight": adapted})
     assert [view.name for view in apart.base.views] == ["model.embed_tokens.weight"]

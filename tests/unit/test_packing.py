@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from verl_sync_plugin.copies import pack_table, packing, plain
-from verl_sync_plugin.copies.hulls import hulls_of, numbers_of
 from verl_sync_plugin.copies.packing import Packer, pack_segment
+from verl_sync_plugin.layout.hulls import hulls_of, numbers_of
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, Plan, View

@@ -10,7 +10,7 @@ import pytest
 import torch
 from sglang.srt.utils.common import SafeUnpickler
 
-from verl_sync_plugin.rollouts.sglang.pickling import dumps
+from verl_sync_plugin.rollouts.sglang.request import dumps
 
 
 def replaced(content: bytes) -> Any:

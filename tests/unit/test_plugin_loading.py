@@ -73,7 +73,7 @@ def test_verl_loads_the_plugin_and_not_its_engines(tmp_path: Path, route: dict[s
         assert _ROLLOUT_REGISTRY["sglang", "async"] == "verl_sync_plugin.rollouts.sglang.adapter.SyncServerAdapter"
         assert _ROLLOUT_REGISTRY["vllm", "async"].startswith("verl.")
         from verl.workers.rollout.replica import RolloutReplicaRegistry
-        assert RolloutReplicaRegistry._registry["sglang"].__module__ == "verl_sync_plugin.rollouts.sglang.rollout"
+        assert RolloutReplicaRegistry._registry["sglang"].__module__ == "verl_sync_plugin.rollouts.sglang"
         assert RolloutReplicaRegistry._registry["vllm"].__module__ == "verl.workers.rollout.replica"
         print("all there")
         """,
@@ -83,7 +83,7 @@ def test_verl_loads_the_plugin_and_not_its_engines(tmp_path: Path, route: dict[s
     assert "all there" in ended.stdout
 
 
-@pytest.mark.parametrize("module", ["config/hydra_source.py", "compat.py", "errors.py"])
+@pytest.mark.parametrize("module", ["config/settings.py", "compat.py", "errors.py"])
 def test_broken_plugin_stops_the_process(tmp_path: Path, module: str) -> None:
     """verl swallows a plugin's exception and would go on with its own weight sync."""
     shutil.copytree(
@@ -142,7 +142,7 @@ def test_key_taken_later_is_noticed_by_the_rollout_config(tmp_path: Path, code: 
         f"""
         import verl
         from verl.workers.rollout import base, replica
-        from verl_sync_plugin.hooks.rollout_config import SyncRolloutConfig
+        from verl_sync_plugin.hooks.driver import SyncRolloutConfig
         from verl_sync_plugin.errors import RegistryConflictError
         arguments = dict(name="sglang", mode="async")
         SyncRolloutConfig(**arguments)
@@ -166,7 +166,7 @@ def test_a_missing_engine_is_named_where_it_is_needed(tmp_path: Path) -> None:
         import importlib.util as util
         import verl
         from verl.workers.rollout.replica import RolloutReplicaRegistry
-        from verl_sync_plugin.hooks.rollout_config import SyncRolloutConfig
+        from verl_sync_plugin.hooks.driver import SyncRolloutConfig
         find = util.find_spec
         util.find_spec = lambda name, *more: None if name == "sglang" else find(name, *more)
         SyncRolloutConfig(name="sglang", mode="async")

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from verl_sync_plugin import sharding_manager
 from verl_sync_plugin.errors import RegistryConflictError
-from verl_sync_plugin.sharding_manager import get_sharding_manager, register_sharding_manager, registry
+from verl_sync_plugin.sharding_manager import get_sharding_manager, register_sharding_manager
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.trainers.fsdp import FSDP1Trainer, FSDP2Trainer
@@ -26,58 +27,38 @@ class Theirs(Mine):
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    get_sharding_manager("fsdp2", "sglang")  # the built-in ones are registered now
-    monkeypatch.setattr(registry, "_managers", dict(registry._managers))
-
-
-def test_registered_manager_is_found() -> None:
-    assert register_sharding_manager(trainer="mine", rollout="sglang")(Mine) is Mine
-    assert get_sharding_manager("mine", "sglang") is Mine
+    monkeypatch.setattr(sharding_manager, "_managers", dict(sharding_manager._managers))
 
 
 def test_built_in_managers() -> None:
     for trainer, backend in (("fsdp", FSDP1Trainer), ("fsdp2", FSDP2Trainer), ("megatron", MegatronTrainer)):
         manager = get_sharding_manager(trainer, "sglang")
-        assert issubclass(manager, ShardingManager)
-        assert manager.backend is backend
+        assert issubclass(manager, ShardingManager) and manager.backend is backend
+        assert manager is get_sharding_manager(trainer, "sglang") and manager.__name__.endswith("SGLangShardingManager")
 
 
-def test_second_class_for_a_pair_is_refused() -> None:
-    register_sharding_manager(trainer="mine", rollout="sglang")(Mine)
-    with pytest.raises(RegistryConflictError) as caught:
-        register_sharding_manager(trainer="mine", rollout="sglang")(Theirs)
-    text = str(caught.value)
-    assert "trainer='mine', rollout='sglang' is already Mine" in text
-    assert "Theirs cannot take its place" in text
+def test_one_class_for_a_pair_and_any_number_of_pairs_for_a_class() -> None:
+    for _ in range(2):
+        assert register_sharding_manager(trainer="mine", rollout="sglang")(Mine) is Mine
+    register_sharding_manager(trainer="mine", rollout="other")(Mine)
+    assert get_sharding_manager("mine", "sglang") is get_sharding_manager("mine", "other") is Mine
+    for trainer, taken in (("mine", "Mine"), ("fsdp2", "FSDP2SGLangShardingManager")):
+        with pytest.raises(RegistryConflictError) as caught:
+            register_sharding_manager(trainer=trainer, rollout="sglang")(Theirs)
+        text = f"trainer='{trainer}', rollout='sglang' is already {taken}; Theirs cannot take its place"
+        assert text in str(caught.value)
     assert get_sharding_manager("mine", "sglang") is Mine
 
 
-def test_same_class_twice_is_harmless() -> None:
-    for _ in range(2):
-        register_sharding_manager(trainer="mine", rollout="sglang")(Mine)
-
-
-def test_one_class_may_serve_two_pairs() -> None:
-    register_sharding_manager(trainer="mine", rollout="vllm")(register_sharding_manager(trainer="m", rollout="v")(Mine))
-    assert get_sharding_manager("mine", "vllm") is get_sharding_manager("m", "v") is Mine
-
-
-@pytest.mark.parametrize("stranger", [int, "Mine", lambda: None])
-def test_stranger_is_refused(stranger: object) -> None:
-    with pytest.raises(TypeError, match="expects a ShardingManager subclass"):
-        register_sharding_manager(trainer="mine", rollout="sglang")(stranger)  # type: ignore[type-var]
-    with pytest.raises(ValueError, match="no sharding manager"):
-        get_sharding_manager("mine", "sglang")
-
-
-def test_unknown_pair_names_keys_choices_and_way_out() -> None:
+def test_what_is_no_manager_or_not_there_is_refused() -> None:
+    for stranger in (int, "Mine", lambda: None):
+        with pytest.raises(TypeError, match="expects a ShardingManager subclass"):
+            register_sharding_manager(trainer="stranger", rollout="sglang")(stranger)  # type: ignore[type-var]
     with pytest.raises(ValueError) as caught:
-        get_sharding_manager("megatron9", "sglang")
+        get_sharding_manager("stranger", "sglang")
     text = str(caught.value)
-    assert "actor_rollout_ref.actor.strategy='megatron9'" in text
-    assert "actor_rollout_ref.rollout.name='sglang'" in text
-    assert "fsdp->sglang" in text and "fsdp2->sglang" in text
-    assert "custom.sync.enabled=False" in text
+    assert "actor_rollout_ref.actor.strategy='stranger' with actor_rollout_ref.rollout.name='sglang'" in text
+    assert "fsdp->sglang" in text and "fsdp2->sglang" in text and "custom.sync.enabled=False" in text
 
 
 def test_a_manager_without_a_backend_says_what_it_lacks() -> None:

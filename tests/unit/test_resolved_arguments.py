@@ -20,7 +20,7 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 
 from contract.sglang_models import config_of
 from verl_sync_plugin.config.settings import TURN_OFF
-from verl_sync_plugin.rollouts.sglang.local_server import LocalServer
+from verl_sync_plugin.rollouts.sglang.script_server import ScriptServer
 from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
 
 SAID = r"\.moe_runner_backend='flashinfer_trtllm' \(as SGLang resolved it at its launch\): .* set \S+=triton"
@@ -72,4 +72,4 @@ def test_so_is_the_engine_of_a_script(on_blackwell: Callable[..., Any], monkeypa
 
     monkeypatch.setattr(sglang, "Engine", engine)
     with pytest.raises(ValueError, match="^engine" + SAID):
-        LocalServer({}, 60.0, "", False)
+        ScriptServer({}, 60.0, False, False)

@@ -13,8 +13,8 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 
 from verl_sync_plugin.rollouts.sglang.adapter import SyncServerAdapter
-from verl_sync_plugin.rollouts.sglang.replica import SyncSGLangReplica
-from verl_sync_plugin.trainers import activation
+from verl_sync_plugin.rollouts.sglang.server import SyncSGLangReplica
+from verl_sync_plugin.trainers import shard_stream
 
 OFF = {"sync": {"enabled": False}}
 
@@ -48,8 +48,8 @@ def test_the_adapter_is_ours_only_where_a_sync_comes(
     for name, value in {"RANK": "0", "RAY_LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     made = SyncServerAdapter(config=config, model_config=model, device_mesh=mesh)
-    assert type(made) is adapter and activation.taken_over() == (adapter is SyncServerAdapter)
-    activation.take_over(False)
+    assert type(made) is adapter and shard_stream.taken_over() == (adapter is SyncServerAdapter)
+    shard_stream.take_over(False)
 
 
 @pytest.mark.parametrize("role", [{"is_teacher_model": True}, {"is_reward_model": True}])

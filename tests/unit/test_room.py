@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from verl_sync_plugin.hooks import worker
-from verl_sync_plugin.memory.room import (
+from verl_sync_plugin.memory import (
     FIRST,
     LEARNING_SYNCS,
     REST,
@@ -18,11 +19,12 @@ from verl_sync_plugin.memory.room import (
     Room,
     growth,
     must_go,
+    no_collection,
     read_device,
     release_cache,
     reserve_of,
 )
-from verl_sync_plugin.rollouts.sglang.limits import generating_bytes
+from verl_sync_plugin.rollouts.sglang import generating_bytes
 
 GIB = 1 << 30
 H200 = 141 * GIB
@@ -63,7 +65,7 @@ def test_decision(free: int, cached: int, need: int | None, goes: bool) -> None:
 )
 def test_reserve(total: int, chunk: int | None, reserve: int) -> None:
     given = {} if chunk is None else {"sglang": {"chunked_prefill_size": chunk}}
-    estimate = generating_bytes(SimpleNamespace(engine_kwargs=given))
+    estimate = generating_bytes({"engine_kwargs": given})
     assert reserve_of(total, estimate) == reserve
     assert must_go(DeviceMemory(reserve - 1, total, GIB), 0, estimate)
     assert not must_go(DeviceMemory(reserve, total, GIB), 0, estimate)
@@ -127,14 +129,18 @@ class Trainer:
         return went is not None
 
 
-def test_always_empties_until_it_has_learnt() -> None:
-    trainer = Trainer()
+def test_it_empties_until_it_has_learnt_and_then_looks_at_the_device_every_time() -> None:
+    trainer, always = Trainer(), Trainer(always=True)
     for _ in range(LEARNING_SYNCS):
-        assert trainer.room.learning
-        assert trainer.empties(FIRST) and trainer.empties(REST)
+        assert trainer.room.learning and trainer.empties(FIRST) and trainer.empties(REST)
         trainer.room.learn([{FIRST: 8 * GIB, REST: 40 * GIB}])
-    assert not trainer.room.learning
-    assert not trainer.empties(FIRST) and not trainer.empties(REST)
+        always.room.learn([{FIRST: 0, REST: 0}])
+    assert not trainer.room.learning and not trainer.empties(FIRST) and not trainer.empties(REST)
+    assert not trainer.empties(FIRST, beside=34 * GIB)
+    assert trainer.empties(FIRST, beside=35 * GIB), "60 GiB are not enough for 43 and a reserve of 17.6"
+    assert always.empties(FIRST) and always.empties(REST)
+    trainer.memory = DeviceMemory(50 * GIB, H200, 40 * GIB)  # a longer batch has left more in the cache
+    assert trainer.empties(REST) and not trainer.empties(FIRST)
 
 
 def test_the_most_of_all_syncs_and_ranks_counts() -> None:
@@ -143,46 +149,14 @@ def test_the_most_of_all_syncs_and_ranks_counts() -> None:
         [[{FIRST: 8 * GIB, REST: 25 * GIB}], [{FIRST: 8 * GIB, REST: 45 * GIB}]],
         [[{FIRST: 8 * GIB, REST: 45 * GIB}], [{FIRST: 8 * GIB, REST: 25 * GIB}]],
         [[{FIRST: 8 * GIB, REST: 45 * GIB}, {FIRST: 8 * GIB, REST: 1 * GIB}]] * 2,
-        [[{FIRST: 8 * GIB, REST: 1 * GIB}, {FIRST: 8 * GIB, REST: 45 * GIB}]] * 2,
+        [[{FIRST: -2 * GIB, REST: 25 * GIB}]] * 2,  # nonsense is no knowledge
     ):
         trainer = Trainer()
         for everywhere in learnt:
             trainer.room.learn(everywhere)
-        assert trainer.empties(REST), "60 GiB are not enough for 45 and a reserve of 17.6"
-        assert not trainer.empties(FIRST)
-
-
-def test_nonsense_is_no_knowledge() -> None:
-    trainer = Trainer()
-    for _ in range(LEARNING_SYNCS):
-        trainer.room.learn([{FIRST: -2 * GIB, REST: 8 * GIB}])
-    assert trainer.empties(FIRST) and not trainer.empties(REST)
-
-
-def test_it_looks_at_the_device_every_time() -> None:
-    trainer = Trainer()
-    for _ in range(LEARNING_SYNCS):
-        trainer.room.learn([{REST: 40 * GIB}])
-    assert not trainer.empties(REST)
-    trainer.memory = DeviceMemory(50 * GIB, H200, 40 * GIB)  # a longer batch has left more in the cache
-    assert trainer.empties(REST)
-    trainer.memory = DeviceMemory(60 * GIB, H200, 30 * GIB)
-    assert not trainer.empties(REST)
-
-
-def test_what_the_trainer_allocates_before_counts() -> None:
-    trainer = Trainer()
-    for _ in range(LEARNING_SYNCS):
-        trainer.room.learn([{FIRST: 40 * GIB, REST: 40 * GIB}])
-    assert not trainer.empties(FIRST)
-    assert trainer.empties(FIRST, beside=4 * GIB), "60 GiB are not enough for 44 and a reserve of 17.6"
-
-
-def test_always_is_always() -> None:
-    trainer = Trainer(always=True)
-    for _ in range(LEARNING_SYNCS):
-        trainer.room.learn([{FIRST: 0, REST: 0}])
-    assert trainer.empties(FIRST) and trainer.empties(REST)
+        known = learnt[0][0][FIRST] > 0
+        assert trainer.empties(REST) is known, "60 GiB are not enough for 45 and a reserve of 17.6"
+        assert trainer.empties(FIRST) is not known
 
 
 class Engine:
@@ -205,22 +179,31 @@ def emptied() -> torch.Tensor:
     return parameter
 
 
-@pytest.mark.parametrize("listed", [False, True], ids=["fsdp", "megatron"])
-def test_what_is_on_the_device_is_offloaded(listed: bool) -> None:
-    """A meta tensor is on no host, which is all that is asked."""
-    engine = Engine(torch.empty(4, device="meta"), listed=listed)
-    worker.offload(engine)
-    assert engine.moves == [{"device": "cpu", "model": True, "optimizer": False, "grad": False}]
-
-
 @pytest.mark.parametrize(
-    "engine",
+    ("engine", "moved"),
     [
-        pytest.param(Engine(torch.empty(4)), id="read on the host"),
-        pytest.param(Engine(emptied(), listed=True), id="storage emptied"),
-        pytest.param(Engine(torch.empty(4, device="meta"), enabled=False), id="no param_offload"),
+        # a meta tensor is on no host, which is all that is asked
+        pytest.param(Engine(torch.empty(4, device="meta")), True, id="fsdp"),
+        pytest.param(Engine(torch.empty(4, device="meta"), listed=True), True, id="megatron"),
+        pytest.param(Engine(torch.empty(4)), False, id="read on the host"),
+        pytest.param(Engine(emptied(), listed=True), False, id="storage emptied"),
+        pytest.param(Engine(torch.empty(4, device="meta"), enabled=False), False, id="no param_offload"),
     ],
 )
-def test_nothing_is_moved_without_need(engine: Engine) -> None:
+def test_only_what_is_on_the_device_is_offloaded(engine: Engine, moved: bool) -> None:
     worker.offload(engine)
-    assert engine.moves == []
+    assert engine.moves == [{"device": "cpu", "model": True, "optimizer": False, "grad": False}] * moved
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_collected_in_a_sync_and_as_before_after_it(enabled: bool) -> None:
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(KeyError), no_collection():
+            with no_collection():
+                pass
+            assert not gc.isenabled(), "the inner one does not end the outer one"
+            raise KeyError
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()

@@ -12,15 +12,19 @@ import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import RankLostError, SyncError
-from verl_sync_plugin.report.sync_report import SyncReport
-from verl_sync_plugin.sync.delivery.broadcast import Broadcast
-from verl_sync_plugin.sync.delivery.exchanged import Exchanged
-from verl_sync_plugin.sync.delivery.sending import Sending
+from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.sender import BROADCASTS, SLOTS, BucketSender
+from verl_sync_plugin.sync.ways import Reach, Staged
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.joint import JointRanks
 
 CPU, BOUND = torch.device("cpu"), 0.2
+
+
+def broadcasting(agreement: Agreement, sender: BucketSender) -> Staged:
+    way = Staged(SyncConfig(), agreement, sender, agreement, Reach(agreement))
+    way._moves = True
+    return way
 
 
 def test_a_trainer_rank_awaits_its_last_broadcasts_with_a_bound() -> None:
@@ -40,7 +44,8 @@ def test_a_trainer_rank_awaits_its_last_broadcasts_with_a_bound() -> None:
     with pytest.raises(
         SyncError, match=r"TimeoutError: the copies of a bucket did not complete within .*timeout_seconds=0\.2;"
     ):
-        Broadcast(SyncConfig(), agreement, sender).run(sync)
+        broadcasting(agreement, sender).run(sync)
+        agreement.settle("committing")
 
 
 def test_a_dead_rank_does_not_leave_hundreds_of_broadcasts_in_the_queue_of_the_device(
@@ -58,13 +63,12 @@ def test_a_dead_rank_does_not_leave_hundreds_of_broadcasts_in_the_queue_of_the_d
         return work
 
     bucket: Any = SimpleNamespace(stride=16, world=1000)
-    ranks: Any = SimpleNamespace(broadcast=broadcast)
     with pytest.raises(TimeoutError, match=r"look for a rank that died or hangs"):
-        sender.broadcast(bucket, 0, range(1000), ranks)
+        sender.broadcast(bucket, 0, range(1000), broadcast)
     assert begun == list(range(BROADCASTS))
     work.is_completed, work.wait = (lambda: True), lambda: True
     begun.clear()
-    sender.broadcast(bucket, 0, range(1000), ranks)
+    sender.broadcast(bucket, 0, range(1000), broadcast)
     assert begun == list(range(1000)), "every rank sends its segment, in order"
 
 
@@ -80,7 +84,7 @@ def test_while_a_bucket_is_sent_the_next_one_is_packed_and_follows(monkeypatch: 
     source = SimpleNamespace(prepares=False)
     plan = SimpleNamespace(buckets=buckets)
     sync: Any = SimpleNamespace(plan=plan, report=SyncReport(), senders=(0,), source=source, shards=[], rank=0)
-    way = Broadcast(SyncConfig(), agreement, sender)
+    way = broadcasting(agreement, sender)
     way.fill(sync)
     way.run(sync)
     assert noted[:SLOTS] == [f"pack {number}" for number in range(SLOTS)]
@@ -90,10 +94,9 @@ def test_while_a_bucket_is_sent_the_next_one_is_packed_and_follows(monkeypatch: 
         assert {f"pack {number + 1}", f"send {number + 1}"} <= set(noted[sent:arrived]), noted
 
 
-@pytest.mark.parametrize("way", [Exchanged, Broadcast])
 @pytest.mark.parametrize("error", [SyncError, RankLostError, ValueError])
 def test_after_a_failed_transfer_no_rank_goes_on_before_all_have_awaited_theirs(
-    error: type[Exception], way: type[Sending], monkeypatch: pytest.MonkeyPatch
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would end its group for bytes, and with that what others are still receiving."""
     done: list[str] = []
@@ -109,8 +112,8 @@ def test_after_a_failed_transfer_no_rank_goes_on_before_all_have_awaited_theirs(
     agreement: Any = SimpleNamespace(ranks=ranks, settle=settle, gather=lambda what, value: [value] * 2)
     sender = BucketSender(CPU, BOUND)
     monkeypatch.setattr(sender, "drain", lambda slot: done.append("drained"))
-    monkeypatch.setattr(way, "_run", fails)
+    monkeypatch.setattr(Staged, "_run", fails)
     with pytest.raises(error, match="injected"):
-        way(SyncConfig(), agreement, sender).run(SimpleNamespace())  # type: ignore[arg-type]
+        broadcasting(agreement, sender).run(SimpleNamespace())  # type: ignore[arg-type]
     drained = ["drained"] * SLOTS
     assert done == {SyncError: [*drained, "settled"], RankLostError: [], ValueError: drained}[error]

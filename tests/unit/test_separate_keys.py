@@ -15,8 +15,8 @@ from hydra_run import refused, rollout_of
 from verl_sync_plugin.config.settings import KEY_PREFIX, SEPARATE_BACKEND
 from verl_sync_plugin.errors import RankLostError, SyncError
 from verl_sync_plugin.rollouts import rollout_of as rollout_of_name
+from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.separate import membership
-from verl_sync_plugin.sync.separate.absent import NoEngine
 from verl_sync_plugin.sync.separate.membership import Member, topology
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -30,8 +30,6 @@ SEPARATE = ("+sync=separate", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node
     ("overrides", "shown", "remedy"),
     [
         ((BACKEND, f"{KEY_PREFIX}.enabled=False"), f"{KEY_PREFIX}.enabled=False with {ROLLOUT}", "another backend"),
-        ((BACKEND, f"{KEY_PREFIX}.delivery=gathered"), f"{KEY_PREFIX}.delivery='gathered'", "Use broadcast"),
-        ((f"{KEY_PREFIX}.delivery=broadcast",), f"{KEY_PREFIX}.delivery='broadcast'", "Use gathered"),
         (
             (BACKEND, f"{KEY_PREFIX}.pause=retract"),
             f"{KEY_PREFIX}.pause='retract' with trainer.v1.trainer_mode=sync",
@@ -51,11 +49,6 @@ SEPARATE = ("+sync=separate", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node
             (BACKEND, f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=1", f"{ROLLOUT}.tensor_model_parallel_size=2"),
             f"{ROLLOUT}.nnodes=1 and {ROLLOUT}.n_gpus_per_node=1",
             "one engine needs 2",
-        ),
-        (
-            (BACKEND, f"{ROLLOUT}.update_weights_bucket_megabytes=auto"),
-            f"{ROLLOUT}.update_weights_bucket_megabytes='auto'",
-            "for example 512",
         ),
         (
             (
@@ -139,8 +132,7 @@ def test_a_sync_that_ends_late_leaves_the_group_of_the_next_alone() -> None:
 
 def test_a_trainer_rank_refuses_what_no_engine_of_the_rollout_could_serve_or_hold() -> None:
     """Before anything is sent; the driver may have had neither the adapter nor the checkpoint."""
-    sglang = rollout_of_name("sglang")
-    nobody = NoEngine(sglang.refuse_untied, sglang.refuse_adapter)
+    nobody = RolloutEndpoint(rollout_of_name("sglang"), None)
     assert not nobody.leader and nobody.ranks == ()
     nobody.refuse_adapter({"r": 8})
     with pytest.raises(ValueError, match=r"cannot serve an adapter with use_rslora=True.*lora\.merge=True"):

@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 from verl.experimental.separation.engine_workers import DetachActorWorker
 
 from verl_sync_plugin.hooks import worker
-from verl_sync_plugin.hooks.checkpoint_engine import SyncCheckpointEngine
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.hooks.separate import SyncCheckpointEngine
+from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.separate.managers import SeparateRollout
 from verl_sync_plugin.sync.separate.membership import Membership
 from verl_sync_plugin.trainers.shard_stream import ShardStream
@@ -39,7 +39,7 @@ def test_a_separate_sync_waits_for_what_is_on_its_way_to_the_host(
     def left() -> None:
         order.append("left")
 
-    sender = SyncCheckpointEngine(1 << 20)
+    sender = SyncCheckpointEngine(1 << 20, rollout="sglang")
     member = Membership(torch.device("cpu"), trainer=True, first=False, timeout_seconds=1.0)
     member.ranks = SimpleNamespace(close=left)  # type: ignore[assignment]
     monkeypatch.setattr(sender, "_membership", member)
@@ -59,7 +59,7 @@ def test_a_separate_sync_waits_for_what_is_on_its_way_to_the_host(
 
 
 def test_the_others_hear_of_a_stream_that_is_not_the_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    sender, closed = SyncCheckpointEngine(1 << 20), []
+    sender, closed = SyncCheckpointEngine(1 << 20, rollout="sglang"), []
     member = Membership(torch.device("cpu"), trainer=True, first=False, timeout_seconds=1.0)
     member.ranks = SimpleNamespace(close=lambda: closed.append(True))  # type: ignore[assignment]
     monkeypatch.setattr(sender, "_membership", member)
@@ -77,7 +77,7 @@ def test_trainer_rank_0_hands_verl_what_a_sync_cost(first: bool, monkeypatch: py
     async def nothing(*_: Any) -> None: ...
 
     manager = SimpleNamespace(report=report, update_weights=nothing, finish=nothing)
-    sender = SyncCheckpointEngine(1 << 20, is_master=first)
+    sender = SyncCheckpointEngine(1 << 20, is_master=first, rollout="sglang")
     monkeypatch.setattr(sender, "_membership", SimpleNamespace(ranks=object(), taking_part=nullcontext))
     monkeypatch.setattr(SyncCheckpointEngine, "_manager_for", lambda *_: manager)
     monkeypatch.setattr(worker, "sending", lambda _: nullcontext())

@@ -1,164 +1,248 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server actor's order of requests to SGLang, with a tokenizer manager that only notes them."""
+"""The server actor between verl and a tokenizer manager that notes what it is asked for: the order of a sync, what a
+failure leaves, and what requests learn. What SGLang does then: ``tests/contract/test_pause_modes.py``."""
 
 from __future__ import annotations
 
 import asyncio
-import time
+import json
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
+from noting_manager import ABORTING, Manager, loaded, synced
 from ray.exceptions import ActorDiedError
+from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.utils import MultiprocessingSerializer
-from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import RolloutMode
+from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
 from verl.workers.rollout.sglang_rollout.utils import SGLANG_LORA_NAME
 
-from verl_sync_plugin.config.settings import KEY_PREFIX
-from verl_sync_plugin.rollouts.sglang.awake import KV_CACHE, WEIGHTS
-from verl_sync_plugin.rollouts.sglang.complaints import answer
-from verl_sync_plugin.rollouts.sglang.endpoint import ServerActorEndpoint
-from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK, TOKEN_VARIABLE, hand_down, new_token
-from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
+from verl_sync_plugin.config.settings import SEPARATE_BACKEND
+from verl_sync_plugin.errors import HalfWrittenError
+from verl_sync_plugin.rollouts import rollout_of
+from verl_sync_plugin.rollouts.adapter import calls_of
+from verl_sync_plugin.rollouts.gate import KV_CACHE
+from verl_sync_plugin.rollouts.sglang import server as module
+from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK, FORGETTING_LOADER, LOADER
+from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 
-
-class Manager:
-    """Answers in the order of its requests, as a scheduler does; the load ends when it is told to."""
-
-    server_args = SimpleNamespace(tp_size=1, weight_version="")
-
-    def __init__(self, flushes: bool = True) -> None:
-        self.asked: list[str] = []
-        self.fed = asyncio.Event()
-        self.hangs = 0  # so many of the next requests about memory get no answer before `goes_on`
-        self.goes_on = asyncio.Event()
-        self._flushes = flushes
-        self._busy = asyncio.Lock()
-
-    async def update_weights_from_tensor(self, obj: Any, request: None) -> tuple[bool, str]:
-        self.asked.append("load")
-        assert not obj.flush_cache, "SGLang ends its scheduler when it cannot flush there"
-        async with self._busy:
-            await self.fed.wait()
-        return True, ""
-
-    async def flush_cache(self) -> Any:
-        self.asked.append("flush")
-        async with self._busy:
-            return SimpleNamespace(success=self._flushes)
-
-    async def resume_memory_occupation(self, obj: Any, request: None) -> None:
-        await self._answer(f"resume {','.join(obj.tags)}")
-
-    async def release_memory_occupation(self, obj: Any, request: None) -> None:
-        await self._answer(f"release {','.join(obj.tags)}")
-
-    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
-        raise AssertionError("nobody asks for a response")
-        yield
-
-    async def _answer(self, asked: str) -> None:
-        self.asked.append(asked)
-        self.hangs -= 1
-        if self.hangs >= 0:
-            await self.goes_on.wait()
-
-
+HYBRID = RolloutMode.HYBRID
 Make = Callable[..., Any]
 
 
-@pytest.fixture
-def server_with(tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Makes our real server actor, as verl makes it, on a tokenizer manager instead of launching SGLang; inside a
-    loop, for that is where its locks belong."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv(TOKEN_VARIABLE, "")
-    hand_down(new_token())
-
-    def make(manager: Manager, released: tuple[str, ...] = (), timeout_seconds: float = 60.0) -> Any:
-        sync = {"timeout_seconds": timeout_seconds}
-        config = RolloutConfig(name="sglang", custom={"sync": sync}, max_model_len=64)
-        model = HFModelConfig(path=tiny_model("qwen2"))
-        server = SyncSGLangHttpServer(config, model, RolloutMode.HYBRID, [], 0, 0, 1, "", 0)
-        server.tokenizer_manager = manager
-        server.guard_requests()
-        server.occupation.state.note_released(released)
-        return server
-
-    return make
+def ask(server: Any) -> Any:
+    """A request of verl's under way."""
+    return asyncio.ensure_future(server.generate([1], {"max_new_tokens": 1}, "request"))
 
 
-async def loaded(server: Any, manager: Manager) -> None:
-    """A load during which the trainer says that a flush may be asked for."""
-    load = asyncio.ensure_future(server.load_weights(("sync",), "7"))
-    await asyncio.sleep(0)
-    await server.flush_behind_load()
-    await asyncio.sleep(0)
-    manager.fed.set()
-    await load
+@pytest.mark.parametrize(
+    ("pause", "asked"),
+    [
+        ("abort", ["pause abort", "load load", "flush", "continue"]),
+        ("retract", ["pause retract", "load load_and_forget_prefixes", "continue"]),
+        ("in_place", ["pause in_place", "load load", "continue"]),
+    ],
+)
+def test_a_load_pauses_a_server_whose_driver_has_not(pause: str, asked: list[str], server_with: Make) -> None:
+    """And leaves it paused where the sync fails, until one succeeds."""
 
-
-def test_an_awake_engine_flushes_behind_the_load_and_once(server_with: Make) -> None:
-    async def sync() -> None:
+    async def story() -> None:
         manager = Manager()
-        server = server_with(manager)
-        for number in (1, 2):
-            await loaded(server, manager)
-            assert manager.asked == ["load", "flush"] * number, "asked for while the load was under way"
-            await server.finish_sync([])
-            assert manager.asked == ["load", "flush"] * number
-        assert server.global_steps == 7
+        server = server_with(manager, pause)
+        for version in (7, 8):
+            await loaded(server, version)
+        assert manager.asked == [*asked, *asked]
+        await server.load_weights(("sync",), "9")
+        await server.abandon_sync("a trainer rank failed")
+        with pytest.raises(RuntimeError, match="half written"):
+            await server.resume_generation()
+        manager.asked.clear()
+        await loaded(server, 10)
+        assert manager.asked == [each for each in asked if not each.startswith("pause")]
 
-    asyncio.run(sync())
+    asyncio.run(story())
 
 
-def test_an_engine_without_its_cache_flushes_when_it_is_back(server_with: Make) -> None:
-    async def sync() -> None:
+def test_the_cache_is_flushed_once_and_a_flush_that_fails_locks_the_gate(server_with: Make) -> None:
+    """During the load where the engine is awake; nobody takes the flush of a load that failed for the next one's."""
+
+    async def story() -> None:
         manager = Manager()
-        server = server_with(manager, (KV_CACHE,))
-        await loaded(server, manager)
-        await server.finish_sync([KV_CACHE])
-        assert manager.asked == ["load", f"resume {KV_CACHE}", "flush"]
-
-    asyncio.run(sync())
-
-
-@pytest.mark.parametrize("released", [(), (WEIGHTS, KV_CACHE)])
-def test_a_flush_that_fails_keeps_the_engine_from_generating(released: tuple[str, ...], server_with: Make) -> None:
-    async def sync() -> None:
-        manager = Manager(flushes=False)
-        server = server_with(manager, released)
-        await loaded(server, manager)
-        with pytest.raises(RuntimeError, match="could not flush its cache"):
-            await server.finish_sync(list(released))
-        with pytest.raises(RuntimeError, match="waking up after the sync failed"):
-            await server.generate([1], {}, "request")
-
-    asyncio.run(sync())
-
-
-def test_a_flush_behind_a_failed_load_is_not_taken_for_the_next_one(server_with: Make) -> None:
-    async def syncs() -> None:
-        manager = Manager()
-        server = server_with(manager)
-        await loaded(server, manager)
+        server = server_with(manager, "abort", HYBRID, "naive")
+        await loaded(server, 7)
+        assert manager.asked == ["load load", "flush"] and server.global_steps == 7
+        await server.load_weights(("sync",), "8")
+        await server.flush_behind_load()
+        await asyncio.sleep(0)
         await server.abandon_sync("another rank failed")
         await server.load_weights(("sync",), "8")
         await server.finish_sync([])
-        assert manager.asked == ["load", "flush", "load", "flush"]
+        assert manager.asked[2:] == ["load load", "flush", "load load", "flush"]
+        manager.flushes = False
+        with pytest.raises(RuntimeError, match="could not flush its cache"):
+            await loaded(server, 9)
+        with pytest.raises(RuntimeError, match="waking up after the sync failed"):
+            await server.generate([1], {}, "request")
 
-    asyncio.run(syncs())
+    asyncio.run(story())
+
+
+def test_a_pause_waits_in_short_turns_for_requests_that_end(server_with: Make) -> None:
+    """SGLang's own looks once a second."""
+
+    async def story() -> None:
+        manager = Manager()
+        server = server_with(manager, "abort")
+        call = ask(server)
+        await asyncio.sleep(0)
+        pausing = asyncio.ensure_future(server.abort_all_requests())
+        await asyncio.sleep(0.01)
+        assert manager.aborted == 1 and manager.asked == []
+        manager.answers.set()
+        await asyncio.sleep(0.1)
+        assert pausing.done() and manager.asked == ["pause abort"] and call.done()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("pause", ["retract", "in_place"])
+@pytest.mark.parametrize(
+    ("mode", "backend"), [(HYBRID, SEPARATE_BACKEND), (HYBRID, "naive"), (RolloutMode.STANDALONE, "nccl")]
+)
+def test_others_than_separate_rollouts_of_ours_abort(
+    pause: str, mode: RolloutMode, backend: str, server_with: Make
+) -> None:
+    async def story() -> None:
+        manager = Manager()
+        server = server_with(manager, pause, mode, backend)
+        await synced(server)
+        assert manager.asked == ABORTING
+        assert manager.aborted == (mode == HYBRID), "what verl syncs is left as it is"
+        await server.abandon_sync("another rank failed")
+        await server.resume_generation()  # as verl's
+
+    asyncio.run(story())
+
+
+def test_servers_of_other_hosts_ask_for_nothing(server_with: Make) -> None:
+    async def story() -> None:
+        manager = Manager()
+        server = server_with(manager, "retract", node_rank=1)
+        await server.abort_all_requests()
+        await server.resume_generation()
+        assert manager.asked == []
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(("pause", "loader"), [("abort", LOADER), ("retract", FORGETTING_LOADER), ("in_place", LOADER)])
+def test_sglang_is_launched_with_the_loader_that_is_asked_for(
+    pause: str, loader: str, server_with: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+
+    async def launched(self: Any, **_: Any) -> None:
+        given.append(self.config.engine_kwargs["sglang"]["custom_weight_loader"])
+
+    monkeypatch.setattr(SGLangHttpServer, "launch_server", launched)
+    asyncio.run(server_with(Manager(), pause).launch_server())
+    assert given == [[loader]]
+
+
+def test_arguments_of_a_newer_verl_reach_its_own_methods(server_with: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    async def newer(server: Any, **more: Any) -> None:
+        given.update(more)
+
+    monkeypatch.setattr(SGLangHttpServer, "abort_all_requests", newer)
+    monkeypatch.setattr(SGLangHttpServer, "resume_generation", newer)
+
+    async def story() -> None:
+        server = server_with(Manager(), "abort", HYBRID, "naive")
+        await server.abort_all_requests(reject_request=True)
+        await server.resume_generation(soon=True)
+
+    asyncio.run(story())
+    assert given == {"reject_request": True, "soon": True}
+
+
+def test_arguments_that_nothing_uses_are_named(server_with: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that ask for nothing are not."""
+
+    async def story() -> None:
+        server = server_with(Manager(), "retract")
+        await server.sleep(reset_connector=True, level=None)
+        await server.abort_all_requests(reject_request=False)
+
+    asyncio.run(story())
+    assert "sleep does not use what this verl gives it: reset_connector=True\n" in capsys.readouterr().out
+
+
+class Counting(Manager):
+    """Of SGLang 0.5.19 or later: ``server_args`` stay as they were at the launch, and the schedulers count versions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.server_args = SimpleNamespace(tp_size=1, weight_version="default", enable_weights_cpu_backup=False)
+        self._version, self._counted = "default", "default"
+
+    def config_value(self, name: str) -> Any:
+        return self._version if name == "weight_version" else getattr(self.server_args, name)
+
+    async def update_weight_version(self, obj: Any) -> None:
+        assert not obj.abort_all_requests
+        self.asked.append("version")
+        self._counted = self._version = obj.new_version
+
+    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        spans = [{"version": self._counted, "start": 0, "end": 1}]
+        yield {"meta_info": {"weight_version": self._version}}
+        yield {"meta_info": {"weight_version": self._version, "weight_versions": spans}}
+
+
+class Later(Counting):
+    """Of SGLang 0.5.17 or 0.5.18, which counts nothing."""
+
+    update_weight_version = property()  # type: ignore[assignment]
+
+    def _update_weight_version_if_provided(self, version: str) -> None:
+        self._version = version
+
+
+@pytest.mark.parametrize(
+    ("kind", "versions"),
+    [(Counting, [None, [{"version": "7", "start": 0, "end": 1}]]), (Later, [["7"], ["7"]])],
+)
+def test_answers_bear_the_version_of_their_weights(
+    kind: type[Counting], versions: list[Any], server_with: Make
+) -> None:
+    """SGLang's own where its schedulers count, for which they are told before generation goes on; else what it reports
+    now, not what it was launched with."""
+
+    async def story() -> None:
+        manager = kind()
+        server = server_with(manager, "retract")
+        await synced(server)
+        assert ("version" in manager.asked) == (kind is Counting) and manager.asked[-1] == "continue"
+        asked = SimpleNamespace(extra_key=None)
+        metas = [answer["meta_info"] async for answer in manager.generate_request(asked)]
+        assert [meta.get("weight_versions") for meta in metas] == versions
+        assert {meta["weight_version"] for meta in metas} == {"7"}
+
+    asyncio.run(story())
 
 
 @pytest.mark.parametrize("awake", [True, False])
 def test_only_an_engine_that_is_awake_behind_the_load_is_told_to_flush(awake: bool) -> None:
-    told: list[None] = []
-    server = SimpleNamespace(flush_behind_load=SimpleNamespace(remote=lambda: told.append(None)))
-    ServerActorEndpoint(server, 0, (0,), True, 1.0, awake).flush_behind_load()
-    assert len(told) == awake
+    told: list[str] = []
+    RolloutEndpoint(rollout_of("sglang"), told.append, (0,), True, 1.0, awake).flush_behind_load()  # type: ignore[arg-type]
+    assert told == ["flush_behind_load"] * awake
 
 
 def test_a_server_that_died_is_named_with_what_to_do_then() -> None:
@@ -166,86 +250,9 @@ def test_a_server_that_died_is_named_with_what_to_do_then() -> None:
     died.set_exception(ActorDiedError())
     reference = SimpleNamespace(future=lambda: died)
     server = SimpleNamespace(resume_tags=SimpleNamespace(remote=lambda tags: reference))
-    leader = ServerActorEndpoint(server, 0, (0,), True, 1.0, False, after_death="restart the run")
+    leader = RolloutEndpoint(rollout_of("sglang"), calls_of(server, "restart the run"), (0,), True, 1.0)
     with pytest.raises(RuntimeError, match=r"the rollout server died, and its engine with it \(.*\); restart the run"):
-        asyncio.run(leader.resume([WEIGHTS]))
-
-
-BOUND = 0.3
-BOTH = f"{KV_CACHE},{WEIGHTS}"
-
-
-async def times_out(call: Any, what: str) -> None:
-    before = time.monotonic()
-    with pytest.raises(TimeoutError, match=rf"SGLang did not {what} .*{KEY_PREFIX}\.timeout_seconds=0\.3"):
-        await call
-    assert BOUND * 0.9 < time.monotonic() - before < BOUND + 2  # an event loop's timer may end a little early
-
-
-def test_a_sleep_without_an_answer_ends_in_an_error_that_names_the_key(server_with: Make) -> None:
-    async def sleep() -> None:
-        manager = Manager()
-        server = server_with(manager, timeout_seconds=BOUND)
-        manager.hangs = 1
-        await times_out(server.sleep(), "release kv_cache, weights")
-        await times_out(server.resume_tags([WEIGHTS]), "resume weights")
-        await times_out(server.sleep(), "release kv_cache, weights")
-        assert manager.asked == [f"release {BOTH}"], "an engine that hangs is asked for nothing more"
-
-    asyncio.run(sleep())
-
-
-def test_what_was_released_late_is_known_to_be_released(server_with: Make) -> None:
-    """A second pause would end SGLang's process, and a resume without release its scheduler."""
-
-    async def sleep() -> None:
-        manager = Manager()
-        server = server_with(manager, timeout_seconds=BOUND)
-        manager.hangs = 1
-        await times_out(server.sleep(), "release")
-        manager.goes_on.set()
-        await server.sleep()
-        await server.resume_tags([WEIGHTS])
-        await server.resume_tags([WEIGHTS])
-        await server.sleep()
-        assert manager.asked == [f"release {BOTH}", f"resume {WEIGHTS}", f"release {WEIGHTS}"]
-
-    asyncio.run(sleep())
-
-
-def test_what_was_asked_late_and_failed_is_asked_again(server_with: Make) -> None:
-    async def wake() -> None:
-        manager = Manager()
-        server = server_with(manager, (KV_CACHE, WEIGHTS), BOUND)
-        manager.hangs, wait = 1, manager.goes_on.wait
-
-        async def failing() -> None:
-            await wait()
-            raise RuntimeError("injected: SGLang refused")
-
-        manager.goes_on.wait = failing  # type: ignore[method-assign, assignment]
-        await times_out(server.resume_tags([WEIGHTS]), "resume weights")
-        manager.goes_on.set()
-        await server.resume_tags([WEIGHTS])
-        assert manager.asked == [f"resume {WEIGHTS}"] * 2
-        assert server.occupation.state.released == {KV_CACHE}
-
-    asyncio.run(wake())
-
-
-def test_who_has_waited_in_vain_is_not_served_later(server_with: Make) -> None:
-    async def wake() -> None:
-        manager = Manager()
-        server = server_with(manager, (KV_CACHE, WEIGHTS), BOUND)
-        manager.hangs = 1
-        calls = [server.resume_tags([WEIGHTS]), server.resume_tags([KV_CACHE]), server.sleep()]
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        assert [type(outcome) for outcome in outcomes] == [TimeoutError] * 3
-        manager.goes_on.set()
-        await asyncio.sleep(BOUND)
-        assert manager.asked == [f"resume {WEIGHTS}"] and server.occupation.state.released == {KV_CACHE}
-
-    asyncio.run(wake())
+        asyncio.run(leader.resume(["weights"]))
 
 
 class AdapterManager(Manager):
@@ -258,12 +265,12 @@ class AdapterManager(Manager):
         self.lora_registry = SimpleNamespace(get_all_adapters=lambda: self.names)
 
     async def update_weights_from_tensor(self, obj: Any, request: None) -> tuple[bool, str]:
-        ((question, adapter, sent, _), _), *_ = MultiprocessingSerializer.deserialize(obj.serialized_named_tensors[0])
+        ((folder, adapter, sent, _), _), *_ = MultiprocessingSerializer.deserialize(obj.serialized_named_tensors[0])
         self.asked.append(f"look at {adapter or 'names'} {[name for name, *_ in sent]}")
         assert obj.load_format == ADAPTER_CHECK
         said = self.answers.pop(0)
         if said is not None:
-            answer(question, said)
+            Path(folder, "0").write_text(json.dumps(said))
         return True, ""
 
     async def unload_lora_adapter(self, obj: Any) -> Any:
@@ -279,7 +286,7 @@ class AdapterManager(Manager):
 def test_an_adapter_is_looked_at_before_it_is_loaded_first_and_behind_every_load(server_with: Make) -> None:
     async def syncs() -> None:
         manager = AdapterManager("", "", "", "", "SGLang has no place for these", None)
-        server = server_with(manager)
+        server = server_with(manager, "abort", HYBRID, "naive")
         factors = [("q.lora_A.weight", 4, 1)]
         await server.load_adapter({}, b"", factors, "7")
         looks = [f"look at {name} ['q.lora_A.weight']" for name in ("names", SGLANG_LORA_NAME)]
@@ -290,7 +297,198 @@ def test_an_adapter_is_looked_at_before_it_is_loaded_first_and_behind_every_load
         with pytest.raises(ValueError, match="SGLang has no place for these"):
             await server.load_adapter({}, b"", factors, "9")
         await server.abandon_sync("a rank failed")
-        with pytest.raises(RuntimeError, match="did not tell what it holds of the adapter"):
+        with pytest.raises(RuntimeError, match="did not answer what it holds of the adapter"):
             await server.load_adapter({}, b"", factors, "10")
 
     asyncio.run(syncs())
+
+
+@pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
+def test_who_resumes_during_a_load_waits_for_its_end(pause: str, server_with: Make) -> None:
+    """A load that nobody has given up yet may be half done all the same."""
+
+    async def story() -> None:
+        manager = Manager()
+        server = server_with(manager, pause)
+        for ends, version in ((server.abandon_sync("the trainer died"), 7), (server.finish_sync([]), 8)):
+            await server.load_weights(("sync",), str(version))
+            manager.asked.clear()
+            resumed = asyncio.ensure_future(server.resume_generation())
+            await asyncio.sleep(0.01)
+            assert "continue" not in manager.asked and not resumed.done()
+            await ends
+            (answer,) = await asyncio.gather(resumed, return_exceptions=True)
+            assert isinstance(answer, HalfWrittenError) is (version == 7) is ("continue" not in manager.asked)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("load", ["load_weights", "load_adapter"])
+def test_a_sync_that_is_given_up_while_requests_end_is_not_loaded(load: str, server_with: Make) -> None:
+    async def story() -> None:
+        manager = Manager()
+        server = server_with(manager, "abort")
+        call = ask(server)
+        await asyncio.sleep(0)
+        loading = asyncio.ensure_future(
+            getattr(server, load)(*{"load_weights": (("s",), "7")}.get(load, ({}, b"", [], "7")))
+        )
+        await asyncio.sleep(0.01)
+        assert manager.aborted and manager.asked == []
+        await server.abandon_sync("the trainer gave up")
+        manager.answers.set()
+        with pytest.raises(RuntimeError, match="gave this sync up"):
+            await loading
+        assert manager.asked == ["pause abort"] and (await call).token_ids == [1]
+        with pytest.raises(HalfWrittenError):
+            await server.generate([1], {"max_new_tokens": 1}, "request")
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("pause", ["abort", "retract"])
+def test_a_pause_that_fails_holds_nobody(pause: str, server_with: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        manager = Manager()
+        manager.answers.set()
+        server = server_with(manager, pause)
+        monkeypatch.setattr(manager, "pause_generation", AsyncMock(side_effect=OSError("SGLang is gone")))
+        with pytest.raises(OSError, match="SGLang is gone"):
+            await server.abort_all_requests()
+        assert (await asyncio.wait_for(server.generate([1], {"max_new_tokens": 1}, "request"), 1)).token_ids == [1]
+
+    asyncio.run(story())
+
+
+def test_a_sync_that_nobody_ends_is_waited_for_with_a_bound(server_with: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "together_seconds", lambda seconds: 0.01)
+
+    async def story() -> None:
+        manager = Manager()
+        server = server_with(manager, "retract")
+        await server.load_weights(("sync",), "7")
+        with pytest.raises(HalfWrittenError, match=r"under way for 0\.01 s, and nobody has said that it is over"):
+            await server.resume_generation()
+        assert "continue" not in manager.asked
+        await loaded(server, 8)
+        assert manager.asked[-1] == "continue"
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_late_end_of_a_sync_that_was_given_up_is_not_that_of_the_next(
+    pause: str, fails: bool, server_with: Make
+) -> None:
+    """The server stood still in the last step of a sync: behind it come that the sync was given up, and the next load,
+    during which the step goes on."""
+
+    async def story() -> None:
+        manager = Manager()
+        server = server_with(manager, pause)
+        resumed = asyncio.Event()
+
+        async def resume(obj: Any, request: None) -> None:
+            await resumed.wait()
+            if fails:
+                raise OSError("SGLang is gone")
+
+        await server.sleep()
+        await server.load_weights(("sync",), "1")
+        manager.resume_memory_occupation = resume  # type: ignore[method-assign]
+        late = asyncio.ensure_future(server.finish_sync([KV_CACHE]))
+        await asyncio.sleep(0)
+        await server.abandon_sync("no answer")
+        await server.load_weights(("sync",), "2")
+        resumed.set()
+        (answer,) = await asyncio.gather(late, return_exceptions=True)
+        assert isinstance(answer, OSError if fails else RuntimeError), answer
+        assert server.global_steps is None and "continue" not in manager.asked
+        del manager.resume_memory_occupation  # type: ignore[method-assign]
+        await server.finish_sync([])
+        assert server.global_steps == 2 and manager.asked[-1] == "continue"
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
+@pytest.mark.parametrize("wakes", [False, True])
+def test_an_engine_that_a_driver_has_put_to_sleep_goes_on_with_all_its_memory(
+    pause: str, wakes: bool, server_with: Make
+) -> None:
+    async def story() -> None:
+        manager = Manager()
+        server = server_with(manager, pause)
+        for version in (1, 2):
+            manager.asked.clear()
+            await server.sleep()
+            assert manager.asked == ["release kv_cache"], "no sync resumes the weights of a separate rollout"
+            if wakes:
+                await server.wake_up()
+                assert manager.asked[1] == "resume kv_cache"
+            await loaded(server, version)
+            resumed = [each for each in manager.asked if each.startswith("resume")]
+            assert len(resumed) == 1 and not server.occupation.released
+            assert manager.asked.index(resumed[0]) < manager.asked.index("continue")
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("pause", ["retract", "in_place"])
+def test_a_call_that_spans_a_sync_names_both_versions(pause: str, server_with: Make) -> None:
+    async def story() -> None:
+        manager = Manager()
+        server = server_with(manager, pause)
+        await synced(server, 6)
+        call = ask(server)
+        await asyncio.sleep(0)
+        await synced(server, 7)
+        manager.answers.set()
+        fields = (await call).extra_fields
+        assert fields["global_steps"] == 7
+        assert (fields["min_global_steps"], fields["max_global_steps"]) == (6, 7)
+
+    asyncio.run(story())
+
+
+def test_requests_share_prefixes_of_the_same_weights_only(server_with: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SGLangHttpServer, "launch_server", AsyncMock())  # the tokenizer manager is there
+
+    async def story() -> None:
+        manager = Manager()
+        manager.answers.set()
+        server = server_with(manager, "in_place")
+        vars(manager).pop("generate_request")  # launching has them guarded
+        await server.launch_server()
+        for _ in range(2):
+            await server.generate([1], {"max_new_tokens": 1}, "request")
+            for given in ("salt", ["a", None]):  # SGLang's own door; verl's sets none
+                request = GenerateReqInput(input_ids=[1], extra_key=given)  # type: ignore[arg-type]
+                assert [answer async for answer in manager.generate_request(request)]
+            await synced(server)
+        first, second = manager.keys[:3], manager.keys[3:]
+        assert first == ["weights-0:", "weights-0:salt", ["weights-0:a", "weights-0:"]]
+        assert second == ["weights-1:", "weights-1:salt", ["weights-1:a", "weights-1:"]]
+        await asyncio.sleep(0.01)
+        assert manager.closed == len(manager.keys), "SGLang's lock is held as long as an answer stays open"
+
+    asyncio.run(story())
+
+
+def test_requests_that_outlive_an_abort_are_aborted_again_and_a_load_waits_for_them(server_with: Make) -> None:
+    """One whose images are being read, say, comes to SGLang's scheduler behind the abort."""
+
+    async def story() -> None:
+        manager = Manager()
+        server = server_with(manager, "abort", HYBRID, "naive")
+        call = ask(server)
+        await asyncio.sleep(0)
+        load = asyncio.ensure_future(server.load_weights(("sync",), "7"))
+        await asyncio.sleep(2.5 * module.AGAIN_SECONDS)
+        assert manager.aborted == 3 and manager.asked == []
+        manager.answers.set()
+        await asyncio.gather(call, load)
+        assert manager.asked == ["flush", "load load"]
+
+    asyncio.run(story())

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from verl_sync_plugin.receiver import session as receiver_session
-from verl_sync_plugin.receiver.ledger import Ledger
-from verl_sync_plugin.receiver.session import ReceiverSession
+from verl_sync_plugin.engine import session as receiver_session
+from verl_sync_plugin.engine.session import ReceiverSession
+from verl_sync_plugin.layout.load_map import LoadMap
 from verl_sync_plugin.transport.channel import ChannelClosedError
 from verl_sync_plugin.transport.memory.exports import Live, Region
 from verl_sync_plugin.transport.memory.regions import Regions
@@ -23,11 +23,11 @@ from verl_sync_plugin.transport.protocol import (
     TOGETHER_WAITS,
     Commit,
     Committed,
+    Details,
     Hello,
     LoadRequest,
     Manifest,
     Ready,
-    Whereabouts,
 )
 
 REQUEST = LoadRequest("1", (), 1.0)
@@ -62,16 +62,16 @@ class Model(torch.nn.Linear):
 
 
 class Engine:
-    """As much of an unpacker as a session asks when nothing is loaded."""
+    """As much of a load as a session asks when nothing is loaded."""
 
-    device, reads_in_place, replayed, watched, layout = torch.device("cpu"), "", (0, 0), False, None
+    device, obstacle, replayed, layout, map = torch.device("cpu"), "", (0, 0), (), LoadMap()
     forgot = False
 
-    def __init__(self) -> None:
-        self.uses = SimpleNamespace(watching=nullcontext, news=lambda: None)
-        self.direct = SimpleNamespace(forget=self.forget_places)
+    def look(self) -> None: ...
 
-    def begin(self, *given: object) -> None: ...
+    def begin(self) -> None: ...
+
+    def finish(self) -> None: ...
 
     def traffic(self, near: frozenset[int], beside: bool) -> tuple[int, int]:
         return 0, 0
@@ -79,15 +79,7 @@ class Engine:
     def sums(self) -> bytes:
         return b""
 
-    def readings(self, always: bool) -> None: ...
-
-    def told(self, readings: None) -> None: ...
-
-    def finish(self, ledger: Ledger | None) -> None: ...
-
-    def accepted(self) -> None: ...
-
-    def forget_places(self) -> None:
+    def forget_lives(self) -> None:
         self.forgot = True
 
 
@@ -101,7 +93,7 @@ class Rank:
 
     def met(self, live: Live) -> list[object]:
         """What the session says of parameters that lie there; the trainer is gone before the load."""
-        trainer: Any = Trainer(Hello("1", "plan", (), live=(live.key,)), Whereabouts((live,)))
+        trainer: Any = Trainer(Hello("1", "plan", (), live=(live.key,)), Details(lives=(live,)))
         with suppress(ChannelClosedError):
             self.session.run(trainer, REQUEST)
         return trainer.heard
@@ -115,12 +107,13 @@ def live_of(key: str, *paths: Path) -> Live:
 def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rank:
     """One that knows the plan and has mapped a file."""
     engine, regions, model = Engine(), Regions(), Model(1, 1)
-    monkeypatch.setattr(receiver_session, "Unpacker", lambda *_: engine)
+    monkeypatch.setattr(receiver_session, "ModelLoad", lambda *_: engine)
+    monkeypatch.setattr(receiver_session.ReceiverSession, "_refuse_rearranged", lambda *_: None)
     monkeypatch.setattr(receiver_session, "Regions", lambda: regions)
     monkeypatch.setattr(receiver_session, "open_staging", lambda _: torch.zeros(64, dtype=torch.uint8))
     made = Rank(ReceiverSession(model), engine, regions)  # type: ignore[arg-type, unused-ignore]
     staging: Any = SimpleNamespace(key="staging", slot_bytes=64)
-    words: Any = Trainer(Hello("0", "plan", (staging,)), Manifest((), (), ()), Commit())
+    words: Any = Trainer(Hello("0", "plan", (staging,)), Details(Manifest((), (), ())), Commit())
     made.session.run(words, REQUEST)
     assert isinstance(words.heard[-1], Committed)
     (tmp_path / "there").write_bytes(bytes(64))

@@ -20,7 +20,7 @@ import unmeasured
 pytestmark = pytest.mark.extended  # two processes that compose some fifty configs each: a minute
 
 PACKAGE = Path(verl.__file__).resolve().parent
-OURS = "verl_sync_plugin.hooks.rollout_config.SyncRolloutConfig"
+OURS = "verl_sync_plugin.hooks.driver.SyncRolloutConfig"
 SERVED = ("fsdp", "fsdp2", "megatron")
 WITHOUT_SYNC = ("main_generation_server",)
 Found = dict[str, dict[str, Any]]

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from verl_sync_plugin.transport.listener import Listener, connect
-from verl_sync_plugin.transport.memory.cuda_ipc import CudaIpcStaging
+from verl_sync_plugin.transport.channel import Listener, connect
+from verl_sync_plugin.transport.memory.cuda import CudaIpcStaging
 from verl_sync_plugin.transport.memory.exports import StagingExport
-from verl_sync_plugin.transport.memory.staging import Staging, create_staging, open_staging, slot_of
+from verl_sync_plugin.transport.memory.regions import Staging, create_staging, open_staging, slot_of
 from verl_sync_plugin.transport.protocol import Hello
 
 WAIT = 60.0

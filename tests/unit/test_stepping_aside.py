@@ -15,10 +15,9 @@ from transformers import PretrainedConfig
 
 import hydra_run
 from hydra_run import refused, rollout_of
-from verl_sync_plugin.config.bucket_size import SHORT_BUCKET_KEY
-from verl_sync_plugin.config.settings import KEY_PREFIX
+from verl_sync_plugin.config.settings import KEY_PREFIX, SHORT_BUCKET_KEY
 from verl_sync_plugin.hooks.driver import settle
-from verl_sync_plugin.rollouts.sglang.arguments import refuse_keys
+from verl_sync_plugin.rollouts.sglang.refusals import refuse_keys
 
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
@@ -49,8 +48,12 @@ CASES = [
     (MTP, f"{ROLLOUT}.mtp.enable_rollout=True: weight sync has no draft model"),
     ((f"{ROLLOUT}.disaggregation.enabled=True",), f"{ROLLOUT}.disaggregation.enabled=True: weight sync serves one"),
     (("model_engine=megatron", f"{MEGATRON}.use_megatron_fsdp=True"), f"{MEGATRON}.use_megatron_fsdp=True: "),
+    (
+        ("model_engine=megatron", f"{MEGATRON}.vanilla_mbridge=True"),
+        f"{MEGATRON}.vanilla_mbridge=True: weight sync serves Megatron-Bridge",
+    ),
     ((f"{DRAFTING}=NEXTN",), f"{ARGUMENTS}.speculative_algorithm='NEXTN' without "),
-    ((f"{ROLLOUT}.dtype=auto",), f"{ROLLOUT}.dtype='auto' without {KEY_PREFIX}.wire_dtype"),
+    ((f"{ROLLOUT}.dtype=auto",), f"{ROLLOUT}.dtype='auto': "),
 ]
 
 
@@ -78,11 +81,6 @@ def test_refused_where_a_key_of_the_plugin_asks_for_it(
 ) -> None:
     text = refused(tmp_path, checkpoint(tmp_path, "Qwen2ForCausalLM"), *overrides, asked)
     assert cause in text and f"so {asked} cannot be followed. Remove that key" in text and "enabled=False" in text
-
-
-def test_a_dtype_of_the_wire_makes_a_dtype_of_the_checkpoint_ours(tmp_path: Path) -> None:
-    rollout = rollout_of(tmp_path, f"{ROLLOUT}.dtype=auto", f"{KEY_PREFIX}.wire_dtype=bfloat16")
-    assert rollout.custom.sync.enabled is True
 
 
 def test_a_rank_that_stock_verl_does_not_read_is_refused(tmp_path: Path) -> None:
@@ -159,6 +157,10 @@ def test_fp8_of_a_model_on_the_hub_is_judged_too(tmp_path: Path, monkeypatch: py
         ((f"{MODEL}.lora_rank=8",), f"{ROLLOUT}.quantization='fp8' with {MODEL}.lora.merge=False and LoRA rank 8: "),
         ((f"{ROLLOUT}.quantization=int8",), f"{ROLLOUT}.quantization='int8': verl quantizes for SGLang to fp8 alone"),
         (("+" + ARGUMENTS + ".json_model_override_args='{}'",), f"{ARGUMENTS}.json_model_override_args="),
+        (
+            ("model_engine=megatron", f"{MEGATRON}.vanilla_mbridge=True", f"++{MODEL}.lora.rank=8"),
+            "vanilla_mbridge=True with LoRA rank 8: mbridge has no LoRA",
+        ),
         ((f"+{ARGUMENTS}.torchao_config=int8wo",), f"{ARGUMENTS}.torchao_config='int8wo': "),
         ((f"+{ARGUMENTS}.hicache_storage_backend=file",), f"{ARGUMENTS}.hicache_storage_backend='file': "),
     ],

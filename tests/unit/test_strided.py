@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two runs have in common, against a table of single bytes."""
+"""Two runs against a table of single bytes, and the runs of a box against slicing."""
 
 from __future__ import annotations
+
+import random
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_sync_plugin.layout.strided import Partition, Run, compose, in_step
-from verl_sync_plugin.layout.tensors import Entry
-from verl_sync_plugin.receiver.copy_plan import Planned
-from verl_sync_plugin.receiver.cuts import scattered
+from verl_sync_plugin.layout.strided import Partition, Run, box_runs, compose, in_step
 
 Scale = tuple[int, int]
 SCALES: list[Scale] = [(1, 1), (2, 1), (1, 2)]
@@ -110,19 +109,41 @@ def test_intervals_of_the_source() -> None:
     assert [(run.source, run.target, run.width) for run in Run(8, 0, 4, 2, 6, 9).repeats()] == [(8, 0, 4), (14, 9, 4)]
 
 
-def test_columns_of_a_tall_matrix_are_not_scattered() -> None:
-    """Half the columns of 4096 rows, to an engine rank that takes half or all of them; crosswise they are."""
-    entry = Entry("w", "bfloat16", (4096, 64), None, 4096 * 128, (Run(0, 0, 64, 4096, 64, 128),))
-    columns, everything = Run(64, 0, 64, 4096, 128, 64), Run(0, 0, 4096 * 128)
-    crosswise = Run(0, 0, 32, 8192, 64, 32)
-    for run, expected in ((columns, set()), (everything, set()), (crosswise, {"w"})):
-        planned = {"w": Planned(torch.bfloat16, torch.bfloat16, (run,))}
-        assert scattered((entry,), planned) == expected
-
-
 @pytest.mark.parametrize("stride", [-8, 0, 3])
 def test_repetitions_that_overlap_are_nobodys(stride: int) -> None:
     plain, overlapping = Run(0, 0, 64), Run(0, 0, 4, 3, stride, stride)
     for pair in ((plain, overlapping), (overlapping, plain)):
         with pytest.raises(AssertionError, match="overlap"):
             compose(*pair)
+
+
+def written(size: list[int], offset: list[int], whole: list[int]) -> torch.Tensor:
+    """What the runs make of a box of numbers from 1 on."""
+    box = torch.arange(1, 1 + int(torch.Size(size).numel()))
+    target = torch.zeros(int(torch.Size(whole).numel()), dtype=torch.int64)
+    for run in box_runs(size, offset, whole):
+        for plain in run.repeats():
+            part = target[plain.target : plain.target + plain.width]
+            assert part.numel() == plain.width and not part.any(), "written twice, or outside"
+            part.copy_(box[plain.source : plain.source + plain.width])
+    return target.view(whole)
+
+
+def test_boxes_of_one_to_four_dimensions_are_where_slicing_puts_them() -> None:
+    chance = random.Random(1)
+    for _ in range(600):
+        whole = [chance.randint(1, 5) for _ in range(chance.randint(1, 4))]
+        size = [length if chance.random() < 0.5 else chance.randint(1, length) for length in whole]
+        offset = [chance.randint(0, length - held) for length, held in zip(whole, size, strict=True)]
+        expected = torch.zeros(whole, dtype=torch.int64)
+        place = tuple(slice(at, at + held) for at, held in zip(offset, size, strict=True))
+        expected[place] = torch.arange(1, 1 + int(torch.Size(size).numel())).view(size)
+        assert torch.equal(written(size, offset, whole), expected), (size, offset, whole)
+
+
+def test_few_runs_where_rows_lie_at_one_stride() -> None:
+    assert len(box_runs([], [], [])) == 1, "a number without dimensions"
+    assert len(box_runs((4, 8), (0, 0), (4, 8))) == 1
+    assert len(box_runs((64, 3, 8), (0, 5, 0), (64, 9, 8))) == 1, "a part of each of 64 experts"
+    assert len(box_runs((64, 9, 4), (0, 0, 4), (64, 9, 8))) == 1, "columns of all experts"
+    assert len(box_runs((2, 3, 4), (1, 2, 3), (8, 9, 8))) == 2

@@ -14,16 +14,13 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 import verl_contract
 import verl_sync_plugin
-from verl_sync_plugin.hooks.checkpoint_engine import SyncCheckpointEngine
-from verl_sync_plugin.hooks.checkpoint_manager import OutlivingManager
-from verl_sync_plugin.hooks.engine import SyncFSDPEngineWithLMHead
-from verl_sync_plugin.hooks.llm_client import OutlivingLLMServerClient, SpanningLLMServerClient
+from verl_sync_plugin.hooks.engines import SyncFSDPEngineWithLMHead
 from verl_sync_plugin.hooks.megatron_engine import SyncMegatronEngineWithLMHead
-from verl_sync_plugin.hooks.trainer import reporting
+from verl_sync_plugin.hooks.separate import OutlivingManager, SyncCheckpointEngine
+from verl_sync_plugin.hooks.trainer import OutlivingLLMServerClient, SpanningLLMServerClient, reporting
 from verl_sync_plugin.hooks.worker import SyncActorRolloutRefWorker, SyncDetachActorWorker
 from verl_sync_plugin.rollouts.sglang.adapter import SyncServerAdapter
-from verl_sync_plugin.rollouts.sglang.replica import SyncSGLangReplica
-from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
+from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer, SyncSGLangReplica
 
 PACKAGE = Path(verl_sync_plugin.__file__).parent
 SUBCLASSES = [

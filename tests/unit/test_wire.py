@@ -1,48 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which dtype a parameter travels: the wire's, the trainer's, or what the engine said it would take."""
+"""In which dtype a parameter travels: the engine's, and never wider than the trainer's."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.tensors import View
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
 from verl_sync_plugin.trainers.wire import WirePolicy, wire_policy
 
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @pytest.mark.parametrize(
-    ("wire", "rollout", "trained", "kept", "travels"),
+    ("rollout", "trained", "kept", "before", "travels"),
     [
-        ("auto", "bfloat16", FP32, FP32, FP32),
-        ("auto", "bfloat16", FP32, FP64, FP32),  # the engine computes from it: as the trainer has it
-        ("auto", "bfloat16", BF16, FP32, BF16),
-        ("auto", "float16", BF16, FP32, BF16),
-        ("auto", "float16", FP32, FP32, FP32),
-        ("bfloat16", "bfloat16", FP32, FP32, FP32),
-        ("bfloat16", "float32", FP32, FP32, BF16),  # what the user wants of an engine in fp32
-        ("float32", "bfloat16", BF16, FP64, FP32),
+        ("bfloat16", FP32, "bfloat16", BF16, BF16),
+        ("bfloat16", FP32, "float32", BF16, FP32),
+        ("bfloat16", FP32, "", BF16, FP32),  # the engine computes from it: as the trainer has it
+        ("bfloat16", BF16, "float32", BF16, BF16),
+        ("float32", FP32, "bfloat16", FP32, BF16),
+        ("float32", BF16, "float32", BF16, BF16),
+        ("float16", BF16, "float32", FP16, BF16),
+        ("half", FP32, "float16", FP16, FP16),
+        ("auto", FP32, "float32", BF16, FP32),
+        ("bfloat16", FP32, "int32", BF16, BF16),
     ],
 )
-def test_what_the_engine_would_take(
-    wire: str, rollout: str, trained: torch.dtype, kept: torch.dtype, travels: torch.dtype
+def test_what_the_engine_keeps(
+    rollout: str, trained: torch.dtype, kept: str, before: torch.dtype, travels: torch.dtype
 ) -> None:
-    policy = wire_policy(SyncConfig(wire_dtype=wire), rollout)
-    before = policy.of_parameter(["a", "b"], trained)
+    policy = wire_policy(rollout)
+    assert policy.of_parameter(["a", "b"], trained) == before
     assert policy.learn({"b": kept}) == (travels != before)
     assert policy.of_parameter(["a", "b"], trained) == travels
-    assert policy.of_parameter(["c"], trained) == before if travels != before else True
+    assert policy.of_parameter(["c"], trained) == before
     assert not policy.learn({"b": kept}), "nothing new"
+
+
+def test_the_widest_of_what_lies_in_one_storage() -> None:
+    policy = WirePolicy(BF16)
+    policy.of_parameter(["a", "b"], FP32)
+    assert not policy.learn({"a": "bfloat16"}) and policy.learn({"b": "float32"})
+    assert policy.of_parameter(["a", "b"], FP32) == FP32 and policy.of_parameter(["a"], FP32) == BF16
+
+
+def test_a_name_that_is_no_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"rollout\.dtype='bf16': not a torch dtype\. Set .*rollout\.dtype=bfloat16\."):
+        wire_policy("bf16")
 
 
 def test_other_tensors_and_adapters_stay_what_they_are() -> None:
     policy = WirePolicy(BF16)
     for name in ("a", "base_model.model.a.lora_A.default.weight"):
         policy.of_parameter([name], FP32)
-    assert not policy.learn({"b": FP32})
+    assert not policy.learn({"b": "float32"})
     assert policy.of_parameter(["steps"], torch.int64) == torch.int64
 
 
@@ -64,5 +77,5 @@ def test_the_engine_names_what_a_checkpoint_has() -> None:
         return found
 
     assert set(dtypes().values()) == {"bfloat16"}
-    assert policy.learn({"part1.weight": FP32})
+    assert policy.learn({"part1.weight": "float32"})
     assert [name for name, dtype in dtypes().items() if dtype == "float32"] == ["part0.weight", "part1.weight"]

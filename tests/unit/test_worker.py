@@ -22,8 +22,14 @@ from verl.trainer.ppo.utils import Role
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 import unmeasured
-from verl_sync_plugin.config.bucket_size import DEFAULT_MEGABYTES
-from verl_sync_plugin.config.settings import KEY_PREFIX
+from verl_sync_plugin.config.settings import (
+    DEFAULT_MEGABYTES,
+    KEY_PREFIX,
+    PREFIX,
+    SHARES_GPU,
+    SyncConfig,
+    sync_config_of,
+)
 from verl_sync_plugin.hooks import trainer, worker
 
 CONFIG_DIR = Path(verl.__file__).parent / "trainer" / "config"
@@ -49,7 +55,7 @@ def test_sglang_is_not_there_before_the_model() -> None:
 @pytest.mark.parametrize(("verls", "ours"), PAIRS)
 def test_ray_and_verl_take_it_like_verls(verls: Any, ours: Any) -> None:
     """Importable by name, and dispatched to all ranks without blocking."""
-    assert issubclass(ours, verls) and worker.ours_for(verls) is ours
+    assert issubclass(ours, verls) and worker.OURS[verls] is ours
     assert pickle.loads(pickle.dumps(ours)) is ours
     assert getattr(ours.update_weights, MAGIC_ATTR) == getattr(verls.update_weights, MAGIC_ATTR)
     assert asyncio.iscoroutinefunction(ours.update_weights)
@@ -138,15 +144,18 @@ REWARD = "reward.reward_model"
 @pytest.mark.parametrize(
     ("overrides", "setting"),
     [
-        ((), "auto"),
-        ((f"{REWARD}.enable=True", f"{REWARD}.enable_resource_pool=True"), "auto"),
-        ((f"{REWARD}.enable=True", f"{REWARD}.enable_resource_pool=False"), "always"),
+        ((), None),
+        ((f"{REWARD}.enable=True", f"{REWARD}.enable_resource_pool=True"), None),
+        ((f"{REWARD}.enable=True", f"{REWARD}.enable_resource_pool=False"), True),
     ],
 )
-def test_another_engine_on_the_same_device_gets_the_cache_back(overrides: tuple[str, ...], setting: str) -> None:
+def test_another_engine_on_the_same_device_gets_the_cache_back(
+    overrides: tuple[str, ...], setting: bool | None
+) -> None:
     ours = Ours(SGLANG, *overrides)
     ours.worker()
-    assert OmegaConf.select(ours.config, f"{KEY_PREFIX}.empty_cache") == setting
+    assert OmegaConf.select(ours.config, f"{PREFIX}.custom.{SHARES_GPU}") is setting
+    assert sync_config_of(ours.config.actor_rollout_ref.rollout) == SyncConfig()
 
 
 class Rollout:

@@ -3,6 +3,6 @@
 
 import sys
 
-from verl_sync_plugin.cli.entry import main
+from verl_sync_plugin.cli import main
 
 sys.exit(main())

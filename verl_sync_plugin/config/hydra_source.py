@@ -10,16 +10,22 @@ Ready compositions (``+sync=...``) come from the package's ``configs`` folder.
 
 from __future__ import annotations
 
-import dataclasses
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import OmegaConf
+
 from verl_sync_plugin.config.settings import SyncConfig
 
 SCHEME = "verl-sync"
-PREFIX = "actor_rollout_ref.rollout"
-TARGET = "verl_sync_plugin.hooks.rollout_config.SyncRolloutConfig"
+TARGET = "verl_sync_plugin.hooks.driver.SyncRolloutConfig"
 CONFIG = "rollout/rollout"
 CALLBACK_CONFIG = "hydra/callbacks/verl_sync"
 
@@ -37,15 +43,12 @@ def not_given(default: Any) -> str:
 
 
 def given(section: Any, key: str, default: Any) -> bool:
-    """Whether somebody has given ``key``, in a section of a composed config of which nothing is resolved yet."""
-    from omegaconf import OmegaConf
-
+    """True if somebody has given ``key``, in a section of a composed config of which nothing is resolved yet."""
     raw: Any = OmegaConf.to_container(section, resolve=False)
     return bool(raw[key] != not_given(default))
 
 
 def verl_configs() -> Path:
-    """The folder of verl's own configs."""
     spec = find_spec("verl")
     assert spec is not None and spec.origin is not None, "verl loads this plugin, so it can be found"
     return Path(spec.origin).resolve().parent / "trainer" / "config"
@@ -53,27 +56,81 @@ def verl_configs() -> Path:
 
 def stock_rollout() -> Any:
     """verl's rollout config of the installed version, as a DictConfig."""
-    from omegaconf import OmegaConf
-
     return OmegaConf.load(verl_configs() / f"{CONFIG}.yaml")
 
 
 def rollout_config() -> Any:
     """verl's rollout config with our keys, as a DictConfig."""
-    from omegaconf import OmegaConf
-
     config = stock_rollout()
     engine = config.checkpoint_engine
     engine.update_weights_bucket_megabytes = not_given(engine.update_weights_bucket_megabytes)
     config.update_weights_bucket_megabytes = None
     config.multi_stage_wake_up = not_given(True)
-    defaults = {key: list(value) if isinstance(value, tuple) else value for key, value in _defaults().items()}
-    config.custom = OmegaConf.merge(config.get("custom") or {}, {"sync": defaults})
+    config.custom = OmegaConf.merge(config.get("custom") or {}, {"sync": msgspec.structs.asdict(SyncConfig())})
     # An unknown key must reach our check, whose error names the known ones; Hydra's would advise to add it with "+"
     OmegaConf.set_struct(config.custom.sync, False)
     config._target_ = TARGET
     return config
 
 
-def _defaults() -> dict[str, Any]:
-    return dataclasses.asdict(SyncConfig())
+class SyncConfigSource(ConfigSource):
+    """Serves ``rollout/rollout`` under the scheme ``verl-sync://``."""
+
+    @staticmethod
+    def scheme() -> str:
+        return SCHEME
+
+    def available(self) -> bool:
+        return True
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        if self._is_callback(config_path):
+            config = OmegaConf.create({"_target_": "verl_sync_plugin.hooks.driver.CheckKeys"})
+            header: dict[str, Any] = {"package": "hydra.callbacks.verl_sync"}
+        else:
+            config = rollout_config()
+            config.defaults = [{"/hydra/callbacks@_global_.hydra.callbacks.verl_sync": "verl_sync"}, "_self_"]
+            header = {"package": None}
+        return ConfigResult(config=config, path=f"{self.scheme()}://{self.path}", provider=self.provider, header=header)
+
+    def _is_callback(self, config_path: str) -> bool:
+        return self._normalize_file_name(config_path).strip("/") == f"{CALLBACK_CONFIG}.yaml"
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path.strip("/") in ("", "rollout", "hydra", "hydra/callbacks")
+
+    def is_config(self, config_path: str) -> bool:
+        name = self._normalize_file_name(config_path).strip("/")
+        return name in (f"{CONFIG}.yaml", f"{CALLBACK_CONFIG}.yaml")
+
+    def list(self, config_path: str, results_filter: ObjectType | None = None) -> list[str]:
+        folder = config_path.strip("/")
+        groups = {"": ["rollout", "hydra"], "hydra": ["callbacks"]}
+        configs = {"rollout": ["rollout"], "hydra/callbacks": ["verl_sync"]}
+        found: list[str] = []
+        if results_filter in (None, ObjectType.GROUP):
+            found += groups.get(folder, [])
+        if results_filter in (None, ObjectType.CONFIG):
+            found += configs.get(folder, [])
+        return found
+
+
+def _own_rollout(path: str | None) -> bool:
+    """True if a folder of the user's own holds a rollout config; that one is used as it is."""
+    folder = Path((path or "").removeprefix("file://"))
+    return (folder / f"{CONFIG}.yaml").is_file() and folder.resolve() != verl_configs()
+
+
+class SyncSearchPath(SearchPathPlugin):
+    """Puts our source before verl's folder, and the ready compositions after it."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        if not any(_own_rollout(element.path) for element in search_path.get_path()):
+            search_path.prepend("verl-sync-plugin", f"{SCHEME}://rollout")
+        search_path.append("verl-sync-plugin", f"file://{configs_folder()}")
+
+
+def register() -> None:
+    """Registers config source and search path with Hydra; harmless when done before."""
+    Plugins.instance().register(SyncConfigSource)
+    Plugins.instance().register(SyncSearchPath)

@@ -1,43 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of rollout and model config this version cannot sync to any engine, refused by name before any worker starts.
+"""Refuses what a run's keys may not hold, whatever its rollout engine is, by two tables. Imports no torch.
 
-Imports no torch.
+Every refusal names key, value and remedy, in the driver, before any worker starts.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Callable
 from typing import Any
 
 from verl_sync_plugin.config.settings import (
     KEY_PREFIX,
+    PREFIX,
+    SEPARATE_BACKEND,
     given_value,
     lora_rank_of,
     section,
     sync_config_of,
 )
 
-PREFIX = "actor_rollout_ref.rollout"
-COLOCATE_ASYNC = "colocate_async"
+ACTOR = "actor_rollout_ref.actor"
+MODEL = "actor_rollout_ref.model"
+MODE_KEY = "trainer.v1.trainer_mode"
+SEPARATE_ASYNC = "separate_async"
+COLOCATED_MODES = ("sync", "colocate_async")  # with these verl syncs by its backend ``naive``, whatever is set
+BACKEND_KEY = f"{PREFIX}.checkpoint_engine.backend"
+NO_MEGATRON_LORA = (
+    f"Install Megatron-Bridge and set {ACTOR}.megatron.vanilla_mbridge=False, or train all parameters with "
+    f"{MODEL}.lora.rank=0."
+)
 
 
 def left_to_verl(rollout: Any) -> str:
-    """Names what of verl's rollout keys the plugin cannot follow with any rollout engine, and stock verl can.
-
-    Args:
-        rollout: verl's rollout config (dataclass, DictConfig or dict).
-
-    Returns:
-        Key, value and reason; empty where there is nothing of the kind.
-
-    Raises:
-        ValueError: a section is no mapping; names key, value and remedy.
-    """
-    if (on := section(rollout, "disaggregation", f"{PREFIX}.disaggregation").get("enabled", False)) not in (
-        None,
-        False,
-    ):
+    """Names the key of verl's rollout config that the plugin cannot follow with any rollout engine, and stock verl can,
+    with value and reason; empty where there is none."""
+    on = section(rollout, "disaggregation", f"{PREFIX}.disaggregation").get("enabled", False)
+    if on not in (None, False):
         return f"{PREFIX}.disaggregation.enabled={on!r}: weight sync serves one engine per rank"
     if (value := given_value(rollout, "quantization", f"{PREFIX}.quantization")) is not None:
         return f"{PREFIX}.quantization={value!r}: weight sync sends plain weights"
@@ -47,115 +47,160 @@ def left_to_verl(rollout: Any) -> str:
     return ""
 
 
-def refuse_wake_up(rollout: Any) -> None:
-    """Raises ValueError when ``multi_stage_wake_up`` is no boolean; names key, value and remedy.
-
-    Hydra reads ``no`` and ``off`` as words, and a word counts as true wherever it is not asked for.
-    """
-    value = given_value(rollout, "multi_stage_wake_up", f"{PREFIX}.multi_stage_wake_up")
-    if value is not None and not isinstance(value, bool):
-        raise ValueError(
-            f"{PREFIX}.multi_stage_wake_up={value!r}: not a boolean. Use {PREFIX}.multi_stage_wake_up=True or False."
-        )
+def _rank(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def refuse_verify(rollout: Any, model: Any) -> None:
-    """Raises ValueError when ``custom.sync.verify`` asks for every sync of an adapter that the engine serves itself,
-    which it takes in its own way; names key, value and remedy.
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _boolean(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+# Keys of verl's whose values nobody checks before they are used: the test, the problem, what to use instead.
+# Hydra reads ``no`` and ``off`` as words, and a word counts as true wherever it is not asked for
+VALUES: dict[str, tuple[Callable[[Any], bool], str, str]] = {
+    f"{PREFIX}.multi_stage_wake_up": (_boolean, "not a boolean", f"{PREFIX}.multi_stage_wake_up=True or False"),
+    f"{MODEL}.lora.rank": (_rank, "not a whole number from 0 on", "for example 32"),
+    f"{MODEL}.lora_rank": (_rank, "not a whole number from 0 on", "for example 32"),
+    f"{MODEL}.lora.alpha": (_number, "not a number", "for example 32"),
+    f"{MODEL}.lora_alpha": (_number, "not a number", "for example 32"),
+    f"{MODEL}.lora.merge": (_boolean, "not a boolean", f"{MODEL}.lora.merge=True or False"),
+}
+
+
+def refuse_values(prefix: str, holder: Any) -> None:
+    """Raises ValueError for a value of ``VALUES`` of the wrong kind, in the config ``holder`` under ``prefix``."""
+    for key, (fits, problem, instead) in VALUES.items():
+        if not key.startswith(f"{prefix}."):
+            continue
+        *path, last = key.removeprefix(f"{prefix}.").split(".")
+        inner = section(holder, path[0], f"{prefix}.{path[0]}") if path else holder
+        value = given_value(inner, last, key)
+        if not fits(value) and (value is not None or (last.endswith("rank") and last in inner)):
+            raise ValueError(f"{key}={value!r}: {problem}. Use {instead}.")
+
+
+def refuse_combinations(config: Any, moves: bool) -> None:
+    """Raises ValueError for the first combination of keys that does not go together; names keys, values and remedy.
 
     Args:
-        rollout: ``actor_rollout_ref.rollout``.
-        model: ``actor_rollout_ref.model``.
+        config: what verl's main function gets.
+        moves: whether the plugin moves the weights; else another checkpoint engine of verl's does.
     """
-    verify = sync_config_of(rollout).verify
-    merge = bool(section(model, "lora", "actor_rollout_ref.model.lora").get("merge", False))
-    if verify not in ("never", "first") and (rank := lora_rank_of(model)) and not merge:
-        raise ValueError(
-            f"{KEY_PREFIX}.verify={verify!r} with actor_rollout_ref.model.lora.merge=False and LoRA rank {rank}: the "
-            "engine loads an adapter that it serves in its own way, and what it makes of it is not compared; only its "
-            f"base is. Set {KEY_PREFIX}.verify=first, or actor_rollout_ref.model.lora.merge=True."
-        )
-
-
-def refuse_canary(rollout: Any, strategy: str, mode: str = "") -> None:
-    """Raises ValueError when ``custom.sync.canary`` asks for log-probabilities of a trainer that cannot tell them
-    inside the phase; names key, value and remedy.
-
-    Args:
-        rollout: verl's rollout config (dataclass, DictConfig or dict).
-        strategy: verl's ``actor.strategy``.
-        mode: verl's ``trainer.v1.trainer_mode``.
-    """
-    canary = sync_config_of(rollout).canary
-    if canary == "never":
-        return
-    off = f"Set {KEY_PREFIX}.canary=never."
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    trainer, sync = config.get("trainer", None) or {}, sync_config_of(rollout)
+    # verl's experimental mains do not read ``trainer.v1``
+    v1 = not ("async_training" in config or "rollout" in config)
+    mode = str((trainer.get("v1", None) or {}).get("trainer_mode", None) or "") if v1 else ""
     backend = section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine").get("backend", "naive")
-    if backend != "naive":
-        key = f"{PREFIX}.checkpoint_engine.backend={backend}"
-        raise ValueError(f"{KEY_PREFIX}.canary={canary!r} with {key}: only for a rollout on the trainer's GPUs. {off}")
-    if strategy != "fsdp2":
-        key = f"actor_rollout_ref.actor.strategy={strategy}"
-        raise ValueError(
-            f"{KEY_PREFIX}.canary={canary!r} with {key}: only an fsdp2 trainer is asked for log-probabilities inside a "
-            f"sync. {off}"
-        )
-    if mode == COLOCATE_ASYNC:  # an engine that is paused answers nothing, and a canary asks it inside the sync
-        key = f"trainer.v1.trainer_mode={mode}"
-        raise ValueError(f"{KEY_PREFIX}.canary={canary!r} with {key}: verl syncs paused engines there. {off}")
+    separate, keeps = backend == SEPARATE_BACKEND, sync.pause != "abort"
+    rank, merge = lora_rank_of(model), bool(section(model, "lora", f"{MODEL}.lora").get("merge", False))
+    served = bool(rank) and not merge
+    nodes, each = (int(rollout.get(key, 0) or 0) for key in ("nnodes", "n_gpus_per_node"))
+    sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+    needed = math.prod(int(rollout.get(key, 1) or 1) for key in sizes)
+    correction = (config.get("algorithm", None) or {}).get("rollout_correction", None) or {}
+    guards = sync.max_probs_diff is not None
 
-
-def refuse_lora_values(model: Any) -> None:
-    """Raises ValueError when a LoRA key holds a value of the wrong kind; names key, value and remedy.
-
-    Args:
-        model: ``actor_rollout_ref.model``; its ``lora`` block and flat keys are looked at.
-    """
-    prefix = "actor_rollout_ref.model"
-    block = section(model, "lora", f"{prefix}.lora")
-    for holder, key, name in ((block, "rank", "lora.rank"), (model, "lora_rank", "lora_rank")):
-        rank = given_value(holder, key, f"{prefix}.{name}")
-        if key in holder and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 0):
-            raise ValueError(f"{prefix}.{name}={rank!r}: not a whole number from 0 on. Use for example 32.")
-    for holder, key, name in ((block, "alpha", "lora.alpha"), (model, "lora_alpha", "lora_alpha")):
-        alpha = given_value(holder, key, f"{prefix}.{name}")
-        number = isinstance(alpha, int | float) and not isinstance(alpha, bool) and math.isfinite(alpha)
-        if alpha is not None and not number:
-            raise ValueError(f"{prefix}.{name}={alpha!r}: not a number. Use for example 32.")
-    merge = given_value(block, "merge", f"{prefix}.lora.merge")
-    if merge is not None and not isinstance(merge, bool):
-        raise ValueError(f"{prefix}.lora.merge={merge!r}: not a boolean. Use {prefix}.lora.merge=True or False.")
-    section(block, "peft", f"{prefix}.lora.peft")
+    pause, abort, merged = f"{KEY_PREFIX}.pause={sync.pause!r}", f"{KEY_PREFIX}.pause=abort", f"{MODEL}.lora.merge=True"
+    gpus, adapter = (
+        f"{PREFIX}.nnodes={nodes} and {PREFIX}.n_gpus_per_node={each}",
+        f"{MODEL}.lora.merge=False and LoRA rank",
+    )
+    guard, unguard = f"{KEY_PREFIX}.max_probs_diff={sync.max_probs_diff}", f"or remove {KEY_PREFIX}.max_probs_diff"
+    only = "has an effect only where trainer and rollout are separate and the plugin syncs them"
+    compares = "verl compares no probabilities of engine and trainer"
+    # where it applies; keys and values; why; what to do instead
+    table = (
+        (
+            keeps and not separate,
+            f"{pause} with {BACKEND_KEY}={backend}",
+            only,
+            f"Set {BACKEND_KEY}={SEPARATE_BACKEND}, or {abort}",
+        ),
+        (
+            keeps and mode in COLOCATED_MODES,
+            f"{pause} with {MODE_KEY}={mode}",
+            only,
+            f"Set {MODE_KEY}={SEPARATE_ASYNC}, or {abort}",
+        ),
+        # the client of fully_async, which the plugin does not replace, tells only which version a request ended with
+        (
+            keeps and "async_training" in config,
+            f"{pause} with verl's fully_async",
+            "a response that spans a sync would be taken for one of the newer weights alone",
+            f"Set {abort}",
+        ),
+        (
+            keeps and served,
+            f"{pause} with {adapter} {rank}",
+            "the engine replaces an adapter only when no request uses it, and requests stay in the engine",
+            f"Set {abort}, or {merged}",
+        ),
+        (
+            separate and mode == SEPARATE_ASYNC and nodes * each == 0,
+            f"{gpus} with {MODE_KEY}={mode}",
+            "the rollout has no GPUs of its own",
+            f"Set both, for example {PREFIX}.nnodes=1 {PREFIX}.n_gpus_per_node=4",
+        ),
+        # verl would start no engine, and say nothing
+        (
+            separate and 0 < nodes * each < needed,
+            gpus,
+            f"the rollout has {nodes * each} GPUs of its own, and one engine needs {needed} ({', '.join(sizes)})",
+            "Give it more, or make the engine smaller",
+        ),
+        (
+            moves and served and sync.verify not in ("never", "first"),
+            f"{KEY_PREFIX}.verify={sync.verify!r} with {adapter} {rank}",
+            "of an adapter that the engine serves only the base is compared",
+            f"Set {KEY_PREFIX}.verify=first, or {merged}",
+        ),
+        (
+            guards and not rollout.get("calculate_log_probs", False),
+            f"{guard} with {PREFIX}.calculate_log_probs=False",
+            compares,
+            f"Set it to True, {unguard}",
+        ),
+        (
+            guards and bool(correction.get("bypass_mode", False)),
+            f"{guard} with algorithm.rollout_correction.bypass_mode=True",
+            compares,
+            f"Set it to False, {unguard}",
+        ),
+        (
+            guards and not (v1 and trainer.get("use_v1", True)),
+            f"{guard} without one of verl's V1 trainers",
+            "the plugin sees the metrics of these alone",
+            f"Set trainer.use_v1=True, {unguard}",
+        ),
+    )
+    for applies, keys, why, remedy in table:
+        if applies:
+            raise ValueError(f"{keys}: {why}. {remedy}.")
 
 
 def refuse_megatron_lora(megatron: Any, model: Any) -> None:
-    """Raises ValueError when a Megatron trainer's LoRA cannot be synced; names key, value and remedy.
-
-    Args:
-        megatron: ``actor_rollout_ref.actor.megatron``.
-        model: ``actor_rollout_ref.model``.
-    """
+    """Raises ValueError when a Megatron trainer's LoRA cannot be synced; names key, value and remedy."""
     rank = lora_rank_of(model)
     if rank <= 0:
         return
-    kind = (model.get("lora", None) or {}).get("type", None)
-    if kind == "dora":
+    if (model.get("lora", None) or {}).get("type", None) == "dora":
         raise ValueError(
-            "actor_rollout_ref.model.lora.type='dora' with actor_rollout_ref.actor.strategy=megatron: the export of "
-            "Megatron-Bridge leaves DoRA's magnitudes out, and weight sync does not merge them. Set "
-            "actor_rollout_ref.model.lora.type=lora."
+            f"{MODEL}.lora.type='dora' with {ACTOR}.strategy=megatron: the export of Megatron-Bridge leaves DoRA's "
+            f"magnitudes out, and weight sync does not merge them. Set {MODEL}.lora.type=lora."
         )
-    remedy = "Install Megatron-Bridge and set actor_rollout_ref.actor.megatron.vanilla_mbridge=False, or train all "
-    remedy += "parameters with actor_rollout_ref.model.lora.rank=0."
     if megatron.get("vanilla_mbridge", False):
         raise ValueError(
-            f"actor_rollout_ref.actor.megatron.vanilla_mbridge=True with LoRA rank {rank}: mbridge has no LoRA. "
-            f"{remedy}"
+            f"{ACTOR}.megatron.vanilla_mbridge=True with LoRA rank {rank}: mbridge has no LoRA. {NO_MEGATRON_LORA}"
         )
     if not _has_megatron_bridge():
         raise ValueError(
-            f"LoRA rank {rank} with actor_rollout_ref.actor.strategy=megatron: the package megatron.bridge, which has "
-            f"LoRA for Megatron, is not installed. {remedy}"
+            f"LoRA rank {rank} with {ACTOR}.strategy=megatron: the package megatron.bridge, which has LoRA for "
+            f"Megatron, is not installed. {NO_MEGATRON_LORA}"
         )
 
 

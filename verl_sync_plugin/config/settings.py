@@ -1,178 +1,122 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything under ``actor_rollout_ref.rollout.custom.sync``: one frozen dataclass. Imports no torch."""
+"""Everything under ``actor_rollout_ref.rollout.custom.sync``, and the two keys of a bucket's size. Imports no torch."""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import re
+import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import Annotated, Any, Literal, get_type_hints
 
-KEY_PREFIX = "actor_rollout_ref.rollout.custom.sync"
+import msgspec
+
+PREFIX = "actor_rollout_ref.rollout"
+KEY_PREFIX = f"{PREFIX}.custom.sync"
+SHORT_BUCKET_KEY = f"{PREFIX}.update_weights_bucket_megabytes"
+LONG_BUCKET_KEY = f"{PREFIX}.checkpoint_engine.update_weights_bucket_megabytes"
+# verl's default of 2 GiB is too much for memory on the device, and larger buckets are hardly faster
+DEFAULT_MEGABYTES = 512
 TURN_OFF = f"set {KEY_PREFIX}.enabled=False to run stock verl"
 
 # verl's strategies for which a sharding manager to SGLang is built in
 TRAINERS = ("fsdp", "fsdp2", "megatron")
-CANARY_CHOICES = ("never", "log", "enforce")
-CPU_BACKUP_CHOICES = ("auto", "on", "off")
-DELIVERY_CHOICES = ("auto", "direct", "sharded", "exchanged", "gathered", "broadcast")
-EMPTY_CACHE_CHOICES = ("auto", "always")
-PAUSE_CHOICES = ("abort", "retract", "in_place")
-VERIFY_CHOICES = ("never", "first", "always")
-WIRE_DTYPE_CHOICES = ("auto", "bfloat16", "float16", "float32")
-# Ranks wait three times as long and a minute for each other, and polling takes milliseconds in 32 bits: about 715000
-MOST_SECONDS = 86400
-SEPARATE_BACKEND = "sync_plugin"  # verl's ``checkpoint_engine.backend`` with which trainer and rollout are apart
-NOT_IN_USE = "weight sync NOT IN USE"  # how a run that the plugin could not serve is told so
+SEPARATE_BACKEND = "sync_plugin"  # verl's ``checkpoint_engine.backend`` of a rollout on GPUs of its own
+NOT_IN_USE = "weight sync NOT IN USE"  # begins the line of a run that the plugin cannot serve
+SWITCHED_OFF = (
+    f"{KEY_PREFIX}.enabled=False with {PREFIX}.checkpoint_engine.backend={SEPARATE_BACKEND}: that backend is the "
+    f"plugin's. Set {KEY_PREFIX}.enabled=True, or another backend, such as nccl."
+)
+SHARES_GPU = "_another_engine_on_this_gpu"  # set by our trainer next to ``sync``: no cache of the trainer may stay
 MISSING = "???"  # omegaconf's mark of a value that is still to be given
 
+_STAGED = "the way follows from where the memory lies"
+_GUARD = "max_probs_diff stops a run whose training/rollout_probs_diff_mean (verl's) is larger"
+# Keys of earlier versions, and what replaces them
+GONE = {
+    "verify_hashes": "every byte is hashed and compared in every sync",
+    "check_finite": "a NaN or Inf among the weights fails the sync and names the parameter",
+    "copy_plan": "the engine's own copies are replayed as soon as they are proven",
+    "wire_dtype": "weights travel in rollout.dtype, and wider where the engine keeps or computes them wider",
+    "keep_dtype": "weights travel in rollout.dtype, and wider where the engine keeps or computes them wider",
+    "weights_cpu_backup": "the plugin decides it by the model",
+    "empty_cache": "the trainer hands its cached memory back when the engine would not have enough",
+    "release_cuda_graph": "CUDA graphs stay while the engine sleeps; a lower rollout.gpu_memory_utilization makes room",
+    **dict.fromkeys(("canary", "canary_threshold", "canary_every"), _GUARD),
+}
+GONE_DELIVERIES = ("direct", "sharded", "exchanged", "gathered", "broadcast")
 
-def _fail(key: str, value: Any, problem: str, remedy: str) -> ValueError:
-    return ValueError(f"{KEY_PREFIX}.{key}={value!r}: {problem}. {remedy}")
 
-
-@dataclass(frozen=True)
-class SyncConfig:
-    """Settings of the sync, all with defaults that suit a colocated run.
+class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of the sync; the defaults suit any run.
 
     Attributes:
         enabled: False gives stock verl, unchanged.
-        weights_cpu_backup: whether SGLang keeps a host copy of its weights while asleep. ``auto``: off for model
-            families whose every parameter and persistent buffer a sync is known to overwrite (checked again at the
-            first sync), on for all others.
-        wire_dtype: dtype in which floating-point parameters travel; ``auto`` is ``rollout.dtype``. Buffers always
-            travel in their own dtype.
-        keep_dtype: regular expressions (``re.search`` on the HF name); matching parameters keep the trainer's dtype.
         timeout_seconds: bound on every wait of a rank for its engine or its device; when it passes, all ranks raise the
-            same ``SyncError``.
-        release_cuda_graph: also release SGLang's CUDA graph memory during training and resume it in stage 2. Not where
-            megatron-core is installed: imported by SGLang, it puts the memory saver into a mode that cannot.
-        empty_cache: when the trainer hands cached device memory back around a sync. ``auto``: when the engine would not
-            have enough left (``memory/room.py``); ``always``: every time, as stock verl does.
-        check_finite: a NaN or Inf among the packed weights fails the sync and names the parameter.
-        copy_plan: from the second sync on, replay the copies that the engine model's ``load_weights`` made instead of
-            calling it.
-        verify_hashes: hash every byte when it is packed and when the engine reads it, and compare.
-        verify: after which syncs what lies in the engine's own parameters is compared with what was sent: ``never``,
-            ``first`` (three of every plan), ``always``, or a number: the first and from then on every n-th.
-        canary: after a sync, compare log-probabilities of fixed prompts, the trainer's with the engine's: ``never``;
-            ``log``: say what is too far apart; ``enforce``: fail the sync, and nothing is generated.
-        canary_threshold: how far apart they may be, in nats: the mean over the tokens of a prompt.
-        canary_every: after which syncs: ``first`` (three), ``always``, or a number: the first and every n-th from it.
-        delivery: ``direct``: from the second sync on every engine rank reads parameters where they lie; ``sharded``: it
-            reads what it needs where the trainer ranks packed it; ``exchanged``: as ``sharded`` from the ranks of its
-            own host, to each of which other hosts send a part of what they have packed; ``gathered``: every rank
-            gathers everything, or where the rollout is separate ``broadcast``: trainer ranks send it to all rollout
-            ranks; ``auto``: the first of these that is possible.
+            same ``SyncError``. Ranks wait three times as long and a minute for each other.
+        verify: after which syncs what lies in the engine's own parameters is compared with what was sent: ``first``
+            (three of every plan), or a number: the first and from then on every n-th.
         pause: what becomes of a separate rollout's requests in flight while its weights are synced. ``abort``: they go
             back to verl's client, which asks again; ``retract``: the engine prefills them again; ``in_place``: they go
             on with the KV cache of the old weights (``docs/design/pause.md``).
+        delivery: ``auto``: the engine reads parameters where they lie, if it can; ``staged``: never.
+        max_probs_diff: the run stops when verl's ``training/rollout_probs_diff_mean`` exceeds this; ``None``: never.
     """
 
     enabled: bool = True
-    weights_cpu_backup: str = "auto"
-    wire_dtype: str = "auto"
-    keep_dtype: tuple[str, ...] = (r"\.gate\.weight$", r"e_score_correction_bias$")
-    timeout_seconds: float = 300.0
-    release_cuda_graph: bool = False
-    empty_cache: str = "auto"
-    check_finite: bool = True
-    copy_plan: bool = True
-    verify_hashes: bool = True
-    verify: str | int = "first"
-    canary: str = "never"
-    canary_threshold: float = 0.1
-    canary_every: str | int = "always"
-    delivery: str = "auto"
-    pause: str = "abort"
-
-    def __post_init__(self) -> None:
-        for name in ("enabled", "check_finite", "release_cuda_graph", "copy_plan", "verify_hashes"):
-            if not isinstance(getattr(self, name), bool):
-                raise _fail(name, getattr(self, name), "not a boolean", f"Use {KEY_PREFIX}.{name}=True or False.")
-        self._check_choice("weights_cpu_backup", CPU_BACKUP_CHOICES)
-        self._check_choice("wire_dtype", WIRE_DTYPE_CHOICES)
-        self._check_choice("delivery", DELIVERY_CHOICES)
-        self._check_choice("empty_cache", EMPTY_CACHE_CHOICES)
-        self._check_choice("pause", PAUSE_CHOICES)
-        if self.delivery == "direct" and not self.copy_plan:
-            remedy = f"Set {KEY_PREFIX}.copy_plan=True, or {KEY_PREFIX}.delivery=auto."
-            raise _fail("delivery", self.delivery, "not possible with copy_plan=False", remedy)
-        timeout = self.timeout_seconds
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
-            raise _fail("timeout_seconds", timeout, "not a positive number of seconds", "Use for example 300.")
-        if timeout > MOST_SECONDS:
-            raise _fail("timeout_seconds", timeout, "more than a day", "Use for example 300.")
-        self._check_cadence("verify", VERIFY_CHOICES)
-        self._check_cadence("canary_every", VERIFY_CHOICES[1:])  # never is said by canary
-        self._check_choice("canary", CANARY_CHOICES)
-        far = self.canary_threshold
-        if isinstance(far, bool) or not isinstance(far, int | float) or not 0 < far < float("inf"):
-            raise _fail("canary_threshold", far, "not a positive number", "Use for example 0.1.")
-        self._check_patterns()
-
-    def _check_cadence(self, name: str, choices: tuple[str, ...]) -> None:
-        value = getattr(self, name)
-        every = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        if not every and value not in choices:
-            remedy = f"Use one of {', '.join(choices)}, or a number: 10 for every tenth sync."
-            raise _fail(name, value, "not a known cadence", remedy)
-
-    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
-        value = getattr(self, name)
-        if value not in choices:
-            raise _fail(name, value, "not a known choice", f"Use one of {', '.join(choices)}.")
-
-    def _check_patterns(self) -> None:
-        if not isinstance(self.keep_dtype, tuple) or not all(isinstance(p, str) for p in self.keep_dtype):
-            raise _fail("keep_dtype", self.keep_dtype, "not a list of strings", r"Use for example ['\.router\.'].")
-        for pattern in self.keep_dtype:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise _fail(
-                    "keep_dtype", pattern, f"not a regular expression ({error})", "Correct the pattern."
-                ) from None
+    timeout_seconds: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 300.0
+    verify: Literal["never", "first", "always"] | Annotated[int, msgspec.Meta(ge=1)] = "first"
+    pause: Literal["abort", "retract", "in_place"] = "abort"
+    delivery: Literal["auto", "staged"] = "auto"
+    max_probs_diff: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any] | None) -> SyncConfig:
-        """Builds the config from the plain mapping that travels in ``rollout.custom``.
+        """Checks the plain mapping that travels in ``rollout.custom``.
 
         Args:
             values: the content of ``custom.sync``; ``None`` or empty means all defaults.
 
         Raises:
-            ValueError: unknown key, wrong type or value; the text names key, value and remedy.
+            ValueError: unknown key, wrong type or value; names key, value and remedy.
         """
-        given = dict(values or {})
-        known = [field.name for field in dataclasses.fields(cls)]
-        for key, value in given.items():
-            if key not in known:
-                close = difflib.get_close_matches(str(key), known, n=1)
-                hint = f"Did you mean {KEY_PREFIX}.{close[0]}?" if close else f"Known keys: {', '.join(known)}."
-                raise _fail(str(key), value, "unknown key", hint)
-        # YAML 1.1 reads a bare on/off as a boolean
-        backup = given.get("weights_cpu_backup")
-        if isinstance(backup, bool):
-            given["weights_cpu_backup"] = "on" if backup else "off"
-        if isinstance(given.get("keep_dtype"), list):
-            given["keep_dtype"] = tuple(given["keep_dtype"])
-        return cls(**given)
+        return cls(**{key: _checked(str(key), value) for key, value in dict(values or {}).items()})
+
+
+_KNOWN = get_type_hints(SyncConfig, include_extras=True)
+_USE = {
+    "enabled": f"{KEY_PREFIX}.enabled=True or False",
+    "timeout_seconds": "for example 300 (seconds, at most a day)",
+    "verify": "one of never, first, always, or a number: 10 for every tenth sync",
+    "pause": "one of abort, retract, in_place",
+    "delivery": "one of auto, staged",
+    "max_probs_diff": "for example 0.02, or remove it",
+}
+
+
+def _checked(key: str, value: Any) -> Any:
+    named = f"{KEY_PREFIX}.{key}={value!r}: "
+    if key in GONE:
+        raise ValueError(f"{named}gone; remove it: {GONE[key]}.")
+    if key not in _KNOWN:
+        close = difflib.get_close_matches(key, _KNOWN, n=1)
+        hint = f"Did you mean {KEY_PREFIX}.{close[0]}?" if close else f"Known keys: {', '.join(_KNOWN)}."
+        raise ValueError(f"{named}unknown key. {hint}")
+    if key == "delivery" and value in GONE_DELIVERIES:
+        raise ValueError(f"{named}gone; remove it, or use {KEY_PREFIX}.delivery=staged: {_STAGED}.")
+    try:
+        if isinstance(value, float) and not math.isfinite(value):
+            raise msgspec.ValidationError("not a finite number")
+        return msgspec.convert(value, _KNOWN[key])
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{named}{error}. Use {_USE[key]}.") from None
 
 
 def section(holder: Any, key: str, name: str) -> Any:
-    """The mapping under ``key`` of a config (dataclass, DictConfig or dict); empty where there is none.
-
-    Args:
-        holder: what has the key.
-        key: of the section.
-        name: the whole key, for messages.
+    """Returns the mapping under ``key`` of a config (dataclass, DictConfig or dict); empty where there is none.
 
     Raises:
-        ValueError: something else is there; names key, value and remedy.
+        ValueError: something else is there; names the whole key (``name``), value and remedy.
     """
     value = given_value(holder, key, name)
     if value is None:
@@ -192,11 +136,7 @@ def refuse_missing(holder: Any, key: str, name: str) -> None:
 
 
 def given_value(holder: Any, key: str, name: str) -> Any:
-    """The value under ``key`` in a config section; ``None`` when there is none.
-
-    Raises:
-        ValueError: omegaconf's mark of a missing value is there; see ``refuse_missing``.
-    """
+    """The value under ``key`` in a config section; ``None`` when there is none. Errors as of ``refuse_missing``."""
     refuse_missing(holder, key, name)
     return holder.get(key, None)
 
@@ -205,11 +145,6 @@ def refuse_near_misses(holder: Mapping[str, Any], known: Collection[str], name: 
     """Raises ValueError for a key of a mapping that is nearly a known one, and leaves all others alone.
 
     A key that ends in a known one is another word: ``async`` is not ``sync``.
-
-    Args:
-        holder: the mapping.
-        known: its keys.
-        name: of the mapping, for messages.
     """
     for key in holder:
         word = str(key).lower()
@@ -220,28 +155,23 @@ def refuse_near_misses(holder: Mapping[str, Any], known: Collection[str], name: 
 
 
 def refuse_misplaced(config: Any) -> None:
-    """Raises ValueError for the plugin's settings under a part of their key's path, where nothing reads them.
-
-    Args:
-        config: what verl's main function gets.
-    """
+    """Raises ValueError for the plugin's settings under a part of their key's path, where nothing reads them."""
     from omegaconf import OmegaConf
 
     *path, last = KEY_PREFIX.split(".")
-    known = {field.name for field in dataclasses.fields(SyncConfig)}
     for length in range(len(path)):
         for some in combinations(path, length):
             sync = OmegaConf.select(config, key := ".".join((*some, last)))
-            if isinstance(sync, Mapping) and sync and known.issuperset(sync):
+            if isinstance(sync, Mapping) and sync and {*_KNOWN, *GONE}.issuperset(sync):
                 name = next(iter(sync))
                 raise ValueError(f"{key}.{name}={sync[name]!r}: nothing reads it there. Use {KEY_PREFIX}.{name}.")
 
 
 def sync_config_of(rollout: Any) -> SyncConfig:
-    """The ``SyncConfig`` of a rollout config (dataclass, DictConfig or dict).
+    """Returns the ``SyncConfig`` of a rollout config (dataclass, DictConfig or dict).
 
     Raises:
-        ValueError: ``rollout.custom`` or ``rollout.custom.sync`` is not a mapping, or ``SyncConfig`` refuses it.
+        ValueError: it holds something wrong; names key, value and remedy.
     """
     name, _, key = KEY_PREFIX.rpartition(".")
     custom = section(rollout, "custom", name)
@@ -249,18 +179,7 @@ def sync_config_of(rollout: Any) -> SyncConfig:
     sync = section(custom, key, KEY_PREFIX)
     for key in sync:
         refuse_missing(sync, key, f"{KEY_PREFIX}.{key}")
-    return SyncConfig.from_mapping(
-        {key: _plain(sync[key]) for key in sync}
-    )  # by key, so that omegaconf's errors name it
-
-
-def refuse_switched_off(config: SyncConfig) -> None:
-    """Raises ValueError where the backend is asked for and the plugin switched off; names key, value and remedy."""
-    if not config.enabled:
-        raise ValueError(
-            f"{KEY_PREFIX}.enabled=False with actor_rollout_ref.rollout.checkpoint_engine.backend={SEPARATE_BACKEND}: "
-            f"that backend is the plugin's. Set {KEY_PREFIX}.enabled=True, or another backend, such as nccl."
-        )
+    return SyncConfig.from_mapping({key: _plain(sync[key]) for key in sync})  # by key: omegaconf's errors then name it
 
 
 def _plain(value: Any) -> Any:
@@ -272,3 +191,46 @@ def lora_rank_of(model: Any) -> int:
     """The LoRA rank of a model config, from the flat key or the ``lora`` block; 0 without LoRA."""
     block = model.get("lora", None) or {}
     return max(int(model.get("lora_rank", 0) or 0), int(block.get("rank", 0) or 0))
+
+
+def settled_megabytes(short: Any, long: Any, given: bool, stock: int, syncs: bool) -> tuple[Any, Any]:
+    """Returns values for the short and the long bucket key that both say what the run uses; settling twice changes
+    nothing.
+
+    Args:
+        short: ``rollout.update_weights_bucket_megabytes``, ``None`` when not given.
+        long: ``rollout.checkpoint_engine.update_weights_bucket_megabytes``.
+        given: somebody has set the long key.
+        stock: verl's own default of it.
+        syncs: the plugin moves the weights of this run; otherwise verl reads the long key alone.
+    """
+    if not given:
+        default = min(stock, DEFAULT_MEGABYTES) if syncs else stock
+        long = default if short is None else short
+    # Any other value stays where it was given, so that the check names its key
+    if short is None and syncs and isinstance(long, int) and not isinstance(long, bool) and long > 0:
+        short = long
+    return short, long
+
+
+def check_bucket_megabytes(short: Any, long: Any) -> int:
+    """The bucket size in MiB from the short key (``None`` when not given) and the long one.
+
+    Raises:
+        ValueError: no positive integer, or both given and different; names key, value and remedy.
+    """
+    for key, value in ((SHORT_BUCKET_KEY, short), (LONG_BUCKET_KEY, long)):
+        if key == SHORT_BUCKET_KEY and value is None:
+            continue
+        if value == "auto":
+            raise ValueError(f"{key}='auto': gone. Use a number of MiB, such as {key}=512, which is the default.")
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"{key}={value!r}: not a whole number of MiB. Use for example {key}=512.")
+        if value <= 0:
+            raise ValueError(f"{key}={value}: a bucket must hold at least 1 MiB. Use for example {key}=512.")
+    if short is not None and long != short:
+        raise ValueError(
+            f"{SHORT_BUCKET_KEY}={short} and {LONG_BUCKET_KEY}={long} are both given and differ. "
+            "Remove one of them, or give both the same value."
+        )
+    return int(long)

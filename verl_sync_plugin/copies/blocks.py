@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is copied: rectangles of bytes. Pure; imports no torch."""
+"""Rectangles of bytes. Pure; imports no torch."""
 
 from __future__ import annotations
 

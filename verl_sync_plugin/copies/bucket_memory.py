@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the bytes that are read lie on the reading side."""
+"""The memory from which the reading side copies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verl_sync_plugin.copies.blocks import Block
 
 
 class Memory(Protocol):
-    """What blocks are read from."""
+    """Memory that blocks are read from."""
 
     @property
     def device(self) -> torch.device: ...
@@ -21,7 +21,7 @@ class Memory(Protocol):
         """The memory that a block is read from (uint8 of shape ``(n,)``), and its first byte there."""
 
     def addresses(self) -> tuple[int, ...]:
-        """What the sources of blocks count from, by their ``base``."""
+        """The addresses from which the sources of blocks count, by their ``base``."""
 
 
 class BucketMemory:

@@ -27,7 +27,7 @@ class Prepared(Protocol):
 
 
 class Targets:
-    """Finds the memory behind an absolute address among known tensors."""
+    """Finds the memory at an absolute address among known tensors."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
@@ -102,7 +102,7 @@ class _PlainPrepared:
 
 
 def _cast(slot: torch.Tensor, source: int, block: Block) -> tuple[torch.Tensor, int, Block]:
-    """What the kernel does on its way: the block's bytes cast from fp32 to bf16, close together."""
+    """The kernel's cast: the block's bytes cast from fp32 to bf16, close together."""
     wide = runs(slot, source, 2 * block.width, block.count, block.source_stride).view(torch.float32)
     flat = wide.to(torch.bfloat16).view(torch.uint8).reshape(-1)
     return flat, 0, replace(block, source_stride=block.width, grow=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the shards of buckets lie, and the kernel's table that reads them from there."""
+"""The memory of the shards of buckets, and the kernel's table that reads them from there."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from verl_sync_plugin.copies.blocks import Block
-from verl_sync_plugin.copies.hulls import Hull, hulls_of
 from verl_sync_plugin.copies.table import KernelTable, addresses
+from verl_sync_plugin.layout.hulls import Hull, hulls_of
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.strided import Partition, Run
 from verl_sync_plugin.layout.tensors import Bucket, Plan, Slice
@@ -19,7 +19,7 @@ AS_IS, CAST, ALONE = range(3)
 
 
 class Found:
-    """Where the runs of some bases are; an offloaded one comes back elsewhere.
+    """The places of the runs of some bases; an offloaded one comes back elsewhere.
 
     Attributes:
         kinds: how each base's run is read.
@@ -167,6 +167,6 @@ def segment_of(bucket: Bucket, rank: int) -> int:
 
 
 def hulls_in_segment(bucket: Bucket, rank: int) -> list[Hull]:
-    """What a rank's segment holds of any tensor."""
+    """The bytes of a rank's segment that belong to a tensor."""
     low = segment_of(bucket, rank) * bucket.stride
     return hulls_of(bucket.entries, low, low + bucket.stride)

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from verl_sync_plugin.copies.hulls import numbers_of
 from verl_sync_plugin.copies.pack_table import Found, PackTable, hulls_in_segment, segment_of
 from verl_sync_plugin.copies.plain import hash_bytes, runs
 from verl_sync_plugin.copies.table import kernel_works
+from verl_sync_plugin.layout.hulls import numbers_of
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Bucket, Plan, Slice
 

@@ -82,7 +82,7 @@ def alternating(homes: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a launch has in common."""
+    """The arguments of a launch that all its blocks share."""
 
     lane: int
     tall: bool
@@ -158,12 +158,13 @@ class KernelTable:
 
 
 def addresses(target: int, sources: Sequence[int], device: torch.device) -> torch.Tensor:
-    """What blocks are relative to, as the kernel reads it: int64 of shape ``(1 + n,)``. All divisible by 16."""
+    """The addresses that blocks are relative to, as the kernel reads it: int64 of shape ``(1 + n,)``. All divisible by
+    16."""
     return torch.tensor([target, *sources], dtype=torch.int64).to(device)
 
 
 def kernel_works(device: torch.device) -> bool:
-    """Whether the kernel compiles and copies here; tried on a few bytes.
+    """True if the kernel compiles and copies here; tried on a few bytes.
 
     Only the variant that most rows need is tried. The others are compiled when a table has rows of them: to try all
     eighteen took 3.9 s on an H200 where Triton's cache was empty (1.1 s for the first, then 0.07 to 0.27 s each), and a

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is settled in the driver, before Ray starts: who moves the weights, and by which plain values.
+"""The keys of a run: settled in the driver, before Ray starts (who moves the weights, and by which plain values), and
+checked wherever verl builds its rollout config.
 
 Nothing of ours may be needed to read what leaves the driver: the first thing that verl's other processes do is to
 resolve the config, and not all of them have loaded plugins by then.
@@ -7,54 +8,50 @@ resolve the config, and not all of them have loaded plugins by then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
+from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
+from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 
+from verl_sync_plugin import compat
 from verl_sync_plugin.config import hydra_source
-from verl_sync_plugin.config.bucket_size import LONG_BUCKET_KEY, SHORT_BUCKET_KEY, settled_megabytes
-from verl_sync_plugin.config.refusals import (
-    refuse_canary,
-    refuse_lora_values,
-    refuse_megatron_lora,
-    refuse_verify,
-)
-from verl_sync_plugin.config.separate_refusals import (
-    mode_of,
-    refuse_delivery,
-    refuse_fully_async,
-    refuse_pause,
-    refuse_separate,
-)
+from verl_sync_plugin.config.refusals import MODEL, refuse_combinations, refuse_megatron_lora, refuse_values
 from verl_sync_plugin.config.settings import (
     KEY_PREFIX,
+    LONG_BUCKET_KEY,
     NOT_IN_USE,
+    PREFIX,
     SEPARATE_BACKEND,
+    SHORT_BUCKET_KEY,
+    SWITCHED_OFF,
     TURN_OFF,
     SyncConfig,
+    check_bucket_megabytes,
     given_value,
     lora_rank_of,
     refuse_misplaced,
     refuse_near_misses,
-    refuse_switched_off,
     section,
+    settled_megabytes,
     sync_config_of,
 )
-from verl_sync_plugin.hooks.rollout_config import check_rollout
 from verl_sync_plugin.log import say
 from verl_sync_plugin.lora.refusals import FLAT_LORA_TRAINERS, refuse_lora, refuse_unread_rank
-from verl_sync_plugin.lora.settings import PEFT_KEY, RefuseAdapter, unify
+from verl_sync_plugin.lora.settings import PEFT_KEY, unify
 from verl_sync_plugin.rollouts import rollout_of, serves
-from verl_sync_plugin.sharding_manager.registry import known_trainers
+from verl_sync_plugin.sharding_manager import known_trainers
 
 # Mains of verl with a rollout that is never given weights
 WITHOUT_SYNC = ("main_generation_server",)
-LORA_KEY = "actor_rollout_ref.model.lora"
-MERGE_KEY = f"{LORA_KEY}.merge"
-RANK_KEY = f"{LORA_KEY}.rank"
 STRATEGY_KEY = "actor_rollout_ref.actor.strategy"
 MEGATRON_FSDP_KEY = "actor_rollout_ref.actor.megatron.use_megatron_fsdp"
+MBRIDGE_KEY = "actor_rollout_ref.actor.megatron.vanilla_mbridge"
 OFF = "weight sync off, stock verl moves the weights"
 
 
@@ -89,26 +86,21 @@ def settle(config: DictConfig, overrides: Sequence[str] = (), program: str = "",
             refuse_unread_rank(actor_rollout_ref.model, OmegaConf.select(actor_rollout_ref, "actor.strategy"))
         leave_to_verl(rollout, resolved)
         return unserved or OFF
-    mode = mode_of(config)
-    settle_rollout(rollout, resolved, mode)
-    if backend_of(rollout) == SEPARATE_BACKEND and "async_training" in config:
-        refuse_fully_async(rollout)
-    settle_trainer(actor_rollout_ref, mode)
+    settle_rollout(rollout, resolved)
+    refuse_values(MODEL, actor_rollout_ref.model)
+    refuse_combinations(config, backend_of(rollout) in ("naive", SEPARATE_BACKEND))
+    settle_trainer(actor_rollout_ref)
     return "weight sync on"
 
 
 def syncs(actor_rollout_ref: Any) -> bool:
-    """Whether the plugin is on for this trainer and rollout.
-
-    Raises:
-        ValueError: see ``sync_config_of``.
-    """
+    """True if the plugin is on for this trainer and rollout."""
     rollout = actor_rollout_ref.rollout
     if not serves(rollout.get("name")):
         return False
     separate, sync = backend_of(rollout) == SEPARATE_BACKEND, sync_config_of(rollout)
-    if separate:
-        refuse_switched_off(sync)
+    if separate and not sync.enabled:
+        raise ValueError(SWITCHED_OFF)
     return bool(sync.enabled and (separate or actor_rollout_ref.get("hybrid_engine", True)))
 
 
@@ -128,12 +120,12 @@ def stepping_aside(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
         return ""
     rollout, strategy = actor_rollout_ref.rollout, OmegaConf.select(actor_rollout_ref, "actor.strategy")
     engine, moves = rollout_of(rollout.name), backend_of(rollout) in ("naive", SEPARATE_BACKEND)
-    cause = _unserved_trainer(actor_rollout_ref, strategy, engine.engine)
+    cause = _unserved_trainer(actor_rollout_ref, strategy, engine.ENGINE)
     cause = cause or (engine.left_to_verl(rollout) if moves else "")
     if not cause:
         return ""
     if backend_of(rollout) == SEPARATE_BACKEND:
-        key = f"{hydra_source.PREFIX}.checkpoint_engine.backend"
+        key = f"{PREFIX}.checkpoint_engine.backend"
         raise ValueError(f"{cause}, so {key}={SEPARATE_BACKEND} cannot be followed. Use another, such as nccl.")
     if key := asked_for(actor_rollout_ref, overrides):
         raise ValueError(
@@ -151,6 +143,9 @@ def _unserved_trainer(actor_rollout_ref: Any, strategy: str, engine: str) -> str
         return f"{STRATEGY_KEY}={strategy}: no sharding manager moves its weights to {engine} ({there_are})"
     if strategy == "megatron" and OmegaConf.select(actor_rollout_ref, "actor.megatron.use_megatron_fsdp"):
         return f"{MEGATRON_FSDP_KEY}=True: weight sync does not read its shards"
+    if strategy == "megatron" and OmegaConf.select(actor_rollout_ref, MBRIDGE_KEY.removeprefix("actor_rollout_ref.")):
+        refuse_megatron_lora(actor_rollout_ref.actor.megatron, actor_rollout_ref.model)
+        return f"{MBRIDGE_KEY}=True: weight sync serves Megatron-Bridge, verl's default, and not the deprecated mbridge"
     return ""
 
 
@@ -173,23 +168,16 @@ def asked_for(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
     return f"{PEFT_KEY}={peft}" if (peft := OmegaConf.select(actor_rollout_ref, "model.lora.peft")) else ""
 
 
-def settle_rollout(rollout: DictConfig, resolved: bool, mode: str = "") -> None:
-    """Checks the rollout config of a run in which the plugin moves the weights, and writes its values.
-
-    Raises:
-        ValueError: see ``check_rollout`` and ``refuse_pause``.
-    """
-    section(rollout, "checkpoint_engine", f"{hydra_source.PREFIX}.checkpoint_engine")
+def settle_rollout(rollout: DictConfig, resolved: bool) -> None:
+    """Checks the rollout config of a run in which the plugin moves the weights, and writes its values."""
+    section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine")
     with read_write(rollout), open_dict(rollout):
         if rollout.get("_target_") == hydra_source.TARGET:
             _settle_buckets(rollout, resolved, syncs=True)
             if not hydra_source.given(rollout, "multi_stage_wake_up", True):
                 rollout.multi_stage_wake_up = True
     check_rollout(rollout)
-    separate = backend_of(rollout) == SEPARATE_BACKEND
-    refuse_delivery(sync_config_of(rollout), separate)
-    refuse_pause(rollout, mode)
-    if separate:  # of all the rollout's keys, verl hands it only these
+    if backend_of(rollout) == SEPARATE_BACKEND:  # of all the rollout's keys, verl hands it only these
         given = OmegaConf.to_container(OmegaConf.select(rollout, "custom.sync") or OmegaConf.create({}), resolve=True)
         settings = {"sync": given, "dtype": str(rollout.dtype), "rollout": str(rollout.name)}
         OmegaConf.update(rollout, f"checkpoint_engine.engine_kwargs.{SEPARATE_BACKEND}", settings, force_add=True)
@@ -224,57 +212,144 @@ def _settle_buckets(rollout: DictConfig, resolved: bool, syncs: bool) -> None:
     rollout[key], engine[key] = settled_megabytes(short, long, given, stock, syncs)
 
 
-def settle_trainer(actor_rollout_ref: Any, mode: str = "") -> None:
-    """Refuses what the sync cannot serve of the actor's model, and makes its LoRA keys one.
-
-    Args:
-        actor_rollout_ref: verl's config.
-        mode: verl's ``trainer.v1.trainer_mode``.
-
-    Raises:
-        ValueError: names key, value and remedy.
-    """
-    if not syncs(actor_rollout_ref):
-        return
-    strategy = OmegaConf.select(actor_rollout_ref, "actor.strategy")
+def settle_trainer(actor_rollout_ref: Any) -> None:
+    """Refuses what the sync cannot serve of the actor's model, and makes ``model.lora.*`` and the flat keys one, where
+    verl itself reads only the flat ones: every process, verl's own code included, then sees the same."""
+    strategy, model = OmegaConf.select(actor_rollout_ref, "actor.strategy"), actor_rollout_ref.model
     moves = backend_of(actor_rollout_ref.rollout) in ("naive", SEPARATE_BACKEND)
     engine = rollout_of(actor_rollout_ref.rollout.name)
-    if backend_of(actor_rollout_ref.rollout) == SEPARATE_BACKEND:
-        refuse_separate(actor_rollout_ref.rollout, actor_rollout_ref.model, mode)
     if moves:
-        model = actor_rollout_ref.model
         engine.refuse_checkpoint(str(model.get("path")), model.get("override_config"), actor_rollout_ref.rollout)
-    refuse_lora_values(actor_rollout_ref.model)
     stock: Any = OmegaConf.to_container(OmegaConf.load(hydra_source.verl_configs() / "model" / "hf_model.yaml"))
-    refuse_near_misses(actor_rollout_ref.model.get("lora") or {}, {*stock["lora"], "peft"}, LORA_KEY)
-    merge = OmegaConf.select(actor_rollout_ref, "model.lora.merge", default=False)
-    if merge and not lora_rank_of(actor_rollout_ref.model):
-        say(f"{MERGE_KEY}=True has no effect without a LoRA rank, all parameters are trained; see {RANK_KEY}")
+    lora = section(model, "lora", f"{MODEL}.lora")
+    section(lora, "peft", PEFT_KEY)
+    refuse_near_misses(lora, {*stock["lora"], "peft"}, f"{MODEL}.lora")
+    if OmegaConf.select(model, "lora.merge", default=False) and not lora_rank_of(model):
+        say(f"{MODEL}.lora.merge=True has no effect without a LoRA rank, all parameters are trained")
     if OmegaConf.select(actor_rollout_ref, "actor.freeze_vision_tower", default=False):
         say(
             "actor_rollout_ref.actor.freeze_vision_tower=True has no effect: verl 0.9.1 does not read it and trains all"
         )
     if strategy in FLAT_LORA_TRAINERS:
-        unify_lora_keys(actor_rollout_ref.model, stock, engine.refuse_adapter)
+        plain: Any = OmegaConf.to_container(model, resolve=True)
+        with read_write(model), open_dict(model):
+            for key, value in unify(plain, stock, engine.refuse_adapter).items():
+                if value is not None:
+                    OmegaConf.update(model, key, value, force_add=True)
         if moves:
-            refuse_lora(actor_rollout_ref.model, strategy, engine.refuse_untied, engine.refuse_adapter)
-    if moves:
-        refuse_verify(actor_rollout_ref.rollout, actor_rollout_ref.model)
-    refuse_canary(actor_rollout_ref.rollout, strategy, mode)
+            refuse_lora(model, strategy, engine.refuse_untied, engine.refuse_adapter)
     if strategy == "megatron":
-        refuse_megatron_lora(actor_rollout_ref.actor.megatron, actor_rollout_ref.model)
+        refuse_megatron_lora(actor_rollout_ref.actor.megatron, model)
 
 
-def unify_lora_keys(model: DictConfig, stock: dict[str, Any], refuse_adapter: RefuseAdapter) -> None:
-    """Makes ``model.lora.*`` and the flat keys one, where verl itself reads only the flat ones.
-
-    Written into the composed config: every process, verl's own code included, then sees the same.
+@dataclass
+class SyncRolloutConfig(RolloutConfig):
+    """verl's rollout config, checked whenever a process builds it: that is where a broken set-up is caught.
 
     Raises:
-        ValueError: see ``lora.settings.unify``.
+        ValueError: a key is wrong; names key, value and remedy.
+        RegistryConflictError: a plugin that was loaded later took one of our registry keys.
     """
-    plain: Any = OmegaConf.to_container(model, resolve=True)
-    with read_write(model), open_dict(model):
-        for key, value in unify(plain, stock, refuse_adapter).items():
-            if value is not None:
-                OmegaConf.update(model, key, value, force_add=True)
+
+    update_weights_bucket_megabytes: int | str | None = None  # the short key
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # No driver has settled these where a program of the user's has composed the config, or a multirun
+        engine, stock = self.checkpoint_engine, CheckpointEngineConfig().update_weights_bucket_megabytes
+        long = engine.update_weights_bucket_megabytes
+        syncs = serves(self.name) and sync_config_of(self).enabled
+        short, long = settled_megabytes(self.update_weights_bucket_megabytes, long, long != stock, stock, syncs)
+        object.__setattr__(self, "update_weights_bucket_megabytes", short)  # the configs are frozen
+        object.__setattr__(engine, "update_weights_bucket_megabytes", long)
+        check_rollout(self)
+        if not serves(self.name):
+            return
+        from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+        from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+        ours, name = rollout_of(self.name), self.name
+        compat.refuse_stranger("rollout adapter", name, _ROLLOUT_REGISTRY[name, compat.MODE], (ours.ADAPTER,))
+        compat.refuse_stranger("rollout replica", name, RolloutReplicaRegistry._registry[name], (ours.load_replica,))
+
+
+def check_rollout(rollout: object) -> None:
+    """Checks all keys of a rollout config (dataclass or settled DictConfig).
+
+    Raises:
+        ValueError: names key, value and remedy.
+    """
+    get = rollout.get  # type: ignore[attr-defined]
+    if not serves(get("name", None)) or not sync_config_of(rollout).enabled:
+        return
+    engine = section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine")
+    check_bucket_megabytes(
+        given_value(rollout, "update_weights_bucket_megabytes", SHORT_BUCKET_KEY),
+        given_value(engine, "update_weights_bucket_megabytes", LONG_BUCKET_KEY),
+    )
+    refuse_values(PREFIX, rollout)
+    moves = engine.get("backend", "naive") in ("naive", SEPARATE_BACKEND)  # the others keep verl's own transfer
+    rollout_of(get("name")).refuse_keys(rollout, moves)
+
+
+class CheckKeys(Callback):
+    """Settles our keys in the driver, before Ray starts.
+
+    Hazard: Hydra turns an exception of a callback into a warning and goes on, so everything leaves as ``SystemExit``.
+    """
+
+    def __init__(self) -> None:
+        self._settled = False
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        self._settle(config)
+        self._settled = True
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Checks the config of a multirun's job; the task has a copy of it already, so nothing can be changed here."""
+        if not self._settled:
+            self._settle(deepcopy(config), config)
+
+    def _settle(self, config: DictConfig, unsettled: DictConfig | None = None) -> None:
+        with _end_the_driver():
+            overrides: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+            if line := settle(config, overrides, str(OmegaConf.select(config, "hydra.job.name"))):
+                say(f"driver: {line}")
+            if unsettled is not None:
+                _refuse_unsettled(unsettled, config, line)
+
+
+def _refuse_unsettled(config: DictConfig, settled: DictConfig, line: str) -> None:
+    """Refuses a multirun's config that needs settling where no V1 trainer will settle it (``hooks/trainer.py``).
+
+    Raises:
+        ValueError: names what to give on the command line instead.
+    """
+    if OmegaConf.select(config, "trainer.use_v1") is True and OmegaConf.select(config, "hydra.job.name") == "main_ppo":
+        return
+    todo = [f"{KEY_PREFIX}.enabled=False"] if line.startswith(NOT_IN_USE) else []
+    if (wanted := OmegaConf.select(settled, "actor_rollout_ref.model")) is not None:
+        for key in (*(key for key in wanted if key != "lora"), "lora.peft"):
+            value = OmegaConf.select(wanted, key)
+            if value != OmegaConf.select(config, f"actor_rollout_ref.model.{key}"):
+                todo.append(f"++actor_rollout_ref.model.{key}={value}")
+    if todo:
+        raise ValueError(
+            f"--multirun without verl's V1 trainers: add {' '.join(todo)}, which cannot be set for you here."
+        )
+
+
+@contextmanager
+def _end_the_driver() -> Iterator[None]:
+    """Ends the process with one line, whatever is raised inside."""
+    try:
+        yield
+    except Exception as error:
+        # Some of omegaconf's exceptions are ValueErrors, but have no remedy
+        if isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException):
+            raise SystemExit(f"verl-sync-plugin: {error}") from error
+        what = " ".join(f"cannot check the keys of this run: {type(error).__name__}: {error}".split())
+        raise SystemExit(
+            f"verl-sync-plugin: {what}. Correct the value, or set VERL_USE_EXTERNAL_PLUGINS=none to run verl without "
+            "plugins."
+        ) from error

@@ -1,21 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainers: verl's own, which also log what each sync cost, and whose actor workers are ours."""
+"""Trainers: verl's own, which also log what each sync cost, and whose actor workers are ours; and their clients of a
+separate rollout, whose servers may die and of which one call may span a sync."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
 from contextlib import suppress
+from contextvars import ContextVar
 from typing import Any
 
 import ray
 from omegaconf import OmegaConf
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
-from verl_sync_plugin.config.settings import KEY_PREFIX, SEPARATE_BACKEND, sync_config_of
+from verl_sync_plugin.config.settings import KEY_PREFIX, PREFIX, SEPARATE_BACKEND, SHARES_GPU, sync_config_of
+from verl_sync_plugin.errors import HalfWrittenError
 from verl_sync_plugin.hooks.driver import backend_of, settle
 from verl_sync_plugin.log import say
-from verl_sync_plugin.report.metrics import ACTIVE, metrics_of, timing_of
-from verl_sync_plugin.report.notice import expect_metrics
+from verl_sync_plugin.report import ACTIVE, expect_metrics, metrics_of, timing_of
 from verl_sync_plugin.rollouts import serves
+
+PROBS_DIFF, PROBS_VALID = "training/rollout_probs_diff_mean", "training/rollout_probs_diff_valid"
 
 
 class SyncTrainerMixin:
@@ -23,14 +30,8 @@ class SyncTrainerMixin:
     bases."""
 
     def _init_resource_pool_mgr(self: Any, **more: Any) -> None:
-        """verl's step that says which class serves which role; its own ``separate_async`` trainer extends it too.
-
-        Nothing has been read before that the driver settles, so a config that no driver of ours has seen is settled
-        here: one composed by a program of the user's, or by a multirun.
-
-        Raises:
-            ValueError: see ``driver.settle``.
-        """
+        """verl's step that says which class serves which role. A config that no driver of ours has seen (composed by a
+        program of the user's, or by a multirun) is settled here, before anything of it is read."""
         expect_metrics()
         if line := settle(self.config, resolved=True):
             say(f"task runner: {line}")
@@ -42,13 +43,13 @@ class SyncTrainerMixin:
         reward = self.config.reward.reward_model
         if reward.enable and not reward.enable_resource_pool:
             # Its engine shares the devices and wakes while the actor's sleeps: a cache kept then may take its room
-            OmegaConf.update(self.config, f"{KEY_PREFIX}.empty_cache", "always", force_add=True)
+            OmegaConf.update(self.config, f"{PREFIX}.custom.{SHARES_GPU}", True, force_add=True)
 
     def _setup(self: Any, **more: Any) -> None:
         """verl's step that starts the rollouts."""
         super()._setup(**more)  # type: ignore[misc]
         if syncs_separate(self.config.actor_rollout_ref.rollout):
-            from verl_sync_plugin.hooks.checkpoint_manager import outliving
+            from verl_sync_plugin.hooks.separate import outliving
 
             outliving(self)
 
@@ -56,11 +57,13 @@ class SyncTrainerMixin:
         """verl's client of the rollout; for a separate one that the plugin syncs, ours."""
         client = super().get_llm_client(**more)  # type: ignore[misc]
         rollout = self.config.actor_rollout_ref.rollout
-        if not syncs_separate(rollout):
-            return client
-        from verl_sync_plugin.hooks.llm_client import of_separate_rollout
+        return of_separate_rollout(client, sync_config_of(rollout).pause) if syncs_separate(rollout) else client
 
-        return of_separate_rollout(client, sync_config_of(rollout).pause)
+    def _compute_old_log_prob(self: Any, batch: Any, metrics: dict[str, Any], **more: Any) -> Any:
+        """verl's step that compares the probabilities of engine and trainer; the actor's update comes later."""
+        batch = super()._compute_old_log_prob(batch, metrics=metrics, **more)  # type: ignore[misc]
+        guard_probs(sync_config_of(self.config.actor_rollout_ref.rollout).max_probs_diff, metrics, self.global_steps)
+        return batch
 
     def on_step_end(self: Any, **more: Any) -> None:
         """verl's hook; ``update_weights`` has run when the super call returns."""
@@ -76,21 +79,42 @@ class SyncTrainerMixin:
             self._pending_sync_metrics.update(metrics_of(reports))
 
 
+def guard_probs(most: float | None, metrics: Mapping[str, Any], step: int) -> None:
+    """Stops a run whose engine samples with other probabilities than the trainer computes.
+
+    Args:
+        most: ``custom.sync.max_probs_diff``.
+        metrics: verl's, of this step.
+        step: verl's number of it.
+
+    Raises:
+        RuntimeError: the mean difference is larger, or verl did not log it; names step, value and key.
+    """
+    if most is None or metrics.get(PROBS_VALID) == 0:  # no response has a token
+        return
+    key, found = f"{KEY_PREFIX}.max_probs_diff", metrics.get(PROBS_DIFF)
+    if found is None:
+        raise RuntimeError(f"step {step}: verl logged no {PROBS_DIFF}, which {key}={most:g} guards. Remove that key.")
+    if not found <= most:
+        raise RuntimeError(
+            f"step {step}: {PROBS_DIFF}={found:.4g} exceeds {key}={most:g}: the engine does not compute what the "
+            "trainer computes. Compare their settings (dtype, attention, quantization, rope), see whether "
+            f"{KEY_PREFIX}.verify=always finds more, or raise {key} if these kernels differ as much."
+        )
+
+
 def syncs_separate(rollout: Any) -> bool:
-    """Whether the plugin syncs a rollout on GPUs of its own, by verl's rollout config."""
+    """True if the plugin syncs a rollout on GPUs of its own."""
     return serves(rollout.get("name")) and backend_of(rollout) == SEPARATE_BACKEND and sync_config_of(rollout).enabled
 
 
 def take_workers(mapping: dict[Any, Any]) -> None:
-    """Puts our subclasses in the place of verl's worker classes for the roles that hold a rollout.
-
-    Args:
-        mapping: verl's ``role_worker_mapping``, of Ray actor classes.
-    """
-    from verl_sync_plugin.hooks.worker import ours_for
+    """Puts our subclasses in the place of verl's worker classes in ``role_worker_mapping``, for the roles that hold a
+    rollout."""
+    from verl_sync_plugin.hooks.worker import OURS
 
     for role, remote in mapping.items():
-        ours = ours_for(getattr(remote, "__ray_actor_class__", remote)) if "rollout" in str(role) else None
+        ours = OURS.get(getattr(remote, "__ray_actor_class__", remote)) if "rollout" in str(role) else None
         if ours is not None:
             mapping[role] = ray.remote(ours)
             say(f"task runner: {role} is {ours.__name__}")
@@ -113,3 +137,71 @@ def take_reports(replicas: list[Any]) -> list[dict[str, Any]]:
 def reporting(trainer: type) -> type:
     """``trainer`` with reports and our workers; the class keeps its name."""
     return type(trainer.__name__, (SyncTrainerMixin, trainer), {"__module__": trainer.__module__})
+
+
+_server: ContextVar[str] = ContextVar("_server", default="")
+_first_versions: ContextVar[list[Any] | None] = ContextVar("_first_versions", default=None)
+
+
+class _Outliving(LLMServerClient):
+    """Asks another server for what one that has died was asked for, and the same one again where a sync has failed,
+    which the driver runs again or ends the run; between verl's two clients."""
+
+    async def _acquire_server(self, *args: Any, **kwargs: Any) -> Any:
+        acquired = await super()._acquire_server(*args, **kwargs)
+        _server.set(acquired[0])
+        return acquired
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        while True:
+            try:
+                return await super().generate(*args, **kwargs)
+            except (ActorUnavailableError, HalfWrittenError):  # no connection, or no weights, at the moment
+                await asyncio.sleep(1)
+            except ActorDiedError:
+                # The one with the fewest requests gets the next one, which a dead server soon is
+                say(f"rollout server {_server.get()} has died; its requests go to another one")
+                await self._load_balancer.remove_servers.remote([_server.get()])
+                await self._load_balancer.clear_sticky_cache.remote()
+
+
+class OutlivingLLMServerClient(FullyAsyncLLMServerClient, _Outliving):
+    """verl's client, for rollouts of which a replica may die."""
+
+
+class _Noting(_Outliving):
+    """Notes the version with which each part of a response began; between verl's two clients."""
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        output = await super().generate(*args, **kwargs)
+        noted = _first_versions.get()
+        if noted is not None:
+            noted.append(output.extra_fields.get("min_global_steps"))
+        return output
+
+
+class SpanningLLMServerClient(FullyAsyncLLMServerClient, _Noting):
+    """verl's client, whose ``min_global_steps`` is the version with which a response began.
+
+    verl's takes each part's version when it ends for that of the whole part, which holds where every sync ends it.
+    """
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        noted: list[Any] = []
+        before = _first_versions.set(noted)
+        try:
+            output = await super().generate(*args, **kwargs)
+        finally:
+            _first_versions.reset(before)
+        if noted and noted[0] is not None:
+            output.extra_fields["min_global_steps"] = noted[0]
+        return output
+
+
+def of_separate_rollout(client: Any, pause: str) -> Any:
+    """Returns ``client`` as ours where it is verl's that asks again for what was aborted."""
+    if type(client) is not FullyAsyncLLMServerClient:
+        return client
+    ours = object.__new__(OutlivingLLMServerClient if pause == "abort" else SpanningLLMServerClient)
+    ours.__dict__.update(vars(client))
+    return ours

@@ -69,12 +69,7 @@ class SyncDetachActorWorker(SyncWorkerMixin, DetachActorWorker):
     """The worker of verl's ``separate_async`` trainer, whose hybrid replicas are colocated."""
 
 
-_OURS: dict[type, type] = {ActorRolloutRefWorker: SyncActorRolloutRefWorker, DetachActorWorker: SyncDetachActorWorker}
-
-
-def ours_for(worker: type) -> type | None:
-    """Our subclass of one of verl's worker classes; ``None`` for any other class."""
-    return _OURS.get(worker)
+OURS: dict[type, type] = {ActorRolloutRefWorker: SyncActorRolloutRefWorker, DetachActorWorker: SyncDetachActorWorker}
 
 
 @contextmanager
@@ -99,19 +94,17 @@ def offload(engine: Any) -> None:
     Usually nothing is: the sync reads offloaded parameters in host memory and never loads them. verl's own call would
     then move nothing, but empty the cache.
     """
-    if not engine.is_param_offload_enabled or not on_device(engine):
+    if not engine.is_param_offload_enabled:
+        return
+    modules = engine.module if isinstance(engine.module, list) else [engine.module]
+    if not any(_has_bytes(parameter) for module in modules for parameter in module.parameters()):
         return
     engine.to("cpu", model=True, optimizer=False, grad=False)
     # The copies are asynchronous; the next sync reads their targets on the host
     get_torch_device().synchronize()
 
 
-def on_device(engine: Any) -> bool:
-    """Whether any parameter of an engine has bytes on a device. Megatron empties the storage of offloaded ones."""
-    modules = engine.module if isinstance(engine.module, list) else [engine.module]
-    return any(_has_bytes(parameter) for module in modules for parameter in module.parameters())
-
-
 def _has_bytes(parameter: torch.Tensor) -> bool:
+    """True if it has bytes on a device. Megatron empties the storage of offloaded ones."""
     local: torch.Tensor = getattr(parameter, "_local_tensor", parameter)  # a DTensor has no storage of its own
     return local.device.type != "cpu" and local.untyped_storage().nbytes() > 0

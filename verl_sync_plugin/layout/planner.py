@@ -1,125 +1,180 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts a model into buckets: which bytes of which shard travel together, and where they land. Imports no torch."""
+"""Cuts a model into buckets: which bytes of which rank travel together, and where they land. Imports no torch.
+
+Every rank fills its segment of a bucket with its own runs. A base that all ranks share (FSDP) has one place in every
+segment. Bases of one owner each (tensor, pipeline, expert parallel) fill the segments independently of one another: a
+bucket carries different layers of different stages, and is one transfer. Those that make up the same tensors travel in
+the same bucket, so that the engine gets these tensors whole; only what no segment can hold is torn.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from itertools import accumulate
+from collections import deque
+from dataclasses import dataclass
 
 from verl_sync_plugin.layout.strided import Partition, Run
-from verl_sync_plugin.layout.tensors import ALIGNMENT, Base, Bucket, Entry, Plan, Slice, align
+from verl_sync_plugin.layout.tensors import ALIGNMENT, Base, Bucket, Entry, Plan, Slice, View, align
+
+Owners = tuple[tuple[int, ...], ...]
+
+
+@dataclass(slots=True)
+class _Unit:
+    """Bases that travel together: the parts of one parameter, or a base that all ranks share. ``owners`` are the ranks
+    that hold something of each base; ``numel`` the elements of the longest run, of which ``done`` have been placed.
+    Where it is torn, multiples of ``grain`` elements stay together."""
+
+    bases: list[int]
+    owners: Owners
+    numel: int
+    itemsize: int
+    grain: int
+    done: int = 0
+
+    def room(self, used: list[int], capacity: int) -> int:
+        """Elements of each run that all owners can still take; 0 where the unit has to wait for the next bucket."""
+        free = (capacity - max([max([used[rank] for rank in ranks]) for ranks in self.owners])) // self.itemsize
+        left = self.numel - self.done
+        if free >= left:
+            return left
+        # Only what no bucket holds whole takes whatever room there is
+        return free // self.grain * self.grain if left * self.itemsize > capacity else 0
+
+    def place(self, count: int, used: list[int]) -> list[Slice]:
+        slices, end = [], self.done + count
+        for base, ranks in zip(self.bases, self.owners, strict=True):
+            offset = max([used[rank] for rank in ranks])
+            slices.append(Slice(base, self.done, end, offset))
+            for rank in ranks:
+                used[rank] = align(offset + count * self.itemsize)
+        self.done = end
+        return slices
 
 
 def plan_buckets(bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False, held: int = 1) -> Plan:
-    """Plans the sync.
-
-    Args:
-        bases: in the order of the model; bases with more than one owner must all have the same number of owners.
-        bucket_bytes: upper bound on what a rank stages of one bucket: all of it, or ``held`` segments when ``sharded``.
-            A base that does not fit is split over several buckets.
-        sharded, held: see ``Plan``.
+    """Plans the sync. Bases come in model order; those with more than one entry of ``lengths`` have equally many, and
+    the parts of one parameter are neighbours of one dtype that name the same tensors. ``bucket_bytes`` bounds what a
+    rank stages of one bucket: all of it, or ``held`` segments when ``sharded`` (see ``Plan``).
 
     Raises:
-        ValueError: the bucket is too small to hold 16 bytes per rank, or two views have the same name.
+        ValueError: the bucket is too small to hold 16 bytes per rank, or two tensors have the same name.
     """
-    _check_names(bases)
     worlds = {len(base.lengths) for base in bases} - {1}
     assert len(worlds) <= 1, f"bases are sharded over groups of different sizes: {sorted(worlds)}"
+    _check_names(bases)
     buckets: list[Bucket] = []
-    for world in [*sorted(worlds), 1]:
-        capacity = segment_capacity(bucket_bytes, world, sharded, held)
-        chosen = [index for index, base in enumerate(bases) if len(base.lengths) == world]
-        buckets.extend(_seal(bases, slices, world) for slices in _cut(bases, chosen, capacity))
-    return Plan(bases, tuple(buckets), digest_of(bases, bucket_bytes, sharded, held), sharded, held)
-
-
-def segment_capacity(bucket_bytes: int, world: int, sharded: bool, held: int) -> int:
-    """The most bytes of one rank's segment.
-
-    Raises:
-        ValueError: that is less than 16 bytes.
-    """
-    capacity = bucket_bytes // (min(held, world) if sharded else world) // ALIGNMENT * ALIGNMENT
-    if capacity < ALIGNMENT:
-        raise ValueError(
-            f"bucket of {bucket_bytes} bytes cannot serve {world} ranks with {ALIGNMENT} bytes each; "
-            "raise actor_rollout_ref.rollout.update_weights_bucket_megabytes"
-        )
-    return capacity
-
-
-def digest_of(bases: tuple[Base, ...], bucket_bytes: int, sharded: bool, held: int) -> str:
-    """Names the plan that these arguments give."""
-    return hashlib.sha256(repr((bases, bucket_bytes, sharded, held)).encode()).hexdigest()
+    for world in [*worlds, 1]:
+        capacity = bucket_bytes // (min(held, world) if sharded else world) // ALIGNMENT * ALIGNMENT
+        if capacity < ALIGNMENT:
+            raise ValueError(
+                f"bucket of {bucket_bytes} bytes cannot serve {world} ranks with {ALIGNMENT} bytes each; "
+                "raise actor_rollout_ref.rollout.update_weights_bucket_megabytes"
+            )
+        queues = _queues(bases, world, capacity)
+        while queues:
+            used, slices = [0] * world, list[Slice]()
+            fits = True
+            while fits:
+                fits = False
+                for queue in list(queues.values()):  # every rank's segment is filled before the bucket is closed
+                    while queue and (room := queue[0].room(used, capacity)):
+                        fits = True
+                        slices.extend(queue[0].place(room, used))
+                        if queue[0].done == queue[0].numel:
+                            queue.popleft()
+            queues = {owners: queue for owners, queue in queues.items() if queue}
+            buckets.append(_seal(bases, slices, max(used), world))
+    digest = hashlib.sha256(repr((bases, bucket_bytes, sharded, held)).encode()).hexdigest()
+    return Plan(bases, tuple(buckets), digest, sharded, held)
 
 
 def _check_names(bases: tuple[Base, ...]) -> None:
     seen: set[str] = set()
+    before: list[str] = []
     for base in bases:
-        for view in base.views:
-            if view.name in seen:
-                raise ValueError(f"two tensors of the trainer's model are both named {view.name!r}")
-            seen.add(view.name)
+        names = [view.name for view in base.views]
+        if names != before or not _alone(base):  # else another part of the same parameter
+            for name in names:
+                if name in seen:
+                    raise ValueError(f"two tensors of the trainer's model are both named {name!r}")
+                seen.add(name)
+        before = names if _alone(base) else []
 
 
-def _cut(bases: tuple[Base, ...], chosen: list[int], capacity: int) -> list[list[Slice]]:
-    """Fills buckets one after another; a base is split only when it is larger than a whole bucket."""
-    buckets: list[list[Slice]] = []
-    current: list[Slice] = []
-    used = 0
-    for index in chosen:
-        base = bases[index]
-        longest = max(base.lengths)
-        if longest == 0:
+def _alone(base: Base) -> bool:
+    """One rank of several holds all of it, which is a part of some tensors."""
+    return len(base.lengths) > 1 and any(view.shares for view in base.views)
+
+
+def _queues(bases: tuple[Base, ...], world: int, capacity: int) -> dict[Owners, deque[_Unit]]:
+    """The units in model order, grouped by the ranks that hold them."""
+    queues: dict[Owners, deque[_Unit]] = {}
+    everyone = (tuple(range(world)),)
+    index = 0
+    while index < len(bases):
+        base, first = bases[index], index
+        index += 1
+        if len(base.lengths) != world or not (longest := max(base.lengths)):
             continue
-        if current and used + longest * base.itemsize > capacity:
-            buckets.append(current)
-            current, used = [], 0
-        step = _step(base, capacity)
-        for begin in range(0, longest, step):
-            end = min(begin + step, longest)
-            if current and used + (end - begin) * base.itemsize > capacity:
-                buckets.append(current)
-                current, used = [], 0
-            current.append(Slice(index, begin, end, used))
-            used = align(used + (end - begin) * base.itemsize)
-    if current:
-        buckets.append(current)
-    return buckets
+        owners: Owners = everyone
+        if _alone(base):
+            names = [view.name for view in base.views]
+            while index < len(bases) and _alone(bases[index]) and [v.name for v in bases[index].views] == names:
+                index += 1
+            parts = bases[first:index]
+            assert len({part.dtype for part in parts}) == 1, f"shards of several dtypes of {names}"
+            owners = tuple(tuple(rank for rank, held in enumerate(part.lengths) if held) for part in parts)
+            assert len(set(owners)) == len(owners), f"one rank owns two shards of {names}"
+            longest = max(part.numel for part in parts)
+        unit = _Unit(list(range(first, index)), owners, longest, base.itemsize, _grain(base, capacity))
+        queues.setdefault(owners, deque()).append(unit)
+    return queues
 
 
-def _step(base: Base, capacity: int) -> int:
-    """Elements of each run per bucket: whole views where they tile the runs (fused experts), else what fits."""
-    fits = max(capacity // base.itemsize, 1)
+def _grain(base: Base, capacity: int) -> int:
+    """Elements of a view where views tile all runs (fused experts) and fit into a segment, else 1."""
     spans = {view.span for view in base.views}
-    if len(spans) == 1:
-        span = spans.pop()
-        if span <= fits and all(length % span == 0 for length in base.lengths):
-            return fits // span * span
-    return fits
+    if len(spans) != 1 or _alone(base):
+        return 1
+    span = spans.pop()
+    return span if span * base.itemsize <= capacity and not any(length % span for length in base.lengths) else 1
 
 
-def _seal(bases: tuple[Base, ...], slices: list[Slice], world: int) -> Bucket:
-    last = slices[-1]
-    stride = align(last.offset + (last.end - last.begin) * bases[last.base].itemsize)
-    entries = tuple(entry for part in slices for entry in _entries(bases[part.base], part, stride))
-    return Bucket(world, stride, tuple(slices), entries)
-
-
-def _entries(base: Base, part: Slice, stride: int) -> list[Entry]:
-    """The tensors that have bytes in this slice, with their pieces in ascending target order."""
-    starts = [0, *accumulate(base.lengths)]
-    size = base.itemsize
-    held = Partition(  # what each rank sends: where in the bucket, and of which bytes of the base
-        [
-            Run(rank * stride + part.offset, (starts[rank] + part.begin) * size, count * size)
-            for rank in range(len(base.lengths))
-            if (count := part.count(base, rank)) > 0
-        ]
+def _seal(bases: tuple[Base, ...], slices: list[Slice], stride: int, world: int) -> Bucket:
+    """The bucket of these slices, with the tensors that have bytes in it."""
+    found: dict[str, tuple[Base, View, list[Run]]] = {}
+    for part in slices:
+        base, start, held = bases[part.base], 0, list[Run]()
+        size, begin, end = base.itemsize, part.begin, part.end
+        for rank, length in enumerate(base.lengths):
+            if length > begin:  # of the bucket, and in the base
+                source, target = rank * stride + part.offset, (start + begin) * size
+                held.append(Run(source, target, ((end if end < length else length) - begin) * size))
+            start += length
+        here: Partition | None = None
+        for view in base.views:
+            if view.span == start and not view.start and not view.shares:
+                pieces = held.copy()  # all of the base
+            else:
+                here = here or Partition(held)
+                runs = [run.times(size) for run in view.runs]
+                pieces = [piece for run in runs for _, piece in here.meet(run)]
+            if pieces:
+                if view.name in found:
+                    found[view.name][2].extend(pieces)
+                else:
+                    found[view.name] = base, view, pieces
+    return Bucket(
+        world,
+        stride,
+        tuple(slices),
+        tuple(
+            Entry(name, base.dtype, view.shape, view.strides, view.span * base.itemsize, tuple(sorted(pieces, key=_at)))
+            for name, (base, view, pieces) in found.items()
+        ),
     )
-    entries = []
-    for view in base.views:
-        pieces = tuple(piece for _, piece in held.meet(Run(view.start * size, 0, view.span * size)))
-        if pieces:
-            entries.append(Entry(view.name, base.dtype, view.shape, view.strides, view.span * size, pieces))
-    return entries
+
+
+def _at(piece: Run) -> int:
+    return piece.target

@@ -13,14 +13,9 @@ from verl_sync_plugin.layout.tensors import Base
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter inside a base, as the trainer knows it: before verl's rewriting into HF tensors.
-
-    Attributes:
-        name: of the trainer's state dict.
-        shape: of the whole parameter.
-        start: its first element in the base.
-        strides: in elements; ``None`` when its elements lie in the order of their indices.
-    """
+    """One parameter inside a base, by the trainer's name, before verl's rewriting into HF tensors: ``shape`` of the
+    whole parameter, ``start`` its first element in the base, ``strides`` in elements (``None``: its elements lie in the
+    order of their indices)."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,15 +30,14 @@ class Shard:
     """One base with access to this rank's run of it. Never changed.
 
     Attributes:
-        base: what the planner needs, equal on all ranks of the group.
+        base: equal on all ranks of the group.
         local: returns this rank's run, 1-D, in the trainer's dtype and on the trainer's device (host memory when
             parameters are offloaded). It aliases the live parameter: read it, never write it.
-        merge: turns a part of the run, on the device, into what travels: ``merge(part, begin)`` with ``part`` the
-            elements from ``begin`` on. Returns a tensor that the next call overwrites. ``None`` when the run travels
-            as it is.
+        merge: ``merge(part, begin)`` turns the elements from ``begin`` on, on the device, into what travels; the next
+            call overwrites what it returns. ``None``: the run travels as it is.
         members: the parameters in the base; tied ones under all their names. Buffers have none.
-        run: what ``local`` would return, perhaps in another shape, for callers that only need to know where it is:
-            with thousands of shards a flattened view of each costs more than moving them. ``None``: ask ``local``.
+        run: what ``local`` would return, perhaps in another shape, for callers that only need its address: thousands of
+            flattened views cost more than moving them. ``None``: ask ``local``.
     """
 
     base: Base

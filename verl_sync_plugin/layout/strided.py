@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
 
 import msgspec
 
@@ -41,7 +43,7 @@ class Run(msgspec.Struct, frozen=True, array_like=True, order=True):
         return Run(*numbers, self.count, self.source_stride // ratio, self.target_stride // ratio)
 
     def read(self) -> Run:
-        """What is read, wherever it goes to: with a target of 0, and a plain run where it is one."""
+        """The reading side: with a target of 0, and a plain run where it is one."""
         if self.count == 1 or self.source_stride == self.width:
             return Run(self.source, 0, self.width * self.count)
         return Run(self.source, 0, self.width, self.count, self.source_stride)
@@ -61,12 +63,12 @@ class Run(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 def in_step(first: Run, second: Run) -> bool:
-    """Whether what ``first`` writes and ``second`` reads follows the same rows, so that they compose to a few runs."""
+    """True if what ``first`` writes and ``second`` reads follows the same rows, so that they compose to a few runs."""
     return first.count == 1 or second.count == 1 or first.target_stride == second.source_stride
 
 
 def compose(first: Run, second: Run, scale: tuple[int, int] = (1, 1)) -> list[Run]:
-    """What goes through both: from the source of ``first`` to the target of ``second``.
+    """Joins two runs: from the source of ``first`` to the target of ``second``.
 
     Args:
         first: its target is the space that ``second`` reads. Its repetitions do not overlap there.
@@ -100,11 +102,8 @@ def compose(first: Run, second: Run, scale: tuple[int, int] = (1, 1)) -> list[Ru
 
 
 def _common(first: Run, second: Run) -> Iterator[tuple[int, int, int, int, int]]:
-    """What two runs in step share of the space between them.
-
-    Returns:
-        Repetition of the first, repetition of the second, from there on how many, first byte, width.
-    """
+    """Yields what two runs in step share of the space between them: repetition of the first and of the second, from
+    there on how many, first byte, width."""
     if first.count == 1:
         window = first.target, first.target + first.width
         for j, count, low, width in _within(second.source, second.width, second.count, second.source_stride, *window):
@@ -120,12 +119,9 @@ def _common(first: Run, second: Run) -> Iterator[tuple[int, int, int, int, int]]
 def _within(
     start: int, width: int, count: int, stride: int, low: int, high: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """The part of some repetitions that lies in ``[low, high)``: a cut one, whole ones, a cut one.
-
-    Returns:
-        Repetition, from there on how many, first byte, width.
-    """
-    first = max(0, (low - start - width) // stride + 1)  # the first that ends behind ``low``
+    """Yields the part of some repetitions that lies in ``[low, high)`` (a cut one, whole ones, a cut one): repetition,
+    from there on how many, first byte, width."""
+    first = max(0, (low - start - width) // stride + 1)  # the first that ends after ``low``
     last = min(count - 1, (high - 1 - start) // stride)  # the last that begins before ``high``
     if first <= last and start + first * stride < low:
         yield first, 1, low, min(start + first * stride + width, high) - low
@@ -142,9 +138,9 @@ def _row_by_row(first: Run, second: Run) -> Iterator[tuple[int, int, int, int, i
     """``_common`` of two that repeat: repetition ``i + shift`` of the second meets repetition ``i`` of the first, for
     the one or two shifts at which they overlap."""
     stride = second.source_stride
-    apart = second.source - first.target
-    for shift in range(-((apart + second.width - 1) // stride), (first.width - 1 - apart) // stride + 1):
-        at = apart + shift * stride  # where the second's begins, seen from the first's
+    gap = second.source - first.target
+    for shift in range(-((gap + second.width - 1) // stride), (first.width - 1 - gap) // stride + 1):
+        at = gap + shift * stride  # where the second's begins, seen from the first's
         begin, end = max(at, 0), min(at + second.width, first.width)
         i, count = max(0, -shift), min(first.count, second.count - shift) - max(0, -shift)
         if begin < end and count > 0:
@@ -152,11 +148,7 @@ def _row_by_row(first: Run, second: Run) -> Iterator[tuple[int, int, int, int, i
 
 
 class Partition:
-    """Plain runs whose targets are disjoint parts of one space.
-
-    Args:
-        parts: in ascending order of target.
-    """
+    """Plain runs, in ascending order of target, whose targets are disjoint parts of one space."""
 
     def __init__(self, parts: Sequence[Run]) -> None:
         self._parts = parts
@@ -171,3 +163,34 @@ class Partition:
             for common in compose(self._parts[index], run, scale):
                 yield index, common
             index += 1
+
+
+def box_runs(size: Sequence[int], offset: Sequence[int], whole: Sequence[int]) -> tuple[Run, ...]:
+    """Runs from the elements of a contiguous box of ``size`` at ``offset`` to those of a contiguous tensor ``whole``;
+    one entry per dimension, all sizes at least 1."""
+    strides = [prod(whole[axis + 1 :]) for axis in range(len(whole))]
+    target = sum(at * stride for at, stride in zip(offset, strides, strict=True))
+    cut = len(whole)  # from this dimension on the box is one stretch of memory
+    while cut > 0 and size[cut - 1] == whole[cut - 1]:
+        cut -= 1
+    cut = max(cut - 1, 0)
+    width = prod(size[cut:])
+    if cut == 0:
+        return (Run(0, target, width),)
+    # Rows of that stretch at one stride: a dimension, and those before it while nothing of it is left out
+    first = cut - 1
+    while first > 0 and size[first] == whole[first]:
+        first -= 1
+    count = prod(size[first:cut])
+    outer = product(*(range(size[axis]) for axis in range(first)))
+    return tuple(
+        Run(
+            number * count * width,
+            target + sum(at * stride for at, stride in zip(place, strides, strict=False)),
+            width,
+            count,
+            width if count > 1 else 0,
+            strides[cut - 1] if count > 1 else 0,
+        )
+        for number, place in enumerate(outer)
+    )

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels: storages, tensors inside them, buckets. Imports no torch.
+"""The unit of a sync: storages, tensors inside them, buckets. Imports no torch.
 
 A *base* is one piece of storage that the trainer shards (an FSDP2 parameter, an FSDP1 flat parameter, or a replicated
 buffer): a flat array whose elements the ranks of a group own in consecutive runs. A *view* is a named HF tensor inside
 a base. A *bucket* is what travels at a time: every rank fills a segment of ``stride`` bytes with its runs, and the
 bucket is the segments one after another. So the layout is rank-major, and a tensor is the concatenation of the pieces
-its owners sent. A *gathered* bucket is completed on every rank by one all-gather, in place; of a *sharded* one each
-rank keeps its own segment only, and every engine rank reads what it needs where it lies; on several hosts a rank also
-holds segments that came from other hosts (see ``layout/holders.py``).
+its owners sent. Of a *sharded* bucket each rank keeps its own segment only, and every engine rank
+reads what it needs where it lies; another one is completed on every rank by broadcasts.
 """
 
 from __future__ import annotations
@@ -18,20 +17,19 @@ from functools import cached_property
 from verl_sync_plugin.layout.strided import Run
 
 ALIGNMENT = 16  # bytes; lets any dtype be viewed in place and 16-byte loads be used
+NOTHING = Run(0, 0, 0)  # the share of a tensor of which a base holds no element
 
 
 @dataclass(frozen=True)
 class View:
-    """One HF tensor inside a base, or the part of one that lies in this base (then it has shares).
+    """One HF tensor inside a base, or (then it has shares) the part of one that lies in this base.
 
     Attributes:
-        name: HF parameter name.
-        shape: full shape.
-        start: first element of the tensor in the flat base; 0 with shares.
-        span: base elements from the tensor's first to its last, inclusive; with shares the whole tensor's elements.
-        strides: strides in elements, ``None`` when the tensor is contiguous.
-        shares: of a tensor that several bases make up (see ``layout/joint.py``), what this base holds: which elements
-            of the base are which of the tensor.
+        name, shape: of the whole HF tensor.
+        start: its first element in the flat base; 0 with shares.
+        span: base elements from its first to its last, inclusive; with shares the whole tensor's elements.
+        strides: in elements, ``None`` when it is contiguous.
+        shares: which elements of the base are which of the tensor; ``NOTHING`` where it holds none.
     """
 
     name: str
@@ -41,18 +39,16 @@ class View:
     strides: tuple[int, ...] | None = None
     shares: tuple[Run, ...] = ()
 
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """Pairs the base's elements with those of the tensor's memory."""
+        return self.shares or (Run(self.start, 0, self.span),)
+
 
 @dataclass(frozen=True)
 class Base:
-    """One sharded storage.
-
-    Attributes:
-        key: unique name for messages.
-        dtype: wire dtype, for example ``bfloat16``.
-        itemsize: bytes per element on the wire.
-        lengths: elements owned by each rank of the group, in order; one entry when every rank holds all of it.
-        views: the HF tensors inside.
-    """
+    """One sharded storage: a unique ``key`` for messages, dtype and bytes per element on the wire, the elements owned
+    by each rank of the group (one entry when every rank holds all), and the HF tensors inside."""
 
     key: str
     dtype: str
@@ -81,8 +77,8 @@ class Slice:
 
 @dataclass(frozen=True)
 class Entry:
-    """What one bucket holds of one tensor; ``nbytes`` counts the whole tensor. Its pieces say which bytes of the bucket
-    are which of the tensor; each lies in one segment."""
+    """The part of one tensor in one bucket; ``nbytes`` counts the whole tensor. Its pieces say which bytes of the
+    bucket are which of the tensor; each lies in one segment."""
 
     name: str
     dtype: str
@@ -106,7 +102,7 @@ class Bucket:
         return self.world * self.stride
 
     def filled(self, bases: tuple[Base, ...], segment: int) -> int:
-        """How many bytes of a segment its rank has something in; behind them it has nothing."""
+        """How many bytes of a segment its rank has something in; after them it has nothing."""
         ends = (
             part.offset + count * bases[part.base].itemsize
             for part in self.slices
@@ -122,16 +118,9 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """All buckets of one sync, the same on every rank.
-
-    Attributes:
-        bases: what they are made of.
-        buckets: in the order in which they travel.
-        digest: names the plan.
-        sharded: segments stay with their ranks; else every rank gathers every bucket.
-        held: of a sharded plan, the most segments of a bucket in one slot; more than one where ranks hold segments that
-            came from other hosts.
-    """
+    """All buckets of one sync, the same on every rank, in the order in which they travel; ``digest`` names the plan. If
+    ``sharded``, segments stay with their ranks, else every rank gathers every bucket; ``held`` is the most segments of
+    a bucket in one slot, more than one where ranks hold segments of other hosts."""
 
     bases: tuple[Base, ...]
     buckets: tuple[Bucket, ...]

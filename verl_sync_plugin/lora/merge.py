@@ -1,91 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Out-of-place merge on any consecutive part of a weight. Pure."""
+"""LoRA merged out of place into any consecutive part of a weight, in fp32.
+
+A plain delta, ``scaling * B @ A``, is one product on the rows that the part touches. Any other is PEFT's own
+arithmetic: ``get_delta_weight`` of its layers, on a stand-in of the layer that holds only the rows asked for. So
+scaling, rsLoRA, rank and alpha patterns follow PEFT, and the base weight is never written.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from verl_sync_plugin.lora.delta import Factors, delta_rows
-from verl_sync_plugin.lora.weights import LoRAWeight
+from verl_sync_plugin.lora.peft import Kind, LoRAWeight
 
+Factors = Mapping[str, torch.Tensor]
 _ALIGNED = 16  # elements; cuBLAS and the copy kernels are slower on addresses that are not multiples of 16 bytes
+_NOTHING = nullcontext()
 
 
 class Weight(Protocol):
-    """An adapted weight, whoever's adapters they are."""
-
-    @property
-    def name(self) -> str:
-        """Of the weight, in messages."""
-
-    @property
-    def a(self) -> str:
-        """Key of the A factor."""
-
-    @property
-    def b(self) -> str:
-        """Key of the B factor."""
-
-    @property
-    def magnitude(self) -> str | None:
-        """Key of DoRA's magnitude vector, if any."""
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Of everything the merge needs."""
-
-    @property
-    def scaling(self) -> float:
-        """What the product of the factors is multiplied with."""
-
-    @property
-    def plain(self) -> bool:
-        """The delta is ``scaling * B @ A`` and nothing else. One that is not is a ``LoRAWeight``."""
-
-    @property
-    def transposed(self) -> bool:
-        """The weight is stored (in, out)."""
-
-    def columns(self, shape: tuple[int, ...]) -> int:
-        """Elements of the weight per row."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """Where an adapted weight lies in its base.
+    """An adapted weight, whoever's adapters they are.
 
     Attributes:
-        weight: which one.
-        start: its first element in the base.
-        shape: its full shape.
+        name: in messages.
+        a, b: keys of the factors.
+        magnitude: key of DoRA's magnitude vector, if any.
+        keys: of everything the merge needs.
+        scaling: what the product of the factors is multiplied with.
+        plain: the delta is ``scaling * B @ A`` and nothing else. One that is not is a ``LoRAWeight``.
+        transposed: the weight is stored (in, out).
     """
 
-    weight: Weight
-    start: int
-    shape: tuple[int, ...]
-
-    @cached_property
-    def stop(self) -> int:
-        return self.start + math.prod(self.shape)
-
-    @cached_property
-    def columns(self) -> int:
-        """Elements per row, see ``LoRAWeight.columns``."""
-        return self.weight.columns(self.shape)
-
     @property
-    def scales(self) -> int:
-        """Length of DoRA's scale: rows, or columns of a transposed weight."""
-        return self.columns if self.weight.transposed else (self.stop - self.start) // self.columns
-
-    def overlaps(self, first: int, count: int) -> bool:
-        """Whether elements ``[first, first + count)`` of the base hold any of the weight."""
-        return count > 0 and self.start < first + count and first < self.stop
+    def name(self) -> str: ...
+    @property
+    def a(self) -> str: ...
+    @property
+    def b(self) -> str: ...
+    @property
+    def magnitude(self) -> str | None: ...
+    @property
+    def keys(self) -> tuple[str, ...]: ...
+    @property
+    def scaling(self) -> float: ...
+    @property
+    def plain(self) -> bool: ...
+    @property
+    def transposed(self) -> bool: ...
+    def columns(self, shape: tuple[int, ...]) -> int:
+        """Elements of the weight per row."""
 
 
 class _Window(NamedTuple):
@@ -98,52 +68,143 @@ class _Window(NamedTuple):
     skip: int  # elements of row ``begin`` before the part
 
 
-def _window(target: Target, first: int, count: int) -> _Window:
-    columns = target.columns
-    low, high = max(first, target.start), min(first + count, target.stop)
-    begin = (low - target.start) // columns
-    end = -(-(high - target.start) // columns)
-    return _Window(low - first, high - first, begin, end, low - target.start - begin * columns)
+@dataclass(frozen=True)
+class Target:
+    """An adapted weight in its base: ``start`` is its first element there, ``shape`` its full shape."""
+
+    weight: Weight
+    start: int
+    shape: tuple[int, ...]
+
+    @cached_property
+    def stop(self) -> int:
+        return self.start + math.prod(self.shape)
+
+    @cached_property
+    def columns(self) -> int:
+        return self.weight.columns(self.shape)
+
+    @property
+    def scales(self) -> int:
+        """Length of DoRA's scale: rows, or columns of a transposed weight."""
+        return self.columns if self.weight.transposed else (self.stop - self.start) // self.columns
+
+    def overlaps(self, first: int, count: int) -> bool:
+        """True if elements ``[first, first + count)`` of the base hold any of the weight."""
+        return count > 0 and self.start < first + count and first < self.stop
+
+    def window(self, first: int, count: int) -> _Window:
+        low, high = max(first, self.start), min(first + count, self.stop)
+        begin, end = (low - self.start) // self.columns, -(-(high - self.start) // self.columns)
+        return _Window(low - first, high - first, begin, end, low - self.start - begin * self.columns)
+
+
+def delta_rows(weight: LoRAWeight, shape: tuple[int, ...], factors: Factors, begin: int, end: int) -> torch.Tensor:
+    """Rows ``[begin, end)`` of the delta that PEFT would add to a weight of this whole ``shape``, fp32 of shape ``(end
+    - begin, weight.columns(shape))``. A row is what lies under one index of the first dimension; for a linear weight of
+    more than two dimensions, of all but the last.
+
+    ``factors`` are whole, by state-dict key: A ``(r, in)``, B ``(out, r)``; of an embedding ``(r, num_embeddings)`` and
+    ``(embedding_dim, r)``; of fused experts ``(E * r, in)`` and ``(out, r * E)``; of a convolution ``(r, in, *kernel)``
+    and ``(out, r, 1, ...)``; of a bias only B, ``(out,)``.
+
+    Source: ``get_delta_weight`` of ``peft.tuners.lora.layer``'s ``Linear``, ``Embedding``, ``_ConvNd``,
+    ``ParamWrapper``, and the handling of ``lora_bias`` in ``Linear.merge``.
+    """
+    b = factors[weight.b].float()
+    if weight.kind is Kind.BIAS:
+        return (b[begin:end] * weight.scaling).unsqueeze(1)
+    a = factors[weight.a].float()
+    if weight.kind is Kind.EXPERTS:
+        delta = _experts(weight, a, b, begin, end)
+    elif weight.kind is Kind.CONV:
+        # No kernel size: PEFT's special case for 1x1 kernels gives the same but cannot do three dimensions
+        base = SimpleNamespace(weight=SimpleNamespace(size=lambda: ()), groups=1)
+        delta = _pefts(weight, a, b[begin:end], get_base_layer=lambda: base, conv_fn=weight.layer.conv_fn)
+    elif weight.transposed:
+        delta = _pefts(weight, a[:, begin:end], b, fan_in_fan_out=True)
+    else:
+        delta = _pefts(weight, a, b[begin:end], fan_in_fan_out=False)
+    return delta.reshape(end - begin, weight.columns(shape))
+
+
+def _experts(weight: LoRAWeight, a: torch.Tensor, b: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """The delta of experts ``[begin, end)``: PEFT keeps A expert by expert, but B rank by rank."""
+    experts, count = weight.layer.num_experts, end - begin
+    rank = a.shape[0] // experts
+    a = a[begin * rank : end * rank]
+    b = b.reshape(b.shape[0], rank, experts)[:, :, begin:end].reshape(b.shape[0], rank * count)
+    swapped = weight.layer._did_swap_in_out_features
+    # PEFT takes one expert for a linear layer, whose delta is (out, in)
+    return _pefts(
+        weight,
+        a,
+        b,
+        num_experts=count,
+        fan_in_fan_out=count == 1 and not swapped,
+        _did_swap_in_out_features=swapped,
+        get_param=lambda: SimpleNamespace(dtype=a.dtype, device=a.device),
+    )
+
+
+def _pefts(weight: LoRAWeight, a: torch.Tensor, b: torch.Tensor, **held: Any) -> torch.Tensor:
+    """The delta that ``get_delta_weight`` of the layer's class computes from these factors."""
+    adapter, layer = weight.adapter, type(weight.layer)
+    if weight.kind is Kind.LINEAR:
+        # A wrapped 2-D parameter is a linear layer to PEFT
+        from peft.tuners.lora import Linear as layer
+    stand_in = SimpleNamespace(
+        scaling=weight.layer.scaling,
+        lora_A={adapter: SimpleNamespace(weight=a)},
+        lora_B={adapter: SimpleNamespace(weight=b)},
+        lora_embedding_A={adapter: a},
+        lora_embedding_B={adapter: b},
+        **held,
+    )
+    delta: torch.Tensor = layer.get_delta_weight(stand_in, adapter)
+    return delta
 
 
 def merge_run(
     run: torch.Tensor, first: int, target: Target, factors: Factors, scale: torch.Tensor | None = None
 ) -> None:
-    """Adds the delta to the part of a weight that lies in a run, and scales it if it is DoRA's.
-
-    Args:
-        run: fp32, 1-D; elements ``[first, first + len(run))`` of the base. Written in place, so give a copy.
-        first: see ``run``.
-        target: the weight; must overlap the run.
-        factors: see ``delta_rows``.
-        scale: fp32 of length ``target.scales``: magnitude over norm. ``None`` for plain LoRA.
+    """Adds the delta to the part of a weight that lies in a run, in place. ``run`` is fp32, 1-D, elements ``[first,
+    first + len(run))`` of the base, and overlaps the target. ``scale`` is DoRA's magnitude over norm, fp32 of length
+    ``target.scales``.
 
     Source: ``DoraLinearVariant.merge_safe`` of ``peft.tuners.lora.variants`` for the scale.
     """
-    window = _window(target, first, run.numel())
+    window = target.window(first, run.numel())
     part = run[window.low : window.high]
     assert isinstance(target.weight, LoRAWeight), "any other is plain"
     delta = delta_rows(target.weight, target.shape, factors, window.begin, window.end)
     part += delta.reshape(-1)[window.skip : window.skip + part.numel()]
     if scale is not None:
-        columns = delta.shape[1]
         if target.weight.transposed:
             spread = scale.repeat(window.end - window.begin)
         else:
-            spread = scale[window.begin : window.end].repeat_interleave(columns)
+            spread = scale[window.begin : window.end].repeat_interleave(delta.shape[1])
         part *= spread[window.skip : window.skip + part.numel()]
+
+
+def add_squares(run: torch.Tensor, first: int, target: Target, factors: Factors, sums: torch.Tensor) -> None:
+    """Adds the squares of the merged elements in a run to ``sums`` by row (by column of a transposed weight), fp32 of
+    length ``target.scales``. ``run``, see ``merge_run``, is overwritten."""
+    merge_run(run, first, target, factors)
+    window = target.window(first, run.numel())
+    part = run[window.low : window.high]
+    rows = run.new_zeros((window.end - window.begin, target.columns))
+    rows.view(-1)[window.skip : window.skip + part.numel()] = part.square()
+    if target.weight.transposed:
+        sums += rows.sum(0)
+    else:
+        sums[window.begin : window.end] += rows.sum(1)
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A plain weight's delta on some rows of the memory in which a run is merged.
-
-    Attributes:
-        weight: which one.
-        offset: of the first row in that memory, in elements.
-        shape: rows and columns.
-        rows: of the B factor; ``None`` for all of them.
-    """
+    """A plain weight's delta on some rows of the memory in which a run is merged: ``offset`` of the first row there, in
+    elements, rows and columns, and the ``rows`` of the B factor (``None``: all)."""
 
     weight: Weight
     offset: int
@@ -153,15 +214,8 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """How one run is merged. Depends on its place and length only, so it is worked out once.
-
-    Attributes:
-        first: its first element in the base.
-        count: its elements.
-        margin: elements of memory before and behind the run, for the rows that it cuts.
-        products: of plain weights.
-        others: weights that are left to PEFT.
-    """
+    """How one run is merged, by its place and length alone: its first element in the base, its elements, the ``margin``
+    of memory on both sides for rows that it cuts, ``products`` of plain weights, and ``others``, left to PEFT."""
 
     first: int
     count: int
@@ -174,33 +228,91 @@ def steps_of(targets: tuple[Target, ...], first: int, count: int) -> Steps:
     """The steps for elements ``[first, first + count)`` of the base that holds these weights."""
     inside = [target for target in targets if target.overlaps(first, count)]
     plain = [target for target in inside if target.weight.plain]
-    margin = max((target.columns for target in plain), default=0)
-    margin = -(-margin // _ALIGNED) * _ALIGNED
-    products = tuple(_product(target, _window(target, first, count), margin) for target in plain)
-    return Steps(first, count, margin, products, tuple(target for target in inside if not target.weight.plain))
+    margin = -(-max((target.columns for target in plain), default=0) // _ALIGNED) * _ALIGNED
+    products = []
+    for target in plain:
+        window = target.window(first, count)
+        whole = window.begin == 0 and window.end == target.shape[0]
+        rows = None if whole else slice(window.begin, window.end)
+        shape = (window.end - window.begin, target.columns)
+        products.append(Product(target.weight, margin + window.low - window.skip, shape, rows))
+    return Steps(first, count, margin, tuple(products), tuple(target for target in inside if not target.weight.plain))
 
 
-def _product(target: Target, window: _Window, margin: int) -> Product:
-    whole = window.begin == 0 and window.end == target.shape[0]
-    count = window.end - window.begin
-    rows = None if whole else slice(window.begin, window.end)
-    return Product(target.weight, margin + window.low - window.skip, (count, target.columns), rows)
+class Scratch:
+    """The fp32 memory of one stream for merging on a device, kept from run to run: a run is read before the next
+    overwrites it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: torch.Tensor | None = None
+        self._views: dict[tuple[int, ...], torch.Tensor] = {}  # a model has few shapes and many weights of each
+
+    def release(self) -> None:
+        """Gives the memory back."""
+        self._views = {}
+        self._memory = None
+
+    def merge(
+        self, run: torch.Tensor, steps: Steps, factors: Factors, scales: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Returns a run with the deltas of all the weights in it added, fp32, 1-D; the next call overwrites it. ``run``
+        is 1-D, on the device, and not written; factors of plain weights are fp32; ``scales`` are DoRA's by name of the
+        weight.
+
+        PEFT rounds ``B @ A``, then its product with ``scaling``, then the sum. Of a plain weight all three are rounded
+        once, to fp32, in one launch; a row that the run cuts is multiplied whole, over the margins next to the run.
+        """
+        merged = self._view(steps.margin, steps.count, steps.margin)
+        merged.copy_(run)
+        with full_precision():
+            for product in steps.products:
+                weight, rows = product.weight, product.rows
+                b = factors[weight.b] if rows is None else factors[weight.b][rows]
+                self._rows(product.offset, product.shape).addmm_(b, factors[weight.a], alpha=weight.scaling)
+            for target in steps.others:
+                merge_run(merged, steps.first, target, factors, scales.get(target.weight.name))
+        return merged
+
+    def _view(self, origin: int, count: int, margin: int) -> torch.Tensor:
+        """Elements ``[origin, origin + count)`` of memory that goes on for ``margin`` more."""
+        view = self._views.get((origin, count, margin))
+        if view is None:
+            if self._memory is None or self._memory.numel() < origin + count + margin:
+                self.release()  # before more is taken
+                with torch.inference_mode(False):  # else it could not be written outside
+                    self._memory = torch.empty(origin + count + margin, dtype=torch.float32, device=self._device)
+            view = self._views[origin, count, margin] = self._memory.narrow(0, origin, count)
+        return view
+
+    def _rows(self, offset: int, shape: tuple[int, int]) -> torch.Tensor:
+        """Elements of the memory, from ``offset`` on, as a matrix; inside what a view was taken of before."""
+        rows = self._views.get((offset, *shape, 0))
+        if rows is None:
+            assert self._memory is not None
+            rows = self._views[(offset, *shape, 0)] = self._memory.as_strided(shape, (shape[1], 1), offset)
+        return rows
 
 
-def add_squares(run: torch.Tensor, first: int, target: Target, factors: Factors, sums: torch.Tensor) -> None:
-    """Adds the squares of the merged elements in a run to the sums of their rows (columns of a transposed weight).
+def full_precision() -> AbstractContextManager[None]:
+    """Returns a context in which products of fp32 matrices are computed in fp32, also where the trainer allows TF32 (10
+    bits)."""
+    try:
+        held = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the user has set torch's newer switch, and then torch refuses to read this one
+        held = ""
+    return _NOTHING if held == "highest" else _without_tf32(held)
 
-    Args:
-        run: fp32, 1-D; elements ``[first, first + len(run))`` of the base. Overwritten, so give a copy.
-        first, target, factors: see ``merge_run``.
-        sums: fp32 of length ``target.scales``; added to in place.
-    """
-    merge_run(run, first, target, factors)
-    window = _window(target, first, run.numel())
-    part = run[window.low : window.high]
-    rows = run.new_zeros((window.end - window.begin, target.columns))
-    rows.view(-1)[window.skip : window.skip + part.numel()] = part.square()
-    if target.weight.transposed:
-        sums += rows.sum(0)
-    else:
-        sums[window.begin : window.end] += rows.sum(1)
+
+@contextmanager
+def _without_tf32(held: str) -> Iterator[None]:
+    """Args: ``held``: what to go back to; empty where the newer switch is set."""
+    newer = "" if held else torch.backends.cuda.matmul.fp32_precision
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        if held:
+            torch.set_float32_matmul_precision(held)
+        else:
+            torch.backends.cuda.matmul.fp32_precision = newer

@@ -2,7 +2,7 @@
 """Refuses in the driver, where its files can be read there, what of an FSDP trainer's adapter cannot be trained or
 served.
 
-The trainer's ranks refuse the same in words that name modules (``adapters.refuse_others``), or it ends inside verl.
+The trainer's ranks refuse the same in words that name modules (``peft.refuse_others``), or it ends inside verl.
 """
 
 from __future__ import annotations
@@ -26,17 +26,9 @@ _FSDP1 = "actor_rollout_ref.actor.strategy=fsdp with actor_rollout_ref.actor.fsd
 
 
 def refuse_lora(model: Any, strategy: str, refuse_untied: RefuseUntied, refuse_adapter: RefuseAdapter) -> None:
-    """Says what is known of an adapter and its model before any worker starts. Reads local files only.
-
-    Args:
-        model: ``actor_rollout_ref.model``, its LoRA keys unified.
-        strategy: ``fsdp`` or ``fsdp2``.
-        refuse_untied: is asked where the engine would need embedding and head apart.
-        refuse_adapter: is asked where the engine is to serve an existing adapter itself.
-
-    Raises:
-        ValueError: names key, value and remedy.
-    """
+    """Raises ValueError for what is wrong with an adapter and its model before any worker starts; reads local files
+    only. ``model`` has its LoRA keys unified; the engine's two refusals are asked where it would need embedding and
+    head apart, and where it is to serve an existing adapter itself."""
     if lora_rank_of(model) == 0:
         return
     from omegaconf import OmegaConf
@@ -46,13 +38,14 @@ def refuse_lora(model: Any, strategy: str, refuse_untied: RefuseUntied, refuse_a
     if path is not None:
         where = f"{PREFIX}.lora_adapter_path={path!r}"
         _refuse_absent(where, path, plain["path"])
-        settings = _settings_of(Path(path))
-        if settings is None:
+        try:
+            settings = json.loads((Path(path).expanduser() / "adapter_config.json").read_text())
+        except (OSError, ValueError):  # this machine cannot read it
             return
     else:
         settings = plain["lora"].get("peft") or {}
         where = f"{PEFT_KEY}={settings}"
-    from verl_sync_plugin.lora.adapters import refuse_config
+    from verl_sync_plugin.lora.peft import refuse_config
 
     refuse_config(where, settings, f"Give a LoRA adapter, or merge this one into the model of {PREFIX}.path")
     if path is not None and not plain["lora"].get("merge"):
@@ -61,17 +54,8 @@ def refuse_lora(model: Any, strategy: str, refuse_untied: RefuseUntied, refuse_a
 
 
 def refuse_unread_rank(model: Any, strategy: str, cause: str = "custom.sync.enabled=False") -> None:
-    """Refuses a run that is compared with stock verl and would train all parameters, where with the plugin it trains an
-    adapter: nobody would notice.
-
-    Args:
-        model: ``actor_rollout_ref.model``, as given.
-        strategy: the actor's.
-        cause: why stock verl trains it.
-
-    Raises:
-        ValueError: names key, value and remedy.
-    """
+    """Raises ValueError for a run that stock verl (``cause`` says why) would train with all parameters where the plugin
+    trains an adapter: nobody would notice. ``model`` is as given."""
     block = model.get("lora") or {}
     rank = block.get("rank") or 0
     if strategy in FLAT_LORA_TRAINERS and rank and not model.get("lora_rank"):
@@ -84,13 +68,8 @@ def refuse_unread_rank(model: Any, strategy: str, cause: str = "custom.sync.enab
 
 
 def _refuse_absent(where: str, path: str, model: str) -> None:
-    """Raises ValueError for an adapter that is not where this machine would see it, as it sees the model.
-
-    Args:
-        where: key and value, for messages.
-        path: of the adapter; what may be the name of one on a hub passes.
-        model: path of the model.
-    """
+    """Raises ValueError for an adapter that is not where this machine would see it, as it sees the model; what may be
+    the name of one on a hub passes."""
     folder, remedy = Path(path), "Give the whole path of a folder that PEFT has saved an adapter to"
     if not folder.is_dir():
         if path.startswith(("/", ".", "~")) and (folder.parent.is_dir() or Path(model).expanduser().is_dir()):
@@ -99,22 +78,13 @@ def _refuse_absent(where: str, path: str, model: str) -> None:
         raise ValueError(f"{where}: it holds no adapter_config.json. {remedy}.")
 
 
-def _settings_of(folder: Path) -> dict[str, Any] | None:
-    """What is in an adapter's config; ``None`` where this machine cannot read it."""
-    try:
-        settings: dict[str, Any] = json.loads((folder.expanduser() / "adapter_config.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return settings
-
-
 def _refuse_existing(
     plain: Mapping[str, Any], where: str, settings: Mapping[str, Any], refuse_adapter: RefuseAdapter
 ) -> None:
     """Raises ValueError for an adapter that the engine, launched for the rank and modules of the keys, cannot serve."""
     keys = {field: f"{where}, which has {field}={value!r}" for field, value in settings.items()}
     if isinstance(settings.get("target_modules"), str):
-        del keys["target_modules"]  # the engine is told the modules that have factors
+        del keys["target_modules"]  # the engine gets the modules that have factors
     refuse_adapter(settings, keys)
     rank, room = settings.get("r") or 0, plain["lora_rank"]
     if rank > room:
@@ -130,14 +100,9 @@ def _refuse_existing(
 
 
 def _refuse_ends(plain: Mapping[str, Any], where: str | None, strategy: str, refuse_untied: RefuseUntied) -> None:
-    """Raises ValueError for an adapted embedding or head that trainer or engine cannot have.
-
-    Args:
-        plain: the model's keys.
-        where: the adapter that is loaded, for messages; ``None`` when the keys describe it.
-        strategy: see ``refuse_lora``, as for ``refuse_untied``.
-    """
-    from verl_sync_plugin.lora.build import adapted_ends, lora_config
+    """Raises ValueError for an adapted embedding or head that trainer or engine cannot have. ``where`` names the
+    adapter that is loaded, ``None`` when the keys describe it."""
+    from verl_sync_plugin.lora.peft import adapted_ends, lora_config
 
     keys = {"use_shm": False, "target_parameters": None, **plain}
     config = lora_config(SimpleNamespace(**keys))
@@ -174,8 +139,6 @@ def _hf_config(plain: Mapping[str, Any]) -> Any:
 
 
 def _refuse_fsdp2(where: str, targeted: list[str], saved: list[str], tied: bool, together: bool) -> None:
-    from verl_sync_plugin.lora.fsdp2 import takes_adapted, takes_copied
-
     if tied:
         if together and targeted:
             raise ValueError(
@@ -183,8 +146,9 @@ def _refuse_fsdp2(where: str, targeted: list[str], saved: list[str], tied: bool,
                 "which FSDP2 cannot shard. Leave ensure_weight_tying out: the engine is then launched untied."
             )
         return
-    fine = all(takes_adapted(name) for name in targeted) and all(takes_copied(name) for name in saved)
-    if not fine:
+    # verl makes each an FSDP unit, by name, and every nn.Embedding too: of an adapted or copied embedding it shards the
+    # outer module before the one inside. And it reassigns a module's __class__, which Python rejects for PEFT's layers
+    if targeted or "model.embed_tokens" in saved:
         names = ", ".join(name.rpartition(".")[2] for name in (*targeted, *saved))
         raise ValueError(
             f"{where} with actor_rollout_ref.actor.strategy=fsdp2: verl shards embedding and head by themselves where "

@@ -55,19 +55,13 @@ def _fail(key: str, value: Any, problem: str, remedy: str) -> ValueError:
 
 
 def unify(model: Mapping[str, Any], stock: Mapping[str, Any], refuse_adapter: RefuseAdapter) -> dict[str, Any]:
-    """The flat keys that an FSDP trainer needs, from the block and the flat keys together.
-
-    Args:
-        model: ``actor_rollout_ref.model``, with a ``lora`` mapping.
-        stock: verl's defaults of the same keys.
-        refuse_adapter: is asked where the engine is to serve the adapter itself.
-
-    Returns:
-        Values by flat key, and under ``lora.peft`` more arguments for PEFT's ``LoraConfig``; empty without LoRA.
+    """Returns the flat keys that an FSDP trainer needs, from the block and the flat keys together, and under
+    ``lora.peft`` more arguments for PEFT's ``LoraConfig``; empty without LoRA. ``stock`` are verl's defaults;
+    ``refuse_adapter`` is asked where the engine is to serve the adapter itself.
 
     Raises:
-        ValueError: both given and different, a setting that FSDP or PEFT does not know, or one that the engine cannot
-            serve; names key, value, remedy.
+        ValueError: both given and different, or a setting that FSDP, PEFT or the engine does not know; names key,
+            value, remedy.
     """
     block, stock_block = model.get("lora") or {}, stock.get("lora") or {}
     _refuse_pefts_own(block, stock_block)
@@ -85,7 +79,12 @@ def unify(model: Mapping[str, Any], stock: Mapping[str, Any], refuse_adapter: Re
     for key, flat in _PAIRS:
         given = _one(model, block, key, flat, stock_block.get(key), stock.get(flat))
         found[flat] = stock.get(flat) if given is None else given
-    _refuse_megatron_names(found["target_modules"])
+    targets = found["target_modules"]
+    for name in targets if isinstance(targets, list) else []:
+        if name.rpartition(".")[2].startswith("linear_"):
+            problem = f"{name!r} is Megatron's name, and the FSDP trainer has Hugging Face modules"
+            remedy = "Use for example all-linear or [q_proj,k_proj,v_proj,o_proj]."
+            raise _fail(f"{PREFIX}.lora.target_modules", targets, problem, remedy)
     found["lora.peft"] = _peft_arguments(block, path)
     for field, value in {**{key: found[key] for key in _MODULES}, **found["lora.peft"]}.items():
         _check_value(field, value, block)
@@ -121,24 +120,19 @@ def _one(model: Mapping[str, Any], block: Mapping[str, Any], key: str, flat: str
     return inner
 
 
-def _refuse_megatron_names(target_modules: Any) -> None:
-    for name in target_modules if isinstance(target_modules, list) else []:
-        if name.rpartition(".")[2].startswith("linear_"):
-            raise _fail(
-                f"{PREFIX}.lora.target_modules",
-                target_modules,
-                f"{name!r} is Megatron's name, and the FSDP trainer has Hugging Face modules",
-                "Use for example all-linear or [q_proj,k_proj,v_proj,o_proj].",
-            )
-
-
 def _peft_arguments(block: Mapping[str, Any], path: str | None) -> dict[str, Any]:
-    """What the block says beyond verl's flat keys, as arguments of PEFT's ``LoraConfig``."""
+    """Reads what the block says beyond verl's flat keys, as arguments of PEFT's ``LoraConfig``."""
     for key, only in _FIXED.items():
         if (value := block.get(key, only)) != only:
             raise _fail(f"{PREFIX}.lora.{key}", value, "the FSDP trainer cannot do it", f"Use {only!r}.")
     found = dict(block.get("peft") or {})
-    _check_peft(found, block)
+    for key, value in found.items():
+        if key in _OWN_KEY and value != block.get(_OWN_KEY[key]):
+            raise _fail(f"{PEFT_KEY}.{key}", value, "has a key of its own", f"Use {PREFIX}.lora.{_OWN_KEY[key]}.")
+        if key not in _peft_fields():
+            close = difflib.get_close_matches(key, _peft_fields(), n=1)
+            hint = f"Did you mean {close[0]}?" if close else "See PEFT's LoraConfig."
+            raise _fail(f"{PEFT_KEY}.{key}", value, "PEFT's LoraConfig does not know it", hint)
     kind = block.get("type") or "lora"
     if kind == "dora":
         found["use_dora"] = True
@@ -152,24 +146,9 @@ def _peft_arguments(block: Mapping[str, Any], path: str | None) -> dict[str, Any
     if _INITIAL_A[start] is not True:
         found["init_lora_weights"] = _INITIAL_A[start]
     if found and path is not None:
-        raise _fail(
-            f"{PREFIX}.lora_adapter_path", path, f"the adapter brings its own settings, so {found} have no effect",
-            "Remove one of the two.",
-        )  # fmt: skip
+        problem = f"the adapter brings its own settings, so {found} have no effect"
+        raise _fail(f"{PREFIX}.lora_adapter_path", path, problem, "Remove one of the two.")
     return found
-
-
-def _check_peft(arguments: Mapping[str, Any], block: Mapping[str, Any]) -> None:
-    if not arguments:
-        return
-    known = _peft_fields()
-    for key, value in arguments.items():
-        if key in _OWN_KEY and value != block.get(_OWN_KEY[key]):
-            raise _fail(f"{PEFT_KEY}.{key}", value, "has a key of its own", f"Use {PREFIX}.lora.{_OWN_KEY[key]}.")
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"Did you mean {close[0]}?" if close else "See PEFT's LoraConfig."
-            raise _fail(f"{PEFT_KEY}.{key}", value, "PEFT's LoraConfig does not know it", hint)
 
 
 def _refuse_pefts_own(block: Mapping[str, Any], stock: Mapping[str, Any]) -> None:
@@ -208,7 +187,7 @@ def _check_value(field: str, value: Any, block: Mapping[str, Any]) -> None:
 
 
 def _patterns(field: str, value: Any) -> Iterable[str]:
-    """What of a field's value PEFT reads as a regular expression."""
+    """Values of a field that PEFT reads as regular expressions."""
     if field in ("target_modules", "exclude_modules"):  # a list has names
         return [value] if isinstance(value, str) else []
     if field == "layers_pattern":
@@ -223,7 +202,7 @@ def _choices(kind: Any) -> tuple[Any, ...]:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value from a config, where YAML and JSON agree, is of a type."""
+    """True if a value from a config, where YAML and JSON agree, is of a type."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return any(_fits(value, each) for each in typing.get_args(kind))
     if typing.get_origin(kind) is typing.Literal:

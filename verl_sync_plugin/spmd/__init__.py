@@ -1,13 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts for scripts that ``torchrun`` starts on every rank, without verl's trainer, Ray or Hydra (``docs/spmd.md``).
-
-from verl_sync_plugin import SpmdRollout
-
-rollout    what the script calls
-groups     which ranks share an engine
-prompts    token ids into the engine, padded tensors out of it
-manager    the phase of ``sync/`` with the script's model in the place of verl's training engine
-"""
+"""Engines for scripts that ``torchrun`` starts: ``from verl_sync_plugin import SpmdRollout``."""
 
 from __future__ import annotations
 

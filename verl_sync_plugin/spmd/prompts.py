@@ -54,7 +54,7 @@ class Generated:
 
 @dataclass(frozen=True)
 class Request:
-    """What the engine is asked, one entry per response."""
+    """A request of the engine, one entry per response."""
 
     prompts: list[list[int]]
     sampling: list[dict[str, Any]]
@@ -68,7 +68,7 @@ class Request:
 def request_of(
     token_ids: Prompts, sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, mask: torch.Tensor | None
 ) -> Request:
-    """What a script asks, checked and written out; see ``SpmdRollout.generate``.
+    """Checks and writes out what a script asks; arguments of ``SpmdRollout.generate``.
 
     Raises:
         ValueError: names the argument, its value and the remedy.

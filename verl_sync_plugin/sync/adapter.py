@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.config.settings import SyncConfig
+from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.trainers.base import ServedAdapter
-from verl_sync_plugin.trainers.bounded import reached
+from verl_sync_plugin.trainers.lora import reached
 from verl_sync_plugin.transport.agreement import Agreement
 
 TARGETS = "actor_rollout_ref.model.lora.target_modules"
@@ -32,7 +32,7 @@ class AdapterSender:
     Args:
         adapter: of the trainer.
         dtype: in which the factors travel.
-        sync: whether NaN and Inf are refused, and how long other ranks are waited for.
+        sync: how long other ranks are waited for.
     """
 
     def __init__(self, adapter: ServedAdapter, dtype: torch.dtype, sync: SyncConfig) -> None:
@@ -89,8 +89,7 @@ class AdapterSender:
         for device in {factor.device for factor in found.values()}:
             reached(device, self._sync.timeout_seconds)  # what follows waits for it without a bound
         sent = {name: factor.to(self._dtype) for name, factor in found.items()}
-        if self._sync.check_finite:
-            _refuse_broken(sent, found)
+        _refuse_broken(sent, found)
         return sent
 
 
@@ -130,7 +129,4 @@ def _refuse_broken(sent: Mapping[str, torch.Tensor], factors: Mapping[str, torch
             wire = str(sent[key].dtype).removeprefix("torch.")
             held = bool(factors[key].isfinite().all())
             why = f"exceeds the range of {wire}, in which it travels" if held else "holds NaN or Inf in the trainer"
-            raise ValueError(
-                f"parameter {key!r} {why}; the engine was not given it. Look at the last optimizer step, or set "
-                f"{KEY_PREFIX}.check_finite=False to sync it anyway"
-            )
+            raise ValueError(f"parameter {key!r} {why}; the engine was not given it. Look at the last optimizer step")

@@ -6,20 +6,15 @@ from __future__ import annotations
 import torch
 
 from verl_sync_plugin.config.settings import SyncConfig
+from verl_sync_plugin.layout.load_map import LoadMap
 from verl_sync_plugin.layout.tensors import Plan
-from verl_sync_plugin.sync.delivery.base import Delivery, Questions, Sync
-from verl_sync_plugin.sync.delivery.choice import Choice
 from verl_sync_plugin.sync.endpoint import PendingLoad, RolloutEndpoint
 from verl_sync_plugin.sync.sender import BucketSender
+from verl_sync_plugin.sync.ways import Questions, Sync, Way, Ways
 from verl_sync_plugin.transport.agreement import Agreement
-from verl_sync_plugin.transport.proof import Proven
-from verl_sync_plugin.transport.protocol import Used
+from verl_sync_plugin.transport.protocol import Committed
 from verl_sync_plugin.verify.cadence import Cadence
-from verl_sync_plugin.verify.coverage import check_coverage
-from verl_sync_plugin.verify.destination import DestinationCheck, refuse_changed
-from verl_sync_plugin.verify.hashes import HashCheck, paired
-from verl_sync_plugin.verify.narrowed import made_on_the_way, narrowed_sums
-from verl_sync_plugin.verify.uses import UseCheck
+from verl_sync_plugin.verify.comparison import Comparison, refuse_changed
 
 
 class Commit:
@@ -29,7 +24,7 @@ class Commit:
         config: the sync's settings.
         agreement: where ranks settle.
         sender: speaks to the engine rank.
-        choice: hears what the engine rank can do in the next sync.
+        ways: hear what the engine rank can do in the next sync.
         endpoint: the engine.
     """
 
@@ -38,54 +33,51 @@ class Commit:
         config: SyncConfig,
         agreement: Agreement,
         sender: BucketSender,
-        choice: Choice,
+        ways: Ways,
         endpoint: RolloutEndpoint,
     ) -> None:
         self._config = config
         self._agreement = agreement
         self._sender = sender
-        self._choice = choice
+        self._ways = ways
         self._endpoint = endpoint
-        self._hashes = HashCheck(agreement)
-        self._uses = UseCheck(agreement, endpoint.ranks)
-        self._destination = DestinationCheck(agreement)
+        self.comparison = Comparison(config, agreement, endpoint.ranks, endpoint.restores_uncovered)
         self._cadence = Cadence(config.verify)
-        self._told_of_coverage = False
 
     def due(self, plan: Plan) -> bool:
         """Whether the next sync of a plan is to be verified; the same on all ranks of a trainer."""
         return self._cadence.due(plan.digest)
 
-    def questions(self, sync: Sync, delivery: Delivery) -> Questions:
-        """What the engine ranks are asked to do in a sync beside loading; the same on all ranks.
+    def questions(self, sync: Sync, delivery: Way) -> Questions:
+        """What the engine ranks are asked in a sync; ``tells`` and ``proves`` are the same on all ranks.
 
-        An engine rank that reads in place has told before what it uses.
+        An engine rank that reads in place has told before what it does.
         """
-        asks = self._uses.asks(sync.plan) and not delivery.in_place
-        return Questions(self._config.verify_hashes, self._hashes.whole(sync.plan), asks, sync.verified)
+        known = self.comparison.map.digest if self.comparison.map is not None else ""
+        return Questions(not (self.comparison.knows(sync.plan) or delivery.in_place), sync.verified, known)
 
-    def opened(self, plan: Plan, used: Used | None, questions: Questions, layers: int = 0) -> dict[str, torch.dtype]:
+    def opened(self, plan: Plan, found: LoadMap | None, questions: Questions, layers: int = 0) -> dict[str, str]:
         """Refuses, before anything is loaded, a plan of which the engine leaves something out.
 
         Args:
             plan: what is to be sent.
-            used: what the engine rank said that its model uses.
+            found: what the engine rank said that its model does.
             questions: what it was asked.
-            layers: see ``UseCheck.compare``.
+            layers: see ``Comparison.learn``.
 
         Returns:
-            See ``UseCheck.compare``.
+            See ``Comparison.learn``; nothing where nothing was asked.
 
         Raises:
             SyncError: it does; names the tensors, the same text on every rank.
         """
-        if not questions.tell_use:
+        if not questions.tells:
             return {}
-        self._uses.note(used)
-        return self._uses.compare(plan, loaded=False, layers=layers)
+        self.comparison.note(found)
+        return self.comparison.learn(plan, loaded=False, layers=layers)
 
-    async def run(self, sync: Sync, delivery: Delivery, pending: PendingLoad | None) -> None:
-        """Has the engine ranks finish, compares hashes, checks coverage both ways and waits for the engine's answer.
+    async def run(self, sync: Sync, delivery: Way, pending: PendingLoad | None) -> None:
+        """Has the engine ranks finish, compares hashes and waits for the engine's answer.
 
         Args:
             sync: whose bytes have been loaded; its report gets what the engine rank did.
@@ -95,88 +87,52 @@ class Commit:
         Raises:
             SyncError: any rank failed, or bytes changed on the way; the same text on every rank.
         """
-        sums, news, proven = torch.empty(0), False, None
+        comparison, committed, news, weighed = self.comparison, None, False, torch.empty(0)
         with self._agreement.attempt():
-            sums, news = self._ask(sync, delivery)
-            proven = self._ask_for_proof(sync)
-            news = news or (sync.verified and not self._destination.knows(sync.plan))
+            if not self._agreement.failed:
+                delivery.check_finite(sync)
+                committed = self._ask(sync, delivery)
+                news = comparison.note(committed.map if committed else None) or not comparison.knows(sync.plan)
+                if not news:
+                    weighed = comparison.weighed(self._sender.sums(sync.plan), committed, sync.verified)
         # Before waiting for the engine's answer: it gives none while one of its ranks waits for us to hang up
         try:
             news = self._agreement.settle("committing", waiting=news)
         except BaseException:
-            # An engine rank tells once what it uses, reads and holds; of this sync that may not have come
-            for check in (self._uses, self._hashes, self._destination):
-                check.forget()
+            comparison.forget()  # what an engine rank tells once may not have come
             raise
         finally:
             with self._agreement.attempt():
                 delivery.close(sync)
         if news:
-            self._uses.compare(sync.plan, loaded=True)
-        if self._config.verify_hashes:
-            if news:
-                self._hashes.learn(sync.plan)
-            self._hashes.compare(sums)
-            sync.report.hashed_tensors = sync.plan.tensor_count
-        if sync.verified:
-            self._verify(sync, proven, news)
-        await self._agreement.step_async("ending the engine's update", lambda: self._answered(sync, pending))
-        self._cadence.note(sync.plan.digest, whole=not (sync.verified and self._destination.no_room))
-
-    def _ask(self, sync: Sync, delivery: Delivery) -> tuple[torch.Tensor, bool]:
-        """Has the engine rank commit; returns both sides' hashes, and whether it told anything that the ranks have to
-        exchange."""
-        verify, plan = self._config.verify_hashes, sync.plan
-        if not self._endpoint.ranks:  # no engine rank beside this one
-            self._choice.note(None, plan)
-            sums = paired(self._sender.sums(plan), None) if verify else torch.empty(0)
-            return sums, self._uses.asks(plan) or (verify and not self._hashes.knows(plan))
-        tell = (verify and not self._hashes.knows(plan)) or (sync.verified and not self._destination.knows(plan))
-        committed = self._sender.commit(tell, unmap=not sync.keeps_staging)
-        self._choice.note(committed, plan)
-        unlearned, told = self._hashes.note(committed), self._uses.note(committed.used)
-        news = told or self._uses.asks(plan) or (verify and unlearned)
-        sums = paired(self._sender.sums(plan), committed) if verify else torch.empty(0)
-        sync.report.note(committed, plan, delivery.in_place)
-        first, self._told_of_coverage = not self._told_of_coverage, True
-        restores, layers = self._endpoint.restores_uncovered, self._uses.layers
-        check_coverage(committed.coverage, self._config, restores, first, plan.names, layers)
-        return sums, news
-
-    def _ask_for_proof(self, sync: Sync) -> Proven | None:
-        """What the engine rank beside this rank holds, where it was asked for that."""
-        if not sync.verified or not self._endpoint.ranks:
-            return None
-        with sync.report.stage("verify"):
-            proven = self._sender.proven()
-        self._destination.note(proven, sync.plan)
-        refuse_changed(proven)
-        return proven
-
-    def _verify(self, sync: Sync, proven: Proven | None, news: bool) -> None:
-        """Collective: compares what the engine ranks hold with what was sent."""
-        if news:
-            made: frozenset[int] = frozenset()
+            comparison.learn(sync.plan, loaded=True)
             with self._agreement.attempt():
-                made = made_on_the_way(sync.plan, sync.rank, sync.shards, sync.source.makes_all)
-            self._destination.learn(sync.plan, proven, made)
-        self._destination.refuse_unproven(self._config.verify)
-        sums = torch.empty(0)
+                weighed = comparison.weighed(self._sender.sums(sync.plan), committed, sync.verified)
+            self._agreement.settle("weighing what the engine holds")
+        report = sync.report
+        if sync.verified:
+            comparison.refuse_unproven()
         with self._agreement.attempt():
-            sums = self._narrowed(sync, self._sender.sums(sync.plan))
-        self._destination.compare(sums, proven)
-        sync.report.verified_tensors = len(self._destination.compared)
-        sync.report.not_comparable = len(self._destination.left_out)
-        sync.report.no_room = self._destination.no_room
-        sync.report.verified_bytes = proven.nbytes if proven is not None else 0
+            await self._answered(sync, pending)
+        comparison.compare(weighed)
+        report.hashed_tensors = sync.plan.tensor_count
+        report.coverage_expected = comparison.map.kept if comparison.map is not None else 0
+        report.coverage_missing = len(comparison.unwritten)
+        if sync.verified:
+            report.verified_tensors, report.not_comparable = len(comparison.compared), len(comparison.left_out)
+            report.no_room = comparison.no_room
+            report.verified_bytes = committed.held.nbytes if committed is not None and committed.held else 0
+        self._cadence.note(sync.plan.digest, whole=not (sync.verified and comparison.no_room))
 
-    def _narrowed(self, sync: Sync, sums: torch.Tensor) -> torch.Tensor:
-        """The hashes of what this rank packed, in the engine's dtype where that is narrower."""
-        dtypes = self._destination.narrowed
-        if not dtypes or not sync.shards or sync.source.makes_all:
-            return sums
-        rounded = narrowed_sums(sync.plan, sync.rank, sync.shards, dtypes)
-        return torch.where(torch.isin(torch.arange(len(sums)), torch.tensor(list(dtypes))), rounded, sums)
+    def _ask(self, sync: Sync, delivery: Way) -> Committed | None:
+        """Has the engine rank commit; ``None`` where there is none beside this one."""
+        committed = self._sender.commit(not sync.keeps_staging) if self._endpoint.ranks else None
+        self._ways.in_place.note(committed, sync.plan)
+        if committed is not None:
+            sync.report.note(committed, sync.plan, delivery.in_place)
+            if committed.held is not None:
+                refuse_changed(committed.held.changed)
+        return committed
 
     async def _answered(self, sync: Sync, pending: PendingLoad | None) -> None:
         if pending is not None:

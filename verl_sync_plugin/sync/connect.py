@@ -1,26 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ranks of a trainer meet the ranks of its engine: the load is asked for, awaited, or given up."""
+"""How the ranks of a trainer meet the ranks of its engine: the load is asked for, awaited, or given up.
+
+Every sync has a socket of its own on every rank, named by a secret of the rank and the sync's number, and bound one
+sync ahead: an engine rank of the next sync may come before its trainer rank has begun that, and one of a sync that was
+given up is refused at once.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
-from contextlib import suppress
+from collections.abc import Callable
 
 from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
-from verl_sync_plugin.sync.arrivals import Arrivals
 from verl_sync_plugin.sync.endpoint import PendingLoad, RolloutEndpoint, abandon, leave
 from verl_sync_plugin.sync.sender import BucketSender
+from verl_sync_plugin.sync.ways import PeersUnreachableError
 from verl_sync_plugin.transport.agreement import Agreement
-from verl_sync_plugin.transport.channel import Channel
-from verl_sync_plugin.transport.listener import Listener
+from verl_sync_plugin.transport.channel import Channel, Listener
+from verl_sync_plugin.transport.conversation import Greeting
 from verl_sync_plugin.transport.protocol import LoadRequest
 
 ACCEPT_SECONDS = 1.0
 
 
 class MeetingPoint:
-    """This rank's listener, kept as long as the run, and the engine's load of the sync under way.
+    """This rank's sockets, and the engine's load of the sync under way.
 
     Args:
         agreement: where ranks settle.
@@ -39,82 +45,99 @@ class MeetingPoint:
         self._endpoint = endpoint
         self._sender = sender
         self._config = config
-        self._listener = Listener(config.timeout_seconds)
-        self._arrivals = Arrivals(self._listener)
-        self._addresses: tuple[str, ...] | None = None
+        self._secret = secrets.token_hex(16)
+        self._secrets: tuple[str, ...] | None = None  # of the ranks beside the engine's
+        self._number = 0  # of the sync under way; the same on all ranks
         self._sync_id = ""
-        self._expected = False  # an engine rank is on its way, for all that this rank knows
+        self._listener: Listener | None = None
+        self._next: Listener | None = self._listen(1)
         self.pending: PendingLoad | None = None
 
+    def _listen(self, number: int) -> Listener:
+        return Listener(self._config.timeout_seconds, _address(self._secret, number))
+
     def begin(self, sync_id: str) -> None:
-        """A new sync, of which nothing is asked yet.
+        """A new sync, of which nothing is asked yet. All ranks begin the same.
 
         Args:
-            sync_id: what the engine ranks must name; other than all before.
+            sync_id: what it is called in messages; other than all before.
         """
-        self._sync_id, self._expected, self.pending = sync_id, False, None
+        self._part()
+        self._number, self._sync_id, self.pending = self._number + 1, sync_id, None
+        with self._agreement.attempt():
+            self._listener, self._next = self._next or self._listen(self._number), None
+            self._next = self._listen(self._number + 1)
 
     def ask(self, weight_version: str | None) -> None:
         """Has the engine start to load; collective at the first call.
 
-        On the leader the engine has the request when this returns, also when this rank has failed before: the others
-        expect their engine ranks already.
+        On the leader the engine has the request when this returns, unless this rank has failed: it may still be asleep.
 
         Args:
             weight_version: see ``RolloutEndpoint.start_load``.
         """
-        self._arrivals.stop()
-        if self._addresses is None:
-            everywhere = self._agreement.gather("exchanging addresses", self._listener.address)
-            self._addresses = tuple(everywhere[rank] for rank in self._endpoint.ranks)
-        self._expected = bool(self._endpoint.ranks)
+        if self._secrets is None:
+            everywhere = self._agreement.gather("exchanging addresses", self._secret)
+            self._secrets = tuple(everywhere[rank] for rank in self._endpoint.ranks)
         with self._agreement.attempt():
-            if self._endpoint.leader:
-                request = LoadRequest(self._sync_id, self._addresses, self._config.timeout_seconds)
+            if self._endpoint.leader and not self._agreement.failed:
+                addresses = tuple(_address(secret, self._number) for secret in self._secrets)
+                request = LoadRequest(self._sync_id, addresses, self._config.timeout_seconds)
                 self.pending = self._endpoint.start_load(request, weight_version)
 
-    async def meet(self) -> None:
-        """Waits for the engine rank in rounds, so that one rank's failure ends the wait of all; collective.
+    async def meet(self, greet: Callable[[], Greeting]) -> Greeting:
+        """Waits for the engine rank in rounds, so that one rank's failure ends the wait of all, and greets it;
+        collective.
+
+        Args:
+            greet: opens the sync on the channel that the sender has adopted.
+
+        Returns:
+            What ``greet`` has returned; an empty one where there is no engine rank beside this one.
 
         Raises:
-            SyncError: any rank's engine rank did not come.
+            SyncError: any rank's engine rank did not come, or failed.
+            PeersUnreachableError: an engine rank cannot read other trainer ranks' memory; nothing was loaded.
         """
         seconds, name = self._config.timeout_seconds, self._endpoint.name
-        deadline = time.monotonic() + seconds
+        deadline, greeting = time.monotonic() + seconds, Greeting("", None)
         missing = bool(self._endpoint.ranks)  # the engine rank, where there is one beside this rank
-        waiting, again = True, False
+        waiting, again, unreachable = 1, False, 0
         while waiting:
             with self._agreement.attempt():
-                if missing and (channel := self._accept()) is not None:
+                if missing and not self._agreement.failed and (channel := self._accept()) is not None:
                     self._sender.adopt(channel)
                     missing = False
+                    greeting = greet()
                 if missing or again:
                     await self._look_at_load()
                 if missing and time.monotonic() > deadline:
                     raise TimeoutError(
                         f"the engine did not connect within {KEY_PREFIX}.timeout_seconds={seconds:g}; see {name}'s log"
                     )
-            waiting = again = self._agreement.settle("connecting to the engine", waiting=missing)
+            votes = [int(missing), int(bool(greeting.unreachable))]
+            waiting, unreachable = self._agreement.vote("connecting to the engine", votes).tolist()
+            again = True
+        if unreachable:
+            texts = self._agreement.gather("asking why memory is out of reach", greeting.unreachable)
+            raise PeersUnreachableError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text))
         with self._agreement.attempt():
             if self._endpoint.leader:
                 self._endpoint.flush_behind_load()
+        return greeting
 
     async def _look_at_load(self) -> None:
         """Of the leader, while an engine rank is awaited on any rank.
 
         Raises:
-            RuntimeError: none will come: the load has ended, or an engine rank says why it cannot.
+            RuntimeError: none will come, for the load has ended.
         """
         if self.pending is None:
             return
-        name, ended, said = self._endpoint.name, self.pending.finished(), []
-        with suppress(TimeoutError):  # of a server that is busy or silent; whoever waits for it has a bound of its own
-            said = await self.pending.complaints(ACCEPT_SECONDS)
-        if said:
-            raise RuntimeError(f"{name} cannot load: {'; '.join(said)}")
-        if ended:
+        if self.pending.finished():
             await self.pending.outcome(ACCEPT_SECONDS)
-            raise RuntimeError(f"{name} accepted the update but its loader did not connect; see its log")
+            name = self._endpoint.name
+            raise RuntimeError(f"{name} accepted the update but its loader did not connect; see {name}'s log")
 
     async def give_up(self, why: str) -> None:
         """Ends the sync whatever its state: the engine leaves the load, and generates nothing until one succeeds.
@@ -133,17 +156,25 @@ class MeetingPoint:
 
     def close(self) -> None:
         """Nobody comes here any more."""
-        self._arrivals.stop()
-        self._listener.close()
+        self._part()
+        if self._next is not None:
+            self._next.close()
 
     def _part(self) -> None:
         self._sender.hang_up()
-        if self._expected:
-            self._expected = False
-            self._arrivals.turn_away(self._sync_id)
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
     def _accept(self) -> Channel | None:
         """The engine rank's channel of this sync, if it comes within the time of a round."""
-        channel = self._arrivals.take(self._sync_id, ACCEPT_SECONDS)
-        self._expected = channel is None
+        assert self._listener is not None, "begun"
+        channel = self._listener.accept(ACCEPT_SECONDS)
+        if channel is not None:
+            self._listener.close()
         return channel
+
+
+def _address(secret: str, number: int) -> str:
+    """Of a rank's socket of one sync."""
+    return f"@verl-sync-{secret}-{number}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl_sync_plugin.memory.gauges import PeakMemory
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.memory import PeakMemory
+from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.adapter import AdapterSender
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.trainers.base import ParameterSource

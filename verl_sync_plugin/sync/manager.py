@@ -11,26 +11,21 @@ import torch
 import torch.distributed as dist
 from verl.utils.ulysses import BaseShardingManager
 
-from verl_sync_plugin.config.bucket_size import AutoBucket
-from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
+from verl_sync_plugin.config.settings import SyncConfig
+from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.tensors import Plan
 from verl_sync_plugin.log import say
-from verl_sync_plugin.memory.collection import no_collection
-from verl_sync_plugin.memory.gauges import PeakMemory, note_device_memory
-from verl_sync_plugin.report.progress import Progress
-from verl_sync_plugin.report.sync_report import SyncReport
-from verl_sync_plugin.sync.canary import Canary
+from verl_sync_plugin.memory import PeakMemory, no_collection, note_device_memory
+from verl_sync_plugin.report import SyncReport, progress
 from verl_sync_plugin.sync.commit import Commit
 from verl_sync_plugin.sync.connect import MeetingPoint
-from verl_sync_plugin.sync.delivery.base import PeersUnreachableError, Sync
-from verl_sync_plugin.sync.delivery.choice import Choice
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint, abandon
 from verl_sync_plugin.sync.planning import Planning
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.sync.wake import Waking
+from verl_sync_plugin.sync.ways import PeersUnreachableError, Sync, Way, Ways
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
 from verl_sync_plugin.transport.agreement import Agreement
-
-NAMED = 5  # tensors in a line of the log
 
 
 class OtherDtypesError(Exception):
@@ -48,9 +43,9 @@ class ShardingManager(BaseShardingManager):
         engine: verl's training engine.
         endpoint: the rollout engine beside this rank.
         config: the sync's settings.
-        bucket_bytes: bound on what a rank stages of one bucket, or what finds it in the first sync.
+        bucket_bytes: bound on what a rank stages of one bucket.
         device: where the trainer computes.
-        rollout_dtype: ``rollout.dtype``, what ``wire_dtype=auto`` means.
+        rollout_dtype: ``rollout.dtype``.
 
     Attributes:
         report: of the last sync, or the one under way.
@@ -68,7 +63,7 @@ class ShardingManager(BaseShardingManager):
         engine: Any,
         endpoint: RolloutEndpoint,
         config: SyncConfig,
-        bucket_bytes: int | AutoBucket,
+        bucket_bytes: int,
         device: torch.device,
         rollout_dtype: str = "bfloat16",
     ) -> None:
@@ -79,17 +74,14 @@ class ShardingManager(BaseShardingManager):
         self._device = device
         if hasattr(self, "backend"):
             self.trainer = self.backend(engine, config, device, rollout_dtype)
-        elif config.canary != "never":
-            raise ValueError(f"{KEY_PREFIX}.canary={config.canary!r}: needs a manager with a backend. Set it to never.")
         self.source: ParameterSource | None = None
         self.agreement = self._agree()
         self.sender = BucketSender(device, config.timeout_seconds)
-        self.planning = Planning(self.agreement)
+        self.planning = Planning()
         self.waking = Waking(self.agreement, endpoint, device)
         self.meeting = MeetingPoint(self.agreement, endpoint, self.sender, config)
-        self.choice = self._choose()
-        self.commit = Commit(config, self.agreement, self.sender, self.choice, endpoint)
-        self.canary = Canary(config, self.agreement, endpoint)
+        self.ways = self._make_ways()
+        self.commit = Commit(config, self.agreement, self.sender, self.ways, endpoint)
         self.report = SyncReport()
         self.keeps_staging = True
         self._bucket_bytes = bucket_bytes
@@ -99,9 +91,9 @@ class ShardingManager(BaseShardingManager):
         """Where the ranks settle; collective."""
         return Agreement(self.config.timeout_seconds)
 
-    def _choose(self) -> Choice:
-        """The ways in which bytes may go; collective."""
-        return Choice(self.config, self.agreement, self.sender, self._device)
+    def _make_ways(self) -> Ways:
+        """Collective."""
+        return Ways(self.config, self.agreement, self.sender, self._device)
 
     def open_source(self) -> ParameterSource:
         """The parameter source of the trainer; called at the first sync, and again if the engine asks for other dtypes.
@@ -132,10 +124,7 @@ class ShardingManager(BaseShardingManager):
                 afresh.
         """
         try:
-            await self.move(wake_tags, global_steps)
-            if hasattr(self, "trainer"):
-                self.canary.ask_trainer(self.trainer, self.report)
-            return self.report
+            return await self.move(wake_tags, global_steps)
         except BaseException as error:
             self.agreement.forget()
             await self.meeting.give_up(str(error) or repr(error))
@@ -146,12 +135,9 @@ class ShardingManager(BaseShardingManager):
         sync_id, version = self.name_sync(global_steps), None if global_steps is None else str(global_steps)
         self.report = self.new_report(global_steps)
         memory = PeakMemory(self._device)
-        with no_collection(), Progress(self.report, speaks=self.agreement.ranks.rank == 0):
+        with no_collection(), progress(self.report, speaks=self.agreement.ranks.rank == 0):
             with self.agreement.attempt():
                 memory.begin()
-            if isinstance(self._bucket_bytes, AutoBucket):
-                self._bucket_bytes = await self.waking.choose_bucket(self._bucket_bytes, wake_tags, self.report)
-                wake_tags = []
             while await self._to_be_repeated(sync_id, version, wake_tags):
                 sync_id, wake_tags = f"{sync_id} once more", []  # in another way; the engine is awake by now
             with self.agreement.attempt():  # the ranks settle once more in `finish`
@@ -176,7 +162,7 @@ class ShardingManager(BaseShardingManager):
             await self._sync(sync_id, version, wake_tags)
         except PeersUnreachableError as error:
             await self.meeting.leave()
-            self.choice.fall_back(error)
+            self.ways.fall_back(error)
             return True
         except OtherDtypesError:
             if hasattr(self, "trainer"):
@@ -198,42 +184,41 @@ class ShardingManager(BaseShardingManager):
                 if early:
                     self.meeting.ask(version)
                 with stage("plan"):
-                    sync = self.plan(sync_id)
-                    delivery = self.choice.of(sync)
-                    self.report.delivery = delivery.name
-            await self.waking.resume(wake_tags, self.report, meanwhile=partial(delivery.fill, sync))
+                    sync, way = self.plan(sync_id)
+                    self.report.delivery = way.name
+            await self.waking.resume(wake_tags, self.report, meanwhile=partial(way.fill, sync))
             self.report.staging_bytes = self.sender.staging_bytes
             with stage("update_weights"):
                 if not early:
                     self.meeting.ask(version)
                 with stage("connect"):
-                    await self.meeting.meet()
-                    questions = self.commit.questions(sync, delivery)
+                    questions = self.commit.questions(sync, way)
+                    greeting = await self.meeting.meet(partial(way.greet, sync, questions))
+                    if wake_tags:
+                        with self.agreement.attempt():
+                            note_device_memory(self.report, self._device, "weights")
+                    way.greeted()
                     layers = self.trainer.layers if hasattr(self, "trainer") else 0
-                    self._learn(self.commit.opened(sync.plan, delivery.greet(sync, questions), questions, layers))
-                delivery.run(sync)  # the transfer
+                    self._learn(self.commit.opened(sync.plan, greeting.map, questions, layers))
+                way.run(sync)  # the transfer
                 with stage("commit"):
-                    await self.commit.run(sync, delivery, self.meeting.pending)
+                    await self.commit.run(sync, way, self.meeting.pending)
         finally:
             self._let_go()
 
-    def _learn(self, wider: Mapping[str, torch.dtype]) -> None:
+    def _learn(self, kept: Mapping[str, str]) -> None:
         """Collective where there are any, which all ranks have heard of.
 
         Args:
-            wider: dtypes in which engine ranks would take more of some tensors.
+            kept: ``load_map.wire_dtypes``.
 
         Raises:
-            OtherDtypesError: some of them travel otherwise now; on all ranks.
+            OtherDtypesError: some tensors travel in another dtype now; on all ranks.
         """
         policy = self.trainer.policy if hasattr(self, "trainer") else None
-        if wider and self.agreement.any("learning dtypes", lambda: policy is not None and policy.learn(wider)):
+        if kept and self.agreement.any("learning dtypes", lambda: policy is not None and policy.learn(kept)):
             if self.agreement.ranks.rank == 0:
-                more = f" and {len(wider) - NAMED} more" if len(wider) > NAMED else ""
-                say(
-                    f"{', '.join(list(wider)[:NAMED])}{more} travel in a wider dtype, in which the engine keeps them "
-                    "or computes from them; the sync is planned once more"
-                )
+                say("some tensors travel in the dtype in which the engine keeps them; the sync is planned once more")
             raise OtherDtypesError
 
     def _let_go(self) -> None:
@@ -242,20 +227,42 @@ class ShardingManager(BaseShardingManager):
         if self.source is not None:
             self.source.release()
 
-    def plan(self, sync_id: str) -> Sync:
-        """Collective: what every rank holds, and the buckets in which it travels; compared when anything changed."""
-        assert isinstance(self._bucket_bytes, int), "chosen before"
+    def plan(self, sync_id: str) -> tuple[Sync, Way]:
+        """Collective: what every rank holds, the buckets in which it travels, and the way; in one round as long as
+        nothing has changed."""
+        agreement, reach = self.agreement, self.ways.reach
         if self.source is None:
-            self.source = self.agreement.step("opening the trainer", self.open_source)
-        source = self.source = self.source.agree_on_layout(self.agreement) or self.source
-        plan, shards = self.planning.agree(source, self._bucket_bytes, self.choice.reach)
-        report = self.report
-        report.bucket_bytes, report.nbytes = self._bucket_bytes, plan.nbytes
-        report.buckets, report.tensors = len(plan.buckets), plan.tensor_count
-        group = source.group
-        beside = (self.agreement.ranks.rank,) if group is None else tuple(dist.get_process_group_ranks(group))
-        due = self.commit.due(plan)
-        return Sync(sync_id, plan, source, shards, report, beside, beside, due, self.keeps_staging)
+            self.source = agreement.step("opening the trainer", self.open_source)
+        source = self.source = self.source.agree_on_layout(agreement) or self.source
+        shards: list[Shard] = []
+        if reach.possible is None:
+            shards = agreement.step("reading the shards", source.shards)  # it knows its group from then on
+            reach.decide(source.group)
+        sync: Sync | None = None
+        votes = [0] * 5
+        with agreement.attempt():
+            if not agreement.failed:
+                shards = shards or source.shards()
+                plan = self.planning.make(source, shards, self._bucket_bytes, bool(reach.possible))
+                group = source.group
+                beside = (agreement.ranks.rank,) if group is None else tuple(dist.get_process_group_ranks(group))
+                sync = self._sync_of(sync_id, plan, beside, beside, self.commit.due(plan), shards)
+                votes = [int(self.planning.changed), *self.ways.votes(sync)]
+        changed, *votes = agreement.vote("planning the sync", votes).tolist()
+        assert sync is not None, "no rank has failed"
+        if changed:
+            self.planning.compare(agreement)
+        return sync, self.ways.take(sync, votes)
+
+    def _sync_of(
+        self, sync_id: str, plan: Plan, senders: tuple[int, ...], readers: tuple[int, ...], verified: bool,
+        shards: list[Shard],
+    ) -> Sync:  # fmt: skip
+        report, source = self.report, self.source
+        assert source is not None, "opened"
+        report.bucket_bytes = self._bucket_bytes or plan.slot_bytes
+        report.nbytes, report.buckets, report.tensors = plan.nbytes, len(plan.buckets), plan.tensor_count
+        return Sync(sync_id, plan, source, shards, report, senders, readers, verified, self.keeps_staging)
 
     async def finish(self, tags: list[str]) -> SyncReport:
         """Awake, stage 2, after the trainer has made room on all ranks: resume ``tags``, flush once.
@@ -264,10 +271,6 @@ class ShardingManager(BaseShardingManager):
             SyncError: any engine failed; the same text on every rank. It generates nothing until a sync succeeds.
         """
         try:
-            if self.canary.asked:
-                await self.waking.resume_rest(tags, self.report)
-                await self.canary.ask_engine(self.report)
-                tags = []  # what is left is to flush and to let requests in
             await self.waking.finish(tags, self.report)
         except BaseException as error:
             self.agreement.forget()

@@ -1,29 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One trainer rank's side of the protocol: fills slots, gathers them, tells its engine rank to load them."""
+"""One trainer rank's side of the protocol: fills slots, broadcasts them, tells its engine rank to load them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from verl_sync_plugin.config.bucket_size import STAGING_BUCKETS
 from verl_sync_plugin.config.settings import KEY_PREFIX
-from verl_sync_plugin.copies.hulls import numbers_of
 from verl_sync_plugin.copies.pack_table import Found
 from verl_sync_plugin.copies.packing import Packer
+from verl_sync_plugin.layout.hulls import numbers_of
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Bucket, Plan
 from verl_sync_plugin.transport.conversation import Conversation
-from verl_sync_plugin.transport.joint import JointRanks
-from verl_sync_plugin.transport.link import Arrival, Link
 from verl_sync_plugin.transport.memory.exports import StagingExport
-from verl_sync_plugin.transport.memory.staging import Staging, create_staging, slot_of
+from verl_sync_plugin.transport.memory.regions import Staging, create_staging, slot_of
 
+STAGING_BUCKETS = 2  # what all slots may take, in buckets of the size that the user sets
 SLOTS = 3  # one being loaded, one being filled, one on its way between the two
 SPIN_SECONDS = 0.005
 # Broadcasts of a bucket that are under way at once. Each takes some places of CUDA's queue of about a thousand, and a
@@ -36,13 +33,34 @@ def slot_limit(bucket_bytes: int) -> int:
     return bucket_bytes * STAGING_BUCKETS // SLOTS
 
 
-@dataclass(frozen=True)
-class Parcel:
-    """A segment on its way between two ranks: as which segment of the slot it lies here, its bytes, the other rank."""
+class Arrival:
+    """Transfers that were started, asked as an event is.
 
-    number: int
-    nbytes: int
-    peer: int
+    Args:
+        works: one for each, or for several.
+        timeout_seconds: how long ``query`` may wait on a CPU.
+        device: where their memory is.
+    """
+
+    def __init__(self, works: Sequence[dist.Work], timeout_seconds: float, device: torch.device) -> None:
+        self._works = list(works)
+        self._bound = timedelta(seconds=timeout_seconds)
+        self._cuda = device.type == "cuda"
+
+    def query(self) -> bool:
+        """True if all are done; on a CPU they are when it returns, for gloo's end only while somebody waits for them.
+
+        Raises:
+            RuntimeError: a peer did not take part.
+        """
+        if self._cuda and not all(work.is_completed() for work in self._works):
+            return False
+        for work in self._works:  # on a GPU it does not wait, but lets go of the memory
+            if self._cuda:
+                work.wait()
+            else:
+                work.wait(self._bound)
+        return True
 
 
 class BucketSender(Conversation):
@@ -58,7 +76,6 @@ class BucketSender(Conversation):
         self._device = device
         self._staging: Staging | None = None
         self._packer: Packer | None = None
-        self._number = 0
         self._events: dict[int, torch.cuda.Event | Arrival] = {}
 
     @property
@@ -81,7 +98,7 @@ class BucketSender(Conversation):
             self.unstage()
         self._staging = create_staging(self._device, slots, plan.slot_bytes)
 
-    def begin(self, plan: Plan, rank: int, hashed: bool, finite: bool, number: int = 0) -> None:
+    def begin(self, plan: Plan, rank: int, hashed: bool, finite: bool) -> None:
         """Makes ready to pack all buckets of a plan.
 
         Args:
@@ -89,13 +106,11 @@ class BucketSender(Conversation):
             rank: this rank's place among the owners of a sharded base.
             hashed: hash every byte that is packed.
             finite: look for NaN and Inf in what is packed.
-            number: of this rank's segment among those in its slot, where the plan is sharded.
         """
         packer = self._packer
         if packer is None or packer.plan is not plan or packer.does != (rank, hashed, finite):
             packer = self._packer = Packer(self._device, plan, rank, hashed, finite)
         packer.begin()
-        self._number = number
 
     def export(self, reader: int = 0) -> StagingExport:
         """How the engine rank beside a trainer rank opens this rank's slots; one export per reader."""
@@ -123,9 +138,7 @@ class BucketSender(Conversation):
         """Copies this rank's runs of a bucket into its segment of the slot, cast to the wire dtype on the way; copies
         may still run until ``drain``."""
         assert self._packer is not None, "begin() comes first"
-        bucket = self._packer.plan.buckets[index]
-        first = self._number * bucket.stride if bucket.world > 1 else 0
-        self._packer.pack(index, self._slot(slot)[first:], shards)
+        self._packer.pack(index, self._slot(slot), shards)
         self._mark(slot)
 
     def broken(self) -> list[int]:
@@ -140,23 +153,9 @@ class BucketSender(Conversation):
             return torch.zeros(len(numbers_of(bucket.entries for bucket in plan.buckets)), dtype=torch.int64)
         return self._packer.sums()
 
-    def gather(self, bucket: Bucket, slot: int, rank: int, group: dist.ProcessGroup | None) -> None:
-        """Completes the slot from all ranks' segments, in place; on a GPU the bytes are there after ``drain``.
-
-        Raises:
-            TimeoutError: a peer did not take part in time.
-        """
-        memory = self._slot(slot).narrow(0, 0, bucket.nbytes)
-        if bucket.world > 1:
-            mine = memory.narrow(0, rank * bucket.stride, bucket.stride)
-            work = dist.all_gather_into_tensor(memory, mine, group=group, async_op=True)
-            if memory.is_cuda:
-                work.wait()  # orders streams; does not block the host
-            else:
-                work.wait(timedelta(seconds=self._timeout))
-        self._mark(slot)
-
-    def broadcast(self, bucket: Bucket, slot: int, senders: Sequence[int], ranks: JointRanks) -> None:
+    def broadcast(
+        self, bucket: Bucket, slot: int, senders: Sequence[int], start: Callable[[torch.Tensor, int], dist.Work | None]
+    ) -> None:
         """Starts to complete the slot on all ranks, each segment from the rank that packed it; the bytes are there
         after ``drain``.
 
@@ -164,7 +163,7 @@ class BucketSender(Conversation):
             bucket: in the slot.
             slot: the same on all ranks.
             senders: the rank that sends each segment.
-            ranks: trainer and rollout ranks.
+            start: starts one broadcast of some memory from a rank.
 
         Raises:
             TimeoutError: the bound has passed before the segments of the first ranks were there.
@@ -174,27 +173,9 @@ class BucketSender(Conversation):
         for place in range(bucket.world):
             if place >= BROADCASTS:
                 self._await(Arrival([works[place - BROADCASTS]], self._timeout, self._device))
-            works.append(ranks.broadcast(memory.narrow(0, place * bucket.stride, bucket.stride), senders[place]))
-        self._events[slot] = Arrival(works, self._timeout, self._device)
-
-    def exchange(
-        self, bucket: Bucket, slot: int, sends: Sequence[Parcel], receives: Sequence[Parcel], link: Link
-    ) -> None:
-        """Starts to send segments of a slot to other ranks, and to receive others into it; they are there after
-        ``drain``. All ranks of the link take part.
-
-        Args:
-            bucket: in the slot.
-            slot: the same on all ranks.
-            sends: what this rank packed of it, once for each rank that gets it.
-            receives: what it gets.
-            link: leads to the others.
-        """
-        memory = self._slot(slot)
-        sent, received = (
-            [(memory.narrow(0, p.number * bucket.stride, p.nbytes), p.peer) for p in way] for way in (sends, receives)
-        )
-        works = link.exchange(sent, received, self._device)
+            work = start(memory.narrow(0, place * bucket.stride, bucket.stride), senders[place])
+            assert work is not None, "this rank takes part"
+            works.append(work)
         self._events[slot] = Arrival(works, self._timeout, self._device)
 
     def _mark(self, slot: int) -> None:
@@ -203,8 +184,8 @@ class BucketSender(Conversation):
             event.record()
 
     def drain(self, slot: int) -> None:
-        """Waits until a slot's pack and gather are done, like ``synchronize`` but with a bound: a dead peer leaves NCCL
-        hanging.
+        """Waits until a slot's pack and broadcast are done, like ``synchronize`` but with a bound: a dead peer leaves
+        NCCL hanging.
 
         Raises:
             TimeoutError: the bound has passed.

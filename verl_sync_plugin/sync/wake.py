@@ -8,10 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from verl_sync_plugin.config.bucket_size import AutoBucket
 from verl_sync_plugin.log import say
-from verl_sync_plugin.memory.gauges import note_device_memory
-from verl_sync_plugin.report.sync_report import SyncReport
+from verl_sync_plugin.memory import note_device_memory
+from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.transport.agreement import Agreement
 
@@ -38,9 +37,8 @@ class Waking:
             report: gets the seconds of ``meanwhile`` as ``update_weights``, and those beyond as ``resume_weights``.
             meanwhile: may settle, and raise SyncError, on all ranks alike.
 
-        Raises:
-            SyncError: any engine failed, or ``meanwhile`` did. The engine has answered by then, so that the next sync
-                finds it idle.
+        A failed engine is heard of when the ranks settle next. It has answered by then, so that the next sync finds it
+        idle.
         """
         if not tags:
             if meanwhile is not None:
@@ -61,10 +59,7 @@ class Waking:
                 raise
             with self._agreement.attempt():  # also on a rank that has failed: the engine is idle when this returns
                 await waking
-            self._agreement.settle("resuming the engine's weights")
         report.stages["resume_weights"] -= report.stages.get("update_weights", 0.0) - before
-        with self._agreement.attempt():
-            note_device_memory(report, self._device, "weights")
 
     async def _asked(self, tags: list[str]) -> asyncio.Future[None]:
         """The engine's answer; on a rank that does not speak for it one that is there already."""
@@ -90,18 +85,6 @@ class Waking:
         with self._agreement.attempt():  # if this fails, the next sync does
             note_device_memory(report, self._device, "awake")
 
-    async def resume_rest(self, tags: list[str], report: SyncReport) -> None:
-        """Stage 2 up to its end: the engine resumes ``tags`` and lets nobody in yet.
-
-        Raises:
-            SyncError: any engine failed; the same text on every rank.
-        """
-        with report.stage("resume_kv"):
-            with self._agreement.attempt():
-                if self._endpoint.leader:
-                    await self._endpoint.resume(tags)
-            self._agreement.settle("resuming the engine's KV cache")
-
     async def publish(self, report: SyncReport) -> None:
         """The leader leaves the report with the engine; not collective."""
         if self._endpoint.leader:
@@ -109,15 +92,3 @@ class Waking:
                 await self._endpoint.publish(report.as_dict())
             except Exception as error:  # the weights are in place; a lost report must not end the run
                 say(f"the report of this sync is lost: {error!r}")
-
-    async def choose_bucket(self, auto: AutoBucket, tags: list[str], report: SyncReport) -> int:
-        """Resumes ``tags``; then all ranks measure and agree.
-
-        Returns:
-            The size of a bucket in bytes, the same on all ranks.
-        """
-        with self._agreement.attempt():
-            auto.before_resume()
-        await self.resume(tags, report)
-        spare = self._agreement.step("measuring free device memory", lambda: auto.spare(resumed=bool(tags)))
-        return auto.agreed_bytes(self._agreement.gather("choosing a bucket size", spare))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trainer rank holds, as shards of Hugging Face tensors. Knows verl's training engines and PEFT, no rollout."""
+"""A trainer rank's weights, as shards of Hugging Face tensors. Knows verl's training engines and PEFT, no rollout."""

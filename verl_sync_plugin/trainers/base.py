@@ -12,24 +12,23 @@ import torch
 import torch.distributed as dist
 from verl.utils.device import get_device_name
 
-from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.names import layers_of
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.layout.tensors import Base, Plan
+from verl_sync_plugin.layout.strided import Run, compose
+from verl_sync_plugin.layout.tensors import Base, Bucket, Plan
 from verl_sync_plugin.trainers.wire import WirePolicy, wire_policy
 from verl_sync_plugin.transport.agreement import Agreement
 
 
 class ParameterSource(ABC):
-    """Everything one trainer rank contributes to a sync.
-
-    Lives as long as the trainer's model and keeps what it learned of the layout, so that a later sync only looks up
-    where the shards are now (offloading moves them).
+    """Everything one trainer rank contributes to a sync. Lives as long as the trainer's model and keeps what it learned
+    of the layout, so that a later sync only looks up where the shards are now (offloading moves them).
 
     Attributes:
-        prepares: something of what travels is made on the way: the class has a ``prepare`` of its own.
-        makes_all: nothing of what travels is there before it is prepared, nor behind it.
+        prepares: the class has a ``prepare`` of its own, which makes something of what travels.
+        makes_all: nothing of what travels is there before it is prepared, nor afterwards.
     """
 
     prepares: ClassVar[bool] = False
@@ -49,45 +48,29 @@ class ParameterSource(ABC):
 
     def agree_on_layout(self, agreement: Agreement) -> ParameterSource:
         """Collective, before ``shards``: the ranks tell each other who holds what, where they hold different parts.
-
-        Returns:
-            The source that reads this trainer: mostly this one.
-
-        Raises:
-            SyncError: any rank failed; the same text on every rank.
-        """
+        Returns the source that reads this trainer, mostly this one; raises SyncError with one text on every rank."""
         return self
 
     @abstractmethod
     def shards(self) -> list[Shard]:
-        """All bases in model order, the same on every rank.
-
-        Raises:
-            ValueError: a parameter is laid out in a way this source does not know; the text names it.
-        """
+        """All bases in model order, the same on every rank. Raises ValueError, with its name, for a parameter of an
+        unknown layout."""
 
     def plan(self, bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False, held: int = 1) -> Plan:
         """Cuts the bases into buckets; the same on every rank of the group."""
         return plan_buckets(bases, bucket_bytes, sharded, held)
 
     def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
-        """Collective over ``group``, where ``prepares``: what these shards need from other ranks before packing.
-
-        Yields right before each collective, where all ranks settle (``Agreement.run``): what comes before may fail.
-
-        Args:
-            bases: of one bucket; what earlier calls prepared may be gone when this returns.
-            ahead: those of the buckets behind it, in order. Some may be prepared as well, to save rounds: their calls
-                then have nothing to do. Which ones, every rank decides alike. ``shards`` and ``release`` drop them.
-        """
+        """Collective over ``group``, where ``prepares``: makes what the shards of one bucket's ``bases`` need from
+        other ranks; what earlier calls prepared may be gone when this returns. Yields right before each collective,
+        where all ranks settle (``Agreement.run``). Of the buckets ``ahead``, in order, some may be prepared as well, to
+        save rounds; every rank decides alike which. ``shards`` and ``release`` drop them."""
         yield from ()  # most sources need nothing
 
     def release(self) -> None:  # noqa: B027  (most sources hold nothing)
-        """Drops every reference to the trainer's parameters; ``shards`` finds them again.
-
-        A source that kept one would keep an offloaded model in memory after the trainer has moved it elsewhere. Where
-        offloading keeps the parameters and takes their memory away (Megatron), they may be kept.
-        """
+        """Drops every reference to the trainer's parameters, so that an offloaded model is not kept in memory;
+        ``shards`` finds them again. Where offloading keeps the parameters and takes their memory away (Megatron), they
+        may be kept."""
 
     def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:
         """Names and this rank's part of what is merged into these bases; for messages."""
@@ -95,30 +78,20 @@ class ParameterSource(ABC):
 
 
 class ServedAdapter(ABC):
-    """A LoRA adapter that the engine serves itself (``lora.merge=False``), on one trainer rank.
-
-    Attributes:
-        settings: fields of PEFT's ``LoraConfig``.
-    """
+    """A LoRA adapter that the engine serves itself (``lora.merge=False``), on one trainer rank; ``settings`` are fields
+    of PEFT's ``LoraConfig``."""
 
     settings: Mapping[str, Any]
 
     @abstractmethod
     def look(self) -> None:
-        """Finds the adapter's parameters, once per sync; no collective.
-
-        Raises:
-            ValueError: they cannot be served; names what and the remedy.
-        """
+        """Finds the adapter's parameters, once per sync; no collective. Raises ValueError, with the remedy, where they
+        cannot be served."""
 
     @abstractmethod
     def gather(self, run: str) -> Generator[None, None, dict[str, torch.Tensor]]:
         """Whole factors by their names in an adapter checkpoint, in the trainer's dtype. Collective; yields right
-        before each collective, where all ranks settle.
-
-        Args:
-            run: a name for this time, the same on all ranks and used once.
-        """
+        before each collective, where all ranks settle. ``run`` names this time, alike on all ranks and used once."""
 
     @abstractmethod
     def release(self) -> None:
@@ -126,17 +99,9 @@ class ServedAdapter(ABC):
 
 
 class TrainerBackend(ABC):
-    """What one of verl's training engines brings to its syncs, on one rank.
-
-    Args:
-        engine: verl's training engine.
-        config: the sync's settings.
-        device: where the trainer computes.
-        rollout_dtype: ``rollout.dtype``, what ``wire_dtype=auto`` means.
-
-    Attributes:
-        serves_adapter: the engine serves the trainer's LoRA adapter itself; else it gets merged weights.
-    """
+    """Opens the sources of one of verl's training engines, on one rank, whose ``device`` computes. ``rollout_dtype`` is
+    ``rollout.dtype``; ``serves_adapter``: the engine serves the trainer's LoRA adapter itself, else it
+    gets merged weights."""
 
     serves_adapter: bool = False
 
@@ -148,41 +113,12 @@ class TrainerBackend(ABC):
 
     @abstractmethod
     def open_source(self) -> ParameterSource:
-        """The parameter source of the engine; called at the first sync, and again if the engine asks for other dtypes.
-
-        Raises:
-            ValueError: the engine is configured in a way that cannot be synced; names key, value and remedy.
-        """
+        """Opens the parameter source at the first sync, and again if the engine asks for other dtypes. Raises
+        ValueError, with key, value and remedy, for an engine that cannot be synced."""
 
     def open_adapter(self, source: ParameterSource) -> ServedAdapter:
-        """The adapter to serve, where ``serves_adapter``; called once.
-
-        Args:
-            source: what ``open_source`` returned.
-        """
+        """Opens the adapter to serve, once, where ``serves_adapter``; ``source`` is what ``open_source`` returned."""
         raise TypeError(f"{type(self).__qualname__} has no adapter to serve")
-
-    def log_probs(self, prompts: Sequence[Sequence[int]]) -> Generator[None, None, list[list[float]]]:
-        """Of every token of each prompt but its first, by the trainer's model with its adapter. Leaves nothing changed.
-
-        Yields right before its collectives, for ``Agreement.run``; returns what was computed.
-
-        Args:
-            prompts: token ids, all of one length.
-
-        Raises:
-            ValueError: this trainer is not asked; names key and remedy.
-        """
-        raise ValueError(
-            f"{KEY_PREFIX}.canary={self.config.canary!r}: {type(self).__qualname__} tells no log-probabilities inside "
-            f"a sync. Set {KEY_PREFIX}.canary=never."
-        )
-
-    @property
-    def vocabulary(self) -> int:
-        """How many tokens the model knows."""
-        hf_config = self.engine.model_config.hf_config
-        return int(getattr(hf_config, "vocab_size", 0) or hf_config.get_text_config().vocab_size)
 
     @property
     def layers(self) -> int:
@@ -192,7 +128,7 @@ class TrainerBackend(ABC):
     @cached_property
     def policy(self) -> WirePolicy:
         """In which dtypes parameters travel."""
-        return wire_policy(self.config, self.rollout_dtype)
+        return wire_policy(self.rollout_dtype)
 
     @property
     def architectures(self) -> tuple[str, ...]:
@@ -215,6 +151,47 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def trainer_device() -> torch.device:
-    """Where this process of verl computes."""
+    """The device on which this process of verl computes."""
     name = get_device_name()
     return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+
+
+def name_culprit(bucket: Bucket, shards: list[Shard], source: ParameterSource, rank: int) -> str | None:
+    """A sentence that names the parameter that made a packed bucket NaN or Inf, found in the trainer's own values;
+    ``None``: none there. ``shards`` are all of this rank, whose place among the owners of a sharded base is ``rank``.
+    """
+    merged = []
+    for part in bucket.slices:
+        shard = shards[part.base]
+        try:
+            run = shard.local()[part.begin : part.end]
+        except KeyError:  # a stream's tensors are gone by now
+            names = [view.name for each in bucket.slices for view in shards[each.base].base.views]
+            return f"one of {names[:5]} holds NaN or Inf in the trainer"
+        if not run.numel() or not run.is_floating_point():
+            continue
+        first = sum(shard.base.lengths[: rank if len(shard.base.lengths) > 1 else 0]) + part.begin
+        if (where := _first(~run.isfinite())) is not None:
+            return f"{_name(shard.base, first + where)!r} holds NaN or Inf in the trainer"
+        wire = shard.base.dtype
+        if (where := _first(~run.to(getattr(torch, wire)).isfinite())) is not None:
+            return f"{_name(shard.base, first + where)!r} exceeds the range of {wire}, in which it travels"
+        if shard.merge is not None:
+            merged.append(part.base)
+    if not merged:
+        return None
+    for suspect, values in source.merged_with(tuple(merged)):
+        if not bool(values().isfinite().all()):
+            return f"{suspect!r} holds NaN or Inf in the trainer"
+    names = [view.name for base in merged for view in shards[base].base.views]
+    return f"one of {names[:5]} is NaN or Inf once its adapter is merged"
+
+
+def _first(flags: torch.Tensor) -> int | None:
+    return int(flags.int().argmax()) if bool(flags.any()) else None
+
+
+def _name(base: Base, element: int) -> str:
+    here = Run(element, element, 1)
+    held = (view.name for view in base.views if any(compose(here, run) for run in view.runs))
+    return next(held, base.key)

@@ -4,27 +4,35 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import Any
 
 import torch
 from verl.utils.model import convert_weight_keys
 
 from verl_sync_plugin.config.settings import TURN_OFF
-from verl_sync_plugin.lora.adapters import InUse, carries_adapter, copies_in_use
-from verl_sync_plugin.lora.build import unties_embeddings
-from verl_sync_plugin.lora.names import ADAPTER, adapter_of, is_adapter, merged_name, served_name
-from verl_sync_plugin.lora.weights import lora_weights, renamed_weights
+from verl_sync_plugin.lora.peft import (
+    ADAPTER,
+    InUse,
+    adapter_of,
+    carries_adapter,
+    copies_in_use,
+    is_adapter,
+    lora_weights,
+    merged_name,
+    renamed_weights,
+    served_name,
+    unties_embeddings,
+)
 from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, TrainerBackend
 from verl_sync_plugin.trainers.fsdp1 import FSDP1Source
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
-from verl_sync_plugin.trainers.lora_source import MergingSource
+from verl_sync_plugin.trainers.lora import MergingSource
 from verl_sync_plugin.trainers.naming import Rewrite, checkpoint_rewrite
-from verl_sync_plugin.trainers.scoring import log_probs
 
 
 class FSDPTrainer(TrainerBackend):
-    """What both FSDP generations share."""
+    """The part that both FSDP generations share."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -43,7 +51,7 @@ class FSDPTrainer(TrainerBackend):
         return (getattr(self._model, "peft_config", None) or {}).get(ADAPTER)
 
     def open_source(self) -> ParameterSource:
-        """See ``TrainerBackend``; with an adapter a ``MergingSource``."""
+        """With an adapter a ``MergingSource``."""
         if getattr(self.engine, "_qat_enabled", False):
             raise ValueError(f"actor.fsdp_config.qat.enable=True: weight sync does not quantize; {TURN_OFF}.")
         if not self._peft:
@@ -64,7 +72,6 @@ class FSDPTrainer(TrainerBackend):
         )
 
     def open_adapter(self, source: ParameterSource) -> ServedAdapter:
-        """See ``TrainerBackend``."""
         assert isinstance(source, MergingSource), "an adapter is served"
         return PEFTAdapter(source, self.adapter_config)
 
@@ -76,7 +83,6 @@ class FSDPTrainer(TrainerBackend):
             )
 
     def untied_end(self) -> str:
-        """See ``TrainerBackend``."""
         adapted = self._adapted_ends()
         return adapted[0] if adapted and not (self._tied and self._saved_together()) else ""
 
@@ -94,7 +100,7 @@ class FSDPTrainer(TrainerBackend):
         return saved and bool(getattr(self.adapter_config, "ensure_weight_tying", False))
 
     def _refuse_tied(self) -> None:
-        """The engine was told at its launch to untie what the adapter changes on one side; see that it was."""
+        """Raises ValueError unless the engine was launched untied where the adapter changes one side only."""
         adapted = self._adapted_ends()
         if adapted and self._tied and not self._saved_together() and not unties_embeddings(self.engine.model_config):
             raise ValueError(
@@ -118,7 +124,7 @@ class FSDPTrainer(TrainerBackend):
 
     def _unsaved(self) -> frozenset[str]:
         if unties_embeddings(self.engine.model_config):
-            return frozenset()  # so does the engine: what was tied travels apart
+            return frozenset()  # so does the engine: what was tied travels twice
         return frozenset(getattr(self._hf_model, "all_tied_weights_keys", None) or ())
 
     def _rename(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -137,9 +143,6 @@ class FSDP2Trainer(FSDPTrainer):
     def _plain_source(self) -> ParameterSource:
         return FSDP2Source(self.engine.module, self.policy, self._rewrite(), self._rename, self._unsaved())
 
-    def log_probs(self, prompts: Sequence[Sequence[int]]) -> Generator[None, None, list[list[float]]]:
-        return log_probs(self.engine, prompts, self.device)
-
 
 class FSDP1Trainer(FSDPTrainer):
     """Reads flat-parameter shards."""
@@ -156,16 +159,13 @@ class PEFTAdapter(ServedAdapter):
         self.settings = config.to_dict()
 
     def look(self) -> None:
-        """See ``ServedAdapter``."""
         self._source.shards()
 
     def gather(self, run: str) -> Generator[None, None, dict[str, torch.Tensor]]:
-        """See ``ServedAdapter``."""
         factors = self._source.factors
         names = tuple(name for name in factors.names if adapter_of(name) == ADAPTER)
         found = yield from factors.gather(names, self._source.group)
         return {served_name(key, ADAPTER): factor for key, factor in found.items()}
 
     def release(self) -> None:
-        """See ``ServedAdapter``."""
         self._source.release()

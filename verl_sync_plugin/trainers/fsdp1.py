@@ -27,15 +27,9 @@ Rename = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class FSDP1Source(ParameterSource):
-    """Walks the flat parameters of ``root`` and its persistent buffers.
-
-    Args:
-        root: the root FSDP1 module.
-        policy: wire dtypes. A flat parameter that contains a kept name travels as a whole in the trainer's dtype.
-        rewrite: verl's stream rewriting.
-        rename: verl's key renaming, applied to a dict keyed by name.
-        unsaved: second names of tied parameters, see ``naming.saved_names``.
-    """
+    """Walks the flat parameters of ``root``, the root FSDP1 module, and its persistent buffers. A flat parameter that
+    contains a kept name travels as a whole in the trainer's dtype. ``rewrite`` and ``rename`` are verl's; ``unsaved``:
+    see ``naming.saved_names``."""
 
     def __init__(
         self,
@@ -127,11 +121,8 @@ class FSDP1Source(ParameterSource):
 
 
 def _strides(name: str, shape: tuple[int, ...], held: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The strides of a parameter in the flat one; ``None`` where they are those of its shape.
-
-    Raises:
-        ValueError: its elements do not fill its memory, of which FSDP1 keeps as many elements as the parameter has.
-    """
+    """The strides of a parameter in the flat one; ``None`` where they are those of its shape. Raises ValueError where
+    its elements do not fill its memory, of which FSDP1 keeps as many elements as the parameter has."""
     if torch.empty_strided(shape, held, device="meta").is_contiguous():
         return None
     filled = 1

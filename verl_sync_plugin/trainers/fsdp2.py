@@ -1,24 +1,150 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2 (``fully_shard``): every parameter is a DTensor, cut along dimension 0 over the last mesh dimension."""
+"""Tensors by name, some of them DTensors that are cut along dimension 0 over the last mesh dimension: FSDP2
+(``fully_shard``), DDP, plain modules and state dicts."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as ShardPlacement
 
-from verl_sync_plugin.trainers.dtensors import DTensorSource, Identity, identity
-from verl_sync_plugin.trainers.naming import Rewrite
+from verl_sync_plugin.layout.shard import Member, Shard
+from verl_sync_plugin.layout.tensors import Base, View
+from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
+from verl_sync_plugin.trainers.naming import Rewrite, hf_views, saved_names
 from verl_sync_plugin.trainers.wire import WirePolicy
 
 Rename = Callable[[dict[str, Any]], dict[str, Any]]
+Identity = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A tensor's description, valid as long as its layout; keeps no memory of the trainer alive."""
+
+    layout: object
+    names: list[str]
+    base: Base
+    members: tuple[Member, ...]
+
+
+class DTensorSource(ParameterSource):
+    """The part that FSDP2 modules and state dicts share: nothing gathered, nothing copied. ``rewrite`` is verl's;
+    ``unsaved``: see ``naming.saved_names``."""
+
+    _parameters: set[str]  # names that are no buffers'
+
+    def __init__(self, policy: WirePolicy, rewrite: Rewrite, unsaved: frozenset[str] = frozenset()) -> None:
+        super().__init__()
+        self._groups: list[list[str]] = []
+        self._policy = policy
+        self._rewrite = rewrite
+        self._unsaved = unsaved
+        self._known: dict[str, _Known] = {}
+
+    @abstractmethod
+    def _state(self) -> Mapping[str, torch.Tensor]:
+        """All tensors by the trainer's names, in model order; tied ones are views of the same memory."""
+
+    def shards(self) -> list[Shard]:
+        state = self._state()
+        if not _tied_alike(state, self._groups):
+            self._groups = _tied(state)
+        return [self._shard(names, state[names[0]]) for names in self._groups]
+
+    def _shard(self, names: list[str], tensor: torch.Tensor) -> Shard:
+        held: torch.Tensor
+        held, layout = (
+            (tensor._local_tensor, tensor._spec)
+            if isinstance(tensor, DTensor)
+            else (tensor, (tensor.shape, tensor.dtype))
+        )
+        known = self._known.get(names[0])
+        if known is None or (known.layout is not layout and known.layout != layout) or known.names != names:
+            known = self._known[names[0]] = self._learn(names, tensor, layout)
+        run = held if type(held) is torch.Tensor and not held.requires_grad else held.detach()
+        return Shard(known.base, partial(_flat, run), None, known.members, run if run.is_contiguous() else None)
+
+    def _learn(self, names: list[str], tensor: torch.Tensor, layout: object) -> _Known:
+        lengths = self._lengths(names[0], tensor) if isinstance(tensor, DTensor) else (tensor.numel(),)
+        members = tuple(Member(each, tuple(tensor.shape), 0) for each in names if each in self._parameters)
+        return _Known(layout, names, self._describe(names, tensor, lengths), members)
+
+    def _describe(self, names: list[str], tensor: torch.Tensor, lengths: tuple[int, ...]) -> Base:
+        views: list[View] = []
+        for name in saved_names(names, self._unsaved):
+            views.extend(hf_views(name, tuple(tensor.shape), tensor.dtype, 0, self._rewrite))
+        wire = tensor.dtype
+        if self._parameters.intersection(names):
+            wire = self._policy.of_parameter([*names, *(view.name for view in views)], tensor.dtype)
+        return Base(names[0], dtype_name(wire), wire.itemsize, lengths, tuple(views))
+
+    def _lengths(self, name: str, tensor: DTensor) -> tuple[int, ...]:
+        mesh, placements = tensor.device_mesh, tensor.placements
+        *outer, last = placements
+        sharded = isinstance(last, ShardPlacement) and last.dim == 0
+        if not all(isinstance(p, Replicate) for p in outer) or not (sharded or isinstance(last, Replicate)):
+            raise ValueError(
+                f"parameter {name!r} has placements {placements}; weight sync knows dimension-0 shards over the last "
+                "mesh dimension. Set actor_rollout_ref.rollout.custom.sync.enabled=False to run stock verl."
+            )
+        world = mesh.size(mesh.ndim - 1)
+        if not sharded or world == 1:
+            return (tensor.numel(),)
+        lengths = even_chunks(tensor.shape[0], world, tensor.numel() // max(tensor.shape[0], 1))
+        rank, held = mesh.get_local_rank(mesh.ndim - 1), tensor._local_tensor.numel()
+        if held != lengths[rank]:
+            raise ValueError(f"parameter {name!r}: rank {rank} holds {held} elements, not {lengths[rank]}")
+        self._group = mesh.get_group(mesh.ndim - 1)
+        return lengths
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def identity(tensor: torch.Tensor) -> Identity:
+    local = _local(tensor)
+    return local.untyped_storage()._cdata, local.storage_offset(), tuple(tensor.shape), local.stride()
+
+
+def _tied(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Names by storage: tied parameters (embedding and head) travel once, under all their names."""
+    groups: dict[Identity, list[str]] = {}
+    for name, tensor in state.items():
+        groups.setdefault(identity(tensor), []).append(name)
+    return list(groups.values())
+
+
+def _tied_alike(state: Mapping[str, torch.Tensor], groups: list[list[str]]) -> bool:
+    """True if ``_tied`` would surely group the same names; quicker than asking each tensor for its storage."""
+    if {name for names in groups for name in names} != state.keys():
+        return False
+    if any(state[name] is not state[names[0]] for names in groups if len(names) > 1 for name in names):
+        return False
+    places = [place for names in groups if (place := _local(state[names[0]]).data_ptr())]  # 0: an empty one
+    return len(set(places)) == len(places)
+
+
+def even_chunks(rows: int, world: int, row_numel: int) -> tuple[int, ...]:
+    """Elements per rank when ``rows`` are cut like ``torch.chunk``: equal chunks, the last ones shorter or empty."""
+    step = -(-rows // world)
+    return tuple(max(min(step, rows - rank * step), 0) * row_numel for rank in range(world))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1)
 
 
 class _Slot(NamedTuple):
-    """Where a module keeps a tensor. Offloading may put another one there."""
+    """A module's place for a tensor. Offloading may put another one there."""
 
     module: torch.nn.Module
     held: str  # as what: ``_parameters`` or ``_buffers``
@@ -26,17 +152,8 @@ class _Slot(NamedTuple):
 
 
 class FSDP2Source(DTensorSource):
-    """Walks a ``fully_shard``-ed module: parameters and persistent buffers, nothing gathered, nothing copied.
-
-    ``state_dict()`` is asked once, for the names; with hundreds of modules it costs more than moving the weights.
-
-    Args:
-        module: the root.
-        policy: wire dtypes.
-        rewrite: verl's stream rewriting.
-        rename: verl's renaming of a state dict.
-        unsaved: second names of tied parameters, see ``naming.saved_names``.
-    """
+    """Walks a ``fully_shard``-ed module: parameters and persistent buffers. ``state_dict()`` is asked once, for the
+    names, which ``rename`` changes as verl does; with hundreds of modules it costs more than moving the weights."""
 
     def __init__(
         self,
@@ -83,3 +200,23 @@ class FSDP2Source(DTensorSource):
             self._slots = {name: slot for name, slot in found.items() if slot is not None}
             self._sharded = [name for name, tensor in state.items() if isinstance(tensor, DTensor)]
             self._units = [module for module in self._module.modules() if isinstance(module, FSDPModule)]
+
+
+class StateDictSource(DTensorSource):
+    """Reads a plain state dict, names of a checkpoint to tensors or DTensors; looks all up for every sync. The wire
+    dtype holds for every floating-point tensor: a state dict does not tell buffers from parameters."""
+
+    def __init__(
+        self,
+        given: Callable[[], Mapping[str, torch.Tensor]],
+        policy: WirePolicy,
+        rewrite: Rewrite,
+        unsaved: frozenset[str] = frozenset(),
+    ) -> None:
+        super().__init__(policy, rewrite, unsaved)
+        self._given = given
+
+    def _state(self) -> Mapping[str, torch.Tensor]:
+        state = self._given()
+        self._parameters = set(state)
+        return state

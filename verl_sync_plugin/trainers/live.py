@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a script trains: an FSDP2, FSDP1, DDP or plain module, a state dict, or one of verl's training engines."""
+"""The source of a script: an FSDP2, FSDP1, DDP or plain module, a state dict, or one of verl's training engines."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from verl.utils.model import convert_weight_keys
 
-from verl_sync_plugin.lora.adapters import carries_adapter
+from verl_sync_plugin.lora.peft import carries_adapter
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
 from verl_sync_plugin.trainers.fsdp import FSDP1Trainer, FSDP2Trainer
+from verl_sync_plugin.trainers.fsdp2 import StateDictSource
 from verl_sync_plugin.trainers.naming import checkpoint_rewrite, verl_rewrite
-from verl_sync_plugin.trainers.placements import PlacedStateSource, ShardSpecTrainer, simple
-from verl_sync_plugin.trainers.state_dict import StateDictSource
+from verl_sync_plugin.trainers.placed import PlacedStateSource, ShardSpecTrainer, simple
 
 LiveSource = torch.nn.Module | Mapping[str, torch.Tensor]
 STATE_DICT = "state dict"
@@ -28,16 +28,10 @@ KINDS = "an FSDP2, FSDP1, DDP or plain module of transformers, a state dict, or 
 
 
 class Live:
-    """What the next sync reads; in the place of verl's training engine.
-
-    Args:
-        config: of the model that the engine serves, as in ``config.json``.
-
-    Attributes:
-        source: what the script gave last.
-        kind: of that: ``fsdp2`` (DDP and plain modules too), ``fsdp``, ``state dict``; ``placed module`` and ``placed
-            state dict`` where DTensors have other placements than FSDP2's; or a strategy of verl's.
-    """
+    """Holds what the next sync reads, in the place of verl's training engine; ``config`` is that of the served model,
+    as in ``config.json``. ``source`` is what the script gave last, and ``kind`` its kind: ``fsdp2`` (DDP and plain
+    modules too), ``fsdp``, ``state dict``; ``placed module`` and ``placed state dict`` where DTensors have other
+    placements than FSDP2's; or a strategy of verl's."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
@@ -45,15 +39,8 @@ class Live:
         self.kind = ""
 
     def take(self, source: Any) -> bool:
-        """Notes what a sync is to read.
-
-        Returns:
-            Whether it is something else than before: another module, or another kind.
-
-        Raises:
-            TypeError: it is nothing that can be read; says what can.
-            ValueError: it is a module that cannot be read; names it and the remedy.
-        """
+        """Notes what a sync is to read; returns True if it is another module or kind than before. Raises TypeError for
+        what cannot be read, and ValueError, with name and remedy, for a module that cannot."""
         if source is self.source and not isinstance(source, Mapping):
             return False
         kind = kind_of(source)
@@ -111,7 +98,6 @@ class LiveTrainer(TrainerBackend):
     _inner: TrainerBackend | None = None
 
     def open_source(self) -> ParameterSource:
-        """See ``TrainerBackend``."""
         live = self.engine
         self._inner = None
         if live.kind in (STATE_DICT, PLACED_STATE_DICT):

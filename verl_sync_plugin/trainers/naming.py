@@ -18,28 +18,21 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from verl_sync_plugin.layout.tensors import View
-from verl_sync_plugin.lora.names import is_adapter
+from verl_sync_plugin.lora.peft import is_adapter
 
 Rewrite = Callable[[Iterable[tuple[str, torch.Tensor]]], Iterator[tuple[str, torch.Tensor]]]
 
 
 def saved_names(names: list[str], unsaved: frozenset[str]) -> list[str]:
-    """The names of one parameter under which a checkpoint holds it.
-
-    Args:
-        names: all its names; several where it is tied.
-        unsaved: names that transformers leaves out of a checkpoint, since the model ties them to others. So does an
-            engine, and some of SGLang's classes (Gemma 3) know no such name.
-    """
+    """The names of one parameter, tied or not, under which a checkpoint holds it. ``unsaved`` are those that
+    transformers leaves out, since the model ties them to others. So does an engine, and some of SGLang's classes (Gemma
+    3) know no such name."""
     return [name for name in names if name not in unsaved] or names
 
 
 class _Uncopied(TorchFunctionMode):
-    """Context in which ``contiguous`` returns a meta tensor as it is.
-
-    transformers >= 5.14 calls it on every part of a fused tensor. Only the copy that is packed for the engine has to be
-    contiguous.
-    """
+    """Context in which ``contiguous`` returns a meta tensor as it is: transformers >= 5.14 calls it on every part of a
+    fused tensor, and only the copy that is packed for the engine has to be contiguous."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -57,19 +50,9 @@ def hf_views(
     rewrite: Rewrite,
     strides: tuple[int, ...] | None = None,
 ) -> list[View]:
-    """The HF tensors that ``rewrite`` makes of one trainer tensor.
-
-    Args:
-        name: trainer's name.
-        shape: full shape.
-        dtype: any; only the layout matters.
-        start: first element of the tensor in its base.
-        rewrite: generator function from (name, tensor) pairs to (name, tensor) pairs.
-        strides: of the tensor in its base, in elements; ``None`` when it is contiguous.
-
-    Raises:
-        ValueError: ``rewrite`` computes new data instead of viewing the old.
-    """
+    """The HF tensors that ``rewrite`` makes of one trainer tensor, which has this full ``shape``, its first element at
+    ``start`` in its base, and ``strides`` there (``None``: contiguous). Raises ValueError where ``rewrite`` computes
+    new data instead of viewing the old."""
     whole = torch.empty(shape, dtype=dtype, device="meta")
     if strides is not None:
         whole = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
@@ -101,12 +84,8 @@ def verl_rewrite(model_type: str | None) -> Rewrite:
 
 
 def checkpoint_rewrite(model: Any) -> Rewrite:
-    """The names and shapes that transformers would save a model under, and then verl's own rewriting.
-
-    Args:
-        model: a HF model. Only one that ``from_pretrained`` made tells under which names its checkpoint holds what;
-            any other keeps its own names.
-    """
+    """The names and shapes that transformers would save a model under, and then verl's own rewriting. Only a model that
+    ``from_pretrained`` made tells under which names its checkpoint holds what; any other keeps its own names."""
     streamed = verl_rewrite(model.config.model_type)
     # Qwen3-VL-MoE's transposes a checkpoint's tensor unless it is shaped as the model's, which its own always are
     conversions = [each for each in getattr(model, "_weight_conversions", None) or () if not _asks_for_shape(each)]

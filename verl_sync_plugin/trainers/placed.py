@@ -1,70 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trainers whose ranks hold boxes of their tensors: DTensors of any placement (TP, EP, FSDP over either), over one or
-several meshes, and whatever else says which box of which tensor a rank has.
-
-Every rank tells the others once what it holds. Of each box one holder sends, chosen so that all send about as much;
-what the boxes leave out of a tensor, or hold of it twice, is refused by name.
-"""
+several meshes, or verl's ``ShardSpec``."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import Shard as ShardPlacement
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from verl_sync_plugin.layout.boxes import box_runs
-from verl_sync_plugin.layout.joint import plan_joint
 from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.layout.strided import Run, compose
-from verl_sync_plugin.layout.tensors import Base, Plan, View
-from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
+from verl_sync_plugin.layout.strided import Run, box_runs, compose
+from verl_sync_plugin.layout.tensors import NOTHING, Base, View
+from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend, dtype_name
+from verl_sync_plugin.trainers.joint import JointSource, Part, RankLayout
 from verl_sync_plugin.trainers.naming import Rewrite, hf_views
 from verl_sync_plugin.trainers.wire import WirePolicy
-from verl_sync_plugin.transport.agreement import Agreement
 
-NOTHING = Run(0, 0, 0)  # the share of a tensor of which a box holds no element
-
-
-@dataclass(frozen=True)
-class Box:
-    """What one rank holds of one tensor.
-
-    Attributes:
-        name: the trainer's.
-        dtype: the trainer's.
-        wire: dtype in which it travels.
-        whole: shape of the tensor.
-        size: shape of the box, of at least one element.
-        offset: of its first element.
-        views: what a checkpoint has of the whole tensor, as runs from it.
-    """
-
-    name: str
-    dtype: str
-    wire: str
-    whole: tuple[int, ...]
-    size: tuple[int, ...]
-    offset: tuple[int, ...]
-    views: tuple[View, ...]
+Place = tuple[tuple[int, ...], tuple[int, ...]]  # size and offset
+Export = Iterable[tuple[str, torch.Tensor, Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
-    """One tensor on this rank.
-
-    Attributes:
-        name: the trainer's.
-        whole: shape of the whole tensor.
-        offset: of the local part in it.
-        local: the local part, of its own shape; perhaps without elements.
-        rewrite: makes the checkpoint's tensors of the whole one, by slicing alone.
-        parameter: travels in the dtype of parameters; buffers keep their own.
-    """
+class Box:
+    """One tensor on this rank: the local part, perhaps without elements, at ``offset`` in the ``whole`` shape.
+    ``rewrite`` makes the checkpoint's tensors of the whole one, by slicing alone; a ``parameter`` travels in the dtype
+    of parameters, a buffer keeps its own."""
 
     name: str
     whole: tuple[int, ...]
@@ -73,132 +42,202 @@ class Held:
     rewrite: Rewrite
     parameter: bool = True
 
-
-class PlacedSource(ParameterSource):
-    """Reads boxes. Before ``shards`` comes ``agree_on_layout``.
-
-    Args:
-        policy: wire dtypes.
-    """
-
-    def __init__(self, policy: WirePolicy) -> None:
-        super().__init__()
-        self._policy = policy
-        self._now: dict[str, Held] = {}
-        self._boxes: tuple[Box, ...] = ()
-        self._bases: tuple[Base, ...] = ()  # empty until the ranks have agreed
-        self._mine: dict[int, str] = {}  # base -> tensor
-
-    @abstractmethod
-    def held(self) -> Iterator[Held]:
-        """All tensors of which this rank may hold something, in model order.
-
-        Raises:
-            ValueError: one is laid out in no box; names it.
-        """
-
-    def agree_on_layout(self, agreement: Agreement) -> ParameterSource:
-        """See ``ParameterSource``; the ranks tell each other their boxes when any rank's have changed."""
-        if agreement.any("looking for the trainer's weights", self._changed):
-            self._bases = ()
-            everywhere = agreement.gather("exchanging the layout of the trainer", self._boxes)
-            agreement.step("matching the layouts of all ranks", lambda: self._adopt(everywhere))
-            self._group = dist.group.WORLD if len(everywhere) > 1 else None
-        return self
-
-    def _changed(self) -> bool:
-        self._now = {held.name: held for held in self.held()}
-        before = {box.name: box for box in self._boxes}
-        self._boxes = tuple(self._box(held, before.get(held.name)) for held in self._now.values() if held.local.numel())
-        return not self._bases or self._boxes != tuple(before.values())
-
-    def _box(self, held: Held, before: Box | None) -> Box:
-        dtype = held.local.dtype
-        found = Box(held.name, dtype_name(dtype), "", held.whole, tuple(held.local.shape), held.offset, ())
-        if before is not None and replace(before, views=(), wire="") == found:
-            return before
-        views = tuple(hf_views(held.name, held.whole, dtype, 0, held.rewrite))
-        for view in views:
+    def part(self) -> Part:
+        """Raises ValueError for a checkpoint's tensor that is no contiguous part of this one."""
+        size, dtype = tuple(self.local.shape), self.local.dtype
+        runs = box_runs(size, self.offset, self.whole)
+        views = []
+        for view in hf_views(self.name, self.whole, dtype, 0, self.rewrite):
             if view.strides is not None:
                 raise ValueError(
-                    f"tensor {view.name!r} is no contiguous part of {held.name!r}, of which ranks hold parts. "
+                    f"tensor {view.name!r} is no contiguous part of {self.name!r}, of which ranks hold parts. "
                     "Gather it with full_tensor() and give it by itself."
                 )
-        wire = self._policy.of_parameter([view.name for view in views], dtype) if held.parameter else dtype
-        return replace(found, views=views, wire=dtype_name(wire))
-
-    def _adopt(self, everywhere: list[tuple[Box, ...]]) -> None:
-        """Works out who sends what; the same on every rank.
-
-        Raises:
-            ValueError: the boxes are no parts of one whole; names the tensor.
-        """
-        holders: dict[str, dict[Box, list[int]]] = {}
-        for rank, boxes in enumerate(everywhere):
-            for box in boxes:
-                holders.setdefault(box.name, {}).setdefault(box, []).append(rank)
-        bases: list[Base] = []
-        mine: dict[int, str] = {}
-        load = [0] * len(everywhere)
-        for name, found in holders.items():
-            _check_whole(name, list(found))
-            taken: set[int] = set()
-            for box, ranks in sorted(found.items(), key=lambda item: item[0].offset):
-                owner = min(set(ranks) - taken or ranks, key=lambda rank: (load[rank], rank))
-                taken.add(owner)
-                load[owner] += prod(box.size) * getattr(torch, box.dtype).itemsize
-                if owner == dist.get_rank():
-                    mine[len(bases)] = name
-                bases.append(self._base(box, owner, len(everywhere)))
-        self._bases, self._mine = tuple(bases), mine
-
-    def _base(self, box: Box, owner: int, world: int) -> Base:
-        runs = box_runs(box.size, box.offset, box.whole)
-        views = []
-        for view in box.views:
-            part = Run(view.start, 0, view.span)
-            shares = tuple(share for run in runs for share in compose(run, part))
+            shares = tuple(share for run in runs for share in compose(run, Run(view.start, 0, view.span)))
             views.append(View(view.name, view.shape, 0, view.span, None, shares or (NOTHING,)))
-        lengths = tuple(prod(box.size) if rank == owner else 0 for rank in range(world))
-        key = f"{box.name} (from {box.offset})" if box.size != box.whole else box.name
-        return Base(key, box.wire, getattr(torch, box.wire).itemsize, lengths, tuple(views))
+        common = (self.whole, tuple((view.name, view.shape) for view in views))
+        text = f"{dtype_name(dtype)} of shape {self.whole}"
+        place = (*self.offset, *size)
+        return Part(self.name, place, size, dtype_name(dtype), tuple(views), common, text, not self.parameter)
 
-    def plan(self, bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False, held: int = 1) -> Plan:
-        return plan_joint(bases, bucket_bytes, sharded, held)
 
-    def shards(self) -> list[Shard]:
-        assert self._bases, "the ranks have not agreed on the layout"
-        return [self._shard(index, base) for index, base in enumerate(self._bases)]
+class PlacedSource(JointSource):
+    """Reads boxes."""
 
-    def _shard(self, index: int, base: Base) -> Shard:
-        if index not in self._mine:
-            return Shard(base, partial(torch.empty, 0))
-        local = self._now[self._mine[index]].local.detach()
+    def __init__(self, policy: WirePolicy) -> None:
+        super().__init__(policy)
+        self._now: dict[str, Box] = {}
+        self._kinds: list[tuple[object, ...]] = []
+
+    @abstractmethod
+    def boxes(self) -> Iterator[Box]:
+        """All tensors of which this rank may hold something, in model order. Raises ValueError, with its name, for one
+        laid out in no box."""
+
+    def look(self) -> bool:
+        self._now = {box.name: box for box in self.boxes() if box.local.numel()}
+        kinds: list[tuple[object, ...]] = [
+            (box.name, box.local.dtype, box.whole, box.local.shape, box.offset) for box in self._now.values()
+        ]
+        changed, self._kinds = kinds != self._kinds, kinds
+        return changed
+
+    def read(self, run: str) -> RankLayout:
+        everyone = tuple(range(dist.get_world_size()))
+        return RankLayout(tuple(box.part() for box in self._now.values()), (everyone,))
+
+    def check_whole(self, parts: Sequence[Part]) -> None:
+        """Together the boxes are as large as the whole, so no two of them may overlap."""
+        dims = len(parts[0].shape)
+        for index, one in enumerate(parts):
+            for other in parts[index + 1 :]:
+                places = zip(one.place[:dims], one.shape, other.place[:dims], other.shape, strict=True)
+                if all(low < at + size and at < low + length for low, length, at, size in places):
+                    at = other.place[:dims]
+                    raise ValueError(
+                        f"the ranks hold boxes that overlap at {at} of parameter {one.name!r} ({one.text})"
+                    )
+
+    def shard(self, base: Base, name: str) -> Shard:
+        local = self._now[name].local.detach()
         return Shard(base, partial(local.reshape, -1), run=local if local.is_contiguous() else None)
 
     def release(self) -> None:
-        """See ``ParameterSource``."""
         self._now = {}
 
 
-def _check_whole(name: str, boxes: list[Box]) -> None:
-    """Raises ValueError unless the boxes are all of one tensor, every element once."""
-    like = boxes[0]
-    if len({(box.dtype, box.whole, box.views) for box in boxes}) > 1:
-        said = "; ".join(sorted({f"{box.dtype} of shape {box.whole}" for box in boxes}))
-        raise ValueError(f"the ranks disagree on parameter {name!r}: {said}")
-    numel = sum(prod(box.size) for box in boxes)
-    twice = [
-        (one, other)
-        for index, one in enumerate(boxes)
-        for other in boxes[index + 1 :]
-        if all(
-            low < at + size and at < low + length
-            for low, length, at, size in zip(one.offset, one.size, other.offset, other.size, strict=True)
-        )
-    ]
-    if twice or numel != prod(like.whole):
-        wrong = (
-            f"{numel} of {prod(like.whole)} elements" if not twice else f"boxes that overlap at {twice[0][1].offset}"
-        )
-        raise ValueError(f"the ranks together hold {wrong} of parameter {name!r}, of shape {like.whole}")
+def simple(tensors: Iterable[torch.Tensor]) -> bool:
+    """True if all DTensors are cut along dimension 0 alone, over the last dimension of one mesh, as FSDP2 and HSDP do:
+    what ``trainers/fsdp2.py`` reads."""
+    meshes = set()
+    for tensor in tensors:
+        if not isinstance(tensor, DTensor):
+            continue
+        *outer, last = tensor.placements
+        cut = type(last) is ShardPlacement and last.dim == 0
+        if not all(placement.is_replicate() for placement in outer) or not (cut or last.is_replicate()):
+            return False
+        if cut:
+            meshes.add(tensor.device_mesh)
+    return len(meshes) <= 1
+
+
+def place_of(name: str, whole: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Any, ...]) -> Place:
+    """This rank's box by DTensor placements: any mix of ``Shard`` and ``Replicate`` over any mesh dimensions. Raises
+    ValueError, with the remedy, where the local parts are sums (``Partial``) or no boxes."""
+    for number, placement in enumerate(placements):
+        if isinstance(placement, Partial):
+            raise ValueError(
+                f"parameter {name!r} has placements {placements}: the ranks hold parts of a sum. Redistribute it to "
+                "Replicate() or Shard(…) first."
+            )
+        factor = getattr(placement, "split_factor", 1)
+        if factor == 1:
+            continue
+        cuts = [mesh.size(at) for at, other in enumerate(placements) if getattr(other, "dim", None) == placement.dim]
+        inner = 1
+        for at in range(number + 1, len(placements)):
+            inner *= mesh.size(at) if getattr(placements[at], "dim", None) == placement.dim else 1
+        if factor != inner or whole[placement.dim] % int(torch.tensor(cuts).prod()):
+            raise ValueError(
+                f"parameter {name!r} of shape {whole} has placements {placements}: a strided shard that is no box. "
+                "Use an even one, as fully_shard makes it over tensor parallelism, or redistribute it."
+            )
+    size, offset = compute_local_shape_and_global_offset(torch.Size(whole), mesh, list(placements))
+    return tuple(size), tuple(offset)
+
+
+def box_of(name: str, tensor: torch.Tensor, rewrite: Rewrite, parameter: bool = True) -> Box:
+    """This rank's part of a tensor or DTensor. Raises ValueError: see ``place_of``, or torch holds another part than
+    the placements say."""
+    whole = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Box(name, whole, (0,) * len(whole), tensor, rewrite, parameter)
+    local = tensor.to_local().detach()
+    if tensor.device_mesh.get_coordinate() is None:
+        return Box(name, whole, (0,) * len(whole), local.reshape(-1)[:0], rewrite, parameter)
+    size, offset = place_of(name, whole, tensor.device_mesh, tensor.placements)
+    if tuple(local.shape) != size:
+        raise ValueError(f"parameter {name!r}: this rank holds shape {tuple(local.shape)}, not {size}")
+    return Box(name, whole, offset, local, rewrite, parameter)
+
+
+class PlacedStateSource(PlacedSource):
+    """Reads a state dict whose DTensors have any placements. ``given`` returns that of the sync under way, by the
+    trainer's names; ``buffers`` are names whose tensors keep their dtype; ``unsaved``: see ``naming.saved_names``."""
+
+    def __init__(
+        self,
+        given: Callable[[], Mapping[str, torch.Tensor]],
+        policy: WirePolicy,
+        rewrite: Rewrite,
+        unsaved: frozenset[str] = frozenset(),
+        buffers: frozenset[str] = frozenset(),
+    ) -> None:
+        super().__init__(policy)
+        self._given = given
+        self._rewrite = rewrite
+        self._unsaved = unsaved
+        self._buffers = buffers
+
+    def boxes(self) -> Iterator[Box]:
+        for name, tensor in self._given().items():
+            if name not in self._unsaved:
+                yield box_of(name, tensor, self._rewrite, name not in self._buffers)
+
+
+class ShardSpecSource(PlacedSource):
+    """Reads what a training engine of verl exports as ``(name, local part, ShardSpec)``. verl makes that export for
+    each sync, in bf16, so meanwhile a rank holds its parts twice."""
+
+    def __init__(self, export: Callable[[], Export], policy: WirePolicy) -> None:
+        super().__init__(policy)
+        self._export = export
+
+    def boxes(self) -> Iterator[Box]:
+        for name, local, spec in self._export():
+            size, offset, whole = _place_of_spec(name, local, spec)
+            yield Box(name, whole, offset, local.detach().reshape(size), _products(spec))
+
+
+def _place_of_spec(
+    name: str, local: torch.Tensor, spec: Any
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Size, offset, and shape of the whole."""
+    whole = tuple(spec.full_shape)
+    if spec.place is None and spec.mesh is not None:
+        return *place_of(name, whole, spec.mesh, tuple(spec.placements)), whole
+    if spec.place is None or (spec.place == 0 and local.numel() == torch.Size(whole).numel()):
+        return whole, (0,) * len(whole), whole
+    if isinstance(spec.place, int):
+        raise ValueError(f"parameter {name!r}: verl's ShardSpec places a flat part at {spec.place}, which is no box")
+    return tuple(spec.place.local_shape), tuple(spec.place.global_offset), tuple(spec.place.full_shape)
+
+
+def _products(spec: Any) -> Rewrite:
+    """The checkpoint's tensors of a whole one: itself, a slot for every row, or what verl's converter slices."""
+
+    def rewrite(pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, whole in pairs:
+            if spec.to_hf_chunk is not None:
+                yield from spec.to_hf_chunk(0, whole)
+            elif spec.hf_slots is not None:
+                for row, (slot, _) in enumerate(spec.hf_slots):
+                    yield slot, whole[row]
+            else:
+                yield name, whole
+
+    return rewrite
+
+
+class ShardSpecTrainer(TrainerBackend):
+    """Any training engine of verl with ``get_per_tensor_param_shard``: torchtitan, veomni, and FSDP2 itself."""
+
+    def open_source(self) -> ParameterSource:
+        if not hasattr(self.engine, "get_per_tensor_param_shard"):
+            raise ValueError(f"{type(self.engine).__name__} has no get_per_tensor_param_shard to read")
+        return ShardSpecSource(self._export, self.policy)
+
+    def _export(self) -> Export:
+        stream, _ = self.engine.get_per_tensor_param_shard()
+        return stream

@@ -1,35 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dtypes in which parameters travel, and the settings that choose them."""
+"""The dtypes in which parameters travel: the widest that an engine rank keeps, never wider than the trainer's."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
-from verl_sync_plugin.lora.names import is_adapter
+from verl_sync_plugin.lora.peft import is_adapter
 
-_SHORT = {"half": "float16", "float": "float32"}
+_NAMES = {"auto": "bfloat16", "half": "float16", "float": "float32"}
 
 
 @dataclass
 class WirePolicy:
-    """Which dtype a parameter travels in; one object for all sources of a trainer.
+    """One object for all sources of a trainer.
 
     Attributes:
-        dtype: for floating-point parameters.
-        keep: patterns of HF names whose parameters keep the trainer's dtype (routers and the like).
-        engine: dtype of the engine's model, which it is known to keep parameters in; ``None`` where that is ``dtype``.
-        wider: what the engine said it would take, by HF name.
+        dtype: of floating-point parameters of which the engine has not said anything.
+        kept: what it said, by HF name; empty for a tensor of which it wants whatever the trainer has.
     """
 
     dtype: torch.dtype
-    keep: tuple[str, ...] = ()
-    engine: torch.dtype | None = None
-    wider: dict[str, torch.dtype] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
     _asked: dict[tuple[str, ...], torch.dtype] = field(default_factory=dict)
 
     def of_parameter(self, names: Sequence[str], dtype: torch.dtype) -> torch.dtype:
@@ -39,35 +33,30 @@ class WirePolicy:
         served = [name for name in names if not is_adapter(name)]
         if not served or not dtype.is_floating_point:
             return dtype
-        if any(re.search(p, name) for p in self.keep for name in served):
+        kept = {self.kept[name] for name in served if name in self.kept}
+        if "" in kept:
             return dtype
-        widest = max((self.wider.get(name, self.dtype) for name in served), key=lambda each: each.itemsize)
-        least = max(self.dtype.itemsize, (self.engine or self.dtype).itemsize)
-        found = min(widest, dtype, key=lambda each: each.itemsize)
-        return self.dtype if widest.itemsize <= least or found.itemsize < self.dtype.itemsize else found
+        wanted: list[torch.dtype] = [found for name in kept if (found := getattr(torch, name)).is_floating_point]
+        return min(max(wanted or [self.dtype], key=lambda each: each.itemsize), dtype, key=lambda each: each.itemsize)
 
-    def learn(self, wider: Mapping[str, torch.dtype]) -> bool:
-        """Takes in what the engine would take; returns whether anything that was asked for travels otherwise now."""
+    def learn(self, kept: Mapping[str, str]) -> bool:
+        """Takes in what the engine keeps; returns whether anything that was asked for travels otherwise now."""
         before = {names: self.of_parameter(names, dtype) for names, dtype in list(self._asked.items())}
-        self.wider |= wider
+        self.kept |= kept
         return any(self.of_parameter(names, self._asked[names]) != wire for names, wire in before.items())
 
 
-def wire_policy(config: SyncConfig, rollout_dtype: str) -> WirePolicy:
-    """The wire dtype policy of a sync, from its settings.
+def wire_policy(rollout_dtype: str) -> WirePolicy:
+    """The policy of a trainer at first.
 
     Args:
-        config: the sync's settings.
-        rollout_dtype: ``rollout.dtype``, what ``wire_dtype=auto`` means.
+        rollout_dtype: ``rollout.dtype``, in which engines keep most parameters; ``auto`` is that of the checkpoint.
 
     Raises:
         ValueError: the name of a dtype is none of torch's.
     """
-    name = rollout_dtype if config.wire_dtype == "auto" else config.wire_dtype
-    dtype = getattr(torch, _SHORT.get(name, name), None)
+    dtype = getattr(torch, _NAMES.get(rollout_dtype, rollout_dtype), None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(
-            f"actor_rollout_ref.rollout.dtype={name!r}: not a torch dtype. Set {KEY_PREFIX}.wire_dtype=bfloat16."
-        )
-    engine = getattr(torch, _SHORT.get(rollout_dtype, rollout_dtype), None)
-    return WirePolicy(dtype, config.keep_dtype, engine if isinstance(engine, torch.dtype) else None)
+        key = "actor_rollout_ref.rollout.dtype"
+        raise ValueError(f"{key}={rollout_dtype!r}: not a torch dtype. Set {key}=bfloat16.")
+    return WirePolicy(dtype)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import traceback
-from collections.abc import Awaitable, Callable, Generator, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -140,6 +140,24 @@ class Agreement:
         as an error of what comes next."""
         self._error = self._cancelled = None
 
+    def vote(self, what: str, values: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """Like ``settle``, and adds up numbers of all ranks in the same round.
+
+        Args:
+            what: the stage, for the message.
+            values: as many on all ranks; those of a rank that has failed do not count.
+
+        Returns:
+            Their sums modulo 2^64, int64.
+        """
+        cancelled, self._cancelled = self._cancelled, None
+        try:
+            return self._exchange(what, torch.as_tensor(values, dtype=torch.int64).flatten())
+        except SyncError as error:
+            if cancelled is not None:
+                raise cancelled from error
+            raise
+
     def settle(self, what: str, waiting: bool = False) -> bool:
         """Exchanges the status with all ranks.
 
@@ -154,24 +172,18 @@ class Agreement:
             SyncError: any rank failed, or did not answer in time; the same text on every rank that answers.
             CancelledError: instead of it, on a rank that was cancelled.
         """
-        cancelled, self._cancelled = self._cancelled, None
-        try:
-            return self._exchange(what, waiting)
-        except SyncError as error:
-            if cancelled is not None:
-                raise cancelled from error
-            raise
+        return bool(self.vote(what, [int(waiting)]).item())
 
-    def _exchange(self, what: str, waiting: bool) -> bool:
+    def _exchange(self, what: str, values: torch.Tensor) -> torch.Tensor:
         mine, self._error = self._error, None
         if self._lost:
             raise RankLostError(self._lost)
-        status = torch.tensor([int(mine is not None), int(waiting)], dtype=torch.int32)
+        status = torch.cat([torch.tensor([int(mine is not None)]), values])
         with self._peers(what, mine):
-            self.ranks.all_reduce(status, dist.ReduceOp.MAX)
+            self.ranks.all_reduce(status, dist.ReduceOp.SUM)
         if status[0].item():
             raise SyncError(self._tell_all(what, mine)) from mine
-        return bool(status[1].item())
+        return status[1:]
 
     @contextmanager
     def _peers(self, what: str, mine: BaseException | None) -> Iterator[None]:

@@ -1,25 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control channel: length-prefixed messages over a Unix socket between two processes of one user on one host.
+"""The control channel: messages over a Unix socket between two processes of one user on one host.
 
-No wait is without a bound: not for a message, not for the rest of one, and not for the other side to take one. How two
-ends find each other is in ``listener.py``.
+Every sync has a socket of its own (``sync/connect.py``), abstract, so that no file can be left over. A message is four
+bytes of length, a byte that names its kind, and msgpack that is decoded into exactly the types of ``protocol.py``:
+nothing that comes in can make this process run anything, which a pickle could. It is faster, too: the manifest of
+20177 tensors in 161416 pieces (5 MB) is encoded in 8 ms and decoded in 62 ms on a CPU core that takes 406 and 188 ms to
+pickle and unpickle it. No wait is without a bound: not for a message, not for the rest of one, and not for the other
+side to take one.
 """
 
 from __future__ import annotations
 
-import math
+import os
+import secrets
 import select
 import socket
 import struct
 import time
 from typing import Any
 
-from verl_sync_plugin.transport.codec import BadMessageError, decode, encode_into
+import msgspec
+
+from verl_sync_plugin.log import say
+from verl_sync_plugin.transport import protocol
 
 MOST_BYTES = 1 << 30  # of a message; a manifest of 20000 tensors on 8 ranks has 12 MB
-_HEADER = struct.Struct("!I")  # bytes that follow
+_HEADER = struct.Struct("!IB")  # bytes that follow these four, and the number of the kind
+_LENGTH = 4
 _CHUNK = 1 << 16
-_LONGEST_WAIT = 2**31 - 1  # milliseconds
+_BACKLOG = 8  # one engine rank is expected
+_CREDENTIALS = struct.Struct("iII")  # process, user, group
+MESSAGES: tuple[type, ...] = (
+    protocol.Hello,
+    protocol.Ready,
+    protocol.Details,
+    protocol.Load,
+    protocol.Loaded,
+    protocol.Commit,
+    protocol.Committed,
+    protocol.Failed,
+)
+OMITTED = ("manifest", "lives", "sums", "held", "map")  # from messages for people
+_encoder = msgspec.msgpack.Encoder()
+_kinds = {kind: number for number, kind in enumerate(MESSAGES)}
+_decoders: tuple[msgspec.msgpack.Decoder[Any], ...] = tuple(msgspec.msgpack.Decoder(kind) for kind in MESSAGES)
 
 
 class ChannelClosedError(ConnectionError):
@@ -30,32 +54,26 @@ class ChannelTimeoutError(TimeoutError):
     """The other side said nothing, or took nothing, in time."""
 
 
+class BadMessageError(ValueError):
+    """What came in is no message of this protocol."""
+
+
 class Channel:
     """One connected end.
 
     Args:
         connected: the socket; the channel's from now on.
         send_seconds: bound on every ``send``.
-
-    Attributes:
-        most: bytes of the longest message that is received.
     """
 
-    most: int = MOST_BYTES
-
     def __init__(self, connected: socket.socket, send_seconds: float) -> None:
-        connected.setblocking(False)
         self._socket = connected
         self._send_seconds = send_seconds
         self._heard = bytearray()  # received, and not yet returned
         self._over = False  # nothing more can be received
 
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
     def send(self, message: Any) -> None:
-        """Sends one message of ``codec.MESSAGES``, and keeps what comes in meanwhile, so that two sides that send at
-        once do not wait for each other.
+        """Sends one of ``MESSAGES``.
 
         Raises:
             ChannelTimeoutError: the other side did not take it in time; the channel is of no use any more.
@@ -63,31 +81,29 @@ class Channel:
             ValueError: it is too long.
         """
         frame = bytearray(_HEADER.size)
-        encode_into(message, frame, _HEADER.size)
-        length = len(frame) - _HEADER.size
+        _encoder.encode_into(message, frame, _HEADER.size)
+        length = len(frame) - _LENGTH
         if length > MOST_BYTES:
             raise ValueError(f"a {type(message).__name__} of {length} bytes is too long for the weight-sync channel")
-        _HEADER.pack_into(frame, 0, length)
-        rest, deadline = memoryview(frame), time.monotonic() + self._send_seconds
-        while rest:
-            try:
-                rest = rest[self._socket.send(rest) :]
-            except BlockingIOError:
-                left, reads = deadline - time.monotonic(), not self._over and len(self._heard) <= self.most
-                events = select.POLLOUT | select.POLLIN if reads else select.POLLOUT
-                if left <= 0 or not ready(self._socket, events, left):
-                    raise ChannelTimeoutError(
-                        f"the other side of the weight-sync channel did not take a {type(message).__name__} of "
-                        f"{length} bytes within {self._send_seconds:g} s"
-                    ) from None
-                if reads:
-                    self._fetch()
-            except OSError as error:
-                raise _gone(error) from error
+        _HEADER.pack_into(frame, 0, length, _kinds[type(message)])
+        try:
+            self._socket.settimeout(self._send_seconds)
+            self._socket.sendall(frame)
+        except TimeoutError as error:
+            raise ChannelTimeoutError(
+                f"the other side of the weight-sync channel did not take a {type(message).__name__} of {length} bytes "
+                f"within {self._send_seconds:g} s"
+            ) from error
+        except OSError as error:
+            raise _gone(error) from error
 
     def has_word(self) -> bool:
-        """Whether a message has begun, or ``receive`` would raise at once."""
-        return bool(self._heard) or self._over or ready(self._socket, select.POLLIN, 0)
+        """True if a message has begun, or ``receive`` would raise at once."""
+        if self._heard or self._over or self._socket.fileno() < 0:
+            return True
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        return bool(poller.poll(0))
 
     def receive(self, timeout: float) -> Any:
         """Waits at most ``timeout`` seconds for one whole message.
@@ -97,19 +113,18 @@ class Channel:
             ChannelClosedError: the other side closed or died.
             BadMessageError: what came is no message; nothing more can be received.
         """
-        deadline = time.monotonic() + timeout
+        deadline, left = time.monotonic() + timeout, max(timeout, 0.0)
         while not (frame := self._frame()):
             if self._over:
                 raise _gone("it has closed it")
-            left = deadline - time.monotonic()
-            waited = self._fetch() or (left > 0 and ready(self._socket, select.POLLIN, left))
             # Who sends ever more of a message has no more time than who sends nothing
-            if not waited or (left <= 0 and not self._over and not self._frame()):
+            if left < 0 or not self._fetch(left):
                 begun = f" but {len(self._heard)} bytes of one" if self._heard else ""
                 raise ChannelTimeoutError(f"no word on the weight-sync channel within {timeout:g} s{begun}")
+            left = deadline - time.monotonic()
         try:
-            with memoryview(self._heard)[_HEADER.size : frame] as data:
-                return decode(data)
+            with memoryview(self._heard)[:frame] as data:
+                return _decode(data)
         except BadMessageError:
             self._over = True
             raise
@@ -121,38 +136,133 @@ class Channel:
         self._socket.close()
 
     def _frame(self) -> int:
-        """Bytes of the first message and its header, 0 if it is not all there."""
-        if len(self._heard) < _HEADER.size:
+        """Bytes of the first message with its length, 0 if it is not all there."""
+        if len(self._heard) < _LENGTH:
             return 0
-        (length,) = _HEADER.unpack_from(self._heard)
-        if length > self.most:
+        end = _LENGTH + int.from_bytes(self._heard[:_LENGTH], "big")
+        if end - _LENGTH > MOST_BYTES:
             self._over = True
             self._heard.clear()
-            raise BadMessageError(f"a message of {length} bytes is announced on the weight-sync channel")
-        end = _HEADER.size + int(length)
+            raise BadMessageError(f"a message of {end - _LENGTH} bytes is announced on the weight-sync channel")
         return end if len(self._heard) >= end else 0
 
-    def _fetch(self) -> bool:
-        """Takes in what has come, without waiting; False when nothing has."""
+    def _fetch(self, seconds: float) -> bool:
+        """Takes in what comes next; False when nothing does."""
         try:
+            self._socket.settimeout(seconds)
             data = self._socket.recv(_CHUNK)
-        except BlockingIOError:
+        except (BlockingIOError, TimeoutError):
             return False
         except OSError:  # reset: what came before still counts
             data = b""
         self._heard += data
-        self._over = self._over or not data
+        self._over = not data
         return True
+
+
+class Listener:
+    """One end before the other has connected.
+
+    Args:
+        send_seconds: of the channels.
+        address: for ``connect``; a random one if it is not given.
+
+    Raises:
+        OSError: somebody listens there already, or this process has too many open files.
+    """
+
+    def __init__(self, send_seconds: float, address: str = "") -> None:
+        self._send_seconds = send_seconds
+        self.address = address or f"@verl-sync-{secrets.token_hex(16)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(_abstract(self.address))
+        self._socket.listen(_BACKLOG)
+
+    def accept(self, timeout: float) -> Channel | None:
+        """The next connection of a process of this user, or ``None`` when there is none within ``timeout`` seconds.
+
+        Raises:
+            OSError: the listener is closed, or this process has too many open files.
+        """
+        deadline, left = time.monotonic() + timeout, max(timeout, 0.0)
+        while left >= 0:
+            try:
+                self._socket.settimeout(left)
+                accepted, _ = self._socket.accept()
+            except (BlockingIOError, TimeoutError):
+                return None
+            given = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            process, user, _ = _CREDENTIALS.unpack(given)
+            if user in (os.geteuid(), 0):
+                return Channel(accepted, self._send_seconds)
+            say(f"a connection to the weight sync was dropped: process {process} belongs to user {user}")
+            accepted.close()
+            left = deadline - time.monotonic()
+        return None
+
+    def close(self) -> None:
+        """From now on whoever comes is refused at once, and who waits here is hung up on."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)  # a process that was forked from this one may hold it, too
+            while (channel := self.accept(0)) is not None:
+                channel.close()
+        except OSError:
+            pass
+        self._socket.close()
+
+
+def connect(address: str, timeout: float, send_seconds: float) -> Channel:
+    """Connects to a ``Listener``.
+
+    Args:
+        address: of the listener.
+        timeout: seconds for which it may have too many others waiting.
+        send_seconds: of the channel.
+
+    Raises:
+        ChannelClosedError: nobody listens there, or no longer.
+        ChannelTimeoutError: its queue stays full.
+        ValueError: ``address`` is not one of a listener.
+    """
+    target, deadline = _abstract(address), time.monotonic() + timeout
+    while True:
+        client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        client.setblocking(False)  # a full queue of the listener would block without bound
+        try:
+            client.connect(target)
+            return Channel(client, send_seconds)
+        except BlockingIOError as error:
+            client.close()
+            if time.monotonic() > deadline:
+                raise ChannelTimeoutError(f"the queue of {address} was full for {timeout:g} s") from error
+            time.sleep(0.01)
+        except OSError as error:
+            client.close()
+            raise ChannelClosedError(f"nobody listens at {address}, or no longer ({error})") from error
+
+
+def describe(message: Any) -> str:
+    """A short form for logs and errors."""
+    fields = {key: value for key, value in vars(message).items() if key not in OMITTED}
+    return f"{type(message).__name__}({str(fields)[:200]})"
+
+
+def _decode(data: memoryview) -> Any:
+    kind = data[_LENGTH] if len(data) > _LENGTH else len(MESSAGES)
+    if kind >= len(MESSAGES):
+        raise BadMessageError(f"no message of the weight-sync protocol: {bytes(data[:40])!r}")
+    try:
+        return _decoders[kind].decode(data[_HEADER.size :])
+    except msgspec.DecodeError as error:
+        raise BadMessageError(f"not a {MESSAGES[kind].__name__} of the weight-sync protocol: {error}") from error
+
+
+def _abstract(address: str) -> str:
+    """The kernel's form of an address: a leading zero byte, which most serializers do not preserve."""
+    if not address.startswith("@"):
+        raise ValueError(f"{address!r} is no address of a trainer rank")
+    return "\0" + address[1:]
 
 
 def _gone(why: object) -> ChannelClosedError:
     return ChannelClosedError(f"the other side of the weight-sync channel is gone ({why})")
-
-
-def ready(connected: socket.socket, events: int, seconds: float) -> bool:
-    """Whether a socket has one of some events of ``select.poll`` within some seconds, or is closed on this side."""
-    if connected.fileno() < 0:
-        return True
-    poller = select.poll()
-    poller.register(connected, events)
-    return bool(poller.poll(min(math.ceil(max(seconds, 0.0) * 1000), _LONGEST_WAIT)))

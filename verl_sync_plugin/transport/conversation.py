@@ -5,22 +5,20 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeVar
 
+from verl_sync_plugin.layout.load_map import LoadMap
 from verl_sync_plugin.layout.tensors import Plan
-from verl_sync_plugin.transport.channel import Channel
-from verl_sync_plugin.transport.codec import describe
+from verl_sync_plugin.transport.channel import Channel, describe
 from verl_sync_plugin.transport.memory.exports import Live
-from verl_sync_plugin.transport.proof import Proven
 from verl_sync_plugin.transport.protocol import (
     Commit,
     Committed,
+    Details,
     Failed,
     Hello,
     Load,
     Loaded,
     Manifest,
     Ready,
-    Used,
-    Whereabouts,
 )
 
 T = TypeVar("T")
@@ -35,11 +33,11 @@ class Greeting(NamedTuple):
 
     Attributes:
         unreachable: why it cannot read other trainer ranks' slots, and then the sync is over; else empty.
-        used: what its model uses, if that was asked for.
+        map: what its model does with the tensors, if that was asked for.
     """
 
     unreachable: str
-    used: Used | None
+    map: LoadMap | None
 
 
 class Conversation:
@@ -73,9 +71,9 @@ class Conversation:
         channel.send(hello)
         ready = self._expect(Ready)
         if ready.needs_plan:
-            channel.send(Manifest.of(plan))
-        asks = hello.tell_use and not ready.unreachable
-        return Greeting(ready.unreachable, self._expect(Used) if asks else None)
+            channel.send(Details(Manifest.of(plan)))
+        asks = hello.tells and not ready.unreachable
+        return Greeting(ready.unreachable, self._expect(Ready).map if asks else None)
 
     def greet_live(self, hello: Hello, lives: tuple[Live, ...]) -> str:
         """Like ``greet``, when the engine rank is to read parameters where they lie.
@@ -91,7 +89,7 @@ class Conversation:
         channel.send(hello)
         ready = self._expect(Ready)
         if ready.needs_live and not ready.unreachable:
-            channel.send(Whereabouts(lives))
+            channel.send(Details(lives=lives))
             ready = self._expect(Ready)
         return ready.unreachable
 
@@ -105,22 +103,14 @@ class Conversation:
         assert loaded.bucket == bucket_index, f"{describe(loaded)} while waiting for bucket {bucket_index}"
         return loaded
 
-    def commit(self, tell: bool = False, unmap: bool = False) -> Committed:
-        """Ends the sync on this rank.
+    def commit(self, unmap: bool = False) -> Committed:
+        """Ends the sync on this rank; returns what the engine rank did.
 
         Args:
-            tell: ask what the engine rank reads, also if it has said so before.
             unmap: have it let go of all staging memory.
-
-        Returns:
-            What the engine rank did.
         """
-        self._open_channel().send(Commit(tell, unmap))
+        self._open_channel().send(Commit(unmap))
         return self._expect(Committed)
-
-    def proven(self) -> Proven:
-        """What the engine rank holds, which it was asked for in ``Hello``; behind ``commit``."""
-        return self._expect(Proven)
 
     def hang_up(self) -> bool:
         """Ends the sync whatever its state; the engine rank drops what is unfinished.

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from verl_sync_plugin.transport.connecting import Connecting
-from verl_sync_plugin.transport.link import Part, links_of
+from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.transport.ranks import Ranks
 
 T = TypeVar("T")
@@ -61,17 +63,15 @@ class JointRanks(Ranks):
         self.rank, self.size = rank, trainers + rollouts
         self.trainers, self.rollouts = tuple(range(trainers)), tuple(range(trainers, self.size))
         self._bound = timedelta(seconds=timeout_seconds)
-        connect_seconds = connect_seconds or timeout_seconds
-        self._connecting = Connecting(connect_seconds)
+        self._connect_seconds = connect_seconds or timeout_seconds
         self._kept: Any = dist.ProcessGroupGloo(dist.PrefixStore("words", store), rank, self.size, self._bound)
         self._bytes: Any = None
         self._met = False
         if rollouts and device.type == "cuda":
             # A thread that is left alone in NCCL may go on waiting for the store, which it must not keep from others
             own = store.clone()  # type: ignore[attr-defined]
-            own.set_timeout(timedelta(seconds=connect_seconds))
+            own.set_timeout(timedelta(seconds=self._connect_seconds))
             self._bytes = _nccl(dist.PrefixStore("bytes", own), rank, self.size, timeout_seconds)
-            self._connecting = Connecting(connect_seconds, late=self._bytes.abort)
         elif rollouts:
             self._bytes = dist.ProcessGroupGloo(dist.PrefixStore("bytes", store), rank, self.size, self._bound)
 
@@ -116,22 +116,6 @@ class JointRanks(Ranks):
         work: dist.Work = self._bytes.broadcast(memory, root)
         return work
 
-    def exchange(self, sends: Sequence[Part], receives: Sequence[Part], device: torch.device) -> list[dist.Work]:
-        """See ``Link``."""
-        self._meet(device)
-        if not sends and not receives:
-            return []
-        group, batched = self._bytes, device.type == "cuda"
-
-        def start() -> list[dist.Work]:
-            if batched:
-                group._start_coalescing()
-            works = [group.send([memory], peer, 0) for memory, peer in sends]
-            works += [group.recv([memory], peer, 0) for memory, peer in receives]
-            return [group._end_coalescing()] if batched else works
-
-        return self._connecting.call(start, links_of(sends, receives), device)
-
     def _meet(self, device: torch.device) -> None:
         """Once for the group: has NCCL make its communicator, for which it wants all members in the first call."""
         group = self._bytes
@@ -141,7 +125,7 @@ class JointRanks(Ranks):
                 group.broadcast(torch.zeros(1, device=device), 0).wait()
 
         if device.type == "cuda" and not self._met:
-            self._connecting.call(meet, {"all"}, device)
+            bounded(meet, device, self._connect_seconds, late=group.abort)
             self._met = True
 
     def close(self) -> None:
@@ -178,6 +162,52 @@ def _nccl(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> An
         os.environ.pop(BLOCKING_WAIT)
         if before is not None:
             os.environ[BLOCKING_WAIT] = before
+
+
+def bounded(connect: Callable[[], None], device: torch.device, seconds: float, late: Callable[[], None]) -> None:
+    """Connects ranks in a thread of its own, and leaves it alone after the bound.
+
+    NCCL makes the communicator of a group in the group's first call. The host waits in there, and nothing ends that
+    wait where one of the ranks has died before. What such a call has left half done in its thread (NCCL counts open
+    calls per thread) ends with the thread, too. On an H100 this was seen to end with the bound, and the next
+    group to be whole.
+
+    Args:
+        connect: issues the call, on the device and the stream of the caller.
+        device: where this rank computes.
+        seconds: the bound.
+        late: called where the call ends after the bound all the same, from its thread or from the caller's: ends what
+            it has made. It may be called twice.
+
+    Raises:
+        RuntimeError: ranks were not connected within the bound, or what ``connect`` raises.
+    """
+    done: Future[None] = Future()
+    given_up = threading.Event()
+    stream = torch.cuda.current_stream(device)
+
+    def run() -> None:
+        try:
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                connect()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+        if given_up.is_set():
+            late()
+
+    threading.Thread(target=run, name="verl-sync-connecting", daemon=True).start()
+    try:
+        done.result(seconds)
+    except FutureTimeoutError:
+        given_up.set()
+        if done.done():
+            late()
+        raise RuntimeError(
+            f"NCCL did not connect this rank with the others within {KEY_PREFIX}.timeout_seconds={seconds:g}; look for "
+            "a rank that died, or see by NCCL_DEBUG=INFO which network it takes"
+        ) from None
 
 
 def _packed(value: Any) -> torch.Tensor:

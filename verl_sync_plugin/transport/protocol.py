@@ -4,25 +4,23 @@
     trainer rank                          engine rank (in its process)
     ------------                          ----------------------------
     LoadRequest (through a request of the engine's own)
-                                    <---  connects to its trainer rank's address, Join(sync_id)
+                                    <---  connects to its trainer rank's address
     Hello(sync_id, digest, staging) --->
                                     <---  Ready(needs_plan), or Ready(unreachable) and the sync is over
-    Manifest (only if needed)       --->
-                                    <---  Used (only if asked for), and the sync is over if the trainer plans anew
+    Details(manifest; if needed)    --->  finds out what its model does with the tensors, if that is new
+                                    <---  Ready(map; if asked for), and the sync is over if the trainer plans anew
     per bucket: Load(bucket, slot)  --->  loads, waits until its copies are done
                                     <---  Loaded(bucket) or Failed(text)
     or, where parameters are read where they lie (Hello(live) instead of staging):
                                     <---  Ready(needs_live), or Ready(unreachable) and the sync is over
-    Whereabouts (only if needed)    --->
+    Details(lives; if needed)       --->
                                     <---  Ready, or Ready(unreachable) and the sync is over
     Load(ALL)                       --->  the same with everything at once
-    Commit                          --->  proves coverage; lets go of staging memory if it is told to
-                                    <---  Committed(coverage, sums) or Failed(text)
-                                    <---  Proven (proof.py; only if asked for)
+    Commit                          --->  lets go of staging memory if it is told to
+                                    <---  Committed(sums, what is held if asked for, map if it is new) or Failed(text)
 
-Either side may close at any time; the other then drops the sync. A Join of another sync is a latecomer, whose sync had
-been given up; the trainer rank closes it. A slot may be written again only after ``Loaded`` of the bucket that was in
-it, from every engine rank that reads it.
+Either side may close at any time; the other then drops the sync. Addresses are of one sync. A slot may be
+written again only after ``Loaded`` of the bucket that was in it, from every engine rank that reads it.
 """
 
 from __future__ import annotations
@@ -30,20 +28,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_sync_plugin.layout.strided import Run
+from verl_sync_plugin.layout.load_map import LoadMap
 from verl_sync_plugin.layout.tensors import Entry, Plan
 from verl_sync_plugin.transport.memory.exports import Live, StagingExport
 
 MAGIC = "verl-sync-plugin"
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 15
 
 # A trainer rank may spend up to three waits (its shards, its plan, its staging memory; or the last buckets, the commit,
 # the engine's answer) before it meets the others, and who waits for it should hear why it failed instead of giving up
 TOGETHER_WAITS, TOGETHER_SLACK_SECONDS = 3, 60.0
 ALL = NONE = -1  # in place of a bucket: all of them at once; in place of a number: there is none
-
-# Of what size, what is read of it, and the tensors that are so. Runs may overlap, and their targets are left out (0).
-Readings = tuple[tuple[int, tuple[Run, ...], tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -84,11 +79,6 @@ class LoadRequest:
 
 
 @dataclass(frozen=True)
-class Join:
-    sync_id: str
-
-
-@dataclass(frozen=True)
 class Hello:
     """Opens a sync.
 
@@ -99,27 +89,23 @@ class Hello:
             when parameters are read where they lie.
         place: which of them is the one beside, or read for what all of them hold.
         homes: of a sharded plan, for each segment: in which of the stagings, and as which segment of a slot there.
-        copy_plan: whether the receiver may replay copies instead of calling ``load_weights``.
-        hashed: whether to hash what is read.
-        whole: numbers of tensors to be hashed whole (see ``Readings``).
         live: keys of the ``Live`` of all ranks of the group, in place of stagings.
-        tell_use: say, before anything is loaded, which bytes the model uses.
+        tells: say, before anything is loaded, what the model does with the tensors.
         own: which of the stagings, or of the ranks in ``live``, is on the engine rank's device; ``NONE``: none is.
-        prove: say, behind ``Committed``, what lies in the parameters.
+        proves: say in ``Committed`` what lies in the parameters.
+        map: names the ``LoadMap`` that the trainer rank knows; another one is said in ``Committed``.
     """
 
     sync_id: str
     digest: str
     stagings: tuple[StagingExport, ...]
     place: int = 0
-    copy_plan: bool = True
-    hashed: bool = False
-    whole: tuple[int, ...] = ()
     live: tuple[str, ...] = ()
-    tell_use: bool = False
+    tells: bool = False
     own: int = 0
     homes: tuple[tuple[int, int], ...] = ()
-    prove: bool = False
+    proves: bool = False
+    map: str = ""
 
 
 @dataclass(frozen=True)
@@ -129,13 +115,7 @@ class Ready:
     needs_plan: bool = False
     unreachable: str = ""
     needs_live: bool = False
-
-
-@dataclass(frozen=True)
-class Whereabouts:
-    """Where the parameters of all ranks of the group lie, in the order of ``Hello.live``."""
-
-    lives: tuple[Live, ...]
+    map: LoadMap | None = None
 
 
 @dataclass(frozen=True)
@@ -165,21 +145,12 @@ class Manifest:
 
 
 @dataclass(frozen=True)
-class Used:
-    """What the engine's model does with the tensors of a manifest.
+class Details:
+    """What the engine rank lacks: the manifest, or where the parameters of all ranks of the group lie, in the order of
+    ``Hello.live``."""
 
-    Attributes:
-        model: engine and class, such as "SGLang's LlamaForCausalLM".
-        readings: which bytes of each tensor it uses; ``None`` when only the load itself will tell.
-        layers: how many decoder layers the engine's model has; 0 when that is unknown.
-        wider: of which it would take more than is sent: a dtype, and the numbers of the tensors; see
-            ``Recording.wider``.
-    """
-
-    model: str
-    readings: Readings | None
-    layers: int = 0
-    wider: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    manifest: Manifest | None = None
+    lives: tuple[Live, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -197,26 +168,25 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Commit:
-    """Ends the sync. ``tell``: say in any case what is read of each tensor, which this trainer rank does not know.
-    ``unmap``: let go of all staging memory, which the trainer gives back."""
+    """Ends the sync. ``unmap``: let go of all staging memory, which the trainer gives back."""
 
-    tell: bool = False
     unmap: bool = False
 
 
 @dataclass(frozen=True)
-class Coverage:
-    """What the ledger of one engine rank found.
+class Held:
+    """What lies in the parameters of an engine rank after a sync.
 
     Attributes:
-        expected: number of parameters and persistent buffers of the engine's model.
-        missing: names of those with bytes that the sync did not write, ``(name, written, total)`` in elements.
-        buffers: names of those missing that are no parameters.
+        sums: the hash of each of ``load_map.held_parts``, as little-endian int64.
+        nbytes: that were hashed.
+        changed: tensors of the model in which a constant, or an element in a wider dtype, has other bits than a load
+            leaves.
     """
 
-    expected: int
-    missing: tuple[tuple[str, int, int], ...]
-    buffers: tuple[str, ...] = ()
+    sums: bytes
+    nbytes: int = 0
+    changed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -224,30 +194,28 @@ class Committed:
     """What the engine rank did.
 
     Attributes:
-        coverage: which bytes of the model were written.
-        replayed_tensors: went by the copy plan instead of the model's ``load_weights``.
+        replayed_tensors: went by copies instead of the model's ``load_weights``.
         replayed_bytes: their bytes.
         own_bytes: read from memory of the rank beside, on the engine rank's own device.
         peer_bytes: read from other ranks' memory.
-        sums: the hash of what was read of each tensor, as little-endian int64; empty without hashing.
-        readings: which bytes these are; ``None`` when they are those of the last time.
+        sums: the hash of each of ``load_map.read_parts``, as little-endian int64.
         obstacle: why the next sync of this plan may not have this rank read parameters where they lie; empty when it
             may.
-        used: what the model used, where that is unknown to the trainer rank; else ``None``.
         activation_bytes: the most device memory that the engine allocated beyond what it keeps since the last sync; 0
             when unknown, as in the first.
+        held: what lies in the parameters; ``None`` where that was not asked for.
+        map: what the model does with the tensors, where the trainer rank does not know it.
     """
 
-    coverage: Coverage
     replayed_tensors: int = 0
     replayed_bytes: int = 0
     own_bytes: int = 0
     peer_bytes: int = 0
     sums: bytes = b""
-    readings: Readings | None = None
     obstacle: str = ""
     activation_bytes: int = 0
-    used: Used | None = None
+    held: Held | None = None
+    map: LoadMap | None = None
 
 
 @dataclass(frozen=True)

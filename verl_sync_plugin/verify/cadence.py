@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which syncs are verified: ``custom.sync.verify``."""
+"""``custom.sync.verify``: decides which syncs are verified."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ MOST_TRIES = 10  # of a sync that is not verified whole for want of memory; each
 
 
 class Cadence:
-    """Which syncs are verified; the same on all ranks of a trainer, which count the same syncs.
-
-    Args:
-        verify: ``custom.sync.verify``.
-    """
+    """Decides which syncs are verified; the same on all ranks of a trainer, which count the same syncs."""
 
     def __init__(self, verify: str | int) -> None:
         self._verify = verify
@@ -20,19 +16,15 @@ class Cadence:
         self._tries: dict[str, int] = {}
 
     def due(self, digest: str) -> bool:
-        """Whether the next sync of a plan is to be verified."""
+        """True if the next sync of a plan is to be verified."""
         ended = self._ended.get(digest, 0)
         if isinstance(self._verify, int):
             return ended % self._verify == 0
         return self._verify == "always" or (self._verify == "first" and ended < FIRST_SYNCS)
 
     def note(self, digest: str, whole: bool = True) -> None:
-        """A sync of a plan has ended well.
-
-        Args:
-            digest: of the plan.
-            whole: every engine rank could be asked, if it was to be; else the next sync is due in its place.
-        """
+        """Counts a sync of a plan that has ended well; one that was not verified ``whole`` is made up for by the
+        next."""
         if not whole and self._tries.get(digest, 0) < MOST_TRIES:
             self._tries[digest] = self._tries.get(digest, 0) + 1
             return

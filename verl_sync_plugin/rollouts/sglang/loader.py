@@ -1,66 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loader SGLang calls for a weight update whose ``load_format`` is this function's name.
+"""The functions that SGLang calls in each of its scheduler processes for a load of weights.
 
 Hazard: SGLang 0.5.12 treats an exception of a custom loader as fatal and kills the scheduler together with its parent,
-and it ignores the return value. So everything is caught here, and what went wrong travels to the trainer through the
-control channel.
+and it ignores the return value. So everything is caught here, and what went wrong travels to the trainer over the
+socket, or stays in SGLang's log where the trainer cannot be reached.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import sys
 import time
 import traceback
 from contextlib import suppress
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 
+from verl_sync_plugin.engine.session import ReceiverSession
 from verl_sync_plugin.log import say
-from verl_sync_plugin.memory.collection import no_collection
-from verl_sync_plugin.receiver.session import ReceiverSession
-from verl_sync_plugin.rollouts.sglang.complaints import complain
+from verl_sync_plugin.memory import no_collection
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
-from verl_sync_plugin.rollouts.sglang.prefixes import forget_images, forget_prefixes, wait_for_forwards
-from verl_sync_plugin.rollouts.sglang.request import admitted, sync_id_in
-from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, ChannelTimeoutError
-from verl_sync_plugin.transport.codec import BadMessageError
-from verl_sync_plugin.transport.listener import connect
-from verl_sync_plugin.transport.protocol import Failed, Join, LoadRequest
+from verl_sync_plugin.rollouts.sglang.request import admitted
+from verl_sync_plugin.transport.channel import (
+    BadMessageError,
+    Channel,
+    ChannelClosedError,
+    ChannelTimeoutError,
+    connect,
+)
+from verl_sync_plugin.transport.protocol import Failed, LoadRequest
 
 CONNECT_TIMEOUT_SECONDS = 10.0
+NamedTensors = list[tuple[Any, torch.Tensor]]  # one pair: a request as ``pack_request`` made it, and an empty tensor
 
 _sessions: dict[int, ReceiverSession] = {}
 
 
-def load(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]]) -> None:
-    """Receives one whole sync into ``model``.
-
-    Args:
-        model: this tensor-parallel rank's SGLang model.
-        named_tensors: one pair; its name is a ``LoadRequest`` as ``pack_request`` made it, its tensor is empty.
-    """
+def load(model: torch.nn.Module, named_tensors: NamedTensors) -> None:
+    """Receives one whole sync into ``model``, this tensor-parallel rank's; the request is a ``LoadRequest``."""
     _load(model, named_tensors, forget=False)
 
 
-def load_and_forget_prefixes(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]]) -> None:
-    """``load`` for an engine whose requests were retracted; see ``prefixes.forget_prefixes``."""
+def load_and_forget_prefixes(model: torch.nn.Module, named_tensors: NamedTensors) -> None:
+    """``load`` for an engine whose requests were retracted; see ``forget_prefixes``."""
     _load(model, named_tensors, forget=True)
 
 
-def _load(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]], forget: bool) -> None:
+def _load(model: torch.nn.Module, named_tensors: NamedTensors, forget: bool) -> None:
     try:
         header = admitted(named_tensors[0][0])
-    except Exception as error:  # of whoever can reach SGLang's port; no trainer is told of it
+    except Exception as error:  # of whoever can reach SGLang's port; no trainer hears of it
         say(f"a weight update was refused: {error}")
         return
     try:
         request = LoadRequest.from_wire(header)
         address = request.addresses[tensor_parallel_rank()]
         channel = connect(address, CONNECT_TIMEOUT_SECONDS, request.timeout_seconds)
-        channel.send(Join(request.sync_id))
-    except Exception as error:
-        why = f"engine rank {tensor_parallel_rank()} could not reach its trainer rank: {type(error).__name__}: {error}"
-        complain(sync_id_in(header), f"{why}\n{traceback.format_exc(limit=-6)}")
+    except Exception:
+        say(f"engine rank {tensor_parallel_rank()} could not reach its trainer rank\n{traceback.format_exc()}")
         return
     try:
         _receive(model, channel, request, forget)
@@ -103,3 +104,91 @@ def tensor_parallel_rank() -> int:
     from sglang.srt.distributed.parallel_state import get_tp_group
 
     return int(get_tp_group().rank_in_group)
+
+
+def wait_for_forwards(model: torch.nn.Module) -> None:
+    """Waits until no forward pass reads the weights any more.
+
+    Paused ``in_place`` with its overlapping schedule, SGLang leaves the last forward pass running on a stream of its
+    own. On an idle device this returns at once.
+    """
+    parameter = next(model.parameters(), None)
+    if parameter is not None and parameter.is_cuda:
+        torch.cuda.synchronize(parameter.device)
+
+
+def forget_images() -> None:
+    """Has SGLang forget what its vision tower made of images.
+
+    It keeps that by image (``SGLANG_VLM_CACHE_SIZE_MB``, 100 by default), and its ``flush_cache`` leaves it there
+    (sglang #36468): an image that was seen before would be answered with the earlier tower.
+    """
+    for name in ("mm_utils", "mm_schedule"):  # up to SGLang 0.5.17, and since
+        cache = getattr(sys.modules.get(f"sglang.srt.managers.{name}"), "embedding_cache", None)
+        if cache is not None:
+            cache.clear()
+
+
+def forget_prefixes() -> None:
+    """Has the scheduler that is loading weights flush its prefix cache although requests wait.
+
+    SGLang's ``retract`` gives back what a request has generated, but leaves its prompt in the prefix cache, where it
+    finds it when it goes on; and ``flush_cache`` refuses while any request waits, as all retracted ones do (sglang
+    #33783). They hold nothing of the cache, so it is flushed with the queue out of sight. Every other condition of
+    SGLang's stays.
+
+    Raises:
+        RuntimeError: SGLang could not flush, or this is not called from within its scheduler.
+    """
+    scheduler = loading_scheduler()
+    waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
+    try:
+        flushed = scheduler.flush_cache()
+    finally:
+        scheduler.waiting_queue = waiting
+    if not flushed:
+        raise RuntimeError("SGLang could not flush its prefix cache after retracting its requests: some still run")
+
+
+def loading_scheduler() -> Any:
+    """SGLang hands a loader nothing but the model; the scheduler is among its callers."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if isinstance(owner := frame.f_locals.get("self"), Scheduler):
+            return owner
+        frame = frame.f_back
+    raise RuntimeError("no scheduler of SGLang's is loading weights here")
+
+
+def answer(folder: str, value: Any) -> None:
+    """Answers a question of the server on the same host (``WeightUpdates.ask_ranks``)."""
+    Path(folder, str(tensor_parallel_rank())).write_text(json.dumps(value), encoding="utf-8")
+
+
+def write_digests(model: torch.nn.Module, named_tensors: NamedTensors) -> None:
+    """A loader that loads nothing, for ``verl-sync prove``, whose engine alone lists it: answers with ``digests_of``.
+
+    Never raises, which would end the scheduler: then there is no answer.
+    """
+    try:
+        (folder,) = admitted(named_tensors[0][0])
+        answer(folder, digests_of(model))
+    except Exception as error:
+        say(f"the digests of the parameters were not written: {error!r}")
+
+
+def digests_of(model: torch.nn.Module) -> dict[str, str]:
+    """A digest of each parameter and persistent buffer of a model, tied ones once under their first name.
+
+    Shares nothing with the code that moves weights: the standard library hashes the bytes that torch hands over.
+    """
+    persistent = set(model.state_dict(keep_vars=True))
+    named = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if n in persistent)]
+    return {name: _digest(tensor.detach()) for name, tensor in named if tensor.numel()}
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+    return hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()

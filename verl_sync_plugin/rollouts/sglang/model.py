@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's model of one scheduler rank, behind the interface that the receiver knows."""
+"""SGLang's model of one scheduler rank as the receiver's ``EngineModel``."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from verl_sync_plugin.config.settings import TURN_OFF
+from verl_sync_plugin.engine.model import EngineModel
 from verl_sync_plugin.layout.names import layers_of
-from verl_sync_plugin.receiver.engine_model import EngineModel
-from verl_sync_plugin.rollouts.sglang.arguments import ARGUMENTS
-from verl_sync_plugin.rollouts.sglang.skips import why_skipped
+from verl_sync_plugin.rollouts.sglang.refusals import ARGUMENTS
 
 # SGLang's DeepSeek loaders fuse these pairs inside one load_weights call; a pair torn over two calls leaves the fused
 # weight stale without a word (the first of a pair waits for the second)
@@ -39,6 +38,21 @@ FUSED_PAIRS = (
 # A tied model's one weight as checkpoints have it, and its second name, which most checkpoints leave out
 EMBEDDING = re.compile(r"(?:[a-z_]+\.)*embed_tokens\.weight")
 HEAD = "lm_head.weight"
+
+# Why a tensor of the trainer is rightly used by no engine rank; of any other that is an error. A tied head needs no
+# entry, for its bytes travel as the embedding's too
+FURTHER_TOKENS = "a layer after the last one predicts further tokens, and the engine's main model has none"
+BLIND = "the engine was launched without its vision tower (see SGLang's enable_multimodal)"
+# (regular expression on the whole HF name, why no byte of it is needed)
+SKIPS = (
+    (r".*\.rotary_emb\.inv_freq", "the engine computes rotary frequencies from its configuration"),
+    (r"(?:model\.)?mtp(?:_layers)?\..*", FURTHER_TOKENS),
+)
+# What only a layer has that predicts further tokens: it joins the last hidden state and the next token's embedding
+JOINS = "eh_proj.weight"
+
+_LAYER = re.compile(r"((?:language_model\.)?model\.(?:language_model\.)?layers\.\d+\.).*")
+_VISION = re.compile(r"(?:model\.)?(?:vision_model|multi_modal_projector)\..*")
 
 
 class SGLangModel(EngineModel):
@@ -84,13 +98,30 @@ class SGLangModel(EngineModel):
         self._model.post_load_weights()
 
     def layout_token(self) -> tuple[object, ...]:
-        """Which expert is where: SGLang's load balancing moves experts between the places of a parameter that stays
+        """The places of all experts: SGLang's load balancing moves experts between the places of a parameter that stays
         where it is."""
         metadata = _expert_locations()
         return () if metadata is None else tuple(metadata.physical_to_logical_map_cpu.flatten().tolist())
 
     def why_skipped(self, name: str) -> str:
         return why_skipped(self._model, name, self.sent)
+
+
+def why_skipped(model: Any, name: str, sent: Collection[str]) -> str:
+    """Why an SGLang model rightly leaves a tensor alone; empty where it may not.
+
+    Args:
+        model: Llama 4 says itself whether it has a vision tower (``has_vision``), which SGLang turns off by default.
+        name: of the tensor.
+        sent: the names of all tensors. They tell the trainer's own layers from those that predict further tokens,
+            which no number of layers does: the engine's may be smaller than the trainer's.
+    """
+    layer = _LAYER.fullmatch(name)
+    if layer is not None and layer[1] + JOINS in sent:
+        return FURTHER_TOKENS
+    if not getattr(model, "has_vision", True) and _VISION.fullmatch(name):  # None where nobody has turned it on
+        return BLIND
+    return next((reason for pattern, reason in SKIPS if re.fullmatch(pattern, name)), "")
 
 
 def _name_wrapped(module: torch.nn.Module) -> None:
@@ -105,7 +136,7 @@ def _name_wrapped(module: torch.nn.Module) -> None:
 
 
 def copies_tied(module: torch.nn.Module) -> bool:
-    """Whether embedding and head are tied by the configuration, and two parameters in SGLang's class all the same.
+    """True if embedding and head are tied by the configuration, and two parameters in SGLang's class all the same.
 
     Its own load then leaves the head as it was allocated, for a tied checkpoint has none.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one payload that goes through SGLang's ``update_weights_from_tensor``, and the token by which it is known.
+"""The request that goes from the rollout server through SGLang to the loader in its scheduler processes.
 
 Whoever can reach SGLang's HTTP port can ask for a weight update, and name our loader. It follows only who knows the
 token that the processes of its engine were started with.
@@ -8,22 +8,20 @@ token that the processes of its engine were started with.
 from __future__ import annotations
 
 import hmac
+import io
 import os
+import pickle
 import secrets
 from typing import Any
 
 import torch
 
-from verl_sync_plugin.rollouts.sglang.complaints import listen
-from verl_sync_plugin.rollouts.sglang.pickling import dumps
-
-# What SGLang is told to load a request with: its ``load_format``
+# SGLang's ``load_format`` of a sync; the same for an engine whose requests were retracted; of a look at an adapter
 LOADER = "verl_sync_plugin.rollouts.sglang.loader.load"
-# The same for an engine whose requests were retracted
 FORGETTING_LOADER = "verl_sync_plugin.rollouts.sglang.loader.load_and_forget_prefixes"
-# And what it is told to look with, at an adapter that it serves
-ADAPTER_CHECK = "verl_sync_plugin.rollouts.sglang.held_adapter.check"
+ADAPTER_CHECK = "verl_sync_plugin.rollouts.sglang.lora.check"
 TOKEN_VARIABLE = "VERL_SYNC_ENGINE_TOKEN"
+_STORAGE = "_load_from_bytes"  # what a pickled storage names as its constructor
 
 
 def new_token() -> str:
@@ -32,25 +30,24 @@ def new_token() -> str:
 
 
 def hand_down(token: str) -> None:
-    """Before SGLang is launched from this process: its processes inherit the token, and where they can complain. Those
-    of one engine on several hosts need the same token."""
+    """Before SGLang is launched from this process: its processes inherit the token. Those of one engine on several
+    hosts need the same one."""
     os.environ[TOKEN_VARIABLE] = token
-    listen()
 
 
 def pack_request(request: tuple[Any, ...]) -> bytes:
-    """``LoadRequest.to_wire()`` and the token as SGLang's serialized named tensors: one pair of these and an empty
-    tensor. From the process that launched SGLang.
+    """A request (``LoadRequest.to_wire()``, for example) and the token as SGLang's serialized named tensors: one pair
+    of these and an empty tensor. From the process that launched SGLang.
 
     The request goes into the name slot of ``update_weights_from_tensor``, and passes SGLang's ``SafeUnpickler`` because
     it consists of builtins. Plain pickle on purpose: SGLang's serializer shares tensors through the multiprocessing
-    machinery, which would leave a shared-memory segment behind for a tensor without bytes.
+    machinery, which would leave a shared-memory segment over for a tensor without bytes.
     """
     return dumps([((*request, os.environ[TOKEN_VARIABLE]), torch.empty(0))])
 
 
 def admitted(header: Any) -> tuple[Any, ...]:
-    """What was given to ``pack_request``; in a process of the engine.
+    """Unpacks in a process of the engine what ``pack_request`` was given.
 
     Raises:
         PermissionError: it was not packed by who launched this engine.
@@ -61,6 +58,22 @@ def admitted(header: Any) -> tuple[Any, ...]:
     return header[:-1]
 
 
-def sync_id_in(header: tuple[Any, ...]) -> str:
-    """The sync that an admitted request names, also one of another version of the protocol; empty if it names none."""
-    return str(header[2]) if len(header) > 2 else ""
+def dumps(value: object) -> bytes:
+    """Pickles builtins and tensors on the CPU.
+
+    megatron-core 0.18 replaces a function of torch's in every process that imports it, and the pickles of these
+    processes name the replacement, which SGLang refuses. Here they name torch's.
+    """
+    held: Any = vars(torch.storage)[_STORAGE]
+    setattr(torch.storage, _STORAGE, held if held.__module__ == torch.storage.__name__ else _load_from_bytes)
+    try:
+        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    finally:
+        setattr(torch.storage, _STORAGE, held)
+
+
+def _load_from_bytes(content: bytes) -> Any:
+    return torch.load(io.BytesIO(content), weights_only=True)
+
+
+_load_from_bytes.__module__ = torch.storage.__name__  # a pickle names a function by its module and its name

@@ -1,53 +1,157 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout server actor: verl's own, plus our loader, idempotent sleep and wake, and one door for weight loads."""
+"""verl's SGLang server and replica with the plugin's side of the resharding phase.
+
+verl aborts all requests of a separate replica before a sync and resumes generation after it; its clients ask again for
+what was cut off. With ``custom.sync.pause`` SGLang gets another mode of pausing, with which requests stay in the
+engine. What each mode keeps and costs: ``docs/design/pause.md``.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
-import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from multiprocessing.process import BaseProcess
 from typing import Any, ClassVar
 
+import ray
+from fastapi import HTTPException
+from sglang.srt.managers.io_struct import PauseGenerationReqInput
 from verl.workers.rollout.replica import RolloutMode
+from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 from verl.workers.rollout.sglang_rollout.utils import SGLANG_LORA_NAME
 
 from verl_sync_plugin import compat
-from verl_sync_plugin.config.settings import TURN_OFF
+from verl_sync_plugin.config.settings import SEPARATE_BACKEND, TURN_OFF, sync_config_of
+from verl_sync_plugin.errors import HalfWrittenError
 from verl_sync_plugin.log import say, say_unused
-from verl_sync_plugin.lora.build import unties_embeddings
-from verl_sync_plugin.rollouts.sglang.arguments import ARGUMENTS, AT_LAUNCH, draft_of, refuse_arguments, resolved
-from verl_sync_plugin.rollouts.sglang.awake import CUDA_GRAPH, KV_CACHE, WEIGHTS, sleep_tags
-from verl_sync_plugin.rollouts.sglang.backup import keep_cpu_backup
-from verl_sync_plugin.rollouts.sglang.held_adapter import ask
-from verl_sync_plugin.rollouts.sglang.pause import PausingServer, end_requests
-from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK, hand_down, new_token
-from verl_sync_plugin.rollouts.sglang.scoring import IDLE_SECONDS, Scores, rest, score
-from verl_sync_plugin.rollouts.sglang.updates import WeightUpdates
+from verl_sync_plugin.lora.peft import unties_embeddings
+from verl_sync_plugin.report import say_without_metrics
+from verl_sync_plugin.rollouts.gate import KV_CACHE, WEIGHTS, WeightsGate
+from verl_sync_plugin.rollouts.sglang.refusals import (
+    ARGUMENTS,
+    AT_LAUNCH,
+    draft_of,
+    keep_cpu_backup,
+    refuse_arguments,
+)
+from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK, FORGETTING_LOADER, LOADER, hand_down, new_token
+from verl_sync_plugin.rollouts.sglang.updates import WeightUpdates, resolved
+from verl_sync_plugin.transport.agreement import together_seconds
 
-CUDA_GRAPH_VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+UNAVAILABLE = 503
+LONG_SECONDS = 1.0  # a client of HTTP's that has waited for longer may be gone
+# For a step of its own SGLang still counts a request that it has answered as running
+REST_SECONDS, IDLE_SECONDS = 0.2, 20.0
+ABORT_SECONDS, AGAIN_SECONDS, POLL_SECONDS = 1.0, 0.1, 0.002
 
 
-class SyncSGLangHttpServer(WeightUpdates, PausingServer):
-    """verl's SGLang server in hybrid and standalone mode, with the plugin's side of the resharding phase.
+class Guarded:
+    """Has every request that a tokenizer manager gets from now on, from verl as over HTTP, wait until it may be
+    computed.
+
+    Args:
+        tokenizer_manager: SGLang's, of one engine.
+        admit: waits; raises HalfWrittenError where that is in vain, which HTTP's clients get as status 503. Where
+            nothing is to be waited for it returns without letting anything else run.
+        spans: a request may span a sync, and SGLang does not say so: ``weight_versions`` is added to the ``meta_info``
+            of its answers, whose ``weight_version`` is that of the last token alone.
+        name: prefix of the request's ``extra_key``, for SGLang shares a cached prefix among requests of the same key
+            only; asked after ``admit``, so that a request is named after the weights it begins with. May be empty.
 
     Attributes:
-        engine_token: what the loader knows this server's requests by; for an engine on several hosts
-            ``rollouts/sglang/replica.py`` gives all its servers the same.
+        inside: how many requests SGLang has.
+    """
+
+    def __init__(
+        self, tokenizer_manager: Any, admit: Callable[[], Awaitable[None]], spans: bool, name: Callable[[], str]
+    ) -> None:
+        self._generate = tokenizer_manager.generate_request
+        self._manager, self._admit, self._spans, self._name = tokenizer_manager, admit, spans, name
+        self.inside, self._ended = 0, -REST_SECONDS
+        tokenizer_manager.generate_request = self._generate_request
+
+    @property
+    def busy(self) -> bool:
+        """True if SGLang has a request, or may still count one as running that it has just answered."""
+        return self.inside > 0 or time.monotonic() - self._ended < REST_SECONDS
+
+    async def _generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        await self._enter(request)
+        self.inside += 1
+        try:
+            if (prefix := self._name()) and hasattr(obj, "extra_key"):
+                given = obj.extra_key
+                keys = [prefix + (key or "") for key in given] if isinstance(given, list) else prefix + (given or "")
+                obj.extra_key = keys
+            began = compat.weight_version(self._manager) if self._spans else None
+            async with aclosing(self._generate(obj, request)) as answers:
+                async for answer in answers:
+                    for each in answer if isinstance(answer, list) else (answer,):
+                        meta = each.get("meta_info") if isinstance(each, dict) else None
+                        if meta is not None and began is not None:
+                            meta["weight_versions"] = list(dict.fromkeys((began, meta.get("weight_version", began))))
+                    yield answer
+        finally:
+            self.inside -= 1
+            self._ended = time.monotonic()
+
+    async def _enter(self, request: Any) -> None:
+        """Hazard: between the end of ``admit`` and SGLang's own call nothing else may run, or a request would come into
+        a sync that begins there."""
+        asked = time.monotonic()
+        try:
+            await self._admit()
+            if request is not None and time.monotonic() - asked > LONG_SECONDS:
+                if await request.is_disconnected():  # SGLang looks for that only once it computes
+                    raise HTTPException(UNAVAILABLE, "the client has gone")
+                await self._admit()
+        except HalfWrittenError as error:
+            if request is None:
+                raise
+            raise HTTPException(UNAVAILABLE, str(error)) from error
+
+
+class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
+    """verl's SGLang server in hybrid and standalone mode, synced by the plugin.
+
+    Attributes:
+        engine_token: what the loader knows this server's requests by; the same for all servers of one engine.
+        separate: the rollout shares no GPU with the trainer, and the plugin syncs it.
+        pause: SGLang's mode of pausing; ``abort`` unless ``separate``.
+        paused_by_load: SGLang is paused for a load alone; nobody else is going to resume it.
     """
 
     engine_token: ClassVar[str] = ""
+    rollout_mode: RolloutMode
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._sync = sync_config_of(self.config)
+        backend = self.config.checkpoint_engine.backend
+        self.separate = self.rollout_mode == RolloutMode.STANDALONE and backend == SEPARATE_BACKEND
+        self._synced = self.separate or self.rollout_mode == RolloutMode.HYBRID
+        self._gate = WeightsGate(needs_sync=self._sync.enabled and self._synced)
+        self.pause = self._sync.pause if self.separate else "abort"
+        self._loads = 0
+        self._paused = self.paused_by_load = False  # when SGLang was asked to
         self.expect_updates(self._sync.timeout_seconds, self._gate.memory)
         self._report: dict[str, Any] | None = None
         self._processes: list[BaseProcess] = []
         self._served: list[str] | None = None  # names of factors for which SGLang has a place
+
+    @property
+    def keeps_requests(self) -> bool:
+        """True if requests stay in the engine while its weights are synced."""
+        return self.pause != "abort"
+
+    @property
+    def loader(self) -> str:
+        """SGLang's ``load_format`` of a sync; retracted requests would find their prefixes of the weights before."""
+        return FORGETTING_LOADER if self.pause == "retract" else LOADER
 
     async def launch_server(
         self, master_address: str | None = None, master_port: int | None = None, **more: Any
@@ -58,13 +162,18 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
         loaders = list(sglang_kwargs.get("custom_weight_loader", None) or [])
         ours = [self.loader, *([ADAPTER_CHECK] if self.lora_as_adapter else [])]
         sglang_kwargs["custom_weight_loader"] = [*loaders, *(each for each in ours if each not in loaders)]
-        if self._sync.release_cuda_graph:
-            os.environ[CUDA_GRAPH_VARIABLE] = "1"
-        self._untie(sglang_kwargs)
-        self._keep_draft(sglang_kwargs)
+        if not self.lora_as_adapter and unties_embeddings(self.model_config):
+            # A merged adapter changes embedding or head: a tied engine cannot hold both
+            given = json.loads(sglang_kwargs.get("json_model_override_args") or "{}")
+            sglang_kwargs["json_model_override_args"] = json.dumps({**given, "tie_word_embeddings": False})
+            say("rollout server: embedding and head untied")
+        if draft := draft_of(sglang_kwargs):  # no sync writes its weights
+            sglang_kwargs["enable_draft_weights_cpu_backup"] = True
+            sglang_kwargs.setdefault("speculative_draft_load_format", "auto")  # else as the target: dummy, most often
+            say(f"rollout server: the draft model {draft} keeps the weights of its checkpoint")
         hand_down(self.engine_token or new_token())
-        backup = keep_cpu_backup(self._sync, self.config, self.model_config)
-        with compat.launch_shims(), _decided(self, backup):
+        backup = keep_cpu_backup(self.config, self.model_config)
+        with compat.launch_shims(), self._decided(backup):
             await super().launch_server(master_address=master_address, master_port=master_port, **more)
         # SGLang's schedulers and its detokenizer; what these start themselves, to compile kernels, comes and goes
         self._processes = multiprocessing.active_children()
@@ -80,20 +189,101 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
         word = "on" if backup else "off"
         say(f"rollout server: {self.loader}, CPU backup {word}, {len(self._processes)} processes of SGLang")
 
-    def _untie(self, sglang_kwargs: dict[str, Any]) -> None:
-        """Has SGLang untie embedding and head where a merged adapter changes one of them: a tied engine cannot hold
-        both."""
-        if not self.lora_as_adapter and unties_embeddings(self.model_config):
-            given = json.loads(sglang_kwargs.get("json_model_override_args") or "{}")
-            sglang_kwargs["json_model_override_args"] = json.dumps({**given, "tie_word_embeddings": False})
-            say("rollout server: embedding and head untied")
+    @contextmanager
+    def _decided(self, backup: bool) -> Iterator[None]:
+        """Context in which verl's launch takes the sync's decision on the CPU backup.
 
-    def _keep_draft(self, sglang_kwargs: dict[str, Any]) -> None:
-        """Has SGLang load and keep the weights of a draft model, which no sync writes."""
-        if draft := draft_of(sglang_kwargs):
-            sglang_kwargs["enable_draft_weights_cpu_backup"] = True
-            sglang_kwargs.setdefault("speculative_draft_load_format", "auto")  # else as the target: dummy, most often
-            say(f"rollout server: the draft model {draft} keeps the weights of its checkpoint")
+        verl takes no argument for it: it turns the copy on in hybrid mode and with LoRA. So a server that needs none is
+        shown as standalone and, where LoRA is merged before the sync, without LoRA; the launch reads both for nothing
+        else.
+        """
+        mode, model = self.rollout_mode, self.model_config
+        if backup or mode != RolloutMode.HYBRID:
+            yield
+            return
+        rank = model.lora_rank
+        self.rollout_mode = RolloutMode.STANDALONE
+        if not self.lora_as_adapter:
+            object.__setattr__(model, "lora_rank", 0)  # the config is frozen
+        try:
+            yield
+        finally:
+            self.rollout_mode = mode
+            object.__setattr__(model, "lora_rank", rank)
+
+    # Requests
+
+    def guard_requests(self) -> None:
+        """Has SGLang's requests wait until they may be computed. Where they may span a sync, every answer tells of
+        which weights it is; with ``in_place``, requests share cached prefixes only with those that began with the same
+        weights."""
+        self.guarded = Guarded(
+            self.tokenizer_manager,
+            self._admit,
+            spans=self.keeps_requests and not compat.counts_versions(self.tokenizer_manager),
+            name=lambda: f"weights-{self._loads}:" if self.pause == "in_place" else "",
+        )
+
+    async def _admit(self) -> None:
+        """Waits until a request may be computed: the engine has had its first sync where it needs one, none is under
+        way, and its memory is there.
+
+        Raises:
+            HalfWrittenError: the last sync failed, or the first one does not come.
+        """
+        await self._gate.first_sync(together_seconds(self._sync.timeout_seconds))
+        await self._gate.enter()
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """verl's generate, after the gate that SGLang's requests pass, too.
+
+        A call that may span a sync says so in the fields that verl's client fills in otherwise: the version of the
+        weights when it began, and when it ended.
+        """
+        await self._admit()
+        began = self.global_steps
+        output = await super().generate(*args, **kwargs)
+        if self.keeps_requests and began is not None:
+            fields = output.extra_fields
+            fields.update(min_global_steps=began, max_global_steps=fields["global_steps"])
+        return output
+
+    async def abort_all_requests(self, **more: Any) -> None:
+        """verl's call before a sync: aborts the requests, or pauses SGLang with them inside.
+
+        SGLang handles requests to its scheduler in their order and runs no forward pass while paused, so a load that
+        is asked for after this finds none under way.
+        """
+        gated = self.node_rank == 0 and self._synced
+        if gated:
+            self._gate.hold()
+        try:
+            if self.keeps_requests and self.node_rank == 0:
+                say_unused("abort_all_requests", more)
+                await self.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode=self.pause))
+            elif not self.keeps_requests:
+                if gated:
+                    await end_requests(self.tokenizer_manager)
+                await super().abort_all_requests(**more)
+        except BaseException:
+            self._gate.let_go()
+            raise
+        self._paused, self.paused_by_load = True, False  # who calls this resumes, when all that it released is back
+
+    async def resume_generation(self, **more: Any) -> None:
+        """verl's counterpart of ``abort_all_requests``. Of a separate rollout it waits for the sync under way.
+
+        Raises:
+            HalfWrittenError: the last sync of a separate rollout failed, or the one under way has not ended for as long
+                as ranks wait for each other; requests that wait in SGLang stay there.
+        """
+        if self.separate:
+            await self._gate.rest(together_seconds(self._sync.timeout_seconds))
+        await super().resume_generation(**more)
+        self._paused = self.paused_by_load = False
+        self._gate.let_go()
+
+    # Memory
 
     async def sleep(self, **more: Any) -> None:
         """verl's sleep, once per wake; a repeated call is harmless.
@@ -104,9 +294,9 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
         say_unused("sleep", more)
         if self.node_rank == 0 and self.config.free_cache_engine:
             started = time.perf_counter()
-            # what no sync resumes stays: an adapter's base, and the weights of a separate rollout
+            # What no sync resumes stays: an adapter's base, and the weights of a separate rollout
             keep = self.lora_as_adapter or self.separate
-            await self.release_tags(sleep_tags(self._sync.release_cuda_graph, keep_weights=keep))
+            await self.release_tags([KV_CACHE] if keep else [KV_CACHE, WEIGHTS])
             self._sleep_seconds = time.perf_counter() - started
 
     async def release_kv_cache(self, **more: Any) -> None:
@@ -116,10 +306,10 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
             await self.release_tags([KV_CACHE])
 
     async def resume_kv_cache(self, **more: Any) -> None:
-        """verl's counterpart of ``release_kv_cache``; of ``sleep`` too, behind a sync of a separate rollout."""
+        """verl's counterpart of ``release_kv_cache``; of ``sleep`` too, after a sync of a separate rollout."""
         say_unused("resume_kv_cache", more)
         if self.node_rank == 0 and self.config.free_cache_engine:
-            await self.resume_tags([KV_CACHE, CUDA_GRAPH] if self.separate else [KV_CACHE])
+            await self.resume_tags([KV_CACHE])
             await self._flush()
 
     async def wake_up(self, **more: Any) -> None:
@@ -134,45 +324,8 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
             return
         say_unused("wake_up", more)
         if self.node_rank == 0:
-            await self.resume_tags(sorted(self.occupation.state.released))
+            await self.resume_tags(sorted(self.occupation.released))
             await self._flush()
-
-    async def load_adapter(
-        self, settings: dict[str, Any], packed: bytes, sent: list[tuple[str, int, int]], weight_version: str | None
-    ) -> float:
-        """Replaces the adapter under verl's name for it, and sees that SGLang computes with all of it.
-
-        Args:
-            settings: ``served_lora.served_settings``.
-            packed: ``served_lora.pack_adapter``.
-            sent: ``held_adapter.summary`` of the same factors.
-            weight_version: see ``load_weights``, as for the result.
-
-        Raises:
-            RuntimeError: SGLang refused the adapter.
-            ValueError: it does not compute with all of it; names a module and the remedy.
-        """
-        await self.begin_load()
-        self._version, self._flushing = weight_version, None
-        if self._served != (names := [name for name, *_ in sent]):
-            await ask(self._call_loader, "", sent)  # SGLang would refuse it in words about its rank
-        await compat.replace_adapter(self.tokenizer_manager, SGLANG_LORA_NAME, settings, packed)
-        await ask(self._call_loader, SGLANG_LORA_NAME, sent)
-        self._served = names
-        slept, self._sleep_seconds = self._sleep_seconds, 0.0
-        return slept
-
-    async def begin_load(self) -> None:
-        """See ``PausingServer``. Into a colocated engine that is awake SGLang loads when all requests have ended.
-
-        Raises:
-            RuntimeError: some do not end, or the sync was given up meanwhile.
-        """
-        await super().begin_load()
-        number = self._gate.number
-        if not self.separate:
-            await self._end_requests()
-            self._gate.refuse_given_up(number)
 
     async def _release(self, tags: list[str]) -> None:
         """SGLang ends when it is to release memory while a request is running."""
@@ -183,32 +336,78 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
 
     async def _end_requests(self) -> None:
         """verl has ended its own, and the gate is shut; what came over HTTP before that may still be inside."""
-        if not self.guarded.busy or self.occupation.state.released:
+        if not self.guarded.busy or self.occupation.released:
             return
         if self.guarded.inside and not await end_requests(self.tokenizer_manager, IDLE_SECONDS):
             raise RuntimeError(
                 f"{self.guarded.inside} requests did not end within {IDLE_SECONDS:g} s of being aborted, and SGLang "
-                "can neither sleep nor load with them inside; look at what asks its HTTP port beside verl"
+                "can neither sleep nor load with them inside; look at what else than verl asks its HTTP port"
             )
-        await rest(self.tokenizer_manager)
+        # Until it does not count an answered request as running any more
+        deadline = time.monotonic() + IDLE_SECONDS
+        while not getattr(await self.tokenizer_manager.flush_cache(), "success", True):
+            if time.monotonic() > deadline:
+                raise RuntimeError("SGLang could not flush its cache: requests are still running")
+            await asyncio.sleep(0.01)
+
+    # Loads
+
+    async def begin_load(self) -> None:
+        """A load of weights starts: the gate closes, and what is cached from now on is of other weights.
+
+        A separate rollout that its driver has not paused is paused until ``finish_sync``: that costs no longer than the
+        load takes, and no round of verl's calls. After a failed sync it stays paused until one succeeds. Into a
+        colocated engine that is awake SGLang loads when all requests have ended.
+
+        Raises:
+            RuntimeError: some requests do not end, or the sync was given up meanwhile.
+        """
+        number = self._gate.begin()
+        self._loads += 1
+        if not self.separate:
+            await self._end_requests()
+        elif not self._paused:
+            await self.abort_all_requests()
+            self.paused_by_load = True
+        else:
+            return
+        self._gate.refuse_given_up(number)
+
+    async def load_adapter(
+        self, settings: dict[str, Any], packed: bytes, sent: list[tuple[str, int, int]], weight_version: str | None
+    ) -> float:
+        """Replaces the adapter under verl's name for it, and sees that SGLang computes with all of it.
+
+        Args:
+            settings: ``lora.served_settings``.
+            packed: the factors, pickled.
+            sent: ``lora.summary`` of the same factors.
+            weight_version: see ``load_weights``, as for the result.
+
+        Raises:
+            RuntimeError: SGLang refused the adapter.
+            ValueError: it does not compute with all of it; names a module and the remedy.
+        """
+        await self.begin_load()
+        self._version, self._flushing = weight_version, None
+        if self._served != (names := [name for name, *_ in sent]):
+            await self.check_adapter("", sent)  # SGLang would refuse it in words about its rank
+        await compat.replace_adapter(self.tokenizer_manager, SGLANG_LORA_NAME, settings, packed)
+        await self.check_adapter(SGLANG_LORA_NAME, sent)
+        self._served = names
+        slept, self._sleep_seconds = self._sleep_seconds, 0.0
+        return slept
 
     async def finish_sync(self, tags: list[str]) -> None:
-        """See ``WeightUpdates``; goes on where the load has paused."""
+        """Ends a sync as ``WeightUpdates``, and resumes generation where the load has paused it."""
         await super().finish_sync(tags)
         if self.paused_by_load:
-            if self.occupation.state.released:  # by a driver that has not paused
+            if self.occupation.released:  # by a driver that has not paused
                 await self.resume_kv_cache()
             await self.resume_generation()
 
-    async def score(self, prompts: list[list[int]], response_tokens: int) -> Scores:
-        """The canary of a sync, which closes the gate to all but this; see ``scoring.score``."""
-        adapter = SGLANG_LORA_NAME if self.lora_as_adapter else None
-        wanted = partial(self._gate.refuse_given_up, self._gate.number)
-        scoring = score(self.tokenizer_manager, prompts, response_tokens, adapter, wanted, self.guarded.past_gate)
-        return await self.occupation.keep("the canary of an earlier sync", scoring)
-
     async def engine_alive(self) -> bool:
-        """Whether every process that SGLang started here still runs."""
+        """True if every process that SGLang started here still runs."""
         return all(process.is_alive() for process in self._processes)
 
     async def put_sync_report(self, report: dict[str, Any]) -> None:
@@ -221,23 +420,63 @@ class SyncSGLangHttpServer(WeightUpdates, PausingServer):
         return report
 
 
-@contextmanager
-def _decided(server: PausingServer, backup: bool) -> Iterator[None]:
-    """Context in which verl's launch takes the sync's decision on the CPU backup.
+async def end_requests(tokenizer_manager: Any, seconds: float = ABORT_SECONDS) -> bool:
+    """Aborts all requests and waits until they have ended; whether they have within ``seconds``.
 
-    verl takes no argument for it: it turns the copy on in hybrid mode and with LoRA. So a server that needs none is
-    shown as standalone and, where LoRA is merged before the sync, without LoRA; the launch reads both for nothing else.
+    SGLang's own pause does so, too, but looks only once a second whether they have: with any request in flight it
+    takes a second, where requests end within a step of the engine. What has not come to SGLang's scheduler yet (images
+    that are read, the second of several responses) outlives an abort, so they are aborted again.
     """
-    mode, model = server.rollout_mode, server.model_config
-    if backup or mode != RolloutMode.HYBRID:
-        yield
-        return
-    rank = model.lora_rank
-    server.rollout_mode = RolloutMode.STANDALONE
-    if not server.lora_as_adapter:
-        object.__setattr__(model, "lora_rank", 0)  # the config is frozen
-    try:
-        yield
-    finally:
-        server.rollout_mode = mode
-        object.__setattr__(model, "lora_rank", rank)
+    end = again = time.monotonic()
+    end += seconds
+    while True:
+        if time.monotonic() >= again:
+            tokenizer_manager.abort_request(abort_all=True)
+            again += AGAIN_SECONDS
+        if not await compat.answering(tokenizer_manager):
+            return True
+        if time.monotonic() > end:
+            return False
+        await asyncio.sleep(POLL_SECONDS)
+
+
+def server_of_one_engine() -> Any:
+    """Our server class with a new token: verl makes the servers of all hosts from one class, and hands nothing else to
+    them."""
+    return type("SyncSGLangHttpServer", (SyncSGLangHttpServer,), {"engine_token": new_token()})
+
+
+class SyncSGLangReplica(SGLangReplica):
+    """Uses ``SyncSGLangHttpServer`` for the actor's rollout; reward and teacher models keep verl's server."""
+
+    server_class: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        serves_actor = not (self.is_reward_model or self.is_teacher_model)
+        self.syncs_weights = serves_actor and sync_config_of(self.config).enabled
+        if self.syncs_weights:
+            self.server_class = ray.remote(server_of_one_engine())
+            say(f"task runner: replica {self.replica_rank} is ours")
+
+    async def init_hybrid(self, *args: Any, **kwargs: Any) -> Any:
+        """Hybrid replicas share GPUs and weights with the trainer that makes them, in the trainer's process."""
+        if self.syncs_weights:
+            say_without_metrics()
+        return await super().init_hybrid(*args, **kwargs)
+
+    async def init_standalone(self, *args: Any, **kwargs: Any) -> Any:
+        """Standalone replicas get their weights from a checkpoint engine; if it is one of verl's, they keep verl's
+        server."""
+        if self.config.checkpoint_engine.backend != SEPARATE_BACKEND:
+            self._be_stock()
+        return await super().init_standalone(*args, **kwargs)
+
+    async def init_colocated(self, *args: Any, **kwargs: Any) -> Any:
+        """Colocated replicas share GPUs with a trainer but not its weights, and keep verl's server."""
+        self._be_stock()
+        return await super().init_colocated(*args, **kwargs)
+
+    def _be_stock(self) -> None:
+        self.syncs_weights = False
+        self.server_class = ray.remote(SGLangHttpServer)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One door for weight loads: sleep and wake, the load, and its end, for whoever holds SGLang's tokenizer manager.
-
-That is verl's rollout server actor (``server.py``), or the engine of a script (``local_server.py``).
-"""
+"""Sleep and wake, the load, and its end, for whoever holds SGLang's tokenizer manager: verl's rollout server actor
+(``server``), or the process of a script's engine (``script_server``)."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from sglang.srt.managers.io_struct import (
@@ -17,53 +18,48 @@ from sglang.srt.managers.io_struct import (
 )
 
 from verl_sync_plugin import compat
-from verl_sync_plugin.rollouts.sglang.awake import KV_CACHE, WEIGHTS
-from verl_sync_plugin.rollouts.sglang.complaints import complaints_of
-from verl_sync_plugin.rollouts.sglang.gate import WeightsGate
-from verl_sync_plugin.rollouts.sglang.occupation import Occupation
-from verl_sync_plugin.rollouts.sglang.request import pack_request
+from verl_sync_plugin.rollouts.gate import KV_CACHE, WEIGHTS, Occupation, WeightsGate
+from verl_sync_plugin.rollouts.sglang.refusals import EXPERT_COUNTS
+from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK, LOADER, pack_request
 
 
 class WeightUpdates:
-    """SGLang's side of the phase, in the process of its tokenizer manager. Who mixes it in calls ``expect_updates``.
+    """SGLang's side of the phase. Who mixes it in calls ``expect_updates``.
 
     Attributes:
         tokenizer_manager: SGLang's.
         global_steps: version of the weights; ``None`` before the first one with a version.
         keeps_requests: requests stay in the engine while its weights are synced.
         loader: SGLang's ``load_format`` of a sync.
-        begin_load: called when a load starts; closes the gate.
         occupation: which memory of the engine is released.
     """
 
     tokenizer_manager: Any
-    global_steps: int | None
-    keeps_requests: Any
-    loader: Any
-    begin_load: Any
+    global_steps: int | None = None
+    keeps_requests: Any = False
+    loader: Any = LOADER
     _gate: WeightsGate
 
     def expect_updates(self, timeout_seconds: float, memory: Callable[[bool], None] = lambda there: None) -> None:
-        """Before all else.
-
-        Args:
-            timeout_seconds: bound on SGLang's sleep and wake.
-            memory: see ``Occupation``.
-        """
-        self.occupation = Occupation(timeout_seconds, memory)
+        """Before all else; arguments of ``Occupation``."""
+        self.occupation = Occupation("SGLang", timeout_seconds, memory)
         self._sleep_seconds = 0.0
         self._version: str | None = None
         self._flushing: asyncio.Future[Any] | None = None
 
+    async def begin_load(self) -> None:
+        """A load starts: the gate closes."""
+        self._gate.begin()
+
     async def release_tags(self, tags: list[str]) -> None:
-        """Releases what is still resident of ``tags``; see ``Occupation.release``."""
+        """Releases what is still resident of ``tags``; see ``Occupation``."""
         await self.occupation.release(tags, self._release)
 
     async def _release(self, tags: list[str]) -> None:
         await self.tokenizer_manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None)
 
     async def resume_tags(self, tags: list[str]) -> None:
-        """Resumes what is released of ``tags``; see ``Occupation.resume``."""
+        """Resumes what is released of ``tags``; see ``Occupation``."""
         manager = self.tokenizer_manager
         await self.occupation.resume(
             tags, lambda todo: manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=todo), None)
@@ -95,9 +91,8 @@ class WeightUpdates:
         Raises:
             RuntimeError: SGLang refused it.
         """
-        packs = [packed] * int(self.tokenizer_manager.server_args.tp_size)
         obj = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=packs,
+            serialized_named_tensors=[packed] * int(self.tokenizer_manager.server_args.tp_size),
             load_format=loader,
             flush_cache=False,
             **compat.target_alone(UpdateWeightsFromTensorReqInput),
@@ -107,9 +102,26 @@ class WeightUpdates:
         if not success:
             raise RuntimeError(f"SGLang refused the weight update: {message}")
 
-    async def complaints(self, sync_id: str) -> list[str]:
-        """Why engine ranks could not reach their trainer ranks in a sync, as far as they have said so."""
-        return complaints_of(sync_id)
+    async def ask_ranks(self, loader: str, *question: Any) -> list[Any]:
+        """Calls a loader that loads nothing with a folder and ``question``; returns what ranks on this host answered
+        (``loader.answer``), by rank."""
+        with tempfile.TemporaryDirectory(prefix="verl-sync-answers-") as folder:
+            await self._call_loader(loader, pack_request((folder, *question)))
+            answers = sorted(Path(folder).iterdir(), key=lambda path: int(path.name))
+            return [json.loads(path.read_text(encoding="utf-8")) for path in answers]
+
+    async def check_adapter(self, adapter: str, sent: list[tuple[str, int, int]]) -> None:
+        """Has all ranks ``lora.look``.
+
+        Raises:
+            ValueError: SGLang does not compute with all of the adapter; names a module and the remedy.
+            RuntimeError: they have not answered.
+        """
+        answers = await self.ask_ranks(ADAPTER_CHECK, adapter, sent)
+        if not answers:
+            raise RuntimeError("SGLang did not answer what it holds of the adapter; see its log")
+        if answers[0]:
+            raise ValueError(answers[0])
 
     async def flush_behind_load(self) -> None:
         """Has SGLang flush its prefix cache as soon as the load under way has ended, for ``finish_sync`` to find."""
@@ -143,7 +155,7 @@ class WeightUpdates:
 
     @property
     def _asleep(self) -> bool:
-        return bool({KV_CACHE, WEIGHTS} & self.occupation.state.released)
+        return bool({KV_CACHE, WEIGHTS} & self.occupation.released)
 
     async def _flush(self) -> None:
         under_way, self._flushing = self._flushing, None
@@ -152,3 +164,12 @@ class WeightUpdates:
         flushed = await (under_way or self.tokenizer_manager.flush_cache())
         if not getattr(flushed, "success", True):
             raise RuntimeError("SGLang could not flush its cache after the weight sync: requests are running")
+
+
+def resolved(manager: Any) -> Callable[[str], Any]:
+    """The values of a launched SGLang's arguments, by its tokenizer manager; of a dense model, none of what only
+    experts heed."""
+    config = getattr(getattr(manager, "model_config", None), "hf_config", None)
+    text = getattr(config, "text_config", None) or config
+    dense = text is not None and not any(getattr(text, key, None) for key in EXPERT_COUNTS)
+    return lambda key: None if dense and key == "moe_runner_backend" else compat.argument(manager, key)

@@ -18,12 +18,9 @@ from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Plan
 from verl_sync_plugin.sync.adapter import deliver
-from verl_sync_plugin.sync.delivery.base import Sync
-from verl_sync_plugin.sync.delivery.choice import Choice
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.lora_manager import LoRAShardingManager
-from verl_sync_plugin.sync.planning import Planning
-from verl_sync_plugin.sync.separate.absent import NoEngine, NoTrainer
+from verl_sync_plugin.sync.ways import Sync, Way, Ways
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.joint import JointRanks
@@ -71,10 +68,10 @@ class SeparateManager(LoRAShardingManager):
         # Every group counts from 1, and an engine rank may still complain of a sync of the group before
         return f"{super().name_sync(global_steps)} of group {self._ranks.name}"
 
-    def _choose(self) -> Choice:
-        choice = Choice(self.config, self.agreement, self.sender, self._device, self._own)
-        choice.reach.decide_apart()
-        return choice
+    def _make_ways(self) -> Ways:
+        ways = Ways(self.config, self.agreement, self.sender, self._device, self._own)
+        ways.reach.decide_apart()
+        return ways
 
     def _hand_out(self, plan: Plan | None, senders: tuple[int, ...]) -> tuple[Plan, tuple[int, ...], bool]:
         """Collective: rank 0's plan and senders, and whether the sync is verified, on all ranks; the plan travels where
@@ -91,12 +88,15 @@ class SeparateManager(LoRAShardingManager):
         self._plan = known
         return known, senders, verified
 
-    def _sync_of(self, sync_id: str, plan: Plan, senders: tuple[int, ...], verified: bool, shards: list[Shard]) -> Sync:
-        report, source = self.report, self.source
-        assert source is not None, "opened"
-        report.bucket_bytes, report.nbytes = plan.slot_bytes, plan.nbytes
-        report.buckets, report.tensors = len(plan.buckets), plan.tensor_count
-        return Sync(sync_id, plan, source, shards, report, senders, self._ranks.rollouts, verified)
+    def _planned(
+        self, sync_id: str, plan: Plan | None, senders: tuple[int, ...], shards: list[Shard]
+    ) -> tuple[Sync, Way]:
+        """Collective: the sync of rank 0's plan, and its way."""
+        plan, senders, verified = self._hand_out(plan, senders)
+        sync, votes = self._sync_of(sync_id, plan, senders, self._ranks.rollouts, verified, shards), [0] * 4
+        with self.agreement.attempt():
+            votes = self.ways.votes(sync)
+        return sync, self.ways.take(sync, self.agreement.vote("choosing the way", votes).tolist())
 
     def serves_adapter(self) -> bool:
         if self._serves is None:
@@ -143,7 +143,7 @@ class SeparateTrainer(SeparateManager):
         ranks: both halves.
         own: the trainer's ranks.
         backend: of the trainer.
-        endpoint: in place of an engine.
+        endpoint: without an engine, for what it refuses.
         engine: verl's training engine.
         config: the sync's settings.
         bucket_bytes: as in ``ShardingManager``.
@@ -156,7 +156,7 @@ class SeparateTrainer(SeparateManager):
         ranks: JointRanks,
         own: Ranks,
         backend: type[TrainerBackend],
-        endpoint: NoEngine,
+        endpoint: RolloutEndpoint,
         engine: Any,
         config: SyncConfig,
         bucket_bytes: int,
@@ -165,7 +165,6 @@ class SeparateTrainer(SeparateManager):
     ) -> None:
         super().__init__(ranks, own, engine, endpoint, config, bucket_bytes, device, rollout_dtype)
         self.trainer = backend(engine, config, device, rollout_dtype)
-        self.planning = Planning(self._own)
 
     def take_over(self, before: SeparateTrainer) -> None:
         """Goes on with what the manager of the group before has opened of the trainer."""
@@ -198,7 +197,7 @@ class SeparateTrainer(SeparateManager):
         report.tensors += len(factors)
         return Adapter(dict(sender.settings), packed)
 
-    def plan(self, sync_id: str) -> Sync:
+    def plan(self, sync_id: str) -> tuple[Sync, Way]:
         """Collective: the trainer's ranks plan among themselves; what comes of it is handed out to all."""
         plan: Plan | None = None
         shards: list[Shard] = []
@@ -208,11 +207,29 @@ class SeparateTrainer(SeparateManager):
                 self.source = self._own.step("opening the trainer", self.open_source)
             assert self.source is not None, "opened"
             self.source = self.source.agree_on_layout(self._own) or self.source
-            assert isinstance(self._bucket_bytes, int), "verl gives a size"
-            plan, shards = self.planning.agree(self.source, self._bucket_bytes, self.choice.reach)
+            plan, shards = self._make()
             if self.source.group is not None:
                 senders = tuple(dist.get_process_group_ranks(self.source.group))
-        return self._sync_of(sync_id, *self._hand_out(plan, senders), shards)
+        return self._planned(sync_id, plan, senders, shards)
+
+    def _make(self) -> tuple[Plan, list[Shard]]:
+        """Collective over the trainer's ranks: their plan, and all shards of this rank."""
+        source, size, shards = self.source, self._bucket_bytes, list[Shard]()
+        assert source is not None and isinstance(size, int), "opened, and verl gives a size"
+
+        def changed() -> bool:
+            shards.extend(source.shards())
+            self.planning.make(source, shards, size, bool(self.ways.reach.possible))
+            return self.planning.changed
+
+        if self._own.any("planning the sync", changed):
+            self.planning.compare(self._own)
+        return self.planning.ready(), shards
+
+
+class _NoTrainer(ParameterSource):
+    def shards(self) -> list[Shard]:
+        return []
 
 
 class SeparateRollout(SeparateManager):
@@ -227,12 +244,12 @@ class SeparateRollout(SeparateManager):
 
     def __init__(self, ranks: JointRanks, endpoint: RolloutEndpoint, config: SyncConfig, device: torch.device) -> None:
         super().__init__(ranks, Alone(), None, endpoint, config, 0, device)
-        self.source = NoTrainer()
+        self.source = _NoTrainer()
 
     def take_over(self, before: SeparateRollout) -> None:
         """Goes on with what the engine got in the group before."""
         self._base_sent = before._base_sent
 
-    def plan(self, sync_id: str) -> Sync:
+    def plan(self, sync_id: str) -> tuple[Sync, Way]:
         """Collective: takes the trainer's plan."""
-        return self._sync_of(sync_id, *self._hand_out(None, ()), [])
+        return self._planned(sync_id, None, (), [])

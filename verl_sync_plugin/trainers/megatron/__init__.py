@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank of a Megatron trainer holds."""
+"""The weights of a Megatron trainer's rank."""

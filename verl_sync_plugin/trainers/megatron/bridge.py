@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's default bridge (Megatron-Bridge), read as a description: which Megatron parameters make up which HF tensors.
+"""Megatron-Bridge, verl's default bridge, read as a description: which Megatron parameters make up which HF tensors.
 
 Megatron-Bridge names for each parameter a mapping, an object that gathers the parts of all ranks and converts them.
 Here a copy of it that cannot communicate runs once on meta tensors (see ``trace.py``): where it would gather, it gets
@@ -13,46 +13,56 @@ Source: that a mapping tells its layout when its helpers for communication are r
 from __future__ import annotations
 
 import copy
+import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 
+from verl_sync_plugin.layout.strided import Run
+from verl_sync_plugin.layout.tensors import View
 from verl_sync_plugin.trainers.base import dtype_name
-from verl_sync_plugin.trainers.megatron.guard import Guard
-from verl_sync_plugin.trainers.megatron.layout import LocalParameter, Product
+from verl_sync_plugin.trainers.joint import Part
 from verl_sync_plugin.trainers.megatron.model import Held, ModelTensors
-from verl_sync_plugin.trainers.megatron.reading import NUMBER, LayoutReader, product_of
+from verl_sync_plugin.trainers.megatron.stream import Guard
 from verl_sync_plugin.trainers.megatron.trace import CopyTrace, NotACopyError
 
+# Numbers of layers and of experts in a name, not the 1 of linear_fc1
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=weight)\d+$|(?<=bias)\d+$")
 _VOCABULARY = ("word_embeddings.weight", "output_layer.weight")  # padded where tensor parallelism does not divide it
 _COMPUTED_BY_ENGINES = ".rotary_emb.inv_freq"  # some checkpoints hold it; no engine reads it
 AllParts = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """What all parameters that differ only in their numbers become.
+class _Product:
+    """One HF tensor that a Megatron parameter yields: the key of its name in the mapping's ``hf_param`` (empty where
+    that is a single name, ``None`` where it is none of them), name and shape, and what each part of the parameter
+    contributes."""
 
-    Attributes:
-        split: the mapping gathers parts.
-        products: with the key of each one's name in the mapping's ``hf_param``; empty where that is a single name,
-            ``None`` where it is none of them.
-    """
+    key: str | None
+    name: str
+    shape: tuple[int, ...]
+    shares: tuple[tuple[Run, ...], ...]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """The HF tensors of all parameters that differ only in their numbers. ``split``: the mapping gathers parts;
+    ``digest`` is of all shares, by which ranks compare them."""
 
     split: bool
-    products: tuple[tuple[str | None, Product], ...]
+    products: tuple[_Product, ...]
+    digest: str
 
 
-class MegatronBridgeReader(LayoutReader):
-    """Reads conversion tasks. Megatron-Bridge makes none for a tied head, so the embedding comes once.
-
-    Args:
-        bridge: ``engine.bridge`` where ``vanilla_mbridge=False``, Megatron-Bridge's ``AutoBridge``.
-        chunks: Megatron's model chunks as the bridge is given them.
-        timeout_seconds: bound on waiting for other ranks.
-    """
+class BridgeReader:
+    """Reads one rank's weights as Megatron-Bridge's ``AutoBridge`` would convert them; keeps what it has traced. The
+    bridge makes no conversion task for a tied head, so the embedding comes once. ``chunks`` are Megatron's as the
+    bridge is given them."""
 
     def __init__(self, bridge: Any, chunks: list[torch.nn.Module], timeout_seconds: float) -> None:
         self._bridge = bridge
@@ -61,8 +71,11 @@ class MegatronBridgeReader(LayoutReader):
         self._kinds: dict[tuple[object, ...], _Kind] = {}
         self._configs: list[object] = []  # held, since kinds are told apart by their identities
 
-    def read(self, model: ModelTensors, run: str) -> dict[int, LocalParameter]:
-        """See ``LayoutReader``. The bridge's list of tasks takes one exchange of names in the pipeline group."""
+    def read(self, model: ModelTensors, run: str) -> dict[int, Part]:
+        """This rank's weights by their places in ``model.tensors``, without what the bridge does not export. All ranks
+        read at the same time: the bridge's list of tasks takes one exchange of names in the pipeline group. ``run``:
+        see ``Guard.begin``. Raises NotACopyError, with its name, for a parameter that becomes no copy of itself, or of
+        which that cannot be told."""
         self._guard.begin(run)
         with self._guard.watching():
             listed = self._bridge.get_conversion_tasks(self._chunks)
@@ -78,7 +91,7 @@ class MegatronBridgeReader(LayoutReader):
             raise NotACopyError(f"{task.global_param_name!r} is neither a parameter nor the bias of a router")
         return found
 
-    def _describe(self, task: Any, held: Held) -> LocalParameter:
+    def _describe(self, task: Any, held: Held) -> Part:
         name, mapping, tensor = task.global_param_name, task.mapping, held.tensor
         data: Any = tensor.data
         if type(data) is not torch.Tensor:
@@ -87,11 +100,16 @@ class MegatronBridgeReader(LayoutReader):
             raise NotACopyError(f"parameter {name!r} is stacked with those of other experts ({type(mapping).__name__})")
         kind = self._kind_of(task, tensor)
         names = mapping.hf_param if isinstance(mapping.hf_param, dict) else {"": mapping.hf_param}
-        products = tuple(Product(names.get(key or "", p.name), p.shape, p.digest, p.shares) for key, p in kind.products)
         part, parts = (mapping.tp_rank, mapping.tp_size) if kind.split else (0, 1)
+        views = tuple(
+            View(names.get(each.key or "", each.name), each.shape, 0, prod(each.shape), None, each.shares[part])
+            for each in kind.products
+        )
         dim = int(getattr(tensor, "partition_dim", 0)) if parts > 1 else 0
         shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
-        return LocalParameter(name, shape, dtype, part, parts, dim, held.buffer, products)
+        common = shape, parts, dim, tuple((view.name, view.shape) for view in views), kind.digest
+        text = f"{dtype} {shape}" + (f", part {part + 1} of {parts} along dimension {dim}" if parts > 1 else "")
+        return Part(name, (part,), shape, dtype, views, common, text, held.buffer)
 
     def _kind_of(self, task: Any, tensor: torch.Tensor) -> _Kind:
         mapping, module = task.mapping, task.megatron_module
@@ -105,7 +123,7 @@ class MegatronBridgeReader(LayoutReader):
         kind = self._kinds.get(key)
         if kind is None:
             kind = self._trace(task, tensor)
-            if kind.products and not self._modifies and all(name is not None for name, _ in kind.products):
+            if kind.products and not self._modifies and all(each.key is not None for each in kind.products):
                 self._kinds[key] = kind
                 self._configs.append(config)
         return kind
@@ -125,27 +143,30 @@ class MegatronBridgeReader(LayoutReader):
             try:
                 silent = _silent(mapping, task.megatron_module, all_parts)
                 converted = self._modified(task, dict(silent.megatron_to_hf(mine, task.megatron_module)))
-                parts = mapping.tp_size if gathered else 1
-                cropped = {name: self._cropped(task, hf_tensor) for name, hf_tensor in converted.items()}
-                found = [product_of(trace, name, hf_tensor, parts) for name, hf_tensor in cropped.items()]
+                found = [
+                    (name, tuple(cropped.shape), trace.shares(cropped, mapping.tp_size if gathered else 1))
+                    for name, cropped in ((name, self._cropped(task, whole)) for name, whole in converted.items())
+                ]
             except Exception as error:  # foreign code, on tensors and groups that it was not written for
                 refused.append(str(error) if isinstance(error, NotACopyError) else repr(error))
         if refused:  # a mapping may swallow an error
             raise NotACopyError(f"parameter {task.global_param_name!r}: {refused[0]} ({type(mapping).__name__})")
         keys = {name: key for key, name in mapping.hf_param.items()} if isinstance(mapping.hf_param, dict) else {}
         keys = keys or {mapping.hf_param: ""}
-        return _Kind(bool(gathered), tuple((keys.get(product.name), product) for product in found))
+        products = tuple(_Product(keys.get(name), name, shape, shares) for name, shape, shares in found)
+        digest = hashlib.sha256(repr([product.shares for product in products]).encode()).hexdigest()[:16]
+        return _Kind(bool(gathered), products, digest)
 
     @property
     def _modifies(self) -> bool:
-        """Whether this model's bridge changes what mappings return, which may depend on the layer."""
+        """True if this model's bridge changes what mappings return, which may depend on the layer."""
         from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 
         own = type(self._bridge._model_bridge).maybe_modify_converted_hf_weight
         return own is not MegatronModelBridge.maybe_modify_converted_hf_weight
 
     def _modified(self, task: Any, converted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What the bridge of some models still changes behind the mapping."""
+        """The result as the bridge of some models still changes it after the mapping."""
         if not self._modifies:
             return converted
         bridge, pretrained = self._bridge._model_bridge, self._bridge.hf_pretrained

@@ -10,79 +10,87 @@ Source: ``LoRAMerge.merge`` of ``megatron.bridge.peft.lora`` for which factor is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, View
-from verl_sync_plugin.lora.merge import Steps, Target, steps_of
-from verl_sync_plugin.lora.scratch import Scratch
+from verl_sync_plugin.lora.merge import Target
 from verl_sync_plugin.trainers.base import dtype_name
-from verl_sync_plugin.trainers.factors import FactorStore, bases_ahead
-from verl_sync_plugin.trainers.megatron.adapters import AdaptedWeight, adapted_weights
-from verl_sync_plugin.trainers.megatron.model import flat
+from verl_sync_plugin.trainers.joint import RankLayout
+from verl_sync_plugin.trainers.lora import Gathering, Merge, Merging
+from verl_sync_plugin.trainers.megatron.model import Held, ModelTensors, flat
 from verl_sync_plugin.trainers.megatron.source import MegatronSource
 from verl_sync_plugin.trainers.megatron.trace import NotACopyError
 
 _KINDS = ("", "tensor", "expert")  # by whose ranks the factors of a weight are split
+_PLAIN = ("ParallelLinearAdapter", "GroupedExpertLinearAdapter")
 
 
-class MegatronLoRASource(MegatronSource):
-    """Args: as of ``MegatronSource``; ``device`` where packing happens; ``timeout_seconds`` bound on waiting for other
-    ranks."""
+@dataclass(frozen=True)
+class AdaptedWeight:
+    """One weight of this rank by Megatron's global name: ``scaling * B @ A`` is added to its local part. ``a`` and
+    ``b`` are keys of the factors, alike on the ranks that share them, and ``place_a``, ``place_b`` their places in
+    ``ModelTensors.tensors``; ``expert`` is their index in those of several experts (``None``: a factor is a matrix).
+    ``experts``: it belongs to experts, whose factors are split by expert tensor parallelism."""
 
-    def __init__(self, *args: Any, device: torch.device, timeout_seconds: float, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._weights: dict[int, AdaptedWeight] = {}  # of this rank, by place
-        self._by_name: dict[str, AdaptedWeight] = {}
-        self._adapted: dict[int, tuple[str, str, int]] = {}  # of all ranks: base -> name, kind, bytes of its factors
-        self.factors = FactorStore(device, timeout_seconds)
-        self._scratch = Scratch(device)
-        self._steps: dict[int, dict[tuple[int, int], Steps]] = {}
-        self._prepared: frozenset[int] = frozenset()
-        self.gathered: dict[str, torch.Tensor] = {}
+    name: str
+    a: str
+    b: str
+    place_a: int
+    place_b: int
+    expert: int | None
+    adapter: Any
+    experts: bool
+    magnitude: None = None
+    plain: bool = True
+    transposed: bool = False
 
-    def _read(self, run: str) -> None:
-        self._adapted, self._steps = {}, {}
-        super()._read(run)
-        if self._layout.computed:
-            return
+    @property
+    def rank(self) -> int:
+        return int(self.adapter.dim)
+
+    @property
+    def scaling(self) -> float:
+        """As the trainer has it now."""
+        return float(self.adapter.alpha / self.adapter.dim)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (self.a, self.b)
+
+    def columns(self, shape: tuple[int, ...]) -> int:
+        return shape[-1]
+
+
+class MegatronLoRASource(Merging, MegatronSource):
+    """Args: as of ``Merging`` and ``MegatronSource``."""
+
+    def __init__(self, device: torch.device, timeout_seconds: float, **source: Any) -> None:
+        super().__init__(device, timeout_seconds, **source)
+        self._weights: dict[str, AdaptedWeight] = {}  # of this rank, by name
+        self._mergers: dict[str, Merge] = {}
+
+    def read(self, run: str) -> RankLayout:
+        layout, self._mergers = super().read(run), {}
+        if layout.computed:
+            return layout
         names = {place: name for name, place in self._places.items()}
         try:
-            self._weights = adapted_weights(self._model, names)
+            self._weights = {weight.name: weight for weight in adapted_weights(self._model, names)}
         except NotACopyError as error:
-            self._layout = replace(self._layout, computed=str(error))
-            return
-        self._by_name = {weight.name: weight for weight in self._weights.values()}
-        described = (
-            replace(parameter, adapter=self._described(self._by_name.get(parameter.name)))
-            for parameter in self._layout.parameters
+            return replace(layout, parts=(), computed=str(error))
+        parts = (
+            replace(part, adapter=(_kind(weight), weight.rank)) if (weight := self._weights.get(part.name)) else part
+            for part in layout.parts
         )
-        self._layout = replace(self._layout, parameters=tuple(described))
-
-    def _described(self, weight: AdaptedWeight | None) -> tuple[str, int] | None:
-        if weight is None:
-            return None
-        split = _size(weight) > 1
-        return (_KINDS[1 + weight.experts] if split else ""), weight.rank
-
-    def _note(self, index: int, unit: Any) -> None:
-        """Called for every base, on every rank."""
-        if unit.like.adapter is not None:
-            kind, rank = unit.like.adapter
-            rows, columns = unit.like.shape
-            self._adapted[index] = unit.like.name, kind, rank * (rows + columns) * torch.float32.itemsize
-
-    def release(self) -> None:
-        self._scratch.release()
-        self.factors.clear()
-        self._prepared, self.gathered = frozenset(), {}
-        super().release()
+        return replace(layout, parts=tuple(parts))
 
     def shards(self) -> list[Shard]:
         self.release()
@@ -99,71 +107,52 @@ class MegatronLoRASource(MegatronSource):
         home = offloaded.get(tensor.untyped_storage()._cdata)
         each = tensor if weight.expert is None else tensor[weight.expert]
         rows, columns = each.shape
-        size = 1
-        if key == weight.a and rows != weight.rank:
-            size = weight.rank // rows
-        elif key == weight.b and rows != self._rows(weight):
-            size = self._rows(weight) // rows
+        whole = weight.rank if key == weight.a else self._model.tensors[self._places[weight.name]].shape[0]
+        size = whole // rows
         view = View(key, (rows * size, columns), 0, rows * size * columns)
         base = Base(key, dtype_name(tensor.dtype), tensor.dtype.itemsize, (rows * columns,) * size, (view,))
         return Shard(base, partial(flat, each, home))
 
-    def _rows(self, weight: AdaptedWeight) -> int:
-        """Rows of this rank's part of a weight."""
-        return self._model.tensors[self._places[weight.name]].shape[0]
-
-    def _shard(self, index: int, offloaded: dict[int, torch.Tensor]) -> Shard:
-        shard = super()._shard(index, offloaded)
-        weight = self._weights.get(self._mine.get(index, -1))
+    def shard(self, base: Base, name: str) -> Shard:
+        shard = super().shard(base, name)
+        weight = self._weights.get(name)
         if weight is not None:
-            shape = tuple(self._model.tensors[self._mine[index]].shape)
-            known = self._steps.setdefault(index, {})
-            shard.merge = partial(self._merge, (Target(weight, 0, shape),), known)
+            if name not in self._mergers:
+                shape = tuple(self._model.tensors[self._places[name]].shape)
+                self._mergers[name] = self.merger((Target(weight, 0, shape),), 0)
+            shard.merge = self._mergers[name]
         return shard
 
-    def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
-        """Collective: gathers the factors of every adapted weight in these bases; those of the next buckets as well, as
-        long as all of them stay within ``GATHER_BYTES``."""
-        if self._prepared.issuperset(bases):
-            return
-        self._prepared, self.gathered = frozenset(), {}  # before more is taken
-        chosen = bases_ahead(bases, ahead, lambda base: self._adapted[base][2] if base in self._adapted else 0)
-        adapted = [self._adapted[base] for base in chosen if base in self._adapted]
-        for kind in _KINDS:
-            names = [name for name, split, _ in adapted if split == kind]
-            if names:
-                self.gathered.update((yield from self._gather(names, kind)))
-        self._prepared = frozenset(chosen)  # last: what a failure leaves is no preparation
+    def weights_in(self, base: int) -> list[AdaptedWeight]:
+        weight = self._weights.get(self._mine.get(base, ""))
+        return [] if weight is None else [weight]
 
-    def _gather(self, names: list[str], kind: str) -> Generator[None, None, dict[str, torch.Tensor]]:
-        """Whole factors of those of the weights that this rank and its group hold parts of. Every rank yields once
-        where any has something to gather."""
-        mine = [self._by_name[name] for name in names if name in self._by_name]
-        keys = tuple(dict.fromkeys(key for weight in mine for key in weight.keys))
-        work = self.factors.gather(keys, _group(kind), torch.float32)
-        found = _advance(work)  # up to its collective
-        if kind:
-            yield
-        if found is None:
-            found = _advance(work)
-        assert found is not None, "factors that are split over one group have one dtype"
+    def factor_bytes(self, base: int) -> int:
+        part = self._parts[base]
+        return 0 if part.adapter is None else part.adapter[1] * sum(part.shape) * torch.float32.itemsize
+
+    def gather(self, bases: tuple[int, ...]) -> Gathering:
+        """Gathers for the weights that this rank and its group hold parts of. Every rank yields once for each kind of
+        which any has something to gather."""
+        found: dict[str, torch.Tensor] = {}
+        parts = [self._parts[base] for base in bases]
+        for kind in _KINDS:
+            names = [part.name for part in parts if part.adapter is not None and part.adapter[0] == kind]
+            if names:
+                mine = [self._weights[name] for name in names if name in self._weights]
+                keys = tuple(dict.fromkeys(key for weight in mine for key in weight.keys))
+                work = self.factors.gather(keys, _group(kind), torch.float32)
+                got = _advance(work)  # up to its collective
+                if kind:
+                    yield
+                if got is None:
+                    got = _advance(work)
+                assert got is not None, "factors that are split over one group have one dtype"
+                found.update(got)
         return found
 
-    def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:
-        weights = [self._weights[self._mine[base]] for base in bases if self._mine.get(base) in self._weights]
-        return [(key, self.factors.local(key)) for weight in weights for key in weight.keys]
 
-    def _merge(
-        self, targets: tuple[Target, ...], known: dict[tuple[int, int], Steps], part: torch.Tensor, begin: int
-    ) -> torch.Tensor:
-        place = begin, part.numel()
-        steps = known.get(place)
-        if steps is None:
-            steps = known[place] = steps_of(targets, begin, part.numel())
-        return self._scratch.merge(part, steps, self.gathered, {})
-
-
-def _advance(work: Generator[None, None, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor] | None:
+def _advance(work: Gathering) -> dict[str, torch.Tensor] | None:
     """Goes on to the next collective; returns the result when there is none left."""
     try:
         next(work)
@@ -180,5 +169,44 @@ def _group(kind: str) -> dist.ProcessGroup | None:
     return groups[kind]() if kind else None
 
 
-def _size(weight: AdaptedWeight) -> int:
-    return dist.get_world_size(_group(_KINDS[1 + weight.experts]))
+def _kind(weight: AdaptedWeight) -> str:
+    kind = _KINDS[1 + weight.experts]
+    return kind if dist.get_world_size(_group(kind)) > 1 else ""
+
+
+def adapted_weights(model: ModelTensors, names: dict[int, str]) -> Iterator[AdaptedWeight]:
+    """The adapted weights of a rank; ``names`` are Megatron's global ones of what travels, by place. Raises ValueError
+    for a trained parameter that would never arrive, and NotACopyError for an adapter that only the bridge's own stream
+    merges."""
+    for _, chunk, all_held in model.named():
+        held = {each.name: each for each in all_held}
+        factors: set[int] = set()
+        for path, module in chunk.named_modules():
+            if hasattr(module, "to_wrap") and hasattr(module, "adapter"):
+                for weight in _of(path, module.adapter, held, names):
+                    factors |= {weight.place_a, weight.place_b}
+                    yield weight
+        trained = [name for name, p in chunk.named_parameters() if p.requires_grad and p.numel()]
+        lost = [name for name in trained if held[name].place not in factors and held[name].place not in names]
+        if lost:
+            raise ValueError(
+                f"parameters that are trained, but not exported by Megatron-Bridge: {', '.join(sorted(lost)[:5])}. "
+                f"Leave their modules out of actor_rollout_ref.model.lora.target_modules, or {TURN_OFF}."
+            )
+
+
+def _of(path: str, adapter: Any, held: dict[str, Held], names: dict[int, str]) -> Iterator[AdaptedWeight]:
+    kind = type(adapter).__name__
+    activation = type(getattr(adapter, "activation", None) or torch.nn.Identity()).__name__
+    if kind not in _PLAIN or activation != "Identity":  # its factors do not make the delta alone
+        raise NotACopyError(f"the adapter of {path!r} ({kind}) is merged by the bridge")
+    a, b = (held[f"{path}.adapter.{side}.weight"] for side in ("linear_in", "linear_out"))
+    wrapped = f"{path}.to_wrap.weight"
+    for each in held.values():
+        number = each.name.removeprefix(wrapped)
+        if not each.name.startswith(wrapped) or not (number == "" or number.isdigit()) or each.place not in names:
+            continue
+        name = names[each.place]
+        key = name if a.tensor.dim() == 3 else name.partition(".to_wrap.")[0]
+        expert = int(number) if a.tensor.dim() == 3 else None
+        yield AdaptedWeight(name, f"{key}.A", f"{key}.B", a.place, b.place, expert, adapter, ".experts." in path)

@@ -4,20 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 
 class Held(NamedTuple):
-    """One weight of a chunk.
-
-    Attributes:
-        name: Megatron's, with the rank's own layer and expert numbers.
-        buffer: a persistent buffer, which keeps its dtype.
-        place: in ``ModelTensors.tensors``.
-    """
+    """One weight of a chunk, by Megatron's name with the rank's own layer and expert numbers; ``place`` is in
+    ``ModelTensors.tensors``, and a ``buffer`` keeps its dtype."""
 
     name: str
     tensor: torch.Tensor
@@ -26,7 +20,7 @@ class Held(NamedTuple):
 
 
 class _Slot(NamedTuple):
-    """Where a module keeps a weight."""
+    """A module's place for a weight."""
 
     chunk: int
     name: str
@@ -40,28 +34,51 @@ class _Slot(NamedTuple):
         return found
 
 
-@dataclass(frozen=True)
 class _Walk:
-    """What a walk over all modules found; holds as long as ``structure`` does."""
+    """Every weight of the chunks, found by going through all modules; holds as long as ``structure`` does."""
 
-    chunks: list[torch.nn.Module]
-    modules: list[torch.nn.Module]
-    structure: list[object]
-    slots: list[_Slot]
-    empty: list[_Slot]
-    tied: bool
+    def __init__(self, chunks: list[torch.nn.Module]) -> None:
+        self.chunks = chunks
+        self.modules = [module for chunk in chunks for module in chunk.modules()]
+        self.structure = _structure(self.modules)
+        places: dict[int, tuple[dict[str, Any], str]] = {}  # by identity, each tensor's first place
+        several: set[int] = set()
+        for module in self.modules:
+            for place in (module.__dict__["_parameters"], module.__dict__["_buffers"]):
+                for attribute, tensor in place.items():
+                    if id(tensor) in places:
+                        several.add(id(tensor))
+                    elif tensor is not None:
+                        places[id(tensor)] = (place, attribute)
+        self.slots: list[_Slot] = []
+        self.empty: list[_Slot] = []
+        for number, chunk in enumerate(chunks):
+            for held in held_by(chunk):
+                slot = _Slot(number, held.name, held.buffer, *places[id(held.tensor)])
+                (self.slots if held.tensor.numel() else self.empty).append(slot)
+        self.tied = any(id(slot.tensor()) in several for slot in (*self.slots, *self.empty))
+
+    def look(self) -> tuple[list[torch.Tensor], list[tuple[str, torch.Size, torch.dtype]]]:
+        tensors = [slot.place[slot.attribute] for slot in self.slots]
+        return tensors, [(slot.name, t.shape, t.dtype) for slot, t in zip(self.slots, tensors, strict=True)]
+
+
+def _structure(modules: list[torch.nn.Module]) -> list[object]:
+    """All modules and what each holds, by name; cheap to compare."""
+    return [
+        (
+            list(held["_modules"].items()),
+            [name for name, tensor in held["_parameters"].items() if tensor is not None],
+            [name for name, tensor in held["_buffers"].items() if tensor is not None],
+        )
+        for held in (module.__dict__ for module in modules)
+    ]
 
 
 class ModelTensors:
-    """The weights of all chunks. Walks the modules once; later it looks where they were, as long as no module or weight
-    has come, gone or changed its name: with thousands of experts a walk takes as long as moving them.
-
-    Args:
-        chunks: Megatron's model chunks, wrapped or not.
-
-    Attributes:
-        tensors: of all chunks, in the order of ``named``, as they were when last looked up.
-    """
+    """The weights of all chunks, wrapped or not. Walks the modules once; later it looks where they were, as long as no
+    module or weight has come, gone or changed its name: with thousands of experts a walk takes as long as moving them.
+    ``tensors`` are in the order of ``named``, as they were when last looked up."""
 
     def __init__(self, chunks: list[torch.nn.Module]) -> None:
         self._chunks = chunks
@@ -70,18 +87,15 @@ class ModelTensors:
         self.tensors: list[torch.Tensor] = []
 
     def look(self) -> tuple[bool, bool]:
-        """Looks the tensors up; a failure leaves everything as it was.
-
-        Returns:
-            Whether names, shapes or dtypes are others than the last time; whether any tensor is another object.
-        """
+        """Looks the tensors up; a failure leaves everything as it was. Returns True, first, if names, shapes or dtypes
+        are others than the last time, and second, if any tensor is another object."""
         walk = self._walk
         if walk is None or self._stale(walk):
-            walk = _walk([unwrapped(chunk) for chunk in self._chunks])
-        tensors, kinds = _look_at(walk)
+            walk = _Walk([unwrapped(chunk) for chunk in self._chunks])
+        tensors, kinds = walk.look()
         if walk is self._walk and kinds != self._kinds:
-            walk = _walk(walk.chunks)  # one may be empty now, and then does not count
-            tensors, kinds = _look_at(walk)
+            walk = _Walk(walk.chunks)  # one may be empty now, and then does not count
+            tensors, kinds = walk.look()
         other = kinds != self._kinds
         moved = other or any(a is not b for a, b in zip(tensors, self.tensors, strict=True))
         self._walk, self._kinds, self.tensors = walk, kinds, tensors
@@ -102,59 +116,18 @@ class ModelTensors:
             yield number, module, found[number]
 
     def offloaded(self) -> dict[int, torch.Tensor]:
-        """Megatron's flat parameter buffers whose content verl has moved to host memory, by the identity of the
-        storage."""
+        """The flat buffers, in which Megatron's DDP keeps parameters, whose content verl has moved to host memory; by
+        the identity of the storage."""
+        from megatron.core.distributed import DistributedDataParallel
+
         found = {}
         for chunk in self._chunks:
-            for buffer in _parameter_buffers(chunk):
-                data = buffer.param_data
-                if data is not None and data.untyped_storage().size() == 0:
-                    found[data.untyped_storage()._cdata] = data
+            if isinstance(chunk, DistributedDataParallel):
+                for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                    data = buffer.param_data
+                    if data is not None and data.untyped_storage().size() == 0:
+                        found[data.untyped_storage()._cdata] = data
         return found
-
-
-def _walk(chunks: list[torch.nn.Module]) -> _Walk:
-    modules = [module for chunk in chunks for module in chunk.modules()]
-    places, several = _places(modules)
-    slots: list[_Slot] = []
-    empty: list[_Slot] = []
-    for number, chunk in enumerate(chunks):
-        for held in held_by(chunk):
-            slot = _Slot(number, held.name, held.buffer, *places[id(held.tensor)])
-            (slots if held.tensor.numel() else empty).append(slot)
-    tied = any(id(slot.tensor()) in several for slot in (*slots, *empty))
-    return _Walk(chunks, modules, _structure(modules), slots, empty, tied)
-
-
-def _places(modules: list[torch.nn.Module]) -> tuple[dict[int, tuple[dict[str, Any], str]], set[int]]:
-    """Where tensors are kept, by their identity: each one's first place, and which have several."""
-    places: dict[int, tuple[dict[str, Any], str]] = {}
-    several: set[int] = set()
-    for module in modules:
-        for place in (module.__dict__["_parameters"], module.__dict__["_buffers"]):
-            for attribute, tensor in place.items():
-                if id(tensor) in places:
-                    several.add(id(tensor))
-                elif tensor is not None:
-                    places[id(tensor)] = (place, attribute)
-    return places, several
-
-
-def _look_at(walk: _Walk) -> tuple[list[torch.Tensor], list[tuple[str, torch.Size, torch.dtype]]]:
-    tensors = [slot.place[slot.attribute] for slot in walk.slots]
-    return tensors, [(slot.name, t.shape, t.dtype) for slot, t in zip(walk.slots, tensors, strict=True)]
-
-
-def _structure(modules: list[torch.nn.Module]) -> list[object]:
-    """Which modules there are and what each holds, by name; cheap to compare."""
-    return [
-        (
-            list(held["_modules"].items()),
-            [name for name, tensor in held["_parameters"].items() if tensor is not None],
-            [name for name, tensor in held["_buffers"].items() if tensor is not None],
-        )
-        for held in (module.__dict__ for module in modules)
-    ]
 
 
 def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
@@ -167,25 +140,13 @@ def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 def held_by(module: torch.nn.Module) -> Iterator[Held]:
-    """Everything that is a weight of the HF model, empty ones too.
-
-    Of the buffers that is the router's ``expert_bias``, as in mbridge's own export; Megatron has it in its state dict
-    but not among its parameters.
-    """
+    """Everything that is a weight of the HF model, empty ones too. Of the buffers that is the router's ``expert_bias``,
+    which Megatron has in its state dict but not among its parameters."""
     for name, parameter in module.named_parameters():
         yield Held(name, parameter, False)
     for name, buffer in module.named_buffers():
         if "expert_bias" in name:
             yield Held(name, buffer, True)
-
-
-def _parameter_buffers(chunk: torch.nn.Module) -> list[Any]:
-    """The flat buffers in which Megatron's DDP keeps a chunk's parameters."""
-    from megatron.core.distributed import DistributedDataParallel
-
-    if not isinstance(chunk, DistributedDataParallel):
-        return []
-    return [*chunk.buffers, *chunk.expert_parallel_buffers]
 
 
 def flat(tensor: torch.Tensor, home: torch.Tensor | None) -> torch.Tensor:

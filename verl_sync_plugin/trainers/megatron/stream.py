@@ -1,42 +1,127 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer's own weight stream in buckets, for models whose conversions compute.
 
-The stream gathers and converts tensor by tensor, with its own collectives; what it saves is everything behind it: one
-wire dtype, byte buckets, one load per bucket. Every rank has all tensors, so nothing else is gathered.
+The stream gathers and converts tensor by tensor, with collectives of its own. A rank that fails between two of them
+would leave the others in one until the process group times out, which ends the run. So before each of them its ranks
+meet in torch's store (``Guard``): who failed says so there, and who waits goes on, hears of the failure, or gives up in
+time. No collective has begun then, and the groups stay as good as they were.
 
 Device memory beyond the two buckets: the tensors of one bucket, and what the stream itself needs for one tensor.
-
-A rank that fails inside the stream is everybody's error: see ``guard.py``.
 """
 
 from __future__ import annotations
 
+import hashlib
+import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.tensors import Base, View
 from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
-from verl_sync_plugin.trainers.megatron.guard import Guard
 from verl_sync_plugin.trainers.wire import WirePolicy
 from verl_sync_plugin.transport.agreement import Agreement
 
 Stream = Iterable[tuple[Any, ...]]  # (HF name, full tensor, ...)
+# What Megatron-Bridge calls, and what its like may; each takes its group by name or as None for all ranks
+_COLLECTIVES = (
+    *("all_gather", "all_gather_object", "all_gather_into_tensor", "all_reduce", "broadcast", "broadcast_object_list"),
+    *("scatter", "gather_object", "barrier"),
+)
+_LOOK_SECONDS = 0.5  # between two looks whether a rank has failed
+
+
+class Guard:
+    """Watches over the foreign collectives of one rank, each of which waits for at most ``seconds``. All ranks begin
+    the same runs in the same order."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._run = ""
+        self._counts: dict[str, int] = {}  # collectives of this run, by group
+        self._last: dict[str, str] = {}  # key of the last meeting, by group
+
+    def begin(self, run: str) -> None:
+        """Begins a new run; what was left of the last one is over. Its name is the same on all ranks and used once in
+        the life of the process group."""
+        self._run, self._counts = f"verl_sync_plugin/guard/{run}", {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Collectives that this thread calls inside by their names in ``torch.distributed`` wait for all their ranks.
+        Raises RuntimeError with the error of a rank that failed in its part of the run, and TimeoutError where one did
+        not come."""
+        thread = threading.get_ident()
+
+        def met(collective: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if threading.get_ident() == thread:
+                    groups = (value for value in (*args, *kwargs.values()) if isinstance(value, dist.ProcessGroup))
+                    self._meet(collective.__name__, next(groups, dist.group.WORLD))
+                return collective(*args, **kwargs)
+
+            return call
+
+        stock = {name: getattr(dist, name) for name in _COLLECTIVES}
+        try:
+            for name, collective in stock.items():
+                setattr(dist, name, met(collective))
+            yield
+        except Exception as error:
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                said = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+                _store().compare_set(f"{self._run}/failed", "", said)  # the first one tells the cause
+            raise
+        finally:
+            for name, collective in stock.items():
+                setattr(dist, name, collective)
+
+    def _meet(self, collective: str, group: Any) -> None:
+        size = dist.get_world_size(group)
+        if size < 2:  # -1: this rank is no member
+            return
+        # By its ranks: these are the same on all of them, whatever groups each has made before
+        store, ranks = _store(), dist.get_process_group_ranks(group)
+        name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+        count = self._counts[name] = self._counts.get(name, 0) + 1
+        key = f"{self._run}/{name}/{count} {collective}"
+        if store.add(f"{key}/came", 1) == size:
+            store.set(key, "all")
+        deadline = time.monotonic() + self._seconds
+        while True:
+            try:
+                store.wait([key], timedelta(seconds=_LOOK_SECONDS))
+                break
+            except RuntimeError as error:
+                if store.check([f"{self._run}/failed"]):
+                    failed = store.get(f"{self._run}/failed").decode()
+                    raise RuntimeError(f"another rank failed, {failed}") from error
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"not all ranks came to {collective} {count} of ranks {ranks} within {self._seconds:g} s"
+                    ) from error
+        if dist.get_rank(group) == 0 and name in self._last:  # everyone has left the meeting before this one
+            store.delete_key(f"{self._last[name]}/came")
+            store.delete_key(self._last[name])
+        self._last[name] = key
+
+
+def _store() -> Any:
+    return distributed_c10d._get_default_store()
 
 
 class StreamSource(ParameterSource):
-    """The parameter source of a weight stream: runs it once to learn names, shapes and dtypes, then once per sync.
-
-    Args:
-        open_stream: starts the stream; yields full HF tensors in the same order on every rank and every time. Told
-            whether the one before was broken off, so that nothing which ranks have exchanged in part is used again.
-        policy: wire dtypes.
-        timeout_seconds: bound on waiting for other ranks.
-    """
+    """Runs the stream once to learn names, shapes and dtypes, then once per sync. Every rank has all tensors.
+    ``open_stream`` starts it, and yields full HF tensors in the same order on every rank and every time; its argument:
+    the one before was broken off, so that nothing which ranks have exchanged in part is used again."""
 
     makes_all = True
 
@@ -57,7 +142,7 @@ class StreamSource(ParameterSource):
         self._held: dict[int, torch.Tensor] = {}
 
     def agree_on_layout(self, agreement: Agreement) -> ParameterSource:
-        """See ``ParameterSource``: whatever one rank lacks, all make anew, so that they go through the stream alike."""
+        """Where one rank has to learn the stream, all do, so that they go through it alike."""
         self._syncs += 1
         self._sync, self._runs = f"stream {agreement.number}.{self._syncs}", 0
         if agreement.any("looking at the trainer's stream", lambda: self._unfinished or not self._bases):
@@ -69,17 +154,18 @@ class StreamSource(ParameterSource):
         self.release()
         if not self._bases:
             self._learn()
-        return [Shard(base, partial(self._held_now, index)) for index, base in enumerate(self._bases)]
+        return [Shard(base, partial(self._held.__getitem__, index)) for index, base in enumerate(self._bases)]
 
     def release(self) -> None:
         """Ends a stream that is under way, with all the tensors it and this source hold."""
         if isinstance(self._stream, Generator):
             self._stream.close()
-        self._stream, self._passed, self._held = None, 0, {}
+        self._stream, self._passed = None, 0
+        self._held.clear()
 
     @contextmanager
     def _running(self) -> Iterator[Iterator[tuple[Any, ...]]]:
-        """The stream, begun or gone on with. A failure inside is told to the ranks that wait for this one."""
+        """The stream, begun or gone on with. The ranks that wait for this one hear of a failure inside."""
         if self._stream is None:
             self._runs += 1
             self._guard.begin(f"{self._sync}.{self._runs}")
@@ -108,13 +194,10 @@ class StreamSource(ParameterSource):
         self._bases, self._unfinished = bases, False
 
     def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
-        """Collective: runs the stream up to the last of these bases, and keeps these. Its collectives are its own.
-
-        Raises:
-            ValueError: the stream has changed since it was learnt.
-            RuntimeError, TimeoutError: another rank failed, or did not come.
-        """
-        self._held = {index: tensor for index, tensor in self._held.items() if index >= bases[0]}
+        """Runs the stream up to the last of these bases, and keeps these; its collectives are its own. Raises
+        ValueError where the stream has changed since it was learnt."""
+        for index in [index for index in self._held if index < bases[0]]:
+            del self._held[index]
         if self._held.keys() >= set(bases):
             return
         yield
@@ -126,7 +209,7 @@ class StreamSource(ParameterSource):
     def _take(self, name: str, tensor: torch.Tensor) -> None:
         known = self._known[self._passed]
         if (name, tensor.shape, tensor.dtype) != known:
-            self._bases = []  # the next sync learns it anew
+            self._bases = []  # the next sync learns it again
             raise ValueError(
                 f"the trainer's weight stream has changed: {known[0]!r} {known[2]} {tuple(known[1])} is now "
                 f"{name!r} {tensor.dtype} {tuple(tensor.shape)}; the next sync takes it as it is then"
@@ -135,6 +218,3 @@ class StreamSource(ParameterSource):
         self._passed += 1
         if place is not None:
             self._held[place] = tensor.detach().reshape(-1)
-
-    def _held_now(self, index: int) -> torch.Tensor:
-        return self._held[index]

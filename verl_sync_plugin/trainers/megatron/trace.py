@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the elements of a tensor come from, read off a function that only slices, joins and reorders.
+"""The origin of a tensor's elements, read off a function that only slices, joins and reorders.
 
 A bridge's conversion runs once on meta tensors. Views keep their storage, offset and strides, and the few operations
 that make a new storage without computing (``cat``, ``clone``, rows taken by number) are followed by a table: which
@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_sync_plugin.layout.strided import Run
+from verl_sync_plugin.layout.tensors import NOTHING
 
 _UNKNOWN = -1
 # A table longer than this means a conversion that shuffles single elements of a large weight
@@ -39,12 +40,7 @@ class _Table:
 
 
 class CopyTrace(TorchDispatchMode):
-    """A dispatch mode that follows copies between meta tensors.
-
-    Args:
-        shape, dtype: of each input; all are alike.
-        count: number of inputs.
-    """
+    """A dispatch mode that follows copies between meta tensors, from ``count`` inputs of one shape and dtype."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, count: int) -> None:
         super().__init__()
@@ -72,14 +68,25 @@ class CopyTrace(TorchDispatchMode):
         return result
 
     def runs(self, result: torch.Tensor) -> list[tuple[int, Run]]:
-        """Where the elements of ``result`` come from, as numbers of inputs and runs from the flat input to the flat
-        result, in ascending order of target.
-
-        Raises:
-            NotACopyError: not only from the inputs.
-        """
+        """The origin of the elements of ``result``: numbers of inputs and runs from the flat input to the flat result,
+        in ascending order of target. Raises NotACopyError where it is not the inputs alone."""
         grain, origin = self._read(result)
-        return _compress(grain, origin, self._numel + 1)
+        if not len(origin):
+            return []
+        first = np.concatenate(([0], np.flatnonzero(np.diff(origin) != grain) + 1, [len(origin)]))
+        by_input: dict[int, list[Run]] = {}
+        for a, b in pairwise(first):
+            number, source = divmod(int(origin[a]), self._numel + 1)
+            by_input.setdefault(number, []).append(Run(source, int(a) * grain, int(b - a) * grain))
+        found = [(number, run) for number, alike in by_input.items() for run in _repetitions(alike)]
+        return sorted(found, key=lambda each: each[1].target)
+
+    def shares(self, result: torch.Tensor, parts: int) -> tuple[tuple[Run, ...], ...]:
+        """By input what it contributes to ``result``, ``NOTHING`` where that is nothing; any input is the only part."""
+        found: list[list[Run]] = [[] for _ in range(parts)]
+        for part, run in self.runs(result):
+            found[part if parts > 1 else 0].append(run)
+        return tuple(tuple(each) or (NOTHING,) for each in found)
 
     def _learn(self, tensor: torch.Tensor, table: _Table) -> None:
         self._alive.append(tensor)
@@ -103,7 +110,7 @@ class CopyTrace(TorchDispatchMode):
         origin = np.full(result.numel() // grain, _UNKNOWN, dtype=np.int64)
         for (starts, length), source in writes:
             places = (starts[:, None] + np.arange(0, length, grain)).reshape(-1) // grain
-            origin[places] = _refine(*source, grain)
+            origin[places] = (source[1][:, None] + np.arange(0, source[0], grain)).reshape(-1)
         self._learn(result, _Table(grain, origin))
 
     def _select(self, result: torch.Tensor, source: torch.Tensor, indices: list[torch.Tensor | None]) -> None:
@@ -126,7 +133,11 @@ class CopyTrace(TorchDispatchMode):
         origin = table.origin[places // table.grain]
         if (origin == _UNKNOWN).any():
             raise NotACopyError("some of its values are computed")
-        return _coarsen(grain, origin + places % table.grain)
+        origin = origin + places % table.grain
+        # The same content with the largest grain whose multiples all breaks between runs are
+        breaks = np.flatnonzero(np.diff(origin) != grain) + 1
+        factor = math.gcd(_gcd(breaks), len(origin))
+        return grain * factor, origin[::factor]
 
 
 def _identity(tensor: torch.Tensor) -> int:
@@ -168,29 +179,6 @@ def _addresses(tensor: torch.Tensor) -> tuple[np.ndarray, int]:
     for size, stride in reversed(outer):
         starts = (starts[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
     return starts, length
-
-
-def _refine(grain: int, origin: np.ndarray, finer: int) -> np.ndarray:
-    return (origin[:, None] + np.arange(0, grain, finer)).reshape(-1)
-
-
-def _coarsen(grain: int, origin: np.ndarray) -> tuple[int, np.ndarray]:
-    """The same content with the largest grain whose multiples all breaks between runs are."""
-    breaks = np.flatnonzero(np.diff(origin) != grain) + 1
-    factor = math.gcd(_gcd(breaks), len(origin))
-    return grain * factor, origin[::factor]
-
-
-def _compress(grain: int, origin: np.ndarray, distance: int) -> list[tuple[int, Run]]:
-    if not len(origin):
-        return []
-    first = np.concatenate(([0], np.flatnonzero(np.diff(origin) != grain) + 1, [len(origin)]))
-    by_input: dict[int, list[Run]] = {}
-    for a, b in pairwise(first):
-        number, source = divmod(int(origin[a]), distance)
-        by_input.setdefault(number, []).append(Run(source, int(a) * grain, int(b - a) * grain))
-    found = [(number, run) for number, alike in by_input.items() for run in _repetitions(alike)]
-    return sorted(found, key=lambda each: each[1].target)
 
 
 def _repetitions(runs: list[Run]) -> list[Run]:

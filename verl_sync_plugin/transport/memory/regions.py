@@ -1,23 +1,108 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Allocations in which a trainer rank's parameters lie, told to and mapped by the engine ranks that read them there.
+"""Memory of a trainer rank that engine ranks map and read: staging memory and parameters.
 
-A parameter lives as long as the model, so an allocation is exported once and mapped once, and nobody is counted. What
-moved is exported anew, and the engine unmaps what it is no longer told of.
+Staging memory is exported once per reader and kept. A parameter lives as long as the model, so the allocation that it
+lies in is exported once and mapped once, and nobody is counted. What moved is exported again, and the engine unmaps
+what it is no longer told of.
 
 Hazard: the driver lets go of an allocation that its owner has freed only when it is unmapped here as well. Only memory
-of parameters is exported, which the trainer keeps on the device; ``sync/delivery/direct.py`` looks every time.
+of parameters is exported, which the trainer keeps on the device; ``sync/ways.py`` looks every time.
 """
 
 from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
-from verl_sync_plugin.transport.memory.exports import Region
+from verl_sync_plugin.copies.pack_table import ALONE, CAST, Found, segment_of
+from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.tensors import Bucket, Plan
+from verl_sync_plugin.transport.memory.exports import Live, Region, StagingExport
+from verl_sync_plugin.transport.memory.host import SharedFileExporter, SharedMemoryStaging, open_shared_memory
+
+
+class Staging(Protocol):
+    """Memory of ``slots`` x ``slot_bytes`` bytes, readable by the receiver."""
+
+    memory: torch.Tensor
+    slot_bytes: int
+
+    def export(self, reader: int = 0) -> StagingExport:
+        """How a receiver opens it; every reader gets an export of its own."""
+
+    def opened(self) -> None:
+        """Called once all receivers have opened their exports."""
+
+    def close(self) -> None:
+        """Gives the memory back."""
+
+
+def slot_of(memory: torch.Tensor, slot: int, slot_bytes: int) -> torch.Tensor:
+    """The bytes of one slot: uint8 of shape ``(slot_bytes,)``, a view."""
+    return memory.narrow(0, slot * slot_bytes, slot_bytes)
+
+
+def create_staging(device: torch.device, slots: int, slot_bytes: int) -> Staging:
+    """Allocates staging memory beside the trainer's parameters.
+
+    Raises:
+        ValueError: no mechanism shares memory of this device type with another process.
+    """
+    if device.type == "cuda":
+        from verl_sync_plugin.transport.memory.cuda import CudaIpcStaging
+
+        return CudaIpcStaging(device, slots, slot_bytes)
+    if device.type == "cpu":
+        return SharedMemoryStaging(slots, slot_bytes)
+    raise ValueError(
+        f"weight sync cannot share {device.type!r} memory with the rollout engine; "
+        "set actor_rollout_ref.rollout.custom.sync.enabled=False to run stock verl"
+    )
+
+
+def open_staging(export: StagingExport) -> torch.Tensor:
+    """The receiver's view of the memory of the trainer rank beside it: uint8 of shape ``(nbytes,)``.
+
+    Raises:
+        ValueError: unknown mechanism, or the memory is on a device this process cannot see.
+    """
+    if export.kind == "cuda_ipc":
+        from verl_sync_plugin.transport.memory.cuda import open_cuda_ipc
+
+        return open_cuda_ipc(export)
+    if export.kind == "shared_memory":
+        return open_shared_memory(export)
+    raise ValueError(f"unknown staging mechanism {export.kind!r}")
+
+
+def open_peer_staging(export: StagingExport, device: torch.device) -> torch.Tensor:
+    """The receiver's view of the memory of a trainer rank elsewhere on this host: uint8 of shape ``(nbytes,)``.
+
+    Args:
+        export: made for this receiver.
+        device: the receiver's own.
+
+    Raises:
+        RuntimeError, OSError: it cannot be reached from here.
+    """
+    if export.kind == "cuda_ipc":
+        from verl_sync_plugin.transport.memory.cuda import open_peer_cuda_ipc
+
+        return open_peer_cuda_ipc(export, device)
+    return open_staging(export)
+
+
+def decline_staging(export: StagingExport) -> None:
+    """Tells the sender's side that an export will not be opened here."""
+    if export.kind == "cuda_ipc":
+        from verl_sync_plugin.transport.memory.cuda import decline_cuda_ipc
+
+        decline_cuda_ipc(export)
 
 
 class Exporter(Protocol):
@@ -45,67 +130,12 @@ class Exporter(Protocol):
         """
 
 
-class CudaExporter:
-    """The exporter for GPUs; an allocation is identified by its first address."""
-
-    def __init__(self) -> None:
-        self._name = uuid.uuid4().hex
-        self._asked: tuple[object, tuple[int, ...]] = (None, ())
-        self._answer: tuple[int, ...] = ()
-        self._last = (0, 0)
-
-    def find(self, run: torch.Tensor) -> tuple[int, int]:
-        from verl_sync_plugin.transport.memory import cuda_driver
-
-        address = run.data_ptr()
-        base, size = self._last
-        if not base <= address < base + size:  # neighbours follow each other
-            base, size = self._last = cuda_driver.allocation_of(address)
-        return base, address - base
-
-    def identities(self, allocations: tuple[int, ...]) -> object:
-        from verl_sync_plugin.transport.memory import cuda_driver
-
-        # As long as torch has freed nothing there is nothing to ask; there may be thousands
-        freed = torch.cuda.memory_stats_as_nested_dict().get("num_device_free")
-        if freed is None or (freed, allocations) != self._asked:
-            self._answer = cuda_driver.allocation_ids(allocations)
-            self._asked = freed, allocations
-        return self._answer
-
-    def export(self, allocation: int) -> Region:
-        from verl_sync_plugin.transport.memory import cuda_driver
-
-        self._last = (0, 0)  # what was found may be gone by the next time
-        _, size = cuda_driver.allocation_of(allocation)
-        (number,) = cuda_driver.allocation_ids((allocation,))
-        return Region("cuda_ipc", f"{self._name}-{number}", size, (cuda_driver.export_allocation(allocation),))
-
-
-class SharedFileExporter:
-    """The exporter for CPUs: storages that are mapped from a file (``torch.UntypedStorage.from_file``)."""
-
-    def __init__(self) -> None:
-        self._storages: dict[int, torch.UntypedStorage] = {}
-
-    def find(self, run: torch.Tensor) -> tuple[int, int]:
-        storage = run.untyped_storage()
-        if storage.filename is None:
-            raise RuntimeError("its memory is private to the trainer's process")
-        self._storages[storage.data_ptr()] = storage
-        return storage.data_ptr(), run.data_ptr() - storage.data_ptr()
-
-    def identities(self, allocations: tuple[int, ...]) -> object:
-        return allocations
-
-    def export(self, allocation: int) -> Region:
-        storage = self._storages[allocation]
-        name = str(storage.filename)
-        return Region("shared_file", name, storage.nbytes(), (name,))
-
-
 def exporter_for(device: torch.device) -> Exporter:
-    return CudaExporter() if device.type == "cuda" else SharedFileExporter()
+    if device.type == "cuda":
+        from verl_sync_plugin.transport.memory.cuda import CudaExporter
+
+        return CudaExporter()
+    return SharedFileExporter()
 
 
 class Regions:
@@ -143,9 +173,9 @@ class Regions:
 
     def _map(self, region: Region) -> int:
         if region.kind == "cuda_ipc":
-            from verl_sync_plugin.transport.memory import cuda_driver
+            from verl_sync_plugin.transport.memory import cuda
 
-            return cuda_driver.open_allocation(region.handle[0])
+            return cuda.open_allocation(region.handle[0])
         if not os.path.isfile(region.handle[0]):  # from_file would make one
             raise FileNotFoundError(f"{region.handle[0]} is not visible here")
         storage: Any = torch.UntypedStorage.from_file(region.handle[0], True, region.nbytes)
@@ -155,7 +185,104 @@ class Regions:
     def _unmap(self, key: str) -> None:
         address, storage = self._mapped.pop(key), self._storages.pop(key, None)
         if storage is None:
-            from verl_sync_plugin.transport.memory import cuda_driver
+            from verl_sync_plugin.transport.memory import cuda
 
             torch.cuda.current_stream().synchronize()  # of a sync that failed, kernels may still read it
-            cuda_driver.close_allocation(address)
+            cuda.close_allocation(address)
+
+
+Place = tuple[int, int]  # allocation, first byte in it
+
+
+class NotInPlaceError(RuntimeError):
+    """A parameter cannot be read where it lies; the text says which and why."""
+
+
+class LiveParameters:
+    """One trainer rank's account of where its parameters lie, told once and kept while everything stays where it is.
+
+    Args:
+        device: where the trainer computes.
+        plan: all buckets.
+        rank: this rank's place among the owners of a sharded base.
+
+    Attributes:
+        found: where the parameters are.
+    """
+
+    def __init__(self, device: torch.device, plan: Plan, rank: int) -> None:
+        self.plan = plan
+        self._rank = rank
+        self._device = device
+        held = [part for each in plan.buckets for part in each.slices if part.count(plan.bases[part.base], rank) > 0]
+        self.found = Found(list(dict.fromkeys(part.base for part in held)), device)
+        self._exporter = exporter_for(device)
+        self._identities: object = None
+        self._allocations: tuple[int, ...] = ()
+        self._live: Live | None = None
+
+    def look(self, shards: Sequence[Shard]) -> Live:
+        """Looks where all parameters of the plan are now.
+
+        Raises:
+            NotInPlaceError: a parameter is merged, on the host, of a dtype that has to be cast otherwise than from fp32
+                to bf16, or in memory that cannot be shared.
+        """
+        moved = self.found.look(shards)
+        if not moved and self._live is not None and self._same():
+            return self._live
+        self._live = None
+        for base, kind in self.found.kinds.items():
+            if kind == ALONE:
+                raise NotInPlaceError(f"{shards[base].base.key!r} {_why(shards[base], self._device)}")
+        self._live = self._tell(shards)
+        return self._live
+
+    def _same(self) -> bool:
+        try:
+            return self._exporter.identities(self._allocations) == self._identities
+        except RuntimeError:
+            return False
+
+    def _tell(self, shards: Sequence[Shard]) -> Live:
+        places: dict[int, Place] = {}
+        for base in self.found.bases:
+            run = self.found.run(base, shards[base])
+            assert run is not None, "looked up before"
+            try:
+                places[base] = self._exporter.find(run)
+            except RuntimeError as error:
+                raise NotInPlaceError(f"{shards[base].base.key!r}: {error}") from error
+        self._allocations = tuple(dict.fromkeys(allocation for allocation, _ in places.values()))
+        try:
+            regions: list[Region] = [self._exporter.export(allocation) for allocation in self._allocations]
+            self._identities = self._exporter.identities(self._allocations)
+        except RuntimeError as error:
+            raise NotInPlaceError(f"memory of parameters cannot be shared: {error}") from error
+        number = {allocation: index for index, allocation in enumerate(self._allocations)}
+        runs = tuple(self._runs(bucket, places, number) for bucket in self.plan.buckets)
+        return Live(uuid.uuid4().hex, tuple(regions), runs)
+
+    def _runs(self, bucket: Bucket, places: dict[int, Place], number: dict[int, int]) -> bytes:
+        rows = []
+        for part in bucket.slices:
+            base = self.plan.bases[part.base]
+            count = part.count(base, self._rank)
+            if count > 0:
+                grow = 2 if self.found.kinds[part.base] == CAST else 1
+                allocation, first = places[part.base]
+                offset = segment_of(bucket, self._rank) * bucket.stride + part.offset
+                source = first + part.begin * base.itemsize * grow
+                rows.append((offset, count * base.itemsize, number[allocation], source, grow))
+        return np.array(rows, dtype="<i8").reshape(-1, 5).tobytes()
+
+
+def _why(shard: Shard, device: torch.device) -> str:
+    if shard.merge is not None:
+        return "is merged with its adapter on the way"
+    run = shard.local()
+    if run.device != device:
+        return f"is on {run.device}, not on {device}"
+    if run.dtype not in (getattr(torch, shard.base.dtype), torch.float32):
+        return f"is {run.dtype} and travels as {shard.base.dtype}"
+    return "is not laid out for it"

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Tables and pictures of the results."""

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Many syncs in a row, and what grows meanwhile."""

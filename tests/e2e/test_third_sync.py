@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of the project takes part in a sync whose plan is made: the third and fourth one of a real ``main_ppo``.
+
+``ONE_WEIGHT=write`` writes the files of the fourth into docs/one-weight.md; without it the two are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from e2e import checks
+from e2e.runs import Setup, main_ppo
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "one-weight.md"
+BEGIN, END = "<!-- files:begin -->", "<!-- files:end -->"
+# A commit may lower these, not raise them. The third sync also compares what lies in the engine (verify=first).
+MOST_FILES = {3: 57, 4: 53}  # of the package, in the processes of trainer and engine together
+MOST_ROUNDS = {3: 8, 4: 6}  # collectives of a trainer rank
+MOST_KINDS = 10  # of messages that trainer and engine exchange in all syncs; a failure would be one more
+
+
+def test_few_files_rounds_and_messages_make_a_sync(tmp_path: Path) -> None:
+    """FSDP2 on two ranks, an engine for each, parameters read where they lie."""
+    setup = Setup(ranks=2, replicas=2, steps=3, path=(str(Path(__file__).parent / "counting"),))
+    run = main_ppo(setup, tmp_path)
+    checks.reached(run, steps=3)
+    checks.same_weights(run)
+    assert all(report["direct_bytes"] > 0 for report in run.reports if report["global_steps"] >= 2), run.reports
+    counted = [json.loads(line) for line in (tmp_path / "counted.jsonl").read_text().splitlines()]
+    kinds = sorted(set((tmp_path / "kinds").read_text().split()))
+    print(f"{len(kinds)} kinds of messages: {kinds}")
+    assert len(kinds) <= MOST_KINDS, kinds
+    for sync in (3, 4):
+        entries = [entry for entry in counted if entry["sync"] == sync]
+        assert {entry["role"] for entry in entries} == {"trainer", "engine"}, entries
+        files = sorted({file for entry in entries for file in entry["files"]})
+        rounds = max((entry["rounds"] for entry in entries), key=len)
+        print(f"sync {sync}: {len(rounds)} rounds {rounds}, {len(files)} files", *files, sep="\n")
+        assert len(files) <= MOST_FILES[sync], files
+        assert 0 < len(rounds) <= MOST_ROUNDS[sync], rounds
+    _compare_with_page(files)
+
+
+def _compare_with_page(files: list[str]) -> None:
+    head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    old, _, tail = rest.partition(END)
+    new = "\n" + "".join(f"- `{file}`\n" for file in files)
+    if os.environ.get("ONE_WEIGHT") == "write":
+        PAGE.write_text(f"{head}{BEGIN}{new}{END}{tail}", encoding="utf-8")
+    elif new != old:
+        pytest.fail(f"{PAGE.name} lists other files; run this test with ONE_WEIGHT=write")

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a trainer makes of load maps: what it refuses before anything is sent, and what it compares after."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from ports import free_port
+from verl_sync_plugin.config.settings import SyncConfig
+from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.layout.load_map import Box, Kept, Left, LoadMap, Move, Place
+from verl_sync_plugin.layout.planner import plan_buckets
+from verl_sync_plugin.layout.tensors import Base, Plan, View
+from verl_sync_plugin.transport.agreement import Agreement
+from verl_sync_plugin.transport.protocol import Committed, Held
+from verl_sync_plugin.transport.ranks import Alone
+from verl_sync_plugin.verify.cadence import MOST_TRIES, Cadence
+from verl_sync_plugin.verify.comparison import DERIVED, Comparison
+
+NUMEL = 64
+WHOLE = Box(0, 0, ((NUMEL, 1, 1),))
+HALVES = [Box(first, 0, ((NUMEL // 2, 1, 1),)) for first in (0, NUMEL // 2)]
+
+
+def plan_of(*names: str) -> Plan:
+    bases = [Base(name, "bfloat16", 2, (NUMEL,), (View(name, (NUMEL,), 0, NUMEL),)) for name in names]
+    return plan_buckets(tuple(bases), 1 << 20)
+
+
+PLAN = plan_of("a", "b")
+COMPLETE = LoadMap(
+    "SGLang's Model", places=tuple(Place(n, (Kept(n, "bfloat16", WHOLE, False),)) for n in ("x", "y")),
+    moves=tuple(Move(n, n, "bfloat16", WHOLE) for n in range(2)),
+)  # fmt: skip
+
+
+def with_one_more(buffer: bool, name: str = "model.normalizer") -> LoadMap:
+    more = Place(name, (Kept(name, "bfloat16", Box(0, 0, ((4, 1, 1),)), buffer),))
+    return msgspec.structs.replace(COMPLETE, places=(*COMPLETE.places, more))
+
+
+def learned(found: LoadMap, restores: bool = True, layers: int = 0, loaded: bool = False, **config: Any) -> Comparison:
+    comparison = Comparison(SyncConfig(**config), Agreement(10.0, ranks=Alone()), (0,), restores)
+    comparison.note(found)
+    comparison.learn(PLAN, loaded, layers, sent_by=1)
+    return comparison
+
+
+def test_a_map_that_explains_everything() -> None:
+    comparison = learned(COMPLETE)
+    assert comparison.knows(PLAN) and comparison.compared == (0, 1) and not comparison.left_out
+    comparison.forget()
+    assert not comparison.knows(PLAN)
+
+
+@pytest.mark.parametrize("layers", [0, 3, 4])
+def test_what_the_engine_leaves_out_is_named(layers: int) -> None:
+    found = msgspec.structs.replace(COMPLETE, moves=COMPLETE.moves[:1], layers=3)
+    said = "has 4 layers, the engine's 3" if layers == 4 else ""
+    with pytest.raises(
+        SyncError, match=rf"Model leaves out 1 of the 2 .*: b \(128 of 128 bytes\)\. .*{said}.*It would"
+    ):
+        learned(found, layers=layers)
+
+
+@pytest.mark.parametrize("restores", [False, True])
+@pytest.mark.parametrize("name", ["lm_head.weight", "a"])
+def test_a_host_copy_is_no_excuse_for_a_parameter_nor_for_what_is_sent(restores: bool, name: str) -> None:
+    with pytest.raises(SyncError, match=rf"leaves 1 of 3 .*in part: {name} \(0 of 4 elements\)\. "):
+        learned(with_one_more(buffer=name == "a", name=name), restores)
+    found = msgspec.structs.replace(
+        with_one_more(buffer=True), moves=(*COMPLETE.moves, Move(1, 2, "bfloat16", Box(0, 0)))
+    )
+    with pytest.raises(SyncError, match=r"in part: model\.normalizer \(1 of 4 elements\)"):
+        learned(found, restores)
+
+
+def test_constants_are_left_to_a_host_copy(capsys: pytest.CaptureFixture[str]) -> None:
+    comparison = learned(with_one_more(buffer=True))
+    assert [kept.name for kept, *_ in comparison.unwritten] == ["model.normalizer"]
+    assert "model.normalizer (0 of 4 elements); the engine keeps what it loaded at its start" in capsys.readouterr().out
+    with pytest.raises(SyncError, match=r"load_format=dummy: .*unwritten: model\.normalizer "):
+        learned(with_one_more(buffer=True), restores=False)
+
+
+def test_an_engine_that_cannot_tell() -> None:
+    unknown = LoadMap("Model", 3, left=tuple(Left(n, "raises", "", ()) for n in range(2)), unknown="KeyError: 7")
+    assert not learned(unknown).knows(PLAN), "perhaps the load itself raises"
+    with pytest.raises(SyncError, match="did not tell which of the tensors"):
+        learned(unknown, loaded=True)
+    with pytest.raises(SyncError, match=r"has 4 layers, the engine's 3 .*Give both the same"):
+        learned(unknown, layers=4)
+
+
+def test_every_reason_is_said_however_many_tensors_have_another(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [f"norm{number}" for number in range(9)] + ["odd"]
+    moves = tuple(Move(n, 0, "bfloat16", WHOLE) for n in range(10))
+    why = (*((n, "is computed") for n in range(9)), (9, "lies elsewhere"))
+    comparison = Comparison(SyncConfig(), Agreement(10.0, ranks=Alone()), (0,), True)
+    comparison.note(LoadMap(places=(Place("x", ()),), moves=moves, not_held=why, derives=True))
+    comparison.learn(plan_of(*names), loaded=False)
+    said = capsys.readouterr().out
+    assert "norm4 and 5 more (is computed)" in said and "not comparable: odd (lies elsewhere)" in said
+    assert comparison.left_out[DERIVED] == "is computed" and not comparison.compared
+
+
+@pytest.mark.parametrize("verify", ["always", 10])
+def test_syncs_of_which_nothing_can_be_compared_are_not_called_verified(verify: str | int) -> None:
+    nothing = msgspec.structs.replace(COMPLETE, not_held=((0, "its load lays b out anew"), (1, "too")))
+    with pytest.raises(SyncError, match=rf"verify={verify}, and nothing .* compared: a \(its load lays"):
+        learned(nothing, verify=verify).refuse_unproven()
+    learned(nothing).refuse_unproven()
+    learned(COMPLETE, verify=verify).refuse_unproven()
+    with pytest.raises(SyncError, match=r"could find out what it holds \(full\)\. Lower"):
+        learned(msgspec.structs.replace(COMPLETE, no_room="full"), verify=verify).refuse_unproven()
+
+
+def sums(*values: int) -> bytes:
+    return np.array(values, dtype="<i8").tobytes()
+
+
+def test_what_is_compared() -> None:
+    comparison, sent = learned(COMPLETE), torch.tensor([7, -3])
+
+    def compare(read: bytes, held: bytes | None) -> None:
+        committed = Committed(sums=read, held=Held(held) if held is not None else None)
+        comparison.compare(comparison.weighed(sent, committed, held is not None))
+
+    compare(sums(7, -3), None)
+    compare(sums(7, -3), sums(7, -3))
+    with pytest.raises(SyncError, match="the bytes of b changed on the way"):
+        compare(sums(7, 3), sums(7, -3))
+    with pytest.raises(SyncError, match="parameters do not hold what was sent of a"):
+        compare(sums(7, -3), sums(6, -3))
+    with pytest.raises(ValueError, match="hashed 3 parts of tensors, and told of 2"):
+        compare(sums(7, -3, 1), None)
+
+
+def _rank(rank: int, port: int) -> None:
+    """Two trainer ranks beside one engine's two ranks, and then beside two engines'. Entry of a spawned process."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    agreement, started = Agreement(20.0), time.monotonic()
+    halves = [
+        msgspec.structs.replace(
+            COMPLETE, moves=(Move(0, 0, "bfloat16", box), COMPLETE.moves[1]), places=(Place("x", ()), Place("y", ()))
+        )
+        for box in HALVES
+    ]
+    plan = replace(PLAN, buckets=tuple(replace(bucket, world=2) for bucket in PLAN.buckets))
+    for maps, ranks, held in ((halves, (0, 1), [3, 9]), ([COMPLETE] * 2, (rank,), [7, 9])):
+        comparison = Comparison(SyncConfig(), agreement, ranks, True)
+        comparison.note(maps[rank])
+        comparison.learn(plan, loaded=False)
+        assert comparison.compared == (0, 1)
+        first = held[0] if ranks == (rank,) else (3, 4)[rank]
+        sent = torch.tensor([(2, 5)[rank], (4, 5)[rank]])
+        committed = Committed(sums=sums(first, 9), held=Held(sums(first, 9)))
+        comparison.compare(comparison.weighed(sent, committed, True))
+        wrong = Committed(sums=sums(first, 9), held=Held(sums(first, 9 + rank)))
+        with pytest.raises(SyncError, match="do not hold what was sent of b"):
+            comparison.compare(comparison.weighed(sent, wrong, True))
+    # One engine leaves something out: both ranks hear of it, also the one whose engine does not
+    comparison = Comparison(SyncConfig(), agreement, (rank,), True)
+    comparison.note(msgspec.structs.replace(COMPLETE, moves=COMPLETE.moves[rank:]))
+    with pytest.raises(SyncError, match=r"rank 1: ValueError: SGLang's Model leaves out 1 .* a \("):
+        comparison.learn(plan, loaded=False)
+    # One has no room for marks: nothing of it is called compared, although the other covers every byte
+    full = LoadMap(
+        "Model", left=tuple(Left(n, "full", "", ((0, NUMEL),)) for n in range(2)), not_held=((0, "full"), (1, "full"))
+    )
+    comparison = Comparison(SyncConfig(verify="always"), agreement, (rank,), True)
+    comparison.note(msgspec.structs.replace(full, no_room="full") if rank else COMPLETE)
+    comparison.learn(plan, loaded=False)
+    assert comparison.compared == () and set(comparison.left_out) == {"a", "b"} and comparison.no_room == "full"
+    # A rank that fails leaves nobody alone
+    comparison.forget()
+    with agreement.attempt():
+        if rank:
+            raise MemoryError("while it learned")
+    with pytest.raises(SyncError, match="rank 1: MemoryError: while it learned"):
+        comparison.learn(plan, loaded=False)
+    assert time.monotonic() - started < 20
+    dist.barrier()  # the first rank keeps the store
+    dist.destroy_process_group()
+
+
+def test_several_ranks_and_engines() -> None:
+    port = free_port()
+    mp.spawn(_rank, args=(port,), nprocs=2)
+
+
+def test_syncs_without_room_for_the_proof_do_not_use_up_the_first_ones() -> None:
+    cadence = Cadence("first")
+    for _ in range(MOST_TRIES):
+        cadence.note("plan", whole=False)
+    assert cadence.due("plan"), "none of them was verified"
+    for whole in (True, False, True):  # no more tries are given, since each costs a load of marks
+        assert cadence.due("plan")
+        cadence.note("plan", whole)
+    assert not cadence.due("plan")
+
+
+@pytest.mark.parametrize(
+    ("verify", "due"),
+    [("never", ""), ("always", "123456"), ("first", "123"), (1, "123456"), (2, "135"), (3, "14")],
+)
+def test_which_syncs_are_verified(verify: str | int, due: str) -> None:
+    cadence, found = Cadence(verify), ""
+    for number in range(1, 7):
+        found += str(number) * cadence.due("plan")
+        assert cadence.due("plan") == cadence.due("plan"), "a sync that fails is not counted"
+        cadence.note("plan")
+    assert found == due
+    assert cadence.due("another") == (verify != "never"), "every plan has its own"

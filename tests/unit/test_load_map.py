@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What follows from load maps, against sets of single elements."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from verl_sync_plugin.layout.hulls import numbers_of
+from verl_sync_plugin.layout.load_map import (
+    Box,
+    Constant,
+    Kept,
+    Left,
+    LoadMap,
+    Move,
+    Place,
+    balance,
+    box_of,
+    box_spans,
+    own_box,
+    owners_of,
+    read_parts,
+    spans_of,
+    unused,
+    unwritten,
+    weigh,
+    wire_dtypes,
+    without,
+)
+from verl_sync_plugin.layout.planner import plan_buckets
+from verl_sync_plugin.layout.tensors import Base, Entry, View
+
+BF16, FP32 = "bfloat16", "float32"
+
+
+def view_of(tensor: torch.Tensor, rng: random.Random) -> torch.Tensor:
+    """Some slices and permutations of a tensor."""
+    for _ in range(rng.randrange(4)):
+        dim = rng.randrange(tensor.dim())
+        match rng.randrange(3):
+            case 0:
+                start = rng.randrange(tensor.shape[dim])
+                tensor = tensor.narrow(dim, start, rng.randint(1, tensor.shape[dim] - start))
+            case 1:
+                tensor = tensor.transpose(dim, rng.randrange(tensor.dim()))
+            case 2:
+                tensor = tensor[(*[slice(None)] * dim, slice(None, None, 2))]
+    return tensor
+
+
+def elements_of(box: Box) -> list[tuple[int, int]]:
+    at = itertools.product(*(range(size) for size, _, _ in box.dims))
+    steps = [d[1:] for d in box.dims]
+    return [
+        (box.source + sum(i * s for i, (s, _) in zip(each, steps, strict=True)),
+         box.target + sum(i * t for i, (_, t) in zip(each, steps, strict=True)))
+        for each in at
+    ]  # fmt: skip
+
+
+def covered(spans: np.ndarray) -> set[int]:
+    return {number for first, end in spans.tolist() for number in range(first, end)}
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_a_box_is_what_a_copy_moves(seed: int) -> None:
+    rng = random.Random(seed)
+    shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(1, 4)))
+    memory = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    source = view_of(memory, rng)
+    target = torch.arange(1000)[3:][: source.numel()].reshape(tuple(reversed(source.shape))).permute(
+        *reversed(range(source.dim()))
+    )  # fmt: skip
+    first = int(source.storage_offset()), int(target.storage_offset())
+    box = box_of(source.shape, source.stride(), target.stride(), *first)
+    expected = dict(zip(source.flatten().tolist(), target.flatten().tolist(), strict=True))
+    assert dict(elements_of(box)) == expected and box.numel == len(expected)
+    runs = box.runs(2)
+    moved = {
+        run.source + i * run.source_stride + b: run.target + i * run.target_stride + b
+        for run in runs for i in range(run.count) for b in range(run.width)
+    }  # fmt: skip
+    assert moved == {2 * s + b: 2 * t + b for s, t in expected.items() for b in range(2)}
+    assert len(runs) == box.run_count
+    assert covered(spans_of([box_spans(box, True)])) == set(expected)
+    assert covered(spans_of([box_spans(box, False, 2)])) == {2 * t + b for t in expected.values() for b in range(2)}
+    packed = box.packed()
+    assert sorted(t for _, t in elements_of(packed)) == list(range(box.numel))
+    assert {s for s, _ in elements_of(packed)} == set(expected)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_spans(seed: int) -> None:
+    rng = random.Random(seed)
+    pairs = [np.array([[a, a + rng.randint(0, 5)] for a in rng.choices(range(30), k=rng.randint(0, 5))]) for _ in "ab"]
+    one, other = (spans_of([each]) for each in pairs)
+    assert covered(without(one, other)) == covered(one) - covered(other)
+    assert covered(spans_of([one, other])) == covered(one) | covered(other)
+
+
+def entry(name: str, numel: int, dtype: str = FP32) -> Entry:
+    size = 4 if dtype == FP32 else 2
+    return Entry(name, dtype, (numel,), None, numel * size, ())
+
+
+ENTRIES = {"a": entry("a", 8), "b": entry("b", 8), "c": entry("c", 8)}
+ALONE = {0: 0, 1: 1, 2: 2}
+WHOLE, UPPER, LOWER = Box(0, 0, ((8, 1, 1),)), Box(0, 0, ((4, 1, 1),)), Box(4, 0, ((4, 1, 1),))
+
+
+def moved(*moves: tuple[int, Box], dtype: str = FP32, **more: object) -> LoadMap:
+    return LoadMap(moves=tuple(Move(n, n, dtype, box) for n, box in moves), **more)  # type: ignore[arg-type]
+
+
+def test_what_the_ranks_of_an_engine_leave_alone() -> None:
+    one, other = moved((0, UPPER), (1, WHOLE)), moved((0, LOWER))
+    assert unused(ENTRIES, ALONE, [one, other]) == [(2, 32, 32)]
+    assert unused(ENTRIES, ALONE, [one]) == [(0, 16, 32), (2, 32, 32)]
+    by_itself = moved((0, WHOLE), (1, WHOLE), left=(Left(2, "is computed", "", ((0, 6),)),))
+    assert unused(ENTRIES, ALONE, [by_itself]) == [(2, 8, 32)]
+    skips = moved((0, WHOLE), (1, WHOLE), skipped=((2, "nobody needs it"),))
+    assert not unused(ENTRIES, ALONE, [skips])
+    tied = moved((0, WHOLE), (1, UPPER))
+    assert unused(ENTRIES, {**ALONE, 2: 0}, [tied]) == [(1, 16, 32)], "what is tied is used together"
+    assert unused(ENTRIES, ALONE, []) == [(0, 32, 32), (1, 32, 32), (2, 32, 32)]
+
+
+def test_a_tensor_with_gaps_has_only_its_own_elements() -> None:
+    columns = Entry("a", BF16, (4, 3), (8, 1), 54, ())
+    assert unused({"a": columns}, {0: 0}, [moved((0, own_box((4, 3), (8, 1))), dtype=BF16)]) == []
+    assert unused({"a": columns}, {0: 0}, [moved((0, Box(0, 0, ((2, 8, 3), (3, 1, 1)))))]) == [(0, 12, 24)]
+
+
+def test_what_a_sync_leaves_unwritten() -> None:
+    places = (
+        Place("x", (Kept("x", FP32, WHOLE, False), Kept("y", FP32, Box(8, 8, ((2, 1, 1),)), True))),
+        Place("z", (Kept("z", BF16, WHOLE, False),)),
+    )
+    found = LoadMap(places=places, moves=(Move(0, 0, FP32, UPPER),), constants=(Constant(0, ((16, 24),), bytes(4)),))
+    assert [(kept.name, wrote, of) for kept, wrote, of in unwritten(found)] == [("x", 6, 8), ("y", 0, 2), ("z", 0, 8)]
+    assert found.kept == 3
+    theirs = LoadMap(places=places, moves=found.moves, theirs=((0, ((16, 40),)), (1, ((0, 15),))))
+    assert [(kept.name, wrote) for kept, wrote, _ in unwritten(theirs)] == [("z", 7)], "half an element is none"
+
+
+def test_which_dtypes_travel() -> None:
+    one = LoadMap(moves=(Move(0, 0, BF16, WHOLE), Move(1, 1, BF16, WHOLE)), left=(Left(2, "", "", ()),))
+    other = LoadMap(moves=(Move(0, 0, FP32, WHOLE), Move(0, 1, BF16, WHOLE)), left=(Left(2, "", BF16, ()),))
+    assert wire_dtypes("abc", [one]) == {"a": BF16, "b": BF16, "c": ""}
+    assert wire_dtypes("abc", [other]) == {"a": FP32, "c": BF16}
+    for maps in ([one, other], [other, one]):
+        assert wire_dtypes("abc", maps) == {"a": FP32, "b": BF16, "c": ""}
+
+
+def test_digests_name_maps() -> None:
+    assert moved((0, UPPER)).digest == moved((0, UPPER)).digest != moved((0, LOWER)).digest
+
+
+def test_whose_bytes_are_counted() -> None:
+    views = tuple(View(name, (8,), 0, 8) for name in ("head", "embed"))
+    odd = (View("odd", (4,), 0, 4), View("strange", (6,), 2, 6))
+    bases = [Base("tied", FP32, 4, (8,), views), Base("odd", FP32, 4, (8,), odd)]
+    bases.append(Base("z", FP32, 4, (8,), (View("z", (8,), 0, 8),)))
+    buckets = [bucket.entries for bucket in plan_buckets(tuple(bases), 1 << 10).buckets]
+    numbers = numbers_of(buckets)
+    assert list(numbers) == ["embed", "head", "odd", "strange", "z"]
+    owners = owners_of(buckets)
+    assert owners == {0: 1, 1: 1, 2: -1, 3: -1, 4: 4}
+    copied = moved((0, WHOLE), (1, UPPER), (2, WHOLE), left=(Left(4, "", "", ()),))
+    assert read_parts(copied, buckets, owners) == [(1, WHOLE), (1, UPPER), (2, None), (4, None)]
+
+
+ALL = Box(0, 0, ((96, 1, 1),))
+HALVES = [Box(0, 0, ((48, 1, 1),)), Box(48, 0, ((48, 1, 1),))]
+COLUMNS = [Box(first, 0, ((12, 8, 4), (4, 1, 1))) for first in (0, 4)]
+# Queries are shared out, keys and values held by both ranks
+FUSED = [[Box(half, 0, ((32, 1, 1),)), Box(64, 0, ((16, 1, 1),)), Box(80, 0, ((16, 1, 1),))] for half in (0, 32)]
+
+
+@pytest.mark.parametrize(
+    ("boxes", "times", "factors"),
+    [
+        ([ALL], 1, (1,)),
+        ([ALL, None, ALL], 3, (1, 1, 1)),
+        (HALVES, 1, (1, 1)),
+        (COLUMNS, 1, (1, 1)),
+        ([*COLUMNS, *HALVES], 2, (1, 1, 1, 1)),  # two engines that cut differently
+        ([*FUSED[0], *FUSED[1]], 2, (2, 1, 1, 2, 1, 1)),
+        ([*FUSED[0], *FUSED[1], ALL], -1, (0,) * 7),  # the whole part overlaps what is held unequally often
+        ([HALVES[0], HALVES[0], HALVES[1]], 2, (1, 1, 2)),
+        ([HALVES[0]], -1, (0,)),  # nobody holds the rest
+        ([HALVES[0], HALVES[0]], -1, (0, 0)),
+        ([COLUMNS[0], COLUMNS[0], HALVES[1]], -1, (0, 0, 0)),
+    ],
+)
+def test_parts_are_weighed_so_that_every_element_counts_alike(
+    boxes: list[Box | None], times: int, factors: tuple[int, ...]
+) -> None:
+    assert balance(96, boxes) == (times, factors)
+
+
+def test_weights_are_what_counting_gives() -> None:
+    generator, found = random.Random(3), set()
+    for _ in range(300):
+        cuts = sorted({0, 24, *(generator.randrange(1, 24) for _ in range(generator.randint(0, 3)))})
+        pieces = list(itertools.pairwise(cuts))
+        everyone = [
+            [(0, Box(low, 0, ((high - low, 1, 1),))) for low, high in pieces if generator.random() < 0.8]
+            for _ in range(generator.randint(1, 3))
+        ]
+        (times,), factors = weigh([24], everyone)
+        counts = np.zeros(24, dtype=int)
+        for parts, weights in zip(everyone, factors, strict=True):
+            for (_, box), weight in zip(parts, weights, strict=True):
+                counts[box.source : box.source + box.numel] += weight
+        found.add(times)
+        assert (times <= 0 and not counts.any()) or (counts == times).all(), everyone
+    assert {-1, 1, 2, 6} <= found
+
+
+def test_the_parts_of_each_tensor_are_weighed_alone() -> None:
+    ranks = [[(0, HALVES[0]), (2, None), (1, ALL)], [(1, ALL), (0, HALVES[1]), (0, HALVES[1])]]
+    times, factors = weigh([96, 96, 7, 96], ranks)
+    assert times == [2, 2, 1, 0] and factors == [[2, 1, 1], [1, 1, 1]]
+
+
+def test_thousands_of_tensors_take_no_time() -> None:
+    """A model of 6000 experts on 8 ranks: a few kinds of them."""
+    entries = {f"{n:05}": replace(entry(f"{n:05}", 2048 * 64, BF16), shape=(2048, 64)) for n in range(6000)}
+    ranks = [
+        LoadMap(moves=tuple(Move(n, n, BF16, Box(8 * rank, 0, ((2048, 64, 8), (8, 1, 1)))) for n in range(6000)))
+        for rank in range(8)
+    ]
+    owners = {number: number for number in range(6000)}
+    assert not unused(entries, owners, ranks)
+    times, _ = weigh([2048 * 64] * 6000, [[(m.tensor, m.box) for m in found.moves] for found in ranks])
+    assert set(times) == {1}

@@ -1,0 +1,504 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``verl-sync doctor``: will the plugin move the weights here, and what of the machine stands in its way?
+
+What a broken installation could lack is imported by ``probe.py``, in a fresh process. More of the machine is told by
+``python -m sglang.check_env`` and ``python -m torch.utils.collect_env``; here is only what decides about a sync.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import itertools
+import json
+import os
+import pickle
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_sync_plugin import __version__
+
+OK, WARNING, PROBLEM = LEVELS = ("ok", "warning", "problem")  # from harmless to grave
+SCHEMA = 2  # of the JSON; raised when a key changes its meaning or goes
+POINT, VALUE = "verl_sync_plugin", "verl_sync_plugin.plugin"  # name and value of our entry point
+POLICY, MODULES = "VERL_USE_EXTERNAL_PLUGINS", "VERL_USE_EXTERNAL_MODULES"
+REINSTALL = "pip install --force-reinstall --no-deps verl-sync-plugin"
+OF_THE_ENGINE = ("rollout-adapter", "rollout-replica", "engine-loader")  # hooks that import the rollout engine
+PROBE_SECONDS, NODE_SECONDS, IPC_SECONDS, CONNECT_SECONDS = 600, 900, 120, 10
+PLUGIN = "verl-sync-plugin"
+PACKAGES = (
+    "verl", "sglang", "torch", "transformers", "ray", "hydra-core", "torch-memory-saver", "triton", "peft",
+    "megatron-core", "megatron-bridge",
+)  # fmt: skip
+# Where nodes must have the same: what travels between their processes, or is computed alike on all
+SAME_EVERYWHERE = (PLUGIN, "python", "verl", "sglang", "torch", "transformers", "ray", "megatron-core")
+# What the plugin is made for, what of that its tests ran with, and the remedy for anything else
+UNTRIED_SGLANG = (15, 16, 17, 18, 19)  # of 0.5; see docs/releases.md
+RANGES = {
+    "verl": (">=0.9,<0.11", ">=0.9,<=0.9.1", "pip install verl==0.9.1"),
+    "sglang": (
+        ">=0.5.12", f">=0.5.12,<=0.5.23,{','.join(f'!=0.5.{untried}' for untried in UNTRIED_SGLANG)}",
+        "pip install sglang==0.5.12, which verl 0.9.1 names itself",
+    ),
+}  # fmt: skip
+ALLOCATOR_VARIABLES, CUMEM = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), "NCCL_CUMEM_ENABLE"
+SHM, LEAST_SHM_GIB = Path("/dev/shm"), 1.0  # Docker gives 64 MiB; NCCL and Ray's object store need more
+LEAST_FILES = 4096  # Ray warns below 65536; SGLang, Ray and the connections of a sync together need thousands
+PATTERN = 0x5A
+OPEN_IPC = """
+import pickle, sys, torch
+import verl_sync_plugin.transport.memory.cuda as cuda_ipc
+with open(sys.argv[1], "rb") as file:
+    flat = cuda_ipc.open_cuda_ipc(pickle.load(file))
+assert int(flat.sum().item()) == flat.numel() * {pattern}, "read other bytes than were written"
+"""
+Versions = Mapping[str, str | None]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's.
+
+    Attributes:
+        check: a stable name, such as ``entry-point`` or ``hook/trainers`` (docs/doctor.md).
+        level: ``ok``, ``warning`` (a run works, but slower or only under a condition that the text names) or
+            ``problem`` (a run fails, or the plugin does not move its weights).
+        remedy: empty where nothing is to be done.
+    """
+
+    check: str
+    level: str
+    text: str
+    remedy: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.level in LEVELS and (self.remedy or self.level == OK), self
+
+
+def ok(check: str, text: str) -> Finding:
+    return Finding(check, OK, text)
+
+
+def warning(check: str, text: str, remedy: str) -> Finding:
+    return Finding(check, WARNING, text, remedy)
+
+
+def problem(check: str, text: str, remedy: str) -> Finding:
+    return Finding(check, PROBLEM, text, remedy)
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "doctor",
+        help="whether the plugin is active in this environment, and what of the machine stands in its way",
+        description="Loads every hook in a fresh process as verl would, and looks at GPUs, variables and limits. Each "
+        "finding that is not ok has a remedy. The exit code is 1 where there is a problem, else 0.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead (docs/doctor.md)")
+    parser.add_argument("--ray", nargs="?", const="auto", metavar="ADDRESS", help="also every node of a Ray cluster")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="after --: a run's overrides, to be checked")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    here = {"node": f"this machine ({os.uname().nodename})", "address": "", **check_node(arguments.overrides)}
+    nodes, between = [here], []
+    if arguments.ray is not None:
+        try:
+            nodes += check_cluster(arguments.ray)
+            between = differences([(str(each["node"]), each["versions"]) for each in nodes if each["versions"]])
+        except ConnectionError as error:
+            remedy = "ray start --head, or give its address: --ray HOST:6379"
+            between = [problem("ray", f"no Ray cluster at {error}", remedy)]
+    found = result(nodes, between)
+    print(json.dumps(found, indent=2, ensure_ascii=False) if arguments.json else as_text(found))
+    return 0 if found["ready"] else 1
+
+
+def check_node(overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Looks at this machine and environment.
+
+    Returns:
+        ``versions`` by package, ``machine``, ``run`` (who moves the weights of a run with the overrides; ``None``
+        without any, and where the plugin is not loaded) and ``findings`` as dictionaries.
+    """
+    versions, machine, entry = installed(), read_machine(), check_entry_points()
+    probed = probe(overrides)
+    imported = {"verl": probed["verl"]["version"]} if probed.get("verl", {}).get("version") else {}
+    gpus, on_cpu = len(machine["gpus"]), os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
+    found = check_versions(versions, imported) + entry
+    found += check_hooks(probed, all(each.level != PROBLEM for each in entry), gpus)
+    found += check_machine(machine, on_cpu)
+    if gpus and versions["torch-memory-saver"] is None:
+        text = "torch-memory-saver is not installed: the engine cannot give its memory to the trainer"
+        found.append(problem("version/torch-memory-saver", text, "pip install torch-memory-saver"))
+    lint = probed.get("run")
+    if overrides and lint is None:
+        text = "the overrides were not looked at, since verl does not load the plugin here"
+        found.append(problem("overrides", text, "mend what keeps the plugin from being loaded first"))
+    if lint is not None:
+        found += [Finding(**each) for each in lint["findings"]]
+    return {"versions": versions, "machine": machine, "run": lint, "findings": [asdict(each) for each in found]}
+
+
+def installed() -> dict[str, str | None]:
+    """The version of each package, ``None`` where it is not installed; also this Python's and the plugin's."""
+    found: dict[str, str | None] = {PLUGIN: __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def check_versions(versions: Versions, imported: Versions) -> list[Finding]:
+    """Judges the versions of the packages' metadata, and the ``__version__`` of what a fresh process imports."""
+    found = []
+    for package, (accepted, tried, remedy) in RANGES.items():
+        check, version = f"version/{package}", versions[package]
+        if version is None:
+            found.append(problem(check, f"{package} is not installed", remedy))
+            continue
+        if _public(version) != _public(imported.get(package) or version):
+            text = f"the metadata of {package} say {version}, and the code that is imported says {imported[package]}"
+            found.append(problem(check, text, f"keep one installation of {package}: {remedy}"))
+        if not _within(version, accepted):
+            found.append(problem(check, f"{package} {version}: the plugin is made for {package}{accepted}", remedy))
+        elif not _within(version, tried):
+            text = f"{package} {version} is within {accepted}, and was not tried ({package}{tried} was)"
+            found.append(warning(check, text, f"run a few steps and look at sync/coverage_missing, or {remedy}"))
+        else:
+            found.append(ok(check, f"{package} {version}"))
+    return found
+
+
+def _within(version: str, specifier: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(specifier).contains(_public(version), prereleases=True)
+
+
+def _public(version: str) -> str:
+    """A version without the label of a local build, as PEP 440 spells it: ``0.10.0.dev`` is ``0.10.0.dev0``."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return Version(version).public
+    except InvalidVersion:  # a build of one's own
+        return "0"
+
+
+def check_entry_points() -> list[Finding]:
+    """How verl is to find the plugin: the entry point, verl's variables, and which other plugins there are."""
+    points = list(importlib.metadata.entry_points(group="verl.plugins"))
+    ours = [point for point in points if point.value == VALUE]
+    by_module = VALUE in os.environ.get(MODULES, "").split(",")
+    if ours:
+        found = [ok("entry-point", f"{ours[0].name} = {VALUE} in verl.plugins")]
+    elif by_module:
+        text = f"{MODULES} loads the plugin; it has no entry point in verl.plugins"
+        found = [warning("entry-point", text, f"pip install the plugin, or set {MODULES} on every node, too")]
+    else:
+        text = "no entry point in the group verl.plugins: the plugin is importable, but was not installed with pip"
+        found = [problem("entry-point", text, "pip install . in its checkout, instead of PYTHONPATH")]
+    value = os.environ.get(POLICY, "auto")
+    policy, name = value.strip().lower(), ours[0].name if ours else POINT  # read as verl reads it
+    allowed = [word.strip() for word in policy.split(",") if word.strip()]
+    if policy == "none" and not by_module:
+        found.append(problem("whitelist", f"{POLICY}={value}: verl loads no plugin", f"unset {POLICY}"))
+    elif policy != "auto" and name not in allowed and not by_module:
+        text = f"{POLICY}={value}: verl loads only these plugins, and {name} is not among them"
+        found.append(problem("whitelist", text, f"{POLICY}={','.join([*allowed, name])}, or unset it"))
+    for point in points:
+        if point.value != VALUE:
+            owner = f" (of {point.dist.name} {point.dist.version})" if point.dist is not None else ""
+            found.append(ok("other-plugins", f"verl also loads {point.value}{owner}"))
+    return found
+
+
+def probe(overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """What ``probe.py`` finds in a fresh process with this environment; ``crashed`` where it did not end well."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "probe.json"
+        command = [sys.executable, "-m", "verl_sync_plugin.cli.probe", str(path), *overrides]
+        try:
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+        except subprocess.TimeoutExpired:
+            return {"crashed": f"importing verl took more than {PROBE_SECONDS} s"}
+        if path.is_file():
+            return dict(json.loads(path.read_text()))
+        said = [line for line in ended.stderr.splitlines() if line.strip()]
+        return {"crashed": f"exit status {ended.returncode}: {said[-1] if said else 'nothing on stderr'}"}
+
+
+def check_hooks(probed: Mapping[str, Any], expected: bool, gpus: int) -> list[Finding]:
+    """One finding per hook, or one for what kept them all from being loaded.
+
+    Args:
+        expected: nothing that was found before explains why the plugin would not be loaded.
+        gpus: visible ones.
+    """
+    if "crashed" in probed:
+        text = f"a fresh process that imports verl ended: {probed['crashed']}"
+        return [problem("import", text, "run python -c 'import verl' and look at its traceback")]
+    if error := probed["verl"].get("error"):
+        return [problem("import", f"verl cannot be imported: {error}", "mend that first: python -c 'import verl'")]
+    if error := probed["plugin"].get("error"):
+        reason = error.partition("cannot be loaded: ")[2]
+        if "already taken by" in reason:
+            remedy = f"uninstall one of the two plugins, or leave the other one out: {POLICY}={POINT}"
+            return [problem("import", f"another plugin was there first: {reason}", remedy)]
+        remedy = "pip install verl==0.9.1, which the plugin is made for" if "does not offer" in reason else REINSTALL
+        return [problem("import", f"the plugin cannot be loaded: {reason}", remedy)]
+    if not probed["plugin"]["loaded"]:
+        text = "importing verl does not load the plugin, so stock verl moves the weights"
+        return [problem("import", text, f"pip install the plugin, and unset {POLICY}")] if expected else []
+    found = [ok("import", f"importing verl loads {probed['plugin']['file']}")]
+    return found + [_judge_hook(name, hook, gpus) for name, hook in probed["hooks"].items()]
+
+
+def _judge_hook(name: str, hook: Mapping[str, Any], gpus: int) -> Finding:
+    check, text, missing = f"hook/{name}", f"not active: {hook['text']}", hook.get("missing", "")
+    if hook["active"]:
+        return ok(check, f"active: {hook['text']}")
+    if hook["holder"]:
+        other = hook["holder"].partition(" (of ")[2].rstrip(")")
+        remedy = f"pip uninstall {other}" if other else "uninstall the other plugin"
+        return problem(check, f"another plugin took its place: {hook['text']}", f"{remedy}, or {POLICY}={POINT}")
+    if "already registed" in hook["text"] or "already taken" in hook["text"]:
+        return problem(check, text, f"uninstall one of the two plugins, or {POLICY}={POINT}")
+    if name in OF_THE_ENGINE and not gpus and os.environ.get("VERL_PLATFORM", "").lower() != "cpu":
+        return warning(check, f"{text}; no GPU is visible here", "run the doctor on a node with GPUs")
+    if missing and not missing.startswith("verl_sync_plugin"):
+        return problem(check, text, f"install what {missing.partition('.')[0]!r} belongs to")
+    remedy = REINSTALL if "verl_sync_plugin" in hook.get("file", "") else f"mend {hook.get('file') or 'it'} first"
+    return problem(check, text, remedy)
+
+
+def read_machine() -> dict[str, Any]:
+    """Reads what a sync depends on; every value is plain, and ``None`` where it is unknown."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    shm = shutil.disk_usage(SHM) if SHM.is_dir() else None
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # What is free is not asked: that would make a CUDA context on every GPU, where a run may need the room
+    return {
+        "host": os.uname().nodename,
+        "driver": Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None,
+        "torch_device": torch.version.cuda or torch.version.hip,
+        "gpus": [torch.cuda.get_device_name(index) for index in range(count)],
+        "no_peer_access": [
+            f"{one}→{other}"
+            for one, other in itertools.permutations(range(count), 2)
+            if not torch.cuda.can_device_access_peer(one, other)
+        ],
+        "cuda_ipc": _ipc_error() if count else None,
+        "variables": {name: os.environ.get(name) for name in (*ALLOCATOR_VARIABLES, CUMEM, "CUDA_VISIBLE_DEVICES")},
+        "shm_bytes": {"size": shm.total, "free": shm.free} if shm else None,
+        "nofile": None if files == resource.RLIM_INFINITY else files,
+    }
+
+
+def _ipc_error() -> str:
+    """Hands memory of the first GPU to another process as a sync does; why that failed, empty when it did not."""
+    import torch
+
+    from verl_sync_plugin.transport.memory.cuda import CudaIpcStaging
+
+    try:
+        staging = CudaIpcStaging(torch.device("cuda", 0), 1, 1 << 20)
+        staging.memory.fill_(PATTERN)
+        torch.cuda.synchronize(0)
+        with tempfile.NamedTemporaryFile(suffix=".pickle") as file:
+            file.write(pickle.dumps(staging.export()))
+            file.flush()
+            command = [sys.executable, "-c", OPEN_IPC.format(pattern=PATTERN), file.name]
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=IPC_SECONDS, check=False)
+        said = [line for line in ended.stderr.splitlines() if line.strip()]
+        return "" if ended.returncode == 0 else (said[-1] if said else f"exit status {ended.returncode}")
+    except Exception as error:
+        return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def check_machine(read: Mapping[str, Any], on_cpu: bool) -> list[Finding]:
+    """Judges what ``read_machine`` has read."""
+    return [*_check_gpus(read, on_cpu), *_check_variables(read["variables"]), *_check_limits(read)]
+
+
+def _check_gpus(read: Mapping[str, Any], on_cpu: bool) -> Iterator[Finding]:
+    gpus, built_for, driver = read["gpus"], read["torch_device"], read["driver"]
+    if not gpus and on_cpu:
+        yield ok("gpu", "none is used: VERL_PLATFORM=cpu")
+    elif not gpus and not driver:
+        text = "no GPU and no driver on this machine: fine for a node that only starts runs"
+        remedy = (
+            "run the doctor on a node with GPUs, or with --ray on all nodes of a cluster; VERL_PLATFORM=cpu is for CPUs"
+        )
+        yield warning("gpu", text, remedy)
+    elif not gpus and not built_for:
+        text = "there is a driver, and torch is a build without CUDA"
+        yield problem("gpu", text, "install the torch that SGLang names, a build with CUDA")
+    elif not gpus:
+        text = f"there is a driver, and torch with CUDA {built_for} sees no GPU"
+        yield problem("gpu", text, "look at CUDA_VISIBLE_DEVICES, at the container's --gpus, and at nvidia-smi")
+    if not gpus:
+        return
+    yield ok("gpu", f"{', '.join(f'{gpus.count(name)} × {name}' for name in dict.fromkeys(gpus))}; CUDA {built_for}")
+    if missing := read["no_peer_access"]:
+        text = f"GPUs cannot read each other's memory ({', '.join(missing)}): syncs of several GPUs are slower"
+        yield warning("peer-access", text, "look at nvidia-smi topo -p2p r, and turn off ACS in the BIOS or the VM")
+    else:
+        yield ok("peer-access", f"each of {len(gpus)} GPUs reaches the others' memory")
+    if read["cuda_ipc"]:
+        remedy = "share the host's IPC and PID namespace (Docker: --ipc=host), with trainer and engine in one container"
+        yield problem("cuda-ipc", f"another process cannot open memory of GPU 0: {read['cuda_ipc']}", remedy)
+    else:
+        yield ok("cuda-ipc", "another process read what this one wrote on GPU 0")
+
+
+def _check_variables(variables: Mapping[str, str | None]) -> Iterator[Finding]:
+    set_on = [name for name in ALLOCATOR_VARIABLES if _expandable(variables[name] or "")]
+    for name in set_on:
+        text = f"{name}={variables[name]}: the engine's memory saver does not work with expandable segments, and a "
+        text += "sync cannot read parameters where they lie"
+        yield problem("expandable-segments", text, f"take expandable_segments:True out of {name}, on every node")
+    if not set_on:
+        yield ok("expandable-segments", "not asked for by " + " or ".join(ALLOCATOR_VARIABLES))
+    value = variables[CUMEM]
+    if value in (None, "0"):
+        yield ok("nccl-cumem", f"{CUMEM}={value}" if value else f"{CUMEM} is not set; verl sets it to 0")
+    else:
+        text = f"{CUMEM}={value}: verl sets it to 0 for the engine, and both ends of an NCCL group have to agree"
+        yield warning("nccl-cumem", text, f"unset {CUMEM}, or set it to 0 on every node")
+
+
+def _expandable(setting: str) -> bool:
+    words = (part.partition(":") for part in setting.replace(" ", "").lower().split(","))
+    return any(key == "expandable_segments" and value in ("true", "1") for key, _, value in words)
+
+
+def _check_limits(read: Mapping[str, Any]) -> Iterator[Finding]:
+    shm, files = read["shm_bytes"] or {"size": 0, "free": 0}, read["nofile"]
+    size, free = shm["size"] / 2**30, shm["free"] / 2**30
+    text = f"{SHM} has {size:.1f} GiB, {free:.1f} GiB of them free"
+    if size < LEAST_SHM_GIB:
+        yield problem("shm", text, "start the container with --shm-size=16g (Kubernetes: an emptyDir of medium Memory)")
+    elif free < LEAST_SHM_GIB:
+        yield warning("shm", text, f"remove what earlier runs left there: ls -la {SHM}")
+    else:
+        yield ok("shm", text)
+    if files is not None and files < LEAST_FILES:
+        text = f"ulimit: nofile is {files}, and the processes of a run need up to thousands"
+        yield warning("ulimit/nofile", text, "ulimit -n 65536, before ray start or the run")
+    else:
+        yield ok("ulimit/nofile", "unlimited" if files is None else str(files))
+
+
+def check_cluster(address: str) -> list[dict[str, Any]]:
+    """``check_node`` of every node that is alive of a Ray cluster, with its name (``node``) and ``address``.
+
+    A node that cannot run it, because the plugin is not installed there for example, has a finding that says so.
+
+    Raises:
+        ConnectionError: there is no cluster, or it is of another version; names it, and says why.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    host, _, port = address.rpartition(":")
+    try:
+        if host and "//" not in address and port.isdecimal():  # where nobody listens Ray would try for minutes
+            socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+        ray.init(address, log_to_driver=False, logging_level=40)  # Python's ERROR
+    except Exception as error:
+        raise ConnectionError(f"{address}: {' '.join(str(error).split())[:300]}") from error
+    # Ray hides all GPUs from a task that asks for none. verl's workers set this variable, too
+    environment = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
+    try:
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        hosts = [node["NodeManagerHostname"] for node in alive]
+        names = [
+            host if hosts.count(host) == 1 else f"{host} ({node['NodeID'][:6]})"
+            for host, node in zip(hosts, alive, strict=True)
+        ]
+        remote: Any = ray.remote(num_cpus=0, max_retries=0, runtime_env=environment)(check_node)
+        asked = [
+            remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote()
+            for node in alive
+        ]
+        return [
+            {"node": name, "address": node["NodeManagerAddress"], **_answer(ray, future)}
+            for name, node, future in zip(names, alive, asked, strict=True)
+        ]
+    finally:
+        ray.shutdown()
+
+
+def _answer(ray: Any, future: Any) -> dict[str, Any]:
+    try:
+        return dict(ray.get(future, timeout=NODE_SECONDS))
+    except Exception as error:
+        text = " ".join(str(error).split())
+        if "verl_sync_plugin" in text and "No module named" in text:
+            found = problem("plugin", "the plugin is not installed on this node", "pip install it there")
+        else:
+            text = f"the check did not end: {type(error).__name__}: {text[-300:]}"
+            found = problem("node", text, "run verl-sync doctor on that node itself")
+        return {"versions": {}, "machine": None, "findings": [asdict(found)]}
+
+
+def differences(nodes: Sequence[tuple[str, Versions]]) -> list[Finding]:
+    """Packages of which nodes have different versions, given name and versions of each."""
+    found = []
+    for package in dict.fromkeys(name for _, versions in nodes for name in versions):
+        there: dict[str, list[str]] = {}
+        for node, versions in nodes:
+            there.setdefault(versions.get(package) or "none", []).append(node)
+        if len(there) > 1:
+            text = f"{package} differs between nodes: " + "; ".join(
+                f"{v} on {', '.join(at)}" for v, at in there.items()
+            )
+            level = problem if package in SAME_EVERYWHERE else warning
+            found.append(level(f"nodes/{package}", text, f"install the same {package} on every node, or use one image"))
+    return found
+
+
+def result(nodes: Sequence[Mapping[str, Any]], between: Sequence[Finding]) -> dict[str, Any]:
+    """The whole result as plain values: of nodes, the first of which is this machine, and of none of them."""
+    every = [each.level for each in between] + [each["level"] for node in nodes for each in node["findings"]]
+    return {
+        "schema": SCHEMA,
+        "plugin": __version__,
+        "ready": PROBLEM not in every,
+        "level": max(every, key=LEVELS.index, default=OK),
+        "problems": every.count(PROBLEM),
+        "warnings": every.count(WARNING),
+        "findings": [asdict(each) for each in between],
+        "nodes": list(nodes),
+    }
+
+
+def as_text(found: Mapping[str, Any]) -> str:
+    """A page for people: each finding with its remedy; of several nodes only what is not ok."""
+    lines, brief = [f"verl-sync-plugin {found['plugin']}"], len(found["nodes"]) > 1
+    for node in (*found["nodes"], {"node": "all nodes", "findings": found["findings"]}):
+        if findings := [each for each in node["findings"] if not brief or each["level"] != OK]:
+            known = [f"{package} {version}" for package, version in node.get("versions", {}).items() if version]
+            lines += ["", " ".join([node["node"], node.get("address", "")]).strip(), f"  {', '.join(known)}"]
+        for each in findings:
+            mark = each["level"] if each["level"] == OK else each["level"].upper()
+            lines.append(f"  {mark:8} {each['check']}: {each['text']}")
+            lines += [f"  {'':8}   → {each['remedy']}"] if each["remedy"] else []
+    counts = f"problems: {found['problems']}, warnings: {found['warnings']}"
+    return "\n".join([*lines, "", f"{'ready' if found['ready'] else 'not ready'}, {counts}"])

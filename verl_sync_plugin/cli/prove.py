@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``verl-sync prove``: shows on the user's own model and machine that a sync brings the trainer's weights.
+
+A real engine, a real trainer's model and the real phase: reset, sync, compare, as often as asked for; then
+log-probabilities. The judges share no code with what moves the bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verl_sync_plugin.report import SyncReport
+
+NAMED = 3  # parameters in a line
+PROMPT_TOKENS = 12
+LOADING_SECONDS = 600.0  # within which the ranks load the trainer's model, one earlier than another
+_OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory", re.IGNORECASE)
+_MORE_ROOM = (
+    "Give the trainer's model more room: --trainer-dtype bfloat16 (half of float32), a lower --gpu-memory-utilization, "
+    "a smaller model, or a device that nothing else uses."
+)
+Digests = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the result.
+
+    Attributes:
+        skipped: it could not be looked at here.
+        compared: of a sync's own proof, how many tensors it compared in the engine.
+        not_comparable: and how many it could not, which it says nothing of.
+    """
+
+    check: str
+    passed: bool
+    found: str
+    skipped: bool = False
+    compared: int | None = None
+    not_comparable: int | None = None
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "prove",
+        help="show on a model and this machine that a sync brings the trainer's weights into the engine",
+        description="Starts SGLang with the checkpoint, has it fill its weights with random numbers, syncs them back "
+        "from a trainer that holds the same checkpoint, and compares all parameters with SGLang's own load, and "
+        "log-probabilities of fixed prompts with the trainer's. With --tp 2 under torchrun --nproc-per-node 2 -m "
+        "verl_sync_plugin.cli. The exit code is 1 where anything differs, or could not be compared at all, else 0.",
+    )
+    parser.add_argument("model", help="folder of a HF checkpoint")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size of the engine; as many processes")
+    parser.add_argument("--syncs", type=int, default=3, help="each after its own reset of the engine's weights")
+    parser.add_argument("--dtype", default="bfloat16", help="of the engine")
+    parser.add_argument("--trainer-dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.4, help="of the engine")
+    parser.add_argument("--threshold", type=float, default=0.03, help="on the mean difference of log-probabilities")
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=16, help="of each response")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the proof; the result is the exit code.
+
+    Raises:
+        ValueError: an option has a value that is refused; names option, value and remedy.
+    """
+    model, tp = arguments.model, arguments.tp
+    for option in ("tp", "syncs", "prompts", "tokens"):
+        if getattr(arguments, option) < 1:
+            raise ValueError(f"--{option} {getattr(arguments, option)}: use 1 or more")
+    if not os.path.isfile(os.path.join(model, "config.json")):
+        raise ValueError(f"{model}: no folder with a config.json; download the checkpoint and name its folder")
+    if tp != (world := int(os.environ.get("WORLD_SIZE", "1"))):
+        raise ValueError(
+            f"--tp {tp} with {world} processes: start as many as the engine has ranks, with torchrun "
+            f"--nproc-per-node {tp} -m verl_sync_plugin.cli prove {model} --tp {tp}"
+        )
+    with _output_for_json() if arguments.json else nullcontext():
+        checks = prove(arguments)
+    passed = all(check.passed for check in checks)
+    if os.environ.get("RANK", "0") == "0":
+        found = {
+            "model": model,
+            "passed": passed,
+            # of the syncs' own proofs, the one that shows least
+            "compared": min((check.compared for check in checks if check.compared is not None), default=0),
+            "not_comparable": max((check.not_comparable or 0 for check in checks), default=0),
+            "checks": [asdict(check) for check in checks],
+        }
+        print(json.dumps(found, indent=2) if arguments.json else table(found))
+    return 0 if passed else 1
+
+
+@contextmanager
+def _output_for_json() -> Iterator[None]:
+    """What this process and the engine's print goes to the standard error, so that the output is JSON alone."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def table(found: dict[str, Any]) -> str:
+    """What was checked, one line each, and what that proves."""
+    width = max(len(check["check"]) for check in found["checks"])
+    lines = []
+    for check in found["checks"]:
+        held = "partly" if check["not_comparable"] else "ok"
+        result = "skipped" if check["skipped"] else (held if check["passed"] else "FAILED")
+        lines.append(f"{check['check']:{width}}  {result:7}  {check['found']}")
+    verdict = "proven" if found["passed"] else "NOT proven"
+    if found["passed"] and found["not_comparable"]:
+        verdict += " by the digests of all parameters; the syncs themselves compared "
+        verdict += f"{found['compared']} tensors in the engine, and could not compare {found['not_comparable']}"
+    return "\n".join([*lines, "", verdict])
+
+
+def prove(options: argparse.Namespace) -> list[Check]:
+    """Runs all checks; what fails ends them, and is the last one. Collective over the processes of torchrun."""
+    import torch
+
+    from verl_sync_plugin.errors import RolloutError, SyncError
+
+    checks: list[Check] = []
+    with _world():
+        try:
+            _prove(options, checks)
+        except (RolloutError, SyncError, torch.OutOfMemoryError, MemoryError) as error:
+            text = " ".join(f"{error}".split()) or type(error).__name__
+            memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or _OUT_OF_MEMORY.search(text)
+            checks.append(Check("the run", False, f"{text} {_MORE_ROOM}" if memory else text))
+    return checks
+
+
+@contextmanager
+def _world() -> Iterator[None]:
+    """The process group: torchrun's, or one of this process alone."""
+    import torch
+    import torch.distributed as dist
+
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    with tempfile.TemporaryDirectory(prefix="verl-sync-prove-") as folder:
+        alone: dict[str, Any] = (
+            {} if "RANK" in os.environ else {"init_method": f"file://{folder}/store", "rank": 0, "world_size": 1}
+        )
+        dist.init_process_group(backend, **alone)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def _prove(options: argparse.Namespace, checks: list[Check]) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from verl_sync_plugin.rollouts import LOCAL, rollout_of
+    from verl_sync_plugin.spmd.engines import errors
+    from verl_sync_plugin.spmd.rollout import SpmdRollout
+    from verl_sync_plugin.transport.agreement import Agreement
+
+    def load() -> Any:
+        dtype = getattr(torch, options.trainer_dtype)
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()
+        return model.to(torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu")
+
+    agreement = Agreement(LOADING_SECONDS)
+    with errors("loading the trainer's model"):
+        model = agreement.step("loading the trainer's model", load)
+    with SpmdRollout(
+        options.model,
+        tensor_parallel_size=options.tp,
+        dtype=options.dtype,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        random_weights=False,
+        sync={"verify": "always"},
+        engine={"custom_weight_loader": [rollout_of(LOCAL).DIGEST_LOADER]},
+    ) as rollout:
+        loaded = rollout.digests()
+        sums = _checksums(rollout)
+        if loaded is not None:
+            checks.append(Check("SGLang's own load", True, f"{_count(loaded)} parameters of {len(loaded)} ranks"))
+        if isinstance(sums, str):
+            checks.append(Check("SGLang's checksums", True, f"digests of all parameters stand for them: {sums}", True))
+        for number in range(1, options.syncs + 1):
+            rollout.check_weights("reset_tensors")
+            checks += _reset(number, loaded, rollout.digests())
+            report = rollout.sync_weights(model)
+            checks += _synced(number, loaded, rollout.digests(), report)
+            if not isinstance(sums, str):
+                checks += _same_sums(number, sums, _checksums(rollout))
+        with errors("comparing log-probabilities"):
+            checks += agreement.step("comparing log-probabilities", lambda: _logprobs(options, rollout, model))
+
+
+def _reset(number: int, loaded: Digests | None, now: Digests | None) -> list[Check]:
+    """Nothing is left of what the engine held."""
+    if loaded is None or now is None:
+        return []
+    kept = _compared(loaded, now, lambda before, after: before == after)
+    found = f"random numbers in all {_count(now)} parameters" if not kept else f"unchanged: {_shown(kept)}"
+    return [Check(f"reset {number}", not kept, found)]
+
+
+def _synced(number: int, loaded: Digests | None, now: Digests | None, report: SyncReport) -> list[Check]:
+    """Every parameter is again what SGLang's own load of the checkpoint makes of it, and the sync's own proof holds."""
+    own = _own_proof(number, report)
+    way = "in place" if report.direct_bytes else ("replayed" if report.replayed_tensors else "the engine's own load")
+    if loaded is None or now is None:
+        return [own]
+    other = _compared(loaded, now, lambda before, after: before != after)
+    found = f"all {_count(now)} parameters as SGLang loads them itself" if not other else f"other: {_shown(other)}"
+    return [Check(f"sync {number} ({way})", not other, f"{found}; {report.phase_seconds:.2f} s"), own]
+
+
+def _own_proof(number: int, report: SyncReport) -> Check:
+    """What the sync itself compared in the engine: nothing is proven where nothing could be compared, nor where an
+    engine rank had no memory to find out what it holds; and of what is not comparable it says nothing."""
+    compared, left_out = report.verified_tensors, report.not_comparable
+    said = f"{compared} tensors compared in the engine, {left_out} not comparable"
+    if report.no_room:
+        said += f", for want of memory ({report.no_room}). A lower --gpu-memory-utilization leaves room."
+    elif not compared:
+        said += ": this sync proves nothing itself"
+    elif left_out:
+        said += ": the log names these, and the digests alone judge them"
+    passed = compared > 0 and not report.no_room
+    return Check(f"sync {number}, its own proof", passed, said, compared=compared, not_comparable=left_out)
+
+
+def _checksums(rollout: Any) -> dict[str, str] | str | None:
+    """SGLang's own checksums; or why there are none."""
+    from verl_sync_plugin.errors import RolloutError
+
+    try:
+        found: dict[str, str] | None = rollout.check_weights("checksum")
+        return found
+    except RolloutError as error:
+        return str(error).splitlines()[-1]
+
+
+def _same_sums(number: int, before: dict[str, str] | str | None, now: dict[str, str] | str | None) -> list[Check]:
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return [Check(f"sync {number}, SGLang's checksums", False, now)] if isinstance(now, str) else []
+    other = [name for name in before if before[name] != now.get(name)]
+    found = f"{len(now)} equal" if not other else f"other: {_shown(other)}"
+    return [Check(f"sync {number}, SGLang's checksums", bool(now) and not other, found)]
+
+
+def _logprobs(options: argparse.Namespace, rollout: Any, model: Any) -> list[Check]:
+    """Compares what the engine says of the tokens that it chose, after fixed random prompts, with the trainer."""
+    import torch
+
+    generator = torch.Generator().manual_seed(7)
+    # Of the lower half: tokens that stand for images and the like are at its end
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    asked = torch.randint(max(1, vocabulary // 2), (options.prompts, PROMPT_TOKENS), generator=generator).tolist()
+    sampling = {"temperature": 0.0, "max_new_tokens": options.tokens, "ignore_eos": True}
+    answer = rollout.generate(asked, sampling)
+    with torch.no_grad():
+        whole = torch.cat([answer.prompt_ids, answer.response_ids], dim=1)
+        logits = model(input_ids=whole, use_cache=False).logits[:, PROMPT_TOKENS - 1 : -1].float()
+        trained = torch.log_softmax(logits, -1).gather(-1, answer.response_ids[..., None])[..., 0]
+    off = (trained - answer.log_probs.to(trained)).abs().double()
+    mean, largest = float(off.mean()), float(off.max())  # NaN where either is
+    found = f"mean difference {mean:.4f} (at most {options.threshold:g}), largest {largest:.4f}, {off.numel()} tokens"
+    return [Check("log-probabilities", mean <= options.threshold, found)]
+
+
+def _compared(one: Digests, other: Digests, wrong: Callable[[str, str | None], bool]) -> list[str]:
+    return [
+        f"{name} of rank {rank}"
+        for rank, (before, after) in enumerate(zip(one, other, strict=True))
+        for name in before
+        if wrong(before[name], after.get(name))
+    ]
+
+
+def _count(found: Digests) -> int:
+    return sum(map(len, found))
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more

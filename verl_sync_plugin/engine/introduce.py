@@ -1,0 +1,700 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds out what a model's own load does with the tensors of a sync: the engine rank's ``LoadMap``.
+
+One dry load (``recorder.py``) proposes it. A load of marks proves it: the model's own ``load_weights`` is given random
+numbers in place of weights, and what then lies where a tensor is said to go must be the marks that were given, compared
+by hash. Unlike weights, marks are never alike (norms are all ones, biases all zeros), so nothing that is mixed up looks
+right. What is left to the model's own load is then loaded alone, over memory in which every bit is turned: that must
+write what the whole load has left there, and what it does not write is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from verl_sync_plugin.copies.blocks import Block
+from verl_sync_plugin.copies.bucket_memory import RegionMemory
+from verl_sync_plugin.copies.copier import Copier
+from verl_sync_plugin.copies.plain import flat_storage
+from verl_sync_plugin.engine.model import EngineModel, partner_of
+from verl_sync_plugin.engine.recorder import Recording, Source, Write, model_tensors, record, storage_of
+from verl_sync_plugin.layout.load_map import (
+    Box,
+    Constant,
+    Kept,
+    Left,
+    LoadMap,
+    Move,
+    Place,
+    Spans,
+    box_of,
+    box_spans,
+    length,
+    own_box,
+    pairs_of,
+    size_of,
+    spans_of,
+    without,
+)
+
+CHUNK_BYTES = 256 << 20  # of marks given to the model in one call; bounds the memory that they take
+ON_DEVICE = 1 << 30  # bytes to be compared of what is left to the model; more are kept on the host
+SEED = 20_251
+ALIGNMENT = 16  # bytes, of every tensor of marks
+FINITE = -0x4001  # clears the highest bit of every exponent, in bf16, fp16 and the upper half of fp32
+MOST_RUNS = 1 << 14  # of one copy
+SHORT_RUN = 32  # bytes; what lies in shorter ones is brought into the tensor's order before it is hashed
+ELSEWHERE = "its load puts it elsewhere than was recorded"
+Lies = dict[str, tuple[object, ...]]
+
+
+class Places:
+    """The storages of a model, by number.
+
+    Attributes:
+        table: what of them a sync has to write.
+        flats: all bytes of each: uint8 of shape ``(n,)``.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        persistent, parameters = set(module.state_dict(keep_vars=True)), dict(module.named_parameters())
+        tensors: dict[int, torch.Tensor] = {}
+        names, kept = dict[int, str](), dict[int, dict[Box, Kept]]()
+        for name, tensor in model_tensors(module):
+            if tensor.numel():
+                key = storage_of(tensor)
+                names.setdefault(key, name)
+                tensors.setdefault(key, tensor)
+                box, of_place = box_between(tensor.detach(), tensor.detach()), kept.setdefault(key, {})
+                if name in persistent:
+                    of_place.setdefault(box, Kept(name, dtype_name(tensor.dtype), box, name not in parameters))
+        self._number = {key: number for number, key in enumerate(names)}
+        self.table = tuple(Place(name, tuple(kept[key].values())) for key, name in names.items())
+        self._module = module
+        self.flats = [flat_storage(tensors[key]) for key in names]
+
+    def of(self, tensor: torch.Tensor) -> int | None:
+        """The number of the storage that a tensor lies in."""
+        return self._number.get(storage_of(tensor))
+
+    def refresh(self) -> None:
+        """After a load: what it lays out otherwise every time lies elsewhere."""
+        now = dict(model_tensors(self._module))
+        self.flats = [flat_storage(now[place.name]) for place in self.table]
+
+
+def introduce(
+    model: EngineModel, sources: Sequence[Source], owners: Mapping[str, str], device: torch.device
+) -> tuple[LoadMap, Places, frozenset[str]]:
+    """Overwrites parameters with marks, so a sync has to follow. Does not raise for what a model makes of them.
+
+    Args:
+        model: of this engine rank.
+        sources: all tensors of the sync, in the order in which they come.
+        owners: of tied tensors, which hold the same: whose.
+        device: where the model is.
+
+    Returns:
+        The map, the model's storages, and the names of tensors that a load of the model may put elsewhere.
+    """
+    return _Introduction(model, sources, owners, device).run()
+
+
+class _Introduction:
+    def __init__(
+        self, model: EngineModel, sources: Sequence[Source], owners: Mapping[str, str], device: torch.device
+    ) -> None:
+        self._model, self._sources, self._owners, self._device = model, sources, owners, device
+        self._by_number = sorted(sources, key=lambda source: source.name)
+        self._numbers = {source.name: number for number, source in enumerate(self._by_number)}
+        self._moves: list[Move] = []
+        self._constants: list[Constant] = []
+        self._from_nowhere: list[tuple[int, Spans]] = []  # writes that come from no tensor and are no plain constant
+        self._left: dict[str, str] = {}
+        self._not_held: dict[str, str] = {}
+        self._theirs: list[tuple[int, Spans]] = []
+        self._no_room = ""
+
+    @torch.no_grad()
+    def run(self) -> tuple[LoadMap, Places, frozenset[str]]:
+        model = self._model
+        alive = dict(
+            model_tensors(model.module)
+        )  # else what a load lays out anew takes the identity of what it replaces
+        before, storages = _lies(model.module), {name: storage_of(tensor) for name, tensor in alive.items()}
+        self._recording = recording = record(model, self._sources)
+        self._unfixed = _moved(before, _lies(model.module))
+        self._places = Places(model.module)
+        odd = {storages[name]: f"its load lays {name} out anew" for name in self._unfixed if name in storages}
+        if not model.can_derive:
+            odd |= dict.fromkeys(recording.computed_from, "its load computes from it")
+        self._propose(recording, odd)
+        touched = None if recording.ended else Touched()
+        try:
+            failed = self._prove(touched)
+        except torch.OutOfMemoryError as error:
+            failed = self._no_room = f"no device memory for a load of marks: {error}"
+        if failed:  # nothing is proven, and everything is left to the model
+            self._left = dict.fromkeys(self._numbers, failed)
+            self._not_held = dict(self._left)
+            self._theirs = [(each.place, each.spans) for each in self._writes]
+            self._moves, self._constants, touched = [], [], None
+        unknown = failed if failed and not recording.ended else ""
+        found = LoadMap(
+            f"{model.engine}'s {model.name}", model.layers, self._places.table, tuple(self._moves),
+            tuple(self._constants), self._leftovers(touched), tuple((n, pairs_of(s)) for n, s in self._theirs),
+            tuple((number, why) for name, number in self._numbers.items() if (why := model.why_skipped(name))),
+            tuple((self._numbers[name], why) for name, why in self._not_held.items()),
+            bool(recording.computed_from) and model.can_derive, unknown, self._no_room,
+        )  # fmt: skip
+        return found, self._places, frozenset(self._unfixed)
+
+    # ---------------------------------------------------------------------------------------------- what is proposed
+    def _propose(self, recording: Recording, odd: Mapping[int, str]) -> None:
+        """Makes of a recording the state that it leaves: of each byte, who wrote it last. What only an order of writes
+        gives is left to the model."""
+        left, not_held = self._left, self._not_held
+        left.update(recording.refused)
+        not_held.update(recording.refused)
+        writes = [
+            _Writing(write, place)
+            for write in recording.writes
+            if write.target.numel() and (place := self._places.of(write.target)) is not None
+        ]
+        for write in recording.writes:
+            if write.name and (why := odd.get(storage_of(write.target))):
+                left.setdefault(write.name, why)
+                if self._places.of(write.target) is None:
+                    not_held.setdefault(write.name, why)
+        for each in writes:
+            if each.box is not None and (why := self._why_no_move(each)):
+                left.setdefault(each.name, why)
+                not_held.setdefault(each.name, why)
+        if recording.spoiled:
+            left.update(dict.fromkeys(self._numbers, recording.spoiled))
+            not_held.update(left if not recording.ended else {})
+        pairs = list(_overlapping(writes))
+        before = -1
+        while before != len(left):
+            before = len(left)
+            for each in writes:
+                each.dead, each.clipped, each.mixed = False, None, False
+            for earlier, later in pairs:
+                _settle(earlier, later, left)
+        self._writes = writes
+        for each in writes:
+            if each.dead:
+                continue
+            if each.box is not None and each.name not in not_held:
+                dtype = dtype_name(each.write.target.dtype)
+                self._moves.append(Move(self._numbers[each.name], each.place, dtype, each.box))
+            elif each.name:
+                self._theirs.append((each.place, each.spans))
+            elif isinstance(each.write.source, float):
+                rest = each.spans if each.clipped is None else each.clipped
+                bits = torch.full((1,), each.write.source, dtype=each.write.target.dtype).view(torch.uint8)
+                if len(rest):
+                    self._constants.append(Constant(each.place, pairs_of(rest), bits.numpy().tobytes()))
+            elif not each.mixed:
+                self._from_nowhere.append((each.place, each.spans))
+
+    def _why_no_move(self, each: _Writing) -> str:
+        assert each.box is not None
+        if any(not (step and other) for _, step, other in each.box.dims):
+            return "is written to several elements each"
+        if each.box.packed().run_count > MOST_RUNS:
+            return "is copied in too many runs"
+        device = each.write.target.device
+        return f"is kept on {device}, not on {self._device}" if device != self._device else ""
+
+    # ------------------------------------------------------------------------------------------------ what is proven
+    def _prove(self, touched: Touched | None) -> str:
+        """Returns why the model could not load marks; empty when it could."""
+        places, lies = self._places, _lies(self._model.module)
+        buffers = self._buffers()
+        given = _Hashes(self._moves, self._by_number, self._device)
+        try:
+            self._load(given=given, touched=touched)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a model's loader makes of random numbers
+            return f"a load of marks failed: {type(error).__name__}: {error}"
+        if more := _moved(lies, _lies(self._model.module)) - self._unfixed:
+            why = f"its load lays {min(more)} out anew"
+            self._leave_all(why)
+            self._not_held = dict.fromkeys(self._numbers, why)
+            self._unfixed |= more
+            self._moves, self._constants, self._from_nowhere = [], [], []
+            self._places = places = Places(self._model.module)
+        else:
+            places.refresh()
+            wrong = given.wrong(places.flats)
+            for name in {self._by_number[move.tensor].name for move in wrong}:
+                self._not_held[name] = self._left.setdefault(name, ELSEWHERE)
+            self._moves = [move for move in self._moves if self._by_number[move.tensor].name not in self._not_held]
+            lasting = [each for each in self._constants if _holds(each, places.flats[each.place])]
+            if len(lasting) < len(self._constants) and not self._left:
+                self._leave_all("is loaded beside a constant that changes")
+            self._constants = lasting
+            self._look_at_writes_from_nowhere()
+        for name in list(self._left):  # alone, the model would hold it back for good
+            other = partner_of(name, self._model.fused_pairs)
+            if other in self._numbers:
+                self._left.setdefault(str(other), self._left[name])
+        self._theirs = []
+        if self._left and not self._load_alone(buffers):
+            self._leave_all("given alone, the model loads it otherwise")
+            self._load()
+            self._load_alone(buffers)
+        return ""
+
+    def _leave_all(self, why: str) -> None:
+        for name in self._numbers:
+            self._left.setdefault(name, why)
+
+    def _load(
+        self,
+        only: Iterable[str] | None = None,
+        seed: int = SEED,
+        given: _Hashes | None = None,
+        touched: Touched | None = None,
+    ) -> None:
+        """Has the model load marks: all of them, or some. The same ones for the same seed."""
+        wanted = None if only is None else set(only)
+        for number, chunk in enumerate(_chunks(self._sources, self._owners, self._model)):
+            if wanted is not None and wanted.isdisjoint(source.name for source in chunk):
+                continue
+            marks = _marks(chunk, self._owners, torch.Generator(self._device).manual_seed(seed + number))
+            if given is not None:
+                given.note(marks)
+            tensors = [(m.name, m.tensor) for m in marks if wanted is None or m.name in wanted]
+            if touched is None:
+                self._model.load_weights(iter(tensors))
+                continue
+            with touched:
+                touched.lend(tensors)
+                self._model.load_weights(iter(tensors))
+                touched.lend(())
+        self._places.refresh()
+
+    def _look_at_writes_from_nowhere(self) -> None:
+        """What is the same after a load of other marks is a constant."""
+        if not self._from_nowhere:
+            return
+        flats = self._places.flats
+        held = [
+            (place, first, end, flats[place][first:end].clone())
+            for place, spans in self._from_nowhere
+            for first, end in spans.tolist()
+        ]
+        self._load(seed=SEED << 8)
+        flats = self._places.flats
+        if all(bool((flats[place][first:end] == was).all()) for place, first, end, was in held):
+            self._constants += [
+                Constant(place, ((first, end),), was.cpu().numpy().tobytes()) for place, first, end, was in held
+            ]
+        else:
+            self._leave_all("its load writes what it computes beside the tensors")
+        if self._left:
+            self._load()  # what is loaded alone is compared with it
+
+    def _load_alone(self, buffers: Mapping[str, torch.Tensor]) -> bool:
+        """Loads what is left alone, and finds out what that writes. Returns whether it is what the whole load has
+        written.
+
+        Args:
+            buffers: ``_buffers`` before the first load.
+        """
+        places, whole = self._places, self._buffers()
+        changed = [name for name, was in buffers.items() if name not in whole or not _same(was, whole[name])]
+        computed = [] if self._model.can_derive else changed
+        free = self._free()
+        many = sum(end - first for _, first, end in free) > ON_DEVICE
+        before = []
+        for number, first, end in free:
+            part = places.flats[number][first:end]
+            before.append((number, first, part.cpu() if many else part.clone()))
+        for number, first, end in free:
+            places.flats[number][first:end].bitwise_not_()
+        for name in computed:
+            flat_storage(self._model.module.get_buffer(name)).fill_(0xA5)
+        self._load(only=self._left)
+        alone = self._buffers()
+        same = all(_same(whole[name], alone[name]) for name in computed if name in whole)
+        found: dict[int, list[np.ndarray]] = {}
+        recorded: dict[int, list[np.ndarray]] = {}  # what it writes of these where it is given everything
+        for each in (each for each in self._writes if each.name in self._left and self._moves):
+            recorded.setdefault(each.place, []).append(each.spans)
+        for number, first, was in before:
+            part = self._places.flats[number][first : first + len(was)]
+            now = part.cpu() if many else part
+            written, turned = now == was, now == ~was
+            lacking, expected = _true_spans(turned) + first, spans_of(recorded.get(number, ()))
+            same = same and bool((written | turned).all()) and length(without(lacking, expected)) == length(lacking)
+            found.setdefault(number, []).append(_true_spans(written) + first)
+            part.copy_(torch.where(turned, was, now))  # what no load writes is as it was
+        for number, place in enumerate(places.table):
+            found.setdefault(number, []).extend(
+                box_spans(kept.box, False, size_of(kept.dtype)) for kept in place.kept if kept.name in self._unfixed
+            )
+        self._theirs = [(number, spans) for number, parts in found.items() if len(spans := spans_of(parts))]
+        return same
+
+    def _free(self) -> list[tuple[int, int, int]]:
+        """The persistent bytes that no copy and no constant accounts for: place, first, one past the last."""
+        claimed: dict[int, list[np.ndarray]] = {}
+        left = {self._numbers[name] for name in self._left}
+        for move in self._moves:
+            if move.tensor not in left:
+                claimed.setdefault(move.place, []).append(box_spans(move.box, False, size_of(move.dtype)))
+        for constant in self._constants:
+            claimed.setdefault(constant.place, []).append(np.array(constant.spans))
+        free = []
+        for number, place in enumerate(self._places.table):
+            kept = [box_spans(k.box, False, size_of(k.dtype)) for k in place.kept if k.name not in self._unfixed]
+            rest = without(spans_of(kept), spans_of(claimed.get(number, ())))
+            free += [(number, first, end) for first, end in rest.tolist()]
+        return free
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """Copies of what is neither parameter nor in a checkpoint, of which a load may compute something."""
+        persistent = self._model.module.state_dict(keep_vars=True)
+        return {n: b.clone() for n, b in self._model.module.named_buffers() if n not in persistent}
+
+    def _leftovers(self, touched: Touched | None) -> tuple[Left, ...]:
+        recording, taken = self._recording, self._recording.taken
+        if recording.spoiled:  # not all has been seen that the model gets
+            taken = taken | recording.refused.keys()
+        parts: dict[str, list[np.ndarray]] = {}
+        dtypes: dict[str, str] = {}
+        for each in self._writes:
+            if each.name in self._left:
+                dtype, known = dtype_name(each.write.target.dtype), dtypes.get(each.name)
+                dtypes[each.name] = dtype if known is None or size_of(dtype) > size_of(known) else known
+                if each.box is not None and not each.dead:
+                    parts.setdefault(each.name, []).append(box_spans(each.box, True))
+        found = []
+        for name, why in self._left.items():
+            source = self._by_number[self._numbers[name]]
+            if name in taken or (touched is not None and name in touched.names):
+                parts[name] = [box_spans(own_box(source.shape, source.strides), True)]
+            own = dtype_name(source.dtype)
+            kept = "" if name in recording.computed else max(own, dtypes.get(name, own), key=size_of)
+            kept = kept if source.dtype.is_floating_point else own
+            found.append(Left(self._numbers[name], why, kept, pairs_of(spans_of(parts.get(name, ())))))
+        return tuple(sorted(found, key=lambda left: left.tensor))
+
+
+class _Writing:
+    """A write on its way into the table.
+
+    Attributes:
+        dead: nothing of it lasts.
+        clipped: of a constant, what lasts.
+        mixed: it is left to the model, with a tensor that is written there, too.
+    """
+
+    dead = mixed = False
+    clipped: Spans | None = None
+
+    def __init__(self, write: Write, place: int) -> None:
+        self.write, self.place, self.name = write, place, write.name
+        target = write.target
+        self.box = box_between(write.source, target) if isinstance(write.source, torch.Tensor) else None
+        size = target.element_size()
+        span = sum((many - 1) * step for many, step in zip(target.shape, target.stride(), strict=True)) + 1
+        self.low = int(target.storage_offset()) * size
+        self.high = self.low + span * size
+        self._spans: Spans | None = None
+
+    @property
+    def spans(self) -> Spans:
+        if self._spans is None:
+            box = box_between(self.write.target, self.write.target)
+            self._spans = spans_of([box_spans(box, False, self.write.target.element_size())])
+        return self._spans
+
+
+def _overlapping(writes: Sequence[_Writing]) -> Iterator[tuple[_Writing, _Writing]]:
+    """Pairs of writes that share bytes, the earlier one first."""
+    order = {id(each): number for number, each in enumerate(writes)}
+    reaching: list[_Writing] = []  # those that end after the present one begins
+    for write in sorted(writes, key=lambda each: (each.place, each.low)):
+        reaching = [other for other in reaching if other.place == write.place and other.high > write.low]
+        for other in reaching:
+            if length(without(other.spans, write.spans)) < length(other.spans):
+                yield (other, write) if order[id(other)] < order[id(write)] else (write, other)
+        reaching.append(write)
+
+
+def _settle(earlier: _Writing, later: _Writing, left: dict[str, str]) -> None:
+    if earlier.dead or later.dead:
+        return
+    if not earlier.name and isinstance(earlier.write.source, float):  # a constant as ground
+        earlier.clipped = without(earlier.spans if earlier.clipped is None else earlier.clipped, later.spans)
+        return
+    mixed = (earlier.name in left) != (later.name in left)
+    covered = not len(without(earlier.spans, later.spans))
+    again = later.box is not None or not (earlier.name or later.name)
+    if covered and again and not (mixed and earlier.name in left):
+        earlier.dead = True  # the same tensor again, or another one over it, whose bytes then count as unused
+        return
+    why = "is written where the load writes something else, too"
+    if earlier.name and isinstance(later.write.source, float):
+        why = "is overwritten by a constant in part"
+    elif mixed:
+        why = "is written where the model's own load writes, too"
+    earlier.mixed = later.mixed = True
+    for name in {earlier.name, later.name} - {""}:
+        left.setdefault(name, why)
+
+
+class Touched(TorchDispatchMode):
+    """While entered, notes which of the lent tensors the model does more with than take views of.
+
+    It serves models whose load cannot be recorded. It is the weaker proof: a tensor counts as used whole when any part
+    of it is, and what other threads do is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lent: dict[str, tuple[int, int]] = {}
+        self.names: set[str] = set()
+
+    def lend(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Notes where the tensors lie that the model is about to get; those before are taken back."""
+        self._lent = {name: (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for name, tensor in tensors}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._lent and not func.is_view:
+            for value in tree_flatten((args, kwargs or {}))[0]:
+                if isinstance(value, torch.Tensor) and value.numel():
+                    for name, (first, end) in list(self._lent.items()):
+                        if first <= value.data_ptr() < end:
+                            self.names.add(name)
+                            del self._lent[name]
+        return func(*args, **(kwargs or {}))
+
+
+# ----------------------------------------------------------------------------------------------------------- marks
+class _Mark(NamedTuple):
+    """One tensor of marks; ``flat`` is all of its memory: uint8 of shape ``(n,)``."""
+
+    name: str
+    tensor: torch.Tensor
+    flat: torch.Tensor
+
+
+class _Hashes:
+    """The hashes of what every move takes of the marks, in the dtype of the model, counted by the place in the
+    tensor."""
+
+    def __init__(self, moves: Sequence[Move], sources: Sequence[Source], device: torch.device) -> None:
+        self._moves, self._device = list(moves), device
+        self._of_name: dict[str, list[tuple[int, Move]]] = {}
+        for number, move in enumerate(moves):
+            self._of_name.setdefault(sources[move.tensor].name, []).append((number, move))
+        self._given = torch.zeros(len(moves), dtype=torch.int64, device=device)
+        self._copier = Copier(device, [])
+
+    def note(self, marks: Sequence[_Mark]) -> None:
+        """Some marks, before the model may write into them."""
+        flats, blocks = list[torch.Tensor](), list[Block]()
+        for mark in marks:
+            bases: dict[str, int] = {}
+            for number, move in self._of_name.get(mark.name, ()):
+                if move.dtype not in bases:
+                    dtype, bases[move.dtype] = getattr(torch, move.dtype), len(flats)
+                    same = mark.tensor.dtype == dtype
+                    flats.append(mark.flat if same else mark.flat.view(mark.tensor.dtype).to(dtype).view(torch.uint8))
+                for run in move.box.packed().runs(size_of(move.dtype)):
+                    strides = run.source_stride, 0, run.source_stride
+                    blocks.append(
+                        Block(
+                            run.source,
+                            0,
+                            run.source,
+                            run.width,
+                            run.count,
+                            *strides,
+                            base=bases[move.dtype],
+                            group=number,
+                        )
+                    )
+        self._run(blocks, flats, self._given)
+
+    def wrong(self, flats: Sequence[torch.Tensor]) -> list[Move]:
+        """The moves whose places hold something else."""
+        found, blocks = torch.zeros_like(self._given), list[Block]()
+        for number, move in enumerate(self._moves):
+            blocks_of, turned = held_blocks(move, flats[move.place], number)
+            if turned is None:
+                blocks += blocks_of
+            else:
+                self._run(blocks_of, [turned], found)
+        self._run(blocks, flats, found)
+        return [self._moves[number] for number in (found != self._given).nonzero().flatten().tolist()]
+
+    def _run(self, blocks: list[Block], flats: Sequence[torch.Tensor], sums: torch.Tensor) -> None:
+        self._copier.prepare(blocks).run(memory_of(flats, self._device), sums, copy=False)
+
+
+def is_turned(move: Move) -> bool:
+    """Whether a move puts the elements in another order than the tensor's, or far too many short runs."""
+    short = move.box.width * size_of(move.dtype) < SHORT_RUN
+    return move.box.numel > move.box.width and (short or move.box.run_count > MOST_RUNS)
+
+
+def held_blocks(move: Move, flat: torch.Tensor, group: int) -> tuple[list[Block], torch.Tensor | None]:
+    """What hashes the elements of a move where they lie, counted by the place in the tensor.
+
+    Args:
+        move: where they lie.
+        flat: all bytes of its place.
+        group: of the blocks.
+
+    Returns:
+        The blocks; and what they read, the elements in the tensor's order, where they are turned. Else they read the
+        place, which is their base.
+    """
+    size = size_of(move.dtype)
+    if not is_turned(move):
+        return [_block(r, move.place, group) for r in move.box.runs(size)], None
+    return [_block(r, 0, group) for r in move.box.packed().runs(size)], unturned(move, flat)
+
+
+def _block(run: Any, base: int, group: int) -> Block:
+    strides = run.target_stride, 0, run.source_stride
+    return Block(run.target, 0, run.source, run.width, run.count, *strides, base=base, group=group)
+
+
+def unturned(move: Move, flat: torch.Tensor) -> torch.Tensor:
+    """The elements of a move as the tensor has them: uint8 of shape ``(n,)``, a copy."""
+    return in_box(flat, move.box, move.dtype, of_source=False).contiguous().reshape(-1).view(torch.uint8)
+
+
+def in_box(flat: torch.Tensor, box: Box, dtype: str, of_source: bool) -> torch.Tensor:
+    """The elements of a box in flat memory (uint8), a view with its dimensions.
+
+    Args:
+        flat: all bytes of a tensor, or of a place.
+        box: which.
+        dtype: of the elements.
+        of_source: the memory is the tensor's.
+    """
+    typed = flat[: len(flat) // size_of(dtype) * size_of(dtype)].view(getattr(torch, dtype))
+    steps = [d[1 if of_source else 2] for d in box.dims]
+    first = box.source if of_source else box.target
+    return typed.as_strided([d[0] for d in box.dims], steps, typed.storage_offset() + first)
+
+
+def memory_of(flats: Sequence[torch.Tensor], device: torch.device) -> RegionMemory:
+    """Memory whose blocks count from the first byte of flat number ``base``; the flats are to be kept alive."""
+    return RegionMemory(device, [flat.data_ptr() for flat in flats], flats)
+
+
+def _marks(chunk: Sequence[Source], owners: Mapping[str, str], generator: torch.Generator) -> list[_Mark]:
+    """Tied tensors hold the same marks, in memory of their own, for some models write into what they are given. The
+    random bits of a chunk are made at once: made one by one, those of 18867 tensors took longer than their load."""
+    metas = [source.meta() for source in chunk]
+    sizes = [meta.untyped_storage().nbytes() for meta in metas]
+    bits = _finite_bits(sum(map(_aligned, sizes)), generator)
+    flats: dict[str, torch.Tensor] = {}
+    marks, start = [], 0
+    for source, meta, nbytes in zip(chunk, metas, sizes, strict=True):
+        owner = owners.get(source.name, source.name)
+        if owner in flats:
+            flat = flats[owner].clone()
+        elif source.dtype.is_floating_point:
+            flat = flats[owner] = bits[start : start + nbytes]
+        else:
+            flat = flats[owner] = _whole_numbers(source, nbytes, generator)
+        start += _aligned(nbytes)
+        marks.append(_Mark(source.name, flat.view(source.dtype).as_strided(source.shape, meta.stride()), flat))
+    return marks
+
+
+def _chunks(sources: Sequence[Source], owners: Mapping[str, str], model: EngineModel) -> Iterator[list[Source]]:
+    """As many tensors in one go as make up ``CHUNK_BYTES``, each with those it is tied to or fused with."""
+    by_name = {source.name: source for source in sources}
+    tied: dict[str, list[str]] = {}
+    for source in sources:
+        tied.setdefault(owners.get(source.name, source.name), []).append(source.name)
+    left = set(by_name)
+    chunk: list[Source] = []
+    nbytes = 0
+    for first in by_name:
+        together = [first] if first in left else []
+        for name in together:  # grows on the way
+            more = [*tied[owners.get(name, name)], partner_of(name, model.fused_pairs)]
+            together += [each for each in more if each in left and each not in together]
+        left.difference_update(together)
+        chunk += [by_name[name] for name in together]
+        nbytes += sum(by_name[name].nbytes for name in together)
+        if nbytes >= CHUNK_BYTES:
+            yield chunk
+            chunk, nbytes = [], 0
+    if chunk:
+        yield chunk
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _finite_bits(nbytes: int, generator: torch.Generator) -> torch.Tensor:
+    """Random bytes of shape ``(nbytes,)``, none of which is a part of a NaN or Inf of 16 or 32 bits."""
+    halves = (nbytes // 2,)
+    bits = torch.randint(-(1 << 15), 1 << 15, halves, generator=generator, device=generator.device, dtype=torch.int16)
+    return bits.bitwise_and_(FINITE).view(torch.uint8)
+
+
+def _whole_numbers(source: Source, nbytes: int, generator: torch.Generator) -> torch.Tensor:
+    """Small whole numbers as bytes of shape ``(nbytes,)``."""
+    most = 2 if source.dtype == torch.bool else 64
+    shape = (nbytes // source.dtype.itemsize,)
+    found = torch.randint(0, most, shape, generator=generator, device=generator.device)
+    return found.to(source.dtype).view(torch.uint8)
+
+
+# ------------------------------------------------------------------------------------------------------- small things
+def box_between(source: torch.Tensor, target: torch.Tensor) -> Box:
+    """The box of ``target.copy_(source)``."""
+    source = source.expand(target.shape)
+    first = int(source.storage_offset()), int(target.storage_offset())
+    return box_of(target.shape, source.stride(), target.stride(), *first)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _lies(module: torch.nn.Module) -> Lies:
+    """Where every tensor of the model is."""
+    return {name: (t.data_ptr(), t.shape, t.stride(), t.dtype) for name, t in model_tensors(module)}
+
+
+def _moved(before: Lies, after: Lies) -> set[str]:
+    return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    bits = [each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
+    return bool(torch.equal(*bits))
+
+
+def _holds(constant: Constant, flat: torch.Tensor) -> bool:
+    bits = torch.frombuffer(bytearray(constant.bits), dtype=torch.uint8).to(flat.device)
+    return all(bool((flat[first:end].view(-1, len(bits)) == bits).all()) for first, end in constant.spans)
+
+
+def _true_spans(flags: torch.Tensor) -> np.ndarray:
+    edge = flags.new_zeros(1)
+    changes = torch.cat((edge, flags)) != torch.cat((flags, edge))
+    return changes.nonzero().flatten().cpu().numpy().astype(np.int64).reshape(-1, 2)

@@ -1,0 +1,646 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads what arrives into the engine's model, as its ``LoadMap`` says, and tells what was read and what is held.
+
+What the map copies goes from regions of memory (a slot, or the trainer's own parameters) straight to its place, hashed
+on the way. A tensor that is cast or turned over is brought into scratch memory whole and copied from there; what is
+left to the model is brought together in the same way, and given to its ``load_weights``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from verl_sync_plugin.copies.blocks import Block
+from verl_sync_plugin.copies.bucket_memory import BucketMemory, RegionMemory
+from verl_sync_plugin.copies.copier import Copier, Prepared
+from verl_sync_plugin.engine.introduce import (
+    Places,
+    in_box,
+    introduce,
+    is_turned,
+    memory_of,
+    unturned,
+)
+from verl_sync_plugin.engine.model import EngineModel, FusedPairs, partner_of
+from verl_sync_plugin.engine.recorder import Source, model_tensors
+from verl_sync_plugin.layout.hulls import Hull, hulls_of, numbers_of
+from verl_sync_plugin.layout.load_map import Constant, LoadMap, Move, held_parts, owners_of, read_parts, size_of
+from verl_sync_plugin.layout.strided import Partition, Run, compose, in_step
+from verl_sync_plugin.layout.tensors import Entry
+from verl_sync_plugin.log import say
+from verl_sync_plugin.transport.memory.exports import Live
+from verl_sync_plugin.transport.memory.regions import Regions
+from verl_sync_plugin.transport.protocol import Held, Manifest
+
+MOST_BLOCKS = 512  # of one tensor in one bucket; one that arrives in more pieces goes through scratch memory
+NAMED = 5  # names of a list in a message
+Layout = tuple[tuple[object, ...], ...]
+_WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class LayoutKey:
+    """Where the parameters and buffers of a model lie, and what the engine adds to that. ``param.data = tensor`` makes
+    no operation, so this is compared at every sync; the walk over modules is done again only where one was replaced."""
+
+    def __init__(self, model: EngineModel, unfixed: frozenset[str] = frozenset()) -> None:
+        """``unfixed``: names of tensors that every load may lay out otherwise."""
+        self._model, self._unfixed = model, unfixed
+        self._walk()
+
+    def _walk(self) -> None:
+        named = list(self._model.module.named_modules(remove_duplicate=False))
+        self._modules = list({id(module): module for _, module in named}.values())
+        self._children = self._children_now()
+        unfixed = {
+            (id(owned), key)
+            for prefix, module in named
+            for owned in (module._parameters, module._buffers)
+            for key in owned
+            if (f"{prefix}.{key}" if prefix else key) in self._unfixed
+        }
+        self._owned = [
+            (owned, frozenset(key for key in owned if (id(owned), key) in unfixed))
+            for module in self._modules
+            for owned in (module._parameters, module._buffers)
+        ]
+
+    def _children_now(self) -> list[object]:
+        return [child for module in self._modules for child in module._modules.values()]
+
+    def now(self) -> Layout:
+        """The layout at this moment; equal to another as long as nothing has moved."""
+        known = self._children
+        if len(found := self._children_now()) != len(known) or any(
+            a is not b for a, b in zip(found, known, strict=True)
+        ):
+            self._walk()
+        tensors = tuple(
+            (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            for owned, unfixed in self._owned
+            for key, tensor in owned.items()
+            if tensor is not None and key not in unfixed
+        )
+        return (self._model.layout_token(), *tensors)
+
+
+class _Work(NamedTuple):
+    """What one bucket asks for: copies that hash what they copy, what is hashed without a copy, and whole tensors."""
+
+    copies: list[Block]
+    reads: list[Block]
+    whole: tuple[Entry, ...]
+
+    def bytes_by_base(self, segment: int) -> Counter[int]:
+        """The bytes read from each segment."""
+        read: Counter[int] = Counter()
+        for block in self.copies:
+            read[block.base] += block.width * block.count
+        for piece in (piece for entry in self.whole for piece in entry.pieces):
+            read[piece.source // segment] += piece.width * piece.count
+        return read
+
+
+class ModelLoad:
+    """Belongs to one model and one manifest. Device memory: the tables (see ``KernelTable``).
+
+    Args:
+        model: of this engine rank.
+        manifest: what the buckets hold.
+        device: where the model is.
+        before: the load of the manifest before; what it knows of the same tensors holds in other buckets, too.
+
+    Attributes:
+        map: what the model does with the tensors; found out by ``begin``.
+        replayed: the tensors, and their bytes, that a sync copies without the model's own load.
+    """
+
+    def __init__(
+        self, model: EngineModel, manifest: Manifest, device: torch.device, before: ModelLoad | None = None
+    ) -> None:
+        self._model, self.manifest, self.device = model, manifest, device
+        self._numbers = numbers_of(manifest.buckets)
+        self._entries = {entry.name: entry for bucket in manifest.buckets for entry in bucket}
+        self._names = list(self._numbers)
+        self._dtypes = [self._entries[name].dtype for name in self._names]
+        self._owners = owners_of(manifest.buckets)
+        model.sent = frozenset(self._names)
+        self.map, self._places, self._key = LoadMap(), Places(model.module), LayoutKey(model)
+        self._layout: Layout | None = None
+        self._now: Layout | None = None
+        self.replayed = (0, 0)
+        if before is not None and before._shapes() == self._shapes():
+            self.map, self._places, self._key, self._layout = before.map, before._places, before._key, before._layout
+        self._compiled = False
+        self._live: tuple[tuple[str, ...], RegionMemory, tuple[Prepared, Prepared]] | None = None
+        self._traffic: dict[tuple[frozenset[int], bool], tuple[int, int]] = {}
+
+    def _shapes(self) -> list[tuple[object, ...]]:
+        return [(name, self._entries[name].shape, self._entries[name].strides) for name in self._names]
+
+    def look(self) -> None:
+        """While there is time: looks where the model's parameters are, for ``begin``."""
+        self._now = self._key.now()
+
+    def begin(self) -> None:
+        """Before a sync is loaded: finds out what the model does with the tensors, where that is not known or its
+        parameters have moved; then they hold rubbish, so the sync has to be loaded. Writes constants."""
+        now, self._now = self._now or self._key.now(), None
+        if self._layout is None or self.map.no_room or now != self._layout:
+            self._introduce()
+        if not self._compiled:
+            self._compile()
+        self._read_sums.zero_()
+        if self._zeros:  # memory that was released comes back with anything in it
+            torch._foreach_zero_(self._zeros)  # a padded model has thousands
+        for view, bits in self._bits:
+            view.copy_(bits)
+        self._leftovers = Assembler(self._left, self._model.fused_pairs)
+        self._scratch = Assembler(self._by_scratch)
+
+    def _introduce(self) -> None:
+        numbers = self._numbers
+        owners = {name: self._names[o] if (o := self._owners[n]) >= 0 else name for name, n in numbers.items()}
+        sources = [Source.of(entry) for entry in self._entries.values()]
+        self.map, self._places, unfixed = introduce(self._model, sources, owners, self.device)
+        self._key = LayoutKey(self._model, unfixed)
+        self._layout, self._compiled = self._key.now(), False
+
+    @property
+    def layout(self) -> Layout:
+        """Of the model, as the map has it."""
+        assert self._layout is not None, "begin() comes first"
+        return self._layout
+
+    # --------------------------------------------------------------------------------------------------- the tables
+    def _compile(self) -> None:
+        self._compiled, self._live = True, None
+        self._traffic.clear()
+        self._copier = Copier(
+            self.device, [tensor for _, tensor in model_tensors(self._model.module) if tensor.numel()]
+        )
+        left, hulls = self.map.left_numbers, [hulls_of(entries) for entries in self.manifest.buckets]
+        parts = read_parts(self.map, self.manifest.buckets, self._owners)
+        self._whole = {number: part for part, (number, box) in enumerate(parts) if box is None}
+        self._moves: dict[str, list[tuple[int, Move]]] = {}  # of the tensors that are copied, with their parts
+        part = 0
+        for move in self.map.moves:
+            if move.tensor not in left:
+                counted = self._owners[move.tensor] >= 0  # else hashed whole; the last sum is of what does not count
+                self._moves.setdefault(self._names[move.tensor], []).append((part if counted else len(parts), move))
+                part += counted
+        self._by_scratch = frozenset(
+            name
+            for name, moves in self._moves.items()
+            if any(move.dtype != self._entries[name].dtype or is_turned(move) for _, move in moves)
+        )
+        self._by_scratch |= self._scattered()
+        self._works = [
+            self._cut(entries, segment, of_bucket)
+            for entries, segment, of_bucket in zip(self.manifest.buckets, self.manifest.segments, hulls, strict=True)
+        ]
+        self._ready = [(self._copier.prepare(w.copies), self._copier.prepare(w.reads)) for w in self._works]
+        self._read_sums = torch.zeros(len(parts) + 1, dtype=torch.int64, device=self.device)
+        nbytes = [self._entries[name].nbytes for name, number in self._numbers.items() if number not in left]
+        self.replayed = len(nbytes), sum(nbytes)
+        self._left = frozenset(self._names[number] for number in left)
+        views = [(each, view) for each in self.map.constants for view in _views(each, self._places.flats[each.place])]
+        self._zeros = [view for each, view in views if not any(each.bits)]
+        self._bits = [(view, _bits_of(each, view)) for each, view in views if any(each.bits)]
+        self._held = _HeldWork.of(
+            held_parts(self.map, self._dtypes, self._owners),
+            self._entries_of(),
+            self._names,
+            self._places,
+            self._copier,
+        )
+        self._say()
+
+    def _entries_of(self) -> dict[str, list[Entry]]:
+        """What the buckets hold of each tensor."""
+        found: dict[str, list[Entry]] = {}
+        for entry in (entry for entries in self.manifest.buckets for entry in entries):
+            found.setdefault(entry.name, []).append(entry)
+        return found
+
+    def _scattered(self) -> frozenset[str]:
+        """Tensors that arrive in so many pieces that a table of them would be larger than what it moves is worth."""
+        found = set()
+        for entry in (entry for entries in self.manifest.buckets for entry in entries):
+            size, blocks = size_of(entry.dtype), 0
+            for run in (run for _, move in self._moves.get(entry.name, ()) for run in move.box.runs(size)):
+                blocks += sum(1 if in_step(piece, run) else piece.count for piece in entry.pieces)
+            if blocks > MOST_BLOCKS:
+                found.add(entry.name)
+        return frozenset(found)
+
+    def _cut(self, entries: tuple[Entry, ...], segment: int, hulls: Sequence[Hull]) -> _Work:
+        copies, reads, whole = list[Block](), list[Block](), list[Entry]()
+        left = self.map.left_numbers
+        for entry in entries:
+            if entry.name in self._by_scratch:
+                whole.append(entry)
+                reads += self._blocks(entry, segment, packed=True)
+            elif self._numbers[entry.name] in left:
+                whole.append(entry)
+            else:
+                copies += self._blocks(entry, segment)
+        for hull in hulls if self._whole else ():
+            number = self._numbers[hull.names[0]]
+            owner = self._owners[number]
+            part = self._whole.get(number if owner < 0 else owner)
+            if part is not None:
+                reads.append(
+                    Block(hull.first, 0, hull.first, hull.end - hull.first, base=hull.first // segment, group=part)
+                )
+        return _Work(copies, reads, tuple(whole))
+
+    def _blocks(self, entry: Entry, segment: int, packed: bool = False) -> Iterator[Block]:
+        """What goes through a bucket's pieces of a tensor and its moves; ``packed`` is only read."""
+        size = size_of(entry.dtype)
+        for part, move in self._moves.get(entry.name, ()):
+            first = 0 if packed else self._places.flats[move.place].data_ptr()
+            for run in (move.box.packed() if packed else move.box).runs(size):
+                for piece in entry.pieces:
+                    for found in compose(piece, run):
+                        width, count = found.width, found.count
+                        strides = found.source_stride, found.target_stride, found.source_stride
+                        if count > 1 and strides == (width, width, width):
+                            width, count, strides = width * count, 1, (0, 0, 0)
+                        yield Block(
+                            found.source, first + found.target, found.source, width, count, *strides,
+                            base=found.source // segment, group=part,
+                        )  # fmt: skip
+
+    # ----------------------------------------------------------------------------------------------------- the load
+    def load(self, index: int, slots: Sequence[torch.Tensor]) -> None:
+        """Loads one bucket; copies may still run when it returns.
+
+        Args:
+            index: number of the bucket.
+            slots: the one it is in, or one per segment; uint8.
+        """
+        memory = BucketMemory(slots, self.manifest.segments[index], self.manifest.worlds[index])
+        copies, reads = self._ready[index]
+        self._run(copies, memory, True)
+        self._run(reads, memory, False)
+        if not (whole := self._works[index].whole):
+            return
+        scratch = [entry for entry in whole if entry.name in self._by_scratch]
+        for name, tensor in self._scratch.tensors(memory, tuple(scratch)):
+            self._copy_moves(name, tensor)
+        if len(whole) > len(scratch):
+            entries = tuple(entry for entry in whole if entry.name not in self._by_scratch)
+            self._model.load_weights(self._leftovers.tensors(memory, entries))
+
+    def _copy_moves(self, name: str, tensor: torch.Tensor) -> None:
+        """Copies a whole tensor from scratch memory."""
+        for _, move in self._moves[name]:
+            steps, first = [d[1] for d in move.box.dims], tensor.storage_offset() + move.box.source
+            source = tensor.as_strided([d[0] for d in move.box.dims], steps, first)
+            in_box(self._places.flats[move.place], move.box, move.dtype, of_source=False).copy_(source)
+
+    def _run(self, blocks: Prepared, memory: BucketMemory | RegionMemory, copy: bool) -> None:
+        blocks.run(memory, self._read_sums, copy=copy)
+
+    @property
+    def obstacle(self) -> str:
+        """Why parameters may not be read where they lie; empty when they may."""
+        if self.device.type == "cuda" and not self._copier.kernel:
+            return "there is no Triton kernel in the engine"
+        for left in self.map.left:
+            return f"the model loads {self._names[left.tensor]} itself"
+        return next((f"{name} is kept in another dtype or order" for name in self._by_scratch), "")
+
+    def load_in_place(self, lives: Sequence[Live], place: int, regions: Regions) -> None:
+        """Loads everything from where the trainer ranks hold it; copies may still run when it returns.
+
+        Args:
+            lives: of all ranks of the group.
+            place: which of them is on this device.
+            regions: has mapped them.
+
+        Raises:
+            ValueError: they do not hold what the manifest says.
+        """
+        keys = tuple(live.key for live in lives)
+        if self._live is None or self._live[0] != keys:
+            found = [region for live in lives for region in live.regions]
+            flats = [] if self.device.type == "cuda" else [regions.flat(region) for region in found]
+            memory = RegionMemory(self.device, [regions.address(region) for region in found], flats)
+            copies, reads = list[Block](), list[Block]()
+            for index, work in enumerate(self._works):
+                where = _Where(index, self.manifest, lives, place)
+                copies.extend(moved for block in work.copies for moved in where.moved(block))
+                reads.extend(moved for block in work.reads for moved in where.moved(block))
+            homes = [(rank - place) % len(lives) for rank, live in enumerate(lives) for _ in live.regions]
+            self._live = keys, memory, (self._copier.prepare(copies, homes), self._copier.prepare(reads, homes))
+        _, memory, (ready, read) = self._live
+        self._run(ready, memory, True)
+        self._run(read, memory, False)
+
+    def forget_lives(self) -> None:
+        """Regions are about to be unmapped; mapped again, they may lie elsewhere."""
+        self._live = None
+
+    def finish(self) -> None:
+        """Ends the sync: derives what the model derives.
+
+        Raises:
+            ValueError: a tensor is incomplete.
+        """
+        self._leftovers.finish()
+        self._scratch.finish()
+        if self.map.derives and self._moves:
+            self._model.derive_after_load()
+        if self.map.left:
+            self._places.refresh()
+
+    # ----------------------------------------------------------------------------------------------- what is told
+    def sums(self) -> bytes:
+        """The hashes of what was read, of each of ``read_parts``, as little-endian int64. Waits for the device."""
+        return bytes(self._read_sums[:-1].cpu().numpy().astype("<i8").tobytes())
+
+    def held(self) -> Held:
+        """What lies in the parameters now. Waits for the device."""
+        sums, odd = self._held.sums(self._places.flats, self.device)
+        for constant in self.map.constants:
+            flat, name = self._places.flats[constant.place], self.map.places[constant.place].name
+            for view in _views(constant, flat):
+                odd.append((name, (view != _bits_of(constant, view) if any(constant.bits) else view).any()))
+        flags = torch.stack([flag for _, flag in odd]).tolist() if odd else []
+        changed = dict.fromkeys(name for (name, _), flag in zip(odd, flags, strict=True) if flag)
+        return Held(sums.cpu().numpy().astype("<i8").tobytes(), self._held.nbytes, tuple(changed))
+
+    def traffic(self, near: frozenset[int], beside: bool) -> tuple[int, int]:
+        """Bytes read on the engine rank's own device, and elsewhere.
+
+        Args:
+            near: the segments that are there.
+            beside: whether buckets are there that are not shared out.
+        """
+        key = near, beside
+        if key not in self._traffic:
+            own = total = 0
+            for work, segment, world in zip(self._works, self.manifest.segments, self.manifest.worlds, strict=True):
+                read = work.bytes_by_base(segment)
+                spread = self.manifest.sharded and world > 1
+                own += sum(read[number] for number in near) if spread else read.total() * beside
+                total += read.total()
+            self._traffic[key] = own, total - own
+        return self._traffic[key]
+
+    def _say(self) -> None:
+        how, many = "the kernel" if self._copier.kernel else "plain copies", len(self._names)
+        say(f"{many - len(self.map.left)} of {many} tensors go by {how}")
+        of_reason: dict[str, list[str]] = {}
+        for left in self.map.left:
+            of_reason.setdefault(left.why, []).append(self._names[left.tensor])
+        for why, names in of_reason.items():
+            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            say(f"through load_weights: {', '.join(names[:NAMED])}{more} ({why})")
+
+
+class _HeldWork(NamedTuple):
+    """What is hashed in the parameters: what lies in the order of its tensor, and what does not, with its blocks."""
+
+    plain: Prepared
+    turned: list[tuple[str, Move, str, Prepared]]
+    parts: int
+    nbytes: int
+
+    @classmethod
+    def of(
+        cls,
+        parts: Sequence[tuple[int, Move]],
+        entries: dict[str, list[Entry]],
+        names: Sequence[str],
+        places: Places,
+        copier: Copier,
+    ) -> _HeldWork:
+        plain, turned = list[Block](), list[tuple[str, Move, str, Prepared]]()
+        for group, (_, move) in enumerate(parts):
+            name = names[move.tensor]
+            dtype = entries[name][0].dtype
+            other = is_turned(move) or move.dtype != dtype
+            box, base = (move.box.packed(), 0) if other else (move.box, move.place)
+            blocks = [
+                Block(r.target, 0, r.source, r.width, r.count, r.target_stride, 0, r.source_stride, base, group)
+                for entry in entries[name]
+                for run in box.runs(size_of(dtype))
+                for piece in entry.pieces
+                for r in compose(piece, run)
+            ]  # fmt: skip
+            if other:
+                turned.append((name, move, dtype, copier.prepare(blocks)))
+            else:
+                plain += blocks
+        nbytes = sum(move.box.numel * size_of(move.dtype) for _, move in parts)
+        return cls(copier.prepare(plain), turned, len(parts), nbytes)
+
+    def sums(
+        self, flats: Sequence[torch.Tensor], device: torch.device
+    ) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]:
+        """The hash of each part; and of each tensor in a wider dtype, whether it holds what the narrower cannot."""
+        sums = torch.zeros(self.parts, dtype=torch.int64, device=device)
+        self.plain.run(memory_of(flats, device), sums, copy=False)
+        odd = []
+        for name, move, dtype, blocks in self.turned:
+            lies = unturned(move, flats[move.place])
+            if move.dtype != dtype:
+                wide = lies.view(getattr(torch, move.dtype))
+                if (move.dtype, dtype) == ("float32", "bfloat16"):
+                    narrow = (wide.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)  # keeps a NaN's bits
+                else:
+                    narrow = wide.to(getattr(torch, dtype))
+                odd.append((name, ((wide != narrow.to(wide.dtype)) & ~wide.isnan()).any()))
+                lies = narrow.view(torch.uint8)
+            blocks.run(memory_of([lies], device), sums, copy=False)
+        return sums, odd
+
+
+class _Where:
+    """Where the bytes of one bucket lie in the trainer's own memory."""
+
+    def __init__(self, bucket: int, manifest: Manifest, lives: Sequence[Live], place: int) -> None:
+        world, segment = manifest.worlds[bucket], manifest.segments[bucket]
+        self._bucket = bucket
+        rows: list[tuple[int, int, int, int, int]] = []
+        first_region = 0
+        for number, live in enumerate(lives):
+            if world > 1 or number == place:
+                held = np.frombuffer(live.runs[bucket], dtype="<i8").reshape(-1, 5)
+                # The only segment of what every rank holds is the own rank's; its numbers count from 0 like the others'
+                low = number * segment if world > 1 else 0
+                if len(held) and not low <= held[0, 0] <= held[-1, 0] < low + segment:
+                    raise ValueError(f"trainer rank {number} tells of bytes of bucket {bucket} that are not its own")
+                rows.extend((o, n, first_region + r, source, grow) for o, n, r, source, grow in held.tolist())
+            first_region += len(live.regions)
+        self._rows = sorted(rows)
+        self._partition = Partition([Run(first, first, nbytes) for first, nbytes, *_ in self._rows])
+
+    def moved(self, block: Block) -> Iterator[Block]:
+        """The same bytes, read from the regions."""
+        read = Run(block.source, block.target, block.width, block.count, block.source_stride, block.target_stride)
+        left = read.width * read.count
+        for number, run in self._partition.meet(read):
+            left -= run.width * run.count
+            first, _, region, source, grow = self._rows[number]
+            yield Block(
+                source + (run.source - first) * grow, run.target, run.source, run.width, run.count,
+                run.source_stride * grow, run.target_stride, run.source_stride, region, block.group, grow,
+            )  # fmt: skip
+        if left:
+            last = read.source + (read.count - 1) * read.source_stride + read.width - 1
+            raise ValueError(
+                f"no trainer rank told where {left} of bytes {read.source} to {last} of bucket {self._bucket} lie"
+            )
+
+
+def _views(constant: Constant, flat: torch.Tensor) -> list[torch.Tensor]:
+    """The bytes of a constant; one view where its spans follow each other evenly."""
+    spans = constant.spans
+    (first, end), *rest = spans
+    step = rest[0][0] - first if rest else 0
+    if all(b == a + end - first and a == first + step * n for n, (a, b) in enumerate(spans)):
+        shape, strides = (len(spans), end - first), (step or end - first, 1)
+        return [flat.as_strided(shape, strides, flat.storage_offset() + first)]
+    return [flat[a:b].unsqueeze(0) for a, b in spans]
+
+
+def _bits_of(constant: Constant, view: torch.Tensor) -> torch.Tensor:
+    """What the bytes of a view of a constant are."""
+    bits = torch.frombuffer(bytearray(constant.bits), dtype=torch.uint8).to(view.device)
+    return bits.repeat(view.shape[1] // len(bits)).expand(view.shape)
+
+
+class Assembler:
+    """Turns the entries of successive buckets into whole tensors.
+
+    Peak memory beyond the staging slots: one tensor (its pieces joined) at a time, plus every tensor that is split
+    over buckets and not yet complete, plus one half of a fused pair.
+    """
+
+    def __init__(self, names: frozenset[str] | None = None, pairs: FusedPairs = ()) -> None:
+        """``names``: all tensors of the sync; half of a fused pair waits only for a partner among them.
+
+        ``pairs``: ``EngineModel.fused_pairs``.
+        """
+        self._names = names
+        self._pairs = pairs
+        self._partial: dict[str, torch.Tensor] = {}
+        self._arrived: dict[str, int] = {}
+        self._waiting: dict[str, tuple[str, torch.Tensor]] = {}
+
+    def tensors(self, memory: BucketMemory, entries: tuple[Entry, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that are complete with this bucket; they may alias ``memory`` unless that is shared.
+
+        Args:
+            memory: the bucket.
+            entries: what it holds.
+        """
+        for entry in entries:
+            flat = self._join(memory, entry)
+            if flat is None:
+                continue
+            typed = flat.view(getattr(torch, entry.dtype))
+            if entry.strides is None:
+                tensor = typed.view(entry.shape)
+            else:
+                tensor = typed.as_strided(entry.shape, entry.strides)
+            yield from self._release(entry.name, tensor)
+
+    def _join(self, memory: BucketMemory, entry: Entry) -> torch.Tensor | None:
+        here = sum(piece.width * piece.count for piece in entry.pieces)
+        if here == entry.nbytes and all(piece.count == 1 for piece in entry.pieces):
+            parts = [memory.narrow(piece.source, piece.width) for piece in entry.pieces]
+            # A copy where others read: some models write into what they are given
+            return parts[0] if len(parts) == 1 and not memory.shared else torch.cat(parts)
+        partial = self._partial.get(entry.name)
+        if partial is None:
+            partial = self._partial[entry.name] = torch.empty(entry.nbytes, dtype=torch.uint8, device=memory.device)
+            self._arrived[entry.name] = 0
+        for piece in entry.pieces:
+            _place(partial, memory, piece)
+        self._arrived[entry.name] += here
+        if self._arrived[entry.name] < entry.nbytes:
+            return None
+        del self._arrived[entry.name]
+        return self._partial.pop(entry.name)
+
+    def _release(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        partner = partner_of(name, self._pairs)
+        if partner is None or (self._names is not None and partner not in self._names):
+            yield name, tensor  # without q_lora_rank there is nothing to fuse with
+        elif partner in self._waiting:
+            yield self._waiting.pop(partner)
+            yield name, tensor
+        else:
+            # A copy: the slot is reused before the partner arrives
+            self._waiting[name] = (name, tensor.clone())
+
+    def finish(self) -> None:
+        """Checks that nothing is left over.
+
+        Raises:
+            ValueError: a tensor or a fused pair is incomplete.
+        """
+        if self._partial or self._waiting:
+            left = sorted([*self._partial, *self._waiting])
+            raise ValueError(f"the sync ended with incomplete tensors: {', '.join(left[:10])}")
+
+
+def _place(tensor: torch.Tensor, memory: BucketMemory, piece: Run) -> None:
+    """Copies one piece, with all its repetitions, from the bucket into a tensor of uint8."""
+    if piece.count == 1:
+        tensor.narrow(0, piece.target, piece.width).copy_(memory.narrow(piece.source, piece.width))
+        return
+    slot, first = memory.at(piece.source)
+    # A strided copy of single bytes is slow: use the widest element that divides everything
+    numbers = (piece.width, first, piece.source_stride, piece.target, piece.target_stride)
+    width = math.gcd(8, slot.data_ptr(), tensor.data_ptr(), slot.storage_offset(), *numbers)
+    source = _repeated(slot, first, piece.source_stride, piece).view(_WIDTHS[width])
+    _repeated(tensor, piece.target, piece.target_stride, piece).view(_WIDTHS[width]).copy_(source)
+
+
+def _repeated(flat: torch.Tensor, first: int, step: int, piece: Run) -> torch.Tensor:
+    return flat.as_strided((piece.count, piece.width), (step, 1), flat.storage_offset() + first)
+
+
+@torch.no_grad()
+def refuse_rearranged(model: EngineModel, device: torch.device) -> None:
+    """Does again what the engine does to parameters that it has loaded: after a sync, which does not, it must change
+    none.
+
+    Args:
+        model: of this engine rank, after a sync.
+        device: where the model is.
+
+    Raises:
+        ValueError: it changes some or moves them; names these and the remedy.
+    """
+    key, places = LayoutKey(model), Places(model.module)
+    layout, before = key.now(), _hashes(places, device)
+    model.after_load()
+    after = _hashes(places, device)
+    changed = [p.name for p, one, other in zip(places.table, before, after, strict=True) if one != other]
+    if changed or key.now() != layout:
+        shown = ", ".join(changed[:NAMED]) or "the places of parameters"
+        raise ValueError(
+            f"{model.engine} changes {shown} once they are loaded from a checkpoint, and not after a sync, so "
+            f"{model.name} would compute with weights in another layout. {model.plain_layout}"
+        )
+
+
+def _hashes(places: Places, device: torch.device) -> list[int]:
+    """The hash of all that lies in each storage; 0 for what is on another device."""
+    flats = [flat if flat.device == device else flat[:0].to(device) for flat in places.flats]
+    sums = torch.zeros(len(flats), dtype=torch.int64, device=device)
+    blocks = [Block(0, 0, 0, len(flat), base=n, group=n) for n, flat in enumerate(flats) if len(flat)]
+    Copier(device, []).prepare(blocks).run(memory_of(flats, device), sums, copy=False)
+    return list(sums.tolist())

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records what a model's own ``load_weights`` would copy where, without copying anything.
+
+The sources are meta tensors, one per name of the sync: they hold no bytes, they are on no CPU (some models load CPU
+tensors in threads, which no dispatch mode sees), and every view of one shares its storage, by which it is known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from verl_sync_plugin.engine.model import EngineModel
+from verl_sync_plugin.layout.tensors import Entry
+
+aten = torch.ops.aten
+# The results of these hold a tensor's values, and constants at most
+MOVES = (
+    aten.clone.default, aten.cat.default, aten.stack.default, aten.index.Tensor, aten.index_select.default,
+    aten.constant_pad_nd.default, aten.repeat.default, aten.flip.default, aten.roll.default, aten.zero_.default,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of the sync: its name and layout."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, entry: Entry) -> Source:
+        return cls(entry.name, getattr(torch, entry.dtype), entry.shape, entry.strides)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the elements, without what lies between them."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def meta(self) -> torch.Tensor:
+        """A tensor of this layout without bytes, with a storage of its own."""
+        if self.strides is None:
+            return torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+
+
+@dataclass(frozen=True)
+class Write:
+    """A write into the model.
+
+    Attributes:
+        name: of the tensor that it comes from; empty where it comes from none.
+        target: the elements that are written.
+        source: the elements of the tensor that are copied (a view of its meta tensor), or the constant that is written;
+            ``None`` where it is something else.
+    """
+
+    name: str
+    target: torch.Tensor
+    source: torch.Tensor | float | None = None
+
+
+@dataclass
+class Recording:
+    """What one dry ``load_weights`` did.
+
+    Attributes:
+        writes: into the model, in their order.
+        refused: names that something other than views and copies was done with, and what.
+        taken: names of these of which something ended up in the model, or with the host.
+        computed: names of these of which other values may have been made on the way, which depend on their dtype.
+        computed_from: storages of the model from which the load computed something.
+        spoiled: why nothing of the recording can be used; empty when it can.
+        ended: the load came to its end, so what it left alone is known.
+    """
+
+    writes: list[Write] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    taken: set[str] = field(default_factory=set)
+    computed: set[str] = field(default_factory=set)
+    computed_from: set[int] = field(default_factory=set)
+    spoiled: str = ""
+    ended: bool = False
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Identity of the storage behind a tensor, for as long as that lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def model_tensors(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """All parameters and buffers by name, tied ones under each of theirs."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among an operation's arguments or results. The same by torch's ``tree_flatten`` was 40 % of the
+    recording's time."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors_in(value)
+
+
+class _Recorder(TorchDispatchMode):
+    """Watches one load. Writes into the model are noted and left out; reading it is real."""
+
+    def __init__(self, sources: dict[int, Source], targets: dict[int, set[torch.dtype]]) -> None:
+        """``sources`` and ``targets`` by storage; a target's dtypes are those of the parameters in it."""
+        super().__init__()
+        self.recording = Recording()
+        self._dtypes = {storage: source.dtype for storage, source in sources.items()}
+        self._sources = {storage: source.name for storage, source in sources.items()}
+        self._targets = targets
+        # In inference mode ``to`` and ``reshape`` come whole, and count as views, although they may copy
+        self._views = not torch.is_inference_mode_enabled()
+        self._derived: dict[int, set[str]] = {}  # results of anything else, by storage
+        # results of cat: their shape, and of each part its name, itself, the dimension and the start
+        self._joined: dict[int, tuple[torch.Size, list[tuple[str, torch.Tensor, int, int]]]] = {}
+        self._keep: list[torch.Tensor] = []  # a freed storage's identity would be used again
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.is_view and self._views:  # shares its storage, by which everything is known here; most operations
+            return func(*args, **kwargs)
+        tensors = [*_tensors_in(args), *_tensors_in(kwargs.values())]
+        names = self._names(tensors)
+        if func is aten.copy_.default and names:
+            return self._copy(args[0], args[1], names)
+        if func._schema.is_mutable and any(storage_of(tensor) in self._targets for tensor in tensors[:1]):
+            return self._write(func, args, names)
+        if not names:
+            return self._other(func, args, kwargs, tensors)
+        return self._touch(func, args, kwargs, names)
+
+    def _names(self, tensors: Sequence[torch.Tensor]) -> set[str]:
+        found: set[str] = set()
+        for tensor in tensors:
+            storage = storage_of(tensor)
+            if storage in self._sources:
+                found.add(self._sources[storage])
+            else:
+                found |= self._derived.get(storage, set())
+        return found
+
+    def _refuse(self, names: Iterable[str], why: str) -> None:
+        for name in names:
+            self.recording.refused.setdefault(name, why)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, names: set[str]) -> torch.Tensor:
+        storage = storage_of(source)
+        into_model = storage_of(target) in self._targets
+        if into_model and self._reinterprets(target, source):
+            # A replay knows the dtypes of tensors and parameters, and would cast where the model moves bytes
+            self._refuse_written(names, "is copied through a view of another dtype", target)
+        elif into_model and storage in self._sources:
+            self._note(self._sources[storage], source, target.detach())
+        elif into_model and self._whole(source) and source.shape == target.shape:
+            for name, part, dim, start in self._joined[storage][1]:
+                self._note(name, part, target.detach().narrow(dim, start, part.shape[dim]))
+        elif into_model:
+            self._refuse_written(names, "is changed before it is copied", target)
+        else:
+            self._refuse(names, "is copied elsewhere")
+            self.recording.taken.update(names)  # the model may keep it without naming it as one of its tensors
+            self.recording.computed.update(names)
+        return target
+
+    def _refuse_written(self, names: Iterable[str], why: str, target: torch.Tensor) -> None:
+        self._refuse(names, why)
+        self.recording.taken.update(names)
+        self.recording.writes.extend(Write(name, target.detach()) for name in names)
+
+    def _whole(self, source: torch.Tensor) -> bool:
+        """Whether this is the whole result of a join, in its own shape and order."""
+        shape, _ = self._joined.get(storage_of(source), (None, []))
+        return source.shape == shape and source.is_contiguous()
+
+    def _note(self, name: str, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.recording.writes.append(Write(name, target, source))
+
+    def _reinterprets(self, target: torch.Tensor, source: torch.Tensor) -> bool:
+        """Whether either side is seen in another way than as the elements that it has."""
+        declared = self._dtypes.get(storage_of(source), source.dtype)
+        lazily_changed = source.is_neg() or source.is_conj()
+        return source.dtype != declared or target.dtype not in self._targets[storage_of(target)] or lazily_changed
+
+    def _write(self, func: Any, args: Any, names: set[str]) -> Any:
+        constant = func in (aten.fill_.Scalar, aten.zero_.default) and not names
+        if constant:
+            value = float(args[1]) if func is aten.fill_.Scalar else 0.0
+            self.recording.writes.append(Write("", args[0].detach(), value))
+        elif names:
+            self._refuse_written(names, f"goes through {func}", args[0])
+            self.recording.computed.update(names)
+        else:
+            self.recording.writes.append(Write("", args[0].detach()))
+        return args[0]
+
+    def _other(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        result = func(*args, **kwargs)
+        if any(storage_of(tensor) in self._targets for tensor in tensors):
+            made = list(_tensors_in((result,)))
+            if not made or any(storage_of(value) not in self._targets for value in made):
+                self.recording.computed_from.update({storage_of(t) for t in tensors} & self._targets.keys())
+        return result
+
+    def _touch(self, func: Any, args: Any, kwargs: Any, names: set[str]) -> Any:
+        """Anything but a copy that involves a source: views pass, a join is noted, the rest refuses the names."""
+        if func is aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
+            return args[0].detach()  # to another device: the bytes stay what they are
+        if func is aten._local_scalar_dense.default:
+            self._refuse(names, "is read by the host")
+            self.recording.taken.update(names)
+            self.recording.computed.update(names)
+            return 0
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        result = func(*args, **kwargs)
+        made = list(_tensors_in((result,)))
+        known = [storage_of(value) in self._sources or storage_of(value) in self._derived for value in made]
+        if made and all(known) and not func._schema.is_mutable:
+            return result  # views
+        if func is aten.cat.default and self._join(args, kwargs, made[0]):
+            return result
+        self._refuse(names, f"goes through {func}")
+        if func not in MOVES:
+            self.recording.computed.update(names)
+        for value in made:
+            self._keep.append(value)
+            self._derived[storage_of(value)] = names
+        return result
+
+    def _join(self, args: Any, kwargs: Any, result: torch.Tensor) -> bool:
+        parts = args[0]
+        whole = all(self._dtypes.get(storage_of(part)) == part.dtype == result.dtype for part in parts)
+        if not whole:
+            return False
+        dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % max(result.dim(), 1)
+        joined, start = [], 0
+        for part in parts:
+            joined.append((self._sources[storage_of(part)], part, dim, start))
+            start += part.shape[dim]
+        self._keep.append(result)
+        self._joined[storage_of(result)] = (result.shape, joined)
+        self._derived[storage_of(result)] = {name for name, *_ in joined}
+        return True
+
+
+def record(model: EngineModel, sources: Sequence[Source]) -> Recording:
+    """One dry ``load_weights`` over all ``sources``; changes nothing in the model that a sync would keep.
+
+    Never raises: a load that does is noted as ``spoiled``.
+
+    Args:
+        model: of this engine rank.
+        sources: the tensors of a sync, in the order they will come.
+    """
+    tensors = [(source.name, source.meta()) for source in sources]
+    by_storage = {storage_of(tensor): source for source, (_, tensor) in zip(sources, tensors, strict=True)}
+    targets: dict[int, set[torch.dtype]] = {}
+    for _, tensor in model_tensors(model.module):
+        if tensor.numel():
+            targets.setdefault(storage_of(tensor), set()).add(tensor.dtype)
+    recorder = _Recorder(by_storage, targets)
+    recording = recorder.recording
+    held = [tensor.detach() for _, tensor in model_tensors(model.module)]  # else one that dies lends its identity
+    try:
+        with torch.no_grad(), recorder:
+            model.load_weights(iter(tensors))
+        recording.ended = True
+    except Exception as error:  # whatever a model's loader makes of meta tensors
+        recording.spoiled = f"its load cannot be recorded: {type(error).__name__}: {error}"
+    del held
+    if recording.ended:
+        _refuse_kept(model.module, {storage: source.name for storage, source in by_storage.items()}, recording)
+    return recording
+
+
+def _refuse_kept(model: torch.nn.Module, known: dict[int, str], recording: Recording) -> None:
+    """A model that keeps a tensor it was given (``param.data = tensor``) makes no operation; its modules show it."""
+    for module in model.modules():
+        owned = [*vars(module).values(), *module._parameters.values(), *module._buffers.values()]
+        for value in owned:
+            if isinstance(value, torch.Tensor) and value.device.type == "meta":
+                name = known.get(storage_of(value))
+                recording.spoiled = f"its load keeps {name or 'a tensor it was given'} instead of copying it"
+                if name is not None:
+                    recording.refused.setdefault(name, "is kept")

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine rank's side of the protocol (see ``transport/protocol.py``)."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+from verl_sync_plugin.config.settings import KEY_PREFIX
+from verl_sync_plugin.engine.load import ModelLoad, refuse_rearranged
+from verl_sync_plugin.engine.model import EngineModel
+from verl_sync_plugin.transport.channel import Channel, ChannelTimeoutError, describe
+from verl_sync_plugin.transport.memory.exports import Live
+from verl_sync_plugin.transport.memory.regions import Regions, decline_staging, open_peer_staging, open_staging, slot_of
+from verl_sync_plugin.transport.protocol import (
+    Commit,
+    Committed,
+    Details,
+    Hello,
+    Load,
+    Loaded,
+    LoadRequest,
+    Manifest,
+    Ready,
+)
+
+LEAST_BYTES = 64 << 20  # of an allocator's cache; less is not worth the device's wait for the freeing
+T = TypeVar("T")
+
+
+class ReceiverSession:
+    """Lives as long as its model; keeps the manifest and what was learned from it and, unless it is told to let go of
+    it, the opened staging memory between syncs.
+
+    Holds no reference to the trainer's tensors; the staging memory it maps belongs to the trainer.
+    """
+
+    def __init__(self, model: EngineModel) -> None:
+        self._model = model
+        self._digest = ""
+        self._load: ModelLoad | None = None
+        self._stagings: dict[str, torch.Tensor] = {}
+        self._regions = Regions()
+        self._activations = Activations()
+        self._lives: tuple[Live, ...] = ()
+        self._plain: object = None  # shapes and strides for which ``refuse_rearranged`` has passed
+        self._judged: object = None  # the layout that had them
+        self._maps = True  # trainer ranks' allocations, as far as is known
+        self._reserved = 0
+
+    def run(self, channel: Channel, request: LoadRequest) -> None:
+        """Receives one sync.
+
+        Raises:
+            ChannelClosedError: the trainer ended the sync.
+            ValueError: protocol or manifest violated.
+            Exception: whatever the model's ``load_weights`` raises.
+        """
+        wait = request.timeout_seconds
+        if self._load is not None:  # while the trainer ranks make ready to greet
+            self._load.look()
+        hello = _expect(Hello, channel.receive(request.greeting_seconds))
+        self._reserved = _reserved_bytes()
+        if hello.live:
+            self._run_in_place(hello, channel, wait)
+        else:
+            self._run_staged(hello, channel, wait)
+
+    def _run_staged(self, hello: Hello, channel: Channel, wait: float) -> None:
+        self._forget_lives()
+        if not self._open(hello, channel):
+            return
+        # This engine rank's own, also of memory that lies elsewhere
+        device = self._stagings[hello.stagings[hello.place].key].device
+        load = self._load_of(hello, channel, device, wait)
+        load.begin()
+        if hello.tells:
+            channel.send(Ready(map=load.map))
+        running = Running(channel, device)
+        message = running.receive(wait)
+        while isinstance(message, Load):
+            with running.loading(message.bucket):
+                load.load(message.bucket, self._parts(hello, load.manifest, message))
+            message = running.receive(wait)
+        self._commit(_expect(Commit, message), hello, channel)
+
+    def _parts(self, hello: Hello, manifest: Manifest, load: Load) -> Sequence[torch.Tensor]:
+        """Where a bucket lies: the slot it is in, or one part per segment."""
+        memories = (self._stagings[export.key] for export in hello.stagings)
+        slots = [slot_of(memory, load.slot, hello.stagings[0].slot_bytes) for memory in memories]
+        if not (manifest.sharded and manifest.worlds[load.bucket] > 1):
+            return [slots[hello.place]]
+        nbytes = manifest.segments[load.bucket]
+        return [slots[staging].narrow(0, number * nbytes, nbytes) for staging, number in hello.homes]
+
+    def _run_in_place(self, hello: Hello, channel: Channel, wait: float) -> None:
+        """The trainer ranks keep their parameters as they are until all engine ranks have said ``Loaded``."""
+        load = self._meet_in_place(hello, channel, wait)
+        if load is None:
+            return
+        running = Running(channel, load.device)
+        message = _expect(Load, running.receive(wait))
+        try:
+            with running.loading(message.bucket):
+                load.load_in_place(self._lives, hello.place, self._regions)
+        except BaseException:
+            _wait_for(load.device)  # the trainer goes on when it hears of this
+            raise
+        commit = _expect(Commit, running.receive(wait))
+        # Only now: until the trainer has heard ``Committed``, it may come back to what these map
+        self._stagings = {}
+        self._commit(commit, hello, channel)
+
+    def _meet_in_place(self, hello: Hello, channel: Channel, wait: float) -> ModelLoad | None:
+        """Ready to read in place, or ``None``, and then the trainer knows why not."""
+        load, obstacle = self._load if hello.digest == self._digest else None, "the engine does not know the plan"
+        if load is not None:
+            load.begin()
+            obstacle = load.obstacle
+        known = tuple(live.key for live in self._lives) == hello.live
+        channel.send(Ready(unreachable=obstacle, needs_live=not known))
+        if obstacle or known:
+            return None if obstacle else load
+        self._lives = ()
+        lives = _expect(Details, channel.receive(wait)).lives
+        try:
+            self._regions.map(region for live in lives for region in live.regions)
+        except (RuntimeError, OSError) as error:
+            self._maps = False
+            self._regions.map(())  # what could be mapped would keep the trainer from freeing it
+            channel.send(Ready(unreachable=f"{type(error).__name__}: {error}"))
+            return None
+        self._lives = lives
+        channel.send(Ready())
+        return load
+
+    def _forget_lives(self) -> None:
+        """Unmaps parameters: the trainer may no longer have them there, and could not free what is mapped here."""
+        if self._lives:
+            self._lives = ()
+            if self._load is not None:
+                self._load.forget_lives()
+            self._regions.map(())
+
+    def _commit(self, commit: Commit, hello: Hello, channel: Channel) -> None:
+        load = self._load
+        assert load is not None, "loaded by it"
+        if commit.unmap:  # also where what follows fails: the trainer gives it back in any case
+            self._stagings = {}
+        sums = load.sums()
+        load.finish()
+        self._refuse_rearranged(load)
+        _wait_for(load.device)  # what the model derived; its forward may use another stream
+        if _reserved_bytes() - self._reserved >= LEAST_BYTES:
+            # The engine resumes its KV cache next, through an allocator of its own that cannot use what a first sync
+            # leaves in this one: at a memory share of 0.97 of an H100 the KV cache of 7.6 B did not come back
+            torch.cuda.empty_cache()
+        own = hello.own == hello.place  # what all ranks hold is read on this engine rank's own device
+        near = [n for n, (staging, _) in enumerate(hello.homes) if staging == hello.own]
+        if not hello.homes:  # parameters are read where they lie
+            near = [hello.place] if own else []
+        channel.send(
+            Committed(
+                *load.replayed,
+                *load.traffic(frozenset(near), own),
+                sums,
+                load.obstacle or ("" if self._maps else "an engine rank could not map them"),
+                self._activations.take(),
+                load.held() if hello.proves else None,
+                None if hello.tells or hello.map == load.map.digest else load.map,
+            )
+        )
+
+    def _refuse_rearranged(self, load: ModelLoad) -> None:
+        """Once for parameters of these shapes and strides; a load that moves them makes no others."""
+        if self._judged is load.layout:
+            return
+        token, *places = load.layout
+        plain = (token, *(place[1:] for place in places))
+        if plain != self._plain:
+            refuse_rearranged(self._model, load.device)
+        self._plain, self._judged = plain, load.layout
+
+    def _open(self, hello: Hello, channel: Channel) -> bool:
+        """Maps the staging memory of every trainer rank that is read here; False when a peer's cannot be opened, and
+        then the trainer knows why not."""
+        keys = [export.key for export in hello.stagings]
+        self._stagings = {key: held for key, held in self._stagings.items() if key in keys}  # unmap before mapping
+        own, beside = hello.stagings[hello.place], hello.own == hello.place
+        if beside and own.key not in self._stagings:
+            self._stagings[own.key] = open_staging(own)
+        device = self._stagings[own.key].device if beside else next(self._model.module.parameters()).device
+        for export in hello.stagings:
+            if export.key in self._stagings:
+                continue
+            try:
+                self._stagings[export.key] = open_peer_staging(export, device)
+            except (RuntimeError, OSError) as error:
+                for unopened in (each for each in hello.stagings if each.key not in self._stagings):
+                    decline_staging(unopened)
+                channel.send(Ready(unreachable=f"{type(error).__name__}: {error}"))
+                return False
+        return True
+
+    def _load_of(self, hello: Hello, channel: Channel, device: torch.device, wait: float) -> ModelLoad:
+        known = self._load is not None and hello.digest == self._digest
+        channel.send(Ready(needs_plan=not known))
+        if self._load is None or not known:
+            manifest = _expect(Details, channel.receive(wait)).manifest
+            if manifest is None:
+                raise ValueError("weight-sync protocol: a plan without its manifest")
+            self._load, self._digest = ModelLoad(self._model, manifest, device, self._load), hello.digest
+        return self._load
+
+
+class Running:
+    """Loads whose copies still run. The sender may overwrite a slot as soon as it hears ``Loaded``, so that is said
+    only after the copies have completed; meanwhile the next load is started, so that the device never waits for us."""
+
+    def __init__(self, channel: Channel, device: torch.device) -> None:
+        self._channel = channel
+        self._cuda = device.type == "cuda"
+        self._started: deque[tuple[int, float, torch.cuda.Event]] = deque()
+        self._idle_since = time.perf_counter()
+
+    @contextmanager
+    def loading(self, bucket: int) -> Iterator[None]:
+        """Around the start of one bucket's copies, on the current stream."""
+        started = time.perf_counter()
+        yield
+        if self._cuda:
+            event = torch.cuda.Event()
+            event.record()
+            self._started.append((bucket, started, event))
+        else:
+            self._say(bucket, started)
+
+    def receive(self, timeout: float) -> object:
+        """The next word of the sender; completed loads are reported while there is none.
+
+        Raises:
+            ChannelTimeoutError: the copies of a load do not end, or the sender is silent.
+        """
+        deadline = time.monotonic() + timeout
+        while self._started and not self._channel.has_word():
+            if self._started[0][2].query():
+                self._say(*self._started.popleft()[:2])
+            elif time.monotonic() > deadline:
+                raise ChannelTimeoutError(
+                    f"the copies of a bucket did not complete within {KEY_PREFIX}.timeout_seconds={timeout:g}"
+                )
+        return self._channel.receive(timeout)
+
+    def _say(self, bucket: int, started: float) -> None:
+        now = time.perf_counter()
+        started, self._idle_since = max(started, self._idle_since), now
+        self._channel.send(Loaded(bucket, now - started, started))
+
+
+class Activations:
+    """How much device memory the engine needs beside its weights and its KV cache: what its allocator took since the
+    last sync.
+
+    What the engine keeps (weights, KV cache, CUDA graphs) is in its allocator's count also while it is asleep, so the
+    least count at any sync stands for it. Resets the allocator's peaks, which nobody else in the
+    engine's process may count on.
+    """
+
+    def __init__(self) -> None:
+        self._least: int | None = None
+
+    def take(self) -> int:
+        """Bytes allocated beyond that since the last call; 0 at the first, whose peak is of the engine's start, and
+        without a device."""
+        if not torch.cuda.is_available():
+            return 0
+        counts = torch.cuda.memory_stats_as_nested_dict().get("reserved_bytes", {}).get("all", {})
+        current, peak, least = int(counts.get("current", 0)), int(counts.get("peak", 0)), self._least
+        torch.cuda.reset_peak_memory_stats()
+        self._least = current if least is None else min(current, least)
+        return 0 if least is None else peak - self._least
+
+
+def _reserved_bytes() -> int:
+    return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream().synchronize()
+
+
+def _expect(kind: type[T], message: object) -> T:
+    if not isinstance(message, kind):
+        raise ValueError(f"weight-sync protocol: expected {kind.__name__}, got {describe(message)}")
+    return message

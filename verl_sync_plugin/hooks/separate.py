@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Syncs of trainers and rollouts that share no GPU: verl's checkpoint engine ``sync_plugin``, and its driver's manager.
+
+verl makes a checkpoint engine in every actor worker and in every process that it puts next to an engine rank
+(``CheckpointEngineWorker``), and calls them in this order: ``prepare`` in all, ``build_topology`` in the driver,
+``init_process_group`` in all, ``send_weights`` here and ``receive_weights`` there, ``finalize`` in all.
+``OutlivingManager`` leaves out what says nothing new.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+from verl.checkpoint_engine.base import (
+    CheckpointEngine,
+    CheckpointEngineManager,
+    CheckpointEngineRegistry,
+    CheckpointEngineWorker,
+)
+from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+
+from verl_sync_plugin.config.settings import PREFIX, SEPARATE_BACKEND, SWITCHED_OFF, SyncConfig
+from verl_sync_plugin.log import say, say_unused
+from verl_sync_plugin.report import say_who_moves, sent, write_report
+from verl_sync_plugin.rollouts import rollout_of
+from verl_sync_plugin.trainers import shard_stream
+
+# Every process of verl's imports this module with verl's registry; the rest is imported by those that sync
+if TYPE_CHECKING:
+    from verl_sync_plugin.sync.separate.handles import Incoming
+    from verl_sync_plugin.sync.separate.managers import SeparateTrainer
+    from verl_sync_plugin.sync.separate.membership import Member, Membership
+    from verl_sync_plugin.transport.joint import JointRanks
+
+
+@CheckpointEngineRegistry.register(SEPARATE_BACKEND)
+class SyncCheckpointEngine(CheckpointEngine):
+    """One process's end of all syncs of a run.
+
+    Args:
+        bucket_size: bound on what a rank stages, in bytes, as colocated .
+        is_master: whether this is trainer rank 0; verl gives it to trainer ranks alone.
+        sync: ``custom.sync``, which the driver writes into ``engine_kwargs``.
+        dtype: ``rollout.dtype``.
+        rollout: ``rollout.name``.
+
+    Raises:
+        ValueError: ``custom.sync`` is switched off, or holds what it cannot.
+    """
+
+    def __init__(
+        self,
+        bucket_size: int,
+        is_master: bool | None = None,
+        sync: Mapping[str, Any] | None = None,
+        dtype: str = "bfloat16",
+        *,
+        rollout: str,
+    ) -> None:
+        self._config = SyncConfig.from_mapping(sync)
+        if not self._config.enabled:
+            raise ValueError(SWITCHED_OFF)
+        self._bucket_bytes = bucket_size
+        self._dtype, self._rollout = dtype, rollout
+        self._trainer = is_master is not None
+        self._first = bool(is_master)
+        self._membership: Membership | None = None
+        self._manager: SeparateTrainer | None = None
+        if self._trainer:
+            shard_stream.take_over(True)
+
+    def prepare(self, **more: Any) -> Member:
+        say_unused("prepare", more)
+        from verl_sync_plugin.sync.separate.membership import Membership
+        from verl_sync_plugin.trainers.base import trainer_device
+
+        if self._membership is None:
+            seconds = self._config.timeout_seconds
+            self._membership = Membership(trainer_device(), self._trainer, self._first, seconds)
+        return self._membership.describe()
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Member], **more: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        say_unused("build_topology", more)
+        from verl_sync_plugin.sync.separate.membership import topology
+
+        return topology(actor_wg_world_size, rollout_world_size, metadata)
+
+    def init_process_group(self, rank: int, members: tuple[Member, ...], **more: Any) -> None:
+        """Collective: makes the group anew where somebody has come, gone or been lost."""
+        say_unused("init_process_group", more)
+        assert self._membership is not None, "prepare() comes first"
+        if self._membership.join(rank, members):
+            say(f"separate sync: rank {rank} of {len(members)}, {members[rank]}")
+
+    def finalize(self, **more: Any) -> None:
+        """Nothing: group and slots are kept for the next sync."""
+
+    async def send_weights(self, weights: Any, global_steps: int | None = None, **more: Any) -> dict[str, float]:
+        """One sync of a trainer rank. Collective over trainer and rollout ranks.
+
+        Args:
+            weights: the ``ShardStream`` of the plugin's engine.
+            global_steps: verl's weight version.
+
+        Returns:
+            Of trainer rank 0 what the sync cost, as metrics, which verl's manager hands to its trainer. Where the
+            trainer is the plugin's, its own of the rollout's side count (``hooks/trainer.py``).
+
+        Raises:
+            SyncError: any rank failed; the same text on every rank.
+        """
+        from verl_sync_plugin.hooks.worker import sending
+
+        say_unused("send_weights", more)
+        assert self._membership is not None and self._membership.ranks is not None, "init_process_group() comes first"
+        # Here and not in our worker, since one_step_off and fully_async make verl's own
+        with ExitStack() as behind, self._membership.taking_part():
+            # Hazard: a failed sync may leave NCCL hanging on the stream, where offloading would wait for it without a
+            # bound. So `sending` ends last, when that is aborted.
+            behind.enter_context(sending(_engine_of(weights)))
+            manager = self._manager_for(weights, self._membership.ranks)
+            await manager.update_weights([], global_steps)
+            await manager.finish([])
+        if not self._first:
+            return {}
+        say_who_moves(manager.report)
+        write_report(manager.report)
+        return sent(manager.report.as_dict())
+
+    def _manager_for(self, weights: Any, ranks: JointRanks) -> SeparateTrainer:
+        assert self._membership is not None, "joined"
+        from verl_sync_plugin.sharding_manager import get_sharding_manager
+        from verl_sync_plugin.sync.endpoint import RolloutEndpoint
+        from verl_sync_plugin.sync.separate.managers import SeparateTrainer
+        from verl_sync_plugin.trainers.base import trainer_device
+
+        before = self._manager
+        if before is not None and before.agreement.ranks is ranks:
+            return before
+        arguments = (weights.engine, self._config, self._bucket_bytes, trainer_device(), self._dtype)
+        backend = get_sharding_manager(weights.trainer, self._rollout).backend
+        nobody = RolloutEndpoint(rollout_of(self._rollout), None)
+        manager = SeparateTrainer(ranks, self._membership.own, backend, nobody, *arguments)
+        if before is not None:
+            before.close()
+            manager.take_over(before)
+        self._manager = manager
+        return manager
+
+    def receive_weights(self, global_steps: int | None = None, **more: Any) -> Incoming:
+        """The handle that verl passes, unread, to our rollout adapter."""
+        from verl_sync_plugin.sync.separate.handles import Incoming
+
+        say_unused("receive_weights", more)
+        assert self._membership is not None and self._membership.ranks is not None, "init_process_group() comes first"
+        return Incoming(self._membership, self._membership.ranks)
+
+
+def _engine_of(weights: Any) -> Any:
+    """verl's training engine, whose weights a stream hands out; see ``refuse_plain_stream`` for any other's."""
+    from verl_sync_plugin.trainers.shard_stream import ShardStream, refuse_plain_stream
+
+    if not isinstance(weights, ShardStream):
+        refuse_plain_stream()
+    return weights.engine
+
+
+_WORKER = ray.remote(CheckpointEngineWorker)
+# The death of a process is known at once, that of a host after Ray's health checks. One that is busy may take longer to
+# answer, and is not dead.
+ANSWER_SECONDS = 20.0
+
+
+class OutlivingManager(CheckpointEngineManager):
+    """Takes the place of verl's manager; a replica that dies costs the sync under way, which is run again without it.
+
+    Args:
+        manager: verl's own.
+        servers: verl's manager of the separate rollout's servers, which routes requests to them.
+    """
+
+    def __init__(self, manager: CheckpointEngineManager, servers: Any) -> None:
+        self.__dict__.update(vars(manager))
+        self._servers = servers
+        self._joined: list[Any] = []  # whose group stands, since their last sync went well
+        self._rollout: Any = None  # verl's worker group of theirs
+
+    def update_weights(self, global_steps: int | None = None, **more: Any) -> Any:
+        """Runs one sync, and again without replicas that have died; any other failure is raised."""
+        if not self.replicas:
+            raise ValueError(
+                f"the separate rollout has no engine. Set {PREFIX}.nnodes and n_gpus_per_node to its GPUs."
+            )
+        say_unused("update_weights", more)
+        self._drop_dead()
+        while True:
+            try:
+                return asyncio.run(self._sync(global_steps))
+            except Exception:
+                if not self._drop_dead():
+                    raise
+
+    async def _sync(self, global_steps: int | None) -> dict[str, Any]:
+        """The first sync of a group of replicas in verl's order of calls. While the same replicas take part and all
+        goes well, the group stands, so nobody prepares, joins or finalizes; it has the memory that it needs, so no KV
+        cache is released; and the servers pause for their loads themselves (``rollouts/sglang/server.py``)."""
+        stands, self._joined = self._joined == self.replicas, []
+        joining = list(self.replicas)
+        if not stands:
+            await self.abort_replicas()
+            await self.release_kv_cache_replicas()
+            workers = [worker for replica in joining for worker in replica.workers]
+            self._rollout = RayWorkerGroup(worker_handles=workers, ray_cls_with_init=RayClassWithInitArgs(cls=_WORKER))
+            self.build_process_group(self._rollout)
+        trainers = self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend)
+        ray.get(trainers + self._rollout.update_weights(global_steps=global_steps))
+        if not stands:
+            await self.resume_kv_cache_replicas()
+            await self.resume_generation_replicas()
+        self._joined = joining
+        return {}
+
+    def _drop_dead(self) -> list[Any]:
+        """Takes replicas that have died out of the syncs and out of the routing of requests; returns them."""
+        dead = dead_among(self.replicas)
+        if not dead:
+            return []
+        names = ", ".join(str(replica.replica_rank) for replica in dead)
+        self.remove_replicas(dead)
+        servers = self._servers  # verl goes through these lists for profiles and metrics
+        servers.rollout_replicas = [each for each in servers.rollout_replicas if each not in dead]
+        servers.server_handles = [each._server_handle for each in servers.rollout_replicas]
+        servers.server_addresses = [each.server_address for each in servers.rollout_replicas]
+        ray.get(servers.global_load_balancer.remove_servers.remote([each.server_address for each in dead]))
+        for replica in dead:  # whoever still waits for an answer of it hears that none will come
+            for actor in (*replica.servers, *replica.workers):
+                ray.kill(actor)
+        if not self.replicas:
+            raise RuntimeError(f"every replica of the separate rollout has died; the last: {names}. Restart the run.")
+        say(f"driver: replica {names} of the separate rollout has died; {len(self.replicas)} go on without it")
+        return dead
+
+
+def dead_among(replicas: Sequence[Any]) -> list[Any]:
+    """Finds replicas of which a process is dead: one of verl's workers, a server, or one of SGLang's own."""
+    asked = {
+        replica: [
+            *(worker.__ray_ready__.remote() for worker in replica.workers),
+            *(server.engine_alive.remote() for server in replica.servers),
+        ]
+        for replica in replicas
+    }
+    everything = [reference for references in asked.values() for reference in references]
+    if not everything:
+        return []
+    heard = set(ray.wait(everything, num_returns=len(everything), timeout=ANSWER_SECONDS)[0])
+    return [replica for replica, references in asked.items() if any(_says_dead(r) for r in references if r in heard)]
+
+
+def _says_dead(answer: ray.ObjectRef) -> bool:
+    try:
+        return ray.get(answer) is False
+    except ActorDiedError:
+        return True
+    except ActorUnavailableError:  # no connection at the moment
+        return False
+
+
+def outliving(trainer: Any) -> None:
+    """Gives a trainer of verl's this manager for its separate rollout, if it has one beside its own."""
+    manager = getattr(trainer, "standalone_checkpoint_manager", None)
+    if manager is not None:
+        trainer.standalone_checkpoint_manager = OutlivingManager(manager, trainer.standalone_server_manager)

@@ -1,0 +1,443 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one engine rank does with the tensors of a sync: one table, and everything that follows from it. No torch.
+
+The engine rank finds it out once (``engine/introduce.py``). All is counted in elements, so it holds for whatever dtype
+travels. Tensors are numbered in the order of their names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+
+import msgspec
+import numpy as np
+
+from verl_sync_plugin.layout.hulls import hulls_of, numbers_of
+from verl_sync_plugin.layout.strided import Run
+from verl_sync_plugin.layout.tensors import Entry
+
+Spans = np.ndarray  # int64 of shape (n, 2): first and one past the last, disjoint and ascending
+Pairs = tuple[tuple[int, int], ...]  # the same, to be sent
+NOTHING: Spans = np.zeros((0, 2), dtype=np.int64)
+NO_PLACE = "shares a part of its bytes with another tensor"
+ROUNDED = "is kept in several dtypes"
+UNEVEN = "the engine's ranks hold parts of it that cannot be compared together"
+MOST_TIMES = 1 << 20  # that an element is counted; the hash loses nothing up to 2^32
+
+
+class Box(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
+    """What one ``copy_`` of two views moves: elements of a tensor to elements of memory.
+
+    Attributes:
+        source, target: the first element on either side.
+        dims: size, step in the tensor and step in the memory, outer dimension first, joined where they follow on.
+    """
+
+    source: int
+    target: int
+    dims: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def numel(self) -> int:
+        return math.prod(size for size, _, _ in self.dims)
+
+    @property
+    def width(self) -> int:
+        """Elements of a run, consecutive on both sides."""
+        return self.dims[-1][0] if self.dims and self.dims[-1][1:] == (1, 1) else 1
+
+    @property
+    def run_count(self) -> int:
+        """How many ``Run`` it is; a run may repeat in one more dimension."""
+        outer = self.dims[:-1] if self.width > 1 else self.dims
+        return math.prod(size for size, _, _ in outer[:-1])
+
+    def runs(self, size: int) -> list[Run]:
+        """The same as runs of bytes, of elements of ``size`` bytes."""
+        dims = list(self.dims)
+        width = dims.pop()[0] if self.width > 1 else 1
+        count, step, other = dims.pop() if dims else (1, 0, 0)
+        found = []
+        for at in itertools.product(*(range(many) for many, _, _ in dims)):
+            a = self.source + sum(i * d[1] for i, d in zip(at, dims, strict=True))
+            b = self.target + sum(i * d[2] for i, d in zip(at, dims, strict=True))
+            found.append(Run(a, b, width, count, step, other).times(size))
+        return found
+
+    def packed(self) -> Box:
+        """The same elements of the tensor, in its order, one after the other from 0 on."""
+        dims, step = list[tuple[int, int, int]](), 1
+        for size, source, _ in reversed(self.dims):
+            dims.append((size, source, step))
+            step *= size
+        return Box(self.source, 0, _joined(reversed(dims)))
+
+    def taken(self) -> Box:
+        """The same for whoever asks only what is taken of the tensor."""
+        return Box(self.source, 0, tuple((size, step, 0) for size, step, _ in self.dims))
+
+
+def _joined(dims: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
+    found: list[tuple[int, int, int]] = []
+    for size, step, other in dims:
+        if found and found[-1][1:] == (size * step, size * other):
+            found[-1] = (found[-1][0] * size, step, other)
+        else:
+            found.append((size, step, other))
+    return tuple(found)
+
+
+def box_of(shape: Sequence[int], steps: Sequence[int], others: Sequence[int], source: int, target: int) -> Box:
+    """The box of a copy between two views of one shape.
+
+    Args:
+        shape: of both.
+        steps, others: strides in the tensor and in the memory.
+        source, target: the first element on either side.
+    """
+    dims = [each for each in zip(shape, steps, others, strict=True) if each[0] != 1]
+    return Box(source, target, _joined(sorted(dims, key=lambda d: (-d[1], -d[2]))))
+
+
+class Move(msgspec.Struct, frozen=True, array_like=True):
+    """One ``copy_`` of the model's load; ``dtype`` is that of the elements in the model."""
+
+    tensor: int
+    place: int
+    dtype: str
+    box: Box
+
+
+class Constant(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes of a place that hold the same whatever is loaded; ``bits`` are all of them, or one element that repeats."""
+
+    place: int
+    spans: Pairs
+    bits: bytes
+
+
+class Kept(msgspec.Struct, frozen=True, array_like=True):
+    """A parameter or persistent buffer, which a sync has to write."""
+
+    name: str
+    dtype: str
+    box: Box
+    buffer: bool
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """A storage of the model, named after the first tensor in it."""
+
+    name: str
+    kept: tuple[Kept, ...]
+
+
+class Left(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor that the model's own load has to load.
+
+    Attributes:
+        tensor: its number.
+        why: in words.
+        dtype: the widest of which the load could make anything; empty for whatever the trainer has.
+        takes: which elements the load takes.
+    """
+
+    tensor: int
+    why: str
+    dtype: str
+    takes: Pairs
+
+
+class LoadMap(msgspec.Struct, frozen=True, array_like=True, dict=True):
+    """Attributes:
+    model: engine and class, such as "SGLang's LlamaForCausalLM".
+    layers: how many decoder layers the model has; 0 when that is unknown.
+    places: the storages of the model.
+    moves: what a load copies. Of tensors in ``left`` too, where it was found in the model as the trainer has it.
+    constants: what a sync writes beside.
+    left: what a sync leaves to the model's own load.
+    theirs: what that load writes: place, and spans of bytes.
+    skipped: tensors that the model rightly leaves alone, and why.
+    not_held: tensors of which it is not known where they lie after a load, and why.
+    derives: the model computes something from parameters after a load.
+    unknown: why it is not known what the model uses of the tensors; else empty.
+    no_room: why the map could not be proven for want of memory, so that everything is left; else empty.
+    """
+
+    model: str = ""
+    layers: int = 0
+    places: tuple[Place, ...] = ()
+    moves: tuple[Move, ...] = ()
+    constants: tuple[Constant, ...] = ()
+    left: tuple[Left, ...] = ()
+    theirs: tuple[tuple[int, Pairs], ...] = ()
+    skipped: tuple[tuple[int, str], ...] = ()
+    not_held: tuple[tuple[int, str], ...] = ()
+    derives: bool = False
+    unknown: str = ""
+    no_room: str = ""
+
+    @cached_property
+    def left_numbers(self) -> frozenset[int]:
+        return frozenset(left.tensor for left in self.left)
+
+    @cached_property
+    def digest(self) -> str:
+        """Names the map."""
+        return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()
+
+    @property
+    def kept(self) -> int:
+        """How many parameters and persistent buffers the model has."""
+        return sum(len(place.kept) for place in self.places)
+
+
+def size_of(dtype: str) -> int:
+    """Bytes of an element."""
+    found = re.search(r"\d+", dtype)
+    return max(int(found[0]) // 8, 1) if found else 1
+
+
+# ------------------------------------------------------------------------------------------------------- spans
+def spans_of(found: Sequence[np.ndarray]) -> Spans:
+    """The union of intervals."""
+    pairs = np.concatenate([NOTHING, *(np.asarray(each, dtype=np.int64).reshape(-1, 2) for each in found)])
+    if len(pairs) < 2:
+        return pairs
+    pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
+    reached = np.maximum.accumulate(pairs[:, 1])
+    first = np.concatenate(([True], pairs[1:, 0] > reached[:-1]))
+    last = np.concatenate((first[1:], [True]))
+    return np.stack((pairs[first, 0], reached[last]), 1)
+
+
+def without(one: Spans, other: Spans) -> Spans:
+    """What is in ``one`` and not in ``other``."""
+    if not len(one) or not len(other):
+        return one
+    edges = np.unique(np.concatenate((one.ravel(), other.ravel())))
+
+    def inside(spans: Spans) -> np.ndarray:
+        begun, ended = (np.searchsorted(spans[:, side], edges[:-1], "right") for side in (0, 1))
+        return begun > ended
+
+    keep = inside(one) & ~inside(other)
+    return spans_of([np.stack((edges[:-1][keep], edges[1:][keep]), 1)])
+
+
+def length(spans: Spans) -> int:
+    return int((spans[:, 1] - spans[:, 0]).sum())
+
+
+def pairs_of(spans: Spans) -> Pairs:
+    return tuple((first, end) for first, end in spans.tolist())
+
+
+def box_spans(box: Box, of_source: bool, size: int = 1) -> np.ndarray:
+    """The elements of a box on one side, times ``size``; int64 of shape ``(n, 2)``, perhaps some of them twice."""
+    first = (box.source if of_source else box.target) * size
+    side, width, outer = 1 if of_source else 2, size, list[tuple[int, int]]()
+    for many, step in sorted(((d[0], d[side] * size) for d in box.dims if d[side]), key=lambda d: d[1]):
+        if step == width and not outer:
+            width *= many
+        else:
+            outer.append((many, step))
+    if 0 in (d[0] for d in box.dims):
+        return NOTHING
+    starts = np.array([first], dtype=np.int64)
+    for many, step in outer:
+        starts = (starts[:, None] + np.arange(many, dtype=np.int64) * step).ravel()
+    return np.stack((starts, starts + width), 1)
+
+
+def own_box(shape: Sequence[int], strides: Sequence[int] | None) -> Box:
+    """All elements of a tensor, in its own order."""
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))] if strides is None else strides
+    return box_of(shape, strides, strides, 0, 0)
+
+
+# ------------------------------------------------------------------------------------- what follows from the map
+def unused(
+    entries: Mapping[str, Entry], owners: Mapping[int, int], maps: Sequence[LoadMap]
+) -> list[tuple[int, int, int]]:
+    """Tensors of which the ranks of one engine together leave something alone, and may not.
+
+    Args:
+        entries: of the tensors, by name, in order.
+        owners: ``owners_of``: tied tensors are used together.
+        maps: of all ranks of the engine.
+
+    Returns:
+        Number, unused bytes and all bytes of each.
+    """
+    takes: dict[int, set[Box | Pairs]] = {}
+    for found in maps:
+        for move in found.moves:
+            takes.setdefault(owners[move.tensor], set()).add(move.box.taken())
+        for left in found.left:
+            takes.setdefault(owners[left.tensor], set()).add(left.takes)
+    skipped = {number for found in maps for number, _ in found.skipped}
+    known: dict[object, tuple[int, int]] = {}  # a model of thousands of tensors has a few kinds of them
+    missing = []
+    for number, entry in enumerate(entries.values()):
+        kind = entry.shape, entry.strides, frozenset(takes.get(owners[number], ()))
+        if kind not in known:
+            whole = spans_of([box_spans(own_box(entry.shape, entry.strides), True)])
+            parts = [box_spans(t, True) if isinstance(t, Box) else np.array(t) for t in kind[2]]
+            known[kind] = length(without(whole, spans_of(parts))), length(whole)
+        lacking, total = known[kind]
+        if lacking and number not in skipped:
+            missing.append((number, lacking * size_of(entry.dtype), total * size_of(entry.dtype)))
+    return missing
+
+
+def unwritten(found: LoadMap) -> list[tuple[Kept, int, int]]:
+    """The parameters and persistent buffers of the model that a sync does not write whole: how many elements it writes,
+    and how many there are."""
+    written: list[list[np.ndarray]] = [[] for _ in found.places]
+    for move in found.moves:
+        written[move.place].append(box_spans(move.box, False, size_of(move.dtype)))
+    for constant in found.constants:
+        written[constant.place].append(np.array(constant.spans))
+    for place, spans in found.theirs:
+        written[place].append(np.array(spans))
+    missing = []
+    for of_place, parts in zip(found.places, written, strict=True):
+        union = spans_of(parts)
+        for kept in of_place.kept:
+            size = size_of(kept.dtype)
+            rest = -(-length(without(spans_of([box_spans(kept.box, False, size)]), union)) // size)
+            if rest:
+                missing.append((kept, kept.box.numel - rest, kept.box.numel))
+    return missing
+
+
+def wire_dtypes(names: Sequence[str], maps: Iterable[LoadMap]) -> dict[str, str]:
+    """The widest dtype in which any engine rank keeps each tensor, or could use it; empty for whatever the trainer has.
+    Tensors that none of them takes are not in it."""
+    found: dict[int, str] = {}
+    for each in maps:
+        needed = [(move.tensor, move.dtype) for move in each.moves if move.tensor not in each.left_numbers]
+        needed += [(left.tensor, left.dtype) for left in each.left]
+        for number, dtype in dict.fromkeys(needed):
+            before = found.setdefault(number, dtype)
+            if before and (not dtype or size_of(dtype) > size_of(before)):
+                found[number] = dtype
+    return {names[number]: dtype for number, dtype in found.items()}
+
+
+def owners_of(buckets: Sequence[Sequence[Entry]]) -> dict[int, int]:
+    """Under whose number the bytes of each tensor are counted: tied ones share them, and travel once. -1 for a tensor
+    that shares only some of its bytes with another.
+
+    Args:
+        buckets: the entries of each.
+    """
+    numbers, layouts = numbers_of(buckets), dict[str, tuple[object, ...]]()
+    for entry in (entry for entries in buckets for entry in entries):
+        layouts[entry.name] = entry.dtype, entry.shape, entry.strides
+    owners: dict[str, str] = {}
+    apart: set[str] = set()
+    for hull in (hull for entries in buckets for hull in hulls_of(entries)):
+        owner, names = hull.names[0], hull.names
+        if len(names) == 1 and hull.equal and owners.setdefault(owner, owner) == owner:
+            continue
+        alike = hull.equal and len({layouts[name] for name in names}) == 1
+        if not alike or any(owners.setdefault(name, owner) != owner for name in names):
+            apart.update(names)
+    return {number: -1 if name in apart else numbers[owners.get(name, name)] for name, number in numbers.items()}
+
+
+Part = tuple[int, Box | None]  # of which tensor, and which of its elements; ``None``: all bytes that are its to count
+
+
+def read_parts(found: LoadMap, buckets: Sequence[Sequence[Entry]], owners: Mapping[int, int]) -> list[Part]:
+    """What an engine rank hashes of what it reads, in the order of its sums: every move that it copies, and all that
+    is hashed whole: what the model loads, and what is tied in part."""
+    names = numbers_of(buckets)
+    left = found.left_numbers
+    parts: list[Part] = [
+        (owners[move.tensor], move.box) for move in found.moves if move.tensor not in left and owners[move.tensor] >= 0
+    ]
+    whole = {owners[number] for number in left if owners[number] >= 0}
+    if any(owner < 0 for owner in owners.values()):
+        hulls = (hull for entries in buckets for hull in hulls_of(entries))
+        whole.update(names[hull.names[0]] for hull in hulls if owners[names[hull.names[0]]] < 0)
+    return parts + [(number, None) for number in sorted(whole)]
+
+
+def held_parts(found: LoadMap, dtypes: Sequence[str], owners: Mapping[int, int]) -> list[tuple[int, Move]]:
+    """What an engine rank hashes in its parameters after a sync, in the order of its sums: the numbers of tensors, and
+    the moves.
+
+    Args:
+        found: what it does.
+        dtypes: in which the tensors travel, by number.
+        owners: ``owners_of``.
+    """
+    unfit = {number for number, _ in found.not_held}
+    unfit.update(move.tensor for move in found.moves if size_of(move.dtype) < size_of(dtypes[move.tensor]))
+    return [(owners[m.tensor], m) for m in found.moves if m.tensor not in unfit and owners[m.tensor] >= 0]
+
+
+def weigh(numels: Sequence[int], everyone: Sequence[Sequence[Part]]) -> tuple[list[int], list[list[int]]]:
+    """How every part is to be weighed so that one sum over all ranks compares all copies of all elements of a tensor.
+
+    Args:
+        numels: elements of each tensor.
+        everyone: the parts of each rank.
+
+    Returns:
+        How often the elements of each tensor count then, 0 where nobody has any and -1 where they cannot be counted
+        alike; and the factor of each part of each rank.
+    """
+    of_tensor: dict[int, list[tuple[int, int]]] = {}
+    for rank, parts in enumerate(everyone):
+        for place, (number, _) in enumerate(parts):
+            of_tensor.setdefault(number, []).append((rank, place))
+    times, factors = [0] * len(numels), [[0] * len(parts) for parts in everyone]
+    known: dict[object, tuple[int, tuple[int, ...]]] = {}
+    for number, places in of_tensor.items():
+        boxes = tuple(None if (box := everyone[r][p][1]) is None else box.taken() for r, p in places)
+        if all(box is None for box in boxes):  # what is hashed whole may have other tensors' bytes in between
+            times[number], of_parts = len(boxes), (1,) * len(boxes)
+        else:
+            kind = numels[number], boxes
+            if kind not in known:
+                known[kind] = balance(numels[number], boxes)
+            times[number], of_parts = known[kind]
+        for (rank, place), factor in zip(places, of_parts, strict=True):
+            factors[rank][place] = factor
+    return times, factors
+
+
+def balance(numel: int, boxes: Sequence[Box | None]) -> tuple[int, tuple[int, ...]]:
+    """``weigh`` for the parts of one tensor, wherever they are; -1 and zeros where some elements are nobody's, or a
+    part overlaps what there is unequally often."""
+    nothing = -1, (0,) * len(boxes)
+    spans = [np.array([[0, numel]]) if box is None else box_spans(box, True) for box in boxes]
+    joined = np.concatenate([NOTHING, *spans])
+    edges = np.unique(joined)
+    if not len(edges) or edges[0] != 0 or edges[-1] != numel:
+        return nothing
+    change = np.zeros(len(edges), dtype=np.int64)
+    np.add.at(change, np.searchsorted(edges, joined[:, 0]), 1)
+    np.add.at(change, np.searchsorted(edges, joined[:, 1]), -1)
+    held = np.cumsum(change)[:-1]  # how often the elements from each edge to the next are held
+    times = math.lcm(*map(int, np.unique(held))) if held.min() > 0 else 0
+    if not 0 < times <= MOST_TIMES:
+        return nothing
+    changes = np.concatenate(([0], np.cumsum(np.diff(held) != 0)))
+    factors = []
+    for span in spans:
+        low, high = np.searchsorted(edges, span[:, 0]), np.searchsorted(edges, span[:, 1]) - 1
+        alike = len(span) and bool((changes[low] == changes[high]).all()) and len(np.unique(held[low])) == 1
+        if len(span) and not alike:
+            return nothing
+        factors.append(times // int(held[low[0]]) if len(span) else 0)
+    return times, tuple(factors)

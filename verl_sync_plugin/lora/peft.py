@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA as PEFT defines it: its names, the model that carries it, which weights are adapted, and what weight sync has no
+part in."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from verl_sync_plugin.config.settings import lora_rank_of
+from verl_sync_plugin.layout.names import clean_name
+from verl_sync_plugin.lora.settings import PEFT_KEY
+
+ADAPTER = "default"  # verl's name for its adapter
+REMEDY = "Merge the adapter yourself, or set actor_rollout_ref.rollout.custom.sync.enabled=False to run stock verl"
+# Input and output embeddings of the model families that tie them
+_TIED_NAMES = ("model.embed_tokens", "lm_head")
+
+State = tuple[tuple[str, ...], bool, bool]  # adapters that are active, whether they are switched off, and merged
+_NOTHING: Mapping[str, str | None] = {}
+
+
+def is_adapter(name: str) -> bool:
+    """True if a state-dict key belongs to an adapter."""
+    return ".lora_" in name
+
+
+def adapter_of(name: str) -> str:
+    """The adapter to which a factor's state-dict key belongs."""
+    _, _, rest = name.partition(".lora_")
+    return rest.split(".")[1]
+
+
+def served_name(key: str, adapter: str) -> str:
+    """The name of a factor in an adapter checkpoint: PEFT's state-dict key without the adapter's own name."""
+    return key.replace(f".{adapter}.", ".").removesuffix(f".{adapter}")
+
+
+def plain_name(name: str) -> str:
+    """The name of a module or a state-dict key in the model that PEFT has wrapped."""
+    return name.removeprefix("base_model.model.")
+
+
+def merged_name(name: str, in_use: Mapping[str, str | None] = _NOTHING) -> str | None:
+    """The HF name of a PEFT state-dict key; ``None`` for what does not travel; adapters keep their key. ``in_use``, see
+    ``copies_in_use``, has the modules that PEFT copied and whose copy computes; of any other module each copy travels.
+    """
+    if is_adapter(name):
+        return name
+    parts = plain_name(name).split(".")
+    for mark, length in (("modules_to_save", 2), ("original_module", 1)):
+        if mark in parts:
+            where = parts.index(mark)
+            owner = parts[where + 1] if length == 2 else None
+            if in_use.get(".".join(parts[:where]), owner or "an adapter") != owner:
+                return None
+            del parts[where : where + length]
+            break
+    return ".".join(part for part in parts if part != "base_layer")
+
+
+def lora_config(model: Any) -> Any:
+    """PEFT's ``LoraConfig`` for verl's ``HFModelConfig``: the flat keys, ``lora.peft``, or the adapter that is loaded.
+    Raises ValueError where PEFT refuses the settings."""
+    from peft import LoraConfig, PeftConfig, TaskType
+    from verl.utils.fs import copy_to_local
+    from verl.utils.py_functional import convert_to_regular_types
+
+    path = getattr(model, "lora_adapter_path", None)
+    if path is not None:
+        return PeftConfig.from_pretrained(copy_to_local(path, use_shm=model.use_shm))
+    more = convert_to_regular_types(model.lora.get("peft", None) or {})
+    try:
+        return LoraConfig(
+            task_type=TaskType.CAUSAL_LM,
+            r=model.lora_rank,
+            lora_alpha=model.lora_alpha,
+            target_modules=convert_to_regular_types(model.target_modules),
+            target_parameters=convert_to_regular_types(model.target_parameters),
+            exclude_modules=convert_to_regular_types(model.exclude_modules),
+            **{"bias": "none", **more},
+        )
+    except (TypeError, ValueError, ImportError) as error:
+        raise ValueError(f"{PEFT_KEY}={more}: PEFT refuses it: {error}. Correct the setting.") from error
+
+
+def build_peft_model(module: torch.nn.Module, model: Any) -> torch.nn.Module:
+    """Adds the adapter to a model as verl's FSDP engine does, with all of ``lora.peft``, in the dtype of the base:
+    FSDP1 flattens parameters of one dtype only."""
+    from peft import get_peft_model
+
+    module.enable_input_require_grads()  # type: ignore[operator]
+    dtype = next(parameter.dtype for parameter in module.parameters())
+    adapted: torch.nn.Module = get_peft_model(module, lora_config(model))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    return adapted
+
+
+def unties_embeddings(model: Any) -> bool:
+    """True if the merged model has two different weights where its checkpoint ties embedding and head: the adapter
+    changes one of them, or each in its own way. An engine that ties them cannot serve that."""
+    if lora_rank_of(model) == 0 or not getattr(model.hf_config, "tie_word_embeddings", False):
+        return False
+    config = lora_config(model)
+    targeted, saved = adapted_ends(config)
+    if saved:  # PEFT can save one module for both; the factors that it ties become parameters of their own in FSDP
+        return not getattr(config, "ensure_weight_tying", False)
+    return bool(targeted)
+
+
+def adapted_ends(config: Any) -> tuple[list[str], list[str]]:
+    """Names of embedding and head that have factors by PEFT's ``LoraConfig``, and of those that it trains whole."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    saved = [name for name in _TIED_NAMES for save in config.modules_to_save or () if f".{name}".endswith(f".{save}")]
+    if config.target_modules in (None, "all-linear"):  # PEFT leaves the head out of all-linear
+        return [], saved
+    return [name for name in _TIED_NAMES if check_target_module_exists(config, name)], saved
+
+
+def of_peft(module: torch.nn.Module) -> type | None:
+    """The class of PEFT that a module is an instance of; FSDP2 makes subclasses of it."""
+    return next((each for each in type(module).__mro__ if each.__module__.partition(".")[0] == "peft"), None)
+
+
+def carries_adapter(model: torch.nn.Module) -> bool:
+    """True if PEFT has put anything into a model."""
+    if "peft" not in sys.modules:
+        return False
+    return hasattr(model, "peft_config") or any(of_peft(module) for module in model.modules())
+
+
+def refuse_others(model: torch.nn.Module) -> None:
+    """Raises ValueError, with name and type, for adapters and PEFT layers that would reach the engine neither by
+    themselves nor merged: it would serve the bare base."""
+    from peft import PeftMixedModel, PeftModel
+    from peft.tuners.lora import LoraLayer, LoraModel
+    from peft.utils import ModulesToSaveWrapper
+
+    for name, config in (getattr(model, "peft_config", None) or {}).items():
+        refuse_config(f"adapter {name!r}", vars(config), REMEDY)
+    served = (PeftModel, PeftMixedModel, LoraModel, LoraLayer, ModulesToSaveWrapper)
+    for name, module in model.named_modules():
+        kind = of_peft(module)
+        if kind is not None and not isinstance(module, served) and not is_adapter(f".{name}"):
+            raise ValueError(
+                f"module {clean_name(name)!r} is a {kind.__name__} of PEFT ({kind.__module__}), and weight sync "
+                f"delivers LoRA only. {REMEDY}."
+            )
+
+
+def refuse_config(where: str, settings: dict[str, Any], remedy: str) -> None:
+    """Raises ValueError for settings of PEFT's config that cannot be seen in any module; ``where`` and ``remedy`` are
+    for the message."""
+    kind = settings.get("peft_type", "LORA")
+    kind = str(getattr(kind, "value", kind))
+    if kind != "LORA":
+        raise ValueError(f"{where} has peft_type={kind}, and weight sync delivers LoRA only. {remedy}.")
+    if settings.get("trainable_token_indices"):
+        raise ValueError(
+            f"{where} has trainable_token_indices={settings['trainable_token_indices']}: weight sync does not merge "
+            f"single rows. Name the embedding in modules_to_save, which trains all of it. {remedy}."
+        )
+    if settings.get("layer_replication"):
+        raise ValueError(
+            f"{where} has layer_replication={settings['layer_replication']}: the trained model has other layers than "
+            "its config says, and the engine would serve those of the config. Write the model with its layers "
+            "replicated to a checkpoint, and train that one without layer_replication."
+        )
+
+
+def copies_in_use(model: torch.nn.Module) -> dict[str, str | None]:
+    """Maps each module that PEFT copied to train it whole (``modules_to_save``) to the adapter whose copy computes,
+    ``None`` where it is the module itself. Raises ValueError, with the module's name, where several adapters are
+    active."""
+    from peft.utils import ModulesToSaveWrapper
+
+    found: dict[str, str | None] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            active = [] if module.disable_adapters else module.active_adapters
+            if len(active) > 1:
+                raise ValueError(
+                    f"module {clean_name(name)!r}, one of modules_to_save, has several active adapters {active}. "
+                    "Activate one of them (set_adapter)."
+                )
+            found[plain_name(clean_name(name))] = next(
+                (each for each in active if each in module.modules_to_save), None
+            )
+    return found
+
+
+class InUse:
+    """Remembers which adapters compute; a later sync that finds others would send weights that nobody trains."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._modules = dict(_switchable(model))
+        self._states = self._look()
+
+    def _look(self) -> dict[str, State]:
+        return {
+            name: (tuple(each.active_adapters), bool(each.disable_adapters), bool(each.merged_adapters))
+            for name, each in self._modules.items()
+        }
+
+    def check(self) -> None:
+        """Raises ValueError, with the name of a module, when other adapters are in use by now."""
+        states = self._look()
+        if states == self._states:
+            return
+        name = next(name for name, state in states.items() if state != self._states[name])
+        (active, off, merged), (now, now_off, now_merged) = self._states[name], states[name]
+        raise ValueError(
+            f"module {name!r}: in the first sync the active adapters were {active} (switched off: {off}, merged: "
+            f"{merged}), now they are {now} ({now_off}, {now_merged}), and the engine has the former. Go back to these."
+        )
+
+
+def _switchable(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    from peft.tuners.lora import LoraLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer | ModulesToSaveWrapper):
+            yield clean_name(name), module
+
+
+class Kind(Enum):
+    """How the factors make a delta."""
+
+    LINEAR = "linear"
+    EMBEDDING = "embedding"
+    CONV = "conv"
+    EXPERTS = "experts"
+    BIAS = "bias"
+
+
+@dataclass(frozen=True)
+class LoRAWeight:
+    """One adapted weight or bias, by its HF name: PEFT's layer, the active adapter, how the factors make the delta, and
+    the state-dict keys of the factors (of a bias ``b`` alone, the bias of the B factor) and of DoRA's magnitude vector.
+    """
+
+    name: str
+    layer: Any
+    adapter: str
+    kind: Kind
+    a: str
+    b: str
+    magnitude: str | None = None
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """State-dict keys of everything the merge needs."""
+        return tuple(key for key in (self.a, self.b, self.magnitude) if key)
+
+    @property
+    def scaling(self) -> float:
+        return float(self.layer.scaling[self.adapter])
+
+    @cached_property
+    def transposed(self) -> bool:
+        """The weight is stored (in, out): embeddings and Conv1D. DoRA then scales columns instead of rows."""
+        return self.kind is Kind.EMBEDDING or (self.kind is Kind.LINEAR and bool(self.layer.fan_in_fan_out))
+
+    @cached_property
+    def plain(self) -> bool:
+        """The delta is ``scaling * B @ A`` and nothing else: PEFT's own ``Linear``, no subclass, without a variant."""
+        from peft.tuners.lora import Linear
+
+        layer = self.layer
+        ordinary = _class_of(layer) is Linear and layer.lora_variant.get(self.adapter) is None
+        return ordinary and self.kind is Kind.LINEAR and self.magnitude is None and not self.transposed
+
+    def columns(self, shape: tuple[int, ...]) -> int:
+        """Elements of the weight per row; a row is what ``delta_rows`` counts in."""
+        if self.kind in (Kind.LINEAR, Kind.EMBEDDING):
+            return shape[-1]
+        return math.prod(shape[1:])
+
+
+def renamed_weights(found: list[LoRAWeight], rename: Callable[[dict[str, Any]], dict[str, Any]]) -> list[LoRAWeight]:
+    """The weights under the names that ``rename`` gives to state-dict keys."""
+    return [replace(weight, name=name) for name, weight in rename({each.name: each for each in found}).items()]
+
+
+def lora_weights(model: torch.nn.Module) -> list[LoRAWeight]:
+    """All adapted weights of a PEFT model; names as PEFT's state dict has them, ``base_layer`` included. Raises
+    ValueError, with the module's name, for an adapter that cannot be merged."""
+    from peft.tuners.lora import LoraLayer
+
+    refuse_others(model)
+    found: list[LoRAWeight] = []
+    for wrapped, layer in model.named_modules():
+        if isinstance(layer, LoraLayer):
+            found.extend(_of_layer(clean_name(wrapped), layer))
+    return found
+
+
+def refuse_incomplete(weights: Mapping[str, LoRAWeight], exported: Container[str], factors: Sequence[str]) -> None:
+    """Raises ValueError, with names, unless all that travels is merged with all that belongs to its adapters.
+    ``exported`` names the weights that are part of what travels; ``factors`` are the keys of all adapter parameters, of
+    adapters not in use too."""
+    merged = {key for weight in weights.values() for key in weight.keys}
+    lost = [name for name in weights if name not in exported] + list(merged.difference(factors))
+    if lost:
+        raise ValueError(f"LoRA parameters without a counterpart in the trainer's state: {', '.join(sorted(lost)[:5])}")
+    adapters = {weight.adapter for weight in weights.values()}
+    left = [key for key in factors if key not in merged and adapter_of(key) in adapters]
+    if left:
+        raise ValueError(f"weight sync does not know the use of LoRA parameters: {', '.join(left[:5])}. {REMEDY}.")
+
+
+def _of_layer(name: str, layer: Any) -> Iterator[LoRAWeight]:
+    for adapter in layer.active_adapters:
+        if adapter not in layer.scaling:
+            continue
+        kind = _kind(name, layer)
+        _refuse(name, layer, adapter, kind)
+        factor = f"{name}.lora_{{}}.{adapter}.weight"
+        if kind is Kind.EMBEDDING:
+            factor = f"{name}.lora_embedding_{{}}.{adapter}"
+        a, b = factor.format("A"), factor.format("B")
+        dora = layer.use_dora.get(adapter, False)
+        magnitude = f"{name}.lora_magnitude_vector.{adapter}.weight" if dora else None
+        parameter = getattr(layer, "parameter_name", None) or "weight"
+        yield LoRAWeight(f"{name}.base_layer.{parameter}", layer, adapter, kind, a, b, magnitude)
+        if layer.lora_bias.get(adapter, False):
+            bias = f"{name}.lora_B.{adapter}.bias"
+            yield LoRAWeight(f"{name}.base_layer.bias", layer, adapter, Kind.BIAS, "", bias)
+
+
+def _class_of(layer: Any) -> Any:
+    """The class of a layer; FSDP2 puts one of its own before that."""
+    return next(each for each in type(layer).__mro__ if not issubclass(each, FSDPModule))
+
+
+def _kind(name: str, layer: Any) -> Kind:
+    from peft.tuners.lora.layer import Conv1d, Conv2d, Conv3d, Embedding, Linear, ParamWrapper
+
+    found = _class_of(layer)
+    if found is ParamWrapper:
+        return Kind.EXPERTS if layer.num_experts > 1 else Kind.LINEAR
+    kinds = {Linear: Kind.LINEAR, Embedding: Kind.EMBEDDING, Conv1d: Kind.CONV, Conv2d: Kind.CONV, Conv3d: Kind.CONV}
+    kind = kinds.get(found)
+    if kind is None:
+        raise ValueError(f"LoRA module {name!r} is a {found.__name__}: weight sync cannot merge it. {REMEDY}.")
+    return kind
+
+
+def _refuse(name: str, layer: Any, adapter: str, kind: Kind) -> None:
+    problem = ""
+    variant = getattr(layer, "lora_variant", {}).get(adapter)
+    base = layer.get_base_layer()
+    if layer.disable_adapters:
+        problem = "is switched off"
+    elif layer.merged:
+        problem = "is merged into its base weight already"
+    elif len(layer.active_adapters) > 1:
+        problem = f"has several active adapters {layer.active_adapters}"
+    elif variant is not None and not layer.use_dora.get(adapter, False):
+        problem = f"uses the variant {type(variant).__name__}, which weight sync cannot merge"
+    elif kind is Kind.CONV and base.groups > 1:
+        problem = f"is a convolution of {base.groups} groups, which weight sync cannot merge"
+    elif layer.lora_bias.get(adapter, False) and getattr(base, "bias", None) is None:
+        problem = "has a bias in its B factor but none in its base layer to merge it into"
+    if problem:
+        raise ValueError(f"LoRA module {name!r} {problem}. {REMEDY}.")

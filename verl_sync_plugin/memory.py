@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much cached device memory the trainer must hand back before the engine takes its own.
+
+The allocator of the trainer keeps what it has freed. The engine is another process and cannot use that: when it resumes
+more than the device has free, its memory saver ends it. So stock verl empties the cache at both ends of every sync, and
+the next training step allocates all of it anew. Here the cache stays while the device has enough free without it:
+what the engine is about to resume, and a reserve on top. When that is missing, all of the cache goes; handing back a
+part of it made no training step faster (``docs/design/memory.md``).
+
+Why that is safe:
+
+- What the engine resumes has the same size in every step. It is measured where it happens, on this rank's device, in
+  the first syncs, during which the cache is always emptied; what else was allocated meanwhile only makes it larger.
+  What was freed meanwhile makes it smaller (an engine empties its cache when it flushes), so the most of several syncs
+  and of all ranks counts: all engines of a run are alike.
+- The reserve is for what the engine allocates outside of its saver, above all the activations while it generates:
+  1/``RESERVE_SHARE`` of the device, and never less than the engine's own estimate (``Estimate``). That is meant for any
+  model and load. An engine that says how much it really took (``engine/session.py``) gets twice the most of all
+  syncs and a gigabyte, and never less than 1/``LEAST_SHARE`` of the device. What it takes is bounded by its prefill
+  chunk, which the first rollouts usually fill; should one take more, the reserve grows with it.
+- The trainer's own allocations need none of this: its allocator frees its cache by itself before it gives up.
+- Nobody else's memory is counted on: next to another engine on the same device the cache always goes.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from verl_sync_plugin.report import SyncReport, peak_resident_bytes
+
+LEARNING_SYNCS = 2
+RESERVE_SHARE = 8
+LEAST_SHARE = 32
+MEASURED_TIMES, MEASURED_BESIDE = 2, 1 << 30
+
+# (before, after) of each resume, as moments of ``SyncReport.device_used_bytes``
+FIRST = ("asleep", "weights")
+REST = ("room", "awake")
+
+Growth = dict[tuple[str, str], int]
+# What an engine says that generating takes on top of what it resumes, in bytes, on a device of so many bytes
+Estimate = Callable[[int], int]
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """One reading, in bytes."""
+
+    free: int  # what no process holds
+    total: int  # of the device
+    cached: int  # what this process's allocator holds without using it
+
+
+def read_device(device: torch.device) -> DeviceMemory | None:
+    """Reads what a device has now; ``None`` for a device without memory of its own."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return DeviceMemory(free, total, torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
+
+
+def reserve_of(total: int, estimate: Estimate, measured: int = 0) -> int:
+    """Returns the bytes that stay free for what the engine allocates while it generates, on a device of ``total``
+    bytes; ``measured`` is the most that it has taken so far, 0 when unknown."""
+    most = max(total // RESERVE_SHARE, estimate(total))
+    if not measured:
+        return most
+    return min(most, max(total // LEAST_SHARE, MEASURED_TIMES * measured + MEASURED_BESIDE))
+
+
+def must_go(memory: DeviceMemory | None, need: int | None, estimate: Estimate, measured: int = 0) -> bool:
+    """True if the trainer's cache has to be handed back for a resume of ``need`` bytes; ``None`` is unknown."""
+    if memory is None or need is None:
+        return True
+    return memory.cached > 0 and need + reserve_of(memory.total, estimate, measured) > memory.free
+
+
+def release_cache(device: torch.device) -> int:
+    """Hands back all that torch has cached of a device and says how many bytes that was; a CPU has no cache."""
+    if device.type != "cuda":
+        return 0
+    before = torch.cuda.memory_reserved(device)
+    torch.cuda.empty_cache()
+    return before - torch.cuda.memory_reserved(device)
+
+
+def growth(used: Mapping[str, int]) -> Growth:
+    """Returns by how much the use of a device grew over each resume of one sync."""
+    return {(begin, end): used[end] - used[begin] for begin, end in (FIRST, REST) if begin in used and end in used}
+
+
+class Room:
+    """One rank's knowledge of what its engine needs, and the decision whether to hand cached memory back.
+
+    Args:
+        read: the device's memory.
+        estimate: the engine's own, of what generating takes.
+        always: decide like stock verl.
+    """
+
+    def __init__(self, read: Callable[[], DeviceMemory | None], estimate: Estimate, always: bool = False) -> None:
+        self._read = read
+        self._estimate = estimate
+        self._always = always
+        self._most: Growth = {}
+        self._syncs = 0
+        self._activations = 0
+
+    def note_activations(self, nbytes: int) -> None:
+        """Takes in what this rank's engine rank allocated between two syncs; 0 when it does not know."""
+        self._activations = max(self._activations, nbytes)
+
+    @property
+    def learning(self) -> bool:
+        """True if the growth of the sync under way is wanted."""
+        return self._syncs < LEARNING_SYNCS
+
+    def learn(self, everywhere: Iterable[Growth]) -> None:
+        """Takes in the growth of one sync on all ranks."""
+        self._syncs += 1
+        for measured in everywhere:
+            for resume, grown in measured.items():
+                self._most[resume] = max(grown, self._most.get(resume, grown))
+
+    def make(self, resume: tuple[str, str], release: Callable[[], int], beside: int = 0) -> int | None:
+        """Hands back the cache if the engine needs it for a resume.
+
+        Args:
+            resume: ``FIRST`` or ``REST``.
+            release: hands back everything and says how many bytes went.
+            beside: bytes that the trainer allocates before that.
+
+        Returns:
+            Bytes that went; ``None`` when none had to.
+        """
+        grown = self._most.get(resume, 0)
+        need = None if self.learning or grown < 0 else grown + beside  # below 0 somebody else freed more
+        gone = self._always or must_go(self._read(), need, self._estimate, self._activations)
+        return release() if gone else None
+
+
+def note_device_memory(report: SyncReport, device: torch.device, moment: str) -> None:
+    """Notes the device memory that all processes use now, and what of it this process's allocator holds; earlier
+    readings of a moment stay."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        report.device_total_bytes = total
+        report.device_used_bytes.setdefault(moment, total - free)
+        report.trainer_reserved_bytes.setdefault(moment, _bytes("reserved", "current"))
+
+
+class PeakMemory:
+    """Device and host memory that a sync needs beyond what was held before it.
+
+    The device may fail at any call, so each is made where ranks agree on failures.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._host = peak_resident_bytes()
+        self._before = 0
+
+    def begin(self) -> None:
+        self._host = peak_resident_bytes()
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self._before = _bytes("allocated", "current")
+
+    def into(self, report: SyncReport) -> None:
+        """Writes both peaks, in bytes, and the device's name into a report; a higher value that is there stays."""
+        report.peak_host_bytes = max(report.peak_host_bytes, peak_resident_bytes() - self._host)
+        if self._cuda:
+            peak = _bytes("allocated", "peak") - self._before
+            report.peak_device_bytes = max(report.peak_device_bytes, peak)
+            report.origin["device"] = torch.cuda.get_device_name()
+
+
+def _bytes(kind: str, which: str) -> int:
+    """Reads a counter of torch's allocator; ``memory_allocated`` sorts all of them for one."""
+    return int(torch.cuda.memory_stats_as_nested_dict().get(f"{kind}_bytes", {}).get("all", {}).get(which, 0))
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Puts Python's cyclic garbage collector off; what is counted down to zero goes as ever."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a sync cost, as numbers: one ``SyncReport`` per sync, into verl's metrics, the log and a file."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from verl_sync_plugin import compat
+from verl_sync_plugin.log import say
+
+if TYPE_CHECKING:  # what reads report files later needs no torch
+    from verl_sync_plugin.layout.tensors import Plan
+    from verl_sync_plugin.transport.protocol import Committed
+
+# In the order of a training step; "phase" is their sum. "before" and "after" make room in device memory, "barrier" is
+# the wait for the other ranks to have done so. These three and "offload" are there where our worker runs
+# (hooks/worker.py); elsewhere verl does the same around us, and it is in verl's timing_s/update_weights alone.
+PHASE_STAGES = ("sleep", "before", "resume_weights", "update_weights", "offload", "after", "barrier", "resume_kv")
+# Parts of update_weights, on the reporting rank; "engine_load" is the engine's time and overlaps with the others.
+# "open" makes the sharding manager, in the first sync only.
+# What is packed while the engine resumes its weights counts in update_weights; resume_weights is the rest of that wait
+DETAIL_STAGES = (
+    *("open", "plan", "connect", "prepare", "pack", "gather", "drain", "exchange"),
+    *("settle", "wait_engine", "engine_load", "verify", "commit"),
+)
+MAX_SPANS = 1024  # of one sync, some 40 bytes each in the report file
+REPORT_FILE_VARIABLE = "VERL_SYNC_REPORT_FILE"
+EVENT = "sync_report"  # marks our lines in that file
+EVERY_SECONDS = 5.0  # between lines about a sync that takes long
+ACTIVE = "sync/active"  # the metric that stock verl never has: 1 in every step of a run whose weights the plugin moves
+ENGINES_BYTES = ("own_bytes", "peer_bytes", "gathered_bytes", "network_bytes", "direct_bytes", "activation_bytes")
+# How reports of several replicas become one metric
+METRICS: dict[Callable[[Iterator[float]], float], tuple[str, ...]] = {
+    sum: ("bytes", *ENGINES_BYTES[:-1]),
+    max: (
+        *("buckets", "bucket_bytes", "emptied_caches", "released_bytes", "tensors", "weight_version"),
+        *("peak_device_bytes", "peak_host_bytes", "coverage_expected", "coverage_missing", "activation_bytes"),
+        "not_comparable",
+    ),
+    min: ("gigabytes_per_second", "verified_tensors", "replayed_tensors"),
+}
+
+_with_versions: set[str] = set()  # files in which this process has named its versions
+_said: set[str] = set()  # what this process has said once
+
+
+@dataclass
+class SyncReport:
+    """One sync as one trainer rank saw it; all sizes in bytes."""
+
+    global_steps: int = -1  # verl's weight version, -1 when verl gave none
+    manager: str = ""  # class name of the sharding manager that ran
+    delivery: str = ""  # the way of the base weights; empty when none travelled
+    stages: dict[str, float] = field(default_factory=dict)  # seconds by name (``PHASE_STAGES``, ``DETAIL_STAGES``)
+    nbytes: int = 0  # of all buckets; an engine rank reads ``own_bytes + peer_bytes`` of them, hashing included
+    buckets: int = 0  # number of transfers
+    bucket_bytes: int = 0  # bound on one of them; 0 when no base weights travelled
+    tensors: int = 0  # number of HF tensors
+    peak_device_bytes: int = 0  # most device memory that this rank allocated beyond what it held before
+    device_used_bytes: dict[str, int] = field(default_factory=dict)  # of all processes, by moment
+    emptied_caches: int = 0  # how often the trainer handed cached device memory back: before, after, or both
+    released_bytes: int = 0  # how much that was
+    peak_host_bytes: int = 0  # growth of this rank's peak resident set
+    coverage_expected: int = 0  # parameters and persistent buffers of the engine's model
+    coverage_missing: int = 0  # how many of them a sync does not write completely
+    replayed_tensors: int = 0  # HF tensors that went by the copy plan instead of the engine's ``load_weights``
+    replayed_bytes: int = 0
+    own_bytes: int = 0  # what the engine rank read on its own device, from its own trainer rank
+    # what it read from the memory of other ranks; of a separate rollout all but what was sent to its own rollout rank
+    peer_bytes: int = 0
+    gathered_bytes: int = 0  # what this rank received from others by all-gather (gathered delivery)
+    network_bytes: int = 0  # what this rank received of segments that ranks of other hosts packed
+    direct_bytes: int = 0  # of own and peer: what the engine rank read from parameters where they lie
+    # the most that the engine allocated beyond what it keeps since the sync before; 0 when unknown
+    activation_bytes: int = 0
+    verified_tensors: int = (
+        0  # compared with what lies in the engines' own parameters; 0 in a sync that is not verified
+    )
+    verified_bytes: int = 0  # what was compared of the parameters of one engine rank
+    not_comparable: int = 0  # tensors of which that cannot be compared
+    no_room: str = ""  # why an engine rank could not find out where its tensors lie
+    hashed_tensors: int = 0  # HF tensors whose hashes were compared and equal
+    staging_bytes: int = 0  # staging memory that this rank held while it packed or loaded
+    kept_staging_bytes: int = 0  # what of it stays until the next sync
+    device_total_bytes: int = 0  # memory of the device, 0 for a CPU
+    trainer_reserved_bytes: dict[str, int] = field(default_factory=dict)  # what this rank's allocator holds, by moment
+    # ``host``, ``pid``, ``rank``, ``device``, and ``epoch``, which added to a span's start gives seconds since 1970
+    origin: dict[str, Any] = field(default_factory=dict)
+    # (stage, start, seconds) in the order in which they ended; starts are seconds of the host's monotonic clock, which
+    # all its processes share; stages of ``PHASE_STAGES`` hold others inside
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+    spans_left_out: int = 0  # how many there were beyond ``MAX_SPANS``
+
+    def __post_init__(self) -> None:
+        self.under_way: list[str] = []  # the stages that this rank is in, the innermost last
+        self.handed_over: tuple[Plan, int] | None = None  # the plan under way, and the last bucket handed over
+
+    @classmethod
+    def begun(cls, global_steps: int | None, manager: str, rank: int) -> SyncReport:
+        """The report of a sync that begins now."""
+        epoch = round(time.time() - time.perf_counter(), 6)
+        origin = {"host": socket.gethostname(), "pid": os.getpid(), "rank": rank, "device": "CPU", "epoch": epoch}
+        return cls(-1 if global_steps is None else int(global_steps), manager, origin=origin)
+
+    def note(self, committed: Committed, plan: Plan, direct: bool = False) -> None:
+        """Takes over what the engine rank did."""
+        self.replayed_tensors, self.replayed_bytes = committed.replayed_tensors, committed.replayed_bytes
+        self.activation_bytes = committed.activation_bytes
+        self.own_bytes, self.peer_bytes = committed.own_bytes, committed.peer_bytes
+        if direct:
+            self.direct_bytes = committed.own_bytes + committed.peer_bytes
+        elif not plan.sharded:
+            self.gathered_bytes = sum(bucket.nbytes - bucket.stride for bucket in plan.buckets)
+
+    def note_release(self, released: int | None) -> None:
+        """Counts ``released`` bytes of cached device memory; ``None`` when there was no need."""
+        if released is not None:
+            self.emptied_caches += 1
+            self.released_bytes += released
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Adds the seconds spent inside to a stage."""
+        self.under_way.append(name)
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - started
+            self.under_way.pop()
+            self.note_stage(name, started, seconds)
+
+    def note_stage(self, name: str, started: float, seconds: float) -> None:
+        """Adds seconds to a stage.
+
+        Args:
+            name: of the stage.
+            started: by ``time.perf_counter`` of any process of this host.
+            seconds: that it lasted.
+        """
+        self.stages[name] = self.stages.get(name, 0.0) + seconds
+        if len(self.spans) < MAX_SPANS:
+            self.spans.append((name, round(started, 6), round(seconds, 6)))
+        else:
+            self.spans_left_out += 1
+
+    def put_before(self, earlier: SyncReport) -> None:
+        """Takes over the stages of what came right before."""
+        names = {**earlier.stages, **self.stages}
+        self.stages = {name: earlier.stages.get(name, 0.0) + self.stages.get(name, 0.0) for name in names}
+        self.spans = [*earlier.spans, *self.spans]
+
+    @property
+    def phase_seconds(self) -> float:
+        return sum(self.stages.get(name, 0.0) for name in PHASE_STAGES)
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        seconds = self.stages.get("update_weights", 0.0)
+        return self.nbytes / seconds / 1e9 if seconds else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def line(self) -> str:
+        """The report in one log line; of a verified sync also how many tensors it compared in the engine."""
+        compared = f" verified={self.verified_tensors} not_comparable={self.not_comparable}"
+        proven = compared if self.verified_tensors or self.not_comparable else ""
+        room = " (an engine rank had no memory to find out what it holds)" if self.no_room else ""
+        stages = " ".join(f"{name}={seconds:.4f}s" for name, seconds in self.stages.items())
+        return (
+            f"sync of step {self.global_steps}: phase={self.phase_seconds:.4f}s {stages} "
+            f"{self.nbytes / 1e9:.3f}GB {self.gigabytes_per_second:.2f}GB/s buckets={self.buckets} "
+            f"of={self.bucket_bytes / 2**20:g}MiB tensors={self.tensors} emptied_caches={self.emptied_caches} "
+            f"released={self.released_bytes / 2**20:.0f}MiB "
+            f"peak_device={self.peak_device_bytes / 2**20:.0f}MiB peak_host={self.peak_host_bytes / 2**20:.0f}MiB"
+            f"{proven}{room}"
+        )
+
+
+def peak_resident_bytes() -> int:
+    """This process's peak resident set so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def write_report(report: SyncReport) -> None:
+    """Writes one line into the log, and one JSON line into the file named by ``VERL_SYNC_REPORT_FILE``, if any; a
+    process's first line in it also has the versions of the packages here."""
+    say(report.line())
+    path = os.environ.get(REPORT_FILE_VARIABLE)
+    if not path:
+        return
+    line: dict[str, Any] = {"event": EVENT, **report.as_dict()}
+    if path not in _with_versions:
+        line["versions"] = installed_versions()
+    try:
+        with open(path, "a") as file:
+            file.write(json.dumps(line) + "\n")
+        _with_versions.add(path)
+    except OSError as error:  # the weights are in place; a lost line must not end the run
+        say(f"{REPORT_FILE_VARIABLE}={path}: the report of this sync is not written: {error}")
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of the packages that take part in a sync, as far as they are installed here."""
+    found = {}
+    for package in compat.STACK:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def timing_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds by ``sync/<stage>`` for verl's ``timing_raw``: the slowest replica counts.
+
+    Args:
+        reports: ``SyncReport.as_dict`` of each replica's leader.
+    """
+    names = {name for report in reports for name in report["stages"]}
+    timing = {f"sync/{name}": max(report["stages"].get(name, 0.0) for report in reports) for name in sorted(names)}
+    timing["sync/phase"] = max(SyncReport(**report).phase_seconds for report in reports)
+    return timing
+
+
+def metrics_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """``sync/...`` metrics of all replicas, from the ``SyncReport.as_dict`` of each replica's leader."""
+    built = [SyncReport(**report) for report in reports]
+    named = {"bytes": "nbytes", "weight_version": "global_steps"}
+    return {ACTIVE: 1.0} | {
+        f"sync/{name}": float(over(getattr(report, named.get(name, name)) for report in built))
+        for over, names in METRICS.items()
+        for name in names
+    }
+
+
+def sent(report: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics of a sync that a trainer rank without an engine knows: ``timing_s/sync/...`` too.
+
+    Args:
+        report: its own ``SyncReport.as_dict``.
+    """
+    timing = {f"timing_s/{name}": value for name, value in timing_of([report]).items()}
+    # of these it would report zeros that say nothing
+    unknown = {f"sync/{name}" for name in (*ENGINES_BYTES, "coverage_expected", "coverage_missing", "replayed_tensors")}
+    return {**timing, **{name: value for name, value in metrics_of([report]).items() if name not in unknown}}
+
+
+def expect_metrics() -> None:
+    """Notes that a trainer of the plugin is being built in this process, which takes the reports."""
+    _said.add("metrics")
+
+
+def say_without_metrics() -> None:
+    """Says, once per process, when no trainer of ours is there to put the reports of syncs into its metrics."""
+    if "metrics" not in _said:
+        _said.add("metrics")
+        say(
+            "task runner: NO SYNC METRICS: the plugin does not extend this trainer (verl's legacy trainer, or one that "
+            "another plugin registered later), so it logs no timing_s/sync/* and sync/*. Each sync is reported in a "
+            f"log line, and in the file that {REPORT_FILE_VARIABLE} names."
+        )
+
+
+def say_who_moves(report: SyncReport) -> None:
+    """Says, once per process, that the plugin moves the weights of this run; for the first sync that has succeeded."""
+    if "who" not in _said:
+        _said.add("who")
+        way = f"delivery {report.delivery}, " if report.delivery else "the adapter alone, "
+        size = f"{report.tensors} tensors, {report.nbytes / 2**30:.2f} GiB"
+        say(f"moves the weights of this run: {report.manager}, {way}{size}")
+
+
+@contextmanager
+def progress(report: SyncReport, speaks: bool) -> Iterator[None]:
+    """Says every few seconds of a long sync how far it has come. One rank of a run speaks.
+
+    A thread does so, since the sync itself may be waiting for an engine or a device, which is when one wants to know.
+    """
+    over, started = threading.Event(), time.monotonic()
+
+    def watch() -> None:
+        while not over.wait(EVERY_SECONDS):
+            say(progress_line(report, time.monotonic() - started))
+
+    thread = threading.Thread(target=watch, name="sync progress", daemon=True)
+    if speaks:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if speaks:
+            thread.join()
+
+
+def progress_line(report: SyncReport, seconds: float) -> str:
+    """What is known of a sync under way, in one line."""
+    parts = [f"sync of step {report.global_steps}: {seconds:.0f} s so far"]
+    if report.handed_over is None:
+        parts.append("no bucket handed over yet")
+    else:
+        plan, index = report.handed_over
+        done = len(plan.buckets) if index < 0 else index + 1  # all at once, where parameters are read in place
+        sent = min(sum(bucket.nbytes for bucket in plan.buckets[:done]), plan.nbytes)
+        parts.append(f"bucket {done} of {len(plan.buckets)}, {sent / 1e9:.2f} of {plan.nbytes / 1e9:.2f} GB")
+    if stages := list(report.under_way):
+        parts.append(f"now in {stages[-1]}")
+    return ", ".join(parts)

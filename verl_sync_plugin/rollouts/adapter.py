@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's calls of a sync in the actor workers become the sharding manager's phase; of no engine.
+
+The worker calls ``resume(["weights"])``, ``update_weights(stream)``, makes room and calls ``resume(["kv_cache"])``. The
+first resume is put off into ``update_weights``, where a failure can be agreed on by all ranks; nothing needs the
+weights earlier. verl's own worker makes these three calls alone, ours (``hooks/worker.py``) also those that make room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, ClassVar
+
+import ray
+import torch
+from ray.exceptions import RayActorError
+from torch.distributed.device_mesh import DeviceMesh
+from verl.utils.device import get_torch_device
+
+from verl_sync_plugin.config.settings import (
+    PREFIX,
+    SEPARATE_BACKEND,
+    SHARES_GPU,
+    check_bucket_megabytes,
+    section,
+    sync_config_of,
+)
+from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.log import say, say_unused
+from verl_sync_plugin.memory import FIRST, REST, Room, growth, note_device_memory, read_device, release_cache
+from verl_sync_plugin.report import SyncReport, say_who_moves, write_report
+from verl_sync_plugin.rollouts import Rollout
+from verl_sync_plugin.rollouts.gate import KV_CACHE, WEIGHTS
+from verl_sync_plugin.sharding_manager import get_sharding_manager
+from verl_sync_plugin.sync.endpoint import Call, RolloutEndpoint, abandon
+from verl_sync_plugin.sync.manager import ShardingManager
+from verl_sync_plugin.sync.separate.handles import Incoming
+from verl_sync_plugin.sync.separate.managers import SeparateRollout
+from verl_sync_plugin.trainers import shard_stream
+from verl_sync_plugin.trainers.base import trainer_device
+from verl_sync_plugin.trainers.shard_stream import ShardStream, refuse_plain_stream
+from verl_sync_plugin.transport.ranks import TrainerWorld
+
+
+class SyncAdapter:
+    """Mixed into verl's rollout adapter of one engine.
+
+    Constructing it gives verl's own adapter with ``custom.sync.enabled=False``, and for an engine that the plugin never
+    syncs: a reward model's, a teacher's, or one that gets its weights from verl's checkpoint engines.
+
+    Attributes:
+        stock: verl's own adapter.
+        rollout: the engine.
+    """
+
+    stock: ClassVar[type]
+    rollout: ClassVar[Rollout]
+    config: Any
+    model_config: Any
+    device_mesh: DeviceMesh
+    server_actor: Any
+
+    def __new__(
+        cls, config: Any, model_config: Any, device_mesh: DeviceMesh | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        backend = config.checkpoint_engine.backend
+        # Only the actor's workers, which train, have a mesh; all others are verl's ``CheckpointEngineWorker``
+        synced = device_mesh is not None or backend == SEPARATE_BACKEND
+        enabled = synced and sync_config_of(config).enabled
+        shard_stream.take_over(enabled)
+        if enabled:
+            return super().__new__(cls)
+        if synced:
+            say("custom.sync.enabled=False: stock verl moves the weights")
+        elif backend != "naive":
+            say("separate rollout: verl's checkpoint engine and stock loading move the weights")
+        return cls.stock(config, model_config, device_mesh, *args, **kwargs)
+
+    def __init__(
+        self, config: Any, model_config: Any, device_mesh: DeviceMesh | None, replica_rank: int = -1, **more: Any
+    ) -> None:
+        self.rollout.refuse_keys(config, moves=True)
+        stock: Any = super().__init__
+        stock(config, model_config, device_mesh, replica_rank, **more)
+        # verl's base class fills in device_mesh later
+        self._separate = None if device_mesh is not None else SeparateReceiver(self._make_separate)
+        self._sync = sync_config_of(config)
+        self._manager: ShardingManager | None = None
+        # Without resident weights there is no first stage
+        staged = bool(config.multi_stage_wake_up) or self.serves_adapter
+        self._stages = ([WEIGHTS], [KV_CACHE]) if staged else ([WEIGHTS, KV_CACHE], [])
+        self._wake_tags: list[str] = []
+        always = bool(section(config, "custom", f"{PREFIX}.custom").get(SHARES_GPU, False))
+        self._room = Room(lambda: read_device(trainer_device()), self.rollout.generating_bytes(config), always)
+        self._early: Exception | None = None
+        self._around = SyncReport()  # what precedes the manager's report of the sync under way
+
+    @property
+    def serves_adapter(self) -> bool:
+        """True if the engine serves the trainer's adapter itself, so that its base weights stay resident."""
+        raise NotImplementedError
+
+    @property
+    def leads(self) -> bool:
+        """True if this rank speaks for its engine's server."""
+        raise NotImplementedError
+
+    def find_server(self) -> Any:
+        """The handle of the engine's server actor."""
+        raise NotImplementedError
+
+    def restores_uncovered(self, sleeps: bool) -> bool:
+        """As in ``RolloutEndpoint``, for an engine that sleeps, or that never releases its weights."""
+        raise NotImplementedError
+
+    @property
+    def makes_room(self) -> bool:
+        """True if our worker may make room around the syncs of this rollout."""
+        return self._separate is None
+
+    async def _init_server_adapter(self, **more: Any) -> None:
+        """Finds the server actor. Replaces verl's, which builds an HTTP client that this path does not use."""
+        say_unused("_init_server_adapter", more)
+        if not hasattr(self, "server_actor"):
+            self.server_actor = self.find_server()
+
+    async def resume(self, tags: list[str], **more: Any) -> None:
+        """verl's stage calls: ``["weights"]`` is noted, ``["kv_cache"]`` ends the sync.
+
+        Raises:
+            SyncError: stage 2 failed on any rank; the same text on all.
+        """
+        say_unused("resume", more)
+        if WEIGHTS in tags:
+            self._wake_tags = list(self._stages[0])
+        elif self._manager is not None:
+            await self._finish(self._stages[1])
+
+    async def release(self, **more: Any) -> None:
+        """Puts the engine to sleep; harmless when it sleeps already."""
+        say_unused("release", more)
+        await self._init_server_adapter()
+        if self.config.free_cache_engine and self.leads:
+            await self.server_actor.release_tags.remote([KV_CACHE] if self.serves_adapter else [KV_CACHE, WEIGHTS])
+
+    async def update_weights(
+        self, weights: Any, global_steps: int | None = None, ends: bool = True, **kwargs: Any
+    ) -> None:
+        """Moves the trainer's weights into the engine. Collective over all trainer ranks.
+
+        Args:
+            weights: the ``ShardStream`` of the plugin's engine.
+            global_steps: verl's weight version.
+            ends: end the sync here when verl makes no further call, that is without ``free_cache_engine``.
+
+        Raises:
+            SyncError: any rank failed; the same text on every rank.
+            RegistryConflictError: the stream comes from another plugin's engine.
+            ValueError: the stream comes from an engine without sharding manager.
+        """
+        if self._separate is not None:
+            await self._separate.receive(weights, global_steps)
+            return
+        if not isinstance(weights, ShardStream):
+            refuse_plain_stream()
+        await self._init_server_adapter()
+        if self._manager is None:
+            with self._around.stage("update_weights"), self._around.stage("open"):
+                self._manager = self._make_manager(weights)
+            if ends and self.config.free_cache_engine:
+                say("the trainer runs verl's own worker, which empties caches at both ends of every sync")
+        manager, early = self._manager, self._early
+        self._early = None
+        with manager.agreement.attempt():
+            if early is not None:
+                raise early
+        await manager.update_weights(self._wake_tags, global_steps)
+        self._wake_tags = []
+        if ends and not self.config.free_cache_engine:
+            await self._finish([])
+
+    def make_room_for_weights(self, offloaded: bool) -> None:
+        """Hands back what the engine needs of the trainer's cache to resume its weights.
+
+        An error, perhaps of the training step before, is kept for ``update_weights``, where all ranks hear of it.
+
+        Args:
+            offloaded: the parameters are in host memory; verl's copies to there may still run, and are waited for.
+        """
+        self._around = SyncReport()
+        try:
+            with self._around.stage("before"):
+                if offloaded:
+                    get_torch_device().synchronize()
+                staging = self._manager.staging_to_come if self._manager is not None else 0
+                self._around.note_release(self._room.make(FIRST, partial(release_cache, trainer_device()), staging))
+        except Exception as error:
+            self._early = error
+
+    async def make_room_for_rest(self, offload: Callable[[], None]) -> None:
+        """After ``update_weights``: makes the room that stage 2 needs, on all ranks. Collective.
+
+        The parameters stay where they are until here: before the commit the sync may have to look one up again.
+
+        Raises:
+            SyncError: any rank failed; the same text on every rank.
+        """
+        manager = self._manager
+        assert manager is not None, "update_weights comes first"
+        agreement, report = manager.agreement, manager.report
+        report.put_before(self._around)
+        with agreement.attempt(), report.stage("offload"):
+            offload()
+        released: int | None = None
+        with agreement.attempt(), report.stage("after"):
+            self._room.note_activations(report.activation_bytes)
+            released = self._room.make(REST, partial(release_cache, trainer_device()))
+            self._around.note_release(released)
+        report.emptied_caches, report.released_bytes = self._around.emptied_caches, self._around.released_bytes
+        try:
+            with report.stage("barrier"):  # a leader must not wake an engine whose other ranks have no room yet
+                short = agreement.settle("making room for the engine", waiting=released is not None)
+        except (SyncError, asyncio.CancelledError) as error:
+            await abandon(manager.endpoint, str(error) or repr(error))
+            raise
+        # Where the cache has to go, staging memory goes, too: at the end of the next sync, before the room is made
+        manager.keeps_staging = not (short and self.config.free_cache_engine)
+
+    async def end_sync(self) -> None:
+        """Stage 2.
+
+        Raises:
+            SyncError: it failed on any rank; the same text on all.
+        """
+        await self._finish(self._stages[1] if self.config.free_cache_engine else [])
+
+    async def _finish(self, tags: list[str]) -> None:
+        manager = self._manager
+        assert manager is not None
+        with manager.agreement.attempt():
+            note_device_memory(manager.report, trainer_device(), REST[0])
+        report = await manager.finish(tags)
+        if self._room.learning:
+            grown = growth(report.device_used_bytes)
+            if not tags:  # what changed then is none of the engine's needs
+                grown.pop(REST, None)
+            self._room.learn(manager.agreement.gather("what the engine resumed", grown))
+        await manager.publish()  # no rank waits for another any more
+        if manager.agreement.ranks.rank == 0:
+            say_who_moves(report)
+        if manager.endpoint.leader:
+            write_report(report)
+
+    def _make_manager(self, stream: ShardStream) -> ShardingManager:
+        """This rank's sharding manager. Collective over all trainer ranks.
+
+        Raises:
+            ValueError: a key or the model does not fit; names it, its value and the remedy.
+        """
+        config, device, mesh = self.config, trainer_device(), self.device_mesh["infer_tp"]
+        self._refuse_family()
+        manager_class = get_sharding_manager(stream.trainer, str(config.name))
+        megabytes = check_bucket_megabytes(
+            config.get("update_weights_bucket_megabytes", None),
+            config.checkpoint_engine.update_weights_bucket_megabytes,
+        )
+        restores = self.restores_uncovered(sleeps=True)
+        endpoint = RolloutEndpoint(
+            self.rollout,
+            calls_of(self.server_actor, TrainerWorld.after_loss) if mesh.get_local_rank() == 0 else None,
+            tuple(mesh.mesh.tolist()),
+            restores,
+            self._sync.timeout_seconds,
+            awake_after_load=not (config.free_cache_engine and self._stages[1]),
+        )
+        say(
+            f"actor rank {torch.distributed.get_rank()}: sharding manager {manager_class.__name__}, "
+            f"buckets of {megabytes} MiB"
+        )
+        manager = manager_class(stream.engine, endpoint, self._sync, megabytes << 20, device, str(config.dtype))
+        manager.keeps_staging = not config.free_cache_engine  # until it is known what the engine resumes
+        return manager
+
+    def _make_separate(self, incoming: Incoming) -> SeparateRollout:
+        """The manager of one rollout rank of a separate rollout. Collective over trainer and rollout ranks.
+
+        Raises:
+            ValueError: the model does not fit; names key, value and remedy.
+        """
+        self._refuse_family()
+        membership = incoming.membership
+        assert membership.ranks is not None, "joined"
+        rank, ranks = membership.ranks.rank, membership.engine_ranks
+        place = ranks.index(rank)
+        endpoint = RolloutEndpoint(
+            self.rollout,
+            calls_of(self.find_server(), membership.ranks.after_loss) if place == 0 else None,
+            ranks,
+            self.restores_uncovered(sleeps=False),
+            self._sync.timeout_seconds,
+            # A server whose driver has released its KV cache flushes when that is back, whatever it is asked
+        )
+        say(f"rollout rank {rank}: engine rank {place} of {len(ranks)}, separate from the trainer")
+        return SeparateRollout(membership.ranks, endpoint, self._sync, trainer_device())
+
+    def _refuse_family(self) -> None:  # the driver may have had no checkpoint
+        self.rollout.refuse_family(str(self.model_config.path), self.model_config.hf_config.to_dict())
+
+
+class SeparateReceiver:
+    """The rollout adapter's part in the syncs of a separate rollout.
+
+    Args:
+        make: makes the manager; called again whenever the trainer and rollout ranks have changed.
+    """
+
+    def __init__(self, make: Callable[[Incoming], SeparateRollout]) -> None:
+        self._make = make
+        self._manager: SeparateRollout | None = None
+        self._one = asyncio.Lock()
+
+    async def receive(self, incoming: Any, global_steps: int | None) -> None:
+        """One sync. Collective over trainer and rollout ranks.
+
+        Args:
+            incoming: what the checkpoint engine of this process returned.
+            global_steps: verl's weight version.
+
+        Raises:
+            SyncError: any rank failed; the same text on every rank.
+        """
+        assert isinstance(incoming, Incoming), "of the same backend"
+        async with self._one:  # a sync that has failed ends before the next one begins
+            with incoming.membership.taking_part():
+                manager = self._manager_for(incoming)
+                await manager.update_weights([], global_steps)
+                await manager.finish([])
+            await manager.publish()
+            if manager.endpoint.leader:
+                write_report(manager.report)
+
+    def _manager_for(self, incoming: Incoming) -> SeparateRollout:
+        before = self._manager
+        if before is not None and before.agreement.ranks is incoming.ranks:
+            return before
+        self._manager = None
+        if before is not None:
+            before.close()
+        manager = self._make(incoming)
+        if before is not None:
+            manager.take_over(before)
+        self._manager = manager
+        return manager
+
+
+def calls_of(server: Any, after_death: str) -> Call:
+    """Calls of a server actor, by its handle; ``after_death`` ends the error of a server that has died."""
+
+    def call(method: str, *arguments: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        answer.set_running_or_notify_cancel()
+
+        def settle(done: Future[Any]) -> None:
+            error = done.exception()
+            if isinstance(error, RayActorError):
+                said = str(error).strip().splitlines()[0]
+                error = RuntimeError(f"the rollout server died, and its engine with it ({said}); {after_death}")
+            if error is None:
+                answer.set_result(done.result())
+            else:
+                answer.set_exception(error)
+
+        reference: ray.ObjectRef = getattr(server, method).remote(*arguments)
+        reference.future().add_done_callback(settle)
+        return answer
+
+    return call

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gate before requests, and the engine's memory that is released; in the server's process, of no engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from verl_sync_plugin.config.settings import KEY_PREFIX
+from verl_sync_plugin.errors import HalfWrittenError
+
+WEIGHTS, KV_CACHE = "weights", "kv_cache"  # verl's tags of an engine's memory
+Ask = Callable[[list[str]], Awaitable[Any]]
+
+
+class WeightsGate:
+    """Open; closed while a sync is under way, generation is paused or memory is released; or locked after a failed
+    sync.
+
+    Syncs are numbered: the last step of one that was given up may come to its end while the next is under way, and is
+    to end nothing but its own.
+
+    Args:
+        needs_sync: the engine's own weights are not to be generated from; the gate opens with the first sync.
+    """
+
+    def __init__(self, needs_sync: bool = False) -> None:
+        self._passable = asyncio.Event()
+        self._passable.set()
+        self._at_rest = asyncio.Event()  # no sync is under way
+        self._at_rest.set()
+        self._synced = asyncio.Event()  # or has heard that its first sync failed
+        if not needs_sync:
+            self._synced.set()
+        self._held, self._there, self._lost = False, True, False
+        self._failure: str | None = None
+        self.number = 0
+
+    @property
+    def syncing(self) -> bool:
+        """True while a sync is under way that nobody has given up."""
+        return not self._at_rest.is_set()
+
+    def begin(self) -> int:
+        """Closes the gate: a sync starts, and whoever enters now waits for its end. Returns its number."""
+        self.number += 1
+        self._at_rest.clear()
+        self._settle()
+        return self.number
+
+    def refuse_given_up(self, number: int) -> None:
+        """Raises RuntimeError when the sync of this number is not under way any more: the trainer has said that it has
+        failed, whatever a server that was late has come to."""
+        if number != self.number or not self.syncing:
+            raise RuntimeError("the trainer gave this sync up while the engine was at it")
+
+    def succeed(self, number: int) -> None:
+        """Ends the sync of this number: it succeeded and the weights are whole.
+
+        Raises:
+            RuntimeError: it was given up.
+        """
+        self.refuse_given_up(number)
+        self._failure, self._lost = None, False
+        self._synced.set()
+        self._at_rest.set()
+        self._settle()
+
+    def fail(self, why: str, number: int | None = None) -> None:
+        """Locks the gate: the sync was given up, and the weights may be half written until a later one succeeds.
+
+        Args:
+            why: for whoever wants to generate.
+            number: of the sync; nothing happens if another has begun since. If it is not given, the last one.
+        """
+        if number in (None, self.number):
+            self._failure = why
+            self._synced.set()
+            self._at_rest.set()
+            self._settle()
+
+    def hold(self) -> None:
+        """Closes the gate until ``let_go``: the engine's generation is paused, whether or not a sync follows."""
+        self._held = True
+        self._settle()
+
+    def let_go(self) -> None:
+        """Ends ``hold``."""
+        self._held = False
+        self._settle()
+
+    def memory(self, there: bool) -> None:
+        """Closes the gate until all of the engine's memory is there; see ``Occupation``."""
+        self._there = there
+        self._settle()
+
+    def lose_weights(self) -> None:
+        """Closes the gate until a sync succeeds: the engine's weights are released, and no copy of them is kept."""
+        self._lost = True
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.syncing or (self._failure is None and (self._held or self._lost or not self._there)):
+            self._passable.clear()
+        else:
+            self._passable.set()
+
+    async def first_sync(self, seconds: float) -> None:
+        """Waits for the first sync of an engine that needs one.
+
+        Raises:
+            HalfWrittenError: none has come within ``seconds``.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                await self._synced.wait()
+        except TimeoutError:
+            raise HalfWrittenError(
+                f"the rollout engine still has the weights that it was started with: a request waited {seconds:g} s "
+                "for its first sync; call the checkpoint manager's update_weights before requests are routed to it"
+            ) from None
+
+    async def enter(self) -> None:
+        """Waits while a sync is under way, generation is paused, as SGLang's own queue would, or memory is released;
+        also, where weights were released of which there is no copy, for the next sync.
+
+        Raises:
+            HalfWrittenError: the last sync failed.
+        """
+        while not self._passable.is_set():
+            await self._passable.wait()
+        self.refuse_half_written()
+
+    async def rest(self, seconds: float) -> None:
+        """Waits until no sync is under way.
+
+        Raises:
+            HalfWrittenError: the last one failed, or the one under way does not end within ``seconds``.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                while self.syncing:
+                    await self._at_rest.wait()
+        except TimeoutError:
+            raise HalfWrittenError(
+                f"the rollout engine's weights may be half written: a sync has been under way for {seconds:g} s, and "
+                "nobody has said that it is over; look for the trainer or rollout rank that died, and sync again"
+            ) from None
+        self.refuse_half_written()
+
+    def refuse_half_written(self) -> None:
+        """Raises HalfWrittenError when the last sync failed."""
+        if self._failure is not None:
+            raise HalfWrittenError(f"the rollout engine's weights are half written: {self._failure}")
+
+
+class Occupation:
+    """Keeps account of the engine's released memory, and of the request under way that changes it.
+
+    Asked through here, a repeated sleep and a wake without sleep are harmless, which engines take badly. A request that
+    takes longer than its bound cannot be taken back, so it goes on alone: its outcome is noted when it comes, and until
+    then nothing else is asked of the engine.
+
+    Args:
+        engine: its name.
+        timeout_seconds: bound on every call, its wait for the ones before included.
+        memory: is called with whether all memory is there: with False before the engine is asked to change anything,
+            and after every answer.
+
+    Attributes:
+        released: tags of the memory that is released, for all that the engine has answered.
+    """
+
+    def __init__(
+        self, engine: str, timeout_seconds: float, memory: Callable[[bool], None] = lambda there: None
+    ) -> None:
+        self._engine, self._timeout, self._memory = engine, timeout_seconds, memory
+        self._turn = asyncio.Lock()
+        self._asked: asyncio.Future[None] | None = None
+        self.released: frozenset[str] = frozenset()
+
+    async def release(self, tags: list[str], ask: Ask) -> None:
+        """Releases what is still resident of ``tags``.
+
+        Args:
+            tags: of the memory.
+            ask: has the engine do it.
+
+        Raises:
+            TimeoutError: the engine has not answered in time, or not what was asked before.
+        """
+        await self._bounded("release", tags, ask)
+
+    async def resume(self, tags: list[str], ask: Ask) -> None:
+        """Resumes what is released of ``tags``; arguments and errors as of ``release``."""
+        await self._bounded("resume", tags, ask)
+
+    async def _bounded(self, what: str, tags: list[str], ask: Ask) -> None:
+        try:
+            await asyncio.wait_for(self._change(what, tags, ask), self._timeout)
+        except asyncio.TimeoutError as error:  # not the built-in one before Python 3.11
+            raise TimeoutError(
+                f"{self._engine} did not {what} {', '.join(tags)} within {KEY_PREFIX}.timeout_seconds="
+                f"{self._timeout:g}; see its log, and set the key higher if it only takes long"
+            ) from error
+
+    async def _change(self, what: str, tags: list[str], ask: Ask) -> None:
+        async with self._turn:
+            if self._asked is not None:  # by a call that has not waited for it to the end
+                with suppress(Exception):
+                    await asyncio.shield(self._asked)
+            if wanted := [tag for tag in tags if (tag in self.released) == (what == "resume")]:
+                self._asked = asyncio.ensure_future(self._noted(what, wanted, ask))
+                await asyncio.shield(self._asked)
+            self._asked = None
+
+    async def _noted(self, what: str, tags: list[str], ask: Ask) -> None:
+        self._memory(False)
+        try:
+            await ask(tags)
+            self.released = self.released - {*tags} if what == "resume" else self.released | {*tags}
+        finally:
+            self._memory(not self.released)

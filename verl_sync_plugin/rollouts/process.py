@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine for a script, in a process of its own, and the calls between the two; of no engine.
+
+An engine changes the process that it lives in (signals, start method, event loop, environment) and may end it, so it
+does not live in the script's. When the script ends, however it does, their socket closes, and the engine ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from verl_sync_plugin.rollouts import LocalLaunch
+
+# torchrun's: with them the engine's ranks would look for torchrun's store, and number themselves like the trainer's
+TORCHRUN = ("TORCHELASTIC_", "ROLE_", "GROUP_")
+TORCHRUN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+CLOSE_SECONDS = 60.0
+
+
+class EngineProcess:
+    """A process with an engine in it, started by this one.
+
+    Args:
+        launch: of the engine.
+        devices: its GPUs' names in ``CUDA_VISIBLE_DEVICES``, in tensor-parallel order; none on a CPU.
+
+    Attributes:
+        ready: done when the engine answers, with an error when it could not be launched.
+    """
+
+    def __init__(self, launch: LocalLaunch, devices: Sequence[str]) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", launch.module, str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(command, env=environment(launch, devices), pass_fds=[theirs.fileno()])
+        self._engine = launch.engine
+        self._connection = Connection(ours.detach())
+        self._turn = threading.Lock()
+        self.ready: Future[None] = Future()
+        self._asked: dict[int, Future[Any]] = {0: self.ready}
+        self._number = 0
+        self._ended = ""
+        self._connection.send(launch.arguments)
+        threading.Thread(target=self._listen, name="verl-sync-engine", daemon=True).start()
+
+    def ask(self, method: str, *arguments: Any) -> Future[Any]:
+        """Calls a method of the engine's server; returns at once. The engine gets calls in the order they are made.
+
+        Returns:
+            Its answer, or its error; RuntimeError when the engine has ended.
+        """
+        future: Future[Any] = Future()
+        with self._turn:
+            if self._ended:
+                future.set_exception(RuntimeError(self._ended))
+                return future
+            self._number += 1
+            self._asked[self._number] = future
+            with suppress(OSError):  # the listener finds the end
+                self._connection.send((self._number, method, arguments))
+        return future
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                number, error, value = self._connection.recv()
+            except (EOFError, OSError, pickle.UnpicklingError):
+                break
+            with self._turn:
+                future = self._asked.pop(number)
+            if error is None:
+                future.set_result(value)
+            else:
+                future.set_exception(error)
+        with self._turn:
+            self._ended = f"{self._engine}'s process has ended; see its log above"
+            left, self._asked = self._asked, {}
+        for future in left.values():
+            future.set_exception(RuntimeError(self._ended))
+
+    def close(self) -> None:
+        """Ends the engine and waits for it; harmless when it has ended."""
+        with suppress(OSError):
+            socket.socket(fileno=os.dup(self._connection.fileno())).shutdown(socket.SHUT_RDWR)
+        try:
+            self._process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def environment(launch: LocalLaunch, devices: Sequence[str]) -> dict[str, str]:
+    """This process's environment without torchrun's variables, with the engine's; arguments of ``EngineProcess``."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in TORCHRUN_NAMES and not name.startswith(TORCHRUN)
+    }
+    if devices:
+        kept["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    return {**launch.environment, **kept}
+
+
+def serve(engine: str, make: Callable[..., Any]) -> None:
+    """The engine's process: launches it, answers the calls that come through the socket ``sys.argv[1]``, ends it.
+
+    Args:
+        engine: its name.
+        make: takes ``LocalLaunch.arguments`` and returns the server: an object with asynchronous methods, and
+            ``engine``, which has the event ``loop`` that they run in, and ``shutdown``.
+    """
+    connection = Connection(int(sys.argv[1]))
+    try:
+        server = make(*connection.recv())
+    except BaseException as error:
+        traceback.print_exc()
+        connection.send((0, RuntimeError(f"{engine} could not be launched: {error!r}"), None))
+        return
+    connection.send((0, None, None))
+    try:
+        server.engine.loop.run_until_complete(_serve(server, connection))
+    finally:
+        server.engine.shutdown()
+
+
+async def _serve(server: Any, connection: Connection) -> None:
+    """Answers calls until the script is gone; those under way do not wait for each other."""
+    inbox: asyncio.Queue[Any] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def receive() -> None:
+        call: Any = ()
+        while call is not None:
+            try:
+                call = connection.recv()
+            except (EOFError, OSError):
+                call = None
+            loop.call_soon_threadsafe(inbox.put_nowait, call)
+
+    threading.Thread(target=receive, daemon=True).start()
+    under_way = set()
+    while (call := await inbox.get()) is not None:
+        task = asyncio.ensure_future(_answer(server, connection, *call))
+        under_way.add(task)
+        task.add_done_callback(under_way.discard)
+
+
+async def _answer(server: Any, connection: Connection, number: int, method: str, arguments: Any) -> None:
+    answer: tuple[int, Exception | None, Any]
+    try:
+        answer = number, None, await getattr(server, method)(*arguments)
+    except Exception as error:  # as one of Python's own, which the script's process can unpickle
+        kinds = (ValueError, TimeoutError, RuntimeError)
+        kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
+        answer = number, kind(str(error) or repr(error)), None
+    connection.send(answer)

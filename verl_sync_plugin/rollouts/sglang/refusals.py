@@ -1,0 +1,534 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuses by name the keys, arguments, models and adapters with which SGLang's weights cannot be synced.
+
+A model that no table here names is proven by the first sync of every run: it fails when a tensor is sent that the
+engine does not use, or a parameter stays unwritten. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from verl_sync_plugin.config import refusals
+from verl_sync_plugin.config.settings import PREFIX, TURN_OFF, given_value, lora_rank_of, section
+from verl_sync_plugin.lora.refusals import LEAVE_OUT
+from verl_sync_plugin.lora.settings import PEFT_KEY
+from verl_sync_plugin.lora.settings import PREFIX as MODEL
+
+ARGUMENTS = f"{PREFIX}.engine_kwargs.sglang"
+AT_LAUNCH = " (as SGLang resolved it at its launch)"
+
+# SGLang's choices for its ``dtype``, but for "auto"
+DTYPES = ("bfloat16", "float16", "half", "float32", "float")
+# Arguments of SGLang 0.5.12 and later (``ServerArgs``) that cannot be synced: values that do no harm, and what happens
+# with others
+_UNSERVED = "weight sync cannot serve it; {remedy}"  # parameters are not the model's plain weights, or lie elsewhere
+_OUTLIVES = "SGLang does not flush that cache, so what was computed with earlier weights outlives a sync. Remove it"
+REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "quantization": ((None,), _UNSERVED),
+    "torchao_config": ((None, ""), _UNSERVED),
+    "modelopt_quant": ((None,), _UNSERVED),
+    "quantize_and_serve": ((None, False), _UNSERVED),
+    "rl_quant_profile": ((None,), _UNSERVED),
+    "cpu_offload_gb": ((None, 0), _UNSERVED),
+    "offload_group_size": ((None, -1, 0), _UNSERVED),
+    "kt_weight_path": ((None,), _UNSERVED),
+    "pp_size": ((None, 1), _UNSERVED),
+    "disaggregation_mode": ((None, "null"), _UNSERVED),
+    # ``reset`` of its HiRadixCache and LMCRadixCache leaves them
+    "hicache_storage_backend": ((None,), _OUTLIVES),
+    "enable_lmcache": ((None, False), _OUTLIVES),
+    # Something else than a sync writes weights, or nothing may write them
+    "elastic_ep_backend": (
+        (None,),
+        "SGLang loads experts of a lost rank from the checkpoint that it started with. Remove it",
+    ),
+    "enable_elastic_expert_backup": (
+        (None, False),
+        "SGLang loads experts from the checkpoint that it started with. Remove it",
+    ),
+    "encoder_only": ((None, False), "no sync reaches a server that only encodes images. Remove it"),
+    "language_only": ((None, False), "no sync reaches the server that encodes its images. Remove it"),
+    "weight_cache_mode": (
+        (None, "off"),
+        "SGLang ends when weights that it shares are released or updated. Remove it",
+    ),
+}
+NO_DRAFT_MODEL = "NGRAM"  # the ``speculative_algorithm`` that drafts from tokens it has seen
+DRAFT = "speculative_draft_model_path"
+# Loaders that quantize on the way
+QUANTIZING_FORMATS = ("bitsandbytes", "gguf", "flash_rl")
+# Arguments for which verl's rollout has a key, which verl and the plugin read
+SAME_WORDS = {"dtype": "dtype", "load_format": "load_format", "ep_size": "expert_parallel_size"}
+# Arguments that verl finds out by itself, with the remedy
+VERLS_OWN = {
+    "model_path": "Remove it, and set actor_rollout_ref.model.path.",
+    "nnodes": "Remove it: verl counts the nodes of an engine.",
+}
+# Mixture-of-Experts backends that reorder the experts once they are loaded; a sync writes the order of the checkpoint
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+REORDERING_BACKENDS = ("flashinfer_trtllm", "flashinfer_trtllm_routed", "aiter")
+
+# Where SGLang builds experts into every layer, whatever the configuration says about dense ones
+EXPERTS_EVERYWHERE = (
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3VLMoeForConditionalGeneration",
+)
+# Whose tensors SGLang's class cannot take again and again, and why
+UNSYNCABLE = {
+    "Llama4ForCausalLM": "its loader for the text model alone knows no experts",
+    # apply_ape_hotfix of its compressor
+    "DeepseekV4ForCausalLM": "its loader rearranges a parameter after its first load, and after no other",
+}
+
+# What verl 0.9.1 and SGLang 0.5.12 make of ``rollout.quantization=fp8``: every parameter of a tiny model was compared
+# with the same class in bfloat16, on one rank. verl chooses what it quantizes by names, SGLang by its modules.
+_RIGHT = (
+    "Apertus Arcee Cohere Cohere2 Gemma Ernie4_5 Ernie4_5_ Ernie4_5_Moe Gemma2 Gemma3 Glm4 Glm4Moe Granite "
+    "HunYuanDenseV1 Olmo2 Olmoe Qwen2 Qwen3 Qwen3Moe SeedOss SmolLM3 Starcoder2"
+)
+FP8_RIGHT = frozenset(f"{name}ForCausalLM" for name in _RIGHT.split())
+FP8_RAISES = frozenset(
+    {
+        *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "GPT2LMHeadModel"),
+        *("GraniteMoeHybridForCausalLM", "Lfm2ForCausalLM", "OlmoForCausalLM", "StableLmForCausalLM"),
+    }
+)
+_DROPS_SCALES = "SGLang drops the scales of its weights"
+_BARE_EXPERTS = "verl does not quantize its experts, and SGLang holds them in fp8 without their scales"
+_QUANTIZED_GATE = "verl quantizes the gate of its shared expert, and SGLang holds it in bfloat16"
+_OTHER_TENSORS = "verl quantizes other tensors of it than SGLang holds in fp8"
+FP8_WRONG = {
+    f"{name}ForCausalLM": why
+    for why, names in {
+        # Not tried are InternLM3, IQuestCoder and TeleFLM: SGLang's classes for these are its Llama with another name
+        _DROPS_SCALES: "Llama Mistral Ministral3 Phi3 InternLM3 IQuestCoder TeleFLM",
+        _BARE_EXPERTS: "Mixtral PhiMoE Phimoe GraniteMoe",
+        _OTHER_TENSORS: "Lfm2Moe OPT",
+        _QUANTIZED_GATE: "Qwen2Moe Qwen3Next",  # Qwen3-Next was not tried; it has the same gate
+    }.items()
+    for name in names.split()
+}
+
+# SGLang's classes (0.5.12) that cannot be launched untied: an adapter makes two weights of embedding and head, and
+# these have one, whatever tie_word_embeddings says
+_COMPUTES = (
+    *("CohereForCausalLM", "Cohere2ForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3nForCausalLM"),
+    *("Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration", "GPT2LMHeadModel", "GPTBigCodeForCausalLM"),
+)
+_SKIPS = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
+ALWAYS_TIED = {
+    **dict.fromkeys(_COMPUTES, "computes logits with the embedding"),
+    **dict.fromkeys(_SKIPS, "skips lm_head.weight when it loads"),
+}
+
+# Modules that SGLang computes in one, and of which of them it needs factors if it gets any
+TOGETHER = ((("q_proj", "k_proj", "v_proj"), ("q_proj", "v_proj")), (("gate_proj", "up_proj"), ("gate_proj",)))
+# Fields of PEFT's LoraConfig that SGLang drops or misreads
+UNSERVABLE = (
+    "use_dora",
+    "use_rslora",  # it scales by alpha / r whatever this says
+    "modules_to_save",
+    "bias",
+    "lora_bias",
+    "target_parameters",
+    "rank_pattern",
+    "alpha_pattern",
+    "fan_in_fan_out",
+)
+# Families for which tests of this project show that a sync writes every parameter and persistent buffer; for the last
+# one a run on GPUs without the copy shows it too (mla-7b-2gpu-megatron-bridge-ep2-tp2-full in benchmarks/results).
+# The ledger checks it again in every run; an architecture outside this list keeps the copy.
+COVERED_ARCHITECTURES = frozenset(
+    {
+        "LlamaForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "DeepseekV3ForCausalLM",  # Moonlight too
+    }
+)
+
+
+def refuse_keys(rollout: Any, moves: bool) -> None:
+    """Everything that SGLang cannot do of a rollout config (dataclass, DictConfig or dict).
+
+    Args:
+        rollout: verl's rollout config.
+        moves: the plugin moves the weights; otherwise verl's checkpoint engines do.
+
+    Raises:
+        ValueError: names key, value and remedy.
+    """
+    if not moves:
+        return
+    if cause := left_to_verl(rollout):
+        raise ValueError(f"{cause}; {TURN_OFF}.")
+    dtype = given_value(rollout, "dtype", f"{PREFIX}.dtype")
+    if dtype not in (None, "auto", *DTYPES):
+        raise ValueError(f"{PREFIX}.dtype={dtype!r}: not a dtype of SGLang's weights. Use one of {', '.join(DTYPES)}.")
+    given = engine_arguments(rollout)
+    if (value := rollout.get("load_format", None)) in QUANTIZING_FORMATS:
+        raise ValueError(f"{PREFIX}.load_format={value!r}: weight sync cannot serve it; {TURN_OFF}.")
+    refuse_arguments(given.get, ARGUMENTS, TURN_OFF)
+    _refuse_second_word(rollout, given)
+
+
+def left_to_verl(rollout: Any) -> str:
+    if cause := refusals.left_to_verl(rollout):
+        return cause
+    given = engine_arguments(rollout)
+    algorithm = given.get("speculative_algorithm", None)
+    if algorithm is not None and str(algorithm).upper() != NO_DRAFT_MODEL and not draft_of(given):
+        return (
+            f"{ARGUMENTS}.speculative_algorithm={algorithm!r} without {ARGUMENTS}.{DRAFT}: the model drafts for "
+            "itself, and weight sync has no draft model"
+        )
+    if rollout.get("dtype", None) == "auto":
+        return (
+            f"{PREFIX}.dtype='auto': the dtype in which weights travel is not known ({PREFIX}.dtype=bfloat16 says it)"
+        )
+    return ""
+
+
+def engine_arguments(rollout: Any) -> Any:
+    """The arguments for SGLang of a rollout config.
+
+    Raises:
+        ValueError: they are no mapping; names key, value and remedy.
+    """
+    return section(section(rollout, "engine_kwargs", f"{PREFIX}.engine_kwargs"), "sglang", ARGUMENTS)
+
+
+def draft_of(arguments: Mapping[str, Any]) -> str:
+    """The model with weights of its own that drafts for the trained one, which no sync writes; empty without one."""
+    return "" if arguments.get("speculative_algorithm", None) is None else str(arguments.get(DRAFT, None) or "")
+
+
+def refuse_arguments(value_of: Callable[[str], Any], where: str, remedy: str, made: str = "") -> None:
+    """Judges SGLang's arguments: those that the user gives, and those that a launched SGLang has made of them.
+
+    Args:
+        value_of: the value of an argument; ``None`` where there is none.
+        where: the key under which a user gives arguments.
+        remedy: what helps where the argument cannot be served, in words.
+        made: says of a value that the user may not have given it.
+
+    Raises:
+        ValueError: names the argument, its value and the remedy.
+    """
+    for key, (harmless, why) in REFUSED.items():
+        if (value := value_of(key)) not in harmless:
+            raise ValueError(f"{where}.{key}={value!r}{made}: {why.format(remedy=remedy)}.")
+    if (value := value_of("load_format")) in QUANTIZING_FORMATS:
+        raise ValueError(f"{where}.load_format={value!r}{made}: weight sync cannot serve it; {remedy}.")
+    if (value := value_of("moe_runner_backend")) in REORDERING_BACKENDS:
+        raise ValueError(
+            f"{where}.moe_runner_backend={value!r}{made}: weight sync cannot serve it, for it reorders experts; set "
+            f"{where}.moe_runner_backend=triton, or {remedy}."
+        )
+    overrides = value_of("json_model_override_args")
+    if "quantization_config" in _parsed(overrides):
+        raise ValueError(
+            f"{where}.json_model_override_args={overrides!r}{made}: weight sync sends plain weights. Give it without "
+            f"quantization_config, or {remedy}."
+        )
+
+
+def _refuse_second_word(rollout: Any, given: Mapping[str, Any]) -> None:
+    """Arguments for which verl has a key: verl plans its ranks, and we the bytes, by that key and not by these."""
+    parallel = rollout.get("data_parallel_size", None) or 1
+    ranks = (rollout.get("tensor_model_parallel_size", None) or 1) * parallel
+    keys = {
+        "tp_size": (ranks, f"{PREFIX}.tensor_model_parallel_size, times data_parallel_size, is {ranks}"),
+        **{
+            key: (rollout.get(ours, None), f"{PREFIX}.{ours} is {rollout.get(ours, None)!r}")
+            for key, ours in SAME_WORDS.items()
+        },
+    }
+    if (given.get("moe_dp_size", None) or 1) > 1:
+        del keys["ep_size"]  # verl has no key for such a layout
+    for key, remedy in VERLS_OWN.items():
+        if (value := given.get(key, None)) is not None and (key, value) != ("nnodes", 1):
+            raise ValueError(f"{ARGUMENTS}.{key}={value!r}: verl sets it by itself. {remedy}")
+    same = {"half": "float16", "float": "float32"}
+    for key, (expected, says) in keys.items():
+        value = given.get(key, None)
+        if value is not None and expected is not None and same.get(value, value) != same.get(expected, expected):
+            raise ValueError(f"{ARGUMENTS}.{key}={value!r}: {says}. Remove the former and set the latter.")
+    _refuse_data_parallel(given.get("dp_size", None), bool(given.get("enable_dp_attention", False)), parallel, ranks)
+    if parallel > 1 and not given.get("enable_dp_attention", False):
+        raise ValueError(
+            f"{PREFIX}.data_parallel_size={parallel}: SGLang takes weights for data-parallel ranks with DP attention "
+            f"only. Set +{ARGUMENTS}.enable_dp_attention=True, or {PREFIX}.data_parallel_size=1."
+        )
+
+
+def _refuse_data_parallel(value: Any, attention: bool, parallel: int, ranks: int) -> None:
+    """With DP attention SGLang shares out its own ranks and their number stays; else every one is a rank more."""
+    shared_out = attention and isinstance(value, int) and not isinstance(value, bool) and ranks % max(value, 1) == 0
+    if value is not None and value != parallel and not shared_out:
+        raise ValueError(
+            f"{ARGUMENTS}.dp_size={value!r}: {PREFIX}.data_parallel_size is {parallel}. Remove the former and set the "
+            f"latter, or set +{ARGUMENTS}.enable_dp_attention=True, by which SGLang shares out its {ranks} ranks."
+        )
+
+
+def _parsed(text: Any) -> Mapping[str, Any]:
+    """JSON of SGLang's; what is none is SGLang's to refuse."""
+    try:
+        found = json.loads(text)
+    except (TypeError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def refuse_checkpoint(path: str, override_config: Any = None, rollout: Any = None) -> None:
+    """Refuses a model whose checkpoint lies in a folder of this machine; any other is left to the first sync.
+
+    Args:
+        path: ``actor_rollout_ref.model.path``.
+        override_config: what the trainer changes of the checkpoint's config.
+        rollout: verl's rollout config, which says what SGLang changes of it.
+
+    Raises:
+        ValueError: see ``refuse_family``; or trainer and engine have different numbers of layers.
+    """
+    config = _config_in(path)
+    refuse_family(path, config)
+    overrides = override_config or {}
+    changed = _parsed(engine_arguments(rollout or {}).get("json_model_override_args", None))
+    ours, theirs = _layers(config, overrides.get("model_config", overrides)), _layers(config, changed)
+    if config and ours != theirs:
+        keys = "actor_rollout_ref.model.override_config", f"{ARGUMENTS}.json_model_override_args"
+        given = f"{keys[0]}={overrides}" if overrides else f"{keys[1]}={dict(changed)}"
+        raise ValueError(
+            f"{given}: the trainer's model has {ours} layers (num_hidden_layers), SGLang's {theirs}. Change both, "
+            f"the trainer's by {keys[0]}, SGLang's by {keys[1]}."
+        )
+
+
+def _config_in(path: str) -> dict[str, Any]:
+    """A checkpoint's ``config.json`` in a folder of this machine; empty where there is none."""
+    try:
+        config = json.loads((Path(path).expanduser() / "config.json").read_text())
+    except (OSError, ValueError):  # a name on the Hub, a remote folder, or none at all: verl says so
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _layers(config: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
+    """The number of decoder layers that a changed config names; ``None`` where it does not say."""
+    if config.get("text_config"):
+        config, changes = config["text_config"], changes.get("text_config") or {}
+    return changes.get("num_hidden_layers", config.get("num_hidden_layers"))
+
+
+def refuse_stock(rollout: Any, model: Any) -> str:
+    refuse_arguments(engine_arguments(rollout).get, ARGUMENTS, TURN_OFF)
+    quantization = given_value(rollout, "quantization", f"{PREFIX}.quantization")
+    path = str(model.get("path", None))
+    if quantization is None:
+        refuse_checkpoint(path)
+        return ""
+    key = f"{PREFIX}.quantization={quantization!r}"
+    if quantization != "fp8":
+        raise ValueError(f"{key}: verl quantizes for SGLang to fp8 alone. Use fp8, or remove it.")
+    if overrides := engine_arguments(rollout).get("json_model_override_args", None):
+        raise ValueError(
+            f"{ARGUMENTS}.json_model_override_args={overrides!r} with {key}: it replaces what verl says there of its "
+            "fp8 weights. Remove one of the two."
+        )
+    merge = section(model, "lora", "actor_rollout_ref.model.lora").get("merge", False)
+    if (rank := lora_rank_of(model)) and not merge:
+        raise ValueError(
+            f"{key} with actor_rollout_ref.model.lora.merge=False and LoRA rank {rank}: under an adapter that SGLang "
+            "serves it does not find the scales of the base's fp8 weights. Set actor_rollout_ref.model.lora.merge=True."
+        )
+    return refuse_fp8(path)
+
+
+def refuse_fp8(path: str) -> str:
+    """Refuses a model of which stock verl's ``rollout.quantization=fp8`` puts wrong weights into SGLang.
+
+    Args:
+        path: ``actor_rollout_ref.model.path``, in a folder of this machine or on the Hub.
+
+    Returns:
+        What else is to be said of it; empty for a model that is known to be right.
+
+    Raises:
+        ValueError: names the key, the architecture, the reason and the remedy.
+    """
+    config = _config_in(path) or _config_on_hub(path)
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    # verl's fp8 takes the place of the checkpoint's own
+    same = (config.get("quantization_config") or {}).get("quant_method") == "fp8"
+    refuse_family(path, plain if same else config)
+    architectures = [str(name) for name in config.get("architectures") or ()]
+    for name in architectures:
+        why = _OTHER_TENSORS if "vision_config" in config else FP8_WRONG.get(name)
+        if why:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.quantization='fp8' with actor_rollout_ref.model.path={path}: {why} "
+                f"({name}), so SGLang would generate with wrong weights, without an error. Remove "
+                f"actor_rollout_ref.rollout.quantization, or {TURN_OFF}, which does not notice."
+            )
+    if architectures and FP8_RIGHT.issuperset(architectures):
+        return ""
+    shown = ", ".join(architectures) or f"the model {path}, whose config.json cannot be read here,"
+    if FP8_RAISES.intersection(architectures):
+        return f"With {shown} SGLang is known to end at the first sync of verl's fp8"
+    return (
+        f"It is NOT KNOWN whether verl's fp8 puts the right weights of {shown} into SGLang; look at "
+        "training/rollout_probs_diff_mean (rollout.calculate_log_probs=True) of the first step"
+    )
+
+
+def _config_on_hub(path: str) -> dict[str, Any]:
+    """``config.json`` of a name on the Hub; empty where it cannot be had."""
+    from transformers import PretrainedConfig
+
+    try:
+        config: dict[str, Any] = PretrainedConfig.get_config_dict(path)[0]
+    except (OSError, ValueError):  # verl says so
+        return {}
+    return config
+
+
+def refuse_family(path: str, config: Mapping[str, Any]) -> None:
+    """Refuses what this module knows SGLang not to load.
+
+    Args:
+        path: ``actor_rollout_ref.model.path``, for the message.
+        config: what the checkpoint's ``config.json`` says.
+
+    Raises:
+        ValueError: names the key, the architecture, the reason and the remedy.
+    """
+    for architecture in config.get("architectures") or ():
+        why = reason_against(architecture, config)
+        if why:
+            raise ValueError(
+                f"actor_rollout_ref.model.path={path}: {architecture} {why}. Use another model, or {TURN_OFF}, "
+                "which does not notice."
+            )
+
+
+def reason_against(architecture: str, config: Mapping[str, Any]) -> str:
+    """Why SGLang cannot be given a model of this architecture and ``config.json``; empty where it can."""
+    if architecture in UNSYNCABLE:
+        return f"cannot be synced to SGLang: {UNSYNCABLE[architecture]}"
+    text: Mapping[str, Any] = config.get("text_config") or config
+    if architecture in EXPERTS_EVERYWHERE:
+        layers, step = text.get("mlp_only_layers"), text.get("decoder_sparse_step")
+        said = f"mlp_only_layers={layers}" if layers else f"decoder_sparse_step={step}" if step not in (None, 1) else ""
+        if said:
+            return f"with {said} cannot be synced to SGLang: it builds experts into every layer"
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "a quantization_config")
+        return f"with {method} cannot be synced to SGLang: weights travel unquantized, and its checkpoint is quantized"
+    return ""
+
+
+def refuse_untied(architectures: Iterable[str], where: str) -> None:
+    """Refuses a model of which SGLang's class has one weight for embedding and head.
+
+    Args:
+        architectures: of the model's config.
+        where: what adapts or trains one of the two, for the message.
+
+    Raises:
+        ValueError: names the architecture, the reason and the remedy.
+    """
+    for name in architectures:
+        if name in ALWAYS_TIED:
+            raise ValueError(
+                f"{where}: it changes the embedding or the head, and SGLang's {name} {ALWAYS_TIED[name]}, so it cannot "
+                f"serve two different ones. {LEAVE_OUT}, or with actor_rollout_ref.actor.strategy=fsdp2 train one "
+                f"copy for both: +{PEFT_KEY}.modules_to_save=[embed_tokens] and +{PEFT_KEY}.ensure_weight_tying=True."
+            )
+
+
+def refuse_adapter(settings: Mapping[str, Any], keys: Mapping[str, str]) -> None:
+    """Refuses an adapter of which SGLang would drop or misread something.
+
+    Args:
+        settings: fields of PEFT's ``LoraConfig``.
+        keys: under which the user gave them; the fields' own names where there is none. ``target_modules`` are looked
+            at where the user gave them: PEFT's own list has modules that the adapter leaves out.
+
+    Raises:
+        ValueError: names the setting, its value and the remedy.
+    """
+    if "target_modules" in keys:
+        _refuse_targets(settings["target_modules"], keys["target_modules"])
+    for field in UNSERVABLE:
+        value = settings.get(field)
+        if value and value != "none":
+            key = keys.get(field, f"{field}={value!r}")
+            raise ValueError(
+                f"{MODEL}.lora.merge=False: SGLang cannot serve an adapter with {key}. "
+                f"Set {MODEL}.lora.merge=True, which serves it merged."
+            )
+
+
+def _refuse_targets(targets: Any, key: str) -> None:
+    if isinstance(targets, str):
+        why = "" if targets == "all-linear" else "SGLang takes no pattern"
+    else:
+        why = lacking(targets or ())
+    if why:
+        raise ValueError(
+            f"{MODEL}.lora.merge=False with {key}: {why}. Name these modules, or all-linear, or set "
+            f"{MODEL}.lora.merge=True, which serves the adapter merged."
+        )
+
+
+def lacking(modules: Iterable[str]) -> str:
+    """Why SGLang cannot serve an adapter of these modules alone; empty when it can."""
+    own = {name.rpartition(".")[2] for name in modules}
+    for together, needed in TOGETHER:
+        if own & {*together} and (missing := [name for name in needed if name not in own]):
+            return f"SGLang computes {', '.join(together)} in one, and needs factors of {' and '.join(missing)}, too"
+    return ""
+
+
+def refuse_experts(names: Iterable[str]) -> None:
+    """Raises ValueError when an adapter has factors of experts: SGLang serves them for few models and devices."""
+    if found := next((name for name in names if ".experts." in name), ""):
+        raise ValueError(
+            f"{MODEL}.lora.merge=False: the adapter has factors of experts ({found}), and weight sync does not have "
+            f"SGLang serve these. Set {MODEL}.lora.merge=True, which serves it merged, or leave the experts out of "
+            f"{MODEL}.lora.target_modules."
+        )
+
+
+def keep_cpu_backup(rollout: Any, model: Any) -> bool:
+    """Decides whether SGLang keeps a host copy of its weights while it sleeps; the same in every process.
+
+    The copy costs seconds per step (its allocation, not the transfer) and is overwritten by the next sync, so it is
+    needed only for weights that no sync writes.
+
+    Args:
+        rollout: verl's ``RolloutConfig``.
+        model: verl's ``HFModelConfig``.
+    """
+    from verl.workers.rollout.sglang_rollout.utils import lora_served_as_adapter
+
+    if lora_served_as_adapter(model):
+        return True  # the weights stay resident, so no copy is ever made; and verl's launch insists
+    if rollout.get("quantization", None) is not None:
+        return True
+    return not covered(getattr(model.hf_config, "architectures", None) or [])
+
+
+def covered(architectures: list[str]) -> bool:
+    """True if a sync is known to write every parameter and persistent buffer of a model of these architectures."""
+    return bool(architectures) and COVERED_ARCHITECTURES.issuperset(architectures)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process of a script's engine: ``python -m verl_sync_plugin.rollouts.sglang.script_server FD``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.managers.io_struct import CheckWeightsReqInput, GenerateReqInput
+
+from verl_sync_plugin.rollouts import process
+from verl_sync_plugin.rollouts.gate import KV_CACHE, WEIGHTS, WeightsGate
+from verl_sync_plugin.rollouts.sglang import DIGEST_LOADER
+from verl_sync_plugin.rollouts.sglang.refusals import AT_LAUNCH, refuse_arguments
+from verl_sync_plugin.rollouts.sglang.request import hand_down, new_token
+from verl_sync_plugin.rollouts.sglang.updates import WeightUpdates, resolved
+
+NEVER_SYNCED = "the engine has random weights: call sync_weights first"
+RELEASED = "the engine's weights were released, and SGLang keeps no copy of them: call sync_weights first"
+
+Answered = tuple[list[int], list[float], str]  # tokens, their log-probabilities, why the response ended
+
+
+class ScriptServer(WeightUpdates):
+    """SGLang and the calls that a script may make of it. All methods run in SGLang's event loop.
+
+    Args:
+        arguments: SGLang's.
+        timeout_seconds: bound on its sleep and wake.
+        random_weights: nothing may be generated before the first sync.
+        keeps_copy: weights that were released come back as they were.
+    """
+
+    def __init__(
+        self, arguments: dict[str, Any], timeout_seconds: float, random_weights: bool, keeps_copy: bool
+    ) -> None:
+        import sglang
+
+        hand_down(new_token())
+        self.engine = sglang.Engine(**arguments)
+        self.tokenizer_manager = self.engine.tokenizer_manager
+        refuse_arguments(resolved(self.tokenizer_manager), "engine", "use another model", AT_LAUNCH)
+        self._gate = WeightsGate()
+        self._unready, self._keeps_copy = NEVER_SYNCED if random_weights else "", keeps_copy
+        self.expect_updates(timeout_seconds)
+
+    async def finish_sync(self, tags: list[str]) -> None:
+        await super().finish_sync(tags)
+        self._unready = ""
+
+    async def publish(self, report: dict[str, Any]) -> None:
+        """Nothing: the script has the report already."""
+
+    async def release(self, tags: list[str]) -> None:
+        """Releases what is still resident of ``tags``."""
+        if WEIGHTS in tags and not self._keeps_copy:
+            self._unready = self._unready or RELEASED
+        await self.release_tags(tags)
+
+    async def resume(self, tags: list[str]) -> None:
+        """Resumes what is released of ``tags``; once all is there, what was cached before is forgotten."""
+        await self.resume_tags(tags)
+        await self._flush()
+
+    async def generate(self, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> list[Answered]:
+        """One response to each prompt.
+
+        Raises:
+            RuntimeError: the engine has no weights to generate from, or its memory is released.
+            ValueError: SGLang refuses a prompt or a sampling parameter.
+        """
+        await self._gate.enter()
+        if self._unready:
+            raise RuntimeError(self._unready)
+        if released := sorted({KV_CACHE, WEIGHTS} & self.occupation.released):
+            raise RuntimeError(f"the engine's memory is released ({', '.join(released)}): resume it first")
+        request = GenerateReqInput(input_ids=prompts, sampling_params=sampling, return_logprob=True)
+        answers = await anext(self.tokenizer_manager.generate_request(request, None))
+        return [
+            (
+                answer["output_ids"],
+                [item[0] for item in answer["meta_info"]["output_token_logprobs"]],
+                answer["meta_info"]["finish_reason"]["type"],
+            )
+            for answer in answers
+        ]
+
+    async def abort(self) -> None:
+        """Ends all requests."""
+        self.tokenizer_manager.abort_request(abort_all=True)
+
+    async def check_weights(self, action: str) -> dict[str, str]:
+        """SGLang's own ``/weights_checker``: ``reset_tensors`` fills all parameters of all ranks with random numbers,
+        ``checksum`` returns those of the first rank by parameter.
+
+        Raises:
+            RuntimeError: this SGLang cannot do that here (``checksum`` needs a GPU).
+        """
+        success, message, *rest = await self.tokenizer_manager.check_weights(CheckWeightsReqInput(action=action))
+        if not success:
+            raise RuntimeError(f"SGLang's weights_checker refused {action}: {message}")
+        ranks = rest[0] if rest else None
+        return dict(ranks[0]["checksums"]) if ranks else {}
+
+    async def digests(self) -> list[dict[str, str]]:
+        """For each tensor-parallel rank the digests of its parameters; see ``loader.digests_of``.
+
+        Raises:
+            RuntimeError: a rank did not answer; its log says why.
+        """
+        found = await self.ask_ranks(DIGEST_LOADER)
+        if len(found) < int(self.tokenizer_manager.server_args.tp_size):
+            raise RuntimeError("an engine rank did not answer with the digests of its parameters; see its log")
+        return found
+
+
+if __name__ == "__main__":
+    process.serve("SGLang", ScriptServer)

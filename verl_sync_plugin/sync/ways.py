@@ -1,0 +1,620 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How bytes come from trainer ranks to engine ranks, and which way a sync takes.
+
+in place    from the second sync on engine ranks read parameters where they lie; nothing is packed
+staged      every rank packs its segment of a bucket into a slot of its staging memory, and the bucket is moved:
+            by nothing, where all engine ranks can map the slots that they read (``staged``), or by a broadcast of
+            each segment from the rank that packed it into the slots of all ranks (``broadcast``), which crosses
+            every host boundary once
+
+The first sync is staged, for the model's own load needs whole tensors. Packing, moving and loading run at once: while
+one bucket is loaded, the next ones are moved and packed. All ranks settle once per bucket: then it is packed
+everywhere, and the bucket before the last has been read everywhere, so its slot is free.
+"""
+
+from __future__ import annotations
+
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+
+from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
+from verl_sync_plugin.errors import RankLostError, SyncError
+from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.tensors import Plan
+from verl_sync_plugin.log import say
+from verl_sync_plugin.report import SyncReport
+from verl_sync_plugin.sync.sender import SLOTS, BucketSender
+from verl_sync_plugin.trainers.base import ParameterSource, name_culprit, rank_in
+from verl_sync_plugin.transport.agreement import Agreement
+from verl_sync_plugin.transport.conversation import Greeting
+from verl_sync_plugin.transport.joint import JointRanks
+from verl_sync_plugin.transport.memory.exports import Live, StagingExport
+from verl_sync_plugin.transport.memory.regions import LiveParameters, NotInPlaceError
+from verl_sync_plugin.transport.protocol import ALL, NONE, Committed, Hello
+
+AHEAD = SLOTS - 1  # buckets between the one handed over and the last one that every engine rank has surely read
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class PeersUnreachableError(RuntimeError):
+    """An engine rank cannot read the memory of other trainer ranks; the same text on every rank."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sync:
+    """One sync under way, of which all ranks have the same plan.
+
+    Attributes:
+        sync_id: names it between trainer and engine ranks.
+        plan: what travels, in which buckets.
+        source: what prepares the shards.
+        shards: all shards of this rank, by base index.
+        report: gets the stages.
+        senders: the ranks whose segments make up a bucket for the engine rank beside this one, in their order.
+        readers: the ranks beside the engine ranks that read this rank's segment.
+        verified: what lies in the engine's parameters is to be compared with what is sent.
+        keeps_staging: staging memory stays for the next sync.
+    """
+
+    sync_id: str
+    plan: Plan
+    source: ParameterSource
+    shards: list[Shard]
+    report: SyncReport
+    senders: tuple[int, ...]
+    readers: tuple[int, ...]
+    verified: bool = False
+    keeps_staging: bool = True
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among the owners of a sharded base."""
+        return rank_in(self.source.group)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What an engine rank is to do as well as loading.
+
+    Attributes:
+        tells: say, before anything is loaded, what its model does with the tensors.
+        proves: say at its commit what lies in its parameters.
+        map: names the ``LoadMap`` that is known of it.
+    """
+
+    tells: bool = False
+    proves: bool = False
+    map: str = ""
+
+
+class Reach:
+    """Which memory engine ranks can map: that of the ranks of their host.
+
+    Args:
+        agreement: where ranks settle.
+
+    Attributes:
+        possible: engine ranks read segments from several ranks, so plans are sharded; ``None`` until it is decided.
+        why: why not.
+        hosts: of all ranks; empty where nobody has asked.
+    """
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+        self.possible: bool | None = None
+        self.hosts: tuple[str, ...] = ()
+        self.why = "no ranks share out the model"
+
+    def decide(self, group: dist.ProcessGroup | None) -> None:
+        """Collective, once, where trainer and rollout share their ranks.
+
+        Args:
+            group: among whose ranks bases are sharded; ``None`` when every rank holds everything.
+        """
+        self.possible = False
+        if group is not None and dist.get_world_size(group) > 1:
+            self._find_hosts()
+            groups = self._agreement.gather("exchanging groups", tuple(dist.get_process_group_ranks(group)))
+            self.possible = all(len({self.hosts[rank] for rank in ranks}) == 1 for ranks in groups)
+            self.why = "ranks that share out the model are on several hosts"
+
+    def decide_apart(self) -> None:
+        """Collective, once, where trainer and rollout are separate."""
+        self._find_hosts()
+        self.possible = len(set(self.hosts)) == 1
+        self.why = "trainer and rollout ranks are on several hosts"
+
+    def _find_hosts(self) -> None:
+        self.hosts = tuple(self._agreement.gather("finding out which ranks share a host", host_name()))
+
+    def lose(self, why: str) -> None:
+        """From now on no plan is sharded: engine ranks cannot read their neighbours' memory after all."""
+        self.possible, self.why = False, why
+
+    def elsewhere(self, ranks: tuple[int, ...], rank: int) -> int:
+        """How many of these ranks are on another host than one of them; 0 as long as nobody has asked."""
+        return sum(self.hosts[other] != self.hosts[rank] for other in ranks) if self.hosts else 0
+
+
+class Way(ABC):
+    """Lives as long as the run. For each sync the ranks vote for a way; then all of them call ``fill``, ``greet``,
+    ``run`` and ``close``.
+
+    Args:
+        config: the sync's settings.
+        agreement: where ranks settle.
+        sender: packs, and speaks to the engine rank.
+        own: where the trainer's ranks settle among themselves; the same as ``agreement`` where every rank has an engine
+            rank beside it.
+        reach: which memory engine ranks can map.
+    """
+
+    name: str
+    in_place: ClassVar[bool] = False
+
+    def __init__(
+        self, config: SyncConfig, agreement: Agreement, sender: BucketSender, own: Agreement, reach: Reach
+    ) -> None:
+        self._config = config
+        self._agreement = agreement
+        self._sender = sender
+        self._own = own
+        self._reach = reach
+        ranks = agreement.ranks
+        self._me, self._packs, self._loads = ranks.rank, ranks.rank in ranks.trainers, ranks.rank in ranks.rollouts
+        # Trainer and rollout share no process: a rank then packs, or has an engine rank load
+        self._apart = not (self._packs and self._loads)
+
+    def _begin(self, sync: Sync) -> None:
+        """Makes ready to pack or read all buckets."""
+        self._sender.begin(sync.plan, sync.rank, True, True)
+
+    @abstractmethod
+    def fill(self, sync: Sync) -> None:
+        """Collective: starts to bring the first bytes into place; the engine may still be asleep.
+
+        Raises:
+            SyncError: any rank failed.
+        """
+
+    @abstractmethod
+    def greet(self, sync: Sync, questions: Questions) -> Greeting:
+        """Opens the sync with the engine rank beside this rank, whose channel the sender has adopted. Not collective.
+
+        Raises:
+            RuntimeError, OSError: it is gone, silent, or has failed.
+        """
+
+    def greeted(self) -> None:  # noqa: B027  (there is nothing to do in place)
+        """All ranks have greeted their engine ranks, which can read what they are to read."""
+
+    @abstractmethod
+    def run(self, sync: Sync) -> None:
+        """Collective: hands everything over. When it returns, the engine rank beside this one has read everything, or
+        this rank has failed.
+
+        Raises:
+            SyncError: any rank failed.
+        """
+
+    @abstractmethod
+    def close(self, sync: Sync) -> None:
+        """Gives back what is not kept until the next sync: all engine ranks have committed this one, or failed to. Not
+        collective."""
+
+    @abstractmethod
+    def fall_back(self, error: PeersUnreachableError) -> None:
+        """Has the next sync take another way."""
+
+    def _load(self, sync: Sync, index: int, slot: int) -> None:
+        sync.report.handed_over = (sync.plan, index)
+        if self._loads:
+            self._sender.load(index, slot)
+
+    def _wait(self, sync: Sync, index: int) -> None:
+        """Waits until the engine rank has loaded a bucket; a rank that has failed, or none beside it, waits for
+        nothing."""
+        if self._agreement.failed or not self._loads:
+            return
+        with sync.report.stage("wait_engine"):
+            loaded = self._sender.wait_loaded(index)
+        sync.report.note_stage("engine_load", loaded.started, loaded.seconds)
+
+    def check_finite(self, sync: Sync) -> None:
+        """The last word before the commit, so that the engine does not generate from a NaN that it was given.
+
+        Raises:
+            ValueError: something that this rank has packed is NaN or Inf; names the parameter and the remedy.
+        """
+        buckets = [sync.plan.buckets[index] for index in self._sender.broken()] if self._packs else []
+        if not buckets:
+            return
+        named = (name_culprit(bucket, sync.shards, sync.source, sync.rank) for bucket in buckets)
+        culprit = next(filter(None, named), None)
+        if culprit is None:
+            names = [entry.name for entry in buckets[0].entries]
+            culprit = f"one of {names[:5]} was NaN or Inf when it was packed, and in the trainer all of them are finite"
+        raise ValueError(
+            f"parameter {culprit}; the engine was not released to generate from it. Look at the last optimizer step "
+            "(loss, gradient norm, learning rate)"
+        )
+
+
+class InPlace(Way):
+    """Engine ranks read parameters where they lie, all at once: one launch of the copy kernel each.
+
+    Only where an engine rank has said that its copy plan covers everything, every trainer rank can tell where its
+    parameters are, and every engine rank can map them. What cannot be read so (merged adapters, offloaded parameters, a
+    model that loads some tensors itself) is staged.
+
+    Attributes:
+        told: the key under which the engine ranks know where this rank's parameters lie; empty at first.
+    """
+
+    name = "direct"
+    in_place = True
+
+    def __init__(
+        self,
+        config: SyncConfig,
+        agreement: Agreement,
+        sender: BucketSender,
+        own: Agreement,
+        reach: Reach,
+        device: torch.device,
+    ) -> None:
+        super().__init__(config, agreement, sender, own, reach)
+        self._device = device
+        self.why = "the engine has not yet said that it can"
+        self._wanted = config.delivery == "auto"
+        if not self._wanted:
+            self.why = f"{KEY_PREFIX}.delivery=staged"
+        self._ready = ""  # the plan of which the engine rank said that it can
+        self._parameters: LiveParameters | None = None
+        self._live: Live | None = None
+        self._lives: tuple[Live, ...] = ()
+        self._place = 0
+        self.told = ""
+
+    def possible(self, sync: Sync) -> bool:
+        """True if nothing speaks against it on this rank. Not collective.
+
+        Looks where the parameters are. If they can be read there, waits until they are final and starts to hash and
+        check them: as early as possible, so that it is done before the engine needs the device. If they are staged
+        after all, packing does so again.
+        """
+        if not self._wanted or self._ready != sync.plan.digest:
+            return False
+        if not self._packs:
+            return True
+        try:
+            if (self._apart or len(sync.senders) > 1) and not sync.plan.sharded:
+                raise NotInPlaceError(self._reach.why)
+            if sync.source.prepares:
+                raise NotInPlaceError("weights are made on the way")
+            if self._parameters is None or self._parameters.plan is not sync.plan:
+                self._parameters = LiveParameters(self._device, sync.plan, sync.rank)
+            self._live = self._parameters.look(sync.shards)
+        except NotInPlaceError as error:  # for the rest of the run
+            self._wanted, self.why, self._parameters = False, str(error), None
+            say(f"parameters are staged, not read where they lie: {error}")
+            return False
+        self._begin(sync)
+        self._sender.read(sync.shards, self._parameters.found)
+        return True
+
+    @property
+    def permanent(self) -> bool:
+        """True if it stays impossible for the rest of the run."""
+        return not self._wanted
+
+    def forgo(self) -> None:
+        """It is impossible on some rank for the rest of the run; looking costs as much as a small sync."""
+        self._wanted = False
+
+    @property
+    def moved(self) -> bool:
+        """True if the engine ranks do not know where this rank's parameters lie."""
+        return self._live is not None and self._live.key != self.told if self._packs else not self._lives
+
+    def tell(self, sync: Sync) -> None:
+        """Collective: the trainer's ranks tell where their parameters lie."""
+        everywhere = self._agreement.gather("telling where parameters lie", self._live)
+        lives = [everywhere[rank] for rank in sync.senders]
+        self._lives, self._place = tuple(live for live in lives if live is not None), place_of(self._me, sync.senders)
+        assert len(self._lives) == len(lives), "possible on all ranks"
+        self.told = self._live.key if self._live is not None else ""
+
+    def fill(self, sync: Sync) -> None:
+        """There is nothing to fill."""
+
+    def greet(self, sync: Sync, questions: Questions) -> Greeting:
+        """The use of the tensors is known by now. Parameters are final on all ranks that have voted for this way."""
+        keys = tuple(live.key for live in self._lives)
+        own, proves = self._place if self._packs else NONE, questions.proves
+        hello = Hello(sync.sync_id, sync.plan.digest, (), self._place, keys, own=own, proves=proves, map=questions.map)
+        return Greeting(self._sender.greet_live(hello, self._lives), None)
+
+    def run(self, sync: Sync) -> None:
+        """Has the engine rank load everything at once."""
+        with self._agreement.attempt():
+            self._load(sync, ALL, 0)
+            self._wait(sync, ALL)
+
+    def note(self, committed: Committed | None, plan: Plan) -> None:
+        """Takes in whether the engine rank could read the next sync in place; where there is none beside this rank,
+        only others have something to say against it."""
+        self._ready = "" if committed is not None and committed.obstacle else plan.digest
+        if committed is not None and self._wanted and committed.obstacle not in ("", self.why):
+            self.why = committed.obstacle
+            say(f"parameters are staged, not read where they lie: {self.why}")
+
+    def close(self, sync: Sync) -> None:
+        """Gives back the staging memory of earlier syncs. By now all engine ranks have unmapped it, also those that
+        failed to commit; told of it again, they would open an export for the second time."""
+        self._sender.unstage()
+
+    def fall_back(self, error: PeersUnreachableError) -> None:
+        """Until the engine ranks say again that they can, parameters are staged."""
+        self._ready = ""
+        say(f"an engine rank cannot read parameters where they lie ({error}); they are staged instead")
+
+
+class Staged(Way):
+    """Buckets are packed into slots, and engine ranks read them there.
+
+    A byte that an engine rank does not need is never moved to it where the slots are mapped, and what its own trainer
+    rank holds never leaves the GPU.
+    """
+
+    def __init__(
+        self, config: SyncConfig, agreement: Agreement, sender: BucketSender, own: Agreement, reach: Reach
+    ) -> None:
+        super().__init__(config, agreement, sender, own, reach)
+        self._plan: Plan | None = None  # that the staging memory is for
+        self._stagings: tuple[StagingExport, ...] = ()  # that the engine rank beside this one reads
+        self._place = 0
+        self._moves = False
+        self._unopened = False  # the engine ranks have not opened these yet
+        self.name = "staged"
+
+    def unready(self, sync: Sync) -> bool:
+        """True if ``stage`` has to come first."""
+        known = self._plan is not None and self._plan.digest == sync.plan.digest
+        return not known or (self._holds(sync.plan) and not self._sender.staged)
+
+    def _holds(self, plan: Plan) -> bool:
+        """True if this rank has slots."""
+        return self._packs or not plan.sharded
+
+    def stage(self, sync: Sync) -> None:
+        """Collective: makes staging memory for the plan; each rank hears of what the engine rank beside it will read.
+
+        Raises:
+            SyncError: a rank has not enough memory, or cannot share it; the same text on every rank.
+        """
+        self._plan, plan = None, sync.plan  # what was there is gone even if this fails
+        sources = sync.senders if plan.sharded else (self._me,)
+        mine = self._agreement.step("sharing the staging memory", lambda: self._reserve(sync))
+        everywhere = self._agreement.gather("exchanging the staging memory", mine) if plan.sharded else {self._me: mine}
+        self._stagings = tuple(everywhere[rank][self._me] for rank in sources) if self._loads else ()
+        self._place, self._unopened, self._plan = place_of(self._me, sources), True, plan
+        self._moves = not plan.sharded and (self._apart or any(bucket.world > 1 for bucket in plan.buckets))
+        self.name = "broadcast" if self._moves else "staged"
+
+    def _reserve(self, sync: Sync) -> dict[int, StagingExport]:
+        """An export that is never opened would keep the memory for good: there is one for every reader and no other."""
+        if not self._holds(sync.plan):
+            return {}
+        self._sender.reserve(sync.plan)
+        if sync.plan.sharded:
+            readers = sync.readers if self._me in sync.senders or not self._apart else ()
+        else:
+            readers = (self._me,) if self._loads else ()
+        return {rank: self._sender.export(rank) for rank in readers}
+
+    def fill(self, sync: Sync) -> None:
+        """Fills all slots."""
+        if not self._packs:
+            return
+        with self._agreement.attempt():
+            self._begin(sync)
+        for index in range(min(SLOTS, len(sync.plan.buckets))):
+            self._fill(sync, index)
+
+    def _fill(self, sync: Sync, index: int) -> None:
+        """A rank that packs starts to bring one bucket into its slot."""
+        if not self._packs:
+            return
+        # Apart, an error of all trainer ranks is news for the rollout ranks
+        with self._agreement.attempt() if self._apart else nullcontext():
+            self._prepare(sync, index)
+        with self._agreement.attempt(), sync.report.stage("pack"):
+            self._sender.pack(index, index % SLOTS, sync.shards)
+
+    def _prepare(self, sync: Sync, index: int) -> None:
+        """Collective over the trainer's ranks: what makes a bucket of which weights are made on the way."""
+        if not sync.source.prepares:
+            return
+        what, buckets = f"packing bucket {index + 1} of {len(sync.plan.buckets)}", sync.plan.buckets
+        if self._apart and self._agreement.failed:  # the others must not wait for this rank alone
+            with self._own.attempt():
+                raise RuntimeError("this rank has failed before")
+        with sync.report.stage("prepare"):
+            ahead = [later.bases for later in buckets[index + 1 :]]
+            self._own.run(what, sync.source.prepare(buckets[index].bases, ahead))
+            if self._apart:
+                self._own.settle(what)
+
+    def greet(self, sync: Sync, questions: Questions) -> Greeting:
+        sources = sync.senders if sync.plan.sharded else (self._me,)
+        hello = Hello(
+            sync.sync_id, sync.plan.digest, self._stagings, self._place,
+            tells=questions.tells, own=sources.index(self._me) if self._me in sources else NONE,
+            homes=tuple((segment, 0) for segment in range(len(sources))) if sync.plan.sharded else (),
+            proves=questions.proves, map=questions.map,
+        )  # fmt: skip
+        return self._sender.greet(hello, sync.plan)
+
+    def greeted(self) -> None:
+        if self._unopened:
+            self._sender.opened()
+            self._unopened = False
+
+    def run(self, sync: Sync) -> None:
+        """Hands all buckets over, after ``fill``.
+
+        A rank that has failed says so before anything is moved, so nobody waits for its bytes; and what is under way is
+        awaited before a rank gives up, so that nothing of a failed sync comes into a later one.
+        """
+        try:
+            self._run(sync)
+        except BaseException as error:
+            # What is under way from a rank that is lost never comes
+            if self._moves and not isinstance(error, RankLostError):
+                for slot in range(SLOTS):
+                    with suppress(Exception):
+                        self._sender.drain(slot)
+                if isinstance(error, SyncError):
+                    # All ranks raise it, and none goes on to end its transfers before all have awaited theirs
+                    with suppress(SyncError):
+                        self._agreement.settle("awaiting what was under way")
+            raise
+
+    def _run(self, sync: Sync) -> None:
+        count, lag = len(sync.plan.buckets), int(self._moves)  # what is moved is loaded one round later
+        for index in range(count + lag):
+            with self._agreement.attempt():
+                if index >= AHEAD:
+                    self._wait(sync, index - AHEAD)
+            if index < count:
+                with self._agreement.attempt(), sync.report.stage("drain"):
+                    self._sender.drain(index % SLOTS)
+                with sync.report.stage("settle"):
+                    self._agreement.settle(f"packing bucket {index + 1} of {count}")
+            if index < count and self._moves:
+                with self._agreement.attempt():
+                    self._move(sync, index)
+            with self._agreement.attempt(), sync.report.stage("move") if lag else nullcontext():
+                if lag and index > 0:
+                    self._sender.drain((index - 1) % SLOTS)
+            with self._agreement.attempt():
+                if index >= lag and not self._agreement.failed:
+                    self._load(sync, index - lag, (index - lag) % SLOTS)
+            if AHEAD <= index < count - 1:
+                self._fill(sync, index + 1)
+        with self._agreement.attempt():
+            for index in range(max(count + lag - AHEAD, 0), count):
+                self._wait(sync, index)
+
+    def _move(self, sync: Sync, index: int) -> None:
+        """Starts to complete a bucket's slot on all ranks."""
+        bucket, ranks = sync.plan.buckets[index], self._agreement.ranks
+        if isinstance(ranks, JointRanks):
+            start = ranks.broadcast
+        elif bucket.world > 1:
+            start = partial(dist.broadcast, group=sync.source.group, async_op=True)
+        else:
+            return  # every rank has packed all of it
+        self._sender.broadcast(bucket, index % SLOTS, sync.senders, start)
+        sync.report.network_bytes += bucket.stride * self._reach.elsewhere(sync.senders[: bucket.world], self._me)
+
+    def close(self, sync: Sync) -> None:
+        """Gives the staging memory back where the engine would lack it. By now all engine ranks have unmapped it, but
+        for one that is gone."""
+        if not sync.keeps_staging:
+            self._sender.unstage()
+            self._plan = None
+
+    def fall_back(self, error: PeersUnreachableError) -> None:
+        say(f"an engine rank cannot read other ranks' memory ({error}); buckets are broadcast instead")
+        self._reach.lose(str(error))
+
+
+class Ways:
+    """Both ways, of which the ranks choose one in every sync: an engine rank learns what it can, and a trainer may move
+    its parameters.
+
+    Args:
+        config: the sync's settings.
+        agreement: where ranks settle.
+        sender: packs, and speaks to the engine rank.
+        device: where the trainer computes.
+        own: where the trainer's ranks settle among themselves, if the rollout's ranks are others.
+
+    Attributes:
+        reach: decides how plans are laid out.
+    """
+
+    def __init__(
+        self,
+        config: SyncConfig,
+        agreement: Agreement,
+        sender: BucketSender,
+        device: torch.device,
+        own: Agreement | None = None,
+    ) -> None:
+        self._agreement = agreement
+        self.reach = Reach(agreement)
+        self.in_place = InPlace(config, agreement, sender, own or agreement, self.reach, device)
+        self.staged = Staged(config, agreement, sender, own or agreement, self.reach)
+        self._said = ""
+        self._chosen: Way = self.staged
+
+    def votes(self, sync: Sync) -> list[int]:
+        """What this rank has to say of the ways, to be added up over all ranks for ``take``. Not collective."""
+        impossible = not self.in_place.possible(sync)
+        moved = not impossible and self.in_place.moved
+        return [int(each) for each in (impossible, self.in_place.permanent, moved, self.staged.unready(sync))]
+
+    def take(self, sync: Sync, votes: Sequence[int]) -> Way:
+        """Collective: the way of this sync, ready to ``fill``.
+
+        Args:
+            sync: the one under way.
+            votes: of all ranks, added up.
+
+        Raises:
+            SyncError: any rank failed.
+        """
+        impossible, permanent, moved, unready = map(bool, votes)
+        if permanent:
+            self.in_place.forgo()
+        if impossible:
+            if unready:
+                self.staged.stage(sync)
+        elif moved:
+            self.in_place.tell(sync)
+        self._chosen = self.staged if impossible else self.in_place
+        if self._chosen.name != self._said and self._agreement.ranks.rank == 0:
+            why = [] if not impossible else [f"not direct: {self.in_place.why}"]
+            if self._chosen.name == "broadcast":
+                why.append(f"not staged alone: {self.reach.why}")
+            say(f"delivery is {self._chosen.name}" + (f" ({'; '.join(why)})" if why else ""))
+        self._said = self._chosen.name
+        return self._chosen
+
+    def fall_back(self, error: PeersUnreachableError) -> None:
+        """The way chosen last was out of reach: the next sync takes another one."""
+        self._chosen.fall_back(error)
+
+
+def place_of(rank: int, sources: tuple[int, ...]) -> int:
+    """Which of the sources a rank's engine rank reads what all of them hold from: the one beside it; where none is, one
+    of them, so that the ranks share them out."""
+    return sources.index(rank) if rank in sources else rank % len(sources)
+
+
+def host_name() -> str:
+    """Equal for processes that can share memory: one machine, one container."""
+    boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
+    return f"{socket.gethostname()} {boot}".strip()

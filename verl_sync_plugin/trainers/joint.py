@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainers whose ranks hold different parts of their tensors: Megatron, DTensors of any placement, verl's
+``ShardSpec``.
+
+Every rank says once what it holds; from then on each knows which of its bytes go where, and a bucket carries parts of
+all ranks that hold the model together, whatever the mix of parallel layouts. Of each part one holder sends, chosen so
+that all send about as much. What the parts leave out of a tensor, or hold of it twice, is refused by name.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.tensors import Base, View
+from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
+from verl_sync_plugin.trainers.wire import WirePolicy
+from verl_sync_plugin.transport.agreement import Agreement
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part of one parameter.
+
+    Attributes:
+        name: the trainer's, the same on all ranks.
+        place: ranks with equal places hold the same part.
+        shape, dtype: of the part, in the trainer's dtype.
+        views: the HF tensors that the parameter yields, with this part's shares of them.
+        common: what all parts of the parameter agree in.
+        text: all of that in words, for messages.
+        buffer: it keeps its dtype.
+        adapter: of a weight with a LoRA adapter, which ranks its factors are split over, and its rank.
+    """
+
+    name: str
+    place: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    views: tuple[View, ...]
+    common: tuple[object, ...] = ()
+    text: str = ""
+    buffer: bool = False
+    adapter: tuple[str, int] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        itemsize: int = getattr(torch, self.dtype).itemsize
+        return prod(self.shape) * itemsize
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """One rank's share of the model: its parts in model order, and the ranks of its model-parallel groups. ``computed``
+    names the first parameter whose HF tensors are more than copies of it, and why."""
+
+    parts: tuple[Part, ...]
+    groups: tuple[tuple[int, ...], ...]
+    computed: str = ""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One parameter in one replica of the model: its parts, and the ranks of the world that hold each."""
+
+    parts: tuple[Part, ...]
+    holders: tuple[tuple[int, ...], ...]
+
+
+class JointSource(ParameterSource):
+    """Reads what the ranks hold in parts. Before ``shards`` comes ``agree_on_layout``."""
+
+    def __init__(self, policy: WirePolicy) -> None:
+        super().__init__()
+        self._policy = policy
+        self._readings = 0  # of the layout, by all ranks together
+        self._bases: list[Base] = []  # empty until the ranks have agreed
+        self._parts: list[Part] = []  # of each base, on every rank
+        self._mine: dict[int, str] = {}  # base -> parameter of this rank
+
+    @abstractmethod
+    def look(self) -> bool:
+        """Finds this rank's tensors; returns whether their names, shapes, dtypes or places are others than before."""
+
+    @abstractmethod
+    def read(self, run: str) -> RankLayout:
+        """This rank's layout, as it was when last looked at; ``run`` names this reading alike on all ranks. Raises
+        ValueError, with its name, for a parameter that is stored in a way that cannot be sent."""
+
+    @abstractmethod
+    def shard(self, base: Base, name: str) -> Shard:
+        """A base of which this rank sends its part of the parameter of that name."""
+
+    def check_whole(self, parts: Sequence[Part]) -> None:
+        """Raises ValueError when parts that are alike, each in another place, cannot be those of one parameter."""
+
+    def instead(self, layouts: list[RankLayout]) -> ParameterSource | None:
+        """The source that reads this trainer in place of this one, by the layouts of all ranks."""
+        return None
+
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Groups of this rank that may be those of a replica; a communicator of its own costs device memory."""
+        return ()
+
+    def agree_on_layout(self, agreement: Agreement) -> ParameterSource:
+        """The ranks exchange their layouts when any of them has changed."""
+        if not agreement.any("looking for the trainer's weights", self._changed):
+            return self
+        self._bases, self._readings = [], self._readings + 1
+        run = f"layout {agreement.number}.{self._readings}"
+        layout = agreement.step("reading the layout of the trainer", lambda: self.read(run))
+        layouts = agreement.gather("exchanging the layout of the trainer", layout)
+        other = self.instead(layouts)
+        if other is not None:
+            return other.agree_on_layout(agreement)
+        bases = agreement.step("matching the layouts of all ranks", lambda: self._match(layouts))
+        self._group = self._group_of(replicas(layouts))
+        self._bases = bases
+        return self
+
+    def _changed(self) -> bool:
+        if self.look():
+            self._bases = []
+        return not self._bases
+
+    def _match(self, layouts: list[RankLayout]) -> list[Base]:
+        """Works out who sends what, from the layouts of all ranks in rank order. Raises ValueError, the same on every
+        rank, where the ranks disagree."""
+        units_of = match(layouts)
+        for units in units_of.values():
+            for unit in units:
+                self.check_whole(unit.parts)
+        rank = dist.get_rank()
+        ranks, units = next((ranks, units) for ranks, units in units_of.items() if rank in ranks)
+        bases: list[Base] = []
+        self._parts, self._mine = [], {}
+        for unit, senders in zip(units, choose_owners(units, ranks), strict=True):
+            like = unit.parts[0]
+            wire = getattr(torch, like.dtype)
+            if not like.buffer:
+                wire = self._policy.of_parameter([view.name for view in like.views], wire)
+            for part, sender in zip(unit.parts, senders, strict=True):
+                if not part.views:
+                    continue
+                if sender == rank:
+                    self._mine[len(bases)] = part.name
+                lengths = tuple(prod(part.shape) if each == sender else 0 for each in ranks)
+                key = f"{part.name} (part {', '.join(map(str, part.place))})" if len(unit.parts) > 1 else part.name
+                bases.append(Base(key, dtype_name(wire), wire.itemsize, lengths, part.views))
+                self._parts.append(part)
+        return bases
+
+    def _group_of(self, members: list[tuple[int, ...]]) -> dist.ProcessGroup | None:
+        """This rank's replica as a group. Collective."""
+        if len(members[0]) == 1:
+            return None
+        if len(members) == 1:
+            return dist.group.WORLD
+        for group in self.groups():
+            # Replicas are alike, so all ranks come to the same choice
+            if tuple(dist.get_process_group_ranks(group)) in members:
+                return group
+        groups = [dist.new_group(list(ranks)) for ranks in members]
+        return next(group for ranks, group in zip(members, groups, strict=True) if dist.get_rank() in ranks)
+
+    def shards(self) -> list[Shard]:
+        assert self._bases, "the ranks have not agreed on the layout"
+        mine = self._mine
+        return [
+            self.shard(base, mine[index]) if index in mine else Shard(base, partial(torch.empty, 0))
+            for index, base in enumerate(self._bases)
+        ]
+
+
+def replicas(layouts: list[RankLayout]) -> list[tuple[int, ...]]:
+    """The smallest sets of ranks that hold the whole model and cut through no model-parallel group, sorted."""
+    sets = [{rank} for rank in range(len(layouts))]
+    for layout in layouts:
+        for group in layout.groups:
+            joined = set().union(*(sets[rank] for rank in group))
+            for rank in joined:
+                sets[rank] = joined
+    return sorted({tuple(sorted(each)) for each in sets})
+
+
+def match(layouts: list[RankLayout]) -> dict[tuple[int, ...], list[Unit]]:
+    """The parameters of each replica, in model order, from the layouts of all ranks in rank order; the same on every
+    rank. Raises ValueError, with parameter and ranks, where ranks disagree on one, or hold less or more than all of it.
+    """
+    found: dict[str, dict[int, Part]] = defaultdict(dict)  # name -> rank -> part
+    for rank, layout in enumerate(layouts):
+        for part in layout.parts:
+            if rank in found[part.name]:
+                raise ValueError(f"parameter {part.name!r} is there twice on rank {rank}")
+            found[part.name][rank] = part
+    for name, parts in found.items():
+        _check_alike(name, parts)
+    return {ranks: [_unit(ranks, name, parts) for name, parts in found.items()] for ranks in replicas(layouts)}
+
+
+def _check_alike(name: str, parts: dict[int, Part]) -> None:
+    kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for rank, part in parts.items():
+        kinds[part.dtype, part.buffer, part.adapter, part.common].append(rank)
+    if len(kinds) > 1:
+        said = {_ranks(ranks): parts[ranks[0]].text for ranks in kinds.values()}
+        if len(set(said.values())) == 1:  # then what it becomes differs
+            said = {_ranks(ranks): f"{kind}" for kind, ranks in kinds.items()}
+        text = "; ".join(f"{ranks}: {words}" for ranks, words in said.items())
+        raise ValueError(f"the ranks disagree on parameter {name!r}: {text}")
+
+
+def _unit(ranks: tuple[int, ...], name: str, found: dict[int, Part]) -> Unit:
+    by_place: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank in ranks:
+        if rank in found:
+            by_place[found[rank].place].append(rank)
+    parts = [found[by_place[place][0]] for place in sorted(by_place)]
+    like, who = next(iter(found.values())), f"{_ranks(ranks)} {'hold' if len(ranks) > 1 else 'holds'}"
+    if not parts:
+        raise ValueError(f"{who} no copy of parameter {name!r} ({like.text}), which {_ranks(found)} hold")
+    for number, view in enumerate(like.views):
+        held = sum(run.width * run.count for part in parts for run in part.views[number].shares)
+        if held != view.span:
+            raise ValueError(
+                f"{who} {held} of {view.span} elements of parameter {name!r} ({like.text}), which {_ranks(found)} hold"
+            )
+    return Unit(tuple(parts), tuple(tuple(by_place[part.place]) for part in parts))
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    numbers = list(ranks)
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def choose_owners(units: list[Unit], ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The rank of a replica that sends each part of its units, so that all ranks send about as much."""
+    load = dict.fromkeys(ranks, 0)
+    chosen: dict[int, tuple[int, ...]] = {}
+    # What only one rank holds comes first: the others' choice evens it out
+    for index in sorted(range(len(units)), key=lambda index: max(map(len, units[index].holders), default=0) > 1):
+        picked = []
+        for part, held in zip(units[index].parts, units[index].holders, strict=True):
+            rank = min(held, key=lambda rank: (load[rank], rank))
+            load[rank] += part.nbytes
+            picked.append(rank)
+        chosen[index] = tuple(picked)
+    return [chosen[index] for index in range(len(units))]

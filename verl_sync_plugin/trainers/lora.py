@@ -1,0 +1,518 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA weights merged while they are packed.
+
+Only the small factors are gathered, whole, for the weights of a few buckets at a time; the base stays sharded and is
+never written. So there is nothing to back up or restore, and a failure leaves the trainer as it was. ``Merging`` is
+what all trainers share; ``MergingSource`` wraps the source of a PEFT model under FSDP.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl_sync_plugin.config.settings import TURN_OFF, SyncConfig
+from verl_sync_plugin.copies.packing import chunks_of
+from verl_sync_plugin.layout.shard import Member, Shard
+from verl_sync_plugin.layout.tensors import Base, View
+from verl_sync_plugin.lora.merge import Scratch, Steps, Target, Weight, add_squares, full_precision, steps_of
+from verl_sync_plugin.lora.peft import LoRAWeight, is_adapter, refuse_incomplete
+from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
+
+# Bytes of whole fp32 factors that are gathered at a time, if one bucket does not need more: every round costs all ranks
+# an exchange over gloo and a collective
+GATHER_BYTES = 64 << 20
+Gathering = Generator[None, None, dict[str, torch.Tensor]]
+Merge = Callable[[torch.Tensor, int], torch.Tensor]  # see ``Shard.merge``
+
+
+def take_part(work: dist.Work, device: torch.device, seconds: float) -> None:
+    """Waits for a collective that was started with ``async_op=True``; raises RuntimeError where another rank did not
+    take part in time. On a GPU this only orders streams; who waits for the result there has a bound (``reached``,
+    ``BucketSender.drain``)."""
+    if device.type == "cuda":
+        work.wait()
+    else:
+        work.wait(timedelta(seconds=seconds))
+
+
+def reached(device: torch.device, seconds: float) -> None:
+    """Waits until a device has done all that was given to it, with a bound, since a rank that died leaves NCCL hanging;
+    raises TimeoutError."""
+    if device.type != "cuda":
+        return
+    event = torch.cuda.Event()
+    event.record()
+    deadline = time.monotonic() + seconds
+    while not event.query():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the device did not finish gathering LoRA factors within {seconds:g} s")
+        time.sleep(2e-4)
+
+
+# ---- factors: kept as shards, gathered whole. What is gathered together travels in one collective per dtype: every
+# rank lays its runs of all factors one after another, each in a block as long as the longest run of it. So a factor
+# begins at the same place of every rank's part.
+
+
+@dataclass(frozen=True)
+class _Factor:
+    """One factor in a batch, by its key of the state dict: shape and strides (``None``: contiguous) of the whole, the
+    elements that each rank holds, and ``block``, the longest of these runs."""
+
+    key: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    lengths: tuple[int, ...]
+    block: int
+
+    @cached_property
+    def torn(self) -> bool:
+        """True if a gap follows a run that is not the last."""
+        return any(length < self.block and any(self.lengths[rank + 1 :]) for rank, length in enumerate(self.lengths))
+
+    def whole(self, blocks: torch.Tensor) -> torch.Tensor:
+        """The factor from the blocks of all ranks, 1-D, one after another; a view unless it is torn."""
+        if self.torn:
+            parts = zip(blocks.split(self.block), self.lengths, strict=True)
+            blocks = torch.cat([part[:length] for part, length in parts])
+        else:
+            blocks = blocks[: sum(self.lengths)]
+        return blocks.view(self.shape) if self.strides is None else blocks.as_strided(self.shape, self.strides)
+
+
+class FactorStore:
+    """The adapter parameters of one sync, which are gathered onto ``device``. Keeps from sync to sync how they are laid
+    out then."""
+
+    def __init__(self, device: torch.device, timeout_seconds: float) -> None:
+        self._device = device
+        self._timeout = timeout_seconds
+        self._shards: dict[str, Shard] = {}  # by state-dict key, in the order of the model
+        self._batches: dict[tuple[str, ...], tuple[tuple[Base, ...], list[tuple[int, list[_Factor]]]]] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._shards)
+
+    def clear(self) -> None:
+        self._shards = {}
+
+    def keep(self, name: str, shard: Shard) -> None:
+        """Keeps one adapter parameter."""
+        self._shards[name] = shard
+
+    def shard(self, key: str) -> Shard:
+        return self._shards[key]
+
+    def nbytes(self, keys: tuple[str, ...], itemsize: int) -> int:
+        """Bytes of the whole factors at ``itemsize`` bytes per element; the same on all ranks."""
+        return sum(self._shards[key].base.numel for key in keys) * itemsize
+
+    def gather(
+        self, keys: tuple[str, ...], group: dist.ProcessGroup | None, dtype: torch.dtype | None = None
+    ) -> Gathering:
+        """Whole factors, in ``dtype`` or the trainer's. Collective over ``group``, their owners, with the same keys on
+        all ranks; yields right before each collective. Peak device memory: the factors twice in the trainer's dtype and
+        this rank's part of them; or, where they are cast, once in each dtype."""
+        found: dict[str, torch.Tensor] = {}
+        for world, factors in self._laid_out(keys):
+            joined = yield from self._join(world, factors, group)
+            blocks = joined.to(dtype or joined.dtype).split([world * factor.block for factor in factors])
+            found.update({factor.key: factor.whole(block) for factor, block in zip(factors, blocks, strict=True)})
+        return found
+
+    def _join(
+        self, world: int, factors: list[_Factor], group: dist.ProcessGroup | None
+    ) -> Generator[None, None, torch.Tensor]:
+        """The blocks of all ranks factor by factor, 1-D."""
+        rank = dist.get_rank(group) if world > 1 else 0
+        pieces = []
+        for factor in factors:
+            pieces.append(self._shards[factor.key].local())
+            if gap := factor.block - factor.lengths[rank]:
+                pieces.append(pieces[-1].new_zeros(gap))
+        mine = torch.cat(pieces).to(self._device)
+        if world == 1:
+            return mine
+        parts = mine.new_empty((world, mine.numel()))
+        yield
+        work = dist.all_gather_into_tensor(parts.view(-1), mine, group=group, async_op=True)
+        take_part(work, self._device, self._timeout)
+        sizes, joined = [factor.block for factor in factors], parts.new_empty(parts.numel())
+        places = [blocks.view(world, -1) for blocks in joined.split([world * size for size in sizes])]
+        torch.split_with_sizes_copy(parts, sizes, dim=1, out=places)
+        return joined
+
+    def _laid_out(self, keys: tuple[str, ...]) -> list[tuple[int, list[_Factor]]]:
+        """Factors that travel together: of one dtype, with equally many owners."""
+        bases = tuple(self._shards[key].base for key in keys)
+        known = self._batches.get(keys)
+        if known is None or known[0] != bases:
+            together: dict[tuple[int, str], list[_Factor]] = {}
+            for key, base in zip(keys, bases, strict=True):
+                factor = _Factor(key, base.views[0].shape, base.views[0].strides, base.lengths, max(base.lengths))
+                together.setdefault((len(base.lengths), base.dtype), []).append(factor)
+            batches = [(world, factors) for (world, _), factors in together.items()]
+            known = self._batches[keys] = bases, batches
+        return known[1]
+
+
+def bases_ahead(
+    bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]], nbytes: Callable[[int], int], limit: int = GATHER_BYTES
+) -> tuple[int, ...]:
+    """The bases to prepare at once: those of a bucket, and of the next ones while the whole fp32 factors of all
+    (``nbytes`` of a base, alike on every rank) stay within ``limit``."""
+    chosen = dict.fromkeys(bases)
+    total = sum(map(nbytes, bases))
+    for bucket in ahead:
+        new = tuple(base for base in bucket if base not in chosen)
+        total += sum(map(nbytes, new))
+        if total > limit:
+            break
+        chosen.update(dict.fromkeys(new))
+    return tuple(chosen)
+
+
+# ---- the merge
+
+
+class Merging(ParameterSource):
+    """A source that merges while it is packed; every trainer's. ``factors`` are those of this sync, as shards;
+    ``gathered`` are whole factors that are there now, by state-dict key."""
+
+    def __init__(
+        self, device: torch.device, timeout_seconds: float, gather_bytes: int = GATHER_BYTES, **source: Any
+    ) -> None:
+        super().__init__(**source)
+        self._device = device
+        self._timeout = timeout_seconds
+        self._gather_bytes = gather_bytes
+        self._scratch = Scratch(device)
+        self.factors = FactorStore(device, timeout_seconds)
+        self._prepared: frozenset[int] = frozenset()
+        self.gathered: dict[str, torch.Tensor] = {}
+        self._scales: dict[str, torch.Tensor] = {}
+
+    @abstractmethod
+    def weights_in(self, base: int) -> Sequence[Weight]:
+        """The adapted weights in this rank's part of a base."""
+
+    @abstractmethod
+    def factor_bytes(self, base: int) -> int:
+        """Bytes of the whole factors of a base, in fp32; the same on every rank."""
+
+    @abstractmethod
+    def gather(self, bases: tuple[int, ...]) -> Gathering:
+        """Whole factors for these bases, in fp32. Collective; yields right before each collective."""
+
+    def scales(self, bases: tuple[int, ...]) -> Gathering:
+        """DoRA's scales of the weights in these bases, by name. Collective, after ``gather``."""
+        yield from ()
+        return {}
+
+    def release(self) -> None:
+        self.factors.clear()
+        self._scratch.release()
+        self._forget()
+        super().release()
+
+    def _forget(self) -> None:
+        self._prepared, self.gathered, self._scales = frozenset(), {}, {}
+
+    def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
+        """Collective: gathers the factors of every adapted weight in these bases, and DoRA's norms; those of the next
+        buckets as well, as long as all of them stay within ``gather_bytes``."""
+        if self._prepared.issuperset(bases):
+            return
+        self._forget()  # before more is taken
+        chosen = bases_ahead(bases, ahead, self.factor_bytes, self._gather_bytes)
+        self.gathered = yield from self.gather(chosen)
+        self._scales = yield from self.scales(chosen)
+        self._prepared = frozenset(chosen)  # last: what a failure leaves is no preparation
+
+    def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:
+        weights = [weight for base in bases for weight in self.weights_in(base)]
+        return [(key, self.factors.shard(key).local) for weight in weights for key in weight.keys]
+
+    def merger(self, targets: tuple[Target, ...], first: int) -> Merge:
+        """Returns what merges ``targets`` into parts of a run that begins at element ``first`` of the base (see
+        ``Shard.merge``). How each part is merged is worked out once."""
+        known: dict[tuple[int, int], Steps] = {}
+
+        def merge(part: torch.Tensor, begin: int) -> torch.Tensor:
+            place = begin, part.numel()
+            steps = known.get(place)
+            if steps is None:
+                steps = known[place] = steps_of(targets, first + begin, part.numel())
+            return self._scratch.merge(part, steps, self.gathered, self._scales)
+
+        return merge
+
+
+# ---- what travels of a base of a PEFT model, by itself or without the rest
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """Some or all elements of a base, as a base with its members. Made once; the shards it is applied to change with
+    every sync. ``offset`` and ``count`` are of this rank's run in its run of the old base; ``None``: the part is the
+    whole base."""
+
+    base: Base
+    members: tuple[Member, ...] = ()
+    offset: int | None = None
+    count: int = 0
+
+    def of(self, shard: Shard) -> Shard:
+        """This part of a shard of the old base, which has no ``merge``."""
+        if self.base is shard.base:
+            return shard
+        if self.offset is None:
+            return Shard(self.base, shard.local, members=self.members, run=shard.run)
+        return Shard(self.base, partial(_narrow, shard, self.offset, self.count), members=self.members)
+
+
+def excerpt(
+    base: Base, rank: int, key: str, start: int, numel: int, views: tuple[View, ...], members: tuple[Member, ...] = ()
+) -> Excerpt:
+    """Elements ``[start, start + numel)`` of a base as a new one with this key. ``rank`` is this rank's place among the
+    owners; ``views``, of the old base, lie inside the part."""
+    firsts = [0, *accumulate(base.lengths)]
+    cuts = [
+        (max(first, start), min(first + length, start + numel))
+        for first, length in zip(firsts, base.lengths, strict=False)
+    ]
+    lengths = tuple(max(stop - low, 0) for low, stop in cuts)
+    moved = tuple(replace(view, start=view.start - start) for view in views)
+    part = Base(key, base.dtype, base.itemsize, lengths, moved)
+    return Excerpt(part, members, cuts[rank][0] - firsts[rank], lengths[rank])
+
+
+def _narrow(shard: Shard, offset: int, count: int) -> torch.Tensor:
+    return shard.local()[offset : offset + count] if count else shard.local()[:0]
+
+
+def adapter_parts(shard: Shard, rank: int) -> tuple[tuple[str, Excerpt], ...]:
+    """The adapter parameters in a shard; FSDP1 may flatten them together with others."""
+    found = []
+    for member in shard.members:
+        if is_adapter(member.name):
+            numel = math.prod(member.shape)
+            whole = View(member.name, member.shape, member.start, numel, member.strides)
+            if numel == shard.base.numel:
+                part = Excerpt(replace(shard.base, key=member.name, views=(whole,)))
+            else:
+                part = excerpt(shard.base, rank, member.name, member.start, numel, (whole,))
+            dtype = shard.local().dtype  # the base's is what served weights travel in
+            base = replace(part.base, dtype=dtype_name(dtype), itemsize=dtype.itemsize)
+            if base == shard.base:
+                base = shard.base  # then the shard itself will do
+            found.append((member.name, replace(part, base=base)))
+    return tuple(found)
+
+
+def without_adapters(shard: Shard) -> Excerpt:
+    """The rest of a base; the base itself if there are no adapters in it."""
+    views = tuple(view for view in shard.base.views if not is_adapter(view.name))
+    if len(views) == len(shard.base.views):
+        return Excerpt(shard.base, shard.members)
+    members = tuple(member for member in shard.members if not is_adapter(member.name))
+    return Excerpt(replace(shard.base, views=views), members)
+
+
+def untied(whole: Excerpt, rank: int, weights: dict[str, LoRAWeight]) -> list[Excerpt]:
+    """Splits tied parameters of which only some are adapted, or each by its own adapter: merged they differ."""
+    split: list[Member] = []
+    owners: dict[int, Member] = {}
+    for member in whole.members:
+        owner = owners.setdefault(member.start, member)
+        if weights.get(member.name) is not weights.get(owner.name):
+            split.append(member)
+    if not split:
+        return [whole]
+    names = {member.name for member in split}
+    moved = {member.name: _views_of(member, whole) for member in split}
+    gone = {view.name for views in moved.values() for view in views}
+    rest = tuple(view for view in whole.base.views if view.name not in gone)
+    kept = tuple(member for member in whole.members if member.name not in names)
+    parts = [Excerpt(replace(whole.base, views=rest), kept)]
+    for member in split:
+        key, alone = f"{whole.base.key} ({member.name})", (replace(member, start=0),)
+        numel = math.prod(member.shape)
+        parts.append(excerpt(whole.base, rank, key, member.start, numel, moved[member.name], alone))
+    return parts
+
+
+def _views_of(member: Member, whole: Excerpt) -> tuple[View, ...]:
+    """The HF tensors of a parameter; a checkpoint's name for it may be another than the trainer's. Tied parameters have
+    equally many views over the same elements, in the order of the members."""
+    tied = [each for each in whole.members if each.start == member.start]
+    end = member.start + math.prod(member.shape)
+    views = [view for view in whole.base.views if member.start <= view.start < end]
+    each, place = len(views) // len(tied), tied.index(member)
+    return tuple(views[place * each : (place + 1) * each])
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """The parts of one base of the trainer, as long as that base stays what it is: the adapter parameters in it, and
+    what travels, with the adapted weights inside and what merges them."""
+
+    base: Base
+    factors: tuple[tuple[str, Excerpt], ...]
+    exported: tuple[tuple[Excerpt, tuple[Target, ...], Merge | None], ...]
+
+
+class MergingSource(Merging):
+    """Wraps ``inner``, the source of a PEFT model, whose ``weights`` are named like it names them.
+
+    Peak device memory besides the buckets: ``gather_bytes``, or the factors of one bucket's weights where those are
+    larger, twice, and this rank's part of them once more; in fp32 ``LONGEST_CHUNK`` elements and two rows; of weights
+    that are not ``plain`` three times ``LONGEST_CHUNK`` elements, and of fused experts at least one whole expert.
+
+    Args:
+        merge: False yields the base as it is, for an engine that serves the adapter itself.
+        gather_bytes: of whole factors in fp32, gathered ahead; the same on all ranks.
+        still: raises when ``weights`` are not what the trainer adapts any more; asked in every sync.
+    """
+
+    def __init__(
+        self,
+        inner: ParameterSource,
+        weights: list[LoRAWeight],
+        device: torch.device,
+        merge: bool = True,
+        gather_bytes: int = GATHER_BYTES,
+        still: Callable[[], None] = lambda: None,
+        timeout_seconds: float = SyncConfig.timeout_seconds,
+    ) -> None:
+        super().__init__(device, timeout_seconds, gather_bytes)
+        self._inner = inner
+        self._weights = {weight.name: weight for weight in weights}
+        self._merges = merge
+        self._still = still
+        self.exported: list[tuple[Shard, tuple[Target, ...]]] = []  # what travels, and what is merged into it
+        self._recipes: dict[str, _Recipe] = {}
+        self._sizes: dict[str, int] = {}
+        self._checked = False
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return self._inner.group
+
+    def release(self) -> None:
+        super().release()
+        self.exported = []
+        self._inner.release()
+
+    def shards(self) -> list[Shard]:
+        self.release()
+        self._still()
+        shards: list[Shard] = []
+        for shard in self._inner.shards():
+            recipe = self._recipes.get(shard.base.key)
+            if recipe is None or recipe.base is not shard.base:
+                recipe = self._recipes[shard.base.key] = self._recipe(shard)
+                self._checked, self._sizes = False, {}
+            for name, part in recipe.factors:
+                self.factors.keep(name, part.of(shard))
+            for piece, targets, merge in recipe.exported:
+                found = piece.of(shard)
+                self.exported.append((found, targets))
+                if merge is not None:
+                    found = Shard(found.base, found.local, merge, found.members, found.run)
+                shards.append(found)
+        if not self._checked:
+            exported = {target.weight.name for _, targets in self.exported for target in targets}
+            refuse_incomplete(self._weights, exported, self.factors.names)
+            self._checked = True
+        return shards
+
+    def _recipe(self, shard: Shard) -> _Recipe:
+        rank, exported = self._rank(shard.base), []
+        for part in untied(without_adapters(shard), rank, self._weights):
+            if part.base.views:
+                targets = self._targets(part)
+                merge = self.merger(targets, self._first(part.base)) if targets and self._merges else None
+                exported.append((part, targets, merge))
+        return _Recipe(shard.base, adapter_parts(shard, rank), tuple(exported))
+
+    def _targets(self, part: Excerpt) -> tuple[Target, ...]:
+        found: dict[int, Target] = {}
+        for member in part.members:
+            weight = self._weights.get(member.name)
+            if weight is not None:
+                if self._merges and member.strides is not None:
+                    raise ValueError(
+                        f"LoRA weight {member.name!r} of shape {member.shape} has strides {member.strides}: weight "
+                        f"sync merges into contiguous weights. Make it contiguous() in the model, or {TURN_OFF}."
+                    )
+                found.setdefault(member.start, Target(weight, member.start, member.shape))
+        return tuple(found.values())
+
+    def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
+        if self._merges:
+            yield from super().prepare(bases, ahead)
+
+    def weights_in(self, base: int) -> list[Weight]:
+        return [target.weight for target in self.exported[base][1]]
+
+    def factor_bytes(self, base: int) -> int:
+        return sum(map(self._size, self.weights_in(base)))
+
+    def _size(self, weight: Weight) -> int:
+        size = self._sizes.get(weight.name)
+        if size is None:
+            size = self._sizes[weight.name] = self.factors.nbytes(weight.keys, torch.float32.itemsize)
+        return size
+
+    def gather(self, bases: tuple[int, ...]) -> Gathering:
+        keys = dict.fromkeys(key for base in bases for weight in self.weights_in(base) for key in weight.keys)
+        return self.factors.gather(tuple(keys), self.group, torch.float32)
+
+    def scales(self, bases: tuple[int, ...]) -> Gathering:
+        """Magnitude over norm; a row may be spread over ranks, so the squares are summed over all of them."""
+        parts = [self.exported[base] for base in bases]
+        todo = [(shard, target) for shard, targets in parts for target in targets if target.weight.magnitude]
+        if not todo:
+            return {}
+        sums = torch.zeros(sum(target.scales for _, target in todo), device=self._device)
+        pieces = sums.split([target.scales for _, target in todo])
+        for (shard, target), piece in zip(todo, pieces, strict=True):
+            self._add_squares(shard, target, piece)
+            if len(shard.base.lengths) == 1 and self.group is not None:
+                piece /= dist.get_world_size(self.group)  # every rank holds all of it
+        if self.group is not None:
+            yield
+            take_part(dist.all_reduce(sums, group=self.group, async_op=True), self._device, self._timeout)
+        magnitudes = (self.gathered[target.weight.magnitude or ""] for _, target in todo)
+        return {
+            target.weight.name: magnitude.reshape(-1) / piece.sqrt()
+            for (_, target), magnitude, piece in zip(todo, magnitudes, pieces, strict=True)
+        }
+
+    def _add_squares(self, shard: Shard, target: Target, sums: torch.Tensor) -> None:
+        run, first = shard.local(), self._first(shard.base)
+        for begin, count in chunks_of(run.numel()):
+            chunk = run[begin : begin + count]
+            if target.overlaps(first + begin, chunk.numel()):
+                copied = chunk.to(self._device, torch.float32, copy=True)
+                with full_precision():
+                    add_squares(copied, first + begin, target, self.gathered, sums)
+
+    def _rank(self, base: Base) -> int:
+        return dist.get_rank(self.group) if len(base.lengths) > 1 else 0
+
+    def _first(self, base: Base) -> int:  # element of this rank's run
+        return sum(base.lengths[: self._rank(base)])

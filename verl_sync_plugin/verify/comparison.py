@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the engine takes in what the trainer sends: all of it, unchanged, and into every parameter.
+
+What the engine ranks do with the tensors of a plan is said once, by their ``LoadMap``. From these follows, before
+anything is sent, that every byte is used and every parameter is written. In every sync the engine ranks hash what they
+read, part by part, and in a verified one also what then lies in their parameters. The hash is linear
+(``copies/plain.py``), so the trainer ranks weigh every part such that all bytes of a tensor count equally often, and
+one sum over all ranks compares all copies of all bytes with what was packed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+
+import msgspec
+import numpy as np
+import torch
+
+from verl_sync_plugin.config.settings import KEY_PREFIX, TURN_OFF, SyncConfig
+from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.layout.hulls import numbers_of
+from verl_sync_plugin.layout.load_map import (
+    NO_PLACE,
+    ROUNDED,
+    UNEVEN,
+    Kept,
+    LoadMap,
+    Part,
+    held_parts,
+    owners_of,
+    read_parts,
+    size_of,
+    unused,
+    unwritten,
+    weigh,
+    wire_dtypes,
+)
+from verl_sync_plugin.layout.tensors import Plan
+from verl_sync_plugin.log import say
+from verl_sync_plugin.transport.agreement import Agreement
+from verl_sync_plugin.transport.protocol import Committed
+
+NAMED = 5  # tensors in a message
+FORMAT_KEY = "actor_rollout_ref.rollout.load_format"  # verl's
+DERIVED = "what the model computes from parameters after its load"
+
+
+class Comparison:
+    """The trainer's half, on one rank; keeps what the engine ranks do with the tensors, which changes only with these
+    or with the layout of an engine's parameters.
+
+    Args:
+        config: for messages.
+        agreement: where ranks settle.
+        ranks: those beside the ranks of this rank's engine; none where it has no engine.
+        restores_uncovered: the engine keeps a host copy of real weights.
+
+    Attributes:
+        map: of the engine rank beside this rank.
+        compared: numbers of the tensors that are compared wherever they lie in the engine.
+        left_out: by name, tensors that are not on every engine rank, with the reason.
+        no_room: why an engine rank could not find out what it does with the tensors; empty where all could.
+    """
+
+    def __init__(
+        self, config: SyncConfig, agreement: Agreement, ranks: Sequence[int], restores_uncovered: bool = False
+    ) -> None:
+        self._config, self._agreement = config, agreement
+        self._ranks, self._restores = tuple(ranks), restores_uncovered
+        self._known = ""  # digest of the plan of which all ranks know the maps
+        self._maps: dict[str, LoadMap] = {}  # by digest
+        self._said = set[str]()
+        self.map: LoadMap | None = None
+        self.compared: tuple[int, ...] = ()
+        self.left_out: dict[str, str] = {}
+        self.unwritten: list[tuple[Kept, int, int]] = []
+        self.no_room = ""
+
+    def knows(self, plan: Plan) -> bool:
+        """Whether what the engine ranks do with a plan's tensors is known; the same on all ranks."""
+        return plan.digest == self._known
+
+    def note(self, found: LoadMap | None) -> bool:
+        """Keeps what an engine rank says; returns whether that was anything."""
+        self.map = found or self.map
+        return found is not None
+
+    def forget(self) -> None:
+        """After a sync that was given up: has the engine ranks say again what they do."""
+        self._known = ""
+
+    def learn(self, plan: Plan, loaded: bool, layers: int = 0, sent_by: int | None = None) -> dict[str, str]:
+        """Collective: exchanges the maps, and refuses a plan of which the engine leaves something out, or that leaves
+        a parameter of the engine unwritten.
+
+        Args:
+            plan: what is sent.
+            loaded: the engine has loaded it, and must know by now what it uses.
+            layers: how many decoder layers the trainer's model has; 0 when that is unknown.
+            sent_by: how many ranks send each byte; ``None`` for what the plan says.
+
+        Returns:
+            ``wire_dtypes``, the same on every rank.
+
+        Raises:
+            SyncError: bytes are used by no rank of an engine, or a parameter is not written, or an engine cannot tell
+                and has other layers; the same text on every rank.
+        """
+        self._known = ""
+        everywhere = self._exchange(layers)
+        maps = [self._maps[digest] for digest, _ in everywhere if digest]
+        told = [self._maps.get(everywhere[rank][0]) for rank in self._agreement.ranks.rollouts]
+        known = all(each is not None and not each.unknown for each in told)
+        with self._agreement.attempt():
+            differ = _layers_differ(next((n for _, n in everywhere if n), 0), maps)
+            tensors = _Tensors(plan)
+            if self._ranks:
+                of_engine = [self._maps[d] for rank in self._ranks if (d := everywhere[rank][0])]
+                self._refuse(tensors, of_engine, known, loaded, differ)
+            elif differ and not known:
+                raise ValueError(f"{differ}Give both the same, or {TURN_OFF}, which does not notice.")
+        self._agreement.settle("checking what the engine uses")
+        if known:
+            with self._agreement.attempt():
+                self._weigh(plan, tensors, [digest for digest, _ in everywhere], sent_by)
+                self._known = plan.digest
+                if self._agreement.ranks.rank == 0 and self._config.verify != "never":
+                    self._say_what_is_compared(maps[0])
+            self._agreement.settle("weighing what the engine holds")
+        return wire_dtypes(tensors.names, maps)
+
+    def _exchange(self, layers: int) -> list[tuple[str, int]]:
+        """The digest of every rank's map, if it has one, and its ``layers``; takes in the maps. Of equal ones, as of
+        replicas, only one travels."""
+        digest = self.map.digest if self.map is not None else ""
+        everywhere: list[tuple[str, int]] = self._agreement.gather("exchanging what the engine does", (digest, layers))
+        digests = [each for each, _ in everywhere]
+        if not all(each in self._maps for each in digests if each):
+            mine = digest and digests.index(digest) == self._agreement.ranks.rank
+            told = msgspec.msgpack.encode(self.map) if mine else b""
+            packed = self._agreement.gather("exchanging the engine's load maps", told)
+            self._maps = {each: _decode(found) for each, found in zip(digests, packed, strict=True) if found}
+        return everywhere
+
+    def _refuse(self, tensors: _Tensors, maps: list[LoadMap], known: bool, loaded: bool, layers: str) -> None:
+        if not known:
+            if layers:  # many of an engine's loaders raise KeyError at a layer that they lack
+                raise ValueError(f"{layers}Give both the same, or {TURN_OFF}, which does not notice.")
+            if loaded:
+                raise RuntimeError("the engine did not tell which of the tensors sent it uses")
+            return
+        names = tensors.names
+        if found := unused(tensors.entries, tensors.owners, maps):
+            shown = ", ".join(f"{names[number]} ({lacks} of {of} bytes)" for number, lacks, of in found[:NAMED])
+            raise ValueError(
+                f"{maps[0].model} leaves out {len(found)} of the {len(names)} tensors that the trainer sends: "
+                f"{shown}{_more(found)}. {layers}It would generate from other weights than are trained, and so it "
+                "would with stock verl, which does not notice. Use a model that the engine takes in whole; or, if what "
+                f"is left out does not matter, {TURN_OFF}."
+            )
+        if self.map is not None:
+            self.unwritten = unwritten(self.map)
+            self._refuse_unwritten(self.map, frozenset(names), layers)
+
+    def _refuse_unwritten(self, found: LoadMap, sent: frozenset[str], layers: str) -> None:
+        """A host copy holds what the engine had at its start. That justifies a buffer that no sync ever writes, for the
+        model's class computes it. It justifies no weight: a parameter would be as old as the run, or as it was
+        allocated where no checkpoint holds it."""
+        missing = self.unwritten
+        stale = [each for each in missing if each[1] or each[0].name in sent or not each[0].buffer]
+        if stale:
+            raise RuntimeError(
+                f"the sync leaves {len(stale)} of {found.kept} engine parameters unwritten, or writes them only in "
+                f"part: {_elements(stale)}. {layers}The engine would not have the trainer's weights. Give trainer and "
+                f"engine the same model, or one that the engine loads whole; or {TURN_OFF}, which does not notice."
+            )
+        text = f"the sync leaves {len(missing)} of {found.kept} engine parameters and buffers unwritten: "
+        text += _elements(missing)
+        if missing and not self._restores:
+            raise RuntimeError(
+                f"{FORMAT_KEY}=dummy: {text}. Without real weights they are random. Set {FORMAT_KEY}=auto."
+            )
+        if missing:
+            self._say(f"{text}; the engine keeps what it loaded at its start")
+
+    def _weigh(self, plan: Plan, tensors: _Tensors, digests: list[str], sent_by: int | None) -> None:
+        """How every part counts that this rank's engine rank hashes."""
+        self._names, self._times_sent = tensors.names, times_sent(plan, len(self._agreement.ranks.trainers))
+        if sent_by is not None:
+            self._times_sent = torch.full_like(self._times_sent, sent_by)
+        many = Counter(digest for digest in digests if digest)
+        own = self.map.digest if self.map is not None else ""
+        maps = {digest: self._maps[digest] for digest in many}
+        read = {digest: read_parts(found, tensors.buckets, tensors.owners) for digest, found in maps.items()}
+        held: dict[str, list[Part]] = {
+            digest: [(owner, move.box) for owner, move in held_parts(found, tensors.dtypes, tensors.owners)]
+            for digest, found in maps.items()
+        }
+        self._read = _Weights(tensors, read, many, own)
+        self._held = _Weights(tensors, held, many, own)
+        self.no_room = next((found.no_room for found in maps.values() if found.no_room), "")
+        self.left_out = _left_out(tensors, list(maps.values()))
+        uneven = (self._held.times < 0).nonzero().flatten().tolist()
+        self.left_out.update((tensors.names[number], UNEVEN) for number in uneven)
+        found = (self._held.times > 0).nonzero().flatten().tolist()
+        self.compared = tuple(number for number in found if tensors.names[number] not in self.left_out)
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            say(text)
+
+    def _say_what_is_compared(self, found: LoadMap) -> None:
+        self._say(f"of {len(self._names)} tensors sent {len(self.compared)} are found again in the engine's parameters")
+        of_reason: dict[str, list[str]] = {}
+        for name, why in self.left_out.items():
+            of_reason.setdefault(why, []).append(name)
+        for why, names in of_reason.items():
+            self._say(f"not comparable: {', '.join(names[:NAMED])}{_more(names)} ({why})")
+        if unproven := unwritten(msgspec.structs.replace(found, theirs=())):
+            self._say(f"{len(unproven)} engine parameters are not proven whole: {_elements(unproven)}")
+
+    def refuse_unproven(self) -> None:
+        """Whoever asks for syncs to be verified beyond the first ones is not to believe that they are.
+
+        Raises:
+            SyncError: nothing that the engine holds can be compared, or an engine rank had no memory to find out what
+                it holds; the same text on every rank.
+        """
+        verify = self._config.verify
+        if verify == "first" or (self.compared and not self.no_room):
+            return
+        name, why = next(iter(self.left_out.items()), ("nothing was sent", "nothing to compare"))
+        what = f"nothing of what the engine holds can be compared: {name} ({why})"
+        if self.no_room:
+            what = (
+                f"not every engine rank could find out what it holds ({self.no_room}). Lower rollout."
+                "gpu_memory_utilization; rollout.multi_stage_wake_up=True, the default, makes room, too"
+            )
+        raise SyncError(
+            f"weight sync failed: {KEY_PREFIX}.verify={verify}, and {what}. {KEY_PREFIX}.verify=first says so without "
+            f"failing, {KEY_PREFIX}.verify=never does not compare."
+        )
+
+    def weighed(self, sent: torch.Tensor, committed: Committed | None, verified: bool) -> torch.Tensor:
+        """What this rank has to add to ``compare``: int64 of shape ``(3, tensors)``, hashes of what was packed here, of
+        what the engine rank beside this rank read, and of what it holds, if that is compared.
+
+        Args:
+            sent: zeros for a rank that sends nothing.
+            committed: of the engine rank; ``None`` where there is none.
+            verified: what is held is compared, too.
+
+        Raises:
+            ValueError: the engine hashed another number of parts than its map has.
+        """
+        rows = [sent, torch.zeros_like(sent), torch.zeros_like(sent)]
+        if committed is not None:
+            rows[1] = self._read.sum(committed.sums, len(sent))
+            if verified and committed.held is not None:
+                rows[2] = self._held.sum(committed.held.sums, len(sent))
+        return torch.stack(rows if verified else rows[:2])
+
+    def compare(self, weighed: torch.Tensor) -> None:
+        """Collective: compares what was packed with what was read and, of a verified sync, with what is held.
+
+        Args:
+            weighed: the result of ``weighed`` on this rank.
+
+        Raises:
+            SyncError: they differ; names the tensors, the same text on every rank.
+        """
+        total = self._agreement.vote("ending the engine's update and comparing hashes", weighed)
+        sent, read, *held = total.reshape(weighed.shape)
+        self._compare_read(sent, read)
+        if held:
+            self._compare_held(sent, held[0])
+
+    def _compare_read(self, sent: torch.Tensor, read: torch.Tensor) -> None:
+        if names := self._unequal(sent, read, self._read.times):
+            raise SyncError(
+                f"weight sync failed: the bytes of {', '.join(names[:NAMED])}{_more(names)} changed on the way to the "
+                "engine. The memory between trainer and engine is not reliable, or something overwrote a bucket in "
+                "use, or replicas of the trainer differ. Trainer weights are unchanged. "
+                f"Look at the machine's log (ECC, Xid); {TURN_OFF} to compare."
+            )
+
+    def _compare_held(self, sent: torch.Tensor, held: torch.Tensor) -> None:
+        if names := self._unequal(sent, held, self._held.times):
+            raise SyncError(
+                f"weight sync failed: the engine's parameters do not hold what was sent of "
+                f"{', '.join(names[:NAMED])}{_more(names)}. They were changed while they were copied or after it, or a "
+                f"copy went elsewhere. Trainer weights are unchanged. {KEY_PREFIX}.verify=never stops comparing."
+            )
+
+    def _unequal(self, sent: torch.Tensor, found: torch.Tensor, times: torch.Tensor) -> list[str]:
+        wrong = (sent * times != found * self._times_sent) & (times > 0)
+        return [self._names[number] for number in wrong.nonzero().flatten().tolist()]
+
+
+class _Tensors:
+    """The tensors of a plan, by number."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.buckets = [bucket.entries for bucket in plan.buckets]
+        by_name = {entry.name: entry for entries in self.buckets for entry in entries}
+        self.entries = {name: by_name[name] for name in numbers_of(self.buckets)}
+        self.names = list(self.entries)
+        self.dtypes = [entry.dtype for entry in self.entries.values()]
+        self.numels = [entry.nbytes // size_of(entry.dtype) for entry in self.entries.values()]
+
+    @cached_property
+    def owners(self) -> dict[int, int]:
+        return owners_of(self.buckets)
+
+
+class _Weights:
+    """How the hashes of all parts are put together.
+
+    Args:
+        tensors: of the plan.
+        parts: of each map, by digest.
+        many: how many engine ranks have each map.
+        own: the map of the engine rank beside this rank.
+
+    Attributes:
+        times: how often each tensor counts in the end: int64 of shape ``(tensors,)``, 0 or -1 where it cannot be
+            compared.
+    """
+
+    def __init__(self, tensors: _Tensors, parts: dict[str, list[Part]], many: Counter[str], own: str) -> None:
+        digests = list(parts)
+        equal = len(set(many.values())) <= 1  # as where all ranks are of replicas
+        counts = [1 if equal else many[digest] for digest in digests]
+        everyone = [parts[digest] for digest, count in zip(digests, counts, strict=True) for _ in range(count)]
+        times, factors = weigh(tensors.numels, everyone)
+        found = torch.tensor(times, dtype=torch.int64)
+        self.times = torch.where(found > 0, found * (next(iter(many.values()), 1) if equal else 1), found)
+        place = sum(counts[: digests.index(own)]) if own else -1
+        self._tensors = np.array([number for number, _ in parts[own]] if own else (), dtype=np.int64)
+        self._factors = np.array(factors[place] if own else (), dtype=np.int64)
+
+    def sum(self, sums: bytes, tensors: int) -> torch.Tensor:
+        """One hash per tensor of the parts of this rank's engine rank: int64 of shape ``(tensors,)``."""
+        found = np.frombuffer(sums, dtype="<i8").astype(np.int64)
+        if len(found) != len(self._factors):
+            raise ValueError(f"the engine hashed {len(found)} parts of tensors, and told of {len(self._factors)}")
+        total = np.zeros(tensors, dtype=np.int64)
+        np.add.at(total, self._tensors, found * self._factors)
+        return torch.from_numpy(total)
+
+
+def refuse_changed(changed: Sequence[str]) -> None:
+    """Raises ValueError where constants next to the weights, or elements in a wider dtype, have other bits than a load
+    leaves."""
+    if changed:
+        raise ValueError(f"the engine's parameters hold what no load puts there: {', '.join(changed[:NAMED])}")
+
+
+def times_sent(plan: Plan, world: int) -> torch.Tensor:
+    """How many of the trainer's ranks hash each byte of each tensor when they pack it: in every group one of what it
+    shares out, every rank of what it holds whole."""
+    times = {entry.name: world // bucket.world for bucket in plan.buckets for entry in bucket.entries}
+    return torch.tensor(
+        [times[name] for name in numbers_of(bucket.entries for bucket in plan.buckets)], dtype=torch.int64
+    )
+
+
+def _left_out(tensors: _Tensors, maps: list[LoadMap]) -> dict[str, str]:
+    names, found = tensors.names, dict[str, str]()
+    for each in maps:
+        found.update((names[number], why) for number, why in each.not_held)
+        narrow = {m.tensor for m in each.moves if size_of(m.dtype) < size_of(tensors.dtypes[m.tensor])}
+        found.update((names[number], ROUNDED) for number in narrow)
+        if each.derives:
+            found[DERIVED] = "is computed"
+    found.update((names[number], NO_PLACE) for number, owner in tensors.owners.items() if owner < 0)
+    return found
+
+
+def _layers_differ(ours: int, maps: list[LoadMap]) -> str:
+    theirs = next((each.layers for each in maps if each.layers), 0)
+    if not (ours and theirs) or ours == theirs:
+        return ""
+    return f"The trainer's model has {ours} layers, the engine's {theirs} (num_hidden_layers). "
+
+
+def _decode(packed: bytes) -> LoadMap:
+    return msgspec.msgpack.decode(packed, type=LoadMap)
+
+
+def _more(found: Sequence[object]) -> str:
+    return f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+
+
+def _elements(missing: Sequence[tuple[Kept, int, int]]) -> str:
+    return ", ".join(f"{kept.name} ({wrote} of {total} elements)" for kept, wrote, total in missing[:NAMED])
