@@ -24,7 +24,7 @@ def _play(folder: Path, tp: int, *cases: Case) -> None:
 def test_four_ranks_on_one_two_and_three_hosts(tmp_path: Path) -> None:
     """Replicas of two engine ranks: on one host each, or across hosts."""
     one, two, three = ("a",) * 4, ("a", "a", "b", "b"), ("a", "b", "c", "a")
-    _play(tmp_path, 2, Case(one, failing=True), Case(two, joint=True, failing=True), Case(three))
+    _play(tmp_path, 2, Case(one, bucket_bytes=20_000, failing=True), Case(two, joint=True, failing=True), Case(three))
 
 
 def test_two_ranks_on_two_hosts(tmp_path: Path) -> None:
