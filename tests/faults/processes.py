@@ -38,7 +38,13 @@ def rollout_config(delivery: str) -> Any:
     from verl.workers.config import RolloutConfig
 
     sync = {"timeout_seconds": T, "delivery": delivery, "verify": "always"}
-    return RolloutConfig(name="sglang", tensor_model_parallel_size=2, custom={"sync": sync}, max_model_len=64)
+    return RolloutConfig(
+        name="sglang",
+        tensor_model_parallel_size=2,
+        custom={"sync": sync},
+        max_model_len=64,
+        multi_stage_wake_up=True,  # as the driver sets it for every run
+    )
 
 
 class Trainer:

@@ -30,7 +30,6 @@ class Host:
         os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
         os.environ.update(MASTER_PORT=str(port), SGLANG_CPU_OMP_THREADS_BIND="|".join(map(str, range(world))))
         dist.init_process_group("cpu:gloo", rank=rank, world_size=world)
-        import forced_delivery  # noqa: F401
         from verl_sync_plugin.hooks.separate import SyncCheckpointEngine
 
         self.engine = SyncCheckpointEngine(

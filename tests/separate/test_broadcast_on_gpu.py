@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-import forced_delivery  # noqa: F401
 from several_hosts_on_gpu import count_as_host, digest, play
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]

@@ -68,7 +68,6 @@ def syncs(rank: int, folder: str) -> list[Any]:
         fully_shard(layer)
     fully_shard(made)
     found = []
-    import forced_delivery  # noqa: F401
 
     with SpmdRollout(
         folder,
