@@ -67,7 +67,7 @@ def written(page: str, found: dict[str, str]) -> str:
     table = [
         f"With {stack}, on a CPU:",
         "",
-        "| SGLang | installed beside | syncs of two steps | probability difference, largest |",
+        "| SGLang | installed with | syncs of two steps | probability difference, largest |",
         "| --- | --- | --- | --- |",
         *(found[release] for release in RELEASES if release in found),
     ]
