@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all benchmarks share: command lines, processes, the machine, the form of a result."""
+"""Shared by all benchmarks: command lines, processes, the machine, the form of a result."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def _run_problems(run: Any, where: str) -> list[str]:
 
 
 def problems_of(result: Any) -> list[str]:
-    """What is wrong with a result; empty when it has the form."""
+    """Lists the errors in a result; empty when it has the form."""
     searched = isinstance(result, dict) and isinstance(result.get("attempts"), list)
     found = _key_problems(result, {**TOP, "attempts": list} if searched else TOP, "result")
     if found:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the probe reads of the machine: device memory, host memory and their peaks while a call runs."""
+"""Readings of the machine for the probe: device memory, host memory and their peaks while a call runs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def device_used_bytes(device: int | None) -> int | None:
 
 
 def torch_bytes() -> dict[str, int | None]:
-    """What this process's allocator handed out and what it holds."""
+    """Bytes that this process's allocator has handed out, and bytes that it holds."""
     cuda = _cuda()
     if cuda is None:
         return {"torch_allocated_bytes": None, "torch_reserved_bytes": None}

@@ -3,7 +3,7 @@
 
 ``python -m benchmarks.memory --case memory-7b-2gpu --model-size 7b --gpus 2 --rollout-tp 2 --ballast-gb 61 --out FILE``
 
-Every try is a training of the phase's harness (``phase.py``) beside a process that holds the ballast. Of each way the
+Every try is a training of the phase's harness (``phase.py``) next to a process that holds the ballast. Of each way the
 shares are tried from the highest until one survives. The result is written after each try; the same command goes on
 where an earlier one ended, with what lies in ``--out`` or in ``benchmarks/results/CASE.json``.
 """
@@ -44,12 +44,12 @@ def kv_tokens(log: str) -> int | None:
 
 
 def ran_out(log: str) -> bool:
-    """Whether a log tells of memory that could not be had."""
+    """True if a log speaks of memory that could not be had."""
     return _OUT_OF_MEMORY.search(log) is not None
 
 
 def is_warning(line: str) -> bool:
-    """Whether a line only warns: what raised stands elsewhere."""
+    """True if a line only warns: the exception stands elsewhere."""
     return _WARNING.search(line) is not None and _RAISED.search(line) is None
 
 
@@ -64,7 +64,7 @@ def reason(log: str) -> str:
 
 
 def pending(attempts: list[dict[str, Any]], ways: list[str], shares: list[float]) -> Iterator[tuple[str, float]]:
-    """What to try next, given all attempts so far: of each way the shares from the highest, until one survives.
+    """Chooses the next attempt, given all so far: for each way the shares from the highest, until one survives.
 
     ``attempts`` may grow between two steps. The ways take turns, so that a search that is cut short has some of each.
     """

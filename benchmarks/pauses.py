@@ -3,7 +3,7 @@
 
 ``python -m benchmarks.pauses --case pauses-dense-7b-1gpu --model 7b --out FILE``
 
-One engine with random weights is behind verl's server (``stock``) and behind ours in each mode of
+One engine with random weights serves verl's server (``stock``) and ours in each mode of
 ``custom.sync.pause``. They get the calls of a sync of a separate rollout while ``--requests`` requests are answered.
 The load is of one norm alone: everything else is timed. ``gap`` is the longest time between two tokens of one request
 more.
@@ -102,7 +102,7 @@ class Way:
         self._version = 0
         if not stock:
             made.guard_requests()
-            made._gate.succeed(made._gate.begin())  # its first sync is behind it
+            made._gate.succeed(made._gate.begin())  # as after its first sync
 
     def close(self) -> None:
         """Takes back what a server adds to SGLang's tokenizer manager."""
@@ -177,7 +177,7 @@ class Way:
         return {"seconds": round(paused, 6), "gap": round(gap, 6) if whole else None}
 
     async def samples(self) -> list[dict[str, Any]]:
-        """All that are measured, behind one that warms up."""
+        """All measured syncs, after one that warms up."""
         from verl_sync_plugin.rollouts.sglang import updates
 
         found = []
@@ -199,7 +199,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=64, help="in flight at every sync")
     parser.add_argument("--tokens", type=int, default=256, help="of every answer")
     parser.add_argument("--ahead", type=int, default=64, help="tokens of the one that is watched, before the sync")
-    parser.add_argument("--repeat", type=int, default=5, help="measured syncs per way, behind one that warms up")
+    parser.add_argument("--repeat", type=int, default=5, help="measured syncs per way, after one that warms up")
     args = parser.parse_args(argv)
     args.ways = args.ways.split(",")
     if unknown := set(args.ways) - set(WAYS):

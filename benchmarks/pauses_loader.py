@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Custom loaders for SGLang's scheduler that take a tensor from the request, behind what ours do before they write."""
+"""Custom loaders for SGLang's scheduler that take a tensor from the request, and else do as ours."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ FORGETTING_LOADER = f"{__name__}.load_and_forget_prefixes"
 
 
 def load(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
-    """Beside ``rollouts.sglang.loader.load``."""
+    """The stock twin of ``rollouts.sglang.loader.load``."""
     wait_for_forwards(model)
     model.load_weights(named_tensors)
 
 
 def load_and_forget_prefixes(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
-    """Beside ``rollouts.sglang.loader.load_and_forget_prefixes``."""
+    """The stock twin of ``rollouts.sglang.loader.load_and_forget_prefixes``."""
     forget_prefixes()
     load(model, named_tensors)

@@ -94,7 +94,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--strategy", choices=("fsdp", "fsdp2", "megatron"), default="fsdp2")
     parser.add_argument("--rollout-tp", type=int, default=1)
-    help_of_own = "its own, beside --gpus; stock is then verl's engine nccl"
+    help_of_own = "its own, in addition to --gpus; stock is then verl's engine nccl"
     parser.add_argument("--rollout-gpus", type=int, default=0, help=help_of_own)
     for axis, default in (("tp", 1), ("pp", 1), ("vpp", 1), ("cp", 1), ("ep", 1), ("etp", 0)):
         parser.add_argument(f"--train-{axis}", type=int, default=default, help="Megatron only")
@@ -459,7 +459,7 @@ def syncs(records: Iterable[Record]) -> list[Sync]:
 
 
 def check_cut_short(records: list[Record], ended: float, least: int) -> None:
-    """Whether a run that was ended from outside counts: it must have gone on well until then.
+    """True if a run that was ended from outside counts: it must have gone on well until then.
 
     Args:
         records: of the probe file.
@@ -558,7 +558,7 @@ def _biggest(values: list[int | None]) -> int | None:
 
 
 def summarize(variant: str, settings: dict[str, Any], probe_file: Path, log: Path) -> dict[str, Any]:
-    """One entry of ``runs``, from what the run left behind.
+    """One entry of ``runs``, from the files that the run left.
 
     Raises:
         ProbeError: the probe file is incomplete, or shows the other variant: verl drops a plugin that fails to load.

@@ -186,7 +186,7 @@ def transfer_note(result: Result) -> str:
 
 
 def memory_rows(results: list[Result]) -> Iterable[list[str]]:
-    """Of every way the highest share of the memory that survived, and what ended the shares above it."""
+    """For every way the highest share of the memory that survived, and what ended the shares above it."""
     for result in results:
         for way in dict.fromkeys(attempt["way"] for attempt in result["attempts"]):
             attempts = [attempt for attempt in result["attempts"] if attempt["way"] == way]

@@ -74,7 +74,7 @@ def growth_of(samples: list[dict[str, Any]], syncs: int, device: str) -> dict[st
 
 
 def grown(growth: dict[str, dict[str, float]]) -> list[str]:
-    """What grew by more than is allowed."""
+    """Names everything that grew by more than is allowed."""
     return [
         f"{name} grew from {found['early']:g} to {found['late']:g}, allowed are {found['allowed']:g} more"
         for name, found in growth.items()
@@ -99,7 +99,7 @@ _LOCAL_LAYERS: dict[str, Any] = {
 
 
 def server_options(kind: str, device: str) -> list[str]:
-    """What SGLang's command line needs for a kind of trainer; on a GPU it chooses its own backend, as under verl."""
+    """SGLang's arguments for a kind of trainer; on a GPU it chooses its own backend, as under verl."""
     if not kind.endswith(SERVED):
         return []
     backend = "--lora-backend torch_native" if device == "cpu" else ""
@@ -364,7 +364,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--variant", choices=("plugin", "stock"), default="plugin")
     parser.add_argument("--trainer", choices=KINDS, default="plain", help="plain: tensors in one process")
     parser.add_argument(
-        "--staging", choices=("kept", GIVEN_BACK), default="kept", help="what becomes of staging memory behind a sync"
+        "--staging", choices=("kept", GIVEN_BACK), default="kept", help="what becomes of staging memory after a sync"
     )
     parser.add_argument("--bucket-mb", type=int, default=512)
     parser.add_argument("--trainer-dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -393,7 +393,7 @@ def _process(process: psutil.Process) -> dict[str, int]:
 
 
 def sample(bench: Bench, number: int, seconds: list[float]) -> dict[str, Any]:
-    """What trainer, schedulers and device hold after sync ``number``."""
+    """Reads the memory of trainer, schedulers and device after sync ``number``."""
     found: dict[str, Any] = {"sync": number, "seconds": round(statistics.median(seconds), 6)}
     used = [gauges.device_used_bytes(device) for device in bench.devices]
     found["device_used_bytes"] = sum(map(int, filter(None, used))) if any(used) else None
@@ -405,7 +405,6 @@ def sample(bench: Bench, number: int, seconds: list[float]) -> dict[str, Any]:
 
 
 def _way(args: argparse.Namespace, bench: Bench) -> Any:
-    """What makes the syncs."""
     if isinstance(bench, Trained):
         way: Any = bench
     else:
@@ -438,7 +437,7 @@ def soak(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
 
 
 def problems(samples: dict[str, Any]) -> list[str]:
-    """What grew, and which weights did not arrive."""
+    """Lists growth, and weights that did not arrive."""
     first, others = samples["tokens"]["first"], samples["tokens"]["others"]
     found = grown(samples["growth"])
     if first[0] != first[-1] or others[0] != others[-1]:

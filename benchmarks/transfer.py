@@ -469,7 +469,7 @@ def make_way(variant: str, server: Any, named: list[tuple[str, Any]], bucket_mb:
 
 @dataclass(frozen=True)
 class Rig:
-    """What a sync goes between.
+    """Both ends of a sync.
 
     Attributes:
         server: a ``Server``.
@@ -553,7 +553,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(way: Any, bench: Any, repeat: int) -> dict[str, Any]:
-    """One variant: a sync of other weights, one that counts apart (it sets things up), then the measured ones.
+    """One variant: a sync of other weights, one that counts separately (it sets things up), then the measured ones.
 
     Args:
         way: what syncs.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SGLang's CPU path leaves out of Gemma 2: logits that are capped, and attention that looks back a window only.
+"""Adds to SGLang's CPU path what Gemma 2 needs: logits that are capped, and attention that looks back a window only.
 
 SGLang caps the final logits by a Triton kernel, and its torch-native attention ignores both a layer's cap and its
 window. Without a GPU there is no Triton, and no other attention backend that knows them: ``intel_amx`` needs a CPU

@@ -30,7 +30,7 @@ _activated = False
 
 
 def requested() -> bool:
-    """Whether the environment asks for the CPU stack."""
+    """True if the environment asks for the CPU stack."""
     return os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
 
 

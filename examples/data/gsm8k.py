@@ -4,7 +4,7 @@
 python examples/data/gsm8k.py ~/data/gsm8k
 
 verl has a script that makes the same files, but its wheel leaves it out. verl's own reward for ``openai/gsm8k`` looks
-for the number behind ``####``, which is why every prompt asks for it.
+for the number after ``####``, which is why every prompt asks for it.
 """
 
 from __future__ import annotations

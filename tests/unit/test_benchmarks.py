@@ -440,7 +440,7 @@ QUOTED = {
         "mla-7b-2gpu-megatron-bridge-ep2-tp2-full"
     ),
     "| 7.6 B, FSDP2 → TP2, an engine that never sleeps |": "dense-7b-2gpu-fsdp2-tp2-resident",
-    "| 7.6 B, FSDP2 on one GPU → a GPU of its own, beside verl's `nccl` backend |": (
+    "| 7.6 B, FSDP2 on one GPU → a GPU of its own, next to verl's `nccl` backend |": (
         "separate-dense-7b-1plus1gpu-fsdp2-tp1"
     ),
 }
