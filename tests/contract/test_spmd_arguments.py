@@ -18,9 +18,15 @@ from verl_sync_plugin.errors import RolloutError
 from verl_sync_plugin.rollouts import LocalSpec
 from verl_sync_plugin.rollouts.process import environment
 from verl_sync_plugin.rollouts.sglang.launch import prepare_local
-from verl_sync_plugin.spmd.engines import Place, check_groups, engine_ranks
-from verl_sync_plugin.spmd.prompts import padded, request_of
-from verl_sync_plugin.spmd.rollout import SpmdRollout, settled_config
+from verl_sync_plugin.spmd.rollout import (
+    Place,
+    SpmdRollout,
+    check_groups,
+    engine_ranks,
+    padded,
+    request_of,
+    settled_config,
+)
 from verl_sync_plugin.trainers.live import Live
 
 

@@ -58,7 +58,6 @@ def syncs(rank: int, folder: str) -> list[Any]:
     from transformers import AutoModelForCausalLM
 
     from verl_sync_plugin.rollouts import LOCAL, rollout_of
-    from verl_sync_plugin.spmd import oracles
     from verl_sync_plugin.spmd.rollout import SpmdRollout
 
     torch.cuda.set_device(0)
@@ -83,7 +82,7 @@ def syncs(rank: int, folder: str) -> list[Any]:
                 assert "rank 1: MemoryError: injected: cannot pack" in text, text
             report = rollout.sync_weights(made)
             assert report.delivery == "broadcast" and report.verified_tensors > 0 and report.buckets > 5, report
-            found.append((report.network_bytes, oracles.digests(rollout)))
+            found.append((report.network_bytes, rollout.digests()))
     dist.destroy_process_group()
     return found
 

@@ -176,8 +176,7 @@ def _prove(options: argparse.Namespace, checks: list[Check]) -> None:
     from transformers import AutoModelForCausalLM
 
     from verl_sync_plugin.rollouts import LOCAL, rollout_of
-    from verl_sync_plugin.spmd.engines import errors
-    from verl_sync_plugin.spmd.rollout import SpmdRollout
+    from verl_sync_plugin.spmd.rollout import SpmdRollout, errors
     from verl_sync_plugin.transport.agreement import Agreement
 
     def load() -> Any:

@@ -2,43 +2,52 @@
 """``SpmdRollout``: engines next to the ranks of a script that ``torchrun`` starts.
 
 Its syncs are those of every colocated run (``sync/``), with the script's model in place of verl's training engine.
+After the class: its arguments, which ranks share an engine, the process of each, prompts in and responses out.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
+import pickle
+import socket
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_sync_plugin.config.settings import DEFAULT_MEGABYTES, SyncConfig, check_bucket_megabytes
-from verl_sync_plugin.errors import RolloutError, SyncError
+from verl_sync_plugin.errors import RankLostError, RolloutError, SyncError
 from verl_sync_plugin.memory import release_cache
 from verl_sync_plugin.report import SyncReport, write_report
 from verl_sync_plugin.rollouts import LOCAL, LocalLaunch, LocalSpec, rollout_of
 from verl_sync_plugin.rollouts.gate import KV_CACHE, WEIGHTS
-from verl_sync_plugin.spmd.engines import OwnEngine, engine_ranks, errors, make_groups
-from verl_sync_plugin.spmd.prompts import Generated, Prompts, padded, request_of
+from verl_sync_plugin.rollouts.process import EngineProcess
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.lora_manager import LoRAShardingManager
 from verl_sync_plugin.trainers.base import trainer_device
 from verl_sync_plugin.trainers.live import Live, LiveSource, LiveTrainer
-from verl_sync_plugin.transport.agreement import Agreement
+from verl_sync_plugin.transport.agreement import Agreement, together_seconds
+
+T = TypeVar("T")
+Prompts = Sequence[Sequence[int]] | torch.Tensor
+Answered = tuple[list[int], list[float], str]
+TP = "tp"  # the name of the mesh dimension over which an engine is sharded
+ROUND_SECONDS = 1.0
 
 
 class SpmdShardingManager(LoRAShardingManager):
-    """Reads whatever ``Live`` holds, in place of verl's training engine.
-
-    Args:
-        agreement: of all ranks of the script; all others as of ``ShardingManager``.
-    """
+    """Reads what ``Live`` holds, in place of verl's training engine; ``agreement`` is of all ranks of the script."""
 
     backend = LiveTrainer
 
@@ -126,13 +135,8 @@ class SpmdRollout:
             agreement.step("making room for the engine", lambda: release_cache(self.device))
             self._engine = OwnEngine(agreement, self._group, launch)
             process = self._engine.process
-            endpoint = RolloutEndpoint(
-                rollout_of(LOCAL),
-                None if process is None else process.ask,
-                self.ranks,
-                launch.restores_uncovered,
-                config.timeout_seconds,
-            )
+            ask, restores = None if process is None else process.ask, launch.restores_uncovered
+            endpoint = RolloutEndpoint(rollout_of(LOCAL), ask, self.ranks, restores, config.timeout_seconds)
             self._live = Live(spec.config)
             self._manager = SpmdShardingManager(
                 agreement, self._live, endpoint, config, bucket_bytes, self.device, dtype
@@ -206,21 +210,13 @@ class SpmdRollout:
         return self.report
 
     def release_weights(self) -> None:
-        """Gives the memory of the engine's weights back; CUDA graphs stay. The next sync resumes it.
-
-        Raises:
-            RolloutError: an engine failed.
-        """
+        """Gives the memory of the engine's weights back; CUDA graphs stay. The next sync resumes it. Raises
+        RolloutError where an engine failed."""
         self._change_memory("release", WEIGHTS)
 
     def resume_weights(self) -> None:
-        """Takes the memory of the weights again, without their content.
-
-        A sync does so by itself. Torch's cached memory is handed back before.
-
-        Raises:
-            RolloutError: an engine failed.
-        """
+        """Takes the memory of the weights again, without their content; a sync does so by itself. Torch's cached memory
+        is handed back before. Errors as ``release_weights``."""
         self._change_memory("resume", WEIGHTS)
 
     def release_kv(self) -> None:
@@ -265,37 +261,30 @@ class SpmdRollout:
         """
         self._refuse_closed()
         with errors("generating"):
-            request = self._agreement.step(
-                "looking at the prompts", lambda: request_of(token_ids, sampling, attention_mask)
-            )
-            digests = self._agreement.gather("comparing the prompts", request.digest)
+            agreement = self._agreement
+            request = agreement.step("looking at the prompts", lambda: request_of(token_ids, sampling, attention_mask))
+            digests = agreement.gather("comparing the prompts", request.digest)
             mine = {digests[rank] for rank in self.ranks}
-            if self._agreement.any("comparing the prompts", lambda: len(mine) > 1):
+            if agreement.any("comparing the prompts", lambda: len(mine) > 1):
                 raise SyncError("prompts\nthe ranks of one engine gave different prompts or parameters: give the same.")
             try:
                 answered = self._engine.call("generating", "generate", request.prompts, request.sampling)
             except SyncError:
                 self._engine.abort()
                 raise
-            answered = self._agreement.step("sharing the responses", lambda: self._group.share(answered))
+            answered = agreement.step("sharing the responses", lambda: self._group.share(answered))
         return padded(request, answered, pad_token_id, self._version, self.device)
 
     def digests(self) -> list[dict[str, str]] | None:
-        """Digests of all parameters by name, for each rank of the engine; ``None`` on ranks that own no engine.
-
-        Raises:
-            RolloutError: an engine rank did not answer.
-        """
+        """Digests of all parameters by name, for each rank of the engine; ``None`` on ranks that own no engine. Raises
+        RolloutError where an engine rank did not answer."""
         with errors("asking for digests"):
             found: list[dict[str, str]] | None = self._engine.call("asking for digests", "digests")
             return found
 
     def check_weights(self, action: str) -> dict[str, str] | None:
-        """An action of the engine's own checker of weights, and its answer for the first rank's parameters.
-
-        Raises:
-            RolloutError: the engine cannot do that here.
-        """
+        """An action of the engine's own checker of weights, and its answer for the first rank's parameters. Raises
+        RolloutError where the engine cannot do that here."""
         with errors(action):
             found: dict[str, str] | None = self._engine.call(action, "check_weights", action)
             return found
@@ -340,3 +329,279 @@ def _refuse_values(gpu_memory_utilization: Any, device: torch.device) -> None:
             f"PYTORCH_CUDA_ALLOC_CONF={allocator}: such memory cannot be shared with the engine. Leave out "
             "expandable_segments."
         )
+
+
+@contextmanager
+def errors(what: str) -> Iterator[None]:
+    """Context in which a failure is no failed sync, but a ``RolloutError``; ``what`` names the work in its message."""
+    try:
+        yield
+    except RankLostError:
+        raise
+    except SyncError as error:
+        raise RolloutError(f"{what} failed.\n{str(error).partition(chr(10))[2] or error}") from error
+
+
+class Place(NamedTuple):
+    """The device of a rank: its host's name, and its GPU as ``CUDA_VISIBLE_DEVICES`` calls it there ("" on a CPU)."""
+
+    host: str
+    device: str
+
+
+@dataclass(frozen=True)
+class EngineGroup:
+    """The ``ranks`` of the world next to one engine, in tensor-parallel order, the first of which owns it. ``devices``
+    are theirs, see ``Place``; none on a CPU. ``group``: for a few words among them, by gloo; ``None`` for one rank."""
+
+    ranks: tuple[int, ...]
+    devices: tuple[str, ...]
+    group: dist.ProcessGroup | None
+
+    @property
+    def leads(self) -> bool:
+        return dist.get_rank() == self.ranks[0]
+
+    def share(self, value: T) -> T:
+        """The owner's value (picklable) on all ranks of the group; collective over them."""
+        if self.group is None:
+            return value
+        held = [value]
+        dist.broadcast_object_list(held, src=self.ranks[0], group=self.group)
+        return held[0]
+
+
+def engine_ranks(tensor_parallel_size: int | None, mesh: DeviceMesh | None) -> tuple[int, ...]:
+    """The ranks of this rank's engine, in tensor-parallel order. Raises ValueError, with argument, value and remedy,
+    where the arguments do not fit the world or each other."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if mesh is not None:
+        names = mesh.mesh_dim_names or ()
+        if TP not in names and mesh.ndim != 1:
+            raise ValueError(f"mesh={mesh}: has no dimension named {TP!r}. Name that of the engine's ranks so.")
+        own = mesh[TP] if TP in names and mesh.ndim > 1 else mesh
+        if own.get_coordinate() is None:
+            raise ValueError(f"mesh={mesh}: rank {rank} is not in it. Use a mesh of all ranks.")
+        ranks = tuple(own.mesh.flatten().tolist())
+        if tensor_parallel_size not in (None, len(ranks)):
+            raise ValueError(
+                f"tensor_parallel_size={tensor_parallel_size}: the mesh says {len(ranks)}. Leave out the former."
+            )
+        return ranks
+    size = 1 if tensor_parallel_size is None else tensor_parallel_size
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1 or world % size:
+        raise ValueError(f"tensor_parallel_size={size!r}: use a number that divides the {world} ranks.")
+    first = rank // size * size
+    return tuple(range(first, first + size))
+
+
+def make_groups(
+    agreement: Agreement, ranks: tuple[int, ...], device: torch.device, timeout_seconds: float
+) -> EngineGroup:
+    """The group of this rank's engine, which ``engine_ranks`` found. Collective over the world. Raises SyncError, the
+    same on every rank, where groups overlap, or an engine's GPUs are not on one host."""
+    name = ""
+    if device.type == "cuda":
+        visible, index = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip(), device.index or 0
+        name = visible.split(",")[index].strip() if visible else str(index)
+    everywhere = agreement.gather("finding the engines' ranks", ranks)
+    places = agreement.gather("finding the engines' devices", Place(socket.gethostname(), name))
+    agreement.step("looking at the engines' ranks", lambda: check_groups(everywhere, places))
+    mine: dist.ProcessGroup | None = None
+    timeout = timedelta(seconds=together_seconds(timeout_seconds))
+    for members in sorted(set(everywhere)):
+        if len(members) > 1:
+            group = dist.new_group(list(members), backend="gloo", timeout=timeout)
+            mine = group if members == ranks else mine
+    devices = tuple(places[rank].device for rank in ranks)
+    return EngineGroup(ranks, devices if device.type == "cuda" else (), mine)
+
+
+def check_groups(everywhere: Sequence[tuple[int, ...]], places: Sequence[Place]) -> None:
+    """Raises ValueError, with ranks and remedy, for engines that overlap, spread over hosts, or share a GPU.
+    ``everywhere``: the ranks of each rank's engine, by rank."""
+    for rank, ranks in enumerate(everywhere):
+        if rank not in ranks or any(everywhere[other] != ranks for other in ranks):
+            raise ValueError(f"the ranks of one engine disagree: rank {rank} says {ranks}. Use one mesh on all ranks.")
+        hosts = {places[other].host for other in ranks}
+        if len(hosts) > 1:
+            raise ValueError(
+                f"the engine of ranks {ranks} would be on the hosts {', '.join(sorted(hosts))}, and SpmdRollout "
+                "launches none on several. Use a tensor_parallel_size of at most the GPUs of one host."
+            )
+    taken: dict[Place, int] = {}
+    for rank, place in enumerate(places):
+        if place.device and place in taken:
+            raise ValueError(
+                f"ranks {taken[place]} and {rank} are both on GPU {place.device} of {place.host}. Call "
+                "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before SpmdRollout."
+            )
+        taken[place] = rank
+
+
+class OwnEngine:
+    """Launches an engine on the ranks that own one; ``process`` is ``None`` on all others. Collective, as ``call`` is:
+    where an engine could not be launched, every rank raises the same SyncError."""
+
+    def __init__(self, agreement: Agreement, group: EngineGroup, launch: LocalLaunch) -> None:
+        self.process: EngineProcess | None = None
+        self._agreement = agreement
+
+        def start() -> None:
+            if group.leads:
+                self.process = EngineProcess(launch, group.devices)
+
+        try:
+            agreement.step("starting the engine", start)
+            self._awaited("launching the engine", None if self.process is None else self.process.ready)
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, what: str, method: str, *arguments: Any) -> Any:
+        """Calls a method of the server on all engines, and returns the answer of this rank's, once all have answered;
+        ``None`` where it owns none. ``what`` names the step in messages. Raises SyncError, the same on every rank,
+        where any engine failed, which ends the wait of all."""
+        return self._awaited(what, None if self.process is None else self.process.ask(method, *arguments))
+
+    def _awaited(self, what: str, future: Future[Any] | None) -> Any:
+        """Waits in rounds: an engine may take any time, and a rank that has failed is heard at once."""
+        answer = None
+        while True:
+            with self._agreement.attempt():
+                if future is not None and wait([future], ROUND_SECONDS).done:
+                    answer, future = future.result(), None
+            if not self._agreement.settle(what, waiting=future is not None):
+                return answer
+
+    def abort(self) -> None:
+        """Ends the requests of this rank's engine; not collective."""
+        if self.process is not None:
+            self.process.ask("abort")
+
+    def close(self) -> None:
+        """Ends the engine; not collective."""
+        if self.process is not None:
+            self.process.close()
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Prompts and responses of one ``generate``, the same on all ranks of an engine; on the rank's device.
+
+    ``N`` is prompts times ``n``, the responses to one prompt next to each other; ``P`` and ``R`` are the longest prompt
+    and the longest response.
+
+    Attributes:
+        prompt_ids: int64 of shape ``(N, P)``, padded on the left.
+        prompt_mask: bool of shape ``(N, P)``; False where padded.
+        response_ids: int64 of shape ``(N, R)``, padded on the right.
+        response_mask: bool of shape ``(N, R)``; False where padded. The token that ended a response counts.
+        log_probs: float32 of shape ``(N, R)``: of each response token, as the engine computed it when it chose the
+            token; 0.0 where padded.
+        finish_reasons: ``stop``, ``length`` or ``abort``, for each response.
+        version: of the weights, as ``sync_weights`` counts; ``None`` before the first sync.
+    """
+
+    prompt_ids: torch.Tensor
+    prompt_mask: torch.Tensor
+    response_ids: torch.Tensor
+    response_mask: torch.Tensor
+    log_probs: torch.Tensor
+    finish_reasons: tuple[str, ...]
+    version: int | None
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """Prompts and responses: int64 of shape ``(N, P + R)``."""
+        return torch.cat([self.prompt_ids, self.response_ids], 1)
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """bool of shape ``(N, P + R)``."""
+        return torch.cat([self.prompt_mask, self.response_mask], 1)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request of the engine, one entry per response."""
+
+    prompts: list[list[int]]
+    sampling: list[dict[str, Any]]
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(pickle.dumps((self.prompts, self.sampling))).hexdigest()
+
+
+def request_of(
+    token_ids: Prompts, sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, mask: torch.Tensor | None
+) -> Request:
+    """Checks and writes out what a script asks; arguments of ``SpmdRollout.generate``. Raises ValueError, with the
+    argument, its value and the remedy."""
+    prompts = _prompts(token_ids, mask)
+    if not prompts:
+        raise ValueError("token_ids=[]: no prompts. Give at least one on every rank.")
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"token_ids[{index}] has no tokens. Give every prompt at least one.")
+        if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in prompt):
+            raise ValueError(f"token_ids[{index}]={prompt[:8]}…: not token ids. Use whole numbers from 0 on.")
+    each = [dict(sampling or {})] * len(prompts) if sampling is None or isinstance(sampling, Mapping) else sampling
+    if len(each) != len(prompts):
+        raise ValueError(
+            f"sampling: {len(each)} entries for {len(prompts)} prompts. Give one mapping, or one for each."
+        )
+    request = Request([], [])
+    for prompt, settings in zip(prompts, each, strict=True):
+        given = dict(settings)
+        times = given.pop("n", 1)
+        if isinstance(times, bool) or not isinstance(times, int) or times < 1:
+            raise ValueError(f"sampling['n']={times!r}: use a number of responses from 1 on.")
+        for unserved in ("stop", "stop_regex", "min_new_tokens", "json_schema", "regex", "ebnf"):
+            if given.get(unserved):
+                remedy = "Use stop_token_ids." if unserved.startswith("stop") else "Leave it out."
+                raise ValueError(f"sampling[{unserved!r}]={given[unserved]!r}: needs a tokenizer. {remedy}")
+        request.prompts.extend([prompt] * times)
+        request.sampling.extend([given] * times)
+    return request
+
+
+def _prompts(token_ids: Prompts, mask: torch.Tensor | None) -> list[list[int]]:
+    if not isinstance(token_ids, torch.Tensor):
+        if mask is not None:
+            raise ValueError("attention_mask: goes with a padded tensor of token_ids; leave it out for lists.")
+        return [list(prompt) for prompt in token_ids]
+    if token_ids.dim() != 2 or token_ids.is_floating_point():
+        raise ValueError(
+            f"token_ids of {token_ids.dtype} and shape {tuple(token_ids.shape)}: use whole numbers of shape (N, P)."
+        )
+    if mask is None:
+        return token_ids.tolist()
+    if mask.shape != token_ids.shape:
+        raise ValueError(
+            f"attention_mask of shape {tuple(mask.shape)}: use that of token_ids, {tuple(token_ids.shape)}."
+        )
+    return [row[kept.bool()].tolist() for row, kept in zip(token_ids.cpu(), mask.cpu(), strict=True)]
+
+
+def padded(
+    request: Request, answered: Sequence[Answered], pad: int, version: int | None, device: torch.device
+) -> Generated:
+    """The tensors of one ``generate`` on ``device``; ``pad`` is the token id in padded places."""
+    prompts = [torch.tensor(prompt) for prompt in request.prompts]
+    responses = [torch.tensor(tokens, dtype=torch.int64) for tokens, _, _ in answered]
+    log_probs = [torch.tensor(values, dtype=torch.float32) for _, values, _ in answered]
+
+    def joined(rows: list[torch.Tensor], fill: float, side: str = "right") -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence(rows, True, fill, padding_side=side).to(device)
+
+    return Generated(
+        joined(prompts, pad, "left"),
+        joined([torch.ones(len(prompt), dtype=torch.bool) for prompt in prompts], 0, "left"),
+        joined(responses, pad),
+        joined([torch.ones(len(response), dtype=torch.bool) for response in responses], 0),
+        joined(log_probs, 0.0),
+        tuple(reason for _, _, reason in answered),
+        version,
+    )
