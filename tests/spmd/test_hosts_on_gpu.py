@@ -73,7 +73,7 @@ def syncs(rank: int, folder: str) -> list[Any]:
         gpu_memory_utilization=0.2,
         sync={"verify": "always", "timeout_seconds": 60},
         update_weights_bucket_megabytes=BUCKET_MB,
-        engine={**ENGINE, "custom_weight_loader": [rollout_of(LOCAL).digest_loader]},
+        engine={**ENGINE, "custom_weight_loader": [rollout_of(LOCAL).DIGEST_LOADER]},
     ) as rollout:
         for number in range(4):
             change(made, number)
