@@ -74,10 +74,7 @@ class BareEngine:
 
         manager = self.engine.tokenizer_manager
         obj = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[packed] * self.tp,
-            load_format=loader,
-            flush_cache=False,
-            weight_version=version,
+            serialized_named_tensors=[packed] * self.tp, load_format=loader, flush_cache=False, weight_version=version
         )
         async with compat.weight_update_session(manager):
             success, message = await manager.update_weights_from_tensor(obj, None)

@@ -139,9 +139,7 @@ def test_same_value_passes() -> None:
 
 def test_disagreement_names_the_ranks() -> None:
     texts = run_world(RANKS, compare, ("a", "b", "a"), timeout=60)
-    assert set(texts) == {
-        "weight sync: the ranks disagree on the plan digest: rank 0: a; rank 1: b; rank 2: a",
-    }
+    assert set(texts) == {"weight sync: the ranks disagree on the plan digest: rank 0: a; rank 1: b; rank 2: a"}
 
 
 def alone() -> tuple[str, str]:

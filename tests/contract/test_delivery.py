@@ -72,11 +72,7 @@ def said_of_the_choice(choice: str, hosts: tuple[str, str]) -> str:
     ("choice", "hosts", "line"),
     [
         ("auto", ("a", "a"), "delivery is staged (not direct: the engine has not yet said that it can)"),
-        (
-            "staged",
-            ("a", "a"),
-            "(not direct: actor_rollout_ref.rollout.custom.sync.delivery=staged)",
-        ),
+        ("staged", ("a", "a"), "(not direct: actor_rollout_ref.rollout.custom.sync.delivery=staged)"),
         ("auto", ("a", "b"), "not staged alone: ranks that share out the model are on several hosts)"),
     ],
 )

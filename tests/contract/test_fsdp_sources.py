@@ -14,9 +14,7 @@ import pytest
 import torch
 from models import CONFIGS, build, train_step
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    fully_shard,
-)
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from worlds import run_world
 

@@ -10,16 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lora_models import (
-    Layout,
-    Variant,
-    assert_unchanged,
-    deliver,
-    merging_source,
-    peft_model,
-    rename,
-    shard,
-)
+from lora_models import Layout, Variant, assert_unchanged, deliver, merging_source, peft_model, rename, shard
 from models import build
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer

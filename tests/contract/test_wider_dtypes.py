@@ -78,9 +78,4 @@ def sync_three_times(checkpoint: str, folder: str) -> dict[str, str]:
 
 def test_what_the_engine_keeps_wider_travels_wider(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
     (dtypes,) = run_world(1, sync_three_times, tiny_model("qwen2"), str(tmp_path))
-    assert dtypes == {
-        "a.weight": "bfloat16",
-        "b.weight": "float32",
-        "c.q.weight": "float32",
-        "c.k.weight": "float32",
-    }
+    assert dtypes == {"a.weight": "bfloat16", "b.weight": "float32", "c.q.weight": "float32", "c.k.weight": "float32"}

@@ -19,11 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1000)]
 
 ROLLOUT = "actor_rollout_ref.rollout"
 # verl's default: the engine starts with random weights, so only a sync can make it sample like the trainer
-LEGACY = (
-    "trainer.use_v1=False",
-    f"{ROLLOUT}.load_format=dummy",
-    f"{ROLLOUT}.update_weights_bucket_megabytes=1",
-)
+LEGACY = ("trainer.use_v1=False", f"{ROLLOUT}.load_format=dummy", f"{ROLLOUT}.update_weights_bucket_megabytes=1")
 
 
 @pytest.fixture(scope="module")

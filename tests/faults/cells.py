@@ -9,10 +9,7 @@ from dataclasses import dataclass
 KINDS = ("error", "oom", "slow", "kill", "stop")
 SYNCS = ("first", "second", "direct")
 # "verify" tells what the engine's parameters hold and "compare" judges it
-STAGES = (
-    *("plan", "wake", "connect", "pack", "hand over", "load", "commit"),
-    *("verify", "compare", "finish"),
-)
+STAGES = (*("plan", "wake", "connect", "pack", "hand over", "load", "commit"), *("verify", "compare", "finish"))
 # Where each stage can fail: on the trainer rank that leads its engine, on the other one, on the last engine rank (a
 # scheduler of SGLang) and in the rollout server
 STAGES_OF = {

@@ -210,8 +210,7 @@ def test_syncs_without_room_for_the_proof_do_not_use_up_the_first_ones() -> None
 
 
 @pytest.mark.parametrize(
-    ("verify", "due"),
-    [("never", ""), ("always", "123456"), ("first", "123"), (1, "123456"), (2, "135"), (3, "14")],
+    ("verify", "due"), [("never", ""), ("always", "123456"), ("first", "123"), (1, "123456"), (2, "135"), (3, "14")]
 )
 def test_which_syncs_are_verified(verify: str | int, due: str) -> None:
     cadence, found = Cadence(verify), ""

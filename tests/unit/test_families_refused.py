@@ -107,10 +107,7 @@ def test_a_worker_refuses_what_the_driver_could_not_read() -> None:
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2", "megatron"])
 def test_in_the_driver(strategy: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(REFUSED["Llama4ForCausalLM cannot"]))
-    overrides = [
-        "actor_rollout_ref.rollout.name=sglang",
-        f"actor_rollout_ref.model.path={tmp_path}",
-    ]
+    overrides = ["actor_rollout_ref.rollout.name=sglang", f"actor_rollout_ref.model.path={tmp_path}"]
     with initialize_config_dir(str(CONFIG_DIR), version_base=None):
         name = "ppo_megatron_trainer" if strategy == "megatron" else "ppo_trainer"
         actor = [] if strategy == "megatron" else [f"actor_rollout_ref.actor.strategy={strategy}"]

@@ -216,8 +216,7 @@ class Later(Counting):
 
 
 @pytest.mark.parametrize(
-    ("kind", "versions"),
-    [(Counting, [None, [{"version": "7", "start": 0, "end": 1}]]), (Later, [["7"], ["7"]])],
+    ("kind", "versions"), [(Counting, [None, [{"version": "7", "start": 0, "end": 1}]]), (Later, [["7"], ["7"]])]
 )
 def test_answers_bear_the_version_of_their_weights(
     kind: type[Counting], versions: list[Any], server_with: Make

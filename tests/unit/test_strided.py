@@ -20,10 +20,7 @@ UNIT = 2  # everything is a multiple of it, so that a scale of 1/2 is exact
 def moves(run: Run, scale: Scale = (1, 1)) -> list[tuple[int, int]]:
     """Unit by unit, where it is read and where it goes."""
     return [
-        (
-            run.source + i * run.source_stride + byte,
-            run.target + i * run.target_stride + byte * scale[0] // scale[1],
-        )
+        (run.source + i * run.source_stride + byte, run.target + i * run.target_stride + byte * scale[0] // scale[1])
         for i in range(run.count)
         for byte in range(0, run.width, UNIT)
     ]

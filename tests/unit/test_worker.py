@@ -33,10 +33,7 @@ from verl_sync_plugin.config.settings import (
 from verl_sync_plugin.hooks import trainer, worker
 
 CONFIG_DIR = Path(verl.__file__).parent / "trainer" / "config"
-PAIRS = [
-    (ActorRolloutRefWorker, worker.SyncActorRolloutRefWorker),
-    (DetachActorWorker, worker.SyncDetachActorWorker),
-]
+PAIRS = [(ActorRolloutRefWorker, worker.SyncActorRolloutRefWorker), (DetachActorWorker, worker.SyncDetachActorWorker)]
 
 
 def test_sglang_is_not_there_before_the_model() -> None:
