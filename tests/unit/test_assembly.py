@@ -51,40 +51,6 @@ def arrived(loads: Loads) -> dict[str, torch.Tensor]:
     return {name: tensor for load in loads for name, tensor in load}
 
 
-@pytest.mark.parametrize("bucket_bytes", [32, 64, 176, 1 << 16])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.uint8, torch.bool])
-def test_split_tensors_are_whole_again(bucket_bytes: int, dtype: torch.dtype) -> None:
-    tensors = [torch.randint(0, 2 if dtype == torch.bool else 100, shape).to(dtype) for shape in ((13, 7), (3,), ())]
-    bases = [base_of(f"w{index}", tensor) for index, tensor in enumerate(tensors)]
-    assembler = Assembler()
-    got = arrived(ship(tensors, bases, bucket_bytes, assembler))
-    assembler.finish()
-    assert sorted(got) == ["w0", "w1", "w2"]
-    for index, tensor in enumerate(tensors):
-        assert got[f"w{index}"].dtype == dtype
-        assert torch.equal(got[f"w{index}"], tensor)
-        assert got[f"w{index}"].shape == tensor.shape
-
-
-@pytest.mark.parametrize("bucket_bytes", [32, 1 << 16])
-def test_strided_views_keep_their_layout(bucket_bytes: int) -> None:
-    whole = torch.arange(60, dtype=torch.float32).reshape(6, 10)
-    views = (View("left", (6, 4), 0, 54, (10, 1)), View("turned", (10, 6), 0, 60, (1, 10)))
-    assembler = Assembler()
-    got = arrived(ship([whole], [base_of("both", whole, views)], bucket_bytes, assembler))
-    assembler.finish()
-    assert torch.equal(got["left"], whole[:, :4])
-    assert torch.equal(got["turned"], whole.t())
-
-
-def test_whole_tensor_in_one_piece_is_not_copied() -> None:
-    memory = torch.arange(32, dtype=torch.uint8)
-    entry = Entry("w", "float32", (4,), None, 16, (Run(16, 0, 16),))
-    ((name, tensor),) = Assembler().tensors(BucketMemory([memory], 32, 1), (entry,))
-    assert name == "w"
-    assert tensor.data_ptr() == memory.data_ptr() + 16
-
-
 def test_the_pairs_of_deepseek_v4_are_those_that_verl_keeps_together() -> None:
     for one, other in DEEPSEEK_V4_FUSION_GROUPS:
         names = f"model.layers.0{one}", f"model.layers.0{other}"
@@ -115,16 +81,6 @@ def test_split_halves_of_a_pair_arrive_in_one_load() -> None:
     assembler.finish()
     assert [[name for name, _ in load] for load in loads if load] == [names]
     assert all(torch.equal(arrived(loads)[name], tensor) for name, tensor in zip(names, tensors, strict=True))
-
-
-def test_pairs_of_different_layers_do_not_mix() -> None:
-    first, second = FUSED_PAIRS[0]
-    ordered = [f"layers.0.{first}", f"layers.1.{first}", f"layers.1.{second}", f"layers.0.{second}"]
-    tensors = [torch.randn(8, 4) for _ in ordered]
-    loads = ship(
-        tensors, [base_of(n, t) for n, t in zip(ordered, tensors, strict=True)], 128, Assembler(pairs=FUSED_PAIRS)
-    )
-    assert [[name for name, _ in load] for load in loads] == [[], [], ordered[1:3], [ordered[0], ordered[3]]]
 
 
 def test_finish_names_an_incomplete_tensor() -> None:

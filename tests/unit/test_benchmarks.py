@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import os
 import re
 import subprocess
 import sys
@@ -100,14 +99,6 @@ def test_report_splits_the_stages_but_never_the_phase() -> None:
     assert measured[0].report["stage/pack"] == pytest.approx(1.1), "the slowest replica counts"
 
 
-def test_two_updates_in_one_call_are_one_stage() -> None:
-    updates = [entry for entry in stock_lines() if entry["event"] == "update_weights" and entry["start"] < 100]
-    again = [{**entry, "start": entry["start"] + 0.5, "t": entry["t"] + 0.5, "seconds": 0.25} for entry in updates]
-    first, *measured = phase.syncs([*stock_lines(), *again])
-    assert first.stages["update_weights"] == pytest.approx(13.0 + 0.25) and first.bytes == 30_000
-    assert measured == phase.syncs(stock_lines())[1:]
-
-
 def test_run_ended_by_its_time_limit_counts_if_it_went_on_until_then() -> None:
     lines = stock_lines()
     phase.check_cut_short(lines, ended=400.0, least=3)
@@ -120,25 +111,6 @@ def test_run_ended_by_its_time_limit_counts_if_it_went_on_until_then() -> None:
             phase.check_cut_short(given, ended=ended, least=least)
     cut = [entry for entry in lines if not (entry["event"] == "sync" and entry["start"] > 300)]
     assert len(phase.syncs(cut)) == 3, "a sync that was cut short is not counted"
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ([], "no complete sync"),
-        ([entry for entry in stock_lines() if entry["rank"] == 0 or entry["start"] < 100], "different numbers"),
-    ],
-)
-def test_incomplete_probe_file_is_refused(lines: list[dict[str, Any]], message: str) -> None:
-    with pytest.raises(phase.ProbeError, match=message):
-        phase.syncs(lines)
-
-
-@pytest.mark.parametrize(("variant", "lines"), [("plugin", stock_lines()), ("stock", plugin_lines())])
-def test_run_of_the_other_variant_is_refused(tmp_path: Path, variant: str, lines: list[dict[str, Any]]) -> None:
-    (tmp_path / "log").touch()
-    with pytest.raises(phase.ProbeError, match=f"not a {variant} run"):
-        phase.summarize(variant, {}, write_lines(tmp_path / "probe.jsonl", lines), tmp_path / "log")
 
 
 def test_paused_is_from_a_servers_first_stop_until_it_goes_on() -> None:
@@ -187,23 +159,6 @@ def test_variants_differ_in_bucket_key_and_plugin_switch_alone() -> None:
     assert taken["VERL_USE_EXTERNAL_MODULES"] == "other,benchmarks.probe"
 
 
-def test_overrides_follow_the_case(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "actor_rollout_ref.model.lora.merge=True" in phase.training_command(case(lora_rank=32), "plugin", PATHS)
-    given = {"strategy": "megatron", "train_tp": 2, "train_vpp": 2, "train_etp": 1}
-    megatron = phase.training_command(case(case="x-bridge-y", **given), "stock", PATHS)
-    assert {
-        word.partition("megatron.")[2] for word in megatron if "_parallel_size=" in word and "megatron." in word
-    } == {
-        "tensor_model_parallel_size=2",
-        "pipeline_model_parallel_size=1",
-        "virtual_pipeline_model_parallel_size=2",
-        "expert_tensor_parallel_size=1",
-    }
-    with pytest.raises(SystemExit):
-        case(**given)
-    assert "the name has -bridge in it" in capsys.readouterr().err
-
-
 class Adapter:
     async def update_weights(self, weights: Any) -> str:
         return "stock"
@@ -232,20 +187,6 @@ def test_probe_writes_the_outermost_call_only(tmp_path: Path, monkeypatch: pytes
     assert [(record["class"], record["ok"]) for record in records] == [("Ours", True), ("Failing", False)]
 
 
-def test_probed_workers_still_travel_to_ray(tmp_path: Path) -> None:
-    code = """
-import cloudpickle, ray, benchmarks.probe
-from verl.single_controller.ray.base import RayClassWithInitArgs, create_colocated_worker_cls
-from verl_sync_plugin.hooks.worker import SyncActorRolloutRefWorker as Ours
-assert Ours.update_weights.sync_probe
-made = create_colocated_worker_cls({"actor_rollout": RayClassWithInitArgs(cls=ray.remote(Ours), role="actor_rollout")})
-cloudpickle.dumps(made.cls.__ray_metadata__.modified_class)
-"""
-    env = {**os.environ, "SYNC_PROBE_FILE": str(tmp_path / "probe.jsonl"), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
 def test_run_past_its_limit_leaves_no_process_behind(tmp_path: Path) -> None:
     # in a process of its own: what ends "all descendants" must not see those of the test runner
     detached = "import subprocess, sys, time; "
@@ -270,50 +211,6 @@ def a_result(*runs: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {**about, "command": "c", "runs": list(runs), **more}
 
 
-def test_memory_search_ends_at_the_highest_share_that_survives_and_goes_on_where_it_was_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits, tried = {"stock": 0.7, "plugin-at-once": 0.5, "plugin-multi-stage": 0.9}, []
-
-    def attempt(args: Any, way: str, share: float, *_: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        tried.append((way, share))
-        survived = share <= limits[way]
-        found = {"way": way, "share": share, "survived": survived, "kv_tokens": 8 if survived else None}
-        reason = "" if survived else "out | of memory"
-        return {**found, "reason": reason}, a_run("plugin", [1], way=way) if survived else None
-
-    monkeypatch.setattr(memory, "attempt", attempt)
-    monkeypatch.setattr(memory.phase, "prepare", lambda *_: None)
-    out = tmp_path / "x.json"
-    args = memory.arguments(["--case", "x", "--model-size", "tiny", "--shares", "0.6,0.9,0.8", "--out", str(out)])
-    assert memory.measure(args, tmp_path) == 0
-    whole, result = list(tried), json.loads(out.read_text())
-    assert whole[:3] == [("stock", 0.9), ("plugin-at-once", 0.9), ("plugin-multi-stage", 0.9)] and len(whole) == 7
-    shown = report.render([result])
-    assert "| `x` | stock | 0.6 | 8 |" in shown and "| plugin-at-once | none of those tried |" in shown
-    result["attempts"] = result["attempts"][:4]
-    out.write_text(json.dumps(result))
-    tried.clear()
-    assert memory.measure(args, tmp_path) == 0 and tried == whole[4:]
-
-
-WARNS = "\x1b[36m(SGLangHttpServer pid=10676)\x1b[0m NCCL WARN Cuda failure 'out of memory'"
-RAISED = "(SGLangHttpServer pid=7349) torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20 MiB."
-
-
-@pytest.mark.parametrize(
-    ("lines", "found"),
-    [
-        ([WARNS, "Traceback", RAISED, RAISED.replace("20", "30")], RAISED),
-        ([WARNS, "cuMemCreate failed with 2", "end"], "cuMemCreate failed with 2"),
-        ([WARNS, "UserWarning: memory is nearly full", "end"], WARNS),
-        (["RuntimeError: nothing about memory", "last", ""], "last"),
-    ],
-)
-def test_an_exception_about_memory_says_more_than_a_warning_before_it(lines: list[str], found: str) -> None:
-    assert memory.reason("\n".join(lines)) == found
-
-
 def test_tables_show_both_variants_and_the_speed_up(tmp_path: Path) -> None:
     result = result_of(tmp_path)
     result["runs"][1]["stages"]["phase"] = 0.616
@@ -327,25 +224,6 @@ def test_tables_show_both_variants_and_the_speed_up(tmp_path: Path) -> None:
     separate = a_result(a_run("plugin", [loaded, loaded], rollout_gpus=1))
     separate["machine"]["link_bytes_per_second"] = 500_000_000_000
     assert "| 80.0 ms | 40.0 ms | 30.0 ms | 10.0 ms | 430 GB/s, 86% of 500 | 1 |" in report.render([separate])
-
-
-def test_transfers_pauses_and_soaks_are_shown() -> None:
-    def transferred(variant: str, size: int, seconds: float, **more: Any) -> dict[str, Any]:
-        made = a_run(variant, [1], harness="transfer", bucket_mb=size, tensors=3, **more)
-        made["stages"] |= {"phase": seconds}
-        made["samples"] |= {"first_syncs": [{"seconds": 100 * seconds}]}
-        return made
-
-    sizes = (512, 1024, 2048)
-    ours = [transferred("plugin", size, 0.01, verify="first") for size in (*sizes, 4096)]
-    staged = transferred("plugin", 512, 0.02, verify="first", staged=True)
-    shown = report.render([a_result(*(transferred("stock", size, 0.4) for size in sizes), *ours, staged)])
-    for size in (512, 2048):
-        assert f"| x | {size} MiB | 400 ms | **10.0 ms** | 40.0× | 2.0 ms | 5.0 |" in shown
-    assert "staged in every sync 20.0 ms (512 MiB); the first sync 1.00 s, stock's 40.00 s" in shown
-    paused = [{"seconds": seconds, "gap": seconds * 2} for seconds in (0.012, 0.02, 0.01)]
-    shown = report.render([a_result(a_run("plugin", paused, harness="pauses", way="in_place", requests=64))])
-    assert "| `x` | ours | `in_place` | 64 | 12.0 ms | 10.0 ms to 20.0 ms | 24.0 ms | 3 |" in shown
 
 
 def soak_samples(**rates: float) -> list[dict[str, Any]]:
@@ -379,15 +257,6 @@ def test_growth_is_found_and_named(name: str, rate: float) -> None:
     assert len(found) == 1 and found[0].startswith(name.replace("__", "."))
 
 
-def test_an_odd_sample_is_no_growth_and_other_tokens_fail() -> None:
-    samples = soak_samples()
-    samples[0]["trainer"]["rss_bytes"], samples[-1]["trainer"]["rss_bytes"] = 10**8, 2 * 10**9
-    assert soak.grown(soak.growth_of(samples, 200, "cuda")) == []
-    good = {"tokens": {"first": [[1], [1]], "others": [[2], [2]]}, "growth": {}}
-    assert soak.problems(good) == []
-    assert soak.problems({**good, "tokens": {"first": [[1], [3]], "others": [[2], [2]]}})
-
-
 def test_floor_is_each_ranks_share_read_and_written_once() -> None:
     assert common.floor_seconds(4_300_000_000, world=4, rollout_tp=2) == pytest.approx(0.75e-3)
     settings = {"gpus": 4, "rollout_tp": 2}
@@ -409,22 +278,6 @@ def test_the_command_of_a_result_measures_the_same_again() -> None:
         assert again[:3] == ["python", "-m", f"benchmarks.{name}"] and "--work" not in again
         parsed = module.arguments([word.strip("'") for word in again[3:]] + ["--out", "x", "--work", "w"])
         assert vars(parsed) == vars(args)
-
-
-def test_the_rollout_sees_the_second_of_the_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    for visible, seen in (("5,3", "3"), ("5", "5")):
-        monkeypatch.setenv(soak.VISIBLE, visible)
-        assert soak.second_gpu("cuda") == {soak.VISIBLE: seen}
-    assert soak.second_gpu("cpu") == {}
-
-
-def test_shapes_of_the_models() -> None:
-    counts = {}
-    for kind in ("dense-7b", "moe-10k", "moe-19k"):
-        shapes = transfer.shapes(kind)
-        elements = sum(rows * (columns[0] if columns else 1) for _, (rows, *columns) in shapes)
-        counts[kind] = (len(dict(shapes)), round(2 * elements / 1e9, 2))
-    assert counts == {"dense-7b": (339, 15.23), "moe-10k": (9651, 32.06), "moe-19k": (18867, 32.07)}
 
 
 def test_tables_of_the_repository_are_fresh() -> None:

@@ -194,16 +194,6 @@ def test_dead_peer_is_noticed(listener: Listener) -> None:
     assert channel.has_word(), "receive() does not wait"
 
 
-def test_own_close_is_a_closed_channel() -> None:
-    _, channel = pair()
-    channel.close()
-    channel.close()
-    with pytest.raises(ChannelClosedError):
-        channel.send(Commit())
-    with pytest.raises(ChannelClosedError):
-        channel.receive(0.1)
-
-
 # What torch's _share_cuda_() makes of a storage: device, memory, size, offset, counter, its offset, event, and whether
 # to wait for that
 SHARED = ("GPU-0", b"\x00\xff" * 33, 1 << 40, 512, b"/torch_1_2_3", 7, b"\x80" * 64, True)

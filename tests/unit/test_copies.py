@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -63,35 +62,6 @@ def test_factors_are_no_simple_function_of_the_place() -> None:
         blocks = both.unfold(0, length, 1).sum(1)
         same = blocks.numel() - blocks.unique().numel()
         assert same < 1024, f"{same} blocks of {length} words hash like another: by chance it were a hundred"
-
-
-def test_hash_does_not_depend_on_the_cuts() -> None:
-    data = torch.randint(0, 256, (5000,), dtype=torch.uint8)
-    whole = plain.hash_bytes(data, 48).item()
-    for cuts in ((0, 5000), (0, 1, 5000), (0, 13, 14, 2048, 4999, 5000)):
-        parts = pairwise(cuts)
-        total = torch.stack([plain.hash_bytes(data[a:b].clone(), 48 + a) for a, b in parts]).sum()
-        assert total.item() == whole
-
-
-def test_hash_sees_every_change_of_one_word_and_of_places() -> None:
-    data = torch.randint(1, 256, (4096,), dtype=torch.uint8)
-    whole = plain.hash_bytes(data, 0).item()
-    for byte in range(0, 4096, 61):
-        changed = data.clone()
-        changed[byte] ^= 1 << (byte % 8)
-        assert plain.hash_bytes(changed, 0).item() != whole
-    assert plain.hash_bytes(data, 8).item() != whole
-    assert plain.hash_bytes(data.view(-1, 8).flip(0).reshape(-1).contiguous(), 0).item() != whole
-
-
-def test_hash_is_the_same_in_one_step_and_in_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = torch.randint(0, 256, (3000,), dtype=torch.uint8)
-    block = Block(0, 0, 16, 40, 60, 48, 40, 48)
-    whole, lined = plain.hash_bytes(data, 16).item(), plain.hash_block(data, 0, block).item()
-    monkeypatch.setattr(plain, "STEP", 128)
-    assert plain.hash_bytes(data, 16).item() == whole
-    assert plain.hash_block(data, 0, block).item() == lined
 
 
 BLOCKS = [

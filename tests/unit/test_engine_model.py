@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from verl_sync_plugin.engine import session
-from verl_sync_plugin.engine.model import EngineModel, partner_of
+from verl_sync_plugin.engine.model import EngineModel
 from verl_sync_plugin.engine.session import ReceiverSession
 from verl_sync_plugin.layout.load_map import owners_of, read_parts, unwritten
 from verl_sync_plugin.layout.planner import plan_buckets
@@ -205,12 +205,6 @@ def test_what_it_leaves_out_is_told_unless_it_may(
         monkeypatch.setattr(Engine, "why_skipped", EngineModel.why_skipped)
     found = trainer.sync(some(0))[0].map
     assert found is not None and found.skipped == (((NAMES.index(UNUSED), "nobody needs it"),) if skips else ())
-
-
-def test_partners() -> None:
-    pairs = Engine.fused_pairs
-    assert partner_of(LEFT, pairs) == RIGHT and partner_of(RIGHT, pairs) == LEFT
-    assert partner_of(BETWEEN, pairs) is None and partner_of(LEFT, ()) is None
 
 
 def test_what_a_load_leaves_cached_goes_back_before_the_trainer_hears_of_the_end(

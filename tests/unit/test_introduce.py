@@ -31,15 +31,6 @@ def left_of(found: LoadMap, names: str = "ab") -> dict[str, str]:
     return {names[left.tensor]: left.why for left in found.left}
 
 
-class Swapping(Pair):
-    """Its load takes tensors without bytes, as a recording gives them, for each other's."""
-
-    def load_weights(self, weights: Weights) -> None:
-        for name, tensor in weights:
-            other = {"a": "b", "b": "a"}[name]
-            getattr(self, other if tensor.is_meta else name).data.copy_(tensor)
-
-
 class Joining(torch.nn.Module):
     """Joins two tensors, and puts the result elsewhere in another shape."""
 
@@ -68,16 +59,6 @@ class Random(Pair):
     def load_weights(self, weights: Weights) -> None:
         for name, tensor in weights:
             self.a.data.copy_(tensor) if name == "a" else self.b.data.random_(0, 99)
-
-
-def test_marks_disprove_what_was_recorded_although_weights_are_alike() -> None:
-    found = found_of(Swapping(), pair())
-    assert not found.moves and left_of(found) == dict.fromkeys("ab", "its load puts it elsewhere than was recorded")
-    assert [why for _, why in found.not_held] == ["its load puts it elsewhere than was recorded"] * 2
-    receiver = Receiver(Swapping())
-    for number in (1.0, 2.0, 4.0):
-        receiver.sync(number, number)
-        receiver.sync(number, number + 1)
 
 
 def test_a_joined_tensor_in_another_shape_is_left_to_the_model() -> None:
@@ -176,23 +157,6 @@ def test_what_a_model_derives_is_seen_in_either_mode(
         found = found_of(Deriving(derive), [Source("a", BF16, (8, 16), None)])
     assert left_of(found) == {"a": "its load computes from it"} and not found.derives
     assert len(found.moves) == 1 and not found.not_held, "it is found in the model all the same"
-
-
-class Waiting(Pair):
-    """Changes one tensor on its way, and only where it is given both."""
-
-    def load_weights(self, weights: Weights) -> None:
-        given = dict(weights)
-        if len(given) == 2:
-            self.a.data.copy_(given["a"] + 1)
-        if "b" in given:
-            self.b.data.copy_(given["b"])
-
-
-def test_what_is_loaded_otherwise_alone_is_left_with_all_others() -> None:
-    found = found_of(Waiting(), pair())
-    assert left_of(found)["a"].startswith("goes through")
-    assert left_of(found)["b"] == "given alone, the model loads it otherwise" and not unwritten(found)
 
 
 class Doubling(Pair):
@@ -319,17 +283,6 @@ class Failing(Pair):
                 raise RuntimeError("no meta tensors here")
             if not (self.drops and name == "b"):
                 getattr(self, name).data.copy_(tensor)
-
-
-def test_what_cannot_be_recorded_is_watched() -> None:
-    found = found_of(Failing(), pair())
-    assert {why.partition(":")[0] for why in left_of(found).values()} == {"its load cannot be recorded"}
-    assert not found.unknown and not unwritten(found) and len(found.left) == 2
-    model = Failing()
-    model.drops = True
-    found = found_of(model, pair())
-    assert [left.takes for left in found.left] == [((0, LENGTH),), ()]
-    assert [kept.name for kept, *_ in unwritten(found)] == ["b"]
 
 
 def test_a_load_that_always_raises_leaves_everything_unknown() -> None:

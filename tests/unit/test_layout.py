@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import View
 from verl_sync_plugin.trainers.joint import Part, RankLayout, choose_owners, match, replicas
-from verl_sync_plugin.trainers.megatron.bridge import NUMBER
 
 
 def layout(*parts: Part, groups: tuple[tuple[int, ...], ...]) -> RankLayout:
@@ -32,12 +29,6 @@ def tensor_parallel() -> list[RankLayout]:
     return [layout(part("w", rank), whole("norm"), groups=((0, 1), (rank,))) for rank in range(2)]
 
 
-def test_parts_are_found_and_replicas_of_a_parameter_counted() -> None:
-    ((split, norm),) = match(tensor_parallel()).values()
-    assert (split.parts[0].name, split.holders) == ("w", ((0,), (1,)))
-    assert (norm.parts[0].name, norm.holders) == ("norm", ((0, 1),))
-
-
 @pytest.mark.parametrize(
     ("groups", "expected"),
     [
@@ -50,31 +41,6 @@ def test_parts_are_found_and_replicas_of_a_parameter_counted() -> None:
 )
 def test_replicas(groups: list[tuple[tuple[int, ...], ...]], expected: list[tuple[int, ...]]) -> None:
     assert replicas([layout(groups=of_rank) for of_rank in groups]) == expected
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"common": (9, 2), "text": "bfloat16 (9,)"}, "parameter 'w': rank 0: bfloat16 (32,), part 1 of 2; rank 1: bf"),
-        ({"dtype": "float32", "text": "float32 (32,)"}, "rank 1: float32 (32,)"),
-        ({"buffer": True, "text": "bfloat16 (32,), part 1 of 2"}, "rank 1: ('bfloat16', True"),
-        ({"adapter": ("tensor", 8)}, "disagree on parameter 'w'"),
-    ],
-)
-def test_disagreement_names_the_parameter_and_the_ranks(change: dict[str, object], said: str) -> None:
-    ranks = tensor_parallel()
-    odd = replace(ranks[1].parts[0], **change)  # type: ignore[arg-type]
-    ranks[1] = replace(ranks[1], parts=(odd, *ranks[1].parts[1:]))
-    with pytest.raises(ValueError) as caught:
-        match(ranks)
-    assert "the ranks disagree on parameter 'w'" in str(caught.value) and said in str(caught.value)
-
-
-def test_missing_part_names_who_lacks_it() -> None:
-    ranks = tensor_parallel()
-    ranks[1] = replace(ranks[1], parts=ranks[1].parts[1:])
-    with pytest.raises(ValueError, match=r"ranks 0, 1 hold 32 of 64 elements of parameter 'w' .*, which rank 0 hold"):
-        match(ranks)
 
 
 def test_replica_without_a_parameter_is_named() -> None:
@@ -107,13 +73,3 @@ def test_each_replica_has_senders_of_its_own() -> None:
         (0, 2): [(0,)],
         (1, 3): [(1,)],
     }
-
-
-def test_kinds_differ_by_names_and_not_by_numbers_of_layers_and_experts() -> None:
-    """``linear_fc1`` and ``linear_fc2`` may have one shape, and are cut along other dimensions."""
-    names = ["layers.3.mlp.experts.linear_fc1.weight12", "layers.10.mlp.linear_fc2.bias", "experts.7.up_proj.weight"]
-    assert [NUMBER.sub("#", name) for name in names] == [
-        "layers.#.mlp.experts.linear_fc1.weight#",
-        "layers.#.mlp.linear_fc2.bias",
-        "experts.#.up_proj.weight",
-    ]

@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import verl
 from hydra import compose, initialize_config_dir
 
 from verl_sync_plugin.config import refusals
 from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.hooks.driver import settle, settle_trainer
-from verl_sync_plugin.sharding_manager import get_sharding_manager
-from verl_sync_plugin.trainers.wire import wire_policy
 
 CONFIG_DIR = Path(verl.__file__).parent / "trainer" / "config"
 MODEL = "actor_rollout_ref.model"
@@ -86,16 +83,6 @@ def test_merge_without_a_rank_is_said_to_have_no_effect(capsys: pytest.CaptureFi
 def test_freezing_the_tower_is_said_to_have_no_effect(frozen: bool, capsys: pytest.CaptureFixture[str]) -> None:
     settle_trainer(actor_of(f"++actor_rollout_ref.actor.freeze_vision_tower={frozen}"))
     assert ("freeze_vision_tower=True has no effect" in capsys.readouterr().out) is frozen
-
-
-def test_a_manager_is_registered() -> None:
-    assert get_sharding_manager("megatron", "sglang").__name__ == "MegatronSGLangShardingManager"
-
-
-def test_unknown_rollout_dtype_is_named() -> None:
-    assert wire_policy("half").dtype == torch.float16
-    with pytest.raises(ValueError, match=r"rollout\.dtype='bfloat17': not a torch dtype\. Set .*dtype=bfloat16"):
-        wire_policy("bfloat17")
 
 
 @pytest.mark.parametrize("composition", ["colocated", "colocated_resident", "colocated_tight_memory_megatron"])

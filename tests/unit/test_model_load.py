@@ -124,34 +124,6 @@ def assert_hashes(load: ModelLoad, sender: Sender) -> None:
                 assert (total[number] - many * sender.sums[number]) % (1 << 64) == 0, names[number]
 
 
-@torch.no_grad()
-def test_what_a_load_does_not_put_there_is_named() -> None:
-    model, sender = Model(), Sender(0, 1 << 20, False)
-    load = ModelLoad(Engine(model, 0), sender.manifest, CPU)
-    sender.send(load, 0)
-    assert not load.held().changed
-    for name, at in (("padded", -1), ("interleaved", 1), ("wide", 0)):
-        byte = getattr(model, name).view(-1)[at:].view(torch.uint8)[:1]
-        byte ^= 1  # of a constant, or of what no bfloat16 has
-        assert load.held().changed == (name,)
-        byte ^= 1
-    sums = load.held().sums
-    model.whole.view(torch.uint8)[3, 3] ^= 64
-    assert load.held().sums != sums
-
-
-def test_what_one_manifest_has_told_holds_for_another() -> None:
-    model, before, after = Model(), Sender(0, 3000, False), Sender(1, 600, False)
-    first = ModelLoad(Engine(model, 0), before.manifest, CPU)
-    first.begin()
-    second = ModelLoad(Engine(model, 0), after.manifest, CPU, first)
-    second.begin()
-    assert second.map is first.map
-    third = ModelLoad(Engine(model, 0), Sender(0, 3000, True).manifest, CPU, first)
-    third.begin()
-    assert third.map == first.map, "as many tensors of the same shapes"
-
-
 class Columns(torch.nn.Module):
     """Takes some columns of a tall matrix."""
 

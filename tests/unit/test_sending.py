@@ -72,28 +72,6 @@ def test_a_dead_rank_does_not_leave_hundreds_of_broadcasts_in_the_queue_of_the_d
     assert begun == list(range(1000)), "every rank sends its segment, in order"
 
 
-def test_while_a_bucket_is_sent_the_next_one_is_packed_and_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    agreement = Agreement(BOUND, ranks=JointRanks(dist.HashStore(), 0, 1, 0, BOUND, CPU))
-    sender, noted = BucketSender(CPU, BOUND), list[str]()
-    buckets = [SimpleNamespace(stride=16, world=1, number=number) for number in range(6)]
-    monkeypatch.setattr(sender, "pack", lambda index, slot, shards: noted.append(f"pack {index}"))
-    monkeypatch.setattr(sender, "broadcast", lambda bucket, slot, *_: noted.append(f"send {bucket.number}"))
-    monkeypatch.setattr(sender, "drain", lambda slot: noted.append(f"await {slot}"))
-    monkeypatch.setattr(sender, "begin", lambda *_: None)
-    monkeypatch.setattr(sender, "broken", list)
-    source = SimpleNamespace(prepares=False)
-    plan = SimpleNamespace(buckets=buckets)
-    sync: Any = SimpleNamespace(plan=plan, report=SyncReport(), senders=(0,), source=source, shards=[], rank=0)
-    way = broadcasting(agreement, sender)
-    way.fill(sync)
-    way.run(sync)
-    assert noted[:SLOTS] == [f"pack {number}" for number in range(SLOTS)]
-    for number in range(SLOTS - 1, len(buckets) - 1):
-        sent = noted.index(f"send {number}")
-        arrived = sent + noted[sent:].index(f"await {number % SLOTS}")
-        assert {f"pack {number + 1}", f"send {number + 1}"} <= set(noted[sent:arrived]), noted
-
-
 @pytest.mark.parametrize("error", [SyncError, RankLostError, ValueError])
 def test_after_a_failed_transfer_no_rank_goes_on_before_all_have_awaited_theirs(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch

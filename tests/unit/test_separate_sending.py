@@ -16,7 +16,6 @@ from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl_sync_plugin.hooks import worker
 from verl_sync_plugin.hooks.separate import SyncCheckpointEngine
 from verl_sync_plugin.report import SyncReport
-from verl_sync_plugin.sync.separate.managers import SeparateRollout
 from verl_sync_plugin.sync.separate.membership import Membership
 from verl_sync_plugin.trainers.shard_stream import ShardStream
 
@@ -88,13 +87,3 @@ def test_trainer_rank_0_hands_verl_what_a_sync_cost(first: bool, monkeypatch: py
         assert "sync/bytes" in metrics and "sync/coverage_expected" not in metrics, "counted beside engines"
     else:
         assert metrics == {}
-
-
-def test_no_two_syncs_have_one_name_also_in_a_new_group() -> None:
-    """An engine rank that is late may complain of a sync of the group before."""
-    named = []
-    for group in ("one", "another"):
-        rank = object.__new__(SeparateRollout)
-        rank._syncs, rank._ranks = 0, SimpleNamespace(name=group)  # type: ignore[assignment]
-        named += [rank.name_sync(7), rank.name_sync(7)]
-    assert named[0] == "1 (step 7) of group one" and len(set(named)) == 4

@@ -40,34 +40,6 @@ def ask(server: Any) -> Any:
     return asyncio.ensure_future(server.generate([1], {"max_new_tokens": 1}, "request"))
 
 
-@pytest.mark.parametrize(
-    ("pause", "asked"),
-    [
-        ("abort", ["pause abort", "load load", "flush", "continue"]),
-        ("retract", ["pause retract", "load load_and_forget_prefixes", "continue"]),
-        ("in_place", ["pause in_place", "load load", "continue"]),
-    ],
-)
-def test_a_load_pauses_a_server_whose_driver_has_not(pause: str, asked: list[str], server_with: Make) -> None:
-    """And leaves it paused where the sync fails, until one succeeds."""
-
-    async def story() -> None:
-        manager = Manager()
-        server = server_with(manager, pause)
-        for version in (7, 8):
-            await loaded(server, version)
-        assert manager.asked == [*asked, *asked]
-        await server.load_weights(("sync",), "9")
-        await server.abandon_sync("a trainer rank failed")
-        with pytest.raises(RuntimeError, match="half written"):
-            await server.resume_generation()
-        manager.asked.clear()
-        await loaded(server, 10)
-        assert manager.asked == [each for each in asked if not each.startswith("pause")]
-
-    asyncio.run(story())
-
-
 def test_the_cache_is_flushed_once_and_a_flush_that_fails_locks_the_gate(server_with: Make) -> None:
     """During the load where the engine is awake; nobody takes the flush of a load that failed for the next one's."""
 
@@ -88,24 +60,6 @@ def test_the_cache_is_flushed_once_and_a_flush_that_fails_locks_the_gate(server_
             await loaded(server, 9)
         with pytest.raises(RuntimeError, match="waking up after the sync failed"):
             await server.generate([1], {}, "request")
-
-    asyncio.run(story())
-
-
-def test_a_pause_waits_in_short_turns_for_requests_that_end(server_with: Make) -> None:
-    """SGLang's own looks once a second."""
-
-    async def story() -> None:
-        manager = Manager()
-        server = server_with(manager, "abort")
-        call = ask(server)
-        await asyncio.sleep(0)
-        pausing = asyncio.ensure_future(server.abort_all_requests())
-        await asyncio.sleep(0.01)
-        assert manager.aborted == 1 and manager.asked == []
-        manager.answers.set()
-        await asyncio.sleep(0.1)
-        assert pausing.done() and manager.asked == ["pause abort"] and call.done()
 
     asyncio.run(story())
 
@@ -235,13 +189,6 @@ def test_answers_bear_the_version_of_their_weights(
         assert {meta["weight_version"] for meta in metas} == {"7"}
 
     asyncio.run(story())
-
-
-@pytest.mark.parametrize("awake", [True, False])
-def test_only_an_engine_that_is_awake_behind_the_load_is_told_to_flush(awake: bool) -> None:
-    told: list[str] = []
-    RolloutEndpoint(rollout_of("sglang"), told.append, (0,), True, 1.0, awake).flush_behind_load()  # type: ignore[arg-type]
-    assert told == ["flush_behind_load"] * awake
 
 
 def test_a_server_that_died_is_named_with_what_to_do_then() -> None:
@@ -430,23 +377,6 @@ def test_an_engine_that_a_driver_has_put_to_sleep_goes_on_with_all_its_memory(
             resumed = [each for each in manager.asked if each.startswith("resume")]
             assert len(resumed) == 1 and not server.occupation.released
             assert manager.asked.index(resumed[0]) < manager.asked.index("continue")
-
-    asyncio.run(story())
-
-
-@pytest.mark.parametrize("pause", ["retract", "in_place"])
-def test_a_call_that_spans_a_sync_names_both_versions(pause: str, server_with: Make) -> None:
-    async def story() -> None:
-        manager = Manager()
-        server = server_with(manager, pause)
-        await synced(server, 6)
-        call = ask(server)
-        await asyncio.sleep(0)
-        await synced(server, 7)
-        manager.answers.set()
-        fields = (await call).extra_fields
-        assert fields["global_steps"] == 7
-        assert (fields["min_global_steps"], fields["max_global_steps"]) == (6, 7)
 
     asyncio.run(story())
 
