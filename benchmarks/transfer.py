@@ -396,8 +396,7 @@ def _plain_manager(server: Any, named: list[tuple[str, Any]], bucket_mb: int, va
     import torch
 
     from verl_sync_plugin.config.settings import SyncConfig
-    from verl_sync_plugin.layout.shard import Shard
-    from verl_sync_plugin.layout.tensors import Base, View
+    from verl_sync_plugin.layout.tensors import Base, Shard, View
     from verl_sync_plugin.sync.manager import ShardingManager
     from verl_sync_plugin.trainers.base import ParameterSource
 

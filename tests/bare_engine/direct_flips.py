@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from bare_engine import trainer
 from bare_engine.scenario import Rank
-from verl_sync_plugin.copies.pack_table import Found
-from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.verify.comparison import Comparison
+from verl_sync_plugin.copies.packing import Found
+from verl_sync_plugin.layout.tensors import Shard
+from verl_sync_plugin.verify import Comparison
 
 READ, HELD = "changed on the way to the engine", "do not hold what was sent of"
 LAYER = "model.layers.1."

@@ -23,7 +23,7 @@ from bare_engine.engine_failures import (
 )
 from bare_engine.scenario import Rank
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.tensors import Shard
 
 # HF tensors that a failing sync leaves out, and the engine's parameters they belong to
 DROPPED = {

@@ -70,7 +70,7 @@ class Flips:
     def found(self, where: str, hashed: bool, verify: str) -> str:
         """The error of a sync in which a bit flips; the next ones are exact."""
         from verl_sync_plugin.errors import SyncError
-        from verl_sync_plugin.verify.comparison import Comparison
+        from verl_sync_plugin.verify import Comparison
 
         flip = {"staging": self._in_staging, "trainer": self._in_trainer, "engine": self._in_engine}[where]
         unseen = nullcontext() if hashed else mock.patch.object(Comparison, "_compare_read")

@@ -20,8 +20,8 @@ from contract.families import Family
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.copies.packing import Packer
 from verl_sync_plugin.engine.load import ModelLoad, refuse_rearranged
-from verl_sync_plugin.layout.names import layers_of
 from verl_sync_plugin.layout.planner import plan_buckets
+from verl_sync_plugin.layout.tensors import layers_of
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.rollouts.sglang.refusals import refuse_checkpoint
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
@@ -29,7 +29,7 @@ from verl_sync_plugin.trainers.naming import checkpoint_rewrite
 from verl_sync_plugin.trainers.wire import wire_policy
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed, Manifest
-from verl_sync_plugin.verify.comparison import DERIVED, Comparison, refuse_changed
+from verl_sync_plugin.verify import DERIVED, Comparison, refuse_changed
 
 CPU = torch.device("cpu")
 BUCKET_BYTES = 20_000  # many tensors are torn

@@ -23,8 +23,7 @@ from verl.workers.rollout.replica import RolloutMode
 
 from faults.actor import Reference
 from verl_sync_plugin.config.settings import sync_config_of
-from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.layout.tensors import Base, View
+from verl_sync_plugin.layout.tensors import Base, Shard, View
 from verl_sync_plugin.rollouts import rollout_of
 from verl_sync_plugin.rollouts.adapter import calls_of
 from verl_sync_plugin.rollouts.sglang import loader

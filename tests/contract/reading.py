@@ -8,16 +8,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from verl_sync_plugin.copies.bucket_memory import BucketMemory
+from verl_sync_plugin.copies.copier import BucketMemory
 from verl_sync_plugin.copies.plain import hash_bytes
-from verl_sync_plugin.layout.hulls import hulls_of, numbers_of
-from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.layout.tensors import Plan
+from verl_sync_plugin.layout.tensors import Plan, Shard, hulls_of, numbers_of
 from verl_sync_plugin.sync.sender import SLOTS, BucketSender
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.memory.regions import open_peer_staging, slot_of
-from verl_sync_plugin.verify.comparison import times_sent
+from verl_sync_plugin.verify import times_sent
 
 CPU = torch.device("cpu")
 

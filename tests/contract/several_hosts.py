@@ -19,9 +19,8 @@ from contract.sources import WorldSource
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.planner import plan_buckets
-from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.strided import Run
-from verl_sync_plugin.layout.tensors import Base, Plan, View
+from verl_sync_plugin.layout.tensors import Base, Plan, Shard, View
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync import ways
 from verl_sync_plugin.sync.manager import ShardingManager

@@ -28,7 +28,7 @@ from verl_sync_plugin.sync.wake import Waking
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.trainers.fsdp import PEFTAdapter
 from verl_sync_plugin.transport.agreement import Agreement
-from verl_sync_plugin.transport.conversation import Greeting
+from verl_sync_plugin.transport.channel import Greeting
 from verl_sync_plugin.transport.protocol import LoadRequest
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

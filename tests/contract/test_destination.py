@@ -21,7 +21,7 @@ from contract import sglang_models as models
 from contract.wire import Wire
 from ports import free_port
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.verify.comparison import DERIVED, Comparison
+from verl_sync_plugin.verify import DERIVED, Comparison
 
 pytestmark = pytest.mark.slow
 HELD = "do not hold what was sent of"

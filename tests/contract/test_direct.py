@@ -11,8 +11,7 @@ from worlds import run_world
 from contract.sources import WorldSource, chosen, everyone
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.planner import plan_buckets
-from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.layout.tensors import Base, View
+from verl_sync_plugin.layout.tensors import Base, Shard, View
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.sync.ways import PeersUnreachableError, Sync, Ways

@@ -23,13 +23,11 @@ import torch.multiprocessing as mp
 from contract import sglang_models as models
 from contract.wire import Wire
 from ports import free_port
-from verl_sync_plugin.copies.bucket_memory import Memory
-from verl_sync_plugin.copies.copier import _PlainPrepared
+from verl_sync_plugin.copies.copier import Memory, _PlainPrepared
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.layout.hulls import hulls_of, numbers_of
 from verl_sync_plugin.layout.load_map import owners_of, read_parts
-from verl_sync_plugin.verify.cadence import FIRST_SYNCS, Cadence
-from verl_sync_plugin.verify.comparison import Comparison
+from verl_sync_plugin.layout.tensors import hulls_of, numbers_of
+from verl_sync_plugin.verify import FIRST_SYNCS, Cadence, Comparison
 
 pytestmark = pytest.mark.slow
 WHERE = ("staging", "passage", "destination")

@@ -22,8 +22,7 @@ from contract.fsdp_layouts import KEEP, LAYOUTS, Layout, State, open_source, sha
 from contract.reading import Reader
 from verl_sync_plugin.engine.load import Assembler
 from verl_sync_plugin.layout.planner import plan_buckets
-from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.layout.tensors import Plan
+from verl_sync_plugin.layout.tensors import Plan, Shard
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source

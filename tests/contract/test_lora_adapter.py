@@ -20,7 +20,7 @@ from worlds import run_world
 from contract.fsdp_layouts import torchs_own_state
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.tensors import Shard
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.rollouts.sglang.lora import served_settings
 from verl_sync_plugin.rollouts.sglang.request import dumps

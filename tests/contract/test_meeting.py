@@ -21,8 +21,7 @@ from verl_sync_plugin.sync.connect import MeetingPoint
 from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.transport.agreement import Agreement
-from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, connect
-from verl_sync_plugin.transport.conversation import Greeting
+from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, Greeting, connect
 from verl_sync_plugin.transport.protocol import Load, LoadRequest
 
 WAIT = 5.0

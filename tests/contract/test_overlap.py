@@ -25,7 +25,7 @@ from contract.engine_beside import TIMEOUT, Engine
 from contract.several_hosts import Manager, Source
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.engine.load import ModelLoad
-from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.tensors import Shard
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.rollouts.sglang import loader
 from verl_sync_plugin.sync import ways

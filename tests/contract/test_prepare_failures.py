@@ -17,8 +17,7 @@ from worlds import run_world
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.planner import plan_buckets
-from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.layout.tensors import Plan
+from verl_sync_plugin.layout.tensors import Plan, Shard
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.sync.ways import Reach, Staged, Sync

@@ -15,8 +15,7 @@ import torch
 from one_process import OneProcess
 from worlds import run_world
 
-from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.layout.tensors import Base, View
+from verl_sync_plugin.layout.tensors import Base, Shard, View
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend, dtype_name
 

@@ -14,14 +14,13 @@ from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.copies.packing import Packer
 from verl_sync_plugin.engine.load import ModelLoad, refuse_rearranged
 from verl_sync_plugin.layout.planner import plan_buckets
-from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.layout.tensors import Base, Plan, View
+from verl_sync_plugin.layout.tensors import Base, Plan, Shard, View
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.trainers.base import dtype_name
 from verl_sync_plugin.trainers.fsdp2 import even_chunks
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed, Manifest
-from verl_sync_plugin.verify.comparison import Comparison, refuse_changed
+from verl_sync_plugin.verify import Comparison, refuse_changed
 
 CPU = torch.device("cpu")
 

@@ -37,7 +37,7 @@ _TRAINER: dict[str, tuple[Point, ...]] = {
     "load": ((_SENDER, "BucketSender.wait_loaded", ""),),
     "commit": ((_SENDER, "BucketSender.commit", ""),),
     "verify": (("verl_sync_plugin.sync.commit", "refuse_changed", ""),),
-    "compare": (("verl_sync_plugin.verify.comparison", "Comparison.weighed", ""),),
+    "compare": (("verl_sync_plugin.verify", "Comparison.weighed", ""),),
 }
 POINTS: dict[str, dict[str, tuple[Point, ...]]] = {
     "trainer": {

@@ -105,7 +105,13 @@ class Trainer(Host):
         manager = self.engine._manager
         assert manager is not None and manager._plan is not None
         plan = manager._plan
-        return sum(b.filled(plan.bases, place) for b in plan.buckets for place in range(b.world))
+        ends = {(b, place): 0 for b in range(len(plan.buckets)) for place in range(plan.buckets[b].world)}
+        for b, place in ends:
+            for part in plan.buckets[b].slices:
+                base = plan.bases[part.base]
+                if (count := part.count(base, place)) > 0:
+                    ends[b, place] = max(ends[b, place], part.offset + count * base.itemsize)
+        return sum(ends.values())
 
     def train(self, seed: int) -> None:
         trainer.perturb(self.trainer, seed)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from verl.workers.rollout.sglang_rollout.utils import DEEPSEEK_V4_FUSION_GROUPS
 
-from verl_sync_plugin.copies.bucket_memory import BucketMemory
+from verl_sync_plugin.copies.copier import BucketMemory
 from verl_sync_plugin.engine.load import Assembler
 from verl_sync_plugin.engine.model import partner_of
 from verl_sync_plugin.layout.planner import plan_buckets

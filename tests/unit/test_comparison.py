@@ -20,11 +20,9 @@ from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.load_map import Box, Kept, Left, LoadMap, Move, Place
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Base, Plan, View
-from verl_sync_plugin.transport.agreement import Agreement
+from verl_sync_plugin.transport.agreement import Agreement, Alone
 from verl_sync_plugin.transport.protocol import Committed, Held
-from verl_sync_plugin.transport.ranks import Alone
-from verl_sync_plugin.verify.cadence import MOST_TRIES, Cadence
-from verl_sync_plugin.verify.comparison import DERIVED, Comparison
+from verl_sync_plugin.verify import DERIVED, MOST_TRIES, Cadence, Comparison
 
 NUMEL = 64
 WHOLE = Box(0, 0, ((NUMEL, 1, 1),))

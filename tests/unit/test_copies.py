@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from verl_sync_plugin.copies import plain, table
-from verl_sync_plugin.copies.blocks import Block
-from verl_sync_plugin.copies.bucket_memory import BucketMemory
-from verl_sync_plugin.copies.copier import Copier
+from verl_sync_plugin.copies.copier import BucketMemory, Copier
+from verl_sync_plugin.copies.plain import Block
 
 CPU = torch.device("cpu")
 

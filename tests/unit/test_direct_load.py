@@ -17,16 +17,13 @@ from receiving import Engine
 from verl_sync_plugin.copies import copier as copiers
 from verl_sync_plugin.copies import packing
 from verl_sync_plugin.copies.copier import Copier
-from verl_sync_plugin.copies.pack_table import PackTable
-from verl_sync_plugin.copies.packing import Packer
+from verl_sync_plugin.copies.packing import Packer, PackTable
 from verl_sync_plugin.engine.load import ModelLoad
-from verl_sync_plugin.layout.hulls import numbers_of
 from verl_sync_plugin.layout.load_map import owners_of, read_parts
 from verl_sync_plugin.layout.planner import plan_buckets
-from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.layout.tensors import Base, Plan, View
+from verl_sync_plugin.layout.tensors import Base, Plan, Shard, View, numbers_of
 from verl_sync_plugin.transport.memory import cuda as cuda_driver
-from verl_sync_plugin.transport.memory.exports import Live
+from verl_sync_plugin.transport.memory.host import Live
 from verl_sync_plugin.transport.memory.regions import LiveParameters, NotInPlaceError, Regions
 from verl_sync_plugin.transport.protocol import Manifest
 

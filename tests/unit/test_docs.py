@@ -100,7 +100,7 @@ def test_the_walk_names_every_file_once() -> None:
     files = [file for _, file in rows]
     numbers = [int(number) for number, _ in rows if number != "–"]
     assert len(files) == len(set(files)) and all((PACKAGE / file).is_file() for file in files)
-    assert numbers == list(range(1, len(numbers) + 1)) and 20 <= len(numbers) <= 27
+    assert numbers == list(range(1, len(numbers) + 1)) and 15 <= len(numbers) <= 27
     assert not {file for file in files if text.count(f"`{file}`") > 1}
 
 

@@ -18,11 +18,9 @@ from verl_sync_plugin.engine.model import EngineModel
 from verl_sync_plugin.engine.session import ReceiverSession
 from verl_sync_plugin.layout.load_map import owners_of, read_parts, unwritten
 from verl_sync_plugin.layout.planner import plan_buckets
-from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.layout.tensors import Base, Plan, View
+from verl_sync_plugin.layout.tensors import Base, Plan, Shard, View
 from verl_sync_plugin.sync.sender import BucketSender
-from verl_sync_plugin.transport.channel import Listener, connect
-from verl_sync_plugin.transport.conversation import Greeting
+from verl_sync_plugin.transport.channel import Greeting, Listener, connect
 from verl_sync_plugin.transport.protocol import Committed, Hello, LoadRequest
 
 CPU, WAIT = torch.device("cpu"), 30.0

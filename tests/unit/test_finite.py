@@ -11,9 +11,8 @@ import torch
 
 from verl_sync_plugin.copies.packing import Packer
 from verl_sync_plugin.layout.planner import plan_buckets
-from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.strided import Run
-from verl_sync_plugin.layout.tensors import Base, Bucket, Plan, Slice, View
+from verl_sync_plugin.layout.tensors import Base, Bucket, Plan, Shard, Slice, View
 from verl_sync_plugin.trainers.base import ParameterSource, name_culprit
 
 LENGTHS = (7, 5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from verl_sync_plugin.layout.shard import Shard
+from verl_sync_plugin.layout.tensors import Shard
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
 from verl_sync_plugin.trainers.naming import verl_rewrite
 from verl_sync_plugin.trainers.wire import WirePolicy

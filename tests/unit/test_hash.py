@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from verl_sync_plugin.copies import plain
-from verl_sync_plugin.copies.blocks import Block
+from verl_sync_plugin.copies.plain import Block
 
 
 def hash_of_words(data: bytes, places: list[int]) -> int:
@@ -49,7 +49,7 @@ def test_halves_of_any_word_cannot_change_places() -> None:
 MEMORY = """
 import resource, torch
 from verl_sync_plugin.copies import plain
-from verl_sync_plugin.copies.blocks import Block
+from verl_sync_plugin.copies.plain import Block
 torch.set_num_threads(1)
 data = torch.randint(0, 256, (32 << 20,), dtype=torch.uint8)
 blocks = [Block(0, 0, 0, 24 << 20), Block(0, 0, 3, 24 << 20), Block(0, 0, 5, 4099, 6000, 5000, 0, 4099),

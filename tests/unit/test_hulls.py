@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from verl_sync_plugin.layout.hulls import Hull, hulls_of, numbers_of
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.strided import Run
-from verl_sync_plugin.layout.tensors import Base, Entry, Plan, View
+from verl_sync_plugin.layout.tensors import Base, Entry, Hull, Plan, View, hulls_of, numbers_of
 
 
 def entry(name: str, *pieces: tuple[int, int]) -> Entry:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from verl_sync_plugin.layout.hulls import numbers_of
 from verl_sync_plugin.layout.load_map import (
     Box,
     Constant,
@@ -34,7 +33,7 @@ from verl_sync_plugin.layout.load_map import (
     without,
 )
 from verl_sync_plugin.layout.planner import plan_buckets
-from verl_sync_plugin.layout.tensors import Base, Entry, View
+from verl_sync_plugin.layout.tensors import Base, Entry, View, numbers_of
 
 BF16, FP32 = "bfloat16", "float32"
 

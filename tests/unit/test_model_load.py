@@ -14,9 +14,8 @@ from verl_sync_plugin.copies.packing import Packer
 from verl_sync_plugin.engine.load import LayoutKey, ModelLoad
 from verl_sync_plugin.layout.load_map import held_parts, owners_of, read_parts, weigh
 from verl_sync_plugin.layout.planner import plan_buckets
-from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.strided import Run
-from verl_sync_plugin.layout.tensors import Base, Entry, View
+from verl_sync_plugin.layout.tensors import Base, Entry, Shard, View
 from verl_sync_plugin.transport.protocol import Manifest
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32

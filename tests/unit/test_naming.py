@@ -19,8 +19,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from verl_sync_plugin.layout.shard import Member
-from verl_sync_plugin.layout.tensors import Base, View
+from verl_sync_plugin.layout.tensors import Base, Member, View
 from verl_sync_plugin.lora.peft import LoRAWeight
 from verl_sync_plugin.trainers.lora import Excerpt, untied
 from verl_sync_plugin.trainers.naming import checkpoint_rewrite, hf_views, saved_names

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from verl_sync_plugin.copies import pack_table, packing, plain
+from verl_sync_plugin.copies import packing, plain
 from verl_sync_plugin.copies.packing import Packer, pack_segment
-from verl_sync_plugin.layout.hulls import hulls_of, numbers_of
 from verl_sync_plugin.layout.planner import plan_buckets
-from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.layout.tensors import Base, Plan, View
+from verl_sync_plugin.layout.tensors import Base, Plan, Shard, View, hulls_of, numbers_of
 
 CPU = torch.device("cpu")
 WORLD = 2
@@ -162,13 +160,13 @@ def test_sums_stay_zero_without_hashing(interpreted: None) -> None:
 def test_tables_are_kept_while_the_shards_stay(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the addresses of a moved shard are looked up anew; a shard of another kind makes a new table."""
     made: list[object] = []
-    honest = pack_table.KernelTable
+    honest = packing.KernelTable
 
     def counted(*args: object) -> object:
         made.append(args)
         return honest(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(pack_table, "KernelTable", counted)
+    monkeypatch.setattr(packing, "KernelTable", counted)
     packer = Packer(CPU, planned(1 << 20), 0, hashed=True, finite=False)
     for seed in range(3):
         check(packer, seed, rank=0)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_sync_plugin.copies.bucket_memory import BucketMemory
+from verl_sync_plugin.copies.copier import BucketMemory
 from verl_sync_plugin.engine.load import Assembler
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.strided import Run

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl_sync_plugin.copies.blocks import Block
+from verl_sync_plugin.copies.plain import Block
 from verl_sync_plugin.copies.table import ROW_BYTES, KernelTable, alternating
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import torch.multiprocessing as mp
 
 from verl_sync_plugin.copies.table import KernelTable, addresses
 from verl_sync_plugin.transport.memory.cuda import CudaExporter
-from verl_sync_plugin.transport.memory.exports import Region
+from verl_sync_plugin.transport.memory.host import Region
 from verl_sync_plugin.transport.memory.regions import Regions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -18,7 +18,7 @@ NUMEL = 3 << 20
 
 def _read(rank: int, region: Region, offset: int, answers: object) -> None:
     """What another process finds there, on its last device: the hash of the bytes as the kernel reads them."""
-    from verl_sync_plugin.copies.blocks import Block
+    from verl_sync_plugin.copies.plain import Block
 
     device = torch.device("cuda", torch.cuda.device_count() - 1)
     torch.cuda.set_device(device)

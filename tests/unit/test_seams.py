@@ -25,7 +25,7 @@ HOMES = {
     "cli/": "the doctor names its package",
 }
 # A word that looks like SGLang's and is another's: file and whole literal
-EXCEPTIONS = {("verify/comparison.py", "actor_rollout_ref.rollout.load_format"): "verl's own key"}
+EXCEPTIONS = {("verify.py", "actor_rollout_ref.rollout.load_format"): "verl's own key"}
 # What registers the pairs: the rollout's name, and their names in logs
 PAIRS = re.compile(r"sglang|\w+SGLangShardingManager")
 # SGLang's name, its arguments, its methods, and names of tensors that its models treat in their own way

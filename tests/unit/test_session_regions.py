@@ -16,7 +16,7 @@ from verl_sync_plugin.engine import session as receiver_session
 from verl_sync_plugin.engine.session import ReceiverSession
 from verl_sync_plugin.layout.load_map import LoadMap
 from verl_sync_plugin.transport.channel import ChannelClosedError
-from verl_sync_plugin.transport.memory.exports import Live, Region
+from verl_sync_plugin.transport.memory.host import Live, Region
 from verl_sync_plugin.transport.memory.regions import Regions
 from verl_sync_plugin.transport.protocol import (
     TOGETHER_SLACK_SECONDS,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies and the hash in plain torch operations: where there is no Triton, and the reference for the kernel.
+"""Blocks of bytes, and their hash in plain torch operations: used without Triton, and the reference for the kernel.
 
 The hash of some bytes is the sum, modulo 2^64, over all 8-byte words of lower half times ``f`` plus upper half times
 ``g``, both odd pseudo-random factors below 2^32 of the word's place in the bucket. A word may be cut: its parts add up
@@ -14,17 +14,42 @@ an identity, constant blocks in the wrong place; the tests sample them). It is n
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
-
-from verl_sync_plugin.copies.blocks import Block
 
 STEP = 1 << 18  # bytes hashed at a time, a multiple of 8; bounds the memory that the hash takes
 # 2^32 by the golden ratio, as in Knuth's multiplicative hashing (The Art of Computer Programming, volume 3, 6.4)
 GOLDEN = 0x9E3779B1
 FIRST = 0x85EBCA6B  # of word 0, whose factors would both be 1; any odd number of 32 bits
 HALF = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """``count`` runs of ``width`` bytes, each ``*_stride`` bytes after the one before.
+
+    Attributes:
+        source: byte where the first run is read, relative to the source address number ``base``.
+        target: byte where it is written, relative to one target address for all blocks.
+        position: byte offset in the bucket of what is read or written; what the hash depends on.
+        group: number of the sum that the block's hash goes into.
+        grow: bytes read per byte written: 2 casts fp32 to bf16; ``width`` then counts what is written.
+        dtype: of the elements written, where NaN and Inf are to be looked for; else empty.
+    """
+
+    source: int
+    target: int
+    position: int
+    width: int
+    count: int = 1
+    source_stride: int = 0
+    target_stride: int = 0
+    position_stride: int = 0
+    base: int = 0
+    group: int = 0
+    grow: int = 1
+    dtype: str = ""
 
 
 def factors(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

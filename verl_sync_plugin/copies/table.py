@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from verl_sync_plugin.copies.blocks import Block
+from verl_sync_plugin.copies.plain import Block
 from verl_sync_plugin.log import say
 
 ROW_BYTES = 128 * 1024  # what one program copies: small enough to fill the machine, large enough for a short table

@@ -18,10 +18,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from verl_sync_plugin.copies.blocks import Block
-from verl_sync_plugin.copies.bucket_memory import RegionMemory
-from verl_sync_plugin.copies.copier import Copier
-from verl_sync_plugin.copies.plain import flat_storage
+from verl_sync_plugin.copies.copier import Copier, RegionMemory
+from verl_sync_plugin.copies.plain import Block, flat_storage
 from verl_sync_plugin.engine.model import EngineModel, partner_of
 from verl_sync_plugin.engine.recorder import Recording, Source, Write, model_tensors, record, storage_of
 from verl_sync_plugin.layout.load_map import (

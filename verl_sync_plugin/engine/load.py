@@ -16,9 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from verl_sync_plugin.copies.blocks import Block
-from verl_sync_plugin.copies.bucket_memory import BucketMemory, RegionMemory
-from verl_sync_plugin.copies.copier import Copier, Prepared
+from verl_sync_plugin.copies.copier import BucketMemory, Copier, Prepared, RegionMemory
+from verl_sync_plugin.copies.plain import Block
 from verl_sync_plugin.engine.introduce import (
     Places,
     in_box,
@@ -29,12 +28,11 @@ from verl_sync_plugin.engine.introduce import (
 )
 from verl_sync_plugin.engine.model import EngineModel, FusedPairs, partner_of
 from verl_sync_plugin.engine.recorder import Source, model_tensors
-from verl_sync_plugin.layout.hulls import Hull, hulls_of, numbers_of
 from verl_sync_plugin.layout.load_map import Constant, LoadMap, Move, held_parts, owners_of, read_parts, size_of
 from verl_sync_plugin.layout.strided import Partition, Run, compose, in_step
-from verl_sync_plugin.layout.tensors import Entry
+from verl_sync_plugin.layout.tensors import Entry, Hull, hulls_of, numbers_of
 from verl_sync_plugin.log import say
-from verl_sync_plugin.transport.memory.exports import Live
+from verl_sync_plugin.transport.memory.host import Live
 from verl_sync_plugin.transport.memory.regions import Regions
 from verl_sync_plugin.transport.protocol import Held, Manifest
 

@@ -17,9 +17,8 @@ from functools import cached_property
 import msgspec
 import numpy as np
 
-from verl_sync_plugin.layout.hulls import hulls_of, numbers_of
 from verl_sync_plugin.layout.strided import Run
-from verl_sync_plugin.layout.tensors import Entry
+from verl_sync_plugin.layout.tensors import Entry, hulls_of, numbers_of
 
 Spans = np.ndarray  # int64 of shape (n, 2): first and one past the last, disjoint and ascending
 Pairs = tuple[tuple[int, int], ...]  # the same, to be sent

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The unit of a sync: storages, tensors inside them, buckets. Imports no torch.
+"""The unit of a sync: storages, tensors inside them, buckets, and one rank's shards. Imports no torch.
 
 A *base* is one piece of storage that the trainer shards (an FSDP2 parameter, an FSDP1 flat parameter, or a replicated
 buffer): a flat array whose elements the ranks of a group own in consecutive runs. A *view* is a named HF tensor inside
@@ -11,12 +11,19 @@ reads what it needs where it lies; another one is completed on every rank by bro
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from verl_sync_plugin.layout.strided import Run
 
+if TYPE_CHECKING:
+    import torch
+
 ALIGNMENT = 16  # bytes; lets any dtype be viewed in place and 16-byte loads be used
+_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # in names, by FSDP1 and activation checkpointing
 NOTHING = Run(0, 0, 0)  # the share of a tensor of which a base holds no element
 
 
@@ -101,15 +108,6 @@ class Bucket:
     def nbytes(self) -> int:
         return self.world * self.stride
 
-    def filled(self, bases: tuple[Base, ...], segment: int) -> int:
-        """How many bytes of a segment its rank has something in; after them it has nothing."""
-        ends = (
-            part.offset + count * bases[part.base].itemsize
-            for part in self.slices
-            if (count := part.count(bases[part.base], segment)) > 0
-        )
-        return max(ends, default=0)
-
     @cached_property
     def bases(self) -> tuple[int, ...]:
         """Indices of the bases of which the bucket holds something."""
@@ -154,3 +152,111 @@ class Plan:
 
 def align(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter inside a base, by the trainer's name, before verl's rewriting into HF tensors: ``shape`` of the
+    whole parameter, ``start`` its first element in the base, ``strides`` in elements (``None``: its elements lie in the
+    order of their indices)."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    strides: tuple[int, ...] | None = None
+
+
+@dataclass(
+    slots=True, eq=False
+)  # not frozen: thousands are made in every sync, and that would take three times as long
+class Shard:
+    """One base with access to this rank's run of it. Never changed.
+
+    Attributes:
+        base: equal on all ranks of the group.
+        local: returns this rank's run, 1-D, in the trainer's dtype and on the trainer's device (host memory when
+            parameters are offloaded). It aliases the live parameter: read it, never write it.
+        merge: ``merge(part, begin)`` turns the elements from ``begin`` on, on the device, into what travels; the next
+            call overwrites what it returns. ``None``: the run travels as it is.
+        members: the parameters in the base; tied ones under all their names. Buffers have none.
+        run: what ``local`` would return, perhaps in another shape, for callers that only need its address: thousands of
+            flattened views cost more than moving them. ``None``: ask ``local``.
+    """
+
+    base: Base
+    local: Callable[[], torch.Tensor]
+    merge: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+    members: tuple[Member, ...] = ()
+    run: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Hull:
+    """Consecutive bytes ``[first, end)`` of a bucket that lie in one segment.
+
+    Attributes:
+        first: first byte.
+        end: one past the last.
+        names: the tensors that hold these bytes, in the bucket's order; several where weights are tied. The first
+            one's hash counts them.
+        equal: every one of them holds all of these bytes.
+    """
+
+    first: int
+    end: int
+    names: tuple[str, ...]
+    equal: bool = True
+
+
+def numbers_of(buckets: Iterable[Sequence[Entry]]) -> dict[str, int]:
+    """The tensors of a sync, numbered in the order of their names; the same for every plan of them."""
+    names = sorted({entry.name for entries in buckets for entry in entries})
+    return {name: number for number, name in enumerate(names)}
+
+
+def hulls_of(entries: Sequence[Entry], low: int = 0, high: float = math.inf) -> list[Hull]:
+    """The bytes of a bucket that belong to any tensor, disjoint and in ascending order.
+
+    Args:
+        entries: what the bucket holds.
+        low: first byte of a segment, to be given only what lies in it.
+        high: one past its last byte.
+    """
+    spans = sorted(
+        (first, end, place)
+        for place, entry in enumerate(entries)
+        for piece in entry.pieces
+        if low <= piece.source < high
+        for first, end in piece.sources()
+    )
+    return [
+        Hull(first, end, tuple(dict.fromkeys(entries[place].name for place in sorted(places))), equal)
+        for first, end, places, equal in _merged(spans)
+    ]
+
+
+def _merged(spans: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, list[int], bool]]:
+    """Overlapping spans as one."""
+    index = 0
+    while index < len(spans):
+        first, end, place = spans[index]
+        places, equal = [place], True
+        index += 1
+        while index < len(spans) and spans[index][0] < end:
+            other, other_end, place = spans[index]
+            equal = equal and (other, other_end) == (first, end)
+            end = max(end, other_end)
+            places.append(place)
+            index += 1
+        yield first, end, places, equal
+
+
+def clean_name(name: str) -> str:
+    """A module or parameter name without the segments that FSDP1 and activation checkpointing insert."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def layers_of(config: Any) -> int:
+    """How many decoder layers a model's configuration names; 0 where it does not say."""
+    number = getattr(getattr(config, "text_config", None) or config, "num_hidden_layers", 0)
+    return number if isinstance(number, int) else 0

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from verl_sync_plugin.config.settings import lora_rank_of
-from verl_sync_plugin.layout.names import clean_name
+from verl_sync_plugin.layout.tensors import clean_name
 from verl_sync_plugin.lora.settings import PEFT_KEY
 
 ADAPTER = "default"  # verl's name for its adapter

@@ -42,7 +42,7 @@ from verl_sync_plugin.sync.separate.managers import SeparateRollout
 from verl_sync_plugin.trainers import shard_stream
 from verl_sync_plugin.trainers.base import trainer_device
 from verl_sync_plugin.trainers.shard_stream import ShardStream, refuse_plain_stream
-from verl_sync_plugin.transport.ranks import TrainerWorld
+from verl_sync_plugin.transport.agreement import TrainerWorld
 
 
 class SyncAdapter:

@@ -13,8 +13,7 @@ from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.sync.ways import Questions, Sync, Way, Ways
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed
-from verl_sync_plugin.verify.cadence import Cadence
-from verl_sync_plugin.verify.comparison import Comparison, refuse_changed
+from verl_sync_plugin.verify import Cadence, Comparison, refuse_changed
 
 
 class Commit:

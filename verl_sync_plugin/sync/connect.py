@@ -18,8 +18,7 @@ from verl_sync_plugin.sync.endpoint import PendingLoad, RolloutEndpoint, abandon
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.sync.ways import PeersUnreachableError
 from verl_sync_plugin.transport.agreement import Agreement
-from verl_sync_plugin.transport.channel import Channel, Listener
-from verl_sync_plugin.transport.conversation import Greeting
+from verl_sync_plugin.transport.channel import Channel, Greeting, Listener
 from verl_sync_plugin.transport.protocol import LoadRequest
 
 ACCEPT_SECONDS = 1.0

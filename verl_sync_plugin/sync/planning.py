@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.layout.tensors import Plan
+from verl_sync_plugin.layout.tensors import Plan, Shard
 from verl_sync_plugin.sync.sender import slot_limit
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.transport.agreement import Agreement

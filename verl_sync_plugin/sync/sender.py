@@ -11,13 +11,10 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import KEY_PREFIX
-from verl_sync_plugin.copies.pack_table import Found
-from verl_sync_plugin.copies.packing import Packer
-from verl_sync_plugin.layout.hulls import numbers_of
-from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.layout.tensors import Bucket, Plan
-from verl_sync_plugin.transport.conversation import Conversation
-from verl_sync_plugin.transport.memory.exports import StagingExport
+from verl_sync_plugin.copies.packing import Found, Packer
+from verl_sync_plugin.layout.tensors import Bucket, Plan, Shard, numbers_of
+from verl_sync_plugin.transport.channel import Conversation
+from verl_sync_plugin.transport.memory.host import StagingExport
 from verl_sync_plugin.transport.memory.regions import Staging, create_staging, slot_of
 
 STAGING_BUCKETS = 2  # what all slots may take, in buckets of the size that the user sets

@@ -28,16 +28,15 @@ import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
 from verl_sync_plugin.errors import RankLostError, SyncError
-from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.layout.tensors import Plan
+from verl_sync_plugin.layout.tensors import Plan, Shard
 from verl_sync_plugin.log import say
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.sender import SLOTS, BucketSender
 from verl_sync_plugin.trainers.base import ParameterSource, name_culprit, rank_in
 from verl_sync_plugin.transport.agreement import Agreement
-from verl_sync_plugin.transport.conversation import Greeting
+from verl_sync_plugin.transport.channel import Greeting
 from verl_sync_plugin.transport.joint import JointRanks
-from verl_sync_plugin.transport.memory.exports import Live, StagingExport
+from verl_sync_plugin.transport.memory.host import Live, StagingExport
 from verl_sync_plugin.transport.memory.regions import LiveParameters, NotInPlaceError
 from verl_sync_plugin.transport.protocol import ALL, NONE, Committed, Hello
 

@@ -13,11 +13,9 @@ import torch.distributed as dist
 from verl.utils.device import get_device_name
 
 from verl_sync_plugin.config.settings import SyncConfig
-from verl_sync_plugin.layout.names import layers_of
 from verl_sync_plugin.layout.planner import plan_buckets
-from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.strided import Run, compose
-from verl_sync_plugin.layout.tensors import Base, Bucket, Plan
+from verl_sync_plugin.layout.tensors import Base, Bucket, Plan, Shard, layers_of
 from verl_sync_plugin.trainers.wire import WirePolicy, wire_policy
 from verl_sync_plugin.transport.agreement import Agreement
 

@@ -16,9 +16,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._runtime_utils import _lazy_init
 
-from verl_sync_plugin.layout.names import clean_name
-from verl_sync_plugin.layout.shard import Member, Shard
-from verl_sync_plugin.layout.tensors import Base, View
+from verl_sync_plugin.layout.tensors import Base, Member, Shard, View, clean_name
 from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
 from verl_sync_plugin.trainers.naming import Rewrite, hf_views, saved_names
 from verl_sync_plugin.trainers.wire import WirePolicy

@@ -15,8 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 
-from verl_sync_plugin.layout.shard import Member, Shard
-from verl_sync_plugin.layout.tensors import Base, View
+from verl_sync_plugin.layout.tensors import Base, Member, Shard, View
 from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
 from verl_sync_plugin.trainers.naming import Rewrite, hf_views, saved_names
 from verl_sync_plugin.trainers.wire import WirePolicy

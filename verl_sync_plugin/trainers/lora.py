@@ -23,8 +23,7 @@ import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import TURN_OFF, SyncConfig
 from verl_sync_plugin.copies.packing import chunks_of
-from verl_sync_plugin.layout.shard import Member, Shard
-from verl_sync_plugin.layout.tensors import Base, View
+from verl_sync_plugin.layout.tensors import Base, Member, Shard, View
 from verl_sync_plugin.lora.merge import Scratch, Steps, Target, Weight, add_squares, full_precision, steps_of
 from verl_sync_plugin.lora.peft import LoRAWeight, is_adapter, refuse_incomplete
 from verl_sync_plugin.trainers.base import ParameterSource, dtype_name

@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from verl_sync_plugin.layout.shard import Shard
 from verl_sync_plugin.layout.strided import Run, box_runs, compose
-from verl_sync_plugin.layout.tensors import NOTHING, Base, View
+from verl_sync_plugin.layout.tensors import NOTHING, Base, Shard, View
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend, dtype_name
 from verl_sync_plugin.trainers.joint import JointSource, Part, RankLayout
 from verl_sync_plugin.trainers.naming import Rewrite, hf_views

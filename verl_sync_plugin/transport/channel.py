@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control channel: messages over a Unix socket between two processes of one user on one host.
+"""The control channel: messages over a Unix socket between two processes of one user on one host, and what a trainer
+rank says on it.
 
 Every sync has a socket of its own (``sync/connect.py``), abstract, so that no file can be left over. A message is four
 bytes of length, a byte that names its kind, and msgpack that is decoded into exactly the types of ``protocol.py``:
@@ -17,12 +18,25 @@ import select
 import socket
 import struct
 import time
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from verl_sync_plugin.layout.load_map import LoadMap
+from verl_sync_plugin.layout.tensors import Plan
 from verl_sync_plugin.log import say
-from verl_sync_plugin.transport import protocol
+from verl_sync_plugin.transport.memory.host import Live
+from verl_sync_plugin.transport.protocol import (
+    Commit,
+    Committed,
+    Details,
+    Failed,
+    Hello,
+    Load,
+    Loaded,
+    Manifest,
+    Ready,
+)
 
 MOST_BYTES = 1 << 30  # of a message; a manifest of 20000 tensors on 8 ranks has 12 MB
 _HEADER = struct.Struct("!IB")  # bytes that follow these four, and the number of the kind
@@ -31,16 +45,17 @@ _CHUNK = 1 << 16
 _BACKLOG = 8  # one engine rank is expected
 _CREDENTIALS = struct.Struct("iII")  # process, user, group
 MESSAGES: tuple[type, ...] = (
-    protocol.Hello,
-    protocol.Ready,
-    protocol.Details,
-    protocol.Load,
-    protocol.Loaded,
-    protocol.Commit,
-    protocol.Committed,
-    protocol.Failed,
+    Hello,
+    Ready,
+    Details,
+    Load,
+    Loaded,
+    Commit,
+    Committed,
+    Failed,
 )
 OMITTED = ("manifest", "lives", "sums", "held", "map")  # from messages for people
+T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
 _kinds = {kind: number for number, kind in enumerate(MESSAGES)}
 _decoders: tuple[msgspec.msgpack.Decoder[Any], ...] = tuple(msgspec.msgpack.Decoder(kind) for kind in MESSAGES)
@@ -266,3 +281,115 @@ def _abstract(address: str) -> str:
 
 def _gone(why: object) -> ChannelClosedError:
     return ChannelClosedError(f"the other side of the weight-sync channel is gone ({why})")
+
+
+class EngineFailedError(RuntimeError):
+    """The engine rank beside this trainer rank reported a failure."""
+
+
+class Greeting(NamedTuple):
+    """The engine rank's answer to a ``Hello``.
+
+    Attributes:
+        unreachable: why it cannot read other trainer ranks' slots, and then the sync is over; else empty.
+        map: what its model does with the tensors, if that was asked for.
+    """
+
+    unreachable: str
+    map: LoadMap | None
+
+
+class Conversation:
+    """A trainer rank's messages with the engine rank beside it; each sync has a channel of its own.
+
+    Args:
+        timeout_seconds: bound on every wait.
+    """
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout = timeout_seconds
+        self._channel: Channel | None = None
+
+    def adopt(self, channel: Channel) -> None:
+        """Takes over a fresh channel, so that ``hang_up`` ends it whatever happens next."""
+        self.hang_up()
+        self._channel = channel
+
+    def greet(self, hello: Hello, plan: Plan) -> Greeting:
+        """Opens a sync on the adopted channel.
+
+        Args:
+            hello: the first word.
+            plan: the buckets.
+
+        Raises:
+            ChannelClosedError, ChannelTimeoutError: the engine rank is gone or silent.
+            EngineFailedError: it refused.
+        """
+        channel = self._open_channel()
+        channel.send(hello)
+        ready = self._expect(Ready)
+        if ready.needs_plan:
+            channel.send(Details(Manifest.of(plan)))
+        asks = hello.tells and not ready.unreachable
+        return Greeting(ready.unreachable, self._expect(Ready).map if asks else None)
+
+    def greet_live(self, hello: Hello, lives: tuple[Live, ...]) -> str:
+        """Like ``greet``, when the engine rank is to read parameters where they lie.
+
+        Args:
+            hello: names the lives.
+            lives: of all ranks of the group.
+
+        Returns:
+            Why it cannot, and then the sync is over; else empty.
+        """
+        channel = self._open_channel()
+        channel.send(hello)
+        ready = self._expect(Ready)
+        if ready.needs_live and not ready.unreachable:
+            channel.send(Details(lives=lives))
+            ready = self._expect(Ready)
+        return ready.unreachable
+
+    def load(self, bucket_index: int, slot: int) -> None:
+        """Tells the engine rank that a slot is ready."""
+        self._open_channel().send(Load(bucket_index, slot))
+
+    def wait_loaded(self, bucket_index: int) -> Loaded:
+        """Waits until the engine rank no longer needs a bucket's slot."""
+        loaded = self._expect(Loaded)
+        assert loaded.bucket == bucket_index, f"{describe(loaded)} while waiting for bucket {bucket_index}"
+        return loaded
+
+    def commit(self, unmap: bool = False) -> Committed:
+        """Ends the sync on this rank; returns what the engine rank did.
+
+        Args:
+            unmap: have it let go of all staging memory.
+        """
+        self._open_channel().send(Commit(unmap))
+        return self._expect(Committed)
+
+    def hang_up(self) -> bool:
+        """Ends the sync whatever its state; the engine rank drops what is unfinished.
+
+        Returns:
+            Whether there was a channel to close.
+        """
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+        return channel is not None
+
+    def _open_channel(self) -> Channel:
+        assert self._channel is not None, "adopt() comes first"
+        return self._channel
+
+    def _expect(self, kind: type[T]) -> T:
+        message = self._open_channel().receive(self._timeout)
+        if isinstance(message, Failed):
+            raise EngineFailedError(f"the engine could not load the weights: {message.text}")
+        if not isinstance(message, kind):
+            raise EngineFailedError(f"weight-sync protocol: expected {kind.__name__}, got {describe(message)}")
+        return message

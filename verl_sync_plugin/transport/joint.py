@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import KEY_PREFIX
-from verl_sync_plugin.transport.ranks import Ranks
+from verl_sync_plugin.transport.agreement import Ranks
 
 T = TypeVar("T")
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"

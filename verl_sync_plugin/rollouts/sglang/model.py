@@ -13,7 +13,7 @@ import torch
 
 from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.engine.model import EngineModel
-from verl_sync_plugin.layout.names import layers_of
+from verl_sync_plugin.layout.tensors import layers_of
 from verl_sync_plugin.rollouts.sglang.refusals import ARGUMENTS
 
 # SGLang's DeepSeek loaders fuse these pairs inside one load_weights call; a pair torn over two calls leaves the fused

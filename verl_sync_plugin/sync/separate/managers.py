@@ -15,16 +15,14 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import SyncConfig
-from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.layout.tensors import Plan
+from verl_sync_plugin.layout.tensors import Plan, Shard
 from verl_sync_plugin.sync.adapter import deliver
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.lora_manager import LoRAShardingManager
 from verl_sync_plugin.sync.ways import Sync, Way, Ways
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
-from verl_sync_plugin.transport.agreement import Agreement
+from verl_sync_plugin.transport.agreement import Agreement, Alone, Ranks
 from verl_sync_plugin.transport.joint import JointRanks
-from verl_sync_plugin.transport.ranks import Alone, Ranks
 
 
 @dataclass(frozen=True)

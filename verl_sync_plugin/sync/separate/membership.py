@@ -23,9 +23,8 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.errors import RankLostError, SyncError
-from verl_sync_plugin.transport.agreement import together_seconds
+from verl_sync_plugin.transport.agreement import Alone, Ranks, together_seconds
 from verl_sync_plugin.transport.joint import JointRanks
-from verl_sync_plugin.transport.ranks import Alone, Ranks
 
 CUMEM = "NCCL_CUMEM_ENABLE"
 NAME_LENGTH = 8  # of a group in messages

@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import TURN_OFF
-from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.layout.tensors import Base, View
+from verl_sync_plugin.layout.tensors import Base, Shard, View
 from verl_sync_plugin.lora.merge import Target
 from verl_sync_plugin.trainers.base import dtype_name
 from verl_sync_plugin.trainers.joint import RankLayout

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin import log
-from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.layout.tensors import Base
+from verl_sync_plugin.layout.tensors import Base, Shard
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.trainers.joint import JointSource, RankLayout
 from verl_sync_plugin.trainers.megatron.bridge import BridgeReader

@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.layout.tensors import Base, View
+from verl_sync_plugin.layout.tensors import Base, Shard, View
 from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
 from verl_sync_plugin.trainers.wire import WirePolicy
 from verl_sync_plugin.transport.agreement import Agreement

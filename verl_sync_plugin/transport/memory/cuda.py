@@ -23,7 +23,7 @@ from functools import cache
 
 import torch
 
-from verl_sync_plugin.transport.memory.exports import Region, StagingExport
+from verl_sync_plugin.transport.memory.host import Region, StagingExport
 
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of CPUs that two processes see: staging memory, and the files in which parameters lie.
+"""How memory that two processes see is described; and that of CPUs: staging memory, the files in which parameters lie.
 
 Staging memory is one piece of anonymous shared memory. It has no name in any file system, so nothing of it can be
 left over, however its processes end. Who may look at the trainer's process (the same user, in the same container)
@@ -12,10 +12,54 @@ import contextlib
 import os
 import uuid
 import weakref
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from verl_sync_plugin.transport.memory.exports import Region, StagingExport
+
+@dataclass(frozen=True)
+class Region:
+    """Memory of a trainer rank and how to map it.
+
+    Attributes:
+        kind: ``cuda_ipc``, ``shared_memory`` or ``shared_file``.
+        key: names the memory, on this host and in this run, and no other memory ever; the receiver maps each key once.
+        nbytes: its size.
+        handle: what the mechanism needs: numbers, texts and bytes, which travel as they are (no lists, no tuples).
+    """
+
+    kind: str
+    key: str
+    nbytes: int
+    handle: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class StagingExport(Region):
+    """The sender's staging memory.
+
+    Attributes:
+        slot_bytes: size of one of its slots.
+    """
+
+    slot_bytes: int
+
+
+@dataclass(frozen=True)
+class Live:
+    """Where one trainer rank's runs of all buckets lie.
+
+    Attributes:
+        key: names all of this; changes when anything moves.
+        regions: the allocations.
+        runs: per bucket little-endian int64 of shape ``(n, 5)``, ascending: first byte in the bucket, bytes in the
+            bucket, region, first byte in the region, bytes there per byte in the bucket.
+    """
+
+    key: str
+    regions: tuple[Region, ...]
+    runs: tuple[bytes, ...]
 
 
 class SharedMemoryStaging:

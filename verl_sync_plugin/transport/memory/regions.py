@@ -19,11 +19,16 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from verl_sync_plugin.copies.pack_table import ALONE, CAST, Found, segment_of
-from verl_sync_plugin.layout.shard import Shard
-from verl_sync_plugin.layout.tensors import Bucket, Plan
-from verl_sync_plugin.transport.memory.exports import Live, Region, StagingExport
-from verl_sync_plugin.transport.memory.host import SharedFileExporter, SharedMemoryStaging, open_shared_memory
+from verl_sync_plugin.copies.packing import ALONE, CAST, Found, segment_of
+from verl_sync_plugin.layout.tensors import Bucket, Plan, Shard
+from verl_sync_plugin.transport.memory.host import (
+    Live,
+    Region,
+    SharedFileExporter,
+    SharedMemoryStaging,
+    StagingExport,
+    open_shared_memory,
+)
 
 
 class Staging(Protocol):

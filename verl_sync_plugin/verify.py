@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the engine takes in what the trainer sends: all of it, unchanged, and into every parameter.
+"""Proves that the engine takes in what the trainer sends: all of it, unchanged, and into every parameter.
 
 What the engine ranks do with the tensors of a plan is said once, by their ``LoadMap``. From these follows, before
 anything is sent, that every byte is used and every parameter is written. In every sync the engine ranks hash what they
@@ -20,7 +20,6 @@ import torch
 
 from verl_sync_plugin.config.settings import KEY_PREFIX, TURN_OFF, SyncConfig
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.layout.hulls import numbers_of
 from verl_sync_plugin.layout.load_map import (
     NO_PLACE,
     ROUNDED,
@@ -37,11 +36,13 @@ from verl_sync_plugin.layout.load_map import (
     weigh,
     wire_dtypes,
 )
-from verl_sync_plugin.layout.tensors import Plan
+from verl_sync_plugin.layout.tensors import Plan, numbers_of
 from verl_sync_plugin.log import say
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed
 
+FIRST_SYNCS = 3  # verified by ``custom.sync.verify=first``
+MOST_TRIES = 10  # of a sync that is not verified whole for want of memory; each costs a load of marks
 NAMED = 5  # tensors in a message
 FORMAT_KEY = "actor_rollout_ref.rollout.load_format"  # verl's
 DERIVED = "what the model computes from parameters after its load"
@@ -397,3 +398,27 @@ def _more(found: Sequence[object]) -> str:
 
 def _elements(missing: Sequence[tuple[Kept, int, int]]) -> str:
     return ", ".join(f"{kept.name} ({wrote} of {total} elements)" for kept, wrote, total in missing[:NAMED])
+
+
+class Cadence:
+    """Decides by ``custom.sync.verify`` which syncs are verified; all ranks of a trainer count the same syncs."""
+
+    def __init__(self, verify: str | int) -> None:
+        self._verify = verify
+        self._ended: dict[str, int] = {}
+        self._tries: dict[str, int] = {}
+
+    def due(self, digest: str) -> bool:
+        """True if the next sync of a plan is to be verified."""
+        ended = self._ended.get(digest, 0)
+        if isinstance(self._verify, int):
+            return ended % self._verify == 0
+        return self._verify == "always" or (self._verify == "first" and ended < FIRST_SYNCS)
+
+    def note(self, digest: str, whole: bool = True) -> None:
+        """Counts a sync of a plan that has ended well; one that was not verified ``whole`` is made up for by the
+        next."""
+        if not whole and self._tries.get(digest, 0) < MOST_TRIES:
+            self._tries[digest] = self._tries.get(digest, 0) + 1
+            return
+        self._ended[digest] = self._ended.get(digest, 0) + 1
