@@ -276,7 +276,7 @@ def receiving(server: Client, bucket_bytes: int, sync: dict[str, Any]) -> tuple[
     from verl_sync_plugin.config.settings import SyncConfig
     from verl_sync_plugin.hooks.separate import SyncCheckpointEngine
     from verl_sync_plugin.rollouts.adapter import SeparateReceiver
-    from verl_sync_plugin.sync.separate.managers import SeparateRollout
+    from verl_sync_plugin.sync.separate import SeparateRollout
     from verl_sync_plugin.trainers.base import trainer_device
 
     def make(incoming: Any) -> SeparateRollout:

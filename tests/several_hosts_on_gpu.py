@@ -24,8 +24,7 @@ SECONDS = 240.0
 
 def count_as_host(name: str) -> None:
     """This process is on a host of that name, for the plugin and for NCCL; call it before either has asked."""
-    from verl_sync_plugin.sync import ways
-    from verl_sync_plugin.sync.separate import membership
+    from verl_sync_plugin.sync import membership, ways
 
     os.environ.update(NCCL_HOSTID=name, NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     ways.host_name = lambda: name

@@ -72,12 +72,10 @@ def get_sharding_manager(trainer: str, rollout: str) -> type[ShardingManager]:
     """
     pair = trainer, rollout
     if pair not in _managers and pair in _BUILT_IN:
-        from verl_sync_plugin.sync.lora_manager import LoRAShardingManager
+        from verl_sync_plugin.sync.manager import ShardingManager
 
         name, module, backend = _BUILT_IN[pair]
-        _managers[pair] = type(
-            name, (LoRAShardingManager,), {"backend": getattr(importlib.import_module(module), backend)}
-        )
+        _managers[pair] = type(name, (ShardingManager,), {"backend": getattr(importlib.import_module(module), backend)})
     if pair not in _managers:
         known = ", ".join(f"{t}->{r}" for t, r in sorted({*_managers, *_BUILT_IN}))
         raise ValueError(

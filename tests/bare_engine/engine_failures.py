@@ -21,17 +21,17 @@ from verl_sync_plugin.transport.memory.host import StagingExport
 
 def engine_refuses(member: Rank, version: int) -> str:
     """The engine's own loader rejects a tensor: the scheduler survives and says why."""
-    planning, victim = member.manager.planning, "model.layers.1.mlp.down_proj.weight"
-    honest = planning.make
+    manager, victim = member.manager, "model.layers.1.mlp.down_proj.weight"
+    honest = manager.make_plan
 
     def make(*arguments: Any) -> Plan:
         plan = honest(*arguments)
         buckets = tuple(replace(b, entries=tuple(_transposed(e, victim) for e in b.entries)) for b in plan.buckets)
         return replace(plan, digest=f"broken {plan.digest}", buckets=buckets)
 
-    planning.make = make  # type: ignore[method-assign]
+    manager.make_plan = make  # type: ignore[method-assign]
     text = member.failing(version)
-    planning.make = honest  # type: ignore[method-assign]
+    manager.make_plan = honest  # type: ignore[method-assign]
     assert "the engine could not load the weights" in text, text
     return text
 
@@ -111,7 +111,7 @@ def peers_out_of_reach(member: Rank, version: int) -> None:
         return honest(reader) if reader == last else gone
 
     sender.close()  # what is open stays open
-    manager.planning.agreed_digest = ""
+    manager.agreed_digest = ""
     sender.export = elsewhere if member.rank == last else honest  # type: ignore[assignment, method-assign]
 
     abandoned = len(member.endpoint.abandoned)

@@ -94,6 +94,11 @@ class Member:
         self.manager = Manager(self.source, Engine(self.model, tp), settings, case.bucket_bytes, CPU)
         self.version = 0
 
+    @property
+    def plan(self) -> Plan:
+        assert self.manager.planned is not None
+        return self.manager.planned
+
     def sync(self) -> SyncReport:
         """One sync of other weights than before, into memory that holds rubbish."""
         self.version += 1
@@ -186,14 +191,14 @@ def a_byte_changes_on_the_network(member: Member) -> str:
 
     def noting(bucket: Any, slot: int, *args: Any) -> None:
         honest(bucket, slot, *args)
-        if member.rank == 0 and bucket is member.manager.planning.ready().buckets[1]:
+        if member.rank == 0 and bucket is member.plan.buckets[1]:
             received.append(slot)
 
     def flipping(slot: int) -> None:
         drained(slot)
         if slot in received:
             received.clear()
-            stride = member.manager.planning.ready().buckets[1].stride
+            stride = member.plan.buckets[1].stride
             sender._slot(slot).narrow(0, stride, stride).bitwise_xor_(128)
 
     sender.broadcast, sender.drain = noting, flipping  # type: ignore[method-assign]

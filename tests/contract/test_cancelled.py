@@ -20,14 +20,10 @@ from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.adapter import AdapterSender
-from verl_sync_plugin.sync.connect import MeetingPoint
 from verl_sync_plugin.sync.endpoint import LoadOutcome
 from verl_sync_plugin.sync.manager import ShardingManager
-from verl_sync_plugin.sync.sender import BucketSender
-from verl_sync_plugin.sync.wake import Waking
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.trainers.fsdp import PEFTAdapter
-from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.channel import Greeting
 from verl_sync_plugin.transport.protocol import LoadRequest
 
@@ -77,14 +73,25 @@ class HangingLoad(Loading):
         return LoadOutcome()
 
 
-async def resumed(agreement: Agreement, engine: Engine, device: torch.device) -> None:
-    await Waking(agreement, engine, device).resume(["weights"], SyncReport())
-    agreement.settle("connecting to the engine")
+class WithoutSource(ShardingManager):
+    def open_source(self) -> ParameterSource:
+        raise ValueError("no source")
+
+
+def manager_of(engine: Engine, device: torch.device) -> ShardingManager:
+    return WithoutSource(None, engine, SyncConfig(timeout_seconds=BOUND), 1 << 20, device)
+
+
+async def resumed(manager: ShardingManager) -> None:
+    await manager.wake(["weights"], lambda: None)
+    manager.agreement.settle("connecting to the engine")
 
 
 def cancel_leader(where: str) -> tuple[Outcome, str]:
     """How this rank's part of a stage ends, and a later agreement."""
-    agreement, engine, leads = Agreement(BOUND), Hanging(), dist.get_rank() == 0
+    engine, leads = Hanging(), dist.get_rank() == 0
+    manager = manager_of(engine, CPU)
+    agreement = manager.agreement
     work: Awaitable[Any]
     if where == "adapter":
         variant = Variant("all-linear", config={"target_modules": "all-linear"})
@@ -94,14 +101,13 @@ def cancel_leader(where: str) -> tuple[Outcome, str]:
         sender = AdapterSender(adapter, torch.bfloat16, SyncConfig())
         work = sender.send(agreement, engine, SyncReport(), "1")
     elif where == "meet":
-        meeting = MeetingPoint(agreement, engine, BucketSender(CPU, BOUND), SyncConfig(timeout_seconds=BOUND))
-        meeting.begin("1")
-        meeting.ask("1")
-        work = meeting.meet(lambda: Greeting("", None))
+        manager.meeting.begin("1")
+        manager.meeting.ask("1")
+        work = manager.meeting.meet(lambda: Greeting("", None))
     elif where == "resume":
-        work = resumed(agreement, engine, CPU)
+        work = resumed(manager)
     else:
-        work = Waking(agreement, engine, CPU).finish(["kv_cache"], SyncReport())
+        work = manager.finish(["kv_cache"])
     outcome = asyncio.run(ended(work, cancel=leads))
     try:
         agreement.settle("later")
@@ -119,19 +125,9 @@ def test_a_cancelled_rank_is_cancelled_and_the_others_hear_of_it(where: str) -> 
     assert later == same == "", "nothing is left of it for the next stage"
 
 
-class WithoutSource(ShardingManager):
-    def open_source(self) -> ParameterSource:
-        raise ValueError("no source")
-
-
 def fail_to_measure(where: str) -> Outcome:
-    device, engine = (CUDA if dist.get_rank() == 1 else CPU), Engine()
-    work: Awaitable[Any]
-    if where == "sync":
-        config = SyncConfig(timeout_seconds=BOUND)
-        work = WithoutSource(None, Comer(), config, 1 << 20, device).update_weights([], 1)
-    else:
-        work = resumed(Agreement(BOUND), engine, device)
+    manager = manager_of(Comer(), CUDA if dist.get_rank() == 1 else CPU)
+    work: Awaitable[Any] = manager.update_weights([], 1) if where == "sync" else resumed(manager)
     return asyncio.run(ended(work, cancel=False))
 
 

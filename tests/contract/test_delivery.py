@@ -17,8 +17,7 @@ from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.tensors import Base, Shard, View
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync import ways
-from verl_sync_plugin.sync.planning import Planning
-from verl_sync_plugin.sync.sender import BucketSender
+from verl_sync_plugin.sync.sender import BucketSender, slot_limit
 from verl_sync_plugin.sync.ways import Reach, Sync, Ways
 from verl_sync_plugin.transport.agreement import Agreement
 
@@ -60,7 +59,7 @@ def said_of_the_choice(choice: str, hosts: tuple[str, str]) -> str:
     with mock.patch.object(ways, "host_name", lambda: hosts[rank]):
         both.reach.decide(source.group)
     found = source.shards()
-    plan = Planning().make(source, found, 4096, bool(both.reach.possible))
+    plan = source.plan(tuple(shard.base for shard in found), slot_limit(4096), bool(both.reach.possible))
     with redirect_stdout(io.StringIO()) as said:
         for _ in range(2):
             chosen(both, agreement, Sync("1", plan, source, found, SyncReport(), (0, 1), (0, 1)))

@@ -17,7 +17,6 @@ from worlds import run_world
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad
-from verl_sync_plugin.sync.lora_manager import LoRAShardingManager
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.transport.protocol import LoadRequest
@@ -64,7 +63,7 @@ class WithoutSource(ShardingManager):
         raise ValueError("no source")
 
 
-class Serving(LoRAShardingManager):
+class Serving(ShardingManager):
     """Its engine, which began with the checkpoint, is to get an adapter."""
 
     def __init__(self, *args: Any) -> None:

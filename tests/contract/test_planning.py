@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a run between real ranks: agreed once, and told anew after another plan has failed."""
+"""The plan of a run between real ranks: agreed once, and again after another plan has failed."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from test_lora_adapter import Engine
 from worlds import run_world
 
-from contract.sources import WorldSource, chosen, everyone
+from contract.sources import WorldSource
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.tensors import Base, Shard, View
-from verl_sync_plugin.report import SyncReport
-from verl_sync_plugin.sync.planning import Planning
-from verl_sync_plugin.sync.sender import BucketSender
-from verl_sync_plugin.sync.ways import Sync, Ways
+from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.trainers.lora import MergingSource
 from verl_sync_plugin.trainers.megatron.stream import StreamSource
 from verl_sync_plugin.trainers.wire import WirePolicy
@@ -34,38 +32,31 @@ def shards_of(numel: int) -> list[Shard]:
 
 
 def fail_in_between() -> tuple[bool, bool]:
-    """Whether engines are told of the staging memory in use: at first, and after a plan that failed."""
-    agreement, sender = Agreement(20.0), BucketSender(CPU, 20.0)
-    ways, planning = Ways(SyncConfig(), agreement, sender, CPU), Planning()
+    """True if engines hear of the staging memory in use: at first, and after a plan that failed."""
+    manager = ShardingManager(None, Engine(), SyncConfig(timeout_seconds=20.0), 4096, CPU)
 
-    def told() -> bool:
-        return ways.staged._stagings[dist.get_rank()].key == sender.export().key
+    def planned(numel: int) -> None:
+        manager.source = WorldSource(shards_of(numel))
+        manager.plan("1")
 
-    def staged(numel: int) -> None:
-        source = WorldSource(shards_of(numel))
-        if ways.reach.possible is None:
-            ways.reach.decide(source.group)
-        shards = source.shards()
-        plan = planning.make(source, shards, 4096, bool(ways.reach.possible))
-        if planning.changed:
-            planning.compare(agreement)
-        chosen(ways, agreement, Sync("1", plan, source, shards, SyncReport(), everyone(), everyone()))
+    def heard() -> bool:
+        return manager.ways.staged._stagings[dist.get_rank()].key == manager.sender.export().key
 
-    staged(64)
-    first = told()
+    planned(64)
+    first = heard()
 
     def refuse(*_: Any) -> None:
         raise SyncError("injected")
 
-    with mock.patch.object(agreement, "same_on_all", refuse), pytest.raises(SyncError, match="injected"):
-        staged(4096)  # larger slots: the staging memory would be another one
-    with mock.patch.object(sender, "export", refuse), pytest.raises(SyncError, match="injected"):
-        staged(4096)
-    staged(64)
-    return first, told()
+    with mock.patch.object(manager.agreement, "same_on_all", refuse), pytest.raises(SyncError, match="injected"):
+        planned(4096)  # larger slots: the staging memory would be another one
+    with mock.patch.object(manager.sender, "export", refuse), pytest.raises(SyncError, match="injected"):
+        planned(4096)
+    planned(64)
+    return first, heard()
 
 
-def test_staging_memory_is_told_anew_after_a_plan_that_failed() -> None:
+def test_engines_hear_of_the_staging_memory_again_after_a_plan_that_failed() -> None:
     assert run_world(2, fail_in_between, timeout=60) == [(True, True)] * 2
 
 

@@ -11,13 +11,12 @@ import torch.distributed as dist
 from test_lora_adapter import Engine
 from worlds import run_world
 
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.report import SyncReport
-from verl_sync_plugin.sync.wake import Waking
-from verl_sync_plugin.transport.agreement import Agreement
+from verl_sync_plugin.sync.manager import ShardingManager
 
 CPU = torch.device("cpu")
-GIB = 1 << 30
 SECONDS = 0.3
 
 
@@ -37,9 +36,13 @@ class Sleeper(Engine):
             raise RuntimeError("injected: out of memory")
 
 
-def resume(engine: Sleeper, agreement: Agreement, failing: int = -1) -> tuple[str, SyncReport]:
+def manager_of(engine: Sleeper) -> ShardingManager:
+    return ShardingManager(None, engine, SyncConfig(timeout_seconds=20.0), 1 << 20, CPU)
+
+
+def resume(engine: Sleeper, manager: ShardingManager, failing: int = -1) -> tuple[str, SyncReport]:
     """The error and the report of one call."""
-    report = SyncReport()
+    agreement, manager.endpoint, manager.report = manager.agreement, engine, SyncReport()
 
     def work() -> None:
         engine.order.append("packed")
@@ -50,16 +53,16 @@ def resume(engine: Sleeper, agreement: Agreement, failing: int = -1) -> tuple[st
         agreement.settle("packing")
 
     try:
-        asyncio.run(Waking(agreement, engine, CPU).resume(["weights"], report, work))
+        asyncio.run(manager.wake(["weights"], work))
         agreement.settle("connecting to the engine")
     except SyncError as error:
-        return str(error), report
-    return "", report
+        return str(error), manager.report
+    return "", manager.report
 
 
 def resume_and_pack() -> tuple[list[str], dict[str, float]]:
     engine = Sleeper()
-    _, report = resume(engine, Agreement(20.0))
+    _, report = resume(engine, manager_of(engine))
     return engine.order, report.stages
 
 
@@ -71,10 +74,10 @@ def test_packs_while_the_engine_resumes() -> None:
 
 
 def fail_and_recover() -> list[tuple[str, int]]:
-    agreement, found = Agreement(20.0), []
+    manager, found = manager_of(Sleeper()), []
     for fails, failing in ((False, 1), (True, -1), (True, 0), (False, -1)):
         engine = Sleeper(fails)
-        text, _ = resume(engine, agreement, failing)
+        text, _ = resume(engine, manager, failing)
         found.append((text, engine.order.count("resumed")))
     return found
 

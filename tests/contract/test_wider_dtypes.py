@@ -70,7 +70,7 @@ def sync_three_times(checkpoint: str, folder: str) -> dict[str, str]:
         assert place.request() == "an answer"
         for tensor in place.source.weights.values():
             tensor.add_(torch.randn_like(tensor))
-    planned = place.manager.planning.plan
+    planned = place.manager.planned
     place.close()
     return {base.key: base.dtype for base in planned.bases}
 

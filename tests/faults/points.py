@@ -42,7 +42,7 @@ _TRAINER: dict[str, tuple[Point, ...]] = {
 POINTS: dict[str, dict[str, tuple[Point, ...]]] = {
     "trainer": {
         **_TRAINER,
-        "wake": (("verl_sync_plugin.sync.wake", "note_device_memory", "asleep"),),
+        "wake": (("verl_sync_plugin.sync.manager", "note_device_memory", "asleep"),),
         "finish": (("verl_sync_plugin.rollouts.adapter", "note_device_memory", ""),),
     },
     "leader": {

@@ -118,7 +118,7 @@ def syncs(model_path: str, layout: Layout, wire: str = "bfloat16") -> list[str]:
         for manager in managers:
             check_same(one_sync(manager), on_the_wire(expected, getattr(torch, wire)))
             assert isinstance(manager.source, MegatronSource), "the bridge's own stream was used"
-            digests.append(manager.planning.agreed_digest)
+            digests.append(manager.agreed_digest)
     return digests
 
 

@@ -17,7 +17,7 @@ from bare_engine.scenario import _checkpoint
 from separate.counted import CountedRanks
 
 if TYPE_CHECKING:
-    from verl_sync_plugin.sync.separate.managers import SeparateManager
+    from verl_sync_plugin.sync.separate import SeparateManager
 
 TIMEOUT = 20.0
 BUCKET_BYTES = 60_000
@@ -44,8 +44,7 @@ class Host:
 
     def place(self, host: str) -> None:
         """From the next group on this process is on a host of that name, and counts what is broadcast to it."""
-        from verl_sync_plugin.sync import ways
-        from verl_sync_plugin.sync.separate import membership
+        from verl_sync_plugin.sync import membership, ways
 
         ways.host_name = lambda: host
         membership.JointRanks = CountedRanks  # type: ignore[misc]
@@ -87,8 +86,8 @@ class Trainer(Host):
         stream, _ = self.trainer.get_per_tensor_param()  # type: ignore[attr-defined]
         asyncio.run(self.engine.send_weights(stream, version))
         manager = self.engine._manager
-        assert manager is not None and manager._plan is not None
-        return [int(value) for value in manager.sender.sums(manager._plan)]
+        assert manager is not None and manager.planned is not None
+        return [int(value) for value in manager.sender.sums(manager.planned)]
 
     def manager(self) -> SeparateManager | None:
         return self.engine._manager
@@ -96,15 +95,15 @@ class Trainer(Host):
     def sends(self) -> list[int]:
         """Bytes of every trainer rank's segments, with what fills them up."""
         manager = self.engine._manager
-        assert manager is not None and manager._plan is not None
-        buckets = manager._plan.buckets
+        assert manager is not None and manager.planned is not None
+        buckets = manager.planned.buckets
         return [sum(b.stride for b in buckets if place < b.world) for place in range(dist.get_world_size())]
 
     def packed(self) -> int:
         """Bytes of all segments, without what fills them up behind their last tensor."""
         manager = self.engine._manager
-        assert manager is not None and manager._plan is not None
-        plan = manager._plan
+        assert manager is not None and manager.planned is not None
+        plan = manager.planned
         ends = {(b, place): 0 for b in range(len(plan.buckets)) for place in range(plan.buckets[b].world)}
         for b, place in ends:
             for part in plan.buckets[b].slices:

@@ -19,7 +19,7 @@ from verl_sync_plugin.rollouts.sglang.request import dumps
 
 if TYPE_CHECKING:
     from verl_sync_plugin.sync.endpoint import PendingLoad
-    from verl_sync_plugin.sync.separate.managers import SeparateManager
+    from verl_sync_plugin.sync.separate import SeparateManager
     from verl_sync_plugin.transport.protocol import LoadRequest
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ class Rollout(Host):
         self.endpoint.load_adapter = refusing  # type: ignore[method-assign]
 
     def _make(self, incoming: Any) -> Any:
-        from verl_sync_plugin.sync.separate.managers import SeparateRollout
+        from verl_sync_plugin.sync.separate import SeparateRollout
 
         self.endpoint.joint = incoming.membership.engine_ranks
         self.endpoint.manager = SeparateRollout(incoming.membership.ranks, self.endpoint, self.engine._config, CPU)

@@ -12,7 +12,7 @@ import ray
 from verl.checkpoint_engine.base import CheckpointEngineManager
 
 from verl_sync_plugin.hooks.separate import OutlivingManager
-from verl_sync_plugin.sync.separate.membership import Member
+from verl_sync_plugin.sync.membership import Member
 
 
 @ray.remote(num_cpus=0)

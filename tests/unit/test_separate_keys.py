@@ -15,9 +15,9 @@ from hydra_run import refused, rollout_of
 from verl_sync_plugin.config.settings import KEY_PREFIX, SEPARATE_BACKEND
 from verl_sync_plugin.errors import RankLostError, SyncError
 from verl_sync_plugin.rollouts import rollout_of as rollout_of_name
+from verl_sync_plugin.sync import membership
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
-from verl_sync_plugin.sync.separate import membership
-from verl_sync_plugin.sync.separate.membership import Member, topology
+from verl_sync_plugin.sync.membership import Member, topology
 
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"

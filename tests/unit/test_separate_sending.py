@@ -16,7 +16,7 @@ from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl_sync_plugin.hooks import worker
 from verl_sync_plugin.hooks.separate import SyncCheckpointEngine
 from verl_sync_plugin.report import SyncReport
-from verl_sync_plugin.sync.separate.membership import Membership
+from verl_sync_plugin.sync.membership import Membership
 from verl_sync_plugin.trainers.shard_stream import ShardStream
 
 

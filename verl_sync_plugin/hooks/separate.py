@@ -32,9 +32,8 @@ from verl_sync_plugin.trainers import shard_stream
 
 # Every process of verl's imports this module with verl's registry; the rest is imported by those that sync
 if TYPE_CHECKING:
-    from verl_sync_plugin.sync.separate.handles import Incoming
-    from verl_sync_plugin.sync.separate.managers import SeparateTrainer
-    from verl_sync_plugin.sync.separate.membership import Member, Membership
+    from verl_sync_plugin.sync.membership import Incoming, Member, Membership
+    from verl_sync_plugin.sync.separate import SeparateTrainer
     from verl_sync_plugin.transport.joint import JointRanks
 
 
@@ -76,7 +75,7 @@ class SyncCheckpointEngine(CheckpointEngine):
 
     def prepare(self, **more: Any) -> Member:
         say_unused("prepare", more)
-        from verl_sync_plugin.sync.separate.membership import Membership
+        from verl_sync_plugin.sync.membership import Membership
         from verl_sync_plugin.trainers.base import trainer_device
 
         if self._membership is None:
@@ -89,7 +88,7 @@ class SyncCheckpointEngine(CheckpointEngine):
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Member], **more: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         say_unused("build_topology", more)
-        from verl_sync_plugin.sync.separate.membership import topology
+        from verl_sync_plugin.sync.membership import topology
 
         return topology(actor_wg_world_size, rollout_world_size, metadata)
 
@@ -139,7 +138,7 @@ class SyncCheckpointEngine(CheckpointEngine):
         assert self._membership is not None, "joined"
         from verl_sync_plugin.sharding_manager import get_sharding_manager
         from verl_sync_plugin.sync.endpoint import RolloutEndpoint
-        from verl_sync_plugin.sync.separate.managers import SeparateTrainer
+        from verl_sync_plugin.sync.separate import SeparateTrainer
         from verl_sync_plugin.trainers.base import trainer_device
 
         before = self._manager
@@ -157,7 +156,7 @@ class SyncCheckpointEngine(CheckpointEngine):
 
     def receive_weights(self, global_steps: int | None = None, **more: Any) -> Incoming:
         """The handle that verl passes, unread, to our rollout adapter."""
-        from verl_sync_plugin.sync.separate.handles import Incoming
+        from verl_sync_plugin.sync.membership import Incoming
 
         say_unused("receive_weights", more)
         assert self._membership is not None and self._membership.ranks is not None, "init_process_group() comes first"

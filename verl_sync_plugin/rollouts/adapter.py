@@ -37,8 +37,8 @@ from verl_sync_plugin.rollouts.gate import KV_CACHE, WEIGHTS
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sync.endpoint import Call, RolloutEndpoint, abandon
 from verl_sync_plugin.sync.manager import ShardingManager
-from verl_sync_plugin.sync.separate.handles import Incoming
-from verl_sync_plugin.sync.separate.managers import SeparateRollout
+from verl_sync_plugin.sync.membership import Incoming
+from verl_sync_plugin.sync.separate import SeparateRollout
 from verl_sync_plugin.trainers import shard_stream
 from verl_sync_plugin.trainers.base import trainer_device
 from verl_sync_plugin.trainers.shard_stream import ShardStream, refuse_plain_stream

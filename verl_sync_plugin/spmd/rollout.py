@@ -34,7 +34,7 @@ from verl_sync_plugin.rollouts import LOCAL, LocalLaunch, LocalSpec, rollout_of
 from verl_sync_plugin.rollouts.gate import KV_CACHE, WEIGHTS
 from verl_sync_plugin.rollouts.process import EngineProcess
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
-from verl_sync_plugin.sync.lora_manager import LoRAShardingManager
+from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.trainers.base import trainer_device
 from verl_sync_plugin.trainers.live import Live, LiveSource, LiveTrainer
 from verl_sync_plugin.transport.agreement import Agreement, together_seconds
@@ -46,7 +46,7 @@ TP = "tp"  # the name of the mesh dimension over which an engine is sharded
 ROUND_SECONDS = 1.0
 
 
-class SpmdShardingManager(LoRAShardingManager):
+class SpmdShardingManager(ShardingManager):
     """Reads what ``Live`` holds, in place of verl's training engine; ``agreement`` is of all ranks of the script."""
 
     backend = LiveTrainer

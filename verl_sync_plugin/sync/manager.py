@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The resharding phase of one trainer rank, whatever the trainer and the rollout engine are: ``ShardingManager``."""
+"""The resharding phase of one trainer rank, for any trainer and any rollout engine.
+
+``ShardingManager.update_weights`` plans, wakes the engine, connects, transfers and commits; ``finish`` wakes the rest
+of the engine once the trainer has made room. A LoRA adapter is merged on the way, or follows the base by itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,12 +21,11 @@ from verl_sync_plugin.layout.tensors import Plan, Shard
 from verl_sync_plugin.log import say
 from verl_sync_plugin.memory import PeakMemory, no_collection, note_device_memory
 from verl_sync_plugin.report import SyncReport, progress
+from verl_sync_plugin.sync.adapter import AdapterSender
 from verl_sync_plugin.sync.commit import Commit
 from verl_sync_plugin.sync.connect import MeetingPoint
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint, abandon
-from verl_sync_plugin.sync.planning import Planning
-from verl_sync_plugin.sync.sender import BucketSender
-from verl_sync_plugin.sync.wake import Waking
+from verl_sync_plugin.sync.sender import BucketSender, slot_limit
 from verl_sync_plugin.sync.ways import PeersUnreachableError, Sync, Way, Ways
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
 from verl_sync_plugin.transport.agreement import Agreement
@@ -40,7 +44,7 @@ class ShardingManager(BaseShardingManager):
 
     Args:
         engine: verl's training engine.
-        endpoint: the rollout engine beside this rank.
+        endpoint: the rollout engine of this rank.
         config: the sync's settings.
         bucket_bytes: bound on what a rank stages of one bucket.
         device: where the trainer computes.
@@ -48,6 +52,8 @@ class ShardingManager(BaseShardingManager):
 
     Attributes:
         report: of the last sync, or the one under way.
+        planned: what this rank planned last; ``None`` before the first time.
+        agreed_digest: of the plan that all ranks have; empty when there is none.
         keeps_staging: staging memory stays allocated between syncs; the same on all ranks. Who lets the engine sleep
             says False where the room for it is short.
         asks_early: an engine that is awake is asked to load before the ranks plan, and comes while they do; it
@@ -76,15 +82,17 @@ class ShardingManager(BaseShardingManager):
         self.source: ParameterSource | None = None
         self.agreement = self._agree()
         self.sender = BucketSender(device, config.timeout_seconds)
-        self.planning = Planning()
-        self.waking = Waking(self.agreement, endpoint, device)
         self.meeting = MeetingPoint(self.agreement, endpoint, self.sender, config)
         self.ways = self._make_ways()
         self.commit = Commit(config, self.agreement, self.sender, self.ways, endpoint)
         self.report = SyncReport()
+        self.planned: Plan | None = None
+        self.agreed_digest = ""
         self.keeps_staging = True
         self._bucket_bytes = bucket_bytes
         self._syncs = 0
+        self._base_sent = False
+        self._adapter_sender: AdapterSender | None = None
 
     def _agree(self) -> Agreement:
         """Where the ranks settle; collective."""
@@ -98,12 +106,18 @@ class ShardingManager(BaseShardingManager):
         """The parameter source of the trainer; called at the first sync, and again if the engine asks for other dtypes.
 
         Raises:
-            ValueError: the trainer is configured in a way this manager cannot sync; names key, value and remedy.
+            ValueError: the trainer is configured in a way this manager cannot sync, or the engine cannot serve its
+                adapter or hold what that is merged into; names key, value and remedy.
             TypeError: a registered class names no ``backend`` and does not override this.
         """
-        if not hasattr(self, "backend"):
+        if not hasattr(self, "trainer"):
             raise TypeError(f"{type(self).__qualname__}: name a backend (a TrainerBackend), or override open_source")
-        return self.trainer.open_source()
+        source = self.trainer.open_source()
+        if self.trainer.serves_adapter:
+            self.endpoint.refuse_adapter(self.trainer.open_adapter(source).settings)
+        elif source.prepares and (end := self.trainer.untied_end()):
+            self.endpoint.refuse_untied(self.trainer.architectures, f"the adapter's {end}")
+        return source
 
     @property
     def staging_to_come(self) -> int:
@@ -123,16 +137,38 @@ class ShardingManager(BaseShardingManager):
                 afresh.
         """
         try:
-            return await self.move(wake_tags, global_steps)
+            served = self.serves_adapter()
+            if not served or self.lacks_base():
+                self._base_sent = False
+                await self._send_weights(wake_tags, global_steps)
+                self._base_sent = True
+            else:
+                self.report = self._new_report(global_steps)
+            if served:
+                await self._send_adapter(None if global_steps is None else str(global_steps))
         except BaseException as error:
             self.agreement.forget()
             await self.meeting.give_up(str(error) or repr(error))
             raise
+        return self.report
 
-    async def move(self, wake_tags: list[str], global_steps: int | None) -> SyncReport:
-        """What ``update_weights`` does; a failure is not yet told to the engine."""
+    def serves_adapter(self) -> bool:
+        """True if the engine serves the trainer's adapter itself (``lora.merge=False``); the same on all ranks."""
+        return hasattr(self, "trainer") and self.trainer.serves_adapter
+
+    def lacks_base(self) -> bool:
+        """True if the base has to travel before the adapter; the same on all ranks.
+
+        To an engine that began with the checkpoint, too: a sync proves what it holds, its own load does not.
+        """
+        return not self._base_sent
+
+    def _new_report(self, global_steps: int | None) -> SyncReport:
+        return SyncReport.begun(global_steps, type(self).__name__, self.agreement.ranks.rank)
+
+    async def _send_weights(self, wake_tags: list[str], global_steps: int | None) -> None:
         sync_id, version = self.name_sync(global_steps), None if global_steps is None else str(global_steps)
-        self.report = self.new_report(global_steps)
+        self.report = self._new_report(global_steps)
         memory = PeakMemory(self._device)
         with no_collection(), progress(self.report, speaks=self.agreement.ranks.rank == 0):
             with self.agreement.attempt():
@@ -143,19 +179,14 @@ class ShardingManager(BaseShardingManager):
                 memory.into(self.report)
                 self.report.kept_staging_bytes = self.sender.staging_bytes
                 note_device_memory(self.report, self._device, "synced")
-        return self.report
 
     def name_sync(self, global_steps: int | None) -> str:
-        """What the next sync is called between trainer and engine ranks; no other sync of an engine is called so."""
+        """Names the next sync for trainer and engine ranks; no other sync of an engine has that name."""
         self._syncs += 1
         return f"{self._syncs} (step {global_steps})"
 
-    def new_report(self, global_steps: int | None) -> SyncReport:
-        """The report of a sync that begins now."""
-        return SyncReport.begun(global_steps, type(self).__name__, self.agreement.ranks.rank)
-
     async def _to_be_repeated(self, sync_id: str, version: str | None, wake_tags: list[str]) -> bool:
-        """Whether the delivery that was chosen could not be used, or the engine takes more of some tensors than was
+        """Runs one sync. True if its delivery could not be used, or the engine takes more of some tensors than was
         planned; both are known before anything is loaded."""
         try:
             await self._sync(sync_id, version, wake_tags)
@@ -185,7 +216,7 @@ class ShardingManager(BaseShardingManager):
                 with stage("plan"):
                     sync, way = self.plan(sync_id)
                     self.report.delivery = way.name
-            await self.waking.resume(wake_tags, self.report, meanwhile=partial(way.fill, sync))
+            await self.wake(wake_tags, meanwhile=partial(way.fill, sync))
             self.report.staging_bytes = self.sender.staging_bytes
             with stage("update_weights"):
                 if not early:
@@ -202,29 +233,10 @@ class ShardingManager(BaseShardingManager):
                 way.run(sync)  # the transfer
                 with stage("commit"):
                     await self.commit.run(sync, way, self.meeting.pending)
-        finally:
-            self._let_go()
-
-    def _learn(self, kept: Mapping[str, str]) -> None:
-        """Collective where there are any, which all ranks have heard of.
-
-        Args:
-            kept: ``load_map.wire_dtypes``.
-
-        Raises:
-            OtherDtypesError: some tensors travel in another dtype now; on all ranks.
-        """
-        policy = self.trainer.policy if hasattr(self, "trainer") else None
-        if kept and self.agreement.any("learning dtypes", lambda: policy is not None and policy.learn(kept)):
-            if self.agreement.ranks.rank == 0:
-                say("some tensors travel in the dtype in which the engine keeps them; the sync is planned once more")
-            raise OtherDtypesError
-
-    def _let_go(self) -> None:
-        """Hangs up, and drops every reference to the trainer's parameters."""
-        self.sender.hang_up()
-        if self.source is not None:
-            self.source.release()
+        finally:  # hangs up, and drops every reference to the trainer's parameters
+            self.sender.hang_up()
+            if self.source is not None:
+                self.source.release()
 
     def plan(self, sync_id: str) -> tuple[Sync, Way]:
         """Collective: what every rank holds, the buckets in which it travels, and the way; in one round as long as
@@ -242,16 +254,40 @@ class ShardingManager(BaseShardingManager):
         with agreement.attempt():
             if not agreement.failed:
                 shards = shards or source.shards()
-                plan = self.planning.make(source, shards, self._bucket_bytes, bool(reach.possible))
+                plan = self.make_plan(source, shards)
                 group = source.group
-                beside = (agreement.ranks.rank,) if group is None else tuple(dist.get_process_group_ranks(group))
-                sync = self._sync_of(sync_id, plan, beside, beside, self.commit.due(plan), shards)
-                votes = [int(self.planning.changed), *self.ways.votes(sync)]
+                sharing = (agreement.ranks.rank,) if group is None else tuple(dist.get_process_group_ranks(group))
+                sync = self._sync_of(sync_id, plan, sharing, sharing, self.commit.due(plan), shards)
+                votes = [int(self._plan_changed), *self.ways.votes(sync)]
         changed, *votes = agreement.vote("planning the sync", votes).tolist()
         assert sync is not None, "no rank has failed"
         if changed:
-            self.planning.compare(agreement)
+            self._compare_plans(agreement)
         return sync, self.ways.take(sync, votes)
+
+    def make_plan(self, source: ParameterSource, shards: list[Shard]) -> Plan:
+        """Plans all shards of this rank; keeps the plan as long as the trainer's layout stays. Not collective."""
+        bases, sharded = tuple(shard.base for shard in shards), bool(self.ways.reach.possible)
+        if self.planned is None or self.planned.bases != bases or self.planned.sharded != sharded:
+            self.planned = source.plan(bases, slot_limit(self._bucket_bytes), sharded)
+        return self.planned
+
+    @property
+    def _plan_changed(self) -> bool:
+        """True if other ranks may have another plan."""
+        assert self.planned is not None, "made before"
+        return self.planned.digest != self.agreed_digest
+
+    def _compare_plans(self, agreement: Agreement) -> None:
+        """Collective, where any rank's plan has changed.
+
+        Raises:
+            SyncError: a rank planned something else; the same text on every rank.
+        """
+        assert self.planned is not None, "made before"
+        self.agreed_digest = ""
+        agreement.same_on_all("the tensors to sync (plan digest)", self.planned.digest)
+        self.agreed_digest = self.planned.digest
 
     def _sync_of(
         self, sync_id: str, plan: Plan, senders: tuple[int, ...], readers: tuple[int, ...], verified: bool,
@@ -263,14 +299,98 @@ class ShardingManager(BaseShardingManager):
         report.nbytes, report.buckets, report.tensors = plan.nbytes, len(plan.buckets), plan.tensor_count
         return Sync(sync_id, plan, source, shards, report, senders, readers, verified, self.keeps_staging)
 
+    async def wake(self, tags: list[str], meanwhile: Callable[[], None]) -> None:
+        """Collective: the leader has the engine resume ``tags`` while every rank does something else.
+
+        Args:
+            tags: memory tags, the same on all ranks; none when the engine is awake.
+            meanwhile: may settle, and raise SyncError, on all ranks alike. The report gets its seconds as
+                ``update_weights``, and those beyond as ``resume_weights``.
+
+        A failed engine is heard of when the ranks settle next. It has answered by then, so that the next sync finds it
+        idle.
+        """
+        report, agreement = self.report, self.agreement
+        if not tags:
+            with report.stage("update_weights"):
+                meanwhile()
+            return
+        with agreement.attempt():
+            note_device_memory(report, self._device, "asleep")
+        before = report.stages.get("update_weights", 0.0)
+        with report.stage("resume_weights"):
+            waking: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            waking.set_result(None)  # of a rank that does not speak for the engine
+            with agreement.attempt():
+                if self.endpoint.leader:
+                    waking = asyncio.ensure_future(self.endpoint.resume(tags))
+                    await asyncio.sleep(0)  # it sends its request here: what comes next blocks this loop
+            try:
+                with report.stage("update_weights"):
+                    meanwhile()
+            except BaseException:
+                await asyncio.gather(waking, return_exceptions=True)
+                raise
+            with agreement.attempt():  # also on a rank that has failed: the engine is idle when this returns
+                await waking
+        report.stages["resume_weights"] -= report.stages.get("update_weights", 0.0) - before
+
+    def _learn(self, kept: Mapping[str, str]) -> None:
+        """Collective where there are any, which all ranks have heard of.
+
+        Args:
+            kept: ``load_map.wire_dtypes``.
+
+        Raises:
+            OtherDtypesError: some tensors travel in another dtype now; on all ranks.
+        """
+        policy = self.trainer.policy if hasattr(self, "trainer") else None
+        if kept and self.agreement.any("learning dtypes", lambda: policy is not None and policy.learn(kept)):
+            if self.agreement.ranks.rank == 0:
+                say("some tensors travel in the dtype in which the engine keeps them; the sync is planned once more")
+            raise OtherDtypesError
+
+    async def _send_adapter(self, version: str | None) -> None:
+        """Collective: the adapter, after its base."""
+        memory = PeakMemory(self._device)
+        with self.agreement.attempt():
+            memory.begin()
+        with self.report.stage("update_weights"):
+            await self.send_adapter(version)
+        with self.agreement.attempt():
+            memory.into(self.report)
+
+    async def send_adapter(self, version: str | None) -> None:
+        """Collective: gathers the adapter's factors and has the engine load them.
+
+        Raises:
+            SyncError: any rank or engine failed; the same text on every rank.
+        """
+        if self._adapter_sender is None:
+            self._adapter_sender = self.agreement.step("opening the adapter", self.open_adapter)
+        await self._adapter_sender.send(self.agreement, self.endpoint, self.report, version)
+
+    def open_adapter(self) -> AdapterSender:
+        """Called once, on a rank that has a trainer."""
+        if self.source is None:
+            self.source = self.open_source()
+        return AdapterSender(self.trainer.open_adapter(self.source), self.trainer.policy.dtype, self.config)
+
     async def finish(self, tags: list[str]) -> SyncReport:
-        """Awake, stage 2, after the trainer has made room on all ranks: resume ``tags``, flush once.
+        """Second half of waking the engine, after the trainer has made room on all ranks: resumes ``tags``, then
+        flushes once.
 
         Raises:
             SyncError: any engine failed; the same text on every rank. It generates nothing until a sync succeeds.
         """
         try:
-            await self.waking.finish(tags, self.report)
+            with self.report.stage("resume_kv"):
+                with self.agreement.attempt():  # also on a rank that has failed: else the engine's gate stayed shut
+                    if self.endpoint.leader:
+                        await self.endpoint.finish(tags)
+                self.agreement.settle("resuming the engine's KV cache")
+            with self.agreement.attempt():  # if this fails, the next sync does
+                note_device_memory(self.report, self._device, "awake")
         except BaseException as error:
             self.agreement.forget()
             await abandon(self.endpoint, str(error) or repr(error))
@@ -278,5 +398,9 @@ class ShardingManager(BaseShardingManager):
         return self.report
 
     async def publish(self) -> None:
-        """After all else: the leader leaves the report where verl's trainer fetches it."""
-        await self.waking.publish(self.report)
+        """After all else: the leader leaves the report where verl's trainer fetches it. Not collective."""
+        if self.endpoint.leader:
+            try:
+                await self.endpoint.publish(self.report.as_dict())
+            except Exception as error:  # the weights are in place; a lost report must not end the run
+                say(f"the report of this sync is lost: {error!r}")

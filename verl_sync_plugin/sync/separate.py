@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The phase of separate trainers and rollouts: ``ShardingManager``'s, with the two halves of a rank in two processes.
+"""The phase of trainers and rollouts on GPUs of their own: ``ShardingManager``'s, over a network group.
 
-A trainer rank plans, packs and sends; a rollout rank, in verl's process beside an engine rank, receives and has the
+A trainer rank plans, packs and sends; a rollout rank, in verl's process next to an engine rank, receives and has the
 engine rank load. Both go through the same steps of the same method (``ShardingManager._sync``), and settle together.
 """
 
@@ -18,7 +18,7 @@ from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.tensors import Plan, Shard
 from verl_sync_plugin.sync.adapter import deliver
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
-from verl_sync_plugin.sync.lora_manager import LoRAShardingManager
+from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.ways import Sync, Way, Ways
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
 from verl_sync_plugin.transport.agreement import Agreement, Alone, Ranks
@@ -39,8 +39,8 @@ class Adapter:
     factors: bytes
 
 
-class SeparateManager(LoRAShardingManager):
-    """What both halves share. Construction is collective over trainer and rollout ranks.
+class SeparateManager(ShardingManager):
+    """Base of both halves. Construction is collective over trainer and rollout ranks.
 
     Args:
         ranks: both halves.
@@ -56,7 +56,6 @@ class SeparateManager(LoRAShardingManager):
         self._ranks = ranks
         self._own = Agreement(config.timeout_seconds, ranks=own)
         super().__init__(engine, endpoint, config, *args)
-        self._plan: Plan | None = None
         self._serves: bool | None = None  # what the trainer says of its adapter, once there is a group
 
     def _agree(self) -> Agreement:
@@ -77,13 +76,13 @@ class SeparateManager(LoRAShardingManager):
         self.agreement.settle("planning the sync")
         named = (plan.digest, senders, self.commit.due(plan)) if plan else ("", senders, False)
         digest, senders, verified = self.agreement.share("naming the plan", named)
-        known = plan or self._plan
+        known = plan or self.planned
         lacking = known is None or known.digest != digest
         if self.agreement.settle("asking who lacks the plan", waiting=lacking):
             handed = self.agreement.share("handing out the plan", plan)
             known = handed if lacking else known
         assert known is not None, "handed out"
-        self._plan = known
+        self.planned = known
         return known, senders, verified
 
     def _planned(
@@ -98,8 +97,7 @@ class SeparateManager(LoRAShardingManager):
 
     def serves_adapter(self) -> bool:
         if self._serves is None:
-            serves = hasattr(self, "trainer") and self.trainer.serves_adapter
-            self._serves = self.agreement.share("telling who serves an adapter", serves)
+            self._serves = self.agreement.share("telling who serves an adapter", super().serves_adapter())
         return self._serves
 
     def lacks_base(self) -> bool:
@@ -109,7 +107,7 @@ class SeparateManager(LoRAShardingManager):
         return self.agreement.any("asking who lacks the base", lacks)
 
     async def send_adapter(self, version: str | None) -> None:
-        """See ``LoRAShardingManager``: the trainer's ranks gather the adapter, rank 0 hands it to all."""
+        """The trainer's ranks gather the adapter, rank 0 hands it to all. Errors as of ``ShardingManager``."""
         found: Adapter | None = None
         with self.agreement.attempt():
             found = self.gather_adapter()
@@ -120,7 +118,7 @@ class SeparateManager(LoRAShardingManager):
             await self.agreement.step_async("loading the adapter", lambda: self._load_adapter(adapter, version))
 
     def gather_adapter(self) -> Adapter | None:
-        """What this rank has to hand out of the trainer's adapter. Collective over the trainer's ranks."""
+        """Collective over the trainer's ranks, of which rank 0 returns the trainer's adapter."""
         return None
 
     async def _load_adapter(self, adapter: Adapter, version: str | None) -> None:
@@ -168,16 +166,6 @@ class SeparateTrainer(SeparateManager):
         """Goes on with what the manager of the group before has opened of the trainer."""
         self.source, self.trainer, self._adapter_sender = before.source, before.trainer, before._adapter_sender
 
-    def open_source(self) -> ParameterSource:
-        """See ``ShardingManager``.
-
-        Raises:
-            ValueError: also where the engines cannot serve the adapter, or cannot hold what it changes.
-        """
-        source = self.trainer.open_source()
-        self.refuse_unservable(source)
-        return source
-
     def gather_adapter(self) -> Adapter | None:
         if self._adapter_sender is None:
             self._adapter_sender = self._own.step("opening the adapter", self.open_adapter)
@@ -212,17 +200,18 @@ class SeparateTrainer(SeparateManager):
 
     def _make(self) -> tuple[Plan, list[Shard]]:
         """Collective over the trainer's ranks: their plan, and all shards of this rank."""
-        source, size, shards = self.source, self._bucket_bytes, list[Shard]()
-        assert source is not None and isinstance(size, int), "opened, and verl gives a size"
+        source, shards = self.source, list[Shard]()
+        assert source is not None, "opened"
 
         def changed() -> bool:
             shards.extend(source.shards())
-            self.planning.make(source, shards, size, bool(self.ways.reach.possible))
-            return self.planning.changed
+            self.make_plan(source, shards)
+            return self._plan_changed
 
         if self._own.any("planning the sync", changed):
-            self.planning.compare(self._own)
-        return self.planning.ready(), shards
+            self._compare_plans(self._own)
+        assert self.planned is not None, "made"
+        return self.planned, shards
 
 
 class _NoTrainer(ParameterSource):
@@ -231,7 +220,7 @@ class _NoTrainer(ParameterSource):
 
 
 class SeparateRollout(SeparateManager):
-    """A rollout rank, beside an engine rank.
+    """A rollout rank, next to an engine rank.
 
     Args:
         ranks: both halves.

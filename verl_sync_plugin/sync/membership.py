@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who takes part in the syncs of separate trainers and rollouts: told before a sync, and the group kept while it stays.
+"""Forms the group of trainer and rollout ranks on GPUs of their own, and keeps it while nobody comes, goes or is lost.
 
 verl has every process ``prepare``, builds a topology in the driver, and has every process join its group, before every
-sync; and ``finalize`` behind it. Here a process says who it is, the driver lists who is there, and the group is made
-anew only when somebody has come, gone or been lost.
+sync; and ``finalize`` after it. Here a process says who it is, and the driver lists who is there.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ NAME_LENGTH = 8  # of a group in messages
 
 @dataclass(frozen=True)
 class Member:
-    """What one process says of itself.
+    """One process, described by itself.
 
     Attributes:
         key: names the process.
-        trainer: a trainer rank; else a rollout rank, in the process that verl puts beside an engine rank.
+        trainer: a trainer rank; else a rollout rank, in the process that verl puts next to an engine rank.
         place: its rank in the trainer, or in its replica.
         world: how many ranks the trainer or the replica has.
         device: names the GPU it computes on, on all hosts; empty on a CPU.
-        group: name of the group that it is in; empty without one, and behind a sync that failed for it.
+        group: name of the group that it is in; empty without one, and after a sync that failed for it.
         made: how many groups it has begun to make, so that no two of a run have one name: in the store, where they find
             each other, a second one of the name would find the addresses of the first.
         store: host and port of the store where all find each other; of trainer rank 0 only.
@@ -62,7 +61,7 @@ class Member:
 
 
 def topology(trainers: int, rollouts: int, members: Sequence[Member]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What verl hands to every process, by argument and rank: first the trainer's, then the rollout's.
+    """Returns what verl hands to every process, by argument and rank: first the trainer's, then the rollout's.
 
     Args:
         trainers: number of trainer ranks.
@@ -139,7 +138,6 @@ class Membership:
         self.engine_ranks: tuple[int, ...] = ()
 
     def describe(self) -> Member:
-        """See ``Member``."""
         place, world = dist.get_rank(), dist.get_world_size()
         device = _device_name(self._device)
         cumem = os.environ.get(CUMEM, "")
@@ -153,7 +151,7 @@ class Membership:
             members: all, in the order of their ranks.
 
         Returns:
-            Whether it is a new one.
+            True if it is a new one.
 
         Raises:
             RuntimeError: a member did not come in time.
@@ -186,7 +184,7 @@ class Membership:
         return True
 
     def _stands(self, members: tuple[Member, ...]) -> bool:
-        """Whether all members are in one group, and nobody else is; the same on all of them.
+        """True if all members are in one group, and nobody else is; the same on all of them.
 
         Somebody who was left out for a while is still in the group of before, which the others have left.
         """
@@ -196,7 +194,7 @@ class Membership:
     @contextmanager
     def taking_part(self) -> Iterator[None]:
         """Around this rank's part in a sync. Where it fails the next sync makes a new group: a broadcast of this one
-        may be half done, and the next one would be taken for its rest. Behind it nothing of NCCL's is left on the
+        may be half done, and the next one would be taken for its rest. Afterwards nothing of NCCL's is left on the
         streams, where a broadcast that not all ranks have begun would hang.
 
         Where it raises something else than what all ranks have agreed to raise, this rank leaves the group at once, by
@@ -227,3 +225,16 @@ class Membership:
 
 def _device_name(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+@dataclass(frozen=True, eq=False)
+class Incoming:
+    """The next sync, for the rollout adapter of a rollout rank, in place of a weight stream; verl passes it on unread.
+
+    Attributes:
+        membership: this rank among trainer and rollout ranks.
+        ranks: all of them; another object where they are others than in the last sync.
+    """
+
+    membership: Membership
+    ranks: JointRanks
