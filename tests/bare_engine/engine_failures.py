@@ -3,18 +3,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-import psutil
-import pytest
 import torch.distributed as dist
 
 from bare_engine import trainer
 from bare_engine.scenario import Rank
-from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.tensors import Entry, Plan, Shard
 from verl_sync_plugin.transport.memory.host import StagingExport
 
@@ -38,29 +33,6 @@ def engine_refuses(member: Rank, version: int) -> str:
 
 def _transposed(entry: Entry, name: str) -> Entry:
     return replace(entry, shape=entry.shape[::-1]) if entry.name == name else entry
-
-
-def engine_stalls(member: Rank, version: int) -> str:
-    """An engine rank falls silent: everyone hears it within the bound, and its late answer does not disturb later."""
-    config = member.manager.config
-    last = dist.get_world_size() - 1
-    stopped: list[psutil.Process] = []
-    if member.endpoint.leader:
-        stopped = [p for p in psutil.Process().children(recursive=True) if f"scheduler_TP{last}" in p.name()]
-        assert len(stopped) == 1, [p.name() for p in psutil.Process().children(recursive=True)]
-        stopped[0].suspend()
-    dist.barrier()
-    msgspec.structs.force_setattr(config, "timeout_seconds", 2.0)  # frozen; the bound of this failure only
-    try:
-        with pytest.raises(SyncError) as caught:
-            asyncio.run(member.manager.update_weights([], version))  # awake: sleeping would wait for the silent rank
-        text = str(caught.value)
-    finally:
-        msgspec.structs.force_setattr(config, "timeout_seconds", 60.0)
-        for process in stopped:
-            process.resume()
-    assert f"rank {last}: TimeoutError: the engine did not connect" in text
-    return text
 
 
 def bytes_change(member: Rank, version: int) -> str:

@@ -13,7 +13,6 @@ import pytest
 from bare_engine.endpoint import BareEngine
 from contract.pause_world import (
     PROMPTS,
-    TOKENS,
     Models,
     PlainRun,
     PlainServer,
@@ -89,25 +88,3 @@ def test_aborted_requests_come_back_with_what_they_have(play: Play, models: Mode
         assert models.chosen_by_second(PROMPTS[0], output.token_ids, 0, 0)
 
     play("abort", story)
-
-
-@pytest.mark.parametrize("pause", ["retract", "in_place"])
-def test_requests_wait_until_a_sync_succeeds(pause: str, play: Play) -> None:
-    async def story(run: PlainRun) -> None:
-        asked = await run.in_flight()
-        await run.server.abort_all_requests()
-        await run.load(2)
-        await run.server.abandon_sync("another rank failed")
-        with pytest.raises(RuntimeError, match="half written: another rank failed"):
-            await run.server.resume_generation()
-        with pytest.raises(RuntimeError, match="half written: another rank failed"):
-            await run.ask(PROMPTS[0])
-        await run.stand_still(asked)
-        await run.server.abort_all_requests()  # verl begins the next sync as it began this one
-        await run.sync(2)
-        await run.server.resume_generation()
-        outputs = await asyncio.gather(*asked[:-1])
-        assert [len(output.token_ids) for output in outputs] == [TOKENS] * len(PROMPTS)
-        await asked[-1]
-
-    play(pause, story)

@@ -3,7 +3,7 @@
 
 As in ``test_destination.py``: SGLang's own model classes, two tensor-parallel ranks, the real packer and load.
 ``staging`` is the bucket between its packing and its load, ``passage`` the copy itself, whose reader has hashed what it
-was to copy, and ``destination`` the engine's parameter behind all copies. On the network: ``test_exchanged.py``; in a
+was to copy, and ``destination`` the engine's parameter behind all copies. On the network: ``several_hosts.py``; in a
 running engine: ``tests/bare_engine``.
 """
 

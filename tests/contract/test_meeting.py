@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import threading
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from test_lora_adapter import Engine
 from worlds import run_world
 
 from verl_sync_plugin.config.settings import SyncConfig
-from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.sync.connect import MeetingPoint
 from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad
 from verl_sync_plugin.sync.sender import BucketSender
@@ -29,34 +27,29 @@ WAIT = 5.0
 
 class Loading(PendingLoad):
     def __init__(self) -> None:
-        self.over = False
+        """Without a call of a server's."""
 
     def finished(self) -> bool:
-        return self.over
+        return False
 
     async def outcome(self, timeout: float) -> LoadOutcome:
-        if self.over:
-            raise RuntimeError("injected: SGLang refused the update")
         return LoadOutcome()
 
 
 class Comer(Engine):
-    """An engine whose ranks come when they are asked, the last one after some seconds; or that refuses."""
+    """An engine whose ranks come when they are asked, the last one after some seconds."""
 
-    def __init__(self, comes: bool = True, late: float = 0.0) -> None:
+    def __init__(self, late: float = 0.0) -> None:
         super().__init__()
-        self.comes, self.late = comes, late
+        self.late = late
         self.came: list[Channel] = []
         self.flushes: list[int] = []
         self.coming: list[threading.Thread] = []
 
     def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
-        load = Loading()
-        load.over = not self.comes
         self.coming = [threading.Thread(target=self._come, args=(request,), daemon=True)]
-        if self.comes:
-            self.coming[0].start()
-        return load
+        self.coming[0].start()
+        return Loading()
 
     def _come(self, request: LoadRequest) -> None:
         for address in request.addresses:
@@ -137,21 +130,3 @@ def test_engine_ranks_of_a_sync_that_was_given_up_are_let_go_whenever_they_come(
     (leading, closed, abandoned), (following, *_) = run_world(2, give_up, True, 2.0, timeout=60)
     assert all(closed) and abandoned == 1
     assert max(leading, following) < 1, "nobody waits for them"
-
-
-def refused(*how: Any) -> tuple[str, float]:
-    """The error of meeting an engine, and the seconds until then."""
-    meeting: Any = meeting_of(Comer(*how))
-    meeting.begin("1")
-    meeting.ask(None)
-    started = time.monotonic()
-    try:
-        asyncio.run(meeting.meet(lambda: Greeting("", None)))
-    except SyncError as error:
-        return str(error), time.monotonic() - started
-    return "", 0.0
-
-
-def test_an_engine_that_refuses_ends_the_wait_of_all() -> None:
-    (text, _), (same, _) = run_world(2, refused, False, timeout=60)
-    assert "rank 0: RuntimeError: injected: SGLang refused the update" in text and text == same

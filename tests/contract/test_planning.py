@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -18,7 +18,6 @@ from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.tensors import Base, Shard, View
 from verl_sync_plugin.sync.manager import ShardingManager
-from verl_sync_plugin.trainers.lora import MergingSource
 from verl_sync_plugin.trainers.megatron.stream import StreamSource
 from verl_sync_plugin.trainers.wire import WirePolicy
 from verl_sync_plugin.transport.agreement import Agreement
@@ -85,12 +84,3 @@ def fail_before_the_stream() -> str:
 def test_a_rank_that_failed_early_leaves_nobody_alone_in_the_trainers_stream() -> None:
     (text,) = set(run_world(2, fail_before_the_stream, timeout=30))
     assert "rank 1: RuntimeError: injected: early" in text
-
-
-def test_a_source_with_a_preparation_of_its_own_prepares() -> None:
-    class Preparing(WorldSource):
-        def prepare(self, bases: Any, ahead: Any = ()) -> Generator[None, None, None]:
-            yield from ()
-
-    assert Preparing.prepares and StreamSource.prepares and MergingSource.prepares
-    assert not WorldSource.prepares

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -87,37 +87,3 @@ def test_nobody_is_left_alone_in_a_collective(layout: Layout, where: str) -> Non
     assert f"rank {layout.size - 1}: torch.OutOfMemoryError: injected" in text, text
     assert text.count("rank ") == 1 and "failed at 'packing bucket " in text, text
     assert max(seconds for _, seconds in results) < SOON
-
-
-def two_collectives(fails_before: int | None) -> Generator[None, None, float]:
-    """Sums twice; the last rank fails before one of the sums, or behind both."""
-    total = torch.ones(1)
-    for step in range(3):
-        if step == fails_before and dist.get_rank() == dist.get_world_size() - 1:
-            raise ValueError(f"broken in part {step}")
-        if step < 2:
-            yield
-            dist.all_reduce(total)
-    return total.item()
-
-
-def run_often(fails: tuple[int | None, ...]) -> list[str | float | None]:
-    agreement, found = Agreement(20.0), []
-    for step in fails:
-        result: str | float | None
-        try:
-            result = agreement.run("adding", two_collectives(step))
-            agreement.settle("adding")
-        except SyncError as error:
-            result = str(error)
-        found.append(result)
-    return found
-
-
-def test_ranks_agree_wherever_one_fails() -> None:
-    first, *others = run_world(3, run_often, (0, 1, 2, None), timeout=40)
-    assert all(each == first for each in others)
-    for part, text in enumerate(first[:3]):
-        said = f"rank 2: ValueError: broken in part {part}"
-        assert text == f"weight sync failed at 'adding'; trainer weights are unchanged.\n{said}"
-    assert first[3] == 9.0

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Staging memory stays between syncs where there is room for it beside what the engine resumes, and else goes."""
+"""Staging memory stays between syncs where there is room for it beside what the engine resumes, and else goes; and how
+long an engine rank keeps the trainer's parameters mapped."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +18,8 @@ from worlds import run_world
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.memory import FIRST, REST
 from verl_sync_plugin.rollouts.sglang import loader
+from verl_sync_plugin.transport.memory.exports import Live
+from verl_sync_plugin.transport.memory.regions import LiveParameters
 
 
 def kept(checkpoint: str, folder: str, short: list[bool], failing: int = 0) -> list[tuple[bool, bool, bool]]:
@@ -73,3 +77,40 @@ def test_the_next_sync_does_as_the_room_was(
 def test_what_a_failed_sync_gave_back_is_staged_anew(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
     (found,) = run_world(1, kept, tiny_model("qwen2"), str(tmp_path), [True, True, True, True], 2, timeout=60)
     assert found == [(False, False, number > 0) for number in range(4)]
+
+
+def mapped() -> int:
+    """How many mappings of the trainer's parameters there are in this process, the trainer's own among them."""
+    return sum(line.endswith(".memory") for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def parameters_stay_mapped(checkpoint: str, folder: str) -> None:
+    """While they are read in place; not behind a staged sync, nor where some of them cannot be mapped."""
+    os.environ.update(RANK="0", RAY_LOCAL_WORLD_SIZE="1", CUDA_VISIBLE_DEVICES="")
+    place = OneProcess(checkpoint, Path(folder))
+    own, in_place, honest = mapped(), place.manager.ways.in_place, LiveParameters.look
+
+    def half_gone(*args: Any) -> Live:
+        live = honest(*args)
+        gone = replace(live.regions[-1], key="gone", handle=("/gone",))
+        return replace(live, key="half gone", regions=(*live.regions[:-1], gone))
+
+    for wanted, look, direct in (
+        *((True, honest, number > 0) for number in range(3)),
+        (False, honest, False),
+        *((True, honest, True),) * 2,
+        *((True, half_gone, False),) * 2,
+    ):
+        in_place._wanted = wanted
+        with mock.patch.object(LiveParameters, "look", look):
+            place.sync()
+        assert place.model.holds(place.source.weights)
+        found = place.manager.report.direct_bytes > 0, mapped()
+        assert found == (direct, 2 * own if direct else own), place.manager.report
+    place.close()
+
+
+def test_parameters_are_let_go_of_once_they_are_not_read_in_place(
+    tiny_model: Callable[[str], str], tmp_path: Path
+) -> None:
+    run_world(1, parameters_stay_mapped, tiny_model("qwen2"), str(tmp_path), timeout=60)

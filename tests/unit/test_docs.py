@@ -59,10 +59,6 @@ def test_what_a_page_names_exists(page: Path) -> None:
     assert results == []
 
 
-def test_a_missing_file_is_found() -> None:
-    assert missing_paths("see `sync/nowhere.py` and `sync/manager.py`", ROOT, PACKAGE) == ["sync/nowhere.py"]
-
-
 def test_what_docstrings_name_exists() -> None:
     wrong = {
         str(file.relative_to(ROOT)): missing

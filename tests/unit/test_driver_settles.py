@@ -128,13 +128,6 @@ def test_disaggregated_it_is_verls_own_config(tmp_path: Path) -> None:
     as_stock(rollout_of(tmp_path, "actor_rollout_ref.hybrid_engine=False"), OFF)
 
 
-@pytest.mark.parametrize("name", ["sglang", "vllm"])
-def test_the_short_key_is_heard_where_verl_moves_the_weights(tmp_path: Path, name: str) -> None:
-    off = [f"{KEY_PREFIX}.enabled=False"] if name == "sglang" else []
-    config = hydra_run.run(tmp_path, f"{ROLLOUT}.name={name}", f"{SHORT_BUCKET_KEY}=64", *off)
-    assert config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes == 64
-
-
 @pytest.mark.parametrize("engine", ["veomni", "torchtitan", "fsdp_turbo", "automodel"])
 def test_other_strategies_run_on_stock_verl(tmp_path: Path, engine: str, capsys: pytest.CaptureFixture[str]) -> None:
     choice = f"model_engine={engine}" if engine in ("veomni", "torchtitan") else f"{STRATEGY}={engine}"
