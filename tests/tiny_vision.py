@@ -38,14 +38,9 @@ CHAT_TEMPLATE = (
 )
 MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6}}
 VISION: dict[str, Any] = {
-    "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "out_hidden_size": 64,
-    "num_heads": 2,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-}
+    "depth": 2, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64, "num_heads": 2,
+    "spatial_merge_size": 2, "temporal_patch_size": 2,
+}  # fmt: skip
 # Kind: what its configuration has of its own for text and vision; its patches are those of the published models
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # An image of 84 x 56 pixels has two windows

@@ -6,52 +6,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+# The vocabulary is no multiple of SGLang's padding
 DENSE: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 330,  # no multiple of SGLang's padding
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-}
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 330, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
 HEADS = {**DENSE, "head_dim": 16}
 TIED = {"tie_word_embeddings": True}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 SHARED_EXPERT = {"shared_expert_intermediate_size": 32}
 YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e4,
-    "factor": 40.0,
-    "original_max_position_embeddings": 512,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 512,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
 LATENT = {
-    **DENSE,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 48,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "n_group": 2,
-    "topk_group": 1,
+    **DENSE, "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48, "first_k_dense_replace": 1, "moe_layer_freq": 1, "kv_lora_rank": 32,
+    "q_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_group": 2, "topk_group": 1,
     "rope_parameters": YARN,
-}
+}  # fmt: skip
 MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6}}
 GEMMA_3 = {
     **HEADS,
@@ -63,34 +38,19 @@ GEMMA_3 = {
 }
 # SGLang on a CPU pads the heads of these layers and keeps the numbers beside
 LINEAR_ATTENTION = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_num_value_heads_cpu": 4,
-    "linear_num_key_heads_cpu": 2,
-    "full_attention_interval": 2,
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_num_value_heads_cpu": 4, "linear_num_key_heads_cpu": 2, "full_attention_interval": 2,
     "layer_types": ["linear_attention", "full_attention"],
-}
+}  # fmt: skip
 LLAMA_4 = {**HEADS, "intermediate_size_mlp": 128, "interleave_moe_layer_step": 2, **LOCAL_EXPERTS}
 SIGLIP = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 32,
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32,
     "patch_size": 8,
-}
+}  # fmt: skip
 QWEN_VISION = {
-    "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "out_hidden_size": 64,
-    "num_heads": 2,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-}
+    "depth": 2, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64, "num_heads": 2, "patch_size": 4,
+    "spatial_merge_size": 2, "temporal_patch_size": 2,
+}  # fmt: skip
 QWEN3_VISION = {**QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 QWEN2_VISION = {"depth": 2, "in_chans": 3, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
 

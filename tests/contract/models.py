@@ -16,14 +16,9 @@ from transformers import (
 
 VOCABULARY = 323
 SIZES = {
-    "hidden_size": 60,
-    "intermediate_size": 85,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-    "head_dim": 10,
-}
+    "hidden_size": 60, "intermediate_size": 85, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "vocab_size": VOCABULARY, "head_dim": 10,
+}  # fmt: skip
 MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 21}
 
 CONFIGS: dict[str, PretrainedConfig] = {

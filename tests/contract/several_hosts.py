@@ -155,31 +155,14 @@ def story(member: Member, case: Case) -> None:
         alike = sum(case.hosts.count(host) for host in case.hosts)
         assert member.crossing() == report.nbytes // len(case.hosts) * (len(case.hosts) ** 2 - alike)
     if case.failing:
-        for fail in (packing_fails, a_byte_changes_on_the_network) if several else (packing_fails,):
+        if several:
             texts: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(texts, fail(member))
+            dist.all_gather_object(texts, a_byte_changes_on_the_network(member))
             assert len(set(texts)) == 1, texts
             member.sync()
             member.exact()
-        if not several:
+        else:
             out_of_reach(member)
-
-
-def packing_fails(member: Member) -> str:
-    """The last rank fails in the third bucket, while segments of the second are on their way."""
-    sender, last = member.manager.sender, dist.get_world_size() - 1
-    honest = sender.pack
-
-    def broken(index: int, slot: int, shards: list[Shard]) -> None:
-        if index == 3 and member.rank == last:
-            raise MemoryError("injected: cannot pack")
-        honest(index, slot, shards)
-
-    sender.pack = broken  # type: ignore[method-assign]
-    text = member.failing()
-    sender.pack = honest  # type: ignore[method-assign]
-    assert f"rank {last}: MemoryError: injected: cannot pack" in text, text
-    return text
 
 
 def a_byte_changes_on_the_network(member: Member) -> str:

@@ -21,13 +21,9 @@ from verl_sync_plugin.trainers.naming import checkpoint_rewrite
 from verl_sync_plugin.trainers.wire import WirePolicy
 
 SIZES = {
-    "hidden_size": 60,
-    "intermediate_size": 85,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "vocab_size": 323,
-}
+    "hidden_size": 60, "intermediate_size": 85, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "vocab_size": 323,
+}  # fmt: skip
 CONFIGS: dict[str, PretrainedConfig] = {
     "mixtral": MixtralConfig(**SIZES, num_local_experts=5),
     "qwen2-tied": Qwen2Config(**SIZES, tie_word_embeddings=True),

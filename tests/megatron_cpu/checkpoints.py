@@ -21,15 +21,9 @@ from transformers import (
 MAKE_MODEL = Path(__file__).resolve().parents[2] / "examples" / "cpu_quickstart" / "make_model.py"
 
 COMMON: dict[str, Any] = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "max_position_embeddings": 256, "tie_word_embeddings": False,
+}  # fmt: skip
 MOE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 # Latent attention, a dense first layer, shared experts, a router with a bias buffer
 LATENT: dict[str, Any] = {

@@ -17,24 +17,15 @@ import torch
 CPU_MEGATRON = {"VERL_PLATFORM": "cpu", "VERL_CPU_MCORE": "1"}
 # What Megatron's own (not TransformerEngine's) layers need on a CPU
 LOCAL_LAYERS: dict[str, Any] = {
-    "sequence_parallel": False,
-    "use_cpu_initialization": True,
-    "attention_backend": "unfused",
-    "gradient_accumulation_fusion": False,
-    "bias_dropout_fusion": False,
-    "apply_rope_fusion": False,
-    "masked_softmax_fusion": False,
-    "bias_activation_fusion": False,
-    "persist_layer_norm": False,
-}
+    "sequence_parallel": False, "use_cpu_initialization": True, "attention_backend": "unfused",
+    "gradient_accumulation_fusion": False, "bias_dropout_fusion": False, "apply_rope_fusion": False,
+    "masked_softmax_fusion": False, "bias_activation_fusion": False, "persist_layer_norm": False,
+}  # fmt: skip
 # And what Megatron-Bridge turns on by itself
 NO_FUSION: dict[str, Any] = {
-    "moe_permute_fusion": False,
-    "moe_router_fusion": False,
-    "moe_shared_expert_overlap": False,
-    "cross_entropy_loss_fusion": False,
-    "transformer_impl": "local",
-}
+    "moe_permute_fusion": False, "moe_router_fusion": False, "moe_shared_expert_overlap": False,
+    "cross_entropy_loss_fusion": False, "transformer_impl": "local",
+}  # fmt: skip
 MEGATRON_BRIDGE = Path(sys.prefix) / "megatron-bridge"  # see scripts/setup_venv.sh
 
 

@@ -28,24 +28,12 @@ from verl_sync_plugin.trainers.megatron.trainer import MegatronTrainer
 from verl_sync_plugin.transport.agreement import Agreement
 
 LORA: dict[str, Any] = {
-    "type": "lora",
-    "rank": 8,
-    "alpha": 16,
-    "merge": True,
-    "target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
-    "exclude_modules": [],
-    "dropout": 0.0,
-    "dropout_position": "pre",
-    "lora_A_init_method": "xavier",
-    "lora_B_init_method": "zero",
-    "a2a_experimental": False,
-    "dtype": None,
-    "adapter_path": None,
-    "freeze_vision_model": True,
-    "freeze_vision_projection": True,
-    "freeze_language_model": True,
-    "fully_sharded_loras": False,
-}
+    "type": "lora", "rank": 8, "alpha": 16, "merge": True,
+    "target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], "exclude_modules": [],
+    "dropout": 0.0, "dropout_position": "pre", "lora_A_init_method": "xavier", "lora_B_init_method": "zero",
+    "a2a_experimental": False, "dtype": None, "adapter_path": None, "freeze_vision_model": True,
+    "freeze_vision_projection": True, "freeze_language_model": True, "fully_sharded_loras": False,
+}  # fmt: skip
 LATENT = ["linear_q_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj", "linear_fc1", "linear_fc2"]
 
 

@@ -18,13 +18,9 @@ from verl_sync_plugin.rollouts.sglang.refusals import ALWAYS_TIED
 
 MODEL = "actor_rollout_ref.model"
 SIZES: dict[str, Any] = {
-    "vocab_size": 20,
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
+    "vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 2,
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,6 @@ from verl.experimental.separation.engine_workers import DetachActorWorker
 
 from verl_sync_plugin.hooks import worker
 from verl_sync_plugin.hooks.separate import SyncCheckpointEngine
-from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.membership import Membership
 from verl_sync_plugin.trainers.shard_stream import ShardStream
 
@@ -65,25 +63,3 @@ def test_the_others_hear_of_a_stream_that_is_not_the_plugins(monkeypatch: pytest
     with pytest.raises(ValueError, match="plain weight stream"):
         asyncio.run(sender.send_weights(iter(()), 7))
     assert closed and member.ranks is None
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_trainer_rank_0_hands_verl_what_a_sync_cost(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """verl's own manager gives it to its trainer: ``one_step_off`` has none of the plugin's."""
-    report = SyncReport.begun(7, "SeparateTrainer", 0)
-    report.stages["update_weights"] = 0.25
-
-    async def nothing(*_: Any) -> None: ...
-
-    manager = SimpleNamespace(report=report, update_weights=nothing, finish=nothing)
-    sender = SyncCheckpointEngine(1 << 20, is_master=first, rollout="sglang")
-    monkeypatch.setattr(sender, "_membership", SimpleNamespace(ranks=object(), taking_part=nullcontext))
-    monkeypatch.setattr(SyncCheckpointEngine, "_manager_for", lambda *_: manager)
-    monkeypatch.setattr(worker, "sending", lambda _: nullcontext())
-    metrics = asyncio.run(sender.send_weights(ShardStream(SimpleNamespace(), list), 7))
-    if first:
-        assert metrics["sync/active"] == 1 and metrics["sync/weight_version"] == 7
-        assert metrics["timing_s/sync/update_weights"] == 0.25 == metrics["timing_s/sync/phase"]
-        assert "sync/bytes" in metrics and "sync/coverage_expected" not in metrics, "counted beside engines"
-    else:
-        assert metrics == {}
