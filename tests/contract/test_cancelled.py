@@ -78,8 +78,8 @@ class WithoutSource(ShardingManager):
         raise ValueError("no source")
 
 
-def manager_of(engine: Engine, device: torch.device) -> ShardingManager:
-    return WithoutSource(None, engine, SyncConfig(timeout_seconds=BOUND), 1 << 20, device)
+def manager_of(engine: Engine) -> ShardingManager:
+    return WithoutSource(None, engine, SyncConfig(timeout_seconds=BOUND), 1 << 20, CPU)
 
 
 async def resumed(manager: ShardingManager) -> None:
@@ -90,7 +90,7 @@ async def resumed(manager: ShardingManager) -> None:
 def cancel_leader(where: str) -> tuple[Outcome, str]:
     """How this rank's part of a stage ends, and a later agreement."""
     engine, leads = Hanging(), dist.get_rank() == 0
-    manager = manager_of(engine, CPU)
+    manager = manager_of(engine)
     agreement = manager.agreement
     work: Awaitable[Any]
     if where == "adapter":

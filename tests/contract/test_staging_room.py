@@ -18,7 +18,7 @@ from worlds import run_world
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.memory import FIRST, REST
 from verl_sync_plugin.rollouts.sglang import loader
-from verl_sync_plugin.transport.memory.exports import Live
+from verl_sync_plugin.transport.memory.host import Live
 from verl_sync_plugin.transport.memory.regions import LiveParameters
 
 
