@@ -160,7 +160,6 @@ def test_without_matplotlib(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "verl_sync_plugin.cli.page", raising=False)
     assert "pip install matplotlib" in refused(capsys, str(written(tmp_path, line(0))))
 
 

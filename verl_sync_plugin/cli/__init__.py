@@ -9,7 +9,6 @@ import warnings
 
 
 def parser_of_all() -> argparse.ArgumentParser:
-    """The parser of the command line; its result has the subcommand's ``run``."""
     from verl_sync_plugin.cli import doctor, prove, report
 
     parser = argparse.ArgumentParser(prog="verl-sync", description="weight sync for verl: checks, proofs and reports")
@@ -20,10 +19,8 @@ def parser_of_all() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a subcommand; returns the exit code.
-
-    A ``ValueError`` of a subcommand is the user's to mend: it is printed in one line, and the exit code is 2.
-    """
+    """Runs a subcommand; returns the exit code. A ``ValueError`` is the user's to mend: it is printed in one line, and
+    the exit code is 2."""
     parser = parser_of_all()
     arguments = parser.parse_args(argv)
     if not sys.warnoptions:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``verl-sync doctor``: will the plugin move the weights here, and what of the machine stands in its way?
 
-What a broken installation could lack is imported by ``probe.py``, in a fresh process. More of the machine is told by
-``python -m sglang.check_env`` and ``python -m torch.utils.collect_env``; here is only what decides about a sync.
+``probe.py`` imports in a fresh process whatever a broken installation could lack. Here is only what decides about a
+sync; ``python -m sglang.check_env`` and ``python -m torch.utils.collect_env`` say more of the machine.
 """
 
 from __future__ import annotations
@@ -66,14 +66,9 @@ Versions = Mapping[str, str | None]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's.
-
-    Attributes:
-        check: a stable name, such as ``entry-point`` or ``hook/trainers`` (docs/doctor.md).
-        level: ``ok``, ``warning`` (a run works, but slower or only under a condition that the text names) or
-            ``problem`` (a run fails, or the plugin does not move its weights).
-        remedy: empty where nothing is to be done.
-    """
+    """One line of the doctor's. ``check`` is a stable name, such as ``hook/trainers`` (docs/doctor.md); ``level`` is
+    ``ok``, ``warning`` (a run works, but slower or only under a condition that the text names) or ``problem`` (a run
+    fails, or the plugin does not move its weights). ``remedy`` is empty where nothing is to be done."""
 
     check: str
     level: str
@@ -125,12 +120,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_node(overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Looks at this machine and environment.
-
-    Returns:
-        ``versions`` by package, ``machine``, ``run`` (who moves the weights of a run with the overrides; ``None``
-        without any, and where the plugin is not loaded) and ``findings`` as dictionaries.
-    """
+    """Looks at this machine and environment. Returns ``versions`` by package, ``machine``, ``run`` (who moves the
+    weights of a run with the overrides; ``None`` without any, and where the plugin is not loaded) and ``findings``."""
     versions, machine, entry = installed(), read_machine(), check_entry_points()
     probed = probe(overrides)
     imported = {"verl": probed["verl"]["version"]} if probed.get("verl", {}).get("version") else {}
@@ -163,6 +154,8 @@ def installed() -> dict[str, str | None]:
 
 def check_versions(versions: Versions, imported: Versions) -> list[Finding]:
     """Judges the versions of the packages' metadata, and the ``__version__`` of what a fresh process imports."""
+    from packaging.specifiers import SpecifierSet
+
     found = []
     for package, (accepted, tried, remedy) in RANGES.items():
         check, version = f"version/{package}", versions[package]
@@ -172,20 +165,14 @@ def check_versions(versions: Versions, imported: Versions) -> list[Finding]:
         if _public(version) != _public(imported.get(package) or version):
             text = f"the metadata of {package} say {version}, and the code that is imported says {imported[package]}"
             found.append(problem(check, text, f"keep one installation of {package}: {remedy}"))
-        if not _within(version, accepted):
+        if not SpecifierSet(accepted).contains(_public(version), prereleases=True):
             found.append(problem(check, f"{package} {version}: the plugin is made for {package}{accepted}", remedy))
-        elif not _within(version, tried):
+        elif not SpecifierSet(tried).contains(_public(version), prereleases=True):
             text = f"{package} {version} is within {accepted}, and was not tried ({package}{tried} was)"
             found.append(warning(check, text, f"run a few steps and look at sync/coverage_missing, or {remedy}"))
         else:
             found.append(ok(check, f"{package} {version}"))
     return found
-
-
-def _within(version: str, specifier: str) -> bool:
-    from packaging.specifiers import SpecifierSet
-
-    return SpecifierSet(specifier).contains(_public(version), prereleases=True)
 
 
 def _public(version: str) -> str:
@@ -227,7 +214,7 @@ def check_entry_points() -> list[Finding]:
 
 
 def probe(overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """What ``probe.py`` finds in a fresh process with this environment; ``crashed`` where it did not end well."""
+    """Runs ``probe.py`` in a fresh process with this environment; ``crashed`` where it did not end well."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "probe.json"
         command = [sys.executable, "-m", "verl_sync_plugin.cli.probe", str(path), *overrides]
@@ -237,17 +224,16 @@ def probe(overrides: Sequence[str] = ()) -> dict[str, Any]:
             return {"crashed": f"importing verl took more than {PROBE_SECONDS} s"}
         if path.is_file():
             return dict(json.loads(path.read_text()))
-        said = [line for line in ended.stderr.splitlines() if line.strip()]
-        return {"crashed": f"exit status {ended.returncode}: {said[-1] if said else 'nothing on stderr'}"}
+        return {"crashed": f"exit status {ended.returncode}: {_last_line(ended.stderr) or 'nothing on stderr'}"}
+
+
+def _last_line(text: str) -> str:
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def check_hooks(probed: Mapping[str, Any], expected: bool, gpus: int) -> list[Finding]:
-    """One finding per hook, or one for what kept them all from being loaded.
-
-    Args:
-        expected: nothing that was found before explains why the plugin would not be loaded.
-        gpus: visible ones.
-    """
+    """One finding per hook, or one for what kept them all from being loaded. ``expected``: nothing that was found
+    before explains why the plugin would not be loaded; ``gpus`` are the visible ones."""
     if "crashed" in probed:
         text = f"a fresh process that imports verl ended: {probed['crashed']}"
         return [problem("import", text, "run python -c 'import verl' and look at its traceback")]
@@ -325,8 +311,7 @@ def _ipc_error() -> str:
             file.flush()
             command = [sys.executable, "-c", OPEN_IPC.format(pattern=PATTERN), file.name]
             ended = subprocess.run(command, capture_output=True, text=True, timeout=IPC_SECONDS, check=False)
-        said = [line for line in ended.stderr.splitlines() if line.strip()]
-        return "" if ended.returncode == 0 else (said[-1] if said else f"exit status {ended.returncode}")
+        return "" if ended.returncode == 0 else _last_line(ended.stderr) or f"exit status {ended.returncode}"
     except Exception as error:
         return " ".join(f"{type(error).__name__}: {error}".split())
 
@@ -342,10 +327,8 @@ def _check_gpus(read: Mapping[str, Any], on_cpu: bool) -> Iterator[Finding]:
         yield ok("gpu", "none is used: VERL_PLATFORM=cpu")
     elif not gpus and not driver:
         text = "no GPU and no driver on this machine: fine for a node that only starts runs"
-        remedy = (
-            "run the doctor on a node with GPUs, or with --ray on all nodes of a cluster; VERL_PLATFORM=cpu is for CPUs"
-        )
-        yield warning("gpu", text, remedy)
+        remedy = "run the doctor on a node with GPUs, or with --ray on all nodes of a cluster; "
+        yield warning("gpu", text, f"{remedy}VERL_PLATFORM=cpu is for CPUs")
     elif not gpus and not built_for:
         text = "there is a driver, and torch is a build without CUDA"
         yield problem("gpu", text, "install the torch that SGLang names, a build with CUDA")
@@ -406,13 +389,9 @@ def _check_limits(read: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def check_cluster(address: str) -> list[dict[str, Any]]:
-    """``check_node`` of every node that is alive of a Ray cluster, with its name (``node``) and ``address``.
-
-    A node that cannot run it, because the plugin is not installed there for example, has a finding that says so.
-
-    Raises:
-        ConnectionError: there is no cluster, or it is of another version; names it, and says why.
-    """
+    """``check_node`` of every node alive of a Ray cluster, with its name (``node``) and ``address``. A node that cannot
+    run it, because the plugin is not installed there for example, has a finding that says so. Raises
+    ConnectionError, and says why, where there is no cluster, or it is of another version."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -466,11 +445,10 @@ def differences(nodes: Sequence[tuple[str, Versions]]) -> list[Finding]:
         for node, versions in nodes:
             there.setdefault(versions.get(package) or "none", []).append(node)
         if len(there) > 1:
-            text = f"{package} differs between nodes: " + "; ".join(
-                f"{v} on {', '.join(at)}" for v, at in there.items()
-            )
             level = problem if package in SAME_EVERYWHERE else warning
-            found.append(level(f"nodes/{package}", text, f"install the same {package} on every node, or use one image"))
+            text = "; ".join(f"{version} on {', '.join(at)}" for version, at in there.items())
+            remedy = f"install the same {package} on every node, or use one image"
+            found.append(level(f"nodes/{package}", f"{package} differs between nodes: {text}", remedy))
     return found
 
 

@@ -53,7 +53,6 @@ def _expect(found: Any, ours: Any, what: str) -> None:
 
 
 def _ours(where: str) -> Any:
-    """What a dotted place in the plugin names."""
     module, _, name = where.rpartition(".")
     return getattr(importlib.import_module(f"verl_sync_plugin.{module}"), name)
 
@@ -128,29 +127,31 @@ def llm_client() -> str:
     return str(_ours("hooks.trainer.SpanningLLMServerClient").__name__)
 
 
+def _rollouts() -> dict[str, Any]:
+    return {name: _ours("rollouts.rollout_of")(name) for name in _ours("rollouts.ROLLOUTS")}
+
+
 def rollout_adapter() -> str:
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 
-    for name in _ours("rollouts.ROLLOUTS"):
-        ours = _ours("rollouts.rollout_of")(name).ADAPTER
-        _expect(_ROLLOUT_REGISTRY.get((name, "async")), ours, f"verl's rollout adapter for {name}")
-        _ours(ours.partition(".")[2])
-    return "for " + ", ".join(_ours("rollouts.ROLLOUTS"))
+    for name, ours in _rollouts().items():
+        _expect(_ROLLOUT_REGISTRY.get((name, "async")), ours.ADAPTER, f"verl's rollout adapter for {name}")
+        _ours(ours.ADAPTER.partition(".")[2])
+    return "for " + ", ".join(_rollouts())
 
 
 def rollout_replica() -> str:
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-    for name in _ours("rollouts.ROLLOUTS"):
-        ours = _ours("rollouts.rollout_of")(name).load_replica
-        _expect(RolloutReplicaRegistry._registry.get(name), ours, f"verl's rollout replica for {name}")
-        ours()
-    return "for " + ", ".join(_ours("rollouts.ROLLOUTS"))
+    for name, ours in _rollouts().items():
+        _expect(RolloutReplicaRegistry._registry.get(name), ours.load_replica, f"verl's rollout replica for {name}")
+        ours.load_replica()
+    return "for " + ", ".join(_rollouts())
 
 
 def engine_loader() -> str:
-    for name in _ours("rollouts.ROLLOUTS"):
-        importlib.import_module(_ours("rollouts.rollout_of")(name).LOADER)
+    for ours in _rollouts().values():
+        importlib.import_module(ours.LOADER)
     return "what the engine calls in a sync"
 
 
@@ -162,12 +163,9 @@ HOOKS: tuple[Callable[[], str], ...] = (
 
 
 def probe() -> dict[str, Any]:
-    """Imports verl, then looks at every hook.
-
-    Returns:
-        ``verl`` (version and file of what was imported, or an error), ``plugin`` (file of the plugin, and whether verl
-        loaded it, or the error with which it ended the process) and ``hooks`` (by name: active, text, holder).
-    """
+    """Imports verl, then looks at every hook. Returns ``verl`` (version and file of what was imported, or an error),
+    ``plugin`` (its file, and whether verl loaded it, or the error with which it ended the process) and ``hooks`` (by
+    name: active, text, holder)."""
     result: dict[str, Any] = {"verl": {}, "plugin": {"loaded": False}, "hooks": {}}
     spoken = io.StringIO()
     try:
@@ -211,11 +209,7 @@ def _one_line(error: BaseException) -> str:
 
 def parse(words: Sequence[str]) -> tuple[str, str, tuple[str, ...]]:
     """Takes a list of overrides apart, or a whole command that was pasted: the file name of the main without ``.py``,
-    the name of the config, Hydra's overrides.
-
-    Raises:
-        ValueError: a word is neither; names it.
-    """
+    the name of the config, Hydra's overrides. Raises ValueError with a word that is neither."""
     rest, program, config = list(words), "main_ppo", "ppo_trainer"
     if "-m" in rest:
         rest = rest[rest.index("-m") + 1 :]
@@ -237,7 +231,7 @@ def parse(words: Sequence[str]) -> tuple[str, str, tuple[str, ...]]:
 
 
 def lint(words: Sequence[str]) -> dict[str, Any]:
-    """What a run with these overrides would be told: ``line`` (who moves the weights), ``findings`` as dictionaries."""
+    """Judges a run with these overrides: ``line`` says who moves the weights, ``findings`` are dictionaries."""
     import hydra
     from hydra.core.global_hydra import GlobalHydra
 
@@ -309,7 +303,7 @@ def check_model(config: Any) -> list[Finding]:
 
 
 def _sent(folder: str, rollout: Any) -> str:
-    """What a sync sends, by the planner of a run; no weight is read."""
+    """Plans what a sync sends as a run does; no weight is read."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -330,14 +324,8 @@ def _sent(folder: str, rollout: Any) -> str:
     return f"{config.model_type}: a sync sends {size}, or {len(plan.buckets)} buckets of at most {megabytes} MiB"
 
 
-def main(arguments: list[str]) -> int:
-    """Writes the result of ``probe`` as JSON into the file that the first argument names; the rest are overrides."""
-    (path, *overrides), result = arguments, probe()
+if __name__ == "__main__":
+    (path, *overrides), result = sys.argv[1:], probe()
     if overrides and result["plugin"]["loaded"]:
         result["run"] = lint(overrides)
     Path(path).write_text(json.dumps(result))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -30,17 +30,13 @@ _MORE_ROOM = (
     "a smaller model, or a device that nothing else uses."
 )
 Digests = list[dict[str, str]]
+Sums = dict[str, str] | str | None
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the result.
-
-    Attributes:
-        skipped: it could not be looked at here.
-        compared: of a sync's own proof, how many tensors it compared in the engine.
-        not_comparable: and how many it could not, which it says nothing of.
-    """
+    """One line of the result. ``skipped``: it could not be looked at here. A sync's own proof has how many tensors it
+    ``compared`` in the engine, and how many were ``not_comparable``, of which it says nothing."""
 
     check: str
     passed: bool
@@ -73,11 +69,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the proof; the result is the exit code.
-
-    Raises:
-        ValueError: an option has a value that is refused; names option, value and remedy.
-    """
+    """Runs the proof, and returns the exit code. Raises ValueError, with option, value and remedy."""
     model, tp = arguments.model, arguments.tp
     for option in ("tp", "syncs", "prompts", "tokens"):
         if getattr(arguments, option) < 1:
@@ -107,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _output_for_json() -> Iterator[None]:
-    """What this process and the engine's print goes to the standard error, so that the output is JSON alone."""
+    """Sends what this process and the engine's print to the standard error, so that the output is JSON alone."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -120,7 +112,7 @@ def _output_for_json() -> Iterator[None]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """What was checked, one line each, and what that proves."""
+    """The checks, one a line, and what they prove."""
     width = max(len(check["check"]) for check in found["checks"])
     lines = []
     for check in found["checks"]:
@@ -199,7 +191,9 @@ def _prove(options: argparse.Namespace, checks: list[Check]) -> None:
         loaded = rollout.digests()
         sums = _checksums(rollout)
         if loaded is not None:
-            checks.append(Check("SGLang's own load", True, f"{_count(loaded)} parameters of {len(loaded)} ranks"))
+            checks.append(
+                Check("SGLang's own load", True, f"{sum(map(len, loaded))} parameters of {len(loaded)} ranks")
+            )
         if isinstance(sums, str):
             checks.append(Check("SGLang's checksums", True, f"digests of all parameters stand for them: {sums}", True))
         for number in range(1, options.syncs + 1):
@@ -218,7 +212,7 @@ def _reset(number: int, loaded: Digests | None, now: Digests | None) -> list[Che
     if loaded is None or now is None:
         return []
     kept = _compared(loaded, now, lambda before, after: before == after)
-    found = f"random numbers in all {_count(now)} parameters" if not kept else f"unchanged: {_shown(kept)}"
+    found = f"random numbers in all {sum(map(len, now))} parameters" if not kept else f"unchanged: {_shown(kept)}"
     return [Check(f"reset {number}", not kept, found)]
 
 
@@ -229,13 +223,15 @@ def _synced(number: int, loaded: Digests | None, now: Digests | None, report: Sy
     if loaded is None or now is None:
         return [own]
     other = _compared(loaded, now, lambda before, after: before != after)
-    found = f"all {_count(now)} parameters as SGLang loads them itself" if not other else f"other: {_shown(other)}"
+    found = (
+        f"all {sum(map(len, now))} parameters as SGLang loads them itself" if not other else f"other: {_shown(other)}"
+    )
     return [Check(f"sync {number} ({way})", not other, f"{found}; {report.phase_seconds:.2f} s"), own]
 
 
 def _own_proof(number: int, report: SyncReport) -> Check:
-    """What the sync itself compared in the engine: nothing is proven where nothing could be compared, nor where an
-    engine rank had no memory to find out what it holds; and of what is not comparable it says nothing."""
+    """Judges what the sync itself compared in the engine. It proves nothing where nothing could be compared, nor where
+    an engine rank had no memory to find out what it holds."""
     compared, left_out = report.verified_tensors, report.not_comparable
     said = f"{compared} tensors compared in the engine, {left_out} not comparable"
     if report.no_room:
@@ -248,18 +244,19 @@ def _own_proof(number: int, report: SyncReport) -> Check:
     return Check(f"sync {number}, its own proof", passed, said, compared=compared, not_comparable=left_out)
 
 
-def _checksums(rollout: Any) -> dict[str, str] | str | None:
+def _checksums(rollout: Any) -> Sums:
     """SGLang's own checksums; or why there are none."""
     from verl_sync_plugin.errors import RolloutError
 
+    found: Sums
     try:
-        found: dict[str, str] | None = rollout.check_weights("checksum")
-        return found
+        found = rollout.check_weights("checksum")
     except RolloutError as error:
-        return str(error).splitlines()[-1]
+        found = str(error).splitlines()[-1]
+    return found
 
 
-def _same_sums(number: int, before: dict[str, str] | str | None, now: dict[str, str] | str | None) -> list[Check]:
+def _same_sums(number: int, before: Sums, now: Sums) -> list[Check]:
     if not isinstance(before, dict) or not isinstance(now, dict):
         return [Check(f"sync {number}, SGLang's checksums", False, now)] if isinstance(now, str) else []
     other = [name for name in before if before[name] != now.get(name)]
@@ -294,10 +291,6 @@ def _compared(one: Digests, other: Digests, wrong: Callable[[str, str | None], b
         for name in before
         if wrong(before[name], after.get(name))
     ]
-
-
-def _count(found: Digests) -> int:
-    return sum(map(len, found))
 
 
 def _shown(names: Sequence[str]) -> str:

@@ -25,13 +25,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the page and the trace; the result is the exit code.
-
-    Raises:
-        ValueError: the report file or an option cannot be used, or matplotlib is missing; names it and the remedy.
-    """
+    """Writes the page and the trace, and returns the exit code. Raises ValueError, with the remedy, where the report
+    file or an option cannot be used, or matplotlib is missing."""
     # Here, so that the doctor also starts where the package is broken
-    from verl_sync_plugin.cli.runs import read_run, sync_of_step, trace_of
+    from verl_sync_plugin.cli.page import page_of, read_run, sync_of_step, trace_of
 
     if arguments.step is not None and arguments.trace is None:
         raise ValueError("--step says of which sync the trace is; say where that goes with --trace OUT.json")
@@ -42,14 +39,13 @@ def run(arguments: argparse.Namespace) -> int:
         sync = sync_of_step(found, arguments.step)
         _write(arguments.trace, json.dumps(trace_of(sync, found.versions)))
         print(f"{arguments.trace}: the sync of step {sync.step}; open it in https://ui.perfetto.dev")
-    try:
-        from verl_sync_plugin.cli.page import page_of
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{error}: the page is drawn by matplotlib; pip install matplotlib") from error
-
     whole = source.resolve()
     page = arguments.out or (source if source.is_dir() else source.parent) / PAGE
-    _write(page, page_of(found, whole.name if source.is_dir() else f"{whole.parent.name}/{whole.name}", against))
+    try:
+        text = page_of(found, whole.name if source.is_dir() else f"{whole.parent.name}/{whole.name}", against)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error}: the page is drawn by matplotlib; pip install matplotlib") from error
+    _write(page, text)
     of = f", run {found.number} of {found.runs}" if found.runs > 1 else ""
     print(f"{page}: {len(found.syncs)} syncs{of}")
     if found.unread:
