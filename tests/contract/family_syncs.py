@@ -24,9 +24,9 @@ from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import layers_of
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.rollouts.sglang.refusals import refuse_checkpoint
+from verl_sync_plugin.trainers.base import wire_policy
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
 from verl_sync_plugin.trainers.naming import checkpoint_rewrite
-from verl_sync_plugin.trainers.wire import wire_policy
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed, Manifest
 from verl_sync_plugin.verify import DERIVED, Comparison, refuse_changed

@@ -20,11 +20,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from contract.sources import Wanted
-from verl_sync_plugin.trainers.base import ParameterSource
+from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy
 from verl_sync_plugin.trainers.fsdp1 import FSDP1Source
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
 from verl_sync_plugin.trainers.naming import verl_rewrite
-from verl_sync_plugin.trainers.wire import WirePolicy
 
 KEEP = (r"\.gate\.weight$", r"layers\.0\.input_layernorm")
 State = dict[str, torch.Tensor]

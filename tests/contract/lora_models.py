@@ -20,11 +20,11 @@ from verl_sync_plugin.engine.load import Assembler
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.lora.peft import InUse, copies_in_use, lora_weights, merged_name, renamed_weights
 from verl_sync_plugin.sync.sender import BucketSender
+from verl_sync_plugin.trainers.base import WirePolicy
 from verl_sync_plugin.trainers.fsdp1 import FSDP1Source
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
 from verl_sync_plugin.trainers.lora import MergingSource
 from verl_sync_plugin.trainers.naming import verl_rewrite
-from verl_sync_plugin.trainers.wire import WirePolicy
 
 CPU = torch.device("cpu")
 

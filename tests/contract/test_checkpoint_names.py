@@ -14,11 +14,10 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig, 
 from worlds import run_world
 
 from contract.fsdp_layouts import Layout, shard
-from verl_sync_plugin.trainers.base import ParameterSource
+from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy
 from verl_sync_plugin.trainers.fsdp1 import FSDP1Source
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
 from verl_sync_plugin.trainers.naming import checkpoint_rewrite
-from verl_sync_plugin.trainers.wire import WirePolicy
 
 SIZES = {
     "hidden_size": 60, "intermediate_size": 85, "num_hidden_layers": 2, "num_attention_heads": 6,

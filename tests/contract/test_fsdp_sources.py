@@ -24,10 +24,9 @@ from verl_sync_plugin.engine.load import Assembler
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Plan, Shard
 from verl_sync_plugin.sync.sender import BucketSender
-from verl_sync_plugin.trainers.base import ParameterSource
+from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
 from verl_sync_plugin.trainers.naming import verl_rewrite
-from verl_sync_plugin.trainers.wire import WirePolicy
 
 SYNCS = 3
 TINY, LARGE = 6_001, 64 << 20  # bytes; TINY is no multiple of anything

@@ -28,8 +28,8 @@ from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.engine.load import Assembler
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.sync.sender import BucketSender
+from verl_sync_plugin.trainers.base import WirePolicy
 from verl_sync_plugin.trainers.placed import PlacedSource, PlacedStateSource, ShardSpecSource, ShardSpecTrainer, simple
-from verl_sync_plugin.trainers.wire import WirePolicy
 from verl_sync_plugin.transport.agreement import Agreement
 
 State = dict[str, torch.Tensor]

@@ -18,8 +18,8 @@ from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.tensors import Base, Shard, View
 from verl_sync_plugin.sync.manager import ShardingManager
+from verl_sync_plugin.trainers.base import WirePolicy
 from verl_sync_plugin.trainers.megatron.stream import StreamSource
-from verl_sync_plugin.trainers.wire import WirePolicy
 from verl_sync_plugin.transport.agreement import Agreement
 
 CPU = torch.device("cpu")

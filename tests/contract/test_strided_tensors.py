@@ -23,8 +23,8 @@ from worlds import run_world
 from contract.fsdp_layouts import Layout, open_source, shard, torchs_own_state
 from contract.test_fsdp_sources import LARGE, TINY, check_arrival, expected_on_the_wire, one_sync
 from verl_sync_plugin.layout.planner import plan_buckets
+from verl_sync_plugin.trainers.base import WirePolicy
 from verl_sync_plugin.trainers.fsdp1 import FSDP1Source
-from verl_sync_plugin.trainers.wire import WirePolicy
 
 FSDP1 = [
     Layout((world,), strategy, original)

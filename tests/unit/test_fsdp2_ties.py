@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 
 from verl_sync_plugin.layout.tensors import Shard
+from verl_sync_plugin.trainers.base import WirePolicy
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
 from verl_sync_plugin.trainers.naming import verl_rewrite
-from verl_sync_plugin.trainers.wire import WirePolicy
 
 
 def names_of(shards: list[Shard]) -> list[list[str]]:

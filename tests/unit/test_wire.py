@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from verl_sync_plugin.layout.tensors import View
+from verl_sync_plugin.trainers.base import WirePolicy, wire_policy
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
-from verl_sync_plugin.trainers.wire import WirePolicy, wire_policy
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -307,9 +307,9 @@ def _sent(folder: str, rollout: Any) -> str:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+    from verl_sync_plugin.trainers.base import wire_policy
     from verl_sync_plugin.trainers.fsdp2 import StateDictSource
     from verl_sync_plugin.trainers.naming import checkpoint_rewrite
-    from verl_sync_plugin.trainers.wire import wire_policy
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a parameter source."""
+"""The contract of a parameter source, and the dtypes in which parameters travel."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -16,8 +17,10 @@ from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.strided import Run, compose
 from verl_sync_plugin.layout.tensors import Base, Bucket, Plan, Shard, layers_of
-from verl_sync_plugin.trainers.wire import WirePolicy, wire_policy
+from verl_sync_plugin.lora.peft import is_adapter
 from verl_sync_plugin.transport.agreement import Agreement
+
+_NAMES = {"auto": "bfloat16", "half": "float16", "float": "float32"}
 
 
 class ParameterSource(ABC):
@@ -125,7 +128,6 @@ class TrainerBackend(ABC):
 
     @cached_property
     def policy(self) -> WirePolicy:
-        """In which dtypes parameters travel."""
         return wire_policy(self.rollout_dtype)
 
     @property
@@ -137,6 +139,47 @@ class TrainerBackend(ABC):
         """The adapted layer class on one side of the model (embedding or head) that makes the two sides differ; empty
         when there is none."""
         return ""
+
+
+@dataclass
+class WirePolicy:
+    """The dtypes in which a trainer's parameters travel: the widest that an engine rank keeps, never wider than the
+    trainer's. One object for all its sources. ``dtype`` is that of floating-point parameters of which the engine has
+    not said anything; ``kept`` is what it said, by HF name, empty for a tensor of which it wants whatever the trainer
+    has."""
+
+    dtype: torch.dtype
+    kept: dict[str, str] = field(default_factory=dict)
+    _asked: dict[tuple[str, ...], torch.dtype] = field(default_factory=dict)
+
+    def of_parameter(self, names: Sequence[str], dtype: torch.dtype) -> torch.dtype:
+        """The wire dtype of one storage, given the trainer's dtype and all names of it and of what it holds. Adapters
+        are exchanged among trainers only and keep theirs."""
+        self._asked[tuple(names)] = dtype
+        served = [name for name in names if not is_adapter(name)]
+        if not served or not dtype.is_floating_point:
+            return dtype
+        kept = {self.kept[name] for name in served if name in self.kept}
+        if "" in kept:
+            return dtype
+        wanted: list[torch.dtype] = [found for name in kept if (found := getattr(torch, name)).is_floating_point]
+        return min(max(wanted or [self.dtype], key=lambda each: each.itemsize), dtype, key=lambda each: each.itemsize)
+
+    def learn(self, kept: Mapping[str, str]) -> bool:
+        """Takes in what the engine keeps; returns whether anything that was asked for travels otherwise now."""
+        before = {names: self.of_parameter(names, dtype) for names, dtype in list(self._asked.items())}
+        self.kept |= kept
+        return any(self.of_parameter(names, self._asked[names]) != wire for names, wire in before.items())
+
+
+def wire_policy(rollout_dtype: str) -> WirePolicy:
+    """The policy of a trainer at first. ``rollout_dtype`` is ``rollout.dtype``, in which engines keep most parameters;
+    ``auto`` is that of the checkpoint. Raises ValueError for a name of no dtype of torch's."""
+    dtype = getattr(torch, _NAMES.get(rollout_dtype, rollout_dtype), None)
+    if not isinstance(dtype, torch.dtype):
+        key = "actor_rollout_ref.rollout.dtype"
+        raise ValueError(f"{key}={rollout_dtype!r}: not a torch dtype. Set {key}=bfloat16.")
+    return WirePolicy(dtype)
 
 
 def rank_in(group: dist.ProcessGroup | None) -> int:

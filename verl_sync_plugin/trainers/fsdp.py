@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Generator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from verl.utils.model import convert_weight_keys
@@ -28,11 +27,13 @@ from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, Train
 from verl_sync_plugin.trainers.fsdp1 import FSDP1Source
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
 from verl_sync_plugin.trainers.lora import MergingSource
-from verl_sync_plugin.trainers.naming import Rewrite, checkpoint_rewrite
+from verl_sync_plugin.trainers.naming import checkpoint_rewrite
 
 
 class FSDPTrainer(TrainerBackend):
-    """The part that both FSDP generations share."""
+    """The part that both FSDP generations share; ``reader`` yields all bases, adapters included."""
+
+    reader: ClassVar[type[FSDP1Source] | type[FSDP2Source]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -58,10 +59,13 @@ class FSDPTrainer(TrainerBackend):
             return self._plain_source()
         found = lora_weights(self._model)
         self._copies = copies_in_use(self._model)
-        if self.serves_adapter:
-            self._refuse_other_names({weight.adapter for weight in found})
-        else:
+        if not self.serves_adapter:
             self._refuse_tied()
+        elif (adapters := {weight.adapter for weight in found}) != {ADAPTER} or self.adapter_config is None:
+            raise ValueError(
+                f"actor_rollout_ref.model.lora.merge=False: the engine serves the adapter {ADAPTER!r}, and in use are "
+                f"{sorted(adapters)}. Set actor_rollout_ref.model.lora.merge=True, which serves them merged."
+            )
         return MergingSource(
             self._plain_source(),
             renamed_weights(found, self._rename),
@@ -74,13 +78,6 @@ class FSDPTrainer(TrainerBackend):
     def open_adapter(self, source: ParameterSource) -> ServedAdapter:
         assert isinstance(source, MergingSource), "an adapter is served"
         return PEFTAdapter(source, self.adapter_config)
-
-    def _refuse_other_names(self, adapters: set[str]) -> None:
-        if adapters != {ADAPTER} or self.adapter_config is None:
-            raise ValueError(
-                f"actor_rollout_ref.model.lora.merge=False: the engine serves the adapter {ADAPTER!r}, and in use are "
-                f"{sorted(adapters)}. Set actor_rollout_ref.model.lora.merge=True, which serves them merged."
-            )
 
     def untied_end(self) -> str:
         adapted = self._adapted_ends()
@@ -111,21 +108,12 @@ class FSDPTrainer(TrainerBackend):
                 "+actor_rollout_ref.model.lora.peft.ensure_weight_tying=True."
             )
 
-    @abstractmethod
     def _plain_source(self) -> ParameterSource:
-        """All bases, adapters included."""
-
-    @property
-    def _hf_model(self) -> Any:
-        return self._model.get_base_model() if self._peft else self._model
-
-    def _rewrite(self) -> Rewrite:
-        return checkpoint_rewrite(self._hf_model)
-
-    def _unsaved(self) -> frozenset[str]:
+        model = self._model.get_base_model() if self._peft else self._model
+        unsaved = frozenset(getattr(model, "all_tied_weights_keys", None) or ())
         if unties_embeddings(self.engine.model_config):
-            return frozenset()  # so does the engine: what was tied travels twice
-        return frozenset(getattr(self._hf_model, "all_tied_weights_keys", None) or ())
+            unsaved = frozenset()  # the engine unties them, too: what was tied travels twice
+        return self.reader(self.engine.module, self.policy, checkpoint_rewrite(model), self._rename, unsaved)
 
     def _rename(self, state: dict[str, Any]) -> dict[str, Any]:
         if self._peft:
@@ -140,15 +128,13 @@ class FSDPTrainer(TrainerBackend):
 class FSDP2Trainer(FSDPTrainer):
     """Reads DTensor shards."""
 
-    def _plain_source(self) -> ParameterSource:
-        return FSDP2Source(self.engine.module, self.policy, self._rewrite(), self._rename, self._unsaved())
+    reader = FSDP2Source
 
 
 class FSDP1Trainer(FSDPTrainer):
     """Reads flat-parameter shards."""
 
-    def _plain_source(self) -> ParameterSource:
-        return FSDP1Source(self.engine.module, self.policy, self._rewrite(), self._rename, self._unsaved())
+    reader = FSDP1Source
 
 
 class PEFTAdapter(ServedAdapter):

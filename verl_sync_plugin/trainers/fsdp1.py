@@ -8,7 +8,6 @@ with FSDP1 itself, and the contract tests compare the result with ``state_dict()
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,11 +16,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._runtime_utils import _lazy_init
 
 from verl_sync_plugin.layout.tensors import Base, Member, Shard, View, clean_name
-from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
-from verl_sync_plugin.trainers.naming import Rewrite, hf_views, saved_names
-from verl_sync_plugin.trainers.wire import WirePolicy
-
-Rename = Callable[[dict[str, Any]], dict[str, Any]]
+from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy, dtype_name
+from verl_sync_plugin.trainers.naming import Rename, Rewrite, hf_views, saved_names
 
 
 class FSDP1Source(ParameterSource):

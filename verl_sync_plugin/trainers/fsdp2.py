@@ -16,11 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from verl_sync_plugin.layout.tensors import Base, Member, Shard, View
-from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
-from verl_sync_plugin.trainers.naming import Rewrite, hf_views, saved_names
-from verl_sync_plugin.trainers.wire import WirePolicy
+from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy, dtype_name
+from verl_sync_plugin.trainers.naming import Rename, Rewrite, hf_views, saved_names
 
-Rename = Callable[[dict[str, Any]], dict[str, Any]]
 Identity = tuple[Any, ...]
 
 
@@ -74,16 +72,14 @@ class DTensorSource(ParameterSource):
     def _learn(self, names: list[str], tensor: torch.Tensor, layout: object) -> _Known:
         lengths = self._lengths(names[0], tensor) if isinstance(tensor, DTensor) else (tensor.numel(),)
         members = tuple(Member(each, tuple(tensor.shape), 0) for each in names if each in self._parameters)
-        return _Known(layout, names, self._describe(names, tensor, lengths), members)
-
-    def _describe(self, names: list[str], tensor: torch.Tensor, lengths: tuple[int, ...]) -> Base:
         views: list[View] = []
         for name in saved_names(names, self._unsaved):
             views.extend(hf_views(name, tuple(tensor.shape), tensor.dtype, 0, self._rewrite))
         wire = tensor.dtype
-        if self._parameters.intersection(names):
+        if members:
             wire = self._policy.of_parameter([*names, *(view.name for view in views)], tensor.dtype)
-        return Base(names[0], dtype_name(wire), wire.itemsize, lengths, tuple(views))
+        base = Base(names[0], dtype_name(wire), wire.itemsize, lengths, tuple(views))
+        return _Known(layout, names, base, members)
 
     def _lengths(self, name: str, tensor: DTensor) -> tuple[int, ...]:
         mesh, placements = tensor.device_mesh, tensor.placements

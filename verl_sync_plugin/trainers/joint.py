@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.layout.tensors import Base, Shard, View
-from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
-from verl_sync_plugin.trainers.wire import WirePolicy
+from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy, dtype_name
 from verl_sync_plugin.transport.agreement import Agreement
 
 

@@ -110,7 +110,12 @@ class LiveTrainer(TrainerBackend):
         if isinstance(engine, torch.nn.Module):
             module = engine.module if isinstance(engine, DistributedDataParallel) else engine
             engine = SimpleNamespace(module=module, model_config=_ModelConfig(unwrapped(module).config))
-        self._inner = self._backend()(engine, self.config, self.device, self.rollout_dtype)
+        backend: type[TrainerBackend] = ShardSpecTrainer
+        if live.kind == "megatron":
+            from verl_sync_plugin.trainers.megatron.trainer import MegatronTrainer as backend
+        elif live.kind in ENGINES:
+            backend = FSDP1Trainer if live.kind == "fsdp" else FSDP2Trainer
+        self._inner = backend(engine, self.config, self.device, self.rollout_dtype)
         self._inner.policy = self.policy
         if self._inner.serves_adapter:
             raise ValueError("model.lora.merge=False: a script's engine serves merged weights. Set it to True.")
@@ -125,16 +130,6 @@ class LiveTrainer(TrainerBackend):
 
         buffers = frozenset(state()) - frozenset(named)
         return PlacedStateSource(state, self.policy, checkpoint_rewrite(model), unsaved, buffers)
-
-    def _backend(self) -> type[TrainerBackend]:
-        kind = self.engine.kind
-        if kind == "megatron":
-            from verl_sync_plugin.trainers.megatron.trainer import MegatronTrainer
-
-            return MegatronTrainer
-        if kind in ENGINES:
-            return FSDP1Trainer if kind == "fsdp" else FSDP2Trainer
-        return ShardSpecTrainer
 
     @property
     def layers(self) -> int:

@@ -21,6 +21,7 @@ from verl_sync_plugin.layout.tensors import View
 from verl_sync_plugin.lora.peft import is_adapter
 
 Rewrite = Callable[[Iterable[tuple[str, torch.Tensor]]], Iterator[tuple[str, torch.Tensor]]]
+Rename = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def saved_names(names: list[str], unsaved: frozenset[str]) -> list[str]:

@@ -19,10 +19,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from verl_sync_plugin.layout.strided import Run, box_runs, compose
 from verl_sync_plugin.layout.tensors import NOTHING, Base, Shard, View
-from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend, dtype_name
+from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend, WirePolicy, dtype_name
 from verl_sync_plugin.trainers.joint import JointSource, Part, RankLayout
 from verl_sync_plugin.trainers.naming import Rewrite, hf_views
-from verl_sync_plugin.trainers.wire import WirePolicy
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]  # size and offset
 Export = Iterable[tuple[str, torch.Tensor, Any]]

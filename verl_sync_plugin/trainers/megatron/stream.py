@@ -25,8 +25,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from verl_sync_plugin.layout.tensors import Base, Shard, View
-from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
-from verl_sync_plugin.trainers.wire import WirePolicy
+from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy, dtype_name
 from verl_sync_plugin.transport.agreement import Agreement
 
 Stream = Iterable[tuple[Any, ...]]  # (HF name, full tensor, ...)

@@ -12,9 +12,8 @@ from verl_sync_plugin.config.refusals import refuse_megatron_lora
 from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, TrainerBackend
 from verl_sync_plugin.trainers.megatron.bridge import BridgeReader
-from verl_sync_plugin.trainers.megatron.lora import MegatronLoRASource
 from verl_sync_plugin.trainers.megatron.model import unwrapped
-from verl_sync_plugin.trainers.megatron.source import MegatronSource
+from verl_sync_plugin.trainers.megatron.source import MegatronLoRASource, MegatronSource
 from verl_sync_plugin.trainers.megatron.stream import Guard, Stream, StreamSource
 
 
