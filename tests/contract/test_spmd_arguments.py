@@ -17,7 +17,7 @@ from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import RolloutError
 from verl_sync_plugin.rollouts import LocalSpec
 from verl_sync_plugin.rollouts.process import environment
-from verl_sync_plugin.rollouts.sglang.launch import prepare_local
+from verl_sync_plugin.rollouts.sglang import prepare_local
 from verl_sync_plugin.spmd.rollout import (
     Place,
     SpmdRollout,

@@ -57,12 +57,8 @@ def _fail(key: str, value: Any, problem: str, remedy: str) -> ValueError:
 def unify(model: Mapping[str, Any], stock: Mapping[str, Any], refuse_adapter: RefuseAdapter) -> dict[str, Any]:
     """Returns the flat keys that an FSDP trainer needs, from the block and the flat keys together, and under
     ``lora.peft`` more arguments for PEFT's ``LoraConfig``; empty without LoRA. ``stock`` are verl's defaults;
-    ``refuse_adapter`` is asked where the engine is to serve the adapter itself.
-
-    Raises:
-        ValueError: both given and different, or a setting that FSDP, PEFT or the engine does not know; names key,
-            value, remedy.
-    """
+    ``refuse_adapter`` is asked where the engine is to serve the adapter itself. Raises ValueError, with key, value and
+    remedy, where both are given and differ, and for a setting that FSDP, PEFT or the engine does not know."""
     block, stock_block = model.get("lora") or {}, stock.get("lora") or {}
     _refuse_pefts_own(block, stock_block)
     rank = _one(model, block, "rank", "lora_rank", 0, 0)

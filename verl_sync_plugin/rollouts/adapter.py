@@ -49,12 +49,8 @@ class SyncAdapter:
     """Mixed into verl's rollout adapter of one engine.
 
     Constructing it gives verl's own adapter with ``custom.sync.enabled=False``, and for an engine that the plugin never
-    syncs: a reward model's, a teacher's, or one that gets its weights from verl's checkpoint engines.
-
-    Attributes:
-        stock: verl's own adapter.
-        rollout: the engine.
-    """
+    syncs: a reward model's, a teacher's, or one that gets its weights from verl's checkpoint engines. ``stock``: verl's
+    own adapter; ``rollout``: the engine."""
 
     stock: ClassVar[type]
     rollout: ClassVar[Rollout]
@@ -128,11 +124,8 @@ class SyncAdapter:
             self.server_actor = self.find_server()
 
     async def resume(self, tags: list[str], **more: Any) -> None:
-        """verl's stage calls: ``["weights"]`` is noted, ``["kv_cache"]`` ends the sync.
-
-        Raises:
-            SyncError: stage 2 failed on any rank; the same text on all.
-        """
+        """verl's stage calls: ``["weights"]`` is noted, ``["kv_cache"]`` ends the sync. Raises SyncError where stage 2
+        failed on any rank; the same text on all."""
         say_unused("resume", more)
         if WEIGHTS in tags:
             self._wake_tags = list(self._stages[0])
@@ -186,10 +179,7 @@ class SyncAdapter:
         """Hands back what the engine needs of the trainer's cache to resume its weights.
 
         An error, perhaps of the training step before, is kept for ``update_weights``, where all ranks hear of it.
-
-        Args:
-            offloaded: the parameters are in host memory; verl's copies to there may still run, and are waited for.
-        """
+        ``offloaded``: the parameters are in host memory; verl's copies to there may still run, and are waited for."""
         self._around = SyncReport()
         try:
             with self._around.stage("before"):
@@ -203,11 +193,8 @@ class SyncAdapter:
     async def make_room_for_rest(self, offload: Callable[[], None]) -> None:
         """After ``update_weights``: makes the room that stage 2 needs, on all ranks. Collective.
 
-        The parameters stay where they are until here: before the commit the sync may have to look one up again.
-
-        Raises:
-            SyncError: any rank failed; the same text on every rank.
-        """
+        The parameters stay where they are until here: before the commit the sync may have to look one up again. Raises
+        SyncError where any rank failed; the same text on every rank."""
         manager = self._manager
         assert manager is not None, "update_weights comes first"
         agreement, report = manager.agreement, manager.report
@@ -230,11 +217,7 @@ class SyncAdapter:
         manager.keeps_staging = not (short and self.config.free_cache_engine)
 
     async def end_sync(self) -> None:
-        """Stage 2.
-
-        Raises:
-            SyncError: it failed on any rank; the same text on all.
-        """
+        """Stage 2. Raises SyncError where it failed on any rank; the same text on all."""
         await self._finish(self._stages[1] if self.config.free_cache_engine else [])
 
     async def _finish(self, tags: list[str]) -> None:
@@ -255,11 +238,8 @@ class SyncAdapter:
             write_report(report)
 
     def _make_manager(self, stream: ShardStream) -> ShardingManager:
-        """This rank's sharding manager. Collective over all trainer ranks.
-
-        Raises:
-            ValueError: a key or the model does not fit; names it, its value and the remedy.
-        """
+        """This rank's sharding manager. Collective over all trainer ranks. Raises ValueError where a key or the model
+        does not fit; names it, its value and the remedy."""
         config, device, mesh = self.config, trainer_device(), self.device_mesh["infer_tp"]
         self._refuse_family()
         manager_class = get_sharding_manager(stream.trainer, str(config.name))
@@ -285,11 +265,8 @@ class SyncAdapter:
         return manager
 
     def _make_separate(self, incoming: Incoming) -> SeparateRollout:
-        """The manager of one rollout rank of a separate rollout. Collective over trainer and rollout ranks.
-
-        Raises:
-            ValueError: the model does not fit; names key, value and remedy.
-        """
+        """The manager of one rollout rank of a separate rollout. Collective over trainer and rollout ranks. Raises
+        ValueError where the model does not fit; names key, value and remedy."""
         self._refuse_family()
         membership = incoming.membership
         assert membership.ranks is not None, "joined"
@@ -311,11 +288,8 @@ class SyncAdapter:
 
 
 class SeparateReceiver:
-    """The rollout adapter's part in the syncs of a separate rollout.
-
-    Args:
-        make: makes the manager; called again whenever the trainer and rollout ranks have changed.
-    """
+    """The rollout adapter's part in the syncs of a separate rollout. ``make`` makes the manager; called again whenever
+    the trainer and rollout ranks have changed."""
 
     def __init__(self, make: Callable[[Incoming], SeparateRollout]) -> None:
         self._make = make
@@ -323,15 +297,9 @@ class SeparateReceiver:
         self._one = asyncio.Lock()
 
     async def receive(self, incoming: Any, global_steps: int | None) -> None:
-        """One sync. Collective over trainer and rollout ranks.
-
-        Args:
-            incoming: what the checkpoint engine of this process returned.
-            global_steps: verl's weight version.
-
-        Raises:
-            SyncError: any rank failed; the same text on every rank.
-        """
+        """One sync. Collective over trainer and rollout ranks. ``incoming``: what the checkpoint engine of this process
+        returned; ``global_steps``: verl's weight version. Raises SyncError where any rank failed; the same text on
+        every rank."""
         assert isinstance(incoming, Incoming), "of the same backend"
         async with self._one:  # a sync that has failed ends before the next one begins
             with incoming.membership.taking_part():

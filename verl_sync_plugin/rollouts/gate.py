@@ -20,11 +20,8 @@ class WeightsGate:
     sync.
 
     Syncs are numbered: the last step of one that was given up may come to its end while the next is under way, and is
-    to end nothing but its own.
-
-    Args:
-        needs_sync: the engine's own weights are not to be generated from; the gate opens with the first sync.
-    """
+    to end nothing but its own. ``needs_sync``: the engine's own weights are not to be generated from; the gate opens
+    with the first sync."""
 
     def __init__(self, needs_sync: bool = False) -> None:
         self._passable = asyncio.Event()
@@ -57,11 +54,8 @@ class WeightsGate:
             raise RuntimeError("the trainer gave this sync up while the engine was at it")
 
     def succeed(self, number: int) -> None:
-        """Ends the sync of this number: it succeeded and the weights are whole.
-
-        Raises:
-            RuntimeError: it was given up.
-        """
+        """Ends the sync of this number: it succeeded and the weights are whole. Raises RuntimeError where it was given
+        up."""
         self.refuse_given_up(number)
         self._failure, self._lost = None, False
         self._synced.set()
@@ -70,11 +64,8 @@ class WeightsGate:
 
     def fail(self, why: str, number: int | None = None) -> None:
         """Locks the gate: the sync was given up, and the weights may be half written until a later one succeeds.
-
-        Args:
-            why: for whoever wants to generate.
-            number: of the sync; nothing happens if another has begun since. If it is not given, the last one.
-        """
+        ``why`` is for whoever wants to generate. If another sync than ``number`` has begun since, nothing happens; it
+        is the last one's by default."""
         if number in (None, self.number):
             self._failure = why
             self._synced.set()
@@ -108,11 +99,8 @@ class WeightsGate:
             self._passable.set()
 
     async def first_sync(self, seconds: float) -> None:
-        """Waits for the first sync of an engine that needs one.
-
-        Raises:
-            HalfWrittenError: none has come within ``seconds``.
-        """
+        """Waits for the first sync of an engine that needs one. Raises HalfWrittenError where none has come within
+        ``seconds``."""
         try:
             async with asyncio.timeout(seconds):
                 await self._synced.wait()
@@ -124,21 +112,15 @@ class WeightsGate:
 
     async def enter(self) -> None:
         """Waits while a sync is under way, generation is paused, as SGLang's own queue would, or memory is released;
-        also, where weights were released of which there is no copy, for the next sync.
-
-        Raises:
-            HalfWrittenError: the last sync failed.
-        """
+        also, where weights were released of which there is no copy, for the next sync. Raises HalfWrittenError where
+        the last sync failed."""
         while not self._passable.is_set():
             await self._passable.wait()
         self.refuse_half_written()
 
     async def rest(self, seconds: float) -> None:
-        """Waits until no sync is under way.
-
-        Raises:
-            HalfWrittenError: the last one failed, or the one under way does not end within ``seconds``.
-        """
+        """Waits until no sync is under way. Raises HalfWrittenError where the last one failed, or the one under way
+        does not end within ``seconds``."""
         try:
             async with asyncio.timeout(seconds):
                 while self.syncing:
@@ -161,16 +143,14 @@ class Occupation:
 
     Asked through here, a repeated sleep and a wake without sleep are harmless, which engines take badly. A request that
     takes longer than its bound cannot be taken back, so it goes on alone: its outcome is noted when it comes, and until
-    then nothing else is asked of the engine.
+    then nothing else is asked of the engine. ``released``: tags of the memory that is released, for all that the engine
+    has answered.
 
     Args:
         engine: its name.
         timeout_seconds: bound on every call, its wait for the ones before included.
         memory: is called with whether all memory is there: with False before the engine is asked to change anything,
             and after every answer.
-
-    Attributes:
-        released: tags of the memory that is released, for all that the engine has answered.
     """
 
     def __init__(
@@ -182,15 +162,8 @@ class Occupation:
         self.released: frozenset[str] = frozenset()
 
     async def release(self, tags: list[str], ask: Ask) -> None:
-        """Releases what is still resident of ``tags``.
-
-        Args:
-            tags: of the memory.
-            ask: has the engine do it.
-
-        Raises:
-            TimeoutError: the engine has not answered in time, or not what was asked before.
-        """
+        """Releases what is still resident of ``tags``; ``ask`` has the engine do it. Raises TimeoutError where the
+        engine has not answered in time, or not what was asked before."""
         await self._bounded("release", tags, ask)
 
     async def resume(self, tags: list[str], ask: Ask) -> None:

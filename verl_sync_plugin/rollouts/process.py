@@ -30,15 +30,9 @@ CLOSE_SECONDS = 60.0
 
 
 class EngineProcess:
-    """A process with an engine in it, started by this one.
-
-    Args:
-        launch: of the engine.
-        devices: its GPUs' names in ``CUDA_VISIBLE_DEVICES``, in tensor-parallel order; none on a CPU.
-
-    Attributes:
-        ready: done when the engine answers, with an error when it could not be launched.
-    """
+    """A process with an engine in it, started by this one. ``launch``: of the engine; ``devices``: its GPUs' names in
+    ``CUDA_VISIBLE_DEVICES``, in tensor-parallel order; none on a CPU. ``ready``: done when the engine answers, with an
+    error when it could not be launched."""
 
     def __init__(self, launch: LocalLaunch, devices: Sequence[str]) -> None:
         ours, theirs = socket.socketpair()
@@ -57,10 +51,7 @@ class EngineProcess:
 
     def ask(self, method: str, *arguments: Any) -> Future[Any]:
         """Calls a method of the engine's server; returns at once. The engine gets calls in the order they are made.
-
-        Returns:
-            Its answer, or its error; RuntimeError when the engine has ended.
-        """
+        Returns its answer, or its error; RuntimeError when the engine has ended."""
         future: Future[Any] = Future()
         with self._turn:
             if self._ended:
@@ -115,12 +106,8 @@ def environment(launch: LocalLaunch, devices: Sequence[str]) -> dict[str, str]:
 
 def serve(engine: str, make: Callable[..., Any]) -> None:
     """The engine's process: launches it, answers the calls that come through the socket ``sys.argv[1]``, ends it.
-
-    Args:
-        engine: its name.
-        make: takes ``LocalLaunch.arguments`` and returns the server: an object with asynchronous methods, and
-            ``engine``, which has the event ``loop`` that they run in, and ``shutdown``.
-    """
+    ``engine``: its name; ``make`` takes ``LocalLaunch.arguments`` and returns the server: an object with asynchronous
+    methods, and ``engine``, which has the event ``loop`` that they run in, and ``shutdown``."""
     connection = Connection(int(sys.argv[1]))
     try:
         server = make(*connection.recv())

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang behind seam 2 (``rollouts.Rollout``).
+"""SGLang as a ``rollouts.Rollout`` (seam 2), and its arguments for a script's engine (``spmd/``).
 
 Before anything runs, in every process:
     refusals       keys, arguments, models and adapters with which SGLang cannot be synced
-    launch         SGLang's arguments for a script's engine (``spmd/``)
 In the task runner and the rollout server's process:
     server         verl's HTTP server and replica: wakes, loads, flushes, pauses and answers for the whole engine
     updates        sleep, wake, load and flush, for that server as for a script's
@@ -20,15 +19,20 @@ In SGLang's scheduler processes:
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from verl_sync_plugin.rollouts.sglang.launch import prepare_local
+from verl_sync_plugin.rollouts import LocalLaunch, LocalSpec
 from verl_sync_plugin.rollouts.sglang.refusals import (
+    DTYPES,
+    covered,
     engine_arguments,
     left_to_verl,
+    reason_against,
     refuse_adapter,
+    refuse_arguments,
     refuse_checkpoint,
     refuse_experts,
     refuse_family,
@@ -78,13 +82,41 @@ CHUNK_TOKEN_BYTES, OTHER_BYTES = 1536 * 1024, 1 << 30
 # The default size of a chunk in tokens, by the device's memory in GiB that it is below
 DEFAULT_CHUNKS, LARGEST_CHUNK = ((35, 2048), (60, 4096), (160, 8192)), 16384
 
+ON_GPU: Mapping[str, Any] = {
+    "enable_memory_saver": True,
+    # As verl: the capture of CUDA graphs with fa3 is broken in SGLang 0.5.12 (sglang #22800)
+    "attention_backend": "flashinfer",
+}
+ON_CPU: Mapping[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,
+    "max_total_tokens": 8192,
+    "sleep_on_idle": True,  # a scheduler without work would keep a core busy
+}
+# Arguments that ``SpmdRollout`` sets itself, with the name they have there
+OURS = {
+    "model_path": "model",
+    "tp_size": "tensor_parallel_size",
+    "dtype": "dtype",
+    "mem_fraction_static": "gpu_memory_utilization",
+    "load_format": "random_weights",
+    "enable_weights_cpu_backup": "nothing: it follows from the model",
+    "skip_tokenizer_init": "nothing: prompts and responses are token ids",
+}
+UNSERVED_HERE: Mapping[str, tuple[Any, ...]] = {
+    "dp_size": (None, 1),
+    "nnodes": (None, 1),
+    "speculative_algorithm": (None,),
+}
+
 
 def load_replica() -> type:
-    """The loader for verl's replica registry key ``sglang``.
-
-    Raises:
-        ValueError: SGLang is not installed in this process's Python.
-    """
+    """The loader for verl's replica registry key ``sglang``. Raises ValueError where SGLang is not installed in this
+    process's Python."""
     if importlib.util.find_spec("sglang") is None:
         raise ValueError(
             f"actor_rollout_ref.rollout.name='sglang': SGLang is not installed in {sys.executable}. Install it there "
@@ -99,11 +131,8 @@ def load_replica() -> type:
 
 
 def pack_adapter(settings: Mapping[str, Any], factors: dict[str, torch.Tensor]) -> tuple[tuple[Any, ...], int]:
-    """Arguments of the server's ``load_adapter``, and how many bytes travel.
-
-    Raises:
-        ValueError: the adapter has factors of experts.
-    """
+    """Arguments of the server's ``load_adapter``, and how many bytes travel. Raises ValueError where the adapter has
+    factors of experts."""
     from verl_sync_plugin.rollouts.sglang.lora import served_settings, summary
     from verl_sync_plugin.rollouts.sglang.request import dumps
 
@@ -123,6 +152,58 @@ def generating_bytes(config: Any) -> Estimate:
         return (chunk if chunk > 0 else LARGEST_CHUNK) * CHUNK_TOKEN_BYTES + OTHER_BYTES
 
     return estimate
+
+
+def prepare_local(spec: LocalSpec) -> LocalLaunch:
+    """The launch of a script's engine. Raises ValueError, with argument, value and remedy, for what SGLang cannot
+    serve."""
+    _refuse_local(spec)
+    # On a CPU nothing is ever released, and copied even less
+    keeps_copy = spec.cuda and not covered(list(spec.config.get("architectures") or []))
+    given: dict[str, Any] = dict(ON_GPU if spec.cuda else ON_CPU)
+    variable = {"SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"}  # verl runs with older ones too
+    if spec.cuda:
+        given["enable_weights_cpu_backup"] = keeps_copy
+    else:  # SGLang wants to know which cores each of its ranks has
+        variable = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(spec.tensor_parallel_size)))}
+    given.update(spec.arguments)
+    arguments = {
+        "log_level": "error",
+        "skip_server_warmup": True,
+        **given,
+        "model_path": spec.model,
+        "tp_size": spec.tensor_parallel_size,
+        "dtype": spec.dtype,
+        "mem_fraction_static": spec.gpu_memory_utilization,
+        "load_format": "dummy" if spec.random_weights else "auto",
+        "skip_tokenizer_init": True,
+        "custom_weight_loader": [*(given.get("custom_weight_loader") or []), f"{LOADER}.load"],
+    }
+    return LocalLaunch(
+        ENGINE,
+        f"{__name__}.script_server",
+        (arguments, spec.sync.timeout_seconds, spec.random_weights, keeps_copy),
+        variable,
+        keeps_copy and not spec.random_weights,
+    )
+
+
+def _refuse_local(spec: LocalSpec) -> None:
+    if not spec.cuda and os.environ.get("VERL_PLATFORM", "").strip().lower() != "cpu":
+        raise ValueError(
+            "this process has no GPU: SGLang runs on a CPU with VERL_PLATFORM=cpu in the environment of torchrun."
+        )
+    if spec.dtype not in DTYPES:
+        raise ValueError(f"dtype={spec.dtype!r}: not a dtype of SGLang's weights. Use one of {', '.join(DTYPES)}.")
+    for architecture in spec.config.get("architectures") or ():
+        if why := reason_against(architecture, spec.config):
+            raise ValueError(f"model={spec.model}: {architecture} {why}. Use another model.")
+    for key, value in spec.arguments.items():
+        if key in OURS:
+            raise ValueError(f"engine.{key}={value!r}: leave it out, and set {OURS[key]}.")
+        if key in UNSERVED_HERE and value not in UNSERVED_HERE[key]:
+            raise ValueError(f"engine.{key}={value!r}: weight sync cannot serve it. Leave it out.")
+    refuse_arguments(spec.arguments.get, "engine", "leave it out")
 
 
 if TYPE_CHECKING:

@@ -135,11 +135,8 @@ def forget_prefixes() -> None:
     SGLang's ``retract`` gives back what a request has generated, but leaves its prompt in the prefix cache, where it
     finds it when it goes on; and ``flush_cache`` refuses while any request waits, as all retracted ones do (sglang
     #33783). They hold nothing of the cache, so it is flushed with the queue out of sight. Every other condition of
-    SGLang's stays.
-
-    Raises:
-        RuntimeError: SGLang could not flush, or this is not called from within its scheduler.
-    """
+    SGLang's stays. Raises RuntimeError where SGLang could not flush, or this is not called from within its
+    scheduler."""
     scheduler = loading_scheduler()
     waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
     try:

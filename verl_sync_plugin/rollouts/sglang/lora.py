@@ -44,11 +44,8 @@ def served_settings(settings: Mapping[str, Any], names: Iterable[str]) -> dict[s
     """``adapter_config.json`` of an adapter as builtins.
 
     SGLang refuses one that names a module which it does not serve, also where that is left out of the adapter.
-
-    Args:
-        settings: fields of PEFT's ``LoraConfig``.
-        names: of the adapter's factors; their modules are named for ``target_modules``.
-    """
+    ``settings``: fields of PEFT's ``LoraConfig``; ``names``: of the adapter's factors; their modules are named for
+    ``target_modules``."""
     modules = {name.partition(".lora_")[0].rpartition(".")[2] for name in names}
     plain = {key: getattr(value, "value", value) for key, value in settings.items()}  # some of PEFT's are enums
     plain.setdefault("peft_type", "LORA")  # which SGLang requires, and verl 0.9.0 leaves out of a Megatron adapter's
@@ -102,11 +99,8 @@ def module_of(name: str) -> str:
 
 def check(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]]) -> None:
     """A loader of SGLang's that loads nothing. Rank 0 answers for all ranks of the engine: what is wrong, or nothing.
-
-    Args:
-        model: unused.
-        named_tensors: one pair; its name is a packed request of folder, adapter and sent (see ``look``).
-    """
+    ``model``: unused; ``named_tensors``: one pair; its name is a packed request of folder, adapter and sent (see
+    ``look``)."""
     try:
         folder, adapter, sent = admitted(named_tensors[0][0])
     except Exception as error:  # of whoever can reach SGLang's port
@@ -128,15 +122,13 @@ def check(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]])
 
 
 def look(manager: Any, adapter: str, sent: Sequence[Sent]) -> None:
-    """Compares what a rank's layers read with what was sent.
+    """Compares what a rank's layers read with what was sent. Raises LostFactorsError, which names a module whose
+    factors SGLang does not compute with, and the remedy.
 
     Args:
         manager: SGLang's ``LoRAManager``.
         adapter: its name; without one only sees that there is a layer for each factor.
         sent: see ``summary``.
-
-    Raises:
-        LostFactorsError: names a module whose factors SGLang does not compute with, and the remedy.
     """
     places = _places(manager, sent)
     if not adapter:
@@ -160,10 +152,7 @@ def look(manager: Any, adapter: str, sent: Sequence[Sent]) -> None:
 
 def _places(manager: Any, sent: Sequence[Sent]) -> dict[str, _Place]:
     """By the name under which SGLang's adapter holds a factor, after it has put together what it computes in one.
-
-    Raises:
-        LostFactorsError: see ``look``.
-    """
+    Raises LostFactorsError, see ``look``."""
     found: dict[str, _Place] = {}
     without: dict[str, list[str]] = {}  # names of modules by why SGLang cannot compute with their factors
     for each in sent:
@@ -186,11 +175,8 @@ def _places(manager: Any, sent: Sequence[Sent]) -> dict[str, _Place]:
 
 
 def _module(manager: Any, parent: str, own: str) -> tuple[str, int | None, Any]:
-    """Finds SGLang's module that computes with the factors of a module: its own name, number of layer, itself.
-
-    Raises:
-        ValueError: why there is none.
-    """
+    """Finds SGLang's module that computes with the factors of a module: its own name, number of layer, itself. Raises
+    ValueError, which says why, where there is none."""
     from sglang.srt.layers.utils import get_layer_id
 
     layer = get_layer_id(f"{parent}.")

@@ -27,6 +27,7 @@ DTYPES = ("bfloat16", "float16", "half", "float32", "float")
 # with others
 _UNSERVED = "weight sync cannot serve it; {remedy}"  # parameters are not the model's plain weights, or lie elsewhere
 _OUTLIVES = "SGLang does not flush that cache, so what was computed with earlier weights outlives a sync. Remove it"
+_AT_FIRST = "from the checkpoint that it started with. Remove it"
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "quantization": ((None,), _UNSERVED),
     "torchao_config": ((None, ""), _UNSERVED),
@@ -42,20 +43,11 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "hicache_storage_backend": ((None,), _OUTLIVES),
     "enable_lmcache": ((None, False), _OUTLIVES),
     # Something else than a sync writes weights, or nothing may write them
-    "elastic_ep_backend": (
-        (None,),
-        "SGLang loads experts of a lost rank from the checkpoint that it started with. Remove it",
-    ),
-    "enable_elastic_expert_backup": (
-        (None, False),
-        "SGLang loads experts from the checkpoint that it started with. Remove it",
-    ),
+    "elastic_ep_backend": ((None,), f"SGLang loads experts of a lost rank {_AT_FIRST}"),
+    "enable_elastic_expert_backup": ((None, False), f"SGLang loads experts {_AT_FIRST}"),
     "encoder_only": ((None, False), "no sync reaches a server that only encodes images. Remove it"),
     "language_only": ((None, False), "no sync reaches the server that encodes its images. Remove it"),
-    "weight_cache_mode": (
-        (None, "off"),
-        "SGLang ends when weights that it shares are released or updated. Remove it",
-    ),
+    "weight_cache_mode": ((None, "off"), "SGLang ends when weights that it shares are released or updated. Remove it"),
 }
 NO_DRAFT_MODEL = "NGRAM"  # the ``speculative_algorithm`` that drafts from tokens it has seen
 DRAFT = "speculative_draft_model_path"
@@ -74,11 +66,8 @@ REORDERING_BACKENDS = ("flashinfer_trtllm", "flashinfer_trtllm_routed", "aiter")
 
 # Where SGLang builds experts into every layer, whatever the configuration says about dense ones
 EXPERTS_EVERYWHERE = (
-    "Qwen2MoeForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "Qwen3NextForCausalLM",
-    "Qwen3VLMoeForConditionalGeneration",
-)
+    "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen3VLMoeForConditionalGeneration",
+)  # fmt: skip
 # Whose tensors SGLang's class cannot take again and again, and why
 UNSYNCABLE = {
     "Llama4ForCausalLM": "its loader for the text model alone knows no experts",
@@ -130,41 +119,21 @@ ALWAYS_TIED = {
 # Modules that SGLang computes in one, and of which of them it needs factors if it gets any
 TOGETHER = ((("q_proj", "k_proj", "v_proj"), ("q_proj", "v_proj")), (("gate_proj", "up_proj"), ("gate_proj",)))
 # Fields of PEFT's LoraConfig that SGLang drops or misreads
-UNSERVABLE = (
-    "use_dora",
-    "use_rslora",  # it scales by alpha / r whatever this says
-    "modules_to_save",
-    "bias",
-    "lora_bias",
-    "target_parameters",
-    "rank_pattern",
-    "alpha_pattern",
-    "fan_in_fan_out",
-)
+UNSERVABLE = (  # of these, use_rslora: it scales by alpha / r whatever that says
+    "use_dora", "use_rslora", "modules_to_save", "bias", "lora_bias", "target_parameters", "rank_pattern",
+    "alpha_pattern", "fan_in_fan_out",
+)  # fmt: skip
 # Families for which tests of this project show that a sync writes every parameter and persistent buffer; for the last
 # one a run on GPUs without the copy shows it too (mla-7b-2gpu-megatron-bridge-ep2-tp2-full in benchmarks/results).
 # The ledger checks it again in every run; an architecture outside this list keeps the copy.
-COVERED_ARCHITECTURES = frozenset(
-    {
-        "LlamaForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen3ForCausalLM",
-        "Qwen3MoeForCausalLM",
-        "DeepseekV3ForCausalLM",  # Moonlight too
-    }
-)
+_COVERED = "Llama Qwen2 Qwen3 Qwen3Moe DeepseekV3"  # the last is Moonlight's, too
+COVERED_ARCHITECTURES = frozenset(f"{name}ForCausalLM" for name in _COVERED.split())
 
 
 def refuse_keys(rollout: Any, moves: bool) -> None:
-    """Everything that SGLang cannot do of a rollout config (dataclass, DictConfig or dict).
-
-    Args:
-        rollout: verl's rollout config.
-        moves: the plugin moves the weights; otherwise verl's checkpoint engines do.
-
-    Raises:
-        ValueError: names key, value and remedy.
-    """
+    """Everything that SGLang cannot do of a rollout config (dataclass, DictConfig or dict). ``rollout``: verl's rollout
+    config; ``moves``: the plugin moves the weights; otherwise verl's checkpoint engines do. Raises ValueError, which
+    names key, value and remedy."""
     if not moves:
         return
     if cause := left_to_verl(rollout):
@@ -197,11 +166,8 @@ def left_to_verl(rollout: Any) -> str:
 
 
 def engine_arguments(rollout: Any) -> Any:
-    """The arguments for SGLang of a rollout config.
-
-    Raises:
-        ValueError: they are no mapping; names key, value and remedy.
-    """
+    """The arguments for SGLang of a rollout config. Raises ValueError where they are no mapping; names key, value and
+    remedy."""
     return section(section(rollout, "engine_kwargs", f"{PREFIX}.engine_kwargs"), "sglang", ARGUMENTS)
 
 
@@ -211,16 +177,14 @@ def draft_of(arguments: Mapping[str, Any]) -> str:
 
 
 def refuse_arguments(value_of: Callable[[str], Any], where: str, remedy: str, made: str = "") -> None:
-    """Judges SGLang's arguments: those that the user gives, and those that a launched SGLang has made of them.
+    """Judges SGLang's arguments: those that the user gives, and those that a launched SGLang has made of them. Raises
+    ValueError, which names the argument, its value and the remedy.
 
     Args:
         value_of: the value of an argument; ``None`` where there is none.
         where: the key under which a user gives arguments.
         remedy: what helps where the argument cannot be served, in words.
         made: says of a value that the user may not have given it.
-
-    Raises:
-        ValueError: names the argument, its value and the remedy.
     """
     for key, (harmless, why) in REFUSED.items():
         if (value := value_of(key)) not in harmless:
@@ -289,15 +253,13 @@ def _parsed(text: Any) -> Mapping[str, Any]:
 
 
 def refuse_checkpoint(path: str, override_config: Any = None, rollout: Any = None) -> None:
-    """Refuses a model whose checkpoint lies in a folder of this machine; any other is left to the first sync.
+    """Refuses a model whose checkpoint lies in a folder of this machine; any other is left to the first sync. Raises
+    ValueError as ``refuse_family``, and where trainer and engine have different numbers of layers.
 
     Args:
         path: ``actor_rollout_ref.model.path``.
         override_config: what the trainer changes of the checkpoint's config.
         rollout: verl's rollout config, which says what SGLang changes of it.
-
-    Raises:
-        ValueError: see ``refuse_family``; or trainer and engine have different numbers of layers.
     """
     config = _config_in(path)
     refuse_family(path, config)
@@ -354,17 +316,10 @@ def refuse_stock(rollout: Any, model: Any) -> str:
 
 
 def refuse_fp8(path: str) -> str:
-    """Refuses a model of which stock verl's ``rollout.quantization=fp8`` puts wrong weights into SGLang.
-
-    Args:
-        path: ``actor_rollout_ref.model.path``, in a folder of this machine or on the Hub.
-
-    Returns:
-        What else is to be said of it; empty for a model that is known to be right.
-
-    Raises:
-        ValueError: names the key, the architecture, the reason and the remedy.
-    """
+    """Refuses a model of which stock verl's ``rollout.quantization=fp8`` puts wrong weights into SGLang. ``path``:
+    ``actor_rollout_ref.model.path``, in a folder of this machine or on the Hub. Returns what else is to be said of it;
+    empty for a model that is known to be right. Raises ValueError, which names the key, the architecture, the reason
+    and the remedy."""
     config = _config_in(path) or _config_on_hub(path)
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     # verl's fp8 takes the place of the checkpoint's own
@@ -402,15 +357,9 @@ def _config_on_hub(path: str) -> dict[str, Any]:
 
 
 def refuse_family(path: str, config: Mapping[str, Any]) -> None:
-    """Refuses what this module knows SGLang not to load.
-
-    Args:
-        path: ``actor_rollout_ref.model.path``, for the message.
-        config: what the checkpoint's ``config.json`` says.
-
-    Raises:
-        ValueError: names the key, the architecture, the reason and the remedy.
-    """
+    """Refuses what this module knows SGLang not to load. ``path``: ``actor_rollout_ref.model.path``, for the message;
+    ``config``: what the checkpoint's ``config.json`` says. Raises ValueError, which names the key, the architecture,
+    the reason and the remedy."""
     for architecture in config.get("architectures") or ():
         why = reason_against(architecture, config)
         if why:
@@ -438,15 +387,9 @@ def reason_against(architecture: str, config: Mapping[str, Any]) -> str:
 
 
 def refuse_untied(architectures: Iterable[str], where: str) -> None:
-    """Refuses a model of which SGLang's class has one weight for embedding and head.
-
-    Args:
-        architectures: of the model's config.
-        where: what adapts or trains one of the two, for the message.
-
-    Raises:
-        ValueError: names the architecture, the reason and the remedy.
-    """
+    """Refuses a model of which SGLang's class has one weight for embedding and head. ``architectures``: of the model's
+    config; ``where``: what adapts or trains one of the two, for the message. Raises ValueError, which names the
+    architecture, the reason and the remedy."""
     for name in architectures:
         if name in ALWAYS_TIED:
             raise ValueError(
@@ -457,16 +400,10 @@ def refuse_untied(architectures: Iterable[str], where: str) -> None:
 
 
 def refuse_adapter(settings: Mapping[str, Any], keys: Mapping[str, str]) -> None:
-    """Refuses an adapter of which SGLang would drop or misread something.
-
-    Args:
-        settings: fields of PEFT's ``LoraConfig``.
-        keys: under which the user gave them; the fields' own names where there is none. ``target_modules`` are looked
-            at where the user gave them: PEFT's own list has modules that the adapter leaves out.
-
-    Raises:
-        ValueError: names the setting, its value and the remedy.
-    """
+    """Refuses an adapter of which SGLang would drop or misread something. ``settings``: fields of PEFT's
+    ``LoraConfig``; ``keys``: under which the user gave them; the fields' own names where there is none.
+    ``target_modules`` are looked at where the user gave them: PEFT's own list has modules that the adapter leaves out.
+    Raises ValueError, which names the setting, its value and the remedy."""
     if "target_modules" in keys:
         _refuse_targets(settings["target_modules"], keys["target_modules"])
     for field in UNSERVABLE:
@@ -514,12 +451,8 @@ def keep_cpu_backup(rollout: Any, model: Any) -> bool:
     """Decides whether SGLang keeps a host copy of its weights while it sleeps; the same in every process.
 
     The copy costs seconds per step (its allocation, not the transfer) and is overwritten by the next sync, so it is
-    needed only for weights that no sync writes.
-
-    Args:
-        rollout: verl's ``RolloutConfig``.
-        model: verl's ``HFModelConfig``.
-    """
+    needed only for weights that no sync writes. ``rollout``: verl's ``RolloutConfig``; ``model``: verl's
+    ``HFModelConfig``."""
     from verl.workers.rollout.sglang_rollout.utils import lora_served_as_adapter
 
     if lora_served_as_adapter(model):

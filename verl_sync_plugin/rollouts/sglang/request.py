@@ -47,11 +47,8 @@ def pack_request(request: tuple[Any, ...]) -> bytes:
 
 
 def admitted(header: Any) -> tuple[Any, ...]:
-    """Unpacks in a process of the engine what ``pack_request`` was given.
-
-    Raises:
-        PermissionError: it was not packed by who launched this engine.
-    """
+    """Unpacks in a process of the engine what ``pack_request`` was given. Raises PermissionError where it was not
+    packed by who launched this engine."""
     own, given = os.environ.get(TOKEN_VARIABLE, ""), header[-1] if isinstance(header, tuple) and header else None
     if not own or not isinstance(given, str) or not hmac.compare_digest(own.encode(), given.encode()):
         raise PermissionError("the request does not come from the server that launched this engine")

@@ -62,12 +62,8 @@ class ScriptServer(WeightUpdates):
         await self._flush()
 
     async def generate(self, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> list[Answered]:
-        """One response to each prompt.
-
-        Raises:
-            RuntimeError: the engine has no weights to generate from, or its memory is released.
-            ValueError: SGLang refuses a prompt or a sampling parameter.
-        """
+        """One response to each prompt. Raises RuntimeError where the engine has no weights to generate from, or its
+        memory is released. Raises ValueError where SGLang refuses a prompt or a sampling parameter."""
         await self._gate.enter()
         if self._unready:
             raise RuntimeError(self._unready)
@@ -90,11 +86,8 @@ class ScriptServer(WeightUpdates):
 
     async def check_weights(self, action: str) -> dict[str, str]:
         """SGLang's own ``/weights_checker``: ``reset_tensors`` fills all parameters of all ranks with random numbers,
-        ``checksum`` returns those of the first rank by parameter.
-
-        Raises:
-            RuntimeError: this SGLang cannot do that here (``checksum`` needs a GPU).
-        """
+        ``checksum`` returns those of the first rank by parameter. Raises RuntimeError where this SGLang cannot do that
+        here (``checksum`` needs a GPU)."""
         success, message, *rest = await self.tokenizer_manager.check_weights(CheckWeightsReqInput(action=action))
         if not success:
             raise RuntimeError(f"SGLang's weights_checker refused {action}: {message}")
@@ -102,11 +95,8 @@ class ScriptServer(WeightUpdates):
         return dict(ranks[0]["checksums"]) if ranks else {}
 
     async def digests(self) -> list[dict[str, str]]:
-        """For each tensor-parallel rank the digests of its parameters; see ``loader.digests_of``.
-
-        Raises:
-            RuntimeError: a rank did not answer; its log says why.
-        """
+        """For each tensor-parallel rank the digests of its parameters; see ``loader.digests_of``. Raises RuntimeError
+        where a rank did not answer; its log says why."""
         found = await self.ask_ranks(DIGEST_LOADER)
         if len(found) < int(self.tokenizer_manager.server_args.tp_size):
             raise RuntimeError("an engine rank did not answer with the digests of its parameters; see its log")

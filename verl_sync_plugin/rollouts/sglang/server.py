@@ -51,7 +51,7 @@ ABORT_SECONDS, AGAIN_SECONDS, POLL_SECONDS = 1.0, 0.1, 0.002
 
 class Guarded:
     """Has every request that a tokenizer manager gets from now on, from verl as over HTTP, wait until it may be
-    computed.
+    computed. ``inside``: how many requests SGLang has.
 
     Args:
         tokenizer_manager: SGLang's, of one engine.
@@ -61,9 +61,6 @@ class Guarded:
             of its answers, whose ``weight_version`` is that of the last token alone.
         name: prefix of the request's ``extra_key``, for SGLang shares a cached prefix among requests of the same key
             only; asked after ``admit``, so that a request is named after the weights it begins with. May be empty.
-
-    Attributes:
-        inside: how many requests SGLang has.
     """
 
     def __init__(
@@ -226,11 +223,8 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
 
     async def _admit(self) -> None:
         """Waits until a request may be computed: the engine has had its first sync where it needs one, none is under
-        way, and its memory is there.
-
-        Raises:
-            HalfWrittenError: the last sync failed, or the first one does not come.
-        """
+        way, and its memory is there. Raises HalfWrittenError where the last sync failed, or the first one does not
+        come."""
         await self._gate.first_sync(together_seconds(self._sync.timeout_seconds))
         await self._gate.enter()
 
@@ -271,12 +265,9 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         self._paused, self.paused_by_load = True, False  # who calls this resumes, when all that it released is back
 
     async def resume_generation(self, **more: Any) -> None:
-        """verl's counterpart of ``abort_all_requests``. Of a separate rollout it waits for the sync under way.
-
-        Raises:
-            HalfWrittenError: the last sync of a separate rollout failed, or the one under way has not ended for as long
-                as ranks wait for each other; requests that wait in SGLang stay there.
-        """
+        """verl's counterpart of ``abort_all_requests``. Of a separate rollout it waits for the sync under way. Raises
+        HalfWrittenError where the last sync of a separate rollout failed, or the one under way has not ended for as
+        long as ranks wait for each other; requests that wait in SGLang stay there."""
         if self.separate:
             await self._gate.rest(together_seconds(self._sync.timeout_seconds))
         await super().resume_generation(**more)
@@ -286,11 +277,8 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
     # Memory
 
     async def sleep(self, **more: Any) -> None:
-        """verl's sleep, once per wake; a repeated call is harmless.
-
-        Raises:
-            TimeoutError: SGLang did not answer in time; names the key.
-        """
+        """verl's sleep, once per wake; a repeated call is harmless. Raises TimeoutError where SGLang did not answer in
+        time; names the key."""
         say_unused("sleep", more)
         if self.node_rank == 0 and self.config.free_cache_engine:
             started = time.perf_counter()
@@ -313,12 +301,8 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
             await self._flush()
 
     async def wake_up(self, **more: Any) -> None:
-        """verl's counterpart of ``sleep``.
-
-        Raises:
-            ValueError: as verl's, of a colocated engine of the actor, which wakes in the sync.
-            TimeoutError: SGLang did not answer in time; names the key.
-        """
+        """verl's counterpart of ``sleep``. Raises ValueError, as verl's, for a colocated engine of the actor, which
+        wakes in the sync. Raises TimeoutError where SGLang did not answer in time; names the key."""
         if self.rollout_mode == RolloutMode.HYBRID:
             await super().wake_up(**more)
             return
@@ -357,11 +341,8 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
 
         A separate rollout that its driver has not paused is paused until ``finish_sync``: that costs no longer than the
         load takes, and no round of verl's calls. After a failed sync it stays paused until one succeeds. Into a
-        colocated engine that is awake SGLang loads when all requests have ended.
-
-        Raises:
-            RuntimeError: some requests do not end, or the sync was given up meanwhile.
-        """
+        colocated engine that is awake SGLang loads when all requests have ended. Raises RuntimeError where some
+        requests do not end, or the sync was given up meanwhile."""
         number = self._gate.begin()
         self._loads += 1
         if not self.separate:
@@ -376,17 +357,15 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
     async def load_adapter(
         self, settings: dict[str, Any], packed: bytes, sent: list[tuple[str, int, int]], weight_version: str | None
     ) -> float:
-        """Replaces the adapter under verl's name for it, and sees that SGLang computes with all of it.
+        """Replaces the adapter under verl's name for it, and sees that SGLang computes with all of it. Raises
+        RuntimeError where SGLang refused the adapter. Raises ValueError where it does not compute with all of it; names
+        a module and the remedy.
 
         Args:
             settings: ``lora.served_settings``.
             packed: the factors, pickled.
             sent: ``lora.summary`` of the same factors.
             weight_version: see ``load_weights``, as for the result.
-
-        Raises:
-            RuntimeError: SGLang refused the adapter.
-            ValueError: it does not compute with all of it; names a module and the remedy.
         """
         await self.begin_load()
         self._version, self._flushing = weight_version, None
