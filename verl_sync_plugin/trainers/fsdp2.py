@@ -67,7 +67,7 @@ class DTensorSource(ParameterSource):
         if known is None or (known.layout is not layout and known.layout != layout) or known.names != names:
             known = self._known[names[0]] = self._learn(names, tensor, layout)
         run = held if type(held) is torch.Tensor and not held.requires_grad else held.detach()
-        return Shard(known.base, partial(_flat, run), None, known.members, run if run.is_contiguous() else None)
+        return Shard(known.base, partial(run.reshape, -1), None, known.members, run if run.is_contiguous() else None)
 
     def _learn(self, names: list[str], tensor: torch.Tensor, layout: object) -> _Known:
         lengths = self._lengths(names[0], tensor) if isinstance(tensor, DTensor) else (tensor.numel(),)
@@ -132,10 +132,6 @@ def even_chunks(rows: int, world: int, row_numel: int) -> tuple[int, ...]:
     """Elements per rank when ``rows`` are cut like ``torch.chunk``: equal chunks, the last ones shorter or empty."""
     step = -(-rows // world)
     return tuple(max(min(step, rows - rank * step), 0) * row_numel for rank in range(world))
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1)
 
 
 class _Slot(NamedTuple):

@@ -89,7 +89,11 @@ def checkpoint_rewrite(model: Any) -> Rewrite:
     ``from_pretrained`` made tells under which names its checkpoint holds what; any other keeps its own names."""
     streamed = verl_rewrite(model.config.model_type)
     # Qwen3-VL-MoE's transposes a checkpoint's tensor unless it is shaped as the model's, which its own always are
-    conversions = [each for each in getattr(model, "_weight_conversions", None) or () if not _asks_for_shape(each)]
+    conversions = [
+        each
+        for each in getattr(model, "_weight_conversions", None) or ()
+        if not any(getattr(operation, "check_dims", False) for operation in getattr(each, "operations", ()))
+    ]
     if not conversions:
         return streamed
     from transformers.core_model_loading import revert_weight_conversion
@@ -104,7 +108,3 @@ def checkpoint_rewrite(model: Any) -> Rewrite:
                 yield from revert_weight_conversion(loaded, {name: tensor}).items()
 
     return lambda pairs: streamed(saved(pairs))
-
-
-def _asks_for_shape(conversion: Any) -> bool:
-    return any(getattr(operation, "check_dims", False) for operation in getattr(conversion, "operations", ()))
