@@ -55,11 +55,11 @@ class Comparison:
     Args:
         config: for messages.
         agreement: where ranks settle.
-        ranks: those beside the ranks of this rank's engine; none where it has no engine.
+        ranks: those paired with the ranks of this rank's engine; none where it has no engine.
         restores_uncovered: the engine keeps a host copy of real weights.
 
     Attributes:
-        map: of the engine rank beside this rank.
+        map: of this rank's engine rank.
         compared: numbers of the tensors that are compared wherever they lie in the engine.
         left_out: by name, tensors that are not on every engine rank, with the reason.
         no_room: why an engine rank could not find out what it does with the tensors; empty where all could.
@@ -80,7 +80,7 @@ class Comparison:
         self.no_room = ""
 
     def knows(self, plan: Plan) -> bool:
-        """Whether what the engine ranks do with a plan's tensors is known; the same on all ranks."""
+        """True if the maps for a plan are known; the same on all ranks."""
         return plan.digest == self._known
 
     def note(self, found: LoadMap | None) -> bool:
@@ -112,8 +112,8 @@ class Comparison:
         self._known = ""
         everywhere = self._exchange(layers)
         maps = [self._maps[digest] for digest, _ in everywhere if digest]
-        told = [self._maps.get(everywhere[rank][0]) for rank in self._agreement.ranks.rollouts]
-        known = all(each is not None and not each.unknown for each in told)
+        maps_of_all = [self._maps.get(everywhere[rank][0]) for rank in self._agreement.ranks.rollouts]
+        known = all(each is not None and not each.unknown for each in maps_of_all)
         with self._agreement.attempt():
             differ = _layers_differ(next((n for _, n in everywhere if n), 0), maps)
             tensors = _Tensors(plan)
@@ -140,9 +140,13 @@ class Comparison:
         digests = [each for each, _ in everywhere]
         if not all(each in self._maps for each in digests if each):
             mine = digest and digests.index(digest) == self._agreement.ranks.rank
-            told = msgspec.msgpack.encode(self.map) if mine else b""
-            packed = self._agreement.gather("exchanging the engine's load maps", told)
-            self._maps = {each: _decode(found) for each, found in zip(digests, packed, strict=True) if found}
+            mine_packed = msgspec.msgpack.encode(self.map) if mine else b""
+            packed = self._agreement.gather("exchanging the engine's load maps", mine_packed)
+            self._maps = {
+                each: msgspec.msgpack.decode(found, type=LoadMap)
+                for each, found in zip(digests, packed, strict=True)
+                if found
+            }
         return everywhere
 
     def _refuse(self, tensors: _Tensors, maps: list[LoadMap], known: bool, loaded: bool, layers: str) -> None:
@@ -246,8 +250,8 @@ class Comparison:
         )
 
     def weighed(self, sent: torch.Tensor, committed: Committed | None, verified: bool) -> torch.Tensor:
-        """What this rank has to add to ``compare``: int64 of shape ``(3, tensors)``, hashes of what was packed here, of
-        what the engine rank beside this rank read, and of what it holds, if that is compared.
+        """This rank's share of ``compare``: int64 of shape ``(3, tensors)``, hashes of what was packed here, of
+        what this rank's engine rank read, and of what it holds, if that is compared.
 
         Args:
             sent: zeros for a rank that sends nothing.
@@ -275,11 +279,6 @@ class Comparison:
         """
         total = self._agreement.vote("ending the engine's update and comparing hashes", weighed)
         sent, read, *held = total.reshape(weighed.shape)
-        self._compare_read(sent, read)
-        if held:
-            self._compare_held(sent, held[0])
-
-    def _compare_read(self, sent: torch.Tensor, read: torch.Tensor) -> None:
         if names := self._unequal(sent, read, self._read.times):
             raise SyncError(
                 f"weight sync failed: the bytes of {', '.join(names[:NAMED])}{_more(names)} changed on the way to the "
@@ -287,9 +286,7 @@ class Comparison:
                 "use, or replicas of the trainer differ. Trainer weights are unchanged. "
                 f"Look at the machine's log (ECC, Xid); {TURN_OFF} to compare."
             )
-
-    def _compare_held(self, sent: torch.Tensor, held: torch.Tensor) -> None:
-        if names := self._unequal(sent, held, self._held.times):
+        if held and (names := self._unequal(sent, held[0], self._held.times)):
             raise SyncError(
                 f"weight sync failed: the engine's parameters do not hold what was sent of "
                 f"{', '.join(names[:NAMED])}{_more(names)}. They were changed while they were copied or after it, or a "
@@ -324,7 +321,7 @@ class _Weights:
         tensors: of the plan.
         parts: of each map, by digest.
         many: how many engine ranks have each map.
-        own: the map of the engine rank beside this rank.
+        own: the map of this rank's engine rank.
 
     Attributes:
         times: how often each tensor counts in the end: int64 of shape ``(tensors,)``, 0 or -1 where it cannot be
@@ -386,10 +383,6 @@ def _layers_differ(ours: int, maps: list[LoadMap]) -> str:
     if not (ours and theirs) or ours == theirs:
         return ""
     return f"The trainer's model has {ours} layers, the engine's {theirs} (num_hidden_layers). "
-
-
-def _decode(packed: bytes) -> LoadMap:
-    return msgspec.msgpack.decode(packed, type=LoadMap)
 
 
 def _more(found: Sequence[object]) -> str:

@@ -164,8 +164,7 @@ def test_plain_copies_where_there_is_none() -> None:
     copier = Copier(CPU, [target])
     assert not copier.kernel
     block = Block(8, target.data_ptr() + 4, 8, 6, 3, 10, 7, 10)
-    sums, again = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    sums = torch.zeros(1, dtype=torch.int64)
     copier.prepare([block]).run(BucketMemory([memory], memory.numel(), 1), sums)
     assert target[4:25].tolist() == [*range(8, 14), 0, *range(18, 24), 0, *range(28, 34), 0]
-    copier.hash_targets([block], again)
-    assert sums.item() == again.item() == plain.hash_block(memory, 8, block).item()
+    assert sums.item() == plain.hash_block(memory, 8, block).item()

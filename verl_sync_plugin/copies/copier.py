@@ -137,16 +137,6 @@ class Copier:
             return _KernelPrepared(blocks, self._device, homes)
         return _PlainPrepared(blocks, self.targets)
 
-    def hash_targets(self, blocks: list[Block], sums: torch.Tensor) -> None:
-        """Adds to ``sums`` what running ``blocks`` would, but reads their targets."""
-        if self.kernel:
-            turned = [replace(b, source=b.target, source_stride=b.target_stride, base=0) for b in blocks]
-            KernelTable(turned, self._device).run(addresses(0, [0], self._device), sums, copy=False)
-            return
-        for block in blocks:
-            flat, start = self.targets.find(block.target)
-            sums[block.group] += hash_block(flat, start, replace(block, source_stride=block.target_stride))
-
 
 class _KernelPrepared:
     def __init__(self, blocks: list[Block], device: torch.device, homes: Sequence[int]) -> None:

@@ -3,7 +3,7 @@
 packed.
 
 A slot is uint8 and holds all of a bucket, or, where the plan is sharded, this rank's segment only; ``Plan.origin``
-tells at which byte of the bucket it begins.
+is the byte of the bucket at which it begins.
 """
 
 from __future__ import annotations
@@ -100,15 +100,9 @@ class PackTable:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        buckets: Sequence[Bucket],
-        rank: int,
-        tensors: dict[str, int],
-        device: torch.device,
-        read_alone: bool,
-        found: Found | None = None,
-    ) -> None:
+        self, plan: Plan, buckets: Sequence[Bucket], rank: int, tensors: dict[str, int], device: torch.device,
+        read_alone: bool, found: Found | None = None,
+    ) -> None:  # fmt: skip
         self._plan, self._buckets, self._rank, self._device = plan, tuple(buckets), rank, device
         self._tensors, self._read_alone = tensors, read_alone
         self.found = found or Found(list(dict.fromkeys(part.base for each in buckets for part in each.slices)), device)
@@ -118,13 +112,8 @@ class PackTable:
         self._table: KernelTable | None = None
         self.alone: list[Slice] = []
 
-    def find(self, shards: Sequence[Shard]) -> None:
-        """Looks up where the shards are now. One that moved costs new addresses only, one of another kind a table."""
-        self.found.look(shards)
-        self.refresh()
-
     def refresh(self) -> None:
-        """After ``found`` has looked."""
+        """After ``found`` has looked. A shard that moved costs new addresses only, one of another kind a table."""
         if self._version == self.found.version:
             return
         self._version = self.found.version
@@ -145,7 +134,7 @@ class PackTable:
         if slot != self._slot:  # a bucket has the same slot in every sync
             sources = [*(address for address, _ in self.found.places), slot]
             self._slot, self._addresses = slot, addresses(slot, sources, self._device)
-        assert self._table is not None, "find() comes first"
+        assert self._table is not None, "refresh() comes first"
         self._table.run(self._addresses, sums, copy, hashed, flags)
 
     def _blocks(self, bucket: Bucket) -> Iterator[Block]:
@@ -225,7 +214,8 @@ class Packer:
             table = self._tables[index] = PackTable(
                 self.plan, [bucket], self._rank, self._tensors, self._device, self._hashed or self._finite
             )
-        table.find(shards)
+        table.found.look(shards)
+        table.refresh()
         segment = memory.narrow(0, segment_of(bucket, self._rank) * bucket.stride - origin, bucket.stride)
         pack_slices(segment, table.alone, shards)
         table.run(memory.data_ptr() - origin, self._sums, self._hashed, self._flags if self._finite else None)
@@ -268,9 +258,8 @@ class Packer:
                 continue
             for piece in entry.pieces:
                 if low <= piece.source < low + bucket.stride:
-                    packed = runs(memory, piece.source - origin, piece.width, piece.count, piece.source_stride).view(
-                        dtype
-                    )
+                    at = piece.source - origin, piece.width, piece.count, piece.source_stride
+                    packed = runs(memory, *at).view(dtype)
                     wide = torch.float32 if dtype.itemsize < 4 else None
                     largest = torch.linalg.vector_norm(packed, float("inf"), dtype=wide)  # NaN stays NaN
                     self._flags[self._tensors[entry.name]] += ~largest.isfinite()
@@ -314,13 +303,9 @@ def pack_slices(segment: torch.Tensor, parts: Sequence[Slice], shards: list[Shar
 
 
 def _pack_run(
-    target: torch.Tensor,
-    place: int,
-    run: torch.Tensor,
-    begin: int,
-    count: int,
+    target: torch.Tensor, place: int, run: torch.Tensor, begin: int, count: int,
     merge: Callable[[torch.Tensor, int], torch.Tensor] | None,
-) -> None:
+) -> None:  # fmt: skip
     """Elements ``[begin, begin + count)`` of a run, to ``place`` of the target on."""
     moves = run.device != target.device
     if merge is None and not moves:

@@ -134,7 +134,7 @@ def _hash_runs(flat: torch.Tensor, start: int, block: Block) -> torch.Tensor:
 
 def _words(tile: torch.Tensor, shift: int) -> torch.Tensor:
     """Runs of bytes, uint8 of shape ``(count, width)``, as int64 of shape ``(count, words)``: ``shift`` bytes of zeros
-    before each run, and as many behind it as complete its last word."""
+    before each run, and as many after it as complete its last word."""
     count, width = tile.shape
     if not (shift or any(number % 8 for number in (width, tile.stride(0), tile.storage_offset(), tile.data_ptr()))):
         return tile.view(torch.int64)
@@ -149,7 +149,7 @@ def runs(flat: torch.Tensor, start: int, width: int, count: int, stride: int) ->
 
 
 def flat_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of the storage behind a tensor: uint8 of shape ``(n,)``, a view."""
+    """All bytes of a tensor's storage: uint8 of shape ``(n,)``, a view."""
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return flat.set_(storage, 0, (storage.nbytes(),), (1,))

@@ -89,10 +89,6 @@ class _Kind:
     cast: bool
     dtype: str
 
-    @classmethod
-    def of(cls, block: Block) -> _Kind:
-        return cls(_lane(block), block.count > 1 and block.width <= ROW_BYTES, block.grow == 2, block.dtype)
-
 
 class KernelTable:
     """The rows of one bucket, resident on the device and used again every sync.
@@ -109,7 +105,8 @@ class KernelTable:
         kinds: dict[_Kind, list[Block]] = {}
         for block in blocks:
             if block.count and block.width:
-                kinds.setdefault(_Kind.of(block), []).append(block)
+                tall = block.count > 1 and block.width <= ROW_BYTES
+                kinds.setdefault(_Kind(_lane(block), tall, block.grow == 2, block.dtype), []).append(block)
         self._device = device
         self._homes = np.array(homes)
         self._unused = torch.zeros(1, dtype=torch.int64, device=device)
@@ -126,13 +123,9 @@ class KernelTable:
         return tensors[0], tensors[1], len(rows)
 
     def run(
-        self,
-        bases: torch.Tensor,
-        sums: torch.Tensor,
-        copy: bool = True,
-        hashed: bool = True,
+        self, bases: torch.Tensor, sums: torch.Tensor, copy: bool = True, hashed: bool = True,
         flags: torch.Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Starts the copies on the current stream; returns at once.
 
         Args:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs inside the engine's process, on every one of its ranks. Imports neither verl nor an engine."""
+"""Runs inside the engine's process, on every one of its ranks. Imports neither verl nor an engine."""

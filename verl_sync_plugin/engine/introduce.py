@@ -90,7 +90,7 @@ class Places:
 def introduce(
     model: EngineModel, sources: Sequence[Source], owners: Mapping[str, str], device: torch.device
 ) -> tuple[LoadMap, Places, frozenset[str]]:
-    """Overwrites parameters with marks, so a sync has to follow. Does not raise for what a model makes of them.
+    """Finds a model's map. Overwrites parameters with marks, so a sync has to follow; never raises for these.
 
     Args:
         model: of this engine rank.
@@ -122,9 +122,8 @@ class _Introduction:
     @torch.no_grad()
     def run(self) -> tuple[LoadMap, Places, frozenset[str]]:
         model = self._model
-        alive = dict(
-            model_tensors(model.module)
-        )  # else what a load lays out anew takes the identity of what it replaces
+        # Keeps old tensors alive: else what a load allocates takes the identity of what it replaces
+        alive = dict(model_tensors(model.module))
         before, storages = _lies(model.module), {name: storage_of(tensor) for name, tensor in alive.items()}
         self._recording = recording = record(model, self._sources)
         self._unfixed = _moved(before, _lies(model.module))
@@ -257,12 +256,9 @@ class _Introduction:
             self._left.setdefault(name, why)
 
     def _load(
-        self,
-        only: Iterable[str] | None = None,
-        seed: int = SEED,
-        given: _Hashes | None = None,
-        touched: Touched | None = None,
-    ) -> None:
+        self, only: Iterable[str] | None = None, seed: int = SEED,
+        given: _Hashes | None = None, touched: Touched | None = None,
+    ) -> None:  # fmt: skip
         """Has the model load marks: all of them, or some. The same ones for the same seed."""
         wanted = None if only is None else set(only)
         for number, chunk in enumerate(_chunks(self._sources, self._owners, self._model)):
@@ -282,15 +278,12 @@ class _Introduction:
         self._places.refresh()
 
     def _look_at_writes_from_nowhere(self) -> None:
-        """What is the same after a load of other marks is a constant."""
+        """Makes constants of those that are the same after a load of other marks."""
         if not self._from_nowhere:
             return
         flats = self._places.flats
-        held = [
-            (place, first, end, flats[place][first:end].clone())
-            for place, spans in self._from_nowhere
-            for first, end in spans.tolist()
-        ]
+        found = [(place, first, end) for place, spans in self._from_nowhere for first, end in spans.tolist()]
+        held = [(place, first, end, flats[place][first:end].clone()) for place, first, end in found]
         self._load(seed=SEED << 8)
         flats = self._places.flats
         if all(bool((flats[place][first:end] == was).all()) for place, first, end, was in held):
@@ -513,18 +506,8 @@ class _Hashes:
                     flats.append(mark.flat if same else mark.flat.view(mark.tensor.dtype).to(dtype).view(torch.uint8))
                 for run in move.box.packed().runs(size_of(move.dtype)):
                     strides = run.source_stride, 0, run.source_stride
-                    blocks.append(
-                        Block(
-                            run.source,
-                            0,
-                            run.source,
-                            run.width,
-                            run.count,
-                            *strides,
-                            base=bases[move.dtype],
-                            group=number,
-                        )
-                    )
+                    place = run.source, 0, run.source, run.width, run.count, *strides
+                    blocks.append(Block(*place, base=bases[move.dtype], group=number))
         self._run(blocks, flats, self._given)
 
     def wrong(self, flats: Sequence[torch.Tensor]) -> list[Move]:
@@ -544,13 +527,13 @@ class _Hashes:
 
 
 def is_turned(move: Move) -> bool:
-    """Whether a move puts the elements in another order than the tensor's, or far too many short runs."""
+    """True if a move puts the elements in another order than the tensor's, or in far too many short runs."""
     short = move.box.width * size_of(move.dtype) < SHORT_RUN
     return move.box.numel > move.box.width and (short or move.box.run_count > MOST_RUNS)
 
 
 def held_blocks(move: Move, flat: torch.Tensor, group: int) -> tuple[list[Block], torch.Tensor | None]:
-    """What hashes the elements of a move where they lie, counted by the place in the tensor.
+    """Blocks that hash the elements of a move where they lie, counted by the place in the tensor.
 
     Args:
         move: where they lie.

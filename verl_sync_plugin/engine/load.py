@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads what arrives into the engine's model, as its ``LoadMap`` says, and tells what was read and what is held.
+"""Loads what arrives into the engine's model, as its ``LoadMap`` says, and reports what was read and what is held.
 
 What the map copies goes from regions of memory (a slot, or the trainer's own parameters) straight to its place, hashed
 on the way. A tensor that is cast or turned over is brought into scratch memory whole and copied from there; what is
@@ -18,14 +18,7 @@ import torch
 
 from verl_sync_plugin.copies.copier import BucketMemory, Copier, Prepared, RegionMemory
 from verl_sync_plugin.copies.plain import Block
-from verl_sync_plugin.engine.introduce import (
-    Places,
-    in_box,
-    introduce,
-    is_turned,
-    memory_of,
-    unturned,
-)
+from verl_sync_plugin.engine.introduce import Places, in_box, introduce, is_turned, memory_of, unturned
 from verl_sync_plugin.engine.model import EngineModel, FusedPairs, partner_of
 from verl_sync_plugin.engine.recorder import Source, model_tensors
 from verl_sync_plugin.layout.load_map import Constant, LoadMap, Move, held_parts, owners_of, read_parts, size_of
@@ -74,9 +67,8 @@ class LayoutKey:
     def now(self) -> Layout:
         """The layout at this moment; equal to another as long as nothing has moved."""
         known = self._children
-        if len(found := self._children_now()) != len(known) or any(
-            a is not b for a, b in zip(found, known, strict=True)
-        ):
+        found = self._children_now()
+        if len(found) != len(known) or any(a is not b for a, b in zip(found, known, strict=True)):
             self._walk()
         tensors = tuple(
             (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -88,7 +80,7 @@ class LayoutKey:
 
 
 class _Work(NamedTuple):
-    """What one bucket asks for: copies that hash what they copy, what is hashed without a copy, and whole tensors."""
+    """The work of one bucket: copies that hash what they copy, what is hashed without a copy, and whole tensors."""
 
     copies: list[Block]
     reads: list[Block]
@@ -171,7 +163,7 @@ class ModelLoad:
 
     @property
     def layout(self) -> Layout:
-        """Of the model, as the map has it."""
+        """The model's layout for which the map holds."""
         assert self._layout is not None, "begin() comes first"
         return self._layout
 
@@ -179,9 +171,7 @@ class ModelLoad:
     def _compile(self) -> None:
         self._compiled, self._live = True, None
         self._traffic.clear()
-        self._copier = Copier(
-            self.device, [tensor for _, tensor in model_tensors(self._model.module) if tensor.numel()]
-        )
+        self._copier = Copier(self.device, [t for _, t in model_tensors(self._model.module) if t.numel()])
         left, hulls = self.map.left_numbers, [hulls_of(entries) for entries in self.manifest.buckets]
         parts = read_parts(self.map, self.manifest.buckets, self._owners)
         self._whole = {number: part for part, (number, box) in enumerate(parts) if box is None}
@@ -210,21 +200,12 @@ class ModelLoad:
         views = [(each, view) for each in self.map.constants for view in _views(each, self._places.flats[each.place])]
         self._zeros = [view for each, view in views if not any(each.bits)]
         self._bits = [(view, _bits_of(each, view)) for each, view in views if any(each.bits)]
-        self._held = _HeldWork.of(
-            held_parts(self.map, self._dtypes, self._owners),
-            self._entries_of(),
-            self._names,
-            self._places,
-            self._copier,
-        )
-        self._say()
-
-    def _entries_of(self) -> dict[str, list[Entry]]:
-        """What the buckets hold of each tensor."""
-        found: dict[str, list[Entry]] = {}
+        entries_of: dict[str, list[Entry]] = {}
         for entry in (entry for entries in self.manifest.buckets for entry in entries):
-            found.setdefault(entry.name, []).append(entry)
-        return found
+            entries_of.setdefault(entry.name, []).append(entry)
+        parts_held = held_parts(self.map, self._dtypes, self._owners)
+        self._held = _HeldWork(parts_held, entries_of, self._names, self._copier)
+        self._say()
 
     def _scattered(self) -> frozenset[str]:
         """Tensors that arrive in so many pieces that a table of them would be larger than what it moves is worth."""
@@ -253,13 +234,12 @@ class ModelLoad:
             owner = self._owners[number]
             part = self._whole.get(number if owner < 0 else owner)
             if part is not None:
-                reads.append(
-                    Block(hull.first, 0, hull.first, hull.end - hull.first, base=hull.first // segment, group=part)
-                )
+                first = hull.first
+                reads.append(Block(first, 0, first, hull.end - first, base=first // segment, group=part))
         return _Work(copies, reads, tuple(whole))
 
     def _blocks(self, entry: Entry, segment: int, packed: bool = False) -> Iterator[Block]:
-        """What goes through a bucket's pieces of a tensor and its moves; ``packed`` is only read."""
+        """Composes a bucket's pieces of a tensor with its moves; ``packed`` is only read."""
         size = size_of(entry.dtype)
         for part, move in self._moves.get(entry.name, ()):
             first = 0 if packed else self._places.flats[move.place].data_ptr()
@@ -359,13 +339,13 @@ class ModelLoad:
         if self.map.left:
             self._places.refresh()
 
-    # ----------------------------------------------------------------------------------------------- what is told
+    # ----------------------------------------------------------------------------------------------- what is reported
     def sums(self) -> bytes:
         """The hashes of what was read, of each of ``read_parts``, as little-endian int64. Waits for the device."""
         return bytes(self._read_sums[:-1].cpu().numpy().astype("<i8").tobytes())
 
     def held(self) -> Held:
-        """What lies in the parameters now. Waits for the device."""
+        """Hashes what lies in the parameters now. Waits for the device."""
         sums, odd = self._held.sums(self._places.flats, self.device)
         for constant in self.map.constants:
             flat, name = self._places.flats[constant.place], self.map.places[constant.place].name
@@ -375,20 +355,20 @@ class ModelLoad:
         changed = dict.fromkeys(name for (name, _), flag in zip(odd, flags, strict=True) if flag)
         return Held(sums.cpu().numpy().astype("<i8").tobytes(), self._held.nbytes, tuple(changed))
 
-    def traffic(self, near: frozenset[int], beside: bool) -> tuple[int, int]:
+    def traffic(self, near: frozenset[int], whole: bool) -> tuple[int, int]:
         """Bytes read on the engine rank's own device, and elsewhere.
 
         Args:
             near: the segments that are there.
-            beside: whether buckets are there that are not shared out.
+            whole: True if buckets that are not shared out are there.
         """
-        key = near, beside
+        key = near, whole
         if key not in self._traffic:
             own = total = 0
             for work, segment, world in zip(self._works, self.manifest.segments, self.manifest.worlds, strict=True):
                 read = work.bytes_by_base(segment)
                 spread = self.manifest.sharded and world > 1
-                own += sum(read[number] for number in near) if spread else read.total() * beside
+                own += sum(read[number] for number in near) if spread else read.total() * whole
                 total += read.total()
             self._traffic[key] = own, total - own
         return self._traffic[key]
@@ -404,24 +384,13 @@ class ModelLoad:
             say(f"through load_weights: {', '.join(names[:NAMED])}{more} ({why})")
 
 
-class _HeldWork(NamedTuple):
-    """What is hashed in the parameters: what lies in the order of its tensor, and what does not, with its blocks."""
+class _HeldWork:
+    """Hashes parameters: those in the order of their tensor at once, the others one by one with their blocks."""
 
-    plain: Prepared
-    turned: list[tuple[str, Move, str, Prepared]]
-    parts: int
-    nbytes: int
-
-    @classmethod
-    def of(
-        cls,
-        parts: Sequence[tuple[int, Move]],
-        entries: dict[str, list[Entry]],
-        names: Sequence[str],
-        places: Places,
-        copier: Copier,
-    ) -> _HeldWork:
-        plain, turned = list[Block](), list[tuple[str, Move, str, Prepared]]()
+    def __init__(
+        self, parts: Sequence[tuple[int, Move]], entries: dict[str, list[Entry]], names: Sequence[str], copier: Copier
+    ) -> None:
+        plain, self._turned = list[Block](), list[tuple[str, Move, str, Prepared]]()
         for group, (_, move) in enumerate(parts):
             name = names[move.tensor]
             dtype = entries[name][0].dtype
@@ -435,20 +404,20 @@ class _HeldWork(NamedTuple):
                 for r in compose(piece, run)
             ]  # fmt: skip
             if other:
-                turned.append((name, move, dtype, copier.prepare(blocks)))
+                self._turned.append((name, move, dtype, copier.prepare(blocks)))
             else:
                 plain += blocks
-        nbytes = sum(move.box.numel * size_of(move.dtype) for _, move in parts)
-        return cls(copier.prepare(plain), turned, len(parts), nbytes)
+        self._plain, self._parts = copier.prepare(plain), len(parts)
+        self.nbytes = sum(move.box.numel * size_of(move.dtype) for _, move in parts)
 
     def sums(
         self, flats: Sequence[torch.Tensor], device: torch.device
     ) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]:
         """The hash of each part; and of each tensor in a wider dtype, whether it holds what the narrower cannot."""
-        sums = torch.zeros(self.parts, dtype=torch.int64, device=device)
-        self.plain.run(memory_of(flats, device), sums, copy=False)
+        sums = torch.zeros(self._parts, dtype=torch.int64, device=device)
+        self._plain.run(memory_of(flats, device), sums, copy=False)
         odd = []
-        for name, move, dtype, blocks in self.turned:
+        for name, move, dtype, blocks in self._turned:
             lies = unturned(move, flats[move.place])
             if move.dtype != dtype:
                 wide = lies.view(getattr(torch, move.dtype))
@@ -512,7 +481,7 @@ def _views(constant: Constant, flat: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _bits_of(constant: Constant, view: torch.Tensor) -> torch.Tensor:
-    """What the bytes of a view of a constant are."""
+    """The bytes of a view of a constant."""
     bits = torch.frombuffer(bytearray(constant.bits), dtype=torch.uint8).to(view.device)
     return bits.repeat(view.shape[1] // len(bits)).expand(view.shape)
 
@@ -525,12 +494,8 @@ class Assembler:
     """
 
     def __init__(self, names: frozenset[str] | None = None, pairs: FusedPairs = ()) -> None:
-        """``names``: all tensors of the sync; half of a fused pair waits only for a partner among them.
-
-        ``pairs``: ``EngineModel.fused_pairs``.
-        """
-        self._names = names
-        self._pairs = pairs
+        """``names``: all tensors of the sync; half of one of ``pairs`` waits only for a partner among them."""
+        self._names, self._pairs = names, pairs
         self._partial: dict[str, torch.Tensor] = {}
         self._arrived: dict[str, int] = {}
         self._waiting: dict[str, tuple[str, torch.Tensor]] = {}
@@ -547,11 +512,8 @@ class Assembler:
             if flat is None:
                 continue
             typed = flat.view(getattr(torch, entry.dtype))
-            if entry.strides is None:
-                tensor = typed.view(entry.shape)
-            else:
-                tensor = typed.as_strided(entry.shape, entry.strides)
-            yield from self._release(entry.name, tensor)
+            whole = typed.view(entry.shape) if entry.strides is None else typed.as_strided(entry.shape, entry.strides)
+            yield from self._release(entry.name, whole)
 
     def _join(self, memory: BucketMemory, entry: Entry) -> torch.Tensor | None:
         here = sum(piece.width * piece.count for piece in entry.pieces)

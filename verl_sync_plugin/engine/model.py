@@ -58,7 +58,7 @@ class EngineModel(ABC):
 
     @property
     def can_derive(self) -> bool:
-        """Whether the engine has a ``derive_after_load``."""
+        """True if the engine has a ``derive_after_load``."""
         return False
 
     def derive_after_load(self) -> None:
@@ -69,13 +69,13 @@ class EngineModel(ABC):
         raise NotImplementedError
 
     def after_load(self) -> None:
-        """What the engine does once to the parameters of a checkpoint that it has loaded, and after no sync. The first
-        sync of a layout does it, and fails where it changes any."""
+        """Does what the engine does to parameters of a checkpoint, and after no sync. The first sync of a layout calls
+        it, and fails where it changes any."""
         return
 
     def layout_token(self) -> tuple[object, ...]:
-        """What must stay equal for a copy plan to hold, beside the places of parameters and buffers, which the receiver
-        compares itself; compared at every sync, so it must be quick."""
+        """Returns what must stay equal for a load map to hold, except the places of parameters and buffers, which the
+        receiver compares itself. It is compared at every sync, so it must be quick."""
         return ()
 
     def why_skipped(self, name: str) -> str:

@@ -41,7 +41,7 @@ class Source:
 
     @property
     def nbytes(self) -> int:
-        """Of the elements, without what lies between them."""
+        """Bytes of the elements, without the gaps between them."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def meta(self) -> torch.Tensor:
@@ -69,7 +69,7 @@ class Write:
 
 @dataclass
 class Recording:
-    """What one dry ``load_weights`` did.
+    """The record of one dry ``load_weights``.
 
     Attributes:
         writes: into the model, in their order.
@@ -91,7 +91,7 @@ class Recording:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Identity of the storage behind a tensor, for as long as that lives."""
+    """Identity of a tensor's storage, for as long as that lives."""
     return tensor.untyped_storage()._cdata
 
 
@@ -163,10 +163,11 @@ class _Recorder(TorchDispatchMode):
             # A replay knows the dtypes of tensors and parameters, and would cast where the model moves bytes
             self._refuse_written(names, "is copied through a view of another dtype", target)
         elif into_model and storage in self._sources:
-            self._note(self._sources[storage], source, target.detach())
+            self.recording.writes.append(Write(self._sources[storage], target.detach(), source))
         elif into_model and self._whole(source) and source.shape == target.shape:
             for name, part, dim, start in self._joined[storage][1]:
-                self._note(name, part, target.detach().narrow(dim, start, part.shape[dim]))
+                piece = target.detach().narrow(dim, start, part.shape[dim])
+                self.recording.writes.append(Write(name, piece, part))
         elif into_model:
             self._refuse_written(names, "is changed before it is copied", target)
         else:
@@ -181,15 +182,12 @@ class _Recorder(TorchDispatchMode):
         self.recording.writes.extend(Write(name, target.detach()) for name in names)
 
     def _whole(self, source: torch.Tensor) -> bool:
-        """Whether this is the whole result of a join, in its own shape and order."""
+        """True for the whole result of a join, in its own shape and order."""
         shape, _ = self._joined.get(storage_of(source), (None, []))
         return source.shape == shape and source.is_contiguous()
 
-    def _note(self, name: str, source: torch.Tensor, target: torch.Tensor) -> None:
-        self.recording.writes.append(Write(name, target, source))
-
     def _reinterprets(self, target: torch.Tensor, source: torch.Tensor) -> bool:
-        """Whether either side is seen in another way than as the elements that it has."""
+        """True if either side is viewed as other elements than it has."""
         declared = self._dtypes.get(storage_of(source), source.dtype)
         lazily_changed = source.is_neg() or source.is_conj()
         return source.dtype != declared or target.dtype not in self._targets[storage_of(target)] or lazily_changed
@@ -242,8 +240,7 @@ class _Recorder(TorchDispatchMode):
 
     def _join(self, args: Any, kwargs: Any, result: torch.Tensor) -> bool:
         parts = args[0]
-        whole = all(self._dtypes.get(storage_of(part)) == part.dtype == result.dtype for part in parts)
-        if not whole:
+        if not all(self._dtypes.get(storage_of(part)) == part.dtype == result.dtype for part in parts):
             return False
         dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % max(result.dim(), 1)
         joined, start = [], 0

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class ReceiverSession:
-    """Lives as long as its model; keeps the manifest and what was learned from it and, unless it is told to let go of
+    """Lives as long as its model; keeps the manifest and what was learned from it and, until it is asked to let go of
     it, the opened staging memory between syncs.
 
     Holds no reference to the trainer's tensors; the staging memory it maps belongs to the trainer.
@@ -191,10 +191,10 @@ class ReceiverSession:
         then the trainer knows why not."""
         keys = [export.key for export in hello.stagings]
         self._stagings = {key: held for key, held in self._stagings.items() if key in keys}  # unmap before mapping
-        own, beside = hello.stagings[hello.place], hello.own == hello.place
-        if beside and own.key not in self._stagings:
+        own, paired = hello.stagings[hello.place], hello.own == hello.place
+        if paired and own.key not in self._stagings:
             self._stagings[own.key] = open_staging(own)
-        device = self._stagings[own.key].device if beside else next(self._model.module.parameters()).device
+        device = self._stagings[own.key].device if paired else next(self._model.module.parameters()).device
         for export in hello.stagings:
             if export.key in self._stagings:
                 continue
@@ -263,8 +263,8 @@ class Running:
 
 
 class Activations:
-    """How much device memory the engine needs beside its weights and its KV cache: what its allocator took since the
-    last sync.
+    """Measures the device memory that the engine needs in addition to weights and KV cache: what its allocator took
+    since the last sync.
 
     What the engine keeps (weights, KV cache, CUDA graphs) is in its allocator's count also while it is asleep, so the
     least count at any sync stands for it. Resets the allocator's peaks, which nobody else in the

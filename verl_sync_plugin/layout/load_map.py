@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one engine rank does with the tensors of a sync: one table, and everything that follows from it. No torch.
+"""Maps the tensors of a sync to one engine rank's memory: one table, and everything that follows from it. No torch.
 
 The engine rank finds it out once (``engine/introduce.py``). All is counted in elements, so it holds for whatever dtype
 travels. Tensors are numbered in the order of their names.
@@ -30,7 +30,7 @@ MOST_TIMES = 1 << 20  # that an element is counted; the hash loses nothing up to
 
 
 class Box(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
-    """What one ``copy_`` of two views moves: elements of a tensor to elements of memory.
+    """Elements that one ``copy_`` of two views moves from a tensor to memory.
 
     Attributes:
         source, target: the first element on either side.
@@ -158,7 +158,7 @@ class LoadMap(msgspec.Struct, frozen=True, array_like=True, dict=True):
     layers: how many decoder layers the model has; 0 when that is unknown.
     places: the storages of the model.
     moves: what a load copies. Of tensors in ``left`` too, where it was found in the model as the trainer has it.
-    constants: what a sync writes beside.
+    constants: what a sync writes in addition.
     left: what a sync leaves to the model's own load.
     theirs: what that load writes: place, and spans of bytes.
     skipped: tensors that the model rightly leaves alone, and why.
@@ -216,7 +216,7 @@ def spans_of(found: Sequence[np.ndarray]) -> Spans:
 
 
 def without(one: Spans, other: Spans) -> Spans:
-    """What is in ``one`` and not in ``other``."""
+    """``one`` minus ``other``."""
     if not len(one) or not len(other):
         return one
     edges = np.unique(np.concatenate((one.ravel(), other.ravel())))
@@ -356,8 +356,8 @@ Part = tuple[int, Box | None]  # of which tensor, and which of its elements; ``N
 
 
 def read_parts(found: LoadMap, buckets: Sequence[Sequence[Entry]], owners: Mapping[int, int]) -> list[Part]:
-    """What an engine rank hashes of what it reads, in the order of its sums: every move that it copies, and all that
-    is hashed whole: what the model loads, and what is tied in part."""
+    """Lists what an engine rank hashes of what it reads, in the order of its sums: every move that it copies, and all
+    that is hashed whole: what the model loads, and what is tied in part."""
     names = numbers_of(buckets)
     left = found.left_numbers
     parts: list[Part] = [
@@ -371,8 +371,7 @@ def read_parts(found: LoadMap, buckets: Sequence[Sequence[Entry]], owners: Mappi
 
 
 def held_parts(found: LoadMap, dtypes: Sequence[str], owners: Mapping[int, int]) -> list[tuple[int, Move]]:
-    """What an engine rank hashes in its parameters after a sync, in the order of its sums: the numbers of tensors, and
-    the moves.
+    """Lists what an engine rank hashes in its parameters after a sync, in the order of its sums: tensors and moves.
 
     Args:
         found: what it does.

@@ -165,16 +165,9 @@ def _seal(bases: tuple[Base, ...], slices: list[Slice], stride: int, world: int)
                     found[view.name][2].extend(pieces)
                 else:
                     found[view.name] = base, view, pieces
-    return Bucket(
-        world,
-        stride,
-        tuple(slices),
-        tuple(
-            Entry(name, base.dtype, view.shape, view.strides, view.span * base.itemsize, tuple(sorted(pieces, key=_at)))
-            for name, (base, view, pieces) in found.items()
-        ),
-    )
-
-
-def _at(piece: Run) -> int:
-    return piece.target
+    entries = []
+    for name, (base, view, pieces) in found.items():
+        pieces.sort(key=lambda piece: piece.target)
+        nbytes = view.span * base.itemsize
+        entries.append(Entry(name, base.dtype, view.shape, view.strides, nbytes, tuple(pieces)))
+    return Bucket(world, stride, tuple(slices), tuple(entries))

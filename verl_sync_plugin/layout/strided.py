@@ -37,17 +37,6 @@ class Run(msgspec.Struct, frozen=True, array_like=True, order=True):
         strides = (self.source_stride * size, self.target_stride * size)
         return Run(self.source * size, self.target * size, self.width * size, self.count, *strides)
 
-    def narrowed(self, ratio: int) -> Run:
-        """A run of bytes as one of elements that are ``ratio`` times narrower."""
-        numbers = (self.source // ratio, self.target // ratio, self.width // ratio)
-        return Run(*numbers, self.count, self.source_stride // ratio, self.target_stride // ratio)
-
-    def read(self) -> Run:
-        """The reading side: with a target of 0, and a plain run where it is one."""
-        if self.count == 1 or self.source_stride == self.width:
-            return Run(self.source, 0, self.width * self.count)
-        return Run(self.source, 0, self.width, self.count, self.source_stride)
-
     def repeats(self) -> Iterator[Run]:
         """The same as plain runs."""
         for i in range(self.count):

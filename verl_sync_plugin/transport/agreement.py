@@ -31,8 +31,8 @@ class Ranks(ABC):
         rank: this process's place.
         size: how many there are.
         trainers: those that hold parameters of the trainer.
-        rollouts: those beside an engine rank.
-        after_loss: what a user is told to do once a member is lost.
+        rollouts: those paired with an engine rank.
+        after_loss: for messages: what a user does once a member is lost.
     """
 
     rank: int
@@ -58,7 +58,7 @@ class Ranks(ABC):
 
 
 class TrainerWorld(Ranks):
-    """All processes of the trainer, each of which has an engine rank beside it: trainer and rollout share their GPUs.
+    """All processes of the trainer, each of which is paired with an engine rank: trainer and rollout share their GPUs.
 
     Collective: makes a gloo group of its own, so that it neither waits for nor blocks the payload's group.
     """
@@ -100,7 +100,7 @@ class Alone(Ranks):
 
 
 class Agreement:
-    """Status exchange among some ranks: those of the trainer, or with them those beside the engines.
+    """Status exchange among some ranks: those of the trainer, or with them those paired with engine ranks.
 
     Every rank takes the same ``step``s: it does its work and hears whether all have done theirs. Where the ranks need
     not wait for each other yet, work runs inside ``attempt``, which keeps an error until the next ``settle`` instead
@@ -188,8 +188,8 @@ class Agreement:
     def run(self, what: str, work: Generator[None, None, T]) -> T | None:
         """Runs work that yields right before each of its collectives, and settles there; collective.
 
-        So a rank that fails on its way to a collective leaves nobody alone in it. Settle once more behind it, with the
-        same ``what``: a rank that fails behind the last collective says so while others are there already. A rank
+        So a rank that fails on its way to a collective leaves nobody alone in it. Settle once more after it, with the
+        same ``what``: a rank that fails after the last collective says so while others are there already. A rank
         that has failed before does not begin, and gets ``None``. Work that another rank's failure ends is closed.
 
         Raises:
@@ -210,12 +210,11 @@ class Agreement:
 
     @property
     def failed(self) -> bool:
-        """Whether this rank has an error that the others do not know of yet."""
+        """True if this rank has an error that the others do not know of yet."""
         return self._error is not None
 
     def forget(self) -> None:
-        """Behind work that has ended otherwise: what failed in an ``attempt`` of it, and was never settled, is not told
-        as an error of what comes next."""
+        """Drops a failure that was never settled, so that the next step does not report it."""
         self._error = self._cancelled = None
 
     def vote(self, what: str, values: Sequence[int] | torch.Tensor) -> torch.Tensor:

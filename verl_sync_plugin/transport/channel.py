@@ -70,7 +70,7 @@ class ChannelTimeoutError(TimeoutError):
 
 
 class BadMessageError(ValueError):
-    """What came in is no message of this protocol."""
+    """The bytes received are no message of this protocol."""
 
 
 class Channel:
@@ -284,7 +284,7 @@ def _gone(why: object) -> ChannelClosedError:
 
 
 class EngineFailedError(RuntimeError):
-    """The engine rank beside this trainer rank reported a failure."""
+    """The paired engine rank reported a failure."""
 
 
 class Greeting(NamedTuple):
@@ -300,7 +300,7 @@ class Greeting(NamedTuple):
 
 
 class Conversation:
-    """A trainer rank's messages with the engine rank beside it; each sync has a channel of its own.
+    """A trainer rank's messages with its engine rank; each sync has a channel of its own.
 
     Args:
         timeout_seconds: bound on every wait.

@@ -2,7 +2,7 @@
 """A group of processes of two worlds: the trainer's ranks and the rollout ranks, which share no default group.
 
 Words travel by gloo on the CPU, and so do the bytes of weights where the ranks compute on CPUs; else these go by NCCL,
-in a group of their own, so that no word waits behind them.
+in a group of their own, so that no word waits for them.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class JointRanks(Ranks):
         return value if self.rank == 0 else _unpacked(mine)
 
     def broadcast(self, memory: torch.Tensor, root: int) -> dist.Work:
-        """Starts to bring bytes of one rank into the same memory of all others; on a GPU behind what the current stream
+        """Starts to bring bytes of one rank into the same memory of all others; on a GPU after what the current stream
         holds by now, which does not wait for it.
 
         Raises:

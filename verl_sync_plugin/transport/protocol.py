@@ -8,7 +8,7 @@
     Hello(sync_id, digest, staging) --->
                                     <---  Ready(needs_plan), or Ready(unreachable) and the sync is over
     Details(manifest; if needed)    --->  finds out what its model does with the tensors, if that is new
-                                    <---  Ready(map; if asked for), and the sync is over if the trainer plans anew
+                                    <---  Ready(map; if asked for), and the sync is over if the trainer plans again
     per bucket: Load(bucket, slot)  --->  loads, waits until its copies are done
                                     <---  Loaded(bucket) or Failed(text)
     or, where parameters are read where they lie (Hello(live) instead of staging):
@@ -16,7 +16,7 @@
     Details(lives; if needed)       --->
                                     <---  Ready, or Ready(unreachable) and the sync is over
     Load(ALL)                       --->  the same with everything at once
-    Commit                          --->  lets go of staging memory if it is told to
+    Commit                          --->  lets go of staging memory if asked for
                                     <---  Committed(sums, what is held if asked for, map if it is new) or Failed(text)
 
 Either side may close at any time; the other then drops the sync. Addresses are of one sync. A slot may be
@@ -50,7 +50,7 @@ class LoadRequest:
 
     Attributes:
         sync_id: names the sync in messages and logs.
-        addresses: control channel of the trainer rank beside each tensor-parallel rank of the engine, in rank order.
+        addresses: for each tensor-parallel rank of the engine, in order, the control channel of its trainer rank.
         timeout_seconds: how long the loader waits for the next word; see also ``greeting_seconds``.
     """
 
@@ -85,9 +85,9 @@ class Hello:
     Attributes:
         sync_id: as in the request.
         digest: of the plan; the manifest is sent once per digest.
-        stagings: where the slots are: of the trainer rank beside the engine rank, or of all ranks of its group; none
+        stagings: where the slots are: of the trainer rank on its GPU, or of all ranks of its group; none
             when parameters are read where they lie.
-        place: which of them is the one beside, or read for what all of them hold.
+        place: which of them is the paired one, or read for what all of them hold.
         homes: of a sharded plan, for each segment: in which of the stagings, and as which segment of a slot there.
         live: keys of the ``Live`` of all ranks of the group, in place of stagings.
         tells: say, before anything is loaded, what the model does with the tensors.
@@ -120,7 +120,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What each bucket holds, in bucket order.
+    """The contents of each bucket, in bucket order.
 
     Attributes:
         buckets: the tensors.
@@ -146,8 +146,8 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Details:
-    """What the engine rank lacks: the manifest, or where the parameters of all ranks of the group lie, in the order of
-    ``Hello.live``."""
+    """Supplies what the engine rank lacks: the manifest, or where the parameters of all ranks of the group lie, in the
+    order of ``Hello.live``."""
 
     manifest: Manifest | None = None
     lives: tuple[Live, ...] = ()
@@ -175,7 +175,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class Held:
-    """What lies in the parameters of an engine rank after a sync.
+    """Hashes of the parameters of an engine rank after a sync.
 
     Attributes:
         sums: the hash of each of ``load_map.held_parts``, as little-endian int64.
@@ -191,12 +191,12 @@ class Held:
 
 @dataclass(frozen=True)
 class Committed:
-    """What the engine rank did.
+    """Reports what the engine rank did.
 
     Attributes:
         replayed_tensors: went by copies instead of the model's ``load_weights``.
         replayed_bytes: their bytes.
-        own_bytes: read from memory of the rank beside, on the engine rank's own device.
+        own_bytes: read from memory of the paired rank, on the engine rank's own device.
         peer_bytes: read from other ranks' memory.
         sums: the hash of each of ``load_map.read_parts``, as little-endian int64.
         obstacle: why the next sync of this plan may not have this rank read parameters where they lie; empty when it

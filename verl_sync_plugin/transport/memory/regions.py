@@ -3,7 +3,7 @@
 
 Staging memory is exported once per reader and kept. A parameter lives as long as the model, so the allocation that it
 lies in is exported once and mapped once, and nobody is counted. What moved is exported again, and the engine unmaps
-what it is no longer told of.
+what is no longer named.
 
 Hazard: the driver lets go of an allocation that its owner has freed only when it is unmapped here as well. Only memory
 of parameters is exported, which the trainer keeps on the device; ``sync/ways.py`` looks every time.
@@ -21,6 +21,7 @@ import torch
 
 from verl_sync_plugin.copies.packing import ALONE, CAST, Found, segment_of
 from verl_sync_plugin.layout.tensors import Bucket, Plan, Shard
+from verl_sync_plugin.transport.memory import cuda
 from verl_sync_plugin.transport.memory.host import (
     Live,
     Region,
@@ -53,15 +54,13 @@ def slot_of(memory: torch.Tensor, slot: int, slot_bytes: int) -> torch.Tensor:
 
 
 def create_staging(device: torch.device, slots: int, slot_bytes: int) -> Staging:
-    """Allocates staging memory beside the trainer's parameters.
+    """Allocates staging memory on the trainer's device.
 
     Raises:
         ValueError: no mechanism shares memory of this device type with another process.
     """
     if device.type == "cuda":
-        from verl_sync_plugin.transport.memory.cuda import CudaIpcStaging
-
-        return CudaIpcStaging(device, slots, slot_bytes)
+        return cuda.CudaIpcStaging(device, slots, slot_bytes)
     if device.type == "cpu":
         return SharedMemoryStaging(slots, slot_bytes)
     raise ValueError(
@@ -71,15 +70,13 @@ def create_staging(device: torch.device, slots: int, slot_bytes: int) -> Staging
 
 
 def open_staging(export: StagingExport) -> torch.Tensor:
-    """The receiver's view of the memory of the trainer rank beside it: uint8 of shape ``(nbytes,)``.
+    """The receiver's view of the memory of its own trainer rank: uint8 of shape ``(nbytes,)``.
 
     Raises:
         ValueError: unknown mechanism, or the memory is on a device this process cannot see.
     """
     if export.kind == "cuda_ipc":
-        from verl_sync_plugin.transport.memory.cuda import open_cuda_ipc
-
-        return open_cuda_ipc(export)
+        return cuda.open_cuda_ipc(export)
     if export.kind == "shared_memory":
         return open_shared_memory(export)
     raise ValueError(f"unknown staging mechanism {export.kind!r}")
@@ -96,18 +93,14 @@ def open_peer_staging(export: StagingExport, device: torch.device) -> torch.Tens
         RuntimeError, OSError: it cannot be reached from here.
     """
     if export.kind == "cuda_ipc":
-        from verl_sync_plugin.transport.memory.cuda import open_peer_cuda_ipc
-
-        return open_peer_cuda_ipc(export, device)
+        return cuda.open_peer_cuda_ipc(export, device)
     return open_staging(export)
 
 
 def decline_staging(export: StagingExport) -> None:
     """Tells the sender's side that an export will not be opened here."""
     if export.kind == "cuda_ipc":
-        from verl_sync_plugin.transport.memory.cuda import decline_cuda_ipc
-
-        decline_cuda_ipc(export)
+        cuda.decline_cuda_ipc(export)
 
 
 class Exporter(Protocol):
@@ -137,9 +130,7 @@ class Exporter(Protocol):
 
 def exporter_for(device: torch.device) -> Exporter:
     if device.type == "cuda":
-        from verl_sync_plugin.transport.memory.cuda import CudaExporter
-
-        return CudaExporter()
+        return cuda.CudaExporter()
     return SharedFileExporter()
 
 
@@ -178,8 +169,6 @@ class Regions:
 
     def _map(self, region: Region) -> int:
         if region.kind == "cuda_ipc":
-            from verl_sync_plugin.transport.memory import cuda
-
             return cuda.open_allocation(region.handle[0])
         if not os.path.isfile(region.handle[0]):  # from_file would make one
             raise FileNotFoundError(f"{region.handle[0]} is not visible here")
@@ -190,8 +179,6 @@ class Regions:
     def _unmap(self, key: str) -> None:
         address, storage = self._mapped.pop(key), self._storages.pop(key, None)
         if storage is None:
-            from verl_sync_plugin.transport.memory import cuda
-
             torch.cuda.current_stream().synchronize()  # of a sync that failed, kernels may still read it
             cuda.close_allocation(address)
 
@@ -204,7 +191,7 @@ class NotInPlaceError(RuntimeError):
 
 
 class LiveParameters:
-    """One trainer rank's account of where its parameters lie, told once and kept while everything stays where it is.
+    """One trainer rank's account of where its parameters lie, sent once and kept while everything stays where it is.
 
     Args:
         device: where the trainer computes.
