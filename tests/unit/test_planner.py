@@ -76,7 +76,7 @@ def gathered(plan: Plan, bucket: Bucket, data: list[bytes]) -> bytes:
     for rank in range(bucket.world):
         segment = bytearray([GARBAGE] * bucket.stride)
         end_of_last = 0
-        for part in bucket.slices:
+        for part in sorted(bucket.slices, key=lambda part: part.offset):
             base = plan.bases[part.base]
             assert part.offset % ALIGNMENT == 0
             first = sum(base.lengths[:rank]) + part.begin
@@ -259,30 +259,17 @@ def bases_of(parameter: Parameter, world: int) -> list[Base]:
     return found
 
 
-def tensor_content(base: int, nbytes: int) -> torch.Tensor:
-    return ((torch.arange(nbytes) * 7 + base * 31) % 251).to(torch.uint8)
-
-
-def ship(plan: Plan, world: int) -> dict[str, torch.Tensor]:
+def ship(plan: Plan) -> dict[str, torch.Tensor]:
     """All tensors as the engine's assembler makes them; the slot is overwritten after each bucket."""
+    data = [content(base, index) for index, base in enumerate(plan.bases)]
     assembler = Assembler()
     got: dict[str, torch.Tensor] = {}
     # Not at the start of its storage, as the second slot
     memory = torch.empty(plan.slot_bytes + 16, dtype=torch.uint8)[16:]
     for bucket in plan.buckets:
-        memory.fill_(GARBAGE)
-        ends = [0] * world
-        for part in sorted(bucket.slices, key=lambda part: part.offset):
-            base = plan.bases[part.base]
-            (owner,) = (rank for rank, length in enumerate(base.lengths) if length)
-            run = tensor_content(part.base, base.numel * base.itemsize)[
-                part.begin * base.itemsize : part.end * base.itemsize
-            ]
-            assert part.offset >= ends[owner] and part.offset % ALIGNMENT == 0, "slices overlap"
-            ends[owner] = part.offset + len(run)
-            assert ends[owner] <= bucket.stride
-            memory.narrow(0, owner * bucket.stride + part.offset, len(run)).copy_(run)
-        for name, tensor in assembler.tensors(BucketMemory([memory], bucket.stride, world), bucket.entries):
+        arrived = torch.frombuffer(bytearray(gathered(plan, bucket, data)), dtype=torch.uint8)
+        memory.fill_(GARBAGE)[: len(arrived)].copy_(arrived)
+        for name, tensor in assembler.tensors(BucketMemory([memory], bucket.stride, bucket.world), bucket.entries):
             assert name not in got
             got[name] = tensor.clone()
     assembler.finish()
@@ -305,12 +292,12 @@ def test_parts_of_different_ranks_arrive_once_and_in_place(model: tuple[list[Par
     parameters, world, bucket_bytes = model
     bases = tuple(base for parameter in parameters for base in bases_of(parameter, world))
     plan = plan_buckets(bases, bucket_bytes)
-    got = ship(plan, world)
+    got = ship(plan)
     index = 0
     for p in parameters:
         parts = []
         for _ in p.owners:
-            flat = tensor_content(index, p.rows * p.columns * DTYPES[p.dtype])
+            flat = torch.frombuffer(bytearray(content(bases[index], index)), dtype=torch.uint8)
             parts.append(flat.view(getattr(torch, p.dtype)).view(p.rows, p.columns))
             index += 1
         assert torch.equal(got[p.name].view(torch.uint8), torch.cat(parts, dim=1).view(torch.uint8)), p
