@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much cached device memory the trainer must hand back before the engine takes its own.
+"""Decides how much cached device memory the trainer hands back before the engine takes its own.
 
 The allocator of the trainer keeps what it has freed. The engine is another process and cannot use that: when it resumes
 more than the device has free, its memory saver ends it. So stock verl empties the cache at both ends of every sync, and
-the next training step allocates all of it anew. Here the cache stays while the device has enough free without it:
+the next training step allocates all of it again. Here the cache stays while the device has enough free without it:
 what the engine is about to resume, and a reserve on top. When that is missing, all of the cache goes; handing back a
 part of it made no training step faster (``docs/design/memory.md``).
 
@@ -127,19 +127,19 @@ class Room:
             for resume, grown in measured.items():
                 self._most[resume] = max(grown, self._most.get(resume, grown))
 
-    def make(self, resume: tuple[str, str], release: Callable[[], int], beside: int = 0) -> int | None:
+    def make(self, resume: tuple[str, str], release: Callable[[], int], more: int = 0) -> int | None:
         """Hands back the cache if the engine needs it for a resume.
 
         Args:
             resume: ``FIRST`` or ``REST``.
             release: hands back everything and says how many bytes went.
-            beside: bytes that the trainer allocates before that.
+            more: bytes that the trainer allocates before that.
 
         Returns:
             Bytes that went; ``None`` when none had to.
         """
         grown = self._most.get(resume, 0)
-        need = None if self.learning or grown < 0 else grown + beside  # below 0 somebody else freed more
+        need = None if self.learning or grown < 0 else grown + more  # below 0 somebody else freed more
         gone = self._always or must_go(self._read(), need, self._estimate, self._activations)
         return release() if gone else None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sync cost, as numbers: one ``SyncReport`` per sync, into verl's metrics, the log and a file."""
+"""Reports the cost of a sync: one ``SyncReport`` per sync, into verl's metrics, the log and a file."""
 
 from __future__ import annotations
 
@@ -26,13 +26,9 @@ if TYPE_CHECKING:  # what reads report files later needs no torch
 # the wait for the other ranks to have done so. These three and "offload" are there where our worker runs
 # (hooks/worker.py); elsewhere verl does the same around us, and it is in verl's timing_s/update_weights alone.
 PHASE_STAGES = ("sleep", "before", "resume_weights", "update_weights", "offload", "after", "barrier", "resume_kv")
-# Parts of update_weights, on the reporting rank; "engine_load" is the engine's time and overlaps with the others.
-# "open" makes the sharding manager, in the first sync only.
+# All other stages are parts of update_weights, on the reporting rank; "engine_load" is the engine's time and overlaps
+# with the others. "open" makes the sharding manager, in the first sync only.
 # What is packed while the engine resumes its weights counts in update_weights; resume_weights is the rest of that wait
-DETAIL_STAGES = (
-    *("open", "plan", "connect", "prepare", "pack", "gather", "drain", "exchange"),
-    *("settle", "wait_engine", "engine_load", "verify", "commit"),
-)
 MAX_SPANS = 1024  # of one sync, some 40 bytes each in the report file
 REPORT_FILE_VARIABLE = "VERL_SYNC_REPORT_FILE"
 EVENT = "sync_report"  # marks our lines in that file
@@ -61,7 +57,7 @@ class SyncReport:
     global_steps: int = -1  # verl's weight version, -1 when verl gave none
     manager: str = ""  # class name of the sharding manager that ran
     delivery: str = ""  # the way of the base weights; empty when none travelled
-    stages: dict[str, float] = field(default_factory=dict)  # seconds by name (``PHASE_STAGES``, ``DETAIL_STAGES``)
+    stages: dict[str, float] = field(default_factory=dict)  # seconds by name
     nbytes: int = 0  # of all buckets; an engine rank reads ``own_bytes + peer_bytes`` of them, hashing included
     buckets: int = 0  # number of transfers
     bucket_bytes: int = 0  # bound on one of them; 0 when no base weights travelled
@@ -83,9 +79,7 @@ class SyncReport:
     direct_bytes: int = 0  # of own and peer: what the engine rank read from parameters where they lie
     # the most that the engine allocated beyond what it keeps since the sync before; 0 when unknown
     activation_bytes: int = 0
-    verified_tensors: int = (
-        0  # compared with what lies in the engines' own parameters; 0 in a sync that is not verified
-    )
+    verified_tensors: int = 0  # compared with the engines' own parameters; 0 in a sync that is not verified
     verified_bytes: int = 0  # what was compared of the parameters of one engine rank
     not_comparable: int = 0  # tensors of which that cannot be compared
     no_room: str = ""  # why an engine rank could not find out where its tensors lie
@@ -304,7 +298,7 @@ def progress(report: SyncReport, speaks: bool) -> Iterator[None]:
 
 
 def progress_line(report: SyncReport, seconds: float) -> str:
-    """What is known of a sync under way, in one line."""
+    """Describes a sync under way in one line."""
     parts = [f"sync of step {report.global_steps}: {seconds:.0f} s so far"]
     if report.handed_over is None:
         parts.append("no bucket handed over yet")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who moves the weights, by trainer and rollout: ``@register_sharding_manager``, the seam that verl lost in 0.7."""
+"""Registers who moves the weights, by trainer and rollout: ``@register_sharding_manager``, which verl lost in 0.7."""
 
 from __future__ import annotations
 

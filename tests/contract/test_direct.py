@@ -41,7 +41,7 @@ def decided(choice: str, able: tuple[bool, bool], answers: tuple[str, str], shar
         found.append(chosen(ways, agreement, sync).in_place)
         ways.in_place.note(Committed(obstacle=answers[rank]), plan)
     if found[-1]:
-        assert ways.in_place.told
+        assert ways.in_place.known
         ways.fall_back(PeersUnreachableError("injected"))
         found.append(chosen(ways, agreement, sync).in_place)
     return found

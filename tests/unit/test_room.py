@@ -122,9 +122,9 @@ class Trainer:
         self.memory = DeviceMemory(60 * GIB, H200, 30 * GIB)
         self.room = Room(lambda: self.memory, unknown, always)
 
-    def empties(self, resume: tuple[str, str], beside: int = 0) -> bool:
+    def empties(self, resume: tuple[str, str], more: int = 0) -> bool:
         """Whether the cache goes for a resume, in the present state of the device."""
-        went = self.room.make(resume, lambda: self.memory.cached, beside)
+        went = self.room.make(resume, lambda: self.memory.cached, more)
         assert went in (None, self.memory.cached)
         return went is not None
 
@@ -136,8 +136,8 @@ def test_it_empties_until_it_has_learnt_and_then_looks_at_the_device_every_time(
         trainer.room.learn([{FIRST: 8 * GIB, REST: 40 * GIB}])
         always.room.learn([{FIRST: 0, REST: 0}])
     assert not trainer.room.learning and not trainer.empties(FIRST) and not trainer.empties(REST)
-    assert not trainer.empties(FIRST, beside=34 * GIB)
-    assert trainer.empties(FIRST, beside=35 * GIB), "60 GiB are not enough for 43 and a reserve of 17.6"
+    assert not trainer.empties(FIRST, more=34 * GIB)
+    assert trainer.empties(FIRST, more=35 * GIB), "60 GiB are not enough for 43 and a reserve of 17.6"
     assert always.empties(FIRST) and always.empties(REST)
     trainer.memory = DeviceMemory(50 * GIB, H200, 40 * GIB)  # a longer batch has left more in the cache
     assert trainer.empties(REST) and not trainer.empties(FIRST)

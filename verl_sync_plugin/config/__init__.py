@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the user sets, and which values are refused. Imports no torch."""
+"""The user's settings, and the values that are refused. Imports no torch."""

@@ -31,7 +31,7 @@ CALLBACK_CONFIG = "hydra/callbacks/verl_sync"
 
 
 def configs_folder() -> Path:
-    """The folder with ``sync/*.yaml``: inside the installed package, or beside it in a source checkout."""
+    """The folder with ``sync/*.yaml``: inside the installed package, or next to it in a source checkout."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"

@@ -42,7 +42,7 @@ class SyncCheckpointEngine(CheckpointEngine):
     """One process's end of all syncs of a run.
 
     Args:
-        bucket_size: bound on what a rank stages, in bytes, as colocated .
+        bucket_size: bound on what a rank stages, in bytes.
         is_master: whether this is trainer rank 0; verl gives it to trainer ranks alone.
         sync: ``custom.sync``, which the driver writes into ``engine_kwargs``.
         dtype: ``rollout.dtype``.
@@ -93,7 +93,7 @@ class SyncCheckpointEngine(CheckpointEngine):
         return topology(actor_wg_world_size, rollout_world_size, metadata)
 
     def init_process_group(self, rank: int, members: tuple[Member, ...], **more: Any) -> None:
-        """Collective: makes the group anew where somebody has come, gone or been lost."""
+        """Collective: makes the group again where somebody has come, gone or been lost."""
         say_unused("init_process_group", more)
         assert self._membership is not None, "prepare() comes first"
         if self._membership.join(rank, members):
@@ -121,10 +121,10 @@ class SyncCheckpointEngine(CheckpointEngine):
         say_unused("send_weights", more)
         assert self._membership is not None and self._membership.ranks is not None, "init_process_group() comes first"
         # Here and not in our worker, since one_step_off and fully_async make verl's own
-        with ExitStack() as behind, self._membership.taking_part():
+        with ExitStack() as later, self._membership.taking_part():
             # Hazard: a failed sync may leave NCCL hanging on the stream, where offloading would wait for it without a
             # bound. So `sending` ends last, when that is aborted.
-            behind.enter_context(sending(_engine_of(weights)))
+            later.enter_context(sending(_engine_of(weights)))
             manager = self._manager_for(weights, self._membership.ranks)
             await manager.update_weights([], global_steps)
             await manager.finish([])
@@ -274,7 +274,7 @@ def _says_dead(answer: ray.ObjectRef) -> bool:
 
 
 def outliving(trainer: Any) -> None:
-    """Gives a trainer of verl's this manager for its separate rollout, if it has one beside its own."""
+    """Gives a trainer of verl's this manager for its separate rollout, if it has one as well as its own."""
     manager = getattr(trainer, "standalone_checkpoint_manager", None)
     if manager is not None:
         trainer.standalone_checkpoint_manager = OutlivingManager(manager, trainer.standalone_server_manager)

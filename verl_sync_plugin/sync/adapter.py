@@ -44,7 +44,7 @@ class AdapterSender:
     async def send(
         self, agreement: Agreement, endpoint: RolloutEndpoint, report: SyncReport, version: str | None
     ) -> None:
-        """Collective over all trainer ranks, each of which is beside an engine rank.
+        """Collective over all trainer ranks, each of which has an engine rank.
 
         Raises:
             SyncError: any rank or engine failed; the same text on every rank.
@@ -103,7 +103,7 @@ async def deliver(
     """The leader of an engine has its adapter replaced.
 
     Args:
-        endpoint: the engine beside this rank.
+        endpoint: this rank's engine.
         settings: fields of PEFT's ``LoraConfig``.
         factors: by their names in an adapter checkpoint, whole.
         report: of the sync under way.

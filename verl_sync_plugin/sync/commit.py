@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is proven about a sync: before it, that the engine uses every byte; at its end, what the engine ranks did."""
+"""Proves a sync: before it, that the engine uses every byte; at its end, what the engine ranks did."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Commit:
         self._cadence = Cadence(config.verify)
 
     def due(self, plan: Plan) -> bool:
-        """Whether the next sync of a plan is to be verified; the same on all ranks of a trainer."""
+        """True if the next sync of a plan is to be verified; the same on all ranks of a trainer."""
         return self._cadence.due(plan.digest)
 
     def questions(self, sync: Sync, delivery: Way) -> Questions:
-        """What the engine ranks are asked in a sync; ``tells`` and ``proves`` are the same on all ranks.
+        """Asks the engine ranks in a sync; ``tells`` and ``proves`` are the same on all ranks.
 
-        An engine rank that reads in place has told before what it does.
+        An engine rank that reads in place has said before what it does.
         """
         known = self.comparison.map.digest if self.comparison.map is not None else ""
         return Questions(not (self.comparison.knows(sync.plan) or delivery.in_place), sync.verified, known)
@@ -124,7 +124,7 @@ class Commit:
         self._cadence.note(sync.plan.digest, whole=not (sync.verified and comparison.no_room))
 
     def _ask(self, sync: Sync, delivery: Way) -> Committed | None:
-        """Has the engine rank commit; ``None`` where there is none beside this one."""
+        """Has the engine rank commit; ``None`` where this rank has none."""
         committed = self._sender.commit(not sync.keeps_staging) if self._endpoint.ranks else None
         self._ways.in_place.note(committed, sync.plan)
         if committed is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ranks of a trainer meet the ranks of its engine: the load is asked for, awaited, or given up.
+"""Connects trainer ranks and engine ranks: the load is asked for, awaited, or given up.
 
 Every sync has a socket of its own on every rank, named by a secret of the rank and the sync's number, and bound one
 sync ahead: an engine rank of the next sync may come before its trainer rank has begun that, and one of a sync that was
@@ -45,7 +45,7 @@ class MeetingPoint:
         self._sender = sender
         self._config = config
         self._secret = secrets.token_hex(16)
-        self._secrets: tuple[str, ...] | None = None  # of the ranks beside the engine's
+        self._secrets: tuple[str, ...] | None = None  # of the trainer ranks next to the engine's
         self._number = 0  # of the sync under way; the same on all ranks
         self._sync_id = ""
         self._listener: Listener | None = None
@@ -92,7 +92,7 @@ class MeetingPoint:
             greet: opens the sync on the channel that the sender has adopted.
 
         Returns:
-            What ``greet`` has returned; an empty one where there is no engine rank beside this one.
+            The result of ``greet``; an empty one where this rank has no engine rank.
 
         Raises:
             SyncError: any rank's engine rank did not come, or failed.
@@ -100,7 +100,7 @@ class MeetingPoint:
         """
         seconds, name = self._config.timeout_seconds, self._endpoint.name
         deadline, greeting = time.monotonic() + seconds, Greeting("", None)
-        missing = bool(self._endpoint.ranks)  # the engine rank, where there is one beside this rank
+        missing = bool(self._endpoint.ranks)  # the engine rank, where this rank has one
         waiting, again, unreachable = 1, False, 0
         while waiting:
             with self._agreement.attempt():
@@ -126,7 +126,7 @@ class MeetingPoint:
         return greeting
 
     async def _look_at_load(self) -> None:
-        """Of the leader, while an engine rank is awaited on any rank.
+        """Called while an engine rank is awaited on any rank; only the leader has a load to look at.
 
         Raises:
             RuntimeError: none will come, for the load has ended.
@@ -175,5 +175,4 @@ class MeetingPoint:
 
 
 def _address(secret: str, number: int) -> str:
-    """Of a rank's socket of one sync."""
     return f"@verl-sync-{secret}-{number}"

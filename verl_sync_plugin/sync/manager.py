@@ -95,7 +95,7 @@ class ShardingManager(BaseShardingManager):
         self._adapter_sender: AdapterSender | None = None
 
     def _agree(self) -> Agreement:
-        """Where the ranks settle; collective."""
+        """Makes the agreement in which the ranks settle; collective."""
         return Agreement(self.config.timeout_seconds)
 
     def _make_ways(self) -> Ways:

@@ -77,7 +77,7 @@ class BucketSender(Conversation):
 
     @property
     def staged(self) -> bool:
-        """Whether there is staging memory."""
+        """True if there is staging memory."""
         return self._staging is not None
 
     @property
@@ -110,7 +110,7 @@ class BucketSender(Conversation):
         packer.begin()
 
     def export(self, reader: int = 0) -> StagingExport:
-        """How the engine rank beside a trainer rank opens this rank's slots; one export per reader."""
+        """Makes an export by which a trainer rank's engine rank opens this rank's slots; one per reader."""
         assert self._staging is not None, "reserve() comes first"
         return self._staging.export(reader)
 
@@ -139,7 +139,7 @@ class BucketSender(Conversation):
         self._mark(slot)
 
     def broken(self) -> list[int]:
-        """See ``Packer.broken``."""
+        """Indices of buckets in which a NaN or Inf was packed."""
         assert self._packer is not None, "begin() comes first"
         return self._packer.broken()
 

@@ -67,7 +67,7 @@ class SeparateManager(ShardingManager):
 
     def _make_ways(self) -> Ways:
         ways = Ways(self.config, self.agreement, self.sender, self._device, self._own)
-        ways.reach.decide_apart()
+        ways.reach.decide_separate()
         return ways
 
     def _hand_out(self, plan: Plan | None, senders: tuple[int, ...]) -> tuple[Plan, tuple[int, ...], bool]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How bytes come from trainer ranks to engine ranks, and which way a sync takes.
+"""The ways of bytes from trainer ranks to engine ranks, and the choice between them.
 
 in place    from the second sync on engine ranks read parameters where they lie; nothing is packed
 staged      every rank packs its segment of a bucket into a slot of its staging memory, and the bucket is moved:
@@ -58,8 +58,8 @@ class Sync:
         source: what prepares the shards.
         shards: all shards of this rank, by base index.
         report: gets the stages.
-        senders: the ranks whose segments make up a bucket for the engine rank beside this one, in their order.
-        readers: the ranks beside the engine ranks that read this rank's segment.
+        senders: the ranks whose segments make up a bucket for this rank's engine rank, in their order.
+        readers: the ranks whose engine ranks read this rank's segment.
         verified: what lies in the engine's parameters is to be compared with what is sent.
         keeps_staging: staging memory stays for the next sync.
     """
@@ -82,7 +82,7 @@ class Sync:
 
 @dataclass(frozen=True)
 class Questions:
-    """What an engine rank is to do as well as loading.
+    """Tasks of an engine rank as well as loading.
 
     Attributes:
         tells: say, before anything is loaded, what its model does with the tensors.
@@ -96,7 +96,7 @@ class Questions:
 
 
 class Reach:
-    """Which memory engine ranks can map: that of the ranks of their host.
+    """Knows which memory engine ranks can map: that of the ranks of their host.
 
     Args:
         agreement: where ranks settle.
@@ -126,7 +126,7 @@ class Reach:
             self.possible = all(len({self.hosts[rank] for rank in ranks}) == 1 for ranks in groups)
             self.why = "ranks that share out the model are on several hosts"
 
-    def decide_apart(self) -> None:
+    def decide_separate(self) -> None:
         """Collective, once, where trainer and rollout are separate."""
         self._find_hosts()
         self.possible = len(set(self.hosts)) == 1
@@ -140,7 +140,7 @@ class Reach:
         self.possible, self.why = False, why
 
     def elsewhere(self, ranks: tuple[int, ...], rank: int) -> int:
-        """How many of these ranks are on another host than one of them; 0 as long as nobody has asked."""
+        """Counts those of these ranks that are on another host than one of them; 0 as long as nobody has asked."""
         return sum(self.hosts[other] != self.hosts[rank] for other in ranks) if self.hosts else 0
 
 
@@ -153,7 +153,7 @@ class Way(ABC):
         agreement: where ranks settle.
         sender: packs, and speaks to the engine rank.
         own: where the trainer's ranks settle among themselves; the same as ``agreement`` where every rank has an engine
-            rank beside it.
+            rank.
         reach: which memory engine ranks can map.
     """
 
@@ -171,7 +171,7 @@ class Way(ABC):
         ranks = agreement.ranks
         self._me, self._packs, self._loads = ranks.rank, ranks.rank in ranks.trainers, ranks.rank in ranks.rollouts
         # Trainer and rollout share no process: a rank then packs, or has an engine rank load
-        self._apart = not (self._packs and self._loads)
+        self._separate = not (self._packs and self._loads)
 
     def _begin(self, sync: Sync) -> None:
         """Makes ready to pack or read all buckets."""
@@ -187,7 +187,7 @@ class Way(ABC):
 
     @abstractmethod
     def greet(self, sync: Sync, questions: Questions) -> Greeting:
-        """Opens the sync with the engine rank beside this rank, whose channel the sender has adopted. Not collective.
+        """Opens the sync with this rank's engine rank, whose channel the sender has adopted. Not collective.
 
         Raises:
             RuntimeError, OSError: it is gone, silent, or has failed.
@@ -198,8 +198,8 @@ class Way(ABC):
 
     @abstractmethod
     def run(self, sync: Sync) -> None:
-        """Collective: hands everything over. When it returns, the engine rank beside this one has read everything, or
-        this rank has failed.
+        """Collective: hands everything over. When it returns, this rank's engine rank has read everything, or this
+        rank has failed.
 
         Raises:
             SyncError: any rank failed.
@@ -220,8 +220,8 @@ class Way(ABC):
             self._sender.load(index, slot)
 
     def _wait(self, sync: Sync, index: int) -> None:
-        """Waits until the engine rank has loaded a bucket; a rank that has failed, or none beside it, waits for
-        nothing."""
+        """Waits until the engine rank has loaded a bucket; a rank that has failed, or has no engine rank,
+        waits for nothing."""
         if self._agreement.failed or not self._loads:
             return
         with sync.report.stage("wait_engine"):
@@ -256,7 +256,7 @@ class InPlace(Way):
     model that loads some tensors itself) is staged.
 
     Attributes:
-        told: the key under which the engine ranks know where this rank's parameters lie; empty at first.
+        known: the key under which the engine ranks know where this rank's parameters lie; empty at first.
     """
 
     name = "direct"
@@ -282,7 +282,7 @@ class InPlace(Way):
         self._live: Live | None = None
         self._lives: tuple[Live, ...] = ()
         self._place = 0
-        self.told = ""
+        self.known = ""
 
     def possible(self, sync: Sync) -> bool:
         """True if nothing speaks against it on this rank. Not collective.
@@ -296,7 +296,7 @@ class InPlace(Way):
         if not self._packs:
             return True
         try:
-            if (self._apart or len(sync.senders) > 1) and not sync.plan.sharded:
+            if (self._separate or len(sync.senders) > 1) and not sync.plan.sharded:
                 raise NotInPlaceError(self._reach.why)
             if sync.source.prepares:
                 raise NotInPlaceError("weights are made on the way")
@@ -323,7 +323,7 @@ class InPlace(Way):
     @property
     def moved(self) -> bool:
         """True if the engine ranks do not know where this rank's parameters lie."""
-        return self._live is not None and self._live.key != self.told if self._packs else not self._lives
+        return self._live is not None and self._live.key != self.known if self._packs else not self._lives
 
     def tell(self, sync: Sync) -> None:
         """Collective: the trainer's ranks tell where their parameters lie."""
@@ -331,7 +331,7 @@ class InPlace(Way):
         lives = [everywhere[rank] for rank in sync.senders]
         self._lives, self._place = tuple(live for live in lives if live is not None), place_of(self._me, sync.senders)
         assert len(self._lives) == len(lives), "possible on all ranks"
-        self.told = self._live.key if self._live is not None else ""
+        self.known = self._live.key if self._live is not None else ""
 
     def fill(self, sync: Sync) -> None:
         """There is nothing to fill."""
@@ -350,7 +350,7 @@ class InPlace(Way):
             self._wait(sync, ALL)
 
     def note(self, committed: Committed | None, plan: Plan) -> None:
-        """Takes in whether the engine rank could read the next sync in place; where there is none beside this rank,
+        """Takes in whether the engine rank could read the next sync in place; where this rank has none,
         only others have something to say against it."""
         self._ready = "" if committed is not None and committed.obstacle else plan.digest
         if committed is not None and self._wanted and committed.obstacle not in ("", self.why):
@@ -359,7 +359,7 @@ class InPlace(Way):
 
     def close(self, sync: Sync) -> None:
         """Gives back the staging memory of earlier syncs. By now all engine ranks have unmapped it, also those that
-        failed to commit; told of it again, they would open an export for the second time."""
+        failed to commit; if they heard of it again, they would open an export for the second time."""
         self._sender.unstage()
 
     def fall_back(self, error: PeersUnreachableError) -> None:
@@ -380,7 +380,7 @@ class Staged(Way):
     ) -> None:
         super().__init__(config, agreement, sender, own, reach)
         self._plan: Plan | None = None  # that the staging memory is for
-        self._stagings: tuple[StagingExport, ...] = ()  # that the engine rank beside this one reads
+        self._stagings: tuple[StagingExport, ...] = ()  # that this rank's engine rank reads
         self._place = 0
         self._moves = False
         self._unopened = False  # the engine ranks have not opened these yet
@@ -396,7 +396,7 @@ class Staged(Way):
         return self._packs or not plan.sharded
 
     def stage(self, sync: Sync) -> None:
-        """Collective: makes staging memory for the plan; each rank hears of what the engine rank beside it will read.
+        """Collective: makes staging memory for the plan; each rank hears of what its engine rank will read.
 
         Raises:
             SyncError: a rank has not enough memory, or cannot share it; the same text on every rank.
@@ -407,7 +407,7 @@ class Staged(Way):
         everywhere = self._agreement.gather("exchanging the staging memory", mine) if plan.sharded else {self._me: mine}
         self._stagings = tuple(everywhere[rank][self._me] for rank in sources) if self._loads else ()
         self._place, self._unopened, self._plan = place_of(self._me, sources), True, plan
-        self._moves = not plan.sharded and (self._apart or any(bucket.world > 1 for bucket in plan.buckets))
+        self._moves = not plan.sharded and (self._separate or any(bucket.world > 1 for bucket in plan.buckets))
         self.name = "broadcast" if self._moves else "staged"
 
     def _reserve(self, sync: Sync) -> dict[int, StagingExport]:
@@ -416,7 +416,7 @@ class Staged(Way):
             return {}
         self._sender.reserve(sync.plan)
         if sync.plan.sharded:
-            readers = sync.readers if self._me in sync.senders or not self._apart else ()
+            readers = sync.readers if self._me in sync.senders or not self._separate else ()
         else:
             readers = (self._me,) if self._loads else ()
         return {rank: self._sender.export(rank) for rank in readers}
@@ -434,8 +434,8 @@ class Staged(Way):
         """A rank that packs starts to bring one bucket into its slot."""
         if not self._packs:
             return
-        # Apart, an error of all trainer ranks is news for the rollout ranks
-        with self._agreement.attempt() if self._apart else nullcontext():
+        # Where they are separate, an error of all trainer ranks is news for the rollout ranks
+        with self._agreement.attempt() if self._separate else nullcontext():
             self._prepare(sync, index)
         with self._agreement.attempt(), sync.report.stage("pack"):
             self._sender.pack(index, index % SLOTS, sync.shards)
@@ -445,13 +445,13 @@ class Staged(Way):
         if not sync.source.prepares:
             return
         what, buckets = f"packing bucket {index + 1} of {len(sync.plan.buckets)}", sync.plan.buckets
-        if self._apart and self._agreement.failed:  # the others must not wait for this rank alone
+        if self._separate and self._agreement.failed:  # the others must not wait for this rank alone
             with self._own.attempt():
                 raise RuntimeError("this rank has failed before")
         with sync.report.stage("prepare"):
             ahead = [later.bases for later in buckets[index + 1 :]]
             self._own.run(what, sync.source.prepare(buckets[index].bases, ahead))
-            if self._apart:
+            if self._separate:
                 self._own.settle(what)
 
     def greet(self, sync: Sync, questions: Questions) -> Greeting:
@@ -570,7 +570,7 @@ class Ways:
         self._chosen: Way = self.staged
 
     def votes(self, sync: Sync) -> list[int]:
-        """What this rank has to say of the ways, to be added up over all ranks for ``take``. Not collective."""
+        """Returns this rank's votes on the ways, to be added up over all ranks for ``take``. Not collective."""
         impossible = not self.in_place.possible(sync)
         moved = not impossible and self.in_place.moved
         return [int(each) for each in (impossible, self.in_place.permanent, moved, self.staged.unready(sync))]
@@ -608,8 +608,8 @@ class Ways:
 
 
 def place_of(rank: int, sources: tuple[int, ...]) -> int:
-    """Which of the sources a rank's engine rank reads what all of them hold from: the one beside it; where none is, one
-    of them, so that the ranks share them out."""
+    """Chooses the source from which a rank's engine rank reads what all of them hold: its own trainer rank; where that
+    is none of them, another one, so that the ranks share them out."""
     return sources.index(rank) if rank in sources else rank % len(sources)
 
 
