@@ -22,9 +22,8 @@ from verl_sync_plugin.rollouts.sglang.lora import served_settings
 from verl_sync_plugin.sync.adapter import AdapterSender
 from verl_sync_plugin.sync.endpoint import LoadOutcome
 from verl_sync_plugin.trainers import shard_stream
-from verl_sync_plugin.trainers.megatron.source import MegatronLoRASource
 from verl_sync_plugin.trainers.megatron.stream import StreamSource
-from verl_sync_plugin.trainers.megatron.trainer import MegatronTrainer
+from verl_sync_plugin.trainers.megatron.trainer import MegatronLoRASource, MegatronTrainer
 from verl_sync_plugin.transport.agreement import Agreement
 
 LORA: dict[str, Any] = {

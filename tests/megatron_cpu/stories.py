@@ -28,7 +28,7 @@ from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.sender import STAGING_BUCKETS
 from verl_sync_plugin.sync.ways import Sync
 from verl_sync_plugin.trainers.megatron.model import unwrapped
-from verl_sync_plugin.trainers.megatron.source import MegatronSource
+from verl_sync_plugin.trainers.megatron.trainer import MegatronSource
 
 State = dict[str, torch.Tensor]
 

@@ -11,7 +11,7 @@ import torch
 from megatron_cpu.engines import Layout, build, stock_export
 from megatron_cpu.stories import LARGE, TINY, check_same, manager_of, on_disk, one_sync
 from verl_sync_plugin.trainers.megatron.model import unwrapped
-from verl_sync_plugin.trainers.megatron.source import MegatronSource
+from verl_sync_plugin.trainers.megatron.trainer import MegatronSource
 
 # Of a layer: where a norm lies in Megatron's own layers, and the linear layer that TransformerEngine fuses it into
 FUSED = {

@@ -1,20 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's Megatron training engine, and an adapter of its that the engine serves itself."""
+"""verl's Megatron engine: tensor, pipeline, virtual pipeline, expert, expert-tensor, context and data parallel.
+
+No collective and no object exchange per tensor: what ranks hold is said once, see ``trainers/joint.py``.
+
+LoRA weights are merged while they are packed, each rank its own parts. A part of a weight needs one factor whole and of
+the other the rows or columns that match it, which the rank has: of a column-parallel weight A is gathered, of a
+row-parallel one B. What is gathered comes from the tensor-parallel ranks only, for the weights of a few buckets at a
+time. The base is never written, and no weight is ever whole.
+
+Source: ``LoRAMerge.merge`` of ``megatron.bridge.peft.lora`` for which factor is gathered.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from verl_sync_plugin import log
 from verl_sync_plugin.config.refusals import refuse_megatron_lora
 from verl_sync_plugin.config.settings import TURN_OFF
-from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, TrainerBackend
-from verl_sync_plugin.trainers.megatron.bridge import BridgeReader
-from verl_sync_plugin.trainers.megatron.model import unwrapped
-from verl_sync_plugin.trainers.megatron.source import MegatronLoRASource, MegatronSource
+from verl_sync_plugin.layout.tensors import Base, Shard, View
+from verl_sync_plugin.lora.merge import Target
+from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, TrainerBackend, WirePolicy, dtype_name
+from verl_sync_plugin.trainers.joint import JointSource, RankLayout
+from verl_sync_plugin.trainers.lora import Gathering, Merge, Merging
+from verl_sync_plugin.trainers.megatron.bridge import BridgeReader, NotACopyError
+from verl_sync_plugin.trainers.megatron.model import Held, ModelTensors, flat, unwrapped
 from verl_sync_plugin.trainers.megatron.stream import Guard, Stream, StreamSource
+
+_KINDS = ("", "tensor", "expert")  # by whose ranks the factors of a weight are split
+_PLAIN = ("ParallelLinearAdapter", "GroupedExpertLinearAdapter")
 
 
 class MegatronTrainer(TrainerBackend):
@@ -58,6 +78,262 @@ class MegatronTrainer(TrainerBackend):
         return ((name.replace(".base_layer.", "."), tensor) for name, tensor, *_ in stream)
 
 
+def refuse_engine(engine: Any) -> None:
+    """Raises ValueError when a Megatron engine cannot be synced; names key, value and remedy."""
+    megatron = "actor_rollout_ref.actor.megatron"
+    if engine.vanilla_bridge:
+        raise ValueError(
+            f"{megatron}.vanilla_mbridge=True: weight sync serves Megatron-Bridge, verl's default, and not the "
+            f"deprecated mbridge. Set it to False, or {TURN_OFF}."
+        )
+    if getattr(engine, "_qat_enabled", False):
+        raise ValueError(f"{megatron}.qat.enable=True: weight sync does not quantize; {TURN_OFF}.")
+    if getattr(engine.engine_config, "use_megatron_fsdp", False):
+        raise ValueError(f"{megatron}.use_megatron_fsdp=True: weight sync does not read its shards; {TURN_OFF}.")
+    if any(getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False) for chunk in engine.module):
+        # Megatron then gathers updated parameters in the next forward pass, which comes after the sync
+        raise ValueError(
+            f"{megatron}.override_ddp_config.overlap_param_gather=True: the parameters are not up to date when verl "
+            "syncs. Set it to False."
+        )
+    refuse_megatron_lora(engine.engine_config, engine.model_config)
+
+
+class MegatronSource(JointSource):
+    """Walks the model chunks of one rank (one per virtual pipeline stage), wrapped or not. ``otherwise`` is the
+    bridge's own stream, for a model whose conversion computes."""
+
+    def __init__(
+        self, chunks: list[torch.nn.Module], reader: BridgeReader, policy: WirePolicy, otherwise: ParameterSource
+    ) -> None:
+        super().__init__(policy)
+        self._model = ModelTensors(chunks)
+        self._reader = reader
+        self._otherwise = otherwise
+        self._places: dict[str, int] = {}  # of this rank's parameters, by name
+        self._shards: list[Shard] = []  # as long as every tensor stays the object it is, and on the device
+        self._offloaded: dict[int, torch.Tensor] = {}
+
+    def look(self) -> bool:
+        other, moved = self._model.look()
+        if other or moved:
+            self._shards = []
+        return other
+
+    def read(self, run: str) -> RankLayout:
+        self._shards = []
+        groups = tuple(tuple(dist.get_process_group_ranks(group)) for group in self.groups())
+        try:
+            found = self._reader.read(self._model, run)
+        except NotACopyError as error:
+            return RankLayout((), groups, str(error))
+        self._places = {part.name: place for place, part in found.items()}
+        return RankLayout(tuple(found.values()), groups)
+
+    def instead(self, layouts: list[RankLayout]) -> ParameterSource | None:
+        computed = next((layout.computed for layout in layouts if layout.computed), "")
+        if not computed:
+            return None
+        log.say(f"this model goes through the trainer's own weight stream, which is slower: {computed}")
+        return self._otherwise
+
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        from megatron.core import parallel_state as mpu
+
+        return mpu.get_model_parallel_group(), mpu.get_expert_tensor_model_pipeline_parallel_group()
+
+    def shards(self) -> list[Shard]:
+        self._offloaded = self._model.offloaded()
+        if self._offloaded:
+            return super().shards()
+        self._shards = self._shards or super().shards()
+        return self._shards
+
+    def shard(self, base: Base, name: str) -> Shard:
+        tensor = self._model.tensors[self._places[name]]
+        home = self._offloaded.get(tensor.untyped_storage()._cdata)
+        return Shard(base, partial(flat, tensor, home), run=None if home is not None else tensor)
+
+
+@dataclass(frozen=True)
+class AdaptedWeight:
+    """One weight of this rank by Megatron's global name: ``scaling * B @ A`` is added to its local part. ``a`` and
+    ``b`` are keys of the factors, alike on the ranks that share them, and ``place_a``, ``place_b`` their places in
+    ``ModelTensors.tensors``; ``expert`` is their index in those of several experts (``None``: a factor is a matrix).
+    ``experts``: it belongs to experts, whose factors are split by expert tensor parallelism."""
+
+    name: str
+    a: str
+    b: str
+    place_a: int
+    place_b: int
+    expert: int | None
+    adapter: Any
+    experts: bool
+    magnitude: None = None
+    plain: bool = True
+    transposed: bool = False
+
+    @property
+    def rank(self) -> int:
+        return int(self.adapter.dim)
+
+    @property
+    def scaling(self) -> float:
+        """As the trainer has it now."""
+        return float(self.adapter.alpha / self.adapter.dim)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (self.a, self.b)
+
+    def columns(self, shape: tuple[int, ...]) -> int:
+        return shape[-1]
+
+
+class MegatronLoRASource(Merging, MegatronSource):
+    """A ``MegatronSource`` that merges; arguments as of both base classes."""
+
+    def __init__(self, device: torch.device, timeout_seconds: float, **source: Any) -> None:
+        super().__init__(device, timeout_seconds, **source)
+        self._weights: dict[str, AdaptedWeight] = {}  # of this rank, by name
+        self._mergers: dict[str, Merge] = {}
+
+    def read(self, run: str) -> RankLayout:
+        layout, self._mergers = super().read(run), {}
+        if layout.computed:
+            return layout
+        names = {place: name for name, place in self._places.items()}
+        try:
+            self._weights = {weight.name: weight for weight in adapted_weights(self._model, names)}
+        except NotACopyError as error:
+            return replace(layout, parts=(), computed=str(error))
+        parts = (
+            replace(part, adapter=(_kind(weight), weight.rank)) if (weight := self._weights.get(part.name)) else part
+            for part in layout.parts
+        )
+        return replace(layout, parts=tuple(parts))
+
+    def shards(self) -> list[Shard]:
+        self.release()
+        offloaded = self._model.offloaded()
+        for weight in self._weights.values():
+            for key, place in ((weight.a, weight.place_a), (weight.b, weight.place_b)):
+                if key not in self.factors.names:
+                    self.factors.keep(key, self._factor(weight, key, place, offloaded))
+        return super().shards()
+
+    def _factor(self, weight: AdaptedWeight, key: str, place: int, offloaded: dict[int, torch.Tensor]) -> Shard:
+        """This rank's part of a factor; parts are rows, so one after another they are the whole."""
+        tensor = self._model.tensors[place]
+        home = offloaded.get(tensor.untyped_storage()._cdata)
+        each = tensor if weight.expert is None else tensor[weight.expert]
+        rows, columns = each.shape
+        whole = weight.rank if key == weight.a else self._model.tensors[self._places[weight.name]].shape[0]
+        size = whole // rows
+        view = View(key, (rows * size, columns), 0, rows * size * columns)
+        base = Base(key, dtype_name(tensor.dtype), tensor.dtype.itemsize, (rows * columns,) * size, (view,))
+        return Shard(base, partial(flat, each, home))
+
+    def shard(self, base: Base, name: str) -> Shard:
+        shard = super().shard(base, name)
+        weight = self._weights.get(name)
+        if weight is not None:
+            if name not in self._mergers:
+                shape = tuple(self._model.tensors[self._places[name]].shape)
+                self._mergers[name] = self.merger((Target(weight, 0, shape),), 0)
+            shard.merge = self._mergers[name]
+        return shard
+
+    def weights_in(self, base: int) -> list[AdaptedWeight]:
+        weight = self._weights.get(self._mine.get(base, ""))
+        return [] if weight is None else [weight]
+
+    def factor_bytes(self, base: int) -> int:
+        part = self._parts[base]
+        return 0 if part.adapter is None else part.adapter[1] * sum(part.shape) * torch.float32.itemsize
+
+    def gather(self, bases: tuple[int, ...]) -> Gathering:
+        """Gathers for the weights that this rank and its group hold parts of. Every rank yields once for each kind of
+        which any has something to gather."""
+        found: dict[str, torch.Tensor] = {}
+        parts = [self._parts[base] for base in bases]
+        for kind in _KINDS:
+            names = [part.name for part in parts if part.adapter is not None and part.adapter[0] == kind]
+            if names:
+                mine = [self._weights[name] for name in names if name in self._weights]
+                keys = tuple(dict.fromkeys(key for weight in mine for key in weight.keys))
+                work = self.factors.gather(keys, _group(kind), torch.float32)
+                got = _advance(work)  # up to its collective
+                if kind:
+                    yield
+                if got is None:
+                    got = _advance(work)
+                assert got is not None, "factors that are split over one group have one dtype"
+                found.update(got)
+        return found
+
+
+def _advance(work: Gathering) -> dict[str, torch.Tensor] | None:
+    """Goes on to the next collective; returns the result when there is none left."""
+    try:
+        next(work)
+    except StopIteration as end:
+        found: dict[str, torch.Tensor] = end.value
+        return found
+    return None
+
+
+def _group(kind: str) -> dist.ProcessGroup | None:
+    from megatron.core import parallel_state as mpu
+
+    groups = {"tensor": mpu.get_tensor_model_parallel_group, "expert": mpu.get_expert_tensor_parallel_group}
+    return groups[kind]() if kind else None
+
+
+def _kind(weight: AdaptedWeight) -> str:
+    kind = _KINDS[1 + weight.experts]
+    return kind if dist.get_world_size(_group(kind)) > 1 else ""
+
+
+def adapted_weights(model: ModelTensors, names: dict[int, str]) -> Iterator[AdaptedWeight]:
+    """The adapted weights of a rank; ``names`` are Megatron's global ones of what travels, by place. Raises ValueError
+    for a trained parameter that would never arrive, and NotACopyError for an adapter that only the bridge's own stream
+    merges."""
+    for _, chunk, all_held in model.named():
+        held = {each.name: each for each in all_held}
+        factors: set[int] = set()
+        for path, module in chunk.named_modules():
+            if hasattr(module, "to_wrap") and hasattr(module, "adapter"):
+                for weight in _of(path, module.adapter, held, names):
+                    factors |= {weight.place_a, weight.place_b}
+                    yield weight
+        trained = [name for name, p in chunk.named_parameters() if p.requires_grad and p.numel()]
+        lost = [name for name in trained if held[name].place not in factors and held[name].place not in names]
+        if lost:
+            raise ValueError(
+                f"parameters that are trained, but not exported by Megatron-Bridge: {', '.join(sorted(lost)[:5])}. "
+                f"Leave their modules out of actor_rollout_ref.model.lora.target_modules, or {TURN_OFF}."
+            )
+
+
+def _of(path: str, adapter: Any, held: dict[str, Held], names: dict[int, str]) -> Iterator[AdaptedWeight]:
+    kind = type(adapter).__name__
+    activation = type(getattr(adapter, "activation", None) or torch.nn.Identity()).__name__
+    if kind not in _PLAIN or activation != "Identity":  # its factors do not make the delta alone
+        raise NotACopyError(f"the adapter of {path!r} ({kind}) is merged by the bridge")
+    a, b = (held[f"{path}.adapter.{side}.weight"] for side in ("linear_in", "linear_out"))
+    wrapped = f"{path}.to_wrap.weight"
+    for each in held.values():
+        number = each.name.removeprefix(wrapped)
+        if not each.name.startswith(wrapped) or not (number == "" or number.isdigit()) or each.place not in names:
+            continue
+        name = names[each.place]
+        key = name if a.tensor.dim() == 3 else name.partition(".to_wrap.")[0]
+        expert = int(number) if a.tensor.dim() == 3 else None
+        yield AdaptedWeight(name, f"{key}.A", f"{key}.B", a.place, b.place, expert, adapter, ".experts." in path)
+
+
 class BridgeAdapter(ServedAdapter):
     """The bridge's own export of an adapter, once per sync: the factors are small, and which rows of them belong to
     which HF module is the bridge's knowledge. ``open_stream`` yields the adapter's tensors by HF name; ``lora`` is
@@ -93,24 +369,3 @@ class BridgeAdapter(ServedAdapter):
 
     def release(self) -> None:
         """Does nothing: nothing is kept."""
-
-
-def refuse_engine(engine: Any) -> None:
-    """Raises ValueError when a Megatron engine cannot be synced; names key, value and remedy."""
-    megatron = "actor_rollout_ref.actor.megatron"
-    if engine.vanilla_bridge:
-        raise ValueError(
-            f"{megatron}.vanilla_mbridge=True: weight sync serves Megatron-Bridge, verl's default, and not the "
-            f"deprecated mbridge. Set it to False, or {TURN_OFF}."
-        )
-    if getattr(engine, "_qat_enabled", False):
-        raise ValueError(f"{megatron}.qat.enable=True: weight sync does not quantize; {TURN_OFF}.")
-    if getattr(engine.engine_config, "use_megatron_fsdp", False):
-        raise ValueError(f"{megatron}.use_megatron_fsdp=True: weight sync does not read its shards; {TURN_OFF}.")
-    if any(getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False) for chunk in engine.module):
-        # Megatron then gathers updated parameters in the next forward pass, which comes after the sync
-        raise ValueError(
-            f"{megatron}.override_ddp_config.overlap_param_gather=True: the parameters are not up to date when verl "
-            "syncs. Set it to False."
-        )
-    refuse_megatron_lora(engine.engine_config, engine.model_config)
