@@ -74,13 +74,13 @@ class BridgeReader:
         self._chunks = chunks
         self._guard = Guard(timeout_seconds)
         self._kinds: dict[tuple[object, ...], _Kind] = {}
-        self._configs: list[object] = []  # held, since kinds are told apart by their identities
+        self._configs: list[object] = []  # held, since their identities tell kinds apart
 
     def read(self, model: ModelTensors, run: str) -> dict[int, Part]:
         """This rank's weights by their places in ``model.tensors``, without what the bridge does not export. All ranks
         read at the same time: the bridge's list of tasks takes one exchange of names in the pipeline group. ``run``:
         see ``Guard.begin``. Raises NotACopyError, with its name, for a parameter that becomes no copy of itself, or of
-        which that cannot be told."""
+        which that is not known."""
         self._guard.begin(run)
         with self._guard.watching():
             listed = self._bridge.get_conversion_tasks(self._chunks)
