@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 
 from several_hosts_on_gpu import digest, play
+from unseen import reads_unseen
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -70,10 +71,9 @@ class Flips:
     def found(self, where: str, hashed: bool, verify: str) -> str:
         """The error of a sync in which a bit flips; the next ones are exact."""
         from verl_sync_plugin.errors import SyncError
-        from verl_sync_plugin.verify import Comparison
 
         flip = {"staging": self._in_staging, "trainer": self._in_trainer, "engine": self._in_engine}[where]
-        unseen = nullcontext() if hashed else mock.patch.object(Comparison, "_compare_read")
+        unseen = nullcontext() if hashed else reads_unseen()
         self._manager.commit._cadence._verify = verify
         text = ""
         with unseen, flip():

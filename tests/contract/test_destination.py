@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,8 +19,9 @@ import torch.multiprocessing as mp
 from contract import sglang_models as models
 from contract.wire import Wire
 from ports import free_port
+from unseen import reads_unseen
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.verify import DERIVED, Comparison
+from verl_sync_plugin.verify import DERIVED
 
 pytestmark = pytest.mark.slow
 HELD = "do not hold what was sent of"
@@ -80,7 +80,7 @@ def bytes_that_change_on_their_way_are_found_at_its_end(kind: str, config: Any) 
     def flip(memory: torch.Tensor) -> None:
         memory[4097] ^= 4
 
-    with mock.patch.object(Comparison, "_compare_read"):
+    with reads_unseen():
         for seed in (1, 3):
             with pytest.raises(SyncError, match=HELD):
                 wire.sync(models.weights_of(kind, seed), flip)

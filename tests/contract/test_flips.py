@@ -23,11 +23,12 @@ import torch.multiprocessing as mp
 from contract import sglang_models as models
 from contract.wire import Wire
 from ports import free_port
+from unseen import reads_unseen
 from verl_sync_plugin.copies.copier import Memory, _PlainPrepared
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.load_map import owners_of, read_parts
 from verl_sync_plugin.layout.tensors import hulls_of, numbers_of
-from verl_sync_plugin.verify import FIRST_SYNCS, Cadence, Comparison
+from verl_sync_plugin.verify import FIRST_SYNCS, Cadence
 
 pytestmark = pytest.mark.slow
 WHERE = ("staging", "passage", "destination")
@@ -90,7 +91,7 @@ def a_flip(wire: Wire, where: str, victim: str) -> Iterator[tuple[Spoil, Callabl
 def found(wire: Wire, weights: models.Weights, where: str, victim: str, hashes: bool, verified: bool) -> str:
     """By which of the two a flip was found; empty if nobody noticed it."""
     wire.verified = verified
-    unseen = nullcontext() if hashes else mock.patch.object(Comparison, "_compare_read")
+    unseen = nullcontext() if hashes else reads_unseen()
     try:
         with unseen, a_flip(wire, where, victim) as (spoil, behind):
             wire.sync(weights, spoil, behind)
