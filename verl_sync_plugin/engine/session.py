@@ -133,6 +133,8 @@ class ReceiverSession:
         except (RuntimeError, OSError) as error:
             self._maps = False
             self._regions.map(())  # what could be mapped would keep the trainer from freeing it
+            if self._load is not None:
+                self._load.forget_lives()
             channel.send(Ready(unreachable=f"{type(error).__name__}: {error}"))
             return None
         self._lives = lives
