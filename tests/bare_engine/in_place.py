@@ -24,14 +24,14 @@ def read_in_place(member: Rank) -> None:
     packs = stories.count(manager.sender, "pack")
     _synced(member, 2, in_place=True)
     assert not packs and not manager.sender.staged, "staging memory is given back"
-    told = manager.ways.in_place.told
+    known = manager.ways.in_place.known
     _synced(member, 3, in_place=True, awake=True)
     direct_flips.are_found(member)
-    assert manager.ways.in_place.told == told, "told once"
+    assert manager.ways.in_place.known == known, "said once"
 
     trainer.share(member.trainer, member.folder)
     _synced(member, 4, in_place=True)
-    assert manager.ways.in_place.told != told, "what moved is told anew"
+    assert manager.ways.in_place.known != known, "what moved is said again"
 
     _spoil_next_regions(member)
     trainer.share(member.trainer, member.folder)

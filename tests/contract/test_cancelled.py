@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that is cancelled: no other waits for it in vain."""
+"""A rank that is cancelled, or whose device fails where only readings are taken: no other waits for it in vain."""
 
 from __future__ import annotations
 
@@ -123,3 +123,18 @@ def test_a_cancelled_rank_is_cancelled_and_the_others_hear_of_it(where: str) -> 
     assert "rank 0: RuntimeError: this rank was cancelled" in other[1]
     assert max(leader[2], other[2]) < BOUND
     assert later == same == "", "nothing is left of it for the next stage"
+
+
+def fail_to_measure() -> Outcome:
+    device = torch.device("cuda") if dist.get_rank() == 1 else CPU
+    config = SyncConfig(timeout_seconds=BOUND)
+    return asyncio.run(ended(WithoutSource(None, Comer(), config, 1 << 20, device).update_weights([], 1), cancel=False))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the error is that there is no CUDA")
+def test_a_device_that_cannot_be_measured_is_everybodys_failure() -> None:
+    outcomes = run_world(2, fail_to_measure, timeout=60)
+    assert len({text for _, text, _ in outcomes}) == 1, outcomes
+    for kind, text, seconds in outcomes:
+        assert kind == "SyncError" and seconds < BOUND
+        assert "rank 1: A" in text and "cuda" in text.lower(), text  # AssertionError or AttributeError: no such device

@@ -83,6 +83,16 @@ def test_split_halves_of_a_pair_arrive_in_one_load() -> None:
     assert all(torch.equal(arrived(loads)[name], tensor) for name, tensor in zip(names, tensors, strict=True))
 
 
+def test_pairs_of_different_layers_do_not_mix() -> None:
+    first, second = FUSED_PAIRS[0]
+    ordered = [f"layers.0.{first}", f"layers.1.{first}", f"layers.1.{second}", f"layers.0.{second}"]
+    tensors = [torch.randn(8, 4) for _ in ordered]
+    loads = ship(
+        tensors, [base_of(n, t) for n, t in zip(ordered, tensors, strict=True)], 128, Assembler(pairs=FUSED_PAIRS)
+    )
+    assert [[name for name, _ in load] for load in loads] == [[], [], ordered[1:3], [ordered[0], ordered[3]]]
+
+
 def test_finish_names_an_incomplete_tensor() -> None:
     assembler = Assembler()
     memory = BucketMemory([torch.zeros(16, dtype=torch.uint8)], 16, 1)

@@ -13,7 +13,7 @@ import torch
 
 from hydra_run import refused, rollout_of
 from verl_sync_plugin.config.settings import KEY_PREFIX, SEPARATE_BACKEND
-from verl_sync_plugin.errors import RankLostError
+from verl_sync_plugin.errors import RankLostError, SyncError
 from verl_sync_plugin.rollouts import rollout_of as rollout_of_name
 from verl_sync_plugin.sync import membership
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
@@ -101,6 +101,22 @@ def test_ranks_that_set_up_nccl_otherwise_are_refused() -> None:
     other = replace(ROLLOUTS[0], cumem="0")
     with pytest.raises(ValueError, match=r"NCCL_CUMEM_ENABLE differs .* rollout rank 0 of 1 has 0"):
         topology(2, 1, [*TRAINERS, other])
+
+
+def test_after_a_failed_sync_all_make_a_new_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(membership.dist, "get_world_size", lambda: 1)
+    member = membership.Membership(torch.device("cpu"), trainer=False, first=False, timeout_seconds=1.0)
+    ended: list[str] = []
+    group = SimpleNamespace(close=partial(ended.append, "all"), end_bytes=partial(ended.append, "bytes"))
+    # What all have agreed to raise is still on its way to some of them; transfers that not all have begun would hang
+    ends = ((SyncError, "bytes"), (RankLostError, "all"), (ValueError, "all"))
+    for error, end in ends:
+        ended.clear()
+        member.ranks, member._name = group, "name"  # type: ignore[assignment]
+        with pytest.raises(error), member.taking_part():
+            raise error("injected")
+        assert member.describe().group == "" and ended == [end], error
 
 
 def test_a_sync_that_ends_late_leaves_the_group_of_the_next_alone() -> None:

@@ -15,6 +15,7 @@ from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl_sync_plugin.hooks import worker
 from verl_sync_plugin.hooks.separate import SyncCheckpointEngine
 from verl_sync_plugin.sync.membership import Membership
+from verl_sync_plugin.sync.separate import SeparateRollout
 from verl_sync_plugin.trainers.shard_stream import ShardStream
 
 
@@ -63,3 +64,13 @@ def test_the_others_hear_of_a_stream_that_is_not_the_plugins(monkeypatch: pytest
     with pytest.raises(ValueError, match="plain weight stream"):
         asyncio.run(sender.send_weights(iter(()), 7))
     assert closed and member.ranks is None
+
+
+def test_no_two_syncs_have_one_name_also_in_a_new_group() -> None:
+    """An engine rank that is late may complain of a sync of the group before."""
+    named = []
+    for group in ("one", "another"):
+        rank = object.__new__(SeparateRollout)
+        rank._syncs, rank._ranks = 0, SimpleNamespace(name=group)  # type: ignore[assignment]
+        named += [rank.name_sync(7), rank.name_sync(7)]
+    assert named[0] == "1 (step 7) of group one" and len(set(named)) == 4

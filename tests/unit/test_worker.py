@@ -201,6 +201,27 @@ class Worker(worker.SyncWorkerMixin, VerlsWorker):
         self.config = OmegaConf.create(config)
 
 
+AROUND = ("room for weights, offloaded=False", "weights False True of 7, ends=False", "room for the rest", "end")
+
+
+def test_order_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: list[bool] = []
+    monkeypatch.setattr(worker, "set_expandable_segments", settings.append)
+    rollout = Rollout()
+    ours = Worker(rollout)
+    assert asyncio.run(ours.update_weights(7)) is None
+    assert rollout.calls == [AROUND[0], "resume weights", *AROUND[1:]]
+    assert settings == [False, True] and ours.base_sync_done
+
+
+@pytest.mark.parametrize(("free", "level"), [(False, 2), (True, 1)])
+def test_weights_that_were_not_released_are_not_resumed(free: bool, level: int) -> None:
+    rollout = Rollout()
+    rollout.sleep_level = level
+    asyncio.run(Worker(rollout, free=free).update_weights(7, mode="naive"))
+    assert rollout.calls == list(AROUND)
+
+
 def test_a_failed_sync_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     settings: list[bool] = []
     monkeypatch.setattr(worker, "set_expandable_segments", settings.append)

@@ -93,7 +93,7 @@ class PackTable:
         plan: all buckets.
         buckets: those of the table.
         rank: this rank's place among the owners of a sharded base.
-        tensors: number of each tensor; see ``hulls.numbers_of``.
+        tensors: number of each tensor; see ``numbers_of``.
         device: where the slots are.
         read_alone: whether slices packed alone are to be read by ``run`` as well.
         found: of the buckets' bases, if somebody else looks; may leave out those of which this rank holds nothing.

@@ -132,9 +132,9 @@ class ReceiverSession:
             self._regions.map(region for live in lives for region in live.regions)
         except (RuntimeError, OSError) as error:
             self._maps = False
-            self._regions.map(())  # what could be mapped would keep the trainer from freeing it
             if self._load is not None:
                 self._load.forget_lives()
+            self._regions.map(())  # what could be mapped would keep the trainer from freeing it
             channel.send(Ready(unreachable=f"{type(error).__name__}: {error}"))
             return None
         self._lives = lives
