@@ -69,13 +69,13 @@ def kept(checkpoint: str, folder: str, short: list[bool], failing: int = 0) -> l
 def test_the_next_sync_does_as_the_room_was(
     short: list[bool], failing: int, stays: list[bool], tiny_model: Callable[[str], str], tmp_path: Path
 ) -> None:
-    (found,) = run_world(1, kept, tiny_model("qwen2"), str(tmp_path), short, failing, timeout=60)
+    (found,) = run_world(1, kept, tiny_model("qwen2"), str(tmp_path), short, failing, timeout=180)
     to_come = [False, *(not stayed for stayed in stays[:-1])]
     assert found == list(zip(stays, stays, to_come, strict=True)), "both sides alike"
 
 
 def test_what_a_failed_sync_gave_back_is_staged_anew(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
-    (found,) = run_world(1, kept, tiny_model("qwen2"), str(tmp_path), [True, True, True, True], 2, timeout=60)
+    (found,) = run_world(1, kept, tiny_model("qwen2"), str(tmp_path), [True, True, True, True], 2, timeout=180)
     assert found == [(False, False, number > 0) for number in range(4)]
 
 
@@ -114,4 +114,4 @@ def parameters_stay_mapped(checkpoint: str, folder: str) -> None:
 def test_parameters_are_let_go_of_once_they_are_not_read_in_place(
     tiny_model: Callable[[str], str], tmp_path: Path
 ) -> None:
-    run_world(1, parameters_stay_mapped, tiny_model("qwen2"), str(tmp_path), timeout=60)
+    run_world(1, parameters_stay_mapped, tiny_model("qwen2"), str(tmp_path), timeout=180)
