@@ -4,6 +4,7 @@ long an engine rank keeps the trainer's parameters mapped."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -81,6 +82,7 @@ def test_what_a_failed_sync_gave_back_is_staged_anew(tiny_model: Callable[[str],
 
 def mapped() -> int:
     """How many mappings of the trainer's parameters there are in this process, the trainer's own among them."""
+    gc.collect()
     return sum(line.endswith(".memory") for line in Path("/proc/self/maps").read_text().splitlines())
 
 
