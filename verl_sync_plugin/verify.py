@@ -191,7 +191,7 @@ class Comparison:
             self._say(f"{text}; the engine keeps what it loaded at its start")
 
     def _weigh(self, plan: Plan, tensors: _Tensors, digests: list[str], sent_by: int | None) -> None:
-        """How every part counts that this rank's engine rank hashes."""
+        """Weighs every part that this rank's engine rank hashes."""
         self._names, self._times_sent = tensors.names, times_sent(plan, len(self._agreement.ranks.trainers))
         if sent_by is not None:
             self._times_sent = torch.full_like(self._times_sent, sent_by)
@@ -315,7 +315,7 @@ class _Tensors:
 
 
 class _Weights:
-    """How the hashes of all parts are put together.
+    """Puts the hashes of all parts together.
 
     Args:
         tensors: of the plan.
@@ -344,7 +344,7 @@ class _Weights:
         """One hash per tensor of the parts of this rank's engine rank: int64 of shape ``(tensors,)``."""
         found = np.frombuffer(sums, dtype="<i8").astype(np.int64)
         if len(found) != len(self._factors):
-            raise ValueError(f"the engine hashed {len(found)} parts of tensors, and told of {len(self._factors)}")
+            raise ValueError(f"the engine hashed {len(found)} parts of tensors, and its map has {len(self._factors)}")
         total = np.zeros(tensors, dtype=np.int64)
         np.add.at(total, self._tensors, found * self._factors)
         return torch.from_numpy(total)
@@ -358,7 +358,7 @@ def refuse_changed(changed: Sequence[str]) -> None:
 
 
 def times_sent(plan: Plan, world: int) -> torch.Tensor:
-    """How many of the trainer's ranks hash each byte of each tensor when they pack it: in every group one of what it
+    """Counts the trainer's ranks that hash each byte of each tensor when they pack it: in every group one of what it
     shares out, every rank of what it holds whole."""
     times = {entry.name: world // bucket.world for bucket in plan.buckets for entry in bucket.entries}
     return torch.tensor(

@@ -113,7 +113,7 @@ def test_every_reason_is_said_however_many_tensors_have_another(capsys: pytest.C
 
 @pytest.mark.parametrize("verify", ["always", 10])
 def test_syncs_of_which_nothing_can_be_compared_are_not_called_verified(verify: str | int) -> None:
-    nothing = msgspec.structs.replace(COMPLETE, not_held=((0, "its load lays b out anew"), (1, "too")))
+    nothing = msgspec.structs.replace(COMPLETE, not_held=((0, "its load lays b out again"), (1, "too")))
     with pytest.raises(SyncError, match=rf"verify={verify}, and nothing .* compared: a \(its load lays"):
         learned(nothing, verify=verify).refuse_unproven()
     learned(nothing).refuse_unproven()
@@ -139,7 +139,7 @@ def test_what_is_compared() -> None:
         compare(sums(7, 3), sums(7, -3))
     with pytest.raises(SyncError, match="parameters do not hold what was sent of a"):
         compare(sums(7, -3), sums(6, -3))
-    with pytest.raises(ValueError, match="hashed 3 parts of tensors, and told of 2"):
+    with pytest.raises(ValueError, match="hashed 3 parts of tensors, and its map has 2"):
         compare(sums(7, -3, 1), None)
 
 

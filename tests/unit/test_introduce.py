@@ -231,7 +231,7 @@ class Laying(Pair):
 
 def test_a_model_that_lays_parameters_out_every_time_is_exact() -> None:
     found = found_of(Laying(), pair())
-    assert set(left_of(found).values()) == {"its load lays b out anew"} and not unwritten(found)
+    assert set(left_of(found).values()) == {"its load lays b out again"} and not unwritten(found)
     receiver = Receiver(Laying())
     for number in (1.0, 2.0, 3.0):
         receiver.sync(number, number + 1)

@@ -186,7 +186,7 @@ def _public(version: str) -> str:
 
 
 def check_entry_points() -> list[Finding]:
-    """How verl is to find the plugin: the entry point, verl's variables, and which other plugins there are."""
+    """The ways by which verl finds the plugin: the entry point, verl's variables, and which other plugins there are."""
     points = list(importlib.metadata.entry_points(group="verl.plugins"))
     ours = [point for point in points if point.value == VALUE]
     by_module = VALUE in os.environ.get(MODULES, "").split(",")

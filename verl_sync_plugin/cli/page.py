@@ -86,7 +86,7 @@ def phase_seconds(report: Report) -> float:
 
 
 def reporter_of(report: Report) -> str:
-    """Who wrote a report, for people; the same for all lines of files that do not say."""
+    """Names the writer of a report; the same for all lines of files that do not say."""
     origin = report["origin"]
     who = f"rank {origin['rank']} on {origin['host']}" if origin else "one rank"
     return f"{report['manager'] or 'sync'}, {who}"
@@ -302,7 +302,7 @@ def _later(later: Sequence[Sync]) -> str:
 
 
 def _inside(report: Report) -> str:
-    """When the stages of one sync ran on the reporting rank; ``engine_load`` is the engine rank's."""
+    """The times at which the stages of one sync ran on the reporting rank; ``engine_load`` is the engine rank's."""
     spans = sorted(report["spans"], key=lambda span: (span[1], -span[2]))
     if not spans:  # of a version that did not keep them
         rows = ((stage, seconds(value)) for stage, value in report["stages"].items())

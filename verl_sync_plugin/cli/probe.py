@@ -253,8 +253,8 @@ def lint(words: Sequence[str]) -> dict[str, Any]:
 
 
 def judge(config: Any, overrides: tuple[str, ...], program: str) -> tuple[str, list[Finding]]:
-    """Who moves the weights of a run with this config, and what speaks against it: what its driver refuses, and what
-    verl's and our checks of the rollout's config refuse in every worker."""
+    """Names who moves the weights of a run with this config, and lists what speaks against it: what its driver refuses,
+    and what verl's and our checks of the rollout's config refuse in every worker."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from verl.utils.config import omega_conf_to_dataclass

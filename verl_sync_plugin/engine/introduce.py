@@ -128,7 +128,7 @@ class _Introduction:
         self._recording = recording = record(model, self._sources)
         self._unfixed = _moved(before, _lies(model.module))
         self._places = Places(model.module)
-        odd = {storages[name]: f"its load lays {name} out anew" for name in self._unfixed if name in storages}
+        odd = {storages[name]: f"its load lays {name} out again" for name in self._unfixed if name in storages}
         if not model.can_derive:
             odd |= dict.fromkeys(recording.computed_from, "its load computes from it")
         self._propose(recording, odd)
@@ -223,7 +223,7 @@ class _Introduction:
         except Exception as error:  # whatever a model's loader makes of random numbers
             return f"a load of marks failed: {type(error).__name__}: {error}"
         if more := _moved(lies, _lies(self._model.module)) - self._unfixed:
-            why = f"its load lays {min(more)} out anew"
+            why = f"its load lays {min(more)} out again"
             self._leave_all(why)
             self._not_held = dict.fromkeys(self._numbers, why)
             self._unfixed |= more
@@ -237,7 +237,7 @@ class _Introduction:
             self._moves = [move for move in self._moves if self._by_number[move.tensor].name not in self._not_held]
             lasting = [each for each in self._constants if _holds(each, places.flats[each.place])]
             if len(lasting) < len(self._constants) and not self._left:
-                self._leave_all("is loaded beside a constant that changes")
+                self._leave_all("is loaded next to a constant that changes")
             self._constants = lasting
             self._look_at_writes_from_nowhere()
         for name in list(self._left):  # alone, the model would hold it back for good
@@ -291,7 +291,7 @@ class _Introduction:
                 Constant(place, ((first, end),), was.cpu().numpy().tobytes()) for place, first, end, was in held
             ]
         else:
-            self._leave_all("its load writes what it computes beside the tensors")
+            self._leave_all("its load writes what it computes in addition to the tensors")
         if self._left:
             self._load()  # what is loaded alone is compared with it
 
@@ -657,7 +657,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _lies(module: torch.nn.Module) -> Lies:
-    """Where every tensor of the model is."""
+    """Finds the place of every tensor of the model."""
     return {name: (t.data_ptr(), t.shape, t.stride(), t.dtype) for name, t in model_tensors(module)}
 
 

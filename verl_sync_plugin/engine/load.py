@@ -36,7 +36,7 @@ _WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class LayoutKey:
-    """Where the parameters and buffers of a model lie, and what the engine adds to that. ``param.data = tensor`` makes
+    """The places of a model's parameters and buffers, and what the engine adds to that. ``param.data = tensor`` makes
     no operation, so this is compared at every sync; the walk over modules is done again only where one was replaced."""
 
     def __init__(self, model: EngineModel, unfixed: frozenset[str] = frozenset()) -> None:
@@ -288,7 +288,7 @@ class ModelLoad:
 
     @property
     def obstacle(self) -> str:
-        """Why parameters may not be read where they lie; empty when they may."""
+        """The reason why parameters may not be read where they lie; empty when they may."""
         if self.device.type == "cuda" and not self._copier.kernel:
             return "there is no Triton kernel in the engine"
         for left in self.map.left:
@@ -432,7 +432,7 @@ class _HeldWork:
 
 
 class _Where:
-    """Where the bytes of one bucket lie in the trainer's own memory."""
+    """The places of one bucket's bytes in the trainer's own memory."""
 
     def __init__(self, bucket: int, manifest: Manifest, lives: Sequence[Live], place: int) -> None:
         world, segment = manifest.worlds[bucket], manifest.segments[bucket]
@@ -465,7 +465,7 @@ class _Where:
         if left:
             last = read.source + (read.count - 1) * read.source_stride + read.width - 1
             raise ValueError(
-                f"no trainer rank told where {left} of bytes {read.source} to {last} of bucket {self._bucket} lie"
+                f"no trainer rank has said where {left} of bytes {read.source} to {last} of bucket {self._bucket} lie"
             )
 
 

@@ -44,7 +44,7 @@ class EngineModel(ABC):
 
     @property
     def layers(self) -> int:
-        """How many decoder layers the model has by its configuration; 0 when that is unknown."""
+        """Decoder layers of the model by its configuration; 0 when that is unknown."""
         return 0
 
     @abstractmethod
@@ -79,7 +79,7 @@ class EngineModel(ABC):
         return ()
 
     def why_skipped(self, name: str) -> str:
-        """Why the model rightly leaves a tensor of this name alone; empty where it may not."""
+        """The reason why the model rightly leaves a tensor of this name alone; empty where it may not."""
         return ""
 
 

@@ -90,7 +90,7 @@ class ReceiverSession:
         self._commit(_expect(Commit, message), hello, channel)
 
     def _parts(self, hello: Hello, manifest: Manifest, load: Load) -> Sequence[torch.Tensor]:
-        """Where a bucket lies: the slot it is in, or one part per segment."""
+        """The memory of a bucket: the slot it is in, or one part per segment."""
         memories = (self._stagings[export.key] for export in hello.stagings)
         slots = [slot_of(memory, load.slot, hello.stagings[0].slot_bytes) for memory in memories]
         if not (manifest.sharded and manifest.worlds[load.bucket] > 1):

@@ -52,7 +52,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
 
     @property
     def run_count(self) -> int:
-        """How many ``Run`` it is; a run may repeat in one more dimension."""
+        """The number of ``Run`` it is; a run may repeat in one more dimension."""
         outer = self.dims[:-1] if self.width > 1 else self.dims
         return math.prod(size for size, _, _ in outer[:-1])
 
@@ -192,7 +192,7 @@ class LoadMap(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @property
     def kept(self) -> int:
-        """How many parameters and persistent buffers the model has."""
+        """The number of the model's parameters and persistent buffers."""
         return sum(len(place.kept) for place in self.places)
 
 
@@ -384,7 +384,7 @@ def held_parts(found: LoadMap, dtypes: Sequence[str], owners: Mapping[int, int])
 
 
 def weigh(numels: Sequence[int], everyone: Sequence[Sequence[Part]]) -> tuple[list[int], list[list[int]]]:
-    """How every part is to be weighed so that one sum over all ranks compares all copies of all elements of a tensor.
+    """Weighs every part so that one sum over all ranks compares all copies of all elements of a tensor.
 
     Args:
         numels: elements of each tensor.

@@ -78,7 +78,7 @@ class Slice:
     offset: int
 
     def count(self, base: Base, rank: int) -> int:
-        """How many of these elements a rank has; not positive when its run ends before."""
+        """Counts the elements that a rank has; not positive when its run ends before."""
         return min(self.end, base.lengths[rank if len(base.lengths) > 1 else 0]) - self.begin
 
 
@@ -257,6 +257,6 @@ def clean_name(name: str) -> str:
 
 
 def layers_of(config: Any) -> int:
-    """How many decoder layers a model's configuration names; 0 where it does not say."""
+    """Decoder layers that a model's configuration names; 0 where it does not say."""
     number = getattr(getattr(config, "text_config", None) or config, "num_hidden_layers", 0)
     return number if isinstance(number, int) else 0

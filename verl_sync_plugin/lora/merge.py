@@ -214,7 +214,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """How one run is merged, by its place and length alone: its first element in the base, its elements, the ``margin``
+    """The merge of one run, by its place and length alone: its first element in the base, its elements, the ``margin``
     of memory on both sides for rows that it cuts, ``products`` of plain weights, and ``others``, left to PEFT."""
 
     first: int

@@ -236,7 +236,7 @@ def _switchable(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 class Kind(Enum):
-    """How the factors make a delta."""
+    """Tells PEFT's ways apart to make a delta of factors."""
 
     LINEAR = "linear"
     EMBEDDING = "embedding"

@@ -123,7 +123,7 @@ class TrainerBackend(ABC):
 
     @property
     def layers(self) -> int:
-        """How many decoder layers the model has; 0 when that is unknown."""
+        """Decoder layers of the model; 0 when that is unknown."""
         return layers_of(getattr(getattr(self.engine, "model_config", None), "hf_config", None))
 
     @cached_property

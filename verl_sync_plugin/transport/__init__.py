@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How bytes and messages get from one trainer rank to the engine rank on the same device."""
+"""Carries bytes and messages from one trainer rank to the engine rank on the same device."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ranks of a sync exchange a few words, and all go on or all raise the same error."""
+"""The ranks of a sync exchange a few words here, and all go on or all raise the same error."""
 
 from __future__ import annotations
 
@@ -307,5 +307,5 @@ class Agreement:
 
 
 def together_seconds(timeout_seconds: float, slack_seconds: float = TOGETHER_SLACK_SECONDS) -> float:
-    """How long ranks wait for each other, of which each may wait ``timeout_seconds`` for something else."""
+    """Seconds that ranks wait for each other, of which each may wait ``timeout_seconds`` for something else."""
     return TOGETHER_WAITS * timeout_seconds + slack_seconds

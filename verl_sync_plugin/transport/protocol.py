@@ -60,8 +60,8 @@ class LoadRequest:
 
     @property
     def greeting_seconds(self) -> float:
-        """How long the loader waits for the first word: an engine that is awake comes while the trainer ranks gather
-        and plan. One that dies or gives up closes the channel, which ends the wait at once."""
+        """Seconds that the loader waits for the first word: an awake engine comes while the trainer ranks gather and
+        plan. One that dies or gives up closes the channel, which ends the wait at once."""
         return TOGETHER_WAITS * self.timeout_seconds + TOGETHER_SLACK_SECONDS
 
     def to_wire(self) -> tuple[Any, ...]:

@@ -121,7 +121,7 @@ def load_replica() -> type:
         raise ValueError(
             f"actor_rollout_ref.rollout.name='sglang': SGLang is not installed in {sys.executable}. Install it there "
             "(the plugin's extra 'sglang' has the version), or set actor_rollout_ref.rollout.name to an engine that is."
-        )
+        ) from ModuleNotFoundError("No module named 'sglang'", name="sglang")
     from verl.workers.rollout.replica import _load_sglang
 
     _load_sglang()  # verl's preparation of SGLang's imports comes first

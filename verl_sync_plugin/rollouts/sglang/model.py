@@ -108,7 +108,7 @@ class SGLangModel(EngineModel):
 
 
 def why_skipped(model: Any, name: str, sent: Collection[str]) -> str:
-    """Why an SGLang model rightly leaves a tensor alone; empty where it may not.
+    """The reason why an SGLang model rightly leaves a tensor alone; empty where it may not.
 
     Args:
         model: Llama 4 says itself whether it has a vision tower (``has_vision``), which SGLang turns off by default.

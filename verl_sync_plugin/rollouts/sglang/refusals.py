@@ -370,7 +370,7 @@ def refuse_family(path: str, config: Mapping[str, Any]) -> None:
 
 
 def reason_against(architecture: str, config: Mapping[str, Any]) -> str:
-    """Why SGLang cannot be given a model of this architecture and ``config.json``; empty where it can."""
+    """The reason why SGLang cannot be given a model of this architecture and ``config.json``; empty where it can."""
     if architecture in UNSYNCABLE:
         return f"cannot be synced to SGLang: {UNSYNCABLE[architecture]}"
     text: Mapping[str, Any] = config.get("text_config") or config
@@ -429,7 +429,7 @@ def _refuse_targets(targets: Any, key: str) -> None:
 
 
 def lacking(modules: Iterable[str]) -> str:
-    """Why SGLang cannot serve an adapter of these modules alone; empty when it can."""
+    """The reason why SGLang cannot serve an adapter of these modules alone; empty when it can."""
     own = {name.rpartition(".")[2] for name in modules}
     for together, needed in TOGETHER:
         if own & {*together} and (missing := [name for name in needed if name not in own]):

@@ -140,7 +140,7 @@ class StreamSource(ParameterSource):
         self._held: dict[int, torch.Tensor] = {}
 
     def agree_on_layout(self, agreement: Agreement) -> ParameterSource:
-        """Where one rank has to learn the stream, all do, so that they go through it alike."""
+        """Has all ranks learn the stream if one has to, so that they go through it alike."""
         self._syncs += 1
         self._sync, self._runs = f"stream {agreement.number}.{self._syncs}", 0
         if agreement.any("looking at the trainer's stream", lambda: self._unfinished or not self._bases):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How memory that two processes see is described; and that of CPUs: staging memory, the files in which parameters lie.
+"""Descriptions of memory that two processes see; and that of CPUs: staging memory, the files in which parameters lie.
 
 Staging memory is one piece of anonymous shared memory. It has no name in any file system, so nothing of it can be
 left over, however its processes end. Who may look at the trainer's process (the same user, in the same container)
@@ -48,7 +48,7 @@ class StagingExport(Region):
 
 @dataclass(frozen=True)
 class Live:
-    """Where one trainer rank's runs of all buckets lie.
+    """The places of one trainer rank's runs of all buckets.
 
     Attributes:
         key: names all of this; changes when anything moves.

@@ -39,7 +39,7 @@ class Staging(Protocol):
     slot_bytes: int
 
     def export(self, reader: int = 0) -> StagingExport:
-        """How a receiver opens it; every reader gets an export of its own."""
+        """Makes what a receiver opens it by; every reader gets an export of its own."""
 
     def opened(self) -> None:
         """Called once all receivers have opened their exports."""
@@ -121,7 +121,7 @@ class Exporter(Protocol):
         """
 
     def export(self, allocation: int) -> Region:
-        """How an engine rank of this host maps it.
+        """Makes what an engine rank of this host maps it by.
 
         Raises:
             RuntimeError: it cannot.
