@@ -81,10 +81,10 @@ def _composed(name: str, config_dir: Path, program: str, groups: tuple[str, ...]
         GlobalHydra.instance().clear()
 
 
-def rollout_of(
-    folder: Path, *overrides: str, name: str = "ppo_trainer", config_dir: Path = CONFIG_DIR, program: str = "main_ppo"
+def config_of(
+    *overrides: str, name: str = "ppo_trainer", config_dir: Path = CONFIG_DIR, program: str = "main_ppo"
 ) -> DictConfig:
-    """The rollout config of a run with SGLang; arguments as of ``run``, which takes ten times as long."""
+    """The config of a run with SGLang; arguments as of ``run``, which takes ten times as long."""
     given = ("actor_rollout_ref.rollout.name=sglang", *overrides)
     groups = tuple(each for each in given if "." not in each.partition("=")[0])
     config = deepcopy(_composed(name, config_dir, program, groups))
@@ -92,14 +92,19 @@ def rollout_of(
     ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), config)
     OmegaConf.update(config, "hydra.overrides.task", [*groups, *values])
     CheckKeys().on_run_start(config)
-    rollout: DictConfig = config.actor_rollout_ref.rollout
+    return config
+
+
+def rollout_of(*overrides: str, **choice: Any) -> DictConfig:
+    """The rollout config of such a run."""
+    rollout: DictConfig = config_of(*overrides, **choice).actor_rollout_ref.rollout
     return rollout
 
 
-def refused(folder: Path, *overrides: str, **choice: Any) -> str:
+def refused(*overrides: str, **choice: Any) -> str:
     """The one line with which a run ends in the driver."""
     with pytest.raises(SystemExit) as ended:
-        rollout_of(folder, *overrides, **choice)
+        config_of(*overrides, **choice)
     text = str(ended.value)
     assert text.startswith("verl-sync-plugin: ") and "\n" not in text, text
     return text

@@ -89,10 +89,10 @@ def test_shell_block(block: str, tmp_path: Path) -> None:
             check(words, tmp_path)
 
 
-def test_settings_in_the_text_compose(tmp_path: Path) -> None:
+def test_settings_in_the_text_compose() -> None:
     texts = {" ".join(text.split()) for page in PAGES for text in INLINE.findall(page.read_text(encoding="utf-8"))}
-    for number, text in enumerate(sorted(text for text in texts if "…" not in text)):
-        rollout_of(tmp_path / str(number), *shlex.split(text))
+    for text in sorted(text for text in texts if "…" not in text):
+        rollout_of(*shlex.split(text))
 
 
 @pytest.mark.parametrize("block", blocks("python"))

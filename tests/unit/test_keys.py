@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys of a run in the driver: what it refuses, by key, value and remedy, and which plain values it hands on.
+
+LoRA's keys: ``test_lora_keys.py``; models and runs that stock verl takes over: ``test_stepping_aside.py``.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
+from omegaconf import DictConfig, OmegaConf
+from verl.utils.config import omega_conf_to_dataclass
+
+import hydra_run
+import unmeasured
+from hydra_run import CONFIG_DIR, refused, rollout_of
+from verl_sync_plugin.config.settings import (
+    DEFAULT_MEGABYTES,
+    GONE,
+    GONE_DELIVERIES,
+    KEY_PREFIX,
+    LONG_BUCKET_KEY,
+    SEPARATE_BACKEND,
+    SHORT_BUCKET_KEY,
+    SyncConfig,
+    check_bucket_megabytes,
+    sync_config_of,
+)
+from verl_sync_plugin.hooks import driver
+
+ROLL, SYNC = "actor_rollout_ref.rollout", KEY_PREFIX
+MODEL, MEGATRON = "actor_rollout_ref.model", "actor_rollout_ref.actor.megatron"
+SGL, CUSTOM = f"{ROLL}.engine_kwargs.sglang", f"{ROLL}.custom"
+OURS = f"{ROLL}.checkpoint_engine.backend={SEPARATE_BACKEND}"
+SEPARATE = ("+sync=separate", f"{ROLL}.nnodes=1", f"{ROLL}.n_gpus_per_node=2")
+SERVED_LORA = (f"{MODEL}.lora.rank=8", f"{MODEL}.lora.merge=False")
+GUARD = f"{SYNC}.max_probs_diff=0.02"
+MISPLACED = ("rollout.sync", "sync", "custom.sync", "actor_rollout_ref.rollout.sync")
+UNSERVED = {
+    "torchao_config": "int8wo", "modelopt_quant": "fp8", "quantize_and_serve": True, "quantization": "fp8",
+    "rl_quant_profile": "/p", "pp_size": 2, "cpu_offload_gb": 4, "offload_group_size": 2, "kt_weight_path": "/w",
+    "disaggregation_mode": "prefill", "moe_runner_backend": "flashinfer_trtllm", "load_format": "bitsandbytes",
+}  # fmt: skip
+MISSING = (f"{SYNC}.timeout_seconds", SYNC, CUSTOM, SHORT_BUCKET_KEY, LONG_BUCKET_KEY)
+
+# Overrides, the key and value that are named, and what stands after them
+REFUSED: list[tuple[str | tuple[str, ...], str, str]] = [
+    # no mapping, no value
+    *((f"{key}=5", f"{key}=5: not a mapping", f"{key}.<key>=") for key in (f"{ROLL}.engine_kwargs", SGL)),
+    *((f"{ROLL}.{key}=True", f"{key}=True: not a mapping", f"{key}.<key>=") for key in ("disaggregation", "mtp")),
+    (f"{ROLL}.checkpoint_engine=5", "checkpoint_engine=5: not a mapping", "checkpoint_engine.<key>="),
+    *((f"{key}=???", f"{key}=???: no value", "Give it one, or remove") for key in MISSING),
+    # keys of the sync
+    (f"{SYNC}.timeout_second=5", f"{SYNC}.timeout_second=5: unknown", f"Did you mean {SYNC}.timeout_seconds?"),
+    (f"{SYNC}.timeout_seconds=86401", "sync.timeout_seconds=86401: Expected", "Use"),
+    (f"{SYNC}.pause=stop", "sync.pause='stop': ", "abort, retract, in_place"),
+    (f"{SYNC}.canary=log", "sync.canary='log': gone; remove it", "max_probs_diff"),
+    (f"{SYNC}.copy_plan=False", "sync.copy_plan=False: gone; remove it", ""),
+    (f"{SYNC}.max_probs_diff=2", "sync.max_probs_diff=2: Expected", "Use for example"),
+    *(
+        (f"+{CUSTOM}.{key}.enabled=False", f"custom.{key}={{'enabled': False}}: ", f"Did you mean {SYNC}?")
+        for key in ("snyc", "Sync", "syn", "syncs")
+    ),
+    *(
+        (f"+{key}.enabled=False", f"{key}.enabled=False: nothing reads it there", f"Use {SYNC}.enabled.")
+        for key in MISPLACED
+    ),
+    # buckets
+    (f"{SHORT_BUCKET_KEY}=auto", f"{SHORT_BUCKET_KEY}='auto': gone", ""),
+    (f"{LONG_BUCKET_KEY}=True", f"{LONG_BUCKET_KEY}=True: not a whole number of MiB", f"{LONG_BUCKET_KEY}=512"),
+    (f"{LONG_BUCKET_KEY}=-1", f"{LONG_BUCKET_KEY}=-1: a bucket must hold at least 1", f"{LONG_BUCKET_KEY}=512"),
+    # verl's default, given by hand, counts as given
+    ((f"{SHORT_BUCKET_KEY}=512", f"{LONG_BUCKET_KEY}=2048"), "are both given and differ", "Remove one"),
+    # pauses and separate rollouts
+    (f"{SYNC}.pause=retract", "sync.pause='retract' with", f"Set {OURS}"),
+    (f"{SYNC}.pause=in_place", "sync.pause='in_place' with ", f"{SYNC}.pause=abort"),
+    ((OURS, f"{SYNC}.enabled=False"), f"{SYNC}.enabled=False with {ROLL}", "another backend"),
+    (
+        (OURS, f"{SYNC}.pause=retract"),
+        "sync.pause='retract' with trainer.v1.trainer_mode=sync",
+        f"Set trainer.v1.trainer_mode=separate_async, or {SYNC}.pause=abort",
+    ),
+    (
+        ("+sync=separate", f"{ROLL}.n_gpus_per_node=4"),
+        f"rollout.nnodes=0 and {ROLL}.n_gpus_per_node=4 with trainer.v1.trainer_mode=separate_async",
+        f"for example {ROLL}.nnodes=1 {ROLL}.n_gpus_per_node=4",
+    ),
+    (
+        (*SEPARATE, *SERVED_LORA, f"{SYNC}.pause=retract"),
+        f"sync.pause='retract' with {MODEL}.lora.merge=False and LoRA rank 8",
+        f"Set {SYNC}.pause=abort, or {MODEL}.lora.merge=True",
+    ),
+    (
+        (OURS, f"{ROLL}.nnodes=1", f"{ROLL}.n_gpus_per_node=1", f"{ROLL}.tensor_model_parallel_size=2"),
+        f"{ROLL}.nnodes=1 and {ROLL}.n_gpus_per_node=1",
+        "one engine needs 2",
+    ),
+    (  # a key of fully_async
+        (OURS, f"{SYNC}.pause=in_place", "+async_training.staleness_threshold=0.1"),
+        "sync.pause='in_place' with verl's fully_async",
+        f"Set {SYNC}.pause=abort",
+    ),
+    *(
+        ((*SERVED_LORA, f"{SYNC}.verify={verify}"), f"verify={verify!r} with", f"Set {SYNC}.verify=first, or ")
+        for verify in ("always", 3)
+    ),
+    # the guard on probabilities
+    ((GUARD, f"{ROLL}.calculate_log_probs=False"), f"{GUARD} with {ROLL}.calculate_log_probs=False", "or remove"),
+    ((GUARD, "algorithm.rollout_correction.bypass_mode=True"), "bypass_mode=True", f"or remove {GUARD[:-5]}"),
+    ((GUARD, "trainer.use_v1=False"), "without one of verl's V1 trainers", f"or remove {GUARD[:-5]}"),
+    # other keys of the rollout
+    *(
+        (f"{ROLL}.multi_stage_wake_up={word}", f"multi_stage_wake_up={word!r}: not a boolean", "True or False")
+        for word in ("no", "off", "yes", "on", "maybe", 1)
+    ),
+    *(
+        (f"{ROLL}.dtype={name}", f"dtype={name!r}: not a dtype of SGLang's weights", "bfloat16")
+        for name in ("bfloat17", "int8")
+    ),
+    (f"{ROLL}.data_parallel_size=2", "data_parallel_size=2: ", "+" + SGL),
+    (f"{ROLL}.load_format=flash_rl", "load_format='flash_rl': ", "enabled=False"),
+    # arguments of SGLang
+    (f"+{SGL}.dp_size=2", "sglang.dp_size=2: ", f"{ROLL}.data_parallel_size"),
+    (f"+{SGL}.tp_size=4", "sglang.tp_size=4: ", f"{ROLL}.tensor_model_parallel_size"),
+    (f"+{SGL}.ep_size=4", "sglang.ep_size=4: ", f"{ROLL}.expert_parallel_size"),
+    (f"+{SGL}.dtype=float16", "sglang.dtype='float16': ", f"{ROLL}.dtype"),
+    (f"+{SGL}.load_format=auto", "sglang.load_format='auto': ", f"{ROLL}.load_format"),
+    (f"+{SGL}.model_path=/m", "sglang.model_path='/m': ", "Remove it, and set " + MODEL),
+    ("+" + SGL + ".json_model_override_args='{\"quantization_config\":{}}'", "json_model_override_args=", "without"),
+    *(
+        (f"+{SGL}.{key}={value}", f"sglang.{key}={value!r}: ", "Remove it")
+        for key, value in (
+            ("hicache_storage_backend", "file"), ("enable_lmcache", True), ("nnodes", 2), ("encoder_only", True),
+            ("weight_cache_mode", "client"), ("elastic_ep_backend", "mooncake"), ("language_only", True),
+            ("enable_elastic_expert_backup", True),
+        )
+    ),
+    *(
+        (f"+{SGL}.{key}={value}", f"sglang.{key}={value!r}: weight sync cannot serve it", "enabled=False")
+        for key, value in UNSERVED.items()
+    ),
+    # DP attention leaves the number of ranks what it is, where it divides them
+    *(
+        ((f"{ROLL}.tensor_model_parallel_size=4", *given), shown, "")
+        for given, shown in (
+            ((f"+{SGL}.dp_size=2",), "enable_dp_attention=True"),
+            ((f"+{SGL}.dp_size=3", f"+{SGL}.enable_dp_attention=True"), "dp_size=3: "),
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "shown", "remedy"), REFUSED, ids=[shown for _, shown, _ in REFUSED])
+def test_refused_by_key_value_and_remedy(given: str | tuple[str, ...], shown: str, remedy: str) -> None:
+    text = refused(*((given,) if isinstance(given, str) else given))
+    assert shown in text and remedy in text.partition(shown)[2], text
+
+
+def test_what_serves_is_not_refused() -> None:
+    sglang = {
+        "dp_size": 2, "tp_size": 4, "enable_dp_attention": True, "torchao_config": "''", "cpu_offload_gb": 0,
+        "pp_size": 1, "quantization": "null", "kv_cache_dtype": "fp8_e5m2", "ep_size": 4, "dtype": "float16",
+        "load_format": "dummy", "weight_cache_mode": "off", "moe_runner_backend": "triton",
+        "disaggregation_mode": "'null'",
+    }  # fmt: skip
+    others = {
+        "tensor_model_parallel_size": 2, "data_parallel_size": 2, "dtype": "half", "expert_parallel_size": 4,
+        "multi_stage_wake_up": False, "custom.sync.timeout_seconds": 86400,
+    }  # fmt: skip
+    given = [f"+{SGL}.{key}={value}" for key, value in sglang.items()]
+    rollout = rollout_of(*given, *(f"{ROLL}.{key}={value}" for key, value in others.items()))
+    assert rollout.multi_stage_wake_up is False and rollout.custom.sync.timeout_seconds == 86400
+    assert rollout_of(GUARD).custom.sync.max_probs_diff == 0.02
+    rollout_of(f"+{CUSTOM}.async.enabled=True", f"+{CUSTOM}.syntax=1", "+rollout.sync.every=5")  # somebody else's
+
+
+def test_a_separate_rollout_may_keep_its_requests_and_its_backend_gets_the_settings() -> None:
+    assert rollout_of(*SEPARATE, f"{SYNC}.pause=retract").custom.sync.pause == "retract"
+    # As in a config of verl's one_step_off, which does not read the trainer's mode
+    keys = (f"{SYNC}.pause=retract", f"{SYNC}.timeout_seconds=60", f"{ROLL}.dtype=float16")
+    rollout = rollout_of(OURS, "+rollout.nnodes=1", *keys)
+    given = rollout.checkpoint_engine.engine_kwargs[SEPARATE_BACKEND]
+    assert given.sync == {**given.sync, "timeout_seconds": 60, "pause": "retract"}
+    assert (given.dtype, given.rollout) == ("float16", "sglang")
+    engine = rollout_of(*SEPARATE).checkpoint_engine
+    assert (engine.backend, engine.update_weights_bucket_megabytes) == (SEPARATE_BACKEND, 512)
+
+
+def test_an_error_that_nobody_foresaw_ends_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is omegaconf's; Hydra would make a warning of it and go on without any check."""
+    text = refused(f"{SYNC}.timeout_seconds=${{nobody.knows}}")
+    assert "InterpolationKeyError" in text and "nobody.knows" in text and f"{SYNC}.timeout_seconds" in text
+    assert "VERL_USE_EXTERNAL_PLUGINS=none" in text
+
+    def broken(*_: Any) -> None:
+        raise AttributeError("nobody\nforesaw this")
+
+    monkeypatch.setattr(driver, "check_rollout", broken)
+    assert "cannot check the keys of this run: AttributeError: nobody foresaw this. Correct" in refused()
+
+
+def test_main_ppo_stops_before_ray(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "verl.trainer.main_ppo", f"{ROLL}.name=sglang", f"hydra.run.dir={tmp_path}",
+         f"{SHORT_BUCKET_KEY}=512", f"{LONG_BUCKET_KEY}=1024"],
+        cwd=tmp_path, env={**unmeasured.environment(), "HYDRA_FULL_ERROR": "0"}, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    output = ended.stdout + ended.stderr
+    assert ended.returncode != 0 and "both given and differ" in output and "verl-sync-plugin: " in output
+    assert "Traceback" not in output and "Started a local Ray instance" not in output
+
+
+@pytest.mark.parametrize("key", [f"{ROLL}.update_weights_bucket_megabyte", f"{CUSTOM}.bogus", "bogus"])
+def test_other_bogus_keys_still_fail_in_hydra(key: str) -> None:
+    with pytest.raises(ConfigCompositionException):
+        rollout_of(f"{key}=1")
+
+
+# What is handed on
+
+
+STOCK = OmegaConf.load(CONFIG_DIR / "rollout" / "rollout.yaml")
+STOCK_MEGABYTES = STOCK.checkpoint_engine.update_weights_bucket_megabytes
+BUCKETS = [
+    ((), DEFAULT_MEGABYTES),
+    ((f"{SHORT_BUCKET_KEY}=64",), 64),
+    ((f"{LONG_BUCKET_KEY}=256",), 256),
+    ((f"{LONG_BUCKET_KEY}={STOCK_MEGABYTES}",), STOCK_MEGABYTES),
+    ((f"{LONG_BUCKET_KEY}=64", f"{SHORT_BUCKET_KEY}=64"), 64),
+]
+
+
+def composed(*overrides: str, name: str = "ppo_trainer") -> DictConfig:
+    """As a program of the user's composes it: no driver has settled anything."""
+    with initialize_config_dir(str(CONFIG_DIR), version_base=None):
+        rollout: DictConfig = compose(name, overrides=[f"{ROLL}.name=sglang", *overrides]).actor_rollout_ref.rollout
+    return rollout
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"), [("ppo_trainer", ()), ("ppo_trainer", ("model_engine=megatron",)), ("ppo_megatron_trainer", ())]
+)
+def test_both_bucket_keys_say_what_the_run_uses(name: str, engine: tuple[str, ...]) -> None:
+    """They leave the driver as numbers, and without a driver verl's dataclass holds the same."""
+    for overrides, megabytes in BUCKETS:
+        settled = rollout_of(*engine, *overrides, name=name)
+        raw: Any = OmegaConf.to_container(settled, resolve=False)
+        assert raw["update_weights_bucket_megabytes"] == megabytes and raw["multi_stage_wake_up"] is True
+        assert raw["checkpoint_engine"]["update_weights_bucket_megabytes"] == megabytes
+        if overrides in (BUCKETS[0][0], BUCKETS[1][0], BUCKETS[2][0]):
+            config = omega_conf_to_dataclass(composed(*engine, *overrides, name=name))
+            assert config.update_weights_bucket_megabytes == megabytes and sync_config_of(config) == SyncConfig()
+            assert config.checkpoint_engine.update_weights_bucket_megabytes == megabytes
+
+
+def test_our_check_explains_bad_keys_without_a_driver() -> None:
+    for override, text in (
+        (f"{SYNC}.timeout_second=5", f"Did you mean {SYNC}.timeout_seconds?"),
+        (f"{LONG_BUCKET_KEY}=-1", f"{LONG_BUCKET_KEY}=-1"),
+    ):
+        with pytest.raises(Exception) as caught:
+            omega_conf_to_dataclass(composed(override))
+        assert text in str(caught.value)
+
+
+def test_settings_survive_the_trip_through_yaml_and_everything_else_is_verls() -> None:
+    given = {"timeout_seconds": 12.5, "verify": "always", "delivery": "staged", "max_probs_diff": 0.02, "enabled": True}
+    overrides = [f"{SYNC}.{key}={value}" for key, value in given.items()]
+    ours = composed(*overrides, f"+{CUSTOM}.mine=1")
+    config = omega_conf_to_dataclass(OmegaConf.create(OmegaConf.to_yaml(ours, resolve=True)))
+    assert sync_config_of(config) == SyncConfig(**given)  # type: ignore[arg-type]
+    changed = {"name", "_target_", "custom", "checkpoint_engine", "update_weights_bucket_megabytes", "defaults"}
+    for key in set(STOCK) - changed - {"multi_stage_wake_up"}:
+        assert OmegaConf.to_container(ours)[key] == OmegaConf.to_container(STOCK)[key], key
+    assert set(ours) - set(STOCK) <= {"custom", "update_weights_bucket_megabytes", "multi_stage_wake_up"}
+
+
+OFF = {"sync": {"enabled": False}}
+
+
+def as_stock(rollout: DictConfig, sync: Any = None) -> None:
+    """The rollout config is verl's own, but for a mark that the plugin is off where its classes look for it."""
+    found: Any = OmegaConf.to_container(rollout, resolve=False)
+    stock: Any = OmegaConf.to_container(STOCK, resolve=False)
+    assert found.pop("custom", None) == sync
+    assert {**found, "name": None} == {**stock, "name": None}
+
+
+def test_what_verl_moves_has_verls_own_config(tmp_path: Path) -> None:
+    as_stock(rollout_of(f"{SYNC}.enabled=False"), OFF)
+    as_stock(rollout_of("actor_rollout_ref.hybrid_engine=False"), OFF)
+    for key in (f"{SHORT_BUCKET_KEY}=0", f"{ROLL}.quantization=fp8", f"{SYNC}.enabled=False"):
+        rollout = composed(f"{ROLL}.name=vllm", key)
+        driver.check_rollout(rollout)
+    bucket = omega_conf_to_dataclass(rollout).checkpoint_engine.update_weights_bucket_megabytes
+    assert bucket == STOCK_MEGABYTES
+    as_stock(hydra_run.run(tmp_path, f"{ROLL}.name=vllm").actor_rollout_ref.rollout)
+    found = rollout_of(f"+{SGL}.torchao_config=int8wo", program="main_generation_server")  # it syncs nothing
+    assert found._target_ == STOCK._target_ and found.custom.sync.enabled is False
+
+
+@pytest.mark.parametrize("overrides", [(), (f"{SYNC}.enabled=False",)])
+def test_a_process_without_the_plugin_can_read_it(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    """As verl's legacy task runner, which resolves the config before anything imports the plugin."""
+    config = hydra_run.run(tmp_path, f"{ROLL}.name=sglang", *overrides)
+    file = tmp_path / "config.yaml"
+    file.write_text(OmegaConf.to_yaml(config, resolve=False))
+    code = (
+        "import sys; from omegaconf import OmegaConf; config = OmegaConf.load(sys.argv[1]); OmegaConf.resolve(config);"
+        f"print(config.{LONG_BUCKET_KEY}); assert 'verl_sync_plugin' not in sys.modules"
+    )
+    environment = {**unmeasured.environment(), "VERL_PLATFORM": ""}  # the CPU stack would load a part of the plugin
+    command = [sys.executable, "-c", code, str(file)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.stdout.split() == [str(STOCK_MEGABYTES if overrides else DEFAULT_MEGABYTES)], ended.stderr
+
+
+def test_every_job_of_a_multirun_is_checked_and_settled_in_the_trainer(tmp_path: Path) -> None:
+    sglang = f"{ROLL}.name=sglang"
+    with pytest.raises(SystemExit, match="timeout_seconds=-1"):
+        hydra_run.multirun(tmp_path, sglang, f"{SYNC}.timeout_seconds=5,-1")
+    found = hydra_run.multirun(tmp_path, sglang, f"{SHORT_BUCKET_KEY}=64,128")
+    buckets = [config.actor_rollout_ref.rollout.update_weights_bucket_megabytes for config in found]
+    assert buckets == [64, 128]
+    # A job holds values already, and no longer what tells a default from a value that was given
+    (config,) = hydra_run.multirun(tmp_path, sglang, f"{SYNC}.enabled=False")
+    OmegaConf.resolve(config)
+    driver.settle(config, resolved=True)
+    rollout = config.actor_rollout_ref.rollout
+    assert rollout.multi_stage_wake_up == STOCK.multi_stage_wake_up and OmegaConf.to_container(rollout.custom) == OFF
+    assert rollout.checkpoint_engine.update_weights_bucket_megabytes == STOCK_MEGABYTES
+
+
+def test_a_multirun_without_a_trainer_that_settles_is_told_what_to_set(tmp_path: Path) -> None:
+    """Hydra has copied the config when a job of a multirun is announced; V1's trainers settle it themselves."""
+    sglang, legacy = f"{ROLL}.name=sglang", "trainer.use_v1=False"
+    lora = (sglang, f"{MODEL}.lora.rank=8", f"{MODEL}.lora.merge=True")
+    assert len(hydra_run.multirun(tmp_path, *lora, "data.seed=1,2")) == 2
+    for given, said in (
+        ((*lora, legacy), r"actor_rollout_ref\.model\.lora_rank=8"),
+        ((*lora, f"{MODEL}.lora.type=dora", legacy), r"model\.lora\.peft=\{'use_dora': True\}"),
+        ((sglang, "model_engine=veomni", legacy), r"custom\.sync\.enabled=False"),
+    ):
+        with pytest.raises(SystemExit, match=rf"--multirun.*{said}"):
+            hydra_run.multirun(tmp_path, *given)
+
+
+# Values, as every process checks them
+
+
+def test_defaults_and_every_key() -> None:
+    assert SyncConfig.from_mapping(None) == SyncConfig() == SyncConfig(True, 300.0, "first", "abort", "auto", None)
+    values = {"enabled": False, "timeout_seconds": 7, "verify": 7, "pause": "retract", "delivery": "staged"}
+    assert SyncConfig.from_mapping({**values, "max_probs_diff": 1}) == SyncConfig(**values, max_probs_diff=1)  # type: ignore[arg-type]
+    for wrap in (dict, OmegaConf.create):
+        assert sync_config_of(wrap({"custom": {"sync": {"timeout_seconds": 5}}})) == SyncConfig(timeout_seconds=5)
+        for custom in (None, {}, {"sync": None}, {"sync": {}}, {"other": 1}):
+            assert sync_config_of(wrap({"custom": custom})) == sync_config_of(wrap({})) == SyncConfig()
+        for custom, text in (
+            (5, "rollout.custom=5: not a mapping. Use actor_rollout_ref.rollout.custom.<key>=<value>."),
+            ({"sync": ["enabled"]}, f"{SYNC}=['enabled']: not a mapping. Use {SYNC}.<key>=<value>."),
+        ):
+            with pytest.raises(ValueError) as caught:
+                sync_config_of(wrap({"custom": custom}))
+            assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "remedy"),
+    [
+        ("enabled", ("yes", 1, None), f"Use {SYNC}.enabled=True or False."),
+        ("timeout_seconds", (0, -1.5, True, "300", float("inf"), float("nan"), None, 86401), "Use for example 300"),
+        ("verify", ("sometimes", True, 0, 1.5, None), "Use one of never, first, always, or a number: 10 for every"),
+        ("pause", ("stop", 3, None), "Use one of abort, retract, in_place."),
+        ("delivery", ("in-place", None, ["auto"]), "Use one of auto, staged."),
+        ("delivery", GONE_DELIVERIES, f"gone; remove it, or use {SYNC}.delivery=staged"),
+        ("max_probs_diff", (0, 2, True, "much", float("nan")), "Use for example 0.02, or remove it."),
+        *((key, (True, "auto", 7), f"gone; remove it: {why}.") for key, why in GONE.items()),
+        ("zzz", (5,), "unknown key. Known keys: enabled, timeout_seconds, verify, pause, delivery, max_probs_diff."),
+    ],
+)
+def test_a_bad_value_names_key_value_and_remedy(key: str, values: tuple[Any, ...], remedy: str) -> None:
+    for value in values:
+        with pytest.raises(ValueError) as caught:
+            SyncConfig.from_mapping({key: value})
+        assert str(caught.value).startswith(f"{SYNC}.{key}={value!r}: ") and remedy in str(caught.value)
+
+
+def test_the_size_of_a_bucket() -> None:
+    assert [check_bucket_megabytes(*given) for given in ((None, 2048), (512, 512), (1, 1))] == [2048, 512, 1]
+    for short, long, key, shown in (
+        *((bad, bad, SHORT_BUCKET_KEY, repr(bad)) for bad in (0, -1, True, "512", 0.5, "auto")),
+        *((None, bad, LONG_BUCKET_KEY, repr(bad)) for bad in (0, -1, True, "512", 0.5, "auto", None)),
+        (512, 1024, SHORT_BUCKET_KEY, f"512 and {LONG_BUCKET_KEY}=1024 are both given and differ. Remove one of them"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            check_bucket_megabytes(short, long)
+        text = str(caught.value)
+        assert text.startswith(f"{key}={shown}") and (f"{key}=512" in text or "Remove one" in text), text

@@ -1,0 +1,421 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA's keys in the driver: ``model.lora.*`` and the flat keys are one for the FSDP trainers, and what cannot be
+trained, merged or served is refused by key, value and remedy."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, VeraConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PretrainedConfig, Qwen2Config
+from verl.workers.rollout.sglang_rollout.utils import lora_rank_of
+
+from hydra_run import config_of, refused, rollout_of
+from verl_sync_plugin.config import refusals
+from verl_sync_plugin.lora.peft import build_peft_model, unties_embeddings
+from verl_sync_plugin.rollouts.sglang.refusals import ALWAYS_TIED
+
+MODEL = "actor_rollout_ref.model"
+LORA, PEFT = f"{MODEL}.lora", f"{MODEL}.lora.peft"
+STRATEGY, MEGATRON = "actor_rollout_ref.actor.strategy", "actor_rollout_ref.actor.megatron"
+FLAT = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
+SIZES: dict[str, Any] = {
+    "vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+def adapted(*overrides: str, merge: bool = True, strategy: str = "fsdp2") -> list[str]:
+    """Overrides of a run with LoRA; rank and merge are as given, if they are."""
+    keys = {f"{LORA}.rank": 8, f"{LORA}.merge": merge, STRATEGY: strategy}
+    given = {each.lstrip("+").partition("=")[0] for each in overrides}
+    return [*(f"{key}={value}" for key, value in keys.items() if not {key, LORA} & given), *overrides]
+
+
+@pytest.fixture
+def no_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "scipy" else find(name, *rest))
+
+
+REFUSED: list[tuple[str | tuple[str, ...], str, str]] = [
+    # values
+    *((f"{LORA}.rank={bad}", f"lora.rank={said}: not a whole number", "for example") for bad, said in (
+        ("2.5", "2.5"), ("-1", "-1"), ("many", "'many'"), ("null", "None"))),
+    *((f"{MODEL}.lora_rank={bad}", f"lora_rank={said}: not a whole number", "for example") for bad, said in (
+        ("2.5", "2.5"), ("null", "None"))),
+    *((f"{LORA}.alpha={bad}", f"lora.alpha={said}: not a number", "for example") for bad, said in (
+        ("big", "'big'"), ("nan", "nan"))),
+    *((f"{MODEL}.lora_alpha={bad}", f"lora_alpha={said}: not a number", "for example") for bad, said in (
+        ("big", "'big'"), ("inf", "inf"))),
+    (f"{LORA}.merge=no", "lora.merge='no': not a boolean", "True or False"),
+    (LORA + "=5", "lora=5: not a mapping", "lora.<key>="),
+    (f"{LORA}.type=vlm_lora", "lora.type='vlm_lora'", "Use lora or dora"),
+    (f"{LORA}.dropout_position=post", "dropout_position='post'", "Use 'pre'"),
+    (f"{LORA}.a2a_experimental=True", "a2a_experimental=True", "Use False"),
+    (f"{LORA}.lora_A_init_method=odd", "lora_A_init_method='odd'", "kaiming or gaussian"),
+    (f"{LORA}.target_modules=[linear_qkv]", "Megatron's name", "all-linear"),
+    # values of PEFT's, by the types of its LoraConfig
+    (f"+{PEFT}.use_rslora='\"false\"'", "peft.use_rslora='\"false\"': PEFT takes bool", "Correct"),
+    (f"+{PEFT}.use_dora=off", "peft.use_dora='off': PEFT takes bool", "Correct"),
+    (f"+{PEFT}.bias=lora", "peft.bias='lora': PEFT takes ", "Did you mean lora_only?"),
+    (f"+{PEFT}.rank_pattern=[2]", "peft.rank_pattern=[2]: PEFT takes dict[str, int]", "Correct"),
+    (f"+{PEFT}.rank_pattern={{q_proj: two}}", "peft.rank_pattern={'q_proj': 'two'}: PEFT takes ", "Correct"),
+    (f"+{PEFT}.alpha_pattern={{q_proj: nan}}", "peft.alpha_pattern={'q_proj': nan}: PEFT takes ", "Correct"),
+    (f"+{PEFT}.modules_to_save=lm_head", "peft.modules_to_save='lm_head': PEFT takes ", "Use [lm_head]"),
+    (f"+{PEFT}.init_lora_weights=pisa", "peft.init_lora_weights='pisa': PEFT takes ", "Did you mean pissa?"),
+    (f"+{PEFT}.init_lora_weights=pissa_niter_x", "peft.init_lora_weights='pissa_niter_x': ", "Correct"),
+    (f"+{PEFT}.init_lora_weights=eva", "peft.init_lora_weights='eva': PEFT needs data for it", "Use"),
+    (f"+{PEFT}.init_lora_weights=loftq", "peft={'init_lora_weights': 'loftq'}: PEFT refuses it: ", "scipy"),
+    (f"{LORA}.dropout=some", "lora.dropout='some': PEFT takes float", "Correct"),
+    (f"{MODEL}.target_modules=5", "model.target_modules=5: PEFT takes ", "Correct"),
+    (f"+{PEFT}=[a]", "lora.peft=['a']: not a mapping", f"{PEFT}.<key>="),
+    (f"+{PEFT}.layers_pattern=['(']", "peft.layers_pattern=['(']: not a regular expression", "Correct"),
+    *((f"{key}='('", f"{key}='(': not a regular expression", "Correct the pattern") for key in (
+        f"{MODEL}.target_modules", f"{LORA}.target_modules", f"{MODEL}.exclude_modules")),
+    # keys
+    (f"+{LORA}.rnk=8", "lora.rnk=8: unknown key", f"Did you mean {LORA}.rank?"),
+    (f"+{LORA}.pefft.use_dora=True", "lora.pefft={'use_dora': True}: unknown key", f"Did you mean {PEFT}?"),
+    (f"+{LORA}.use_rslora=True", "lora.use_rslora=True: nothing reads it there", f"Use {PEFT}.use_rslora."),
+    (f"+{LORA}.r=8", "lora.r=8: nothing reads it there", f"Use {LORA}.rank."),
+    (f"+{PEFT}.use_dra=True", "peft.use_dra=True", "Did you mean use_dora"),
+    (f"+{PEFT}.r=4", "peft.r=4: has a key of its own", "model.lora.rank"),
+    (f"+{PEFT}.layer_replication=[[0,2],[0,2]]", "has layer_replication=", "without layer_replication"),
+    # both ways to say it
+    (f"{MODEL}.lora_rank=4", f"{LORA}.rank=8 and {MODEL}.lora_rank=4 are both given and differ", "Remove one"),
+    ((f"{LORA}.alpha=5", f"{MODEL}.lora_alpha=4"), f"lora.alpha=5 and {MODEL}.lora_alpha=4", "Remove one"),
+    # adapters that are loaded
+    ((f"{LORA}.rank=0", f"{MODEL}.lora_adapter_path=/a"), "lora_adapter_path='/a': no LoRA rank", "lora_rank"),
+    ((f"{LORA}.type=dora", f"{LORA}.adapter_path=/a"), "brings its own settings", "Remove one"),
+    (f"{MODEL}.lora_adapter_path=/nope", "lora_adapter_path='/nope': there is no such folder", "Give the"),
+    (f"{LORA}.adapter_path=./nope", "lora_adapter_path='./nope': there is no such folder", "Give the"),
+    # what stock verl would not read: it would train all parameters
+    *((off, f"{LORA}.rank=8 with custom.sync.enabled=False", f"{MODEL}.lora_rank=8 {MODEL}.lora_alpha=32") for off in (
+        "actor_rollout_ref.rollout.custom.sync.enabled=False", "+sync=stock")),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("no_scipy")
+@pytest.mark.parametrize(("given", "shown", "remedy"), REFUSED, ids=[shown for _, shown, _ in REFUSED])
+def test_refused_by_key_value_and_remedy(given: str | tuple[str, ...], shown: str, remedy: str) -> None:
+    text = refused(*adapted(*((given,) if isinstance(given, str) else given)))
+    assert shown in text and remedy in text.partition(shown)[2], text
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        f"+{PEFT}.init_lora_weights=pissa_niter_4",
+        f"+{PEFT}.init_lora_weights=False",
+        f"+{PEFT}.bias=lora_only",
+        f"+{PEFT}.rank_pattern={{q_proj: 2}}",
+        f"+{PEFT}.alpha_pattern={{q_proj: 2.5}}",
+        f"{LORA}.dropout=0",
+        f"{LORA}.alpha=32.0",
+        f"{MODEL}.target_modules='.*(q|v)_proj'",
+        f"{MODEL}.lora_adapter_path=somebody/adapter",  # on a hub
+        f"{MODEL}.lora_adapter_path=/on/another/machine",
+        f"+{LORA}.fully_sharded_loras=True",  # verl reads it for vLLM
+    ],
+)
+def test_what_is_right_or_somebody_elses_passes(given: str) -> None:
+    assert rollout_of(*adapted(given)).custom.sync.enabled is True
+
+
+# Both ways to say it
+
+
+def settled(*overrides: str, strategy: str = "fsdp2", merge: bool = True) -> DictConfig:
+    """The model config as the driver leaves it."""
+    given = (f"{STRATEGY}={strategy}", f"{LORA}.merge={merge}", *overrides)
+    model: DictConfig = config_of(*given).actor_rollout_ref.model
+    return model
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((), (0, 16, "all-linear", None, None)),
+        (("_rank=8",), (8, 16, "all-linear", None, None)),
+        ((".rank=8",), (8, 32, "all-linear", None, None)),
+        ((".rank=8", "_rank=8"), (8, 32, "all-linear", None, None)),
+        ((".rank=8", "_alpha=5"), (8, 5, "all-linear", None, None)),
+        (
+            (".rank=8", ".alpha=64", ".target_modules=[q_proj]", ".exclude_modules=[v_proj]"),
+            (8, 64, ["q_proj"], ["v_proj"], None),
+        ),
+        ((".rank=8", ".adapter_path=/on/a/worker"), (8, 32, "all-linear", None, "/on/a/worker")),
+    ],
+)
+def test_either_way_gives_the_flat_keys(given: tuple[str, ...], expected: tuple[Any, ...], strategy: str) -> None:
+    model = settled(*(f"{LORA}{each}" for each in given), strategy=strategy)
+    assert tuple(model[key] for key in FLAT) == expected
+
+
+def test_without_lora_peft_is_not_imported() -> None:
+    code = "import sys; from verl_sync_plugin.lora import settings; settings.unify({}, {}, None)"
+    code += "\nprint('peft' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+
+
+class Model:
+    """The fields of verl's ``HFModelConfig`` that concern LoRA, from a settled config."""
+
+    def __init__(self, settled: DictConfig, tied: bool) -> None:
+        self.lora, self.use_shm = settled.lora, False
+        self.target_parameters = settled.get("target_parameters")
+        self.hf_config = Qwen2Config(tie_word_embeddings=tied, **SIZES)
+        for key in FLAT:
+            setattr(self, key, settled[key])
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return getattr(self, key, default)
+
+
+def test_what_pefts_config_knows_reaches_the_model() -> None:
+    model = Model(
+        settled(
+            f"{LORA}.rank=3", f"{LORA}.alpha=7", f"{LORA}.type=dora", f"{LORA}.dropout=0.25",
+            f"{LORA}.target_modules=[q_proj,v_proj]", f"+{PEFT}.use_rslora=True",
+            f"+{PEFT}.rank_pattern={{v_proj: 2}}", f"+{PEFT}.modules_to_save=[lm_head]",
+            f"{LORA}.lora_A_init_method=gaussian",
+        ),
+        tied=False,
+    )  # fmt: skip
+    assert lora_rank_of(model) == 3
+    built = build_peft_model(AutoModelForCausalLM.from_config(model.hf_config, dtype=torch.bfloat16), model)
+    assert isinstance(built, PeftModel)
+    config: Any = built.peft_config["default"]
+    assert (config.r, config.lora_alpha, config.use_dora, config.use_rslora) == (3, 7, True, True)
+    assert config.rank_pattern == {"v_proj": 2} and config.lora_dropout == 0.25
+    assert config.init_lora_weights == "gaussian" and config.modules_to_save == ["lm_head"]
+    trained = {name: parameter for name, parameter in built.named_parameters() if parameter.requires_grad}
+    assert {parameter.dtype for parameter in trained.values()} == {torch.bfloat16}
+    assert any("lora_magnitude_vector" in name for name in trained) and any("lm_head" in name for name in trained)
+    assert not any(part in name for name in trained for part in ("k_proj", "mlp"))
+
+
+@pytest.mark.parametrize(
+    ("given", "unties"),
+    [
+        ((f"{LORA}.target_modules=[embed_tokens,q_proj]",), True),
+        ((f"{LORA}.target_modules=[lm_head]",), True),
+        ((f"{LORA}.target_modules='.*embed_tokens'",), True),
+        ((f"+{PEFT}.modules_to_save=[lm_head]",), True),
+        ((f"+{PEFT}.modules_to_save=[embed_tokens]", f"+{PEFT}.ensure_weight_tying=True"), False),
+        ((f"{LORA}.target_modules=[embed_tokens,q_proj]", f"{LORA}.exclude_modules=[embed_tokens]"), False),
+        ((f"{LORA}.target_modules=[q_proj]",), False),
+        ((f"{LORA}.rank=0",), False),
+    ],
+)
+def test_the_engine_unties_what_the_adapter_makes_different(given: tuple[str, ...], unties: bool) -> None:
+    model = settled(*adapted(*given))
+    assert unties_embeddings(Model(model, tied=True)) is unties
+    assert unties_embeddings(Model(model, tied=False)) is False
+
+
+# Adapters that the engine serves
+
+
+UNSERVABLE = {
+    f"+{PEFT}.use_rslora=True": "lora.peft.use_rslora=True",
+    f"+{PEFT}.use_dora=True": "lora.peft.use_dora=True",
+    f"{LORA}.type=dora": "lora.type='dora'",
+    f"+{PEFT}.rank_pattern={{v_proj: 2}}": "lora.peft.rank_pattern={'v_proj': 2}",
+    f"+{PEFT}.alpha_pattern={{v_proj: 2}}": "lora.peft.alpha_pattern={'v_proj': 2}",
+    f"+{PEFT}.modules_to_save=[lm_head]": "lora.peft.modules_to_save=['lm_head']",
+    f"+{PEFT}.bias=all": "lora.peft.bias='all'",
+    f"+{PEFT}.lora_bias=True": "lora.peft.lora_bias=True",
+    f"+{PEFT}.fan_in_fan_out=True": "lora.peft.fan_in_fan_out=True",
+    f"+{MODEL}.target_parameters=[mlp.gate.weight]": "target_parameters=['mlp.gate.weight']",
+}
+LACKING = {
+    f"{MODEL}.target_modules=[k_proj,v_proj]": "q_proj, k_proj, v_proj in one, and needs factors of q_proj, too",
+    f"{LORA}.target_modules=[q_proj,k_proj]": "needs factors of v_proj, too",
+    f"{LORA}.target_modules=[up_proj,down_proj]": "gate_proj, up_proj in one, and needs factors of gate_proj, too",
+    f"{MODEL}.target_modules='.*q_proj'": "SGLang takes no pattern",
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        *((key, f"SGLang cannot serve an adapter with {MODEL}.{said}.") for key, said in UNSERVABLE.items()),
+        *LACKING.items(),
+    ],
+)
+def test_what_sglang_would_misread_is_refused_and_merged_it_is_served(given: str, said: str) -> None:
+    text = refused(*adapted(given, merge=False))
+    assert "lora.merge=False" in text and said in text and f"et {LORA}.merge=True" in text.partition(said)[2], text
+    rollout_of(*adapted(given))
+
+
+def test_a_plain_adapter_and_settings_without_lora_pass() -> None:
+    for targets in ("[q_proj,v_proj]", "[gate_proj]", "[o_proj]", "all-linear"):
+        rollout_of(*adapted(f"{MODEL}.target_modules={targets}", merge=False))
+    rollout_of(*adapted(f"{LORA}.dropout=0.1", f"+{PEFT}.bias=none", merge=False))
+    settled(f"+{PEFT}.use_rslora=True", merge=False)
+
+
+@pytest.mark.parametrize(
+    ("saved", "overrides", "says"),
+    [
+        ({"r": 9}, (), f"{MODEL}.lora_rank=8 with WHERE, which has r=9. Set {MODEL}.lora_rank=9"),
+        ({"use_rslora": True}, (), "WHERE, which has use_rslora=True"),
+        ({"target_modules": ["k_proj", "v_proj"]}, (), "needs factors of q_proj, too"),
+        (
+            {"target_modules": ["q_proj", "v_proj", "o_proj"]},
+            (f"{MODEL}.target_modules=[q_proj,v_proj]",),
+            f"{MODEL}.target_modules=['q_proj', 'v_proj'] with WHERE, which adapts o_proj",
+        ),
+        ({"r": 4}, (), ""),
+        ({"target_modules": ".*_proj"}, (), ""),
+    ],
+)
+def test_an_existing_adapter_to_serve(
+    saved: dict[str, Any], overrides: tuple[str, ...], says: str, tmp_path: Path
+) -> None:
+    LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], **saved}).save_pretrained(tmp_path)
+    where, given = f"{MODEL}.lora_adapter_path='{tmp_path}'", (f"{MODEL}.lora_adapter_path={tmp_path}", *overrides)
+    if says:
+        assert says.replace("WHERE", where) in refused(*adapted(*given, merge=False))
+        rollout_of(*adapted(*given))
+    else:
+        rollout_of(*adapted(*given, merge=False))
+
+
+@pytest.mark.parametrize("merge", [True, False])
+@pytest.mark.parametrize("kind", [IA3Config, VeraConfig, PromptTuningConfig], ids=lambda kind: kind.__name__)
+def test_an_adapter_that_is_not_lora_is_refused(kind: Any, merge: bool, tmp_path: Path) -> None:
+    kind(task_type="CAUSAL_LM").save_pretrained(tmp_path)
+    for key, strategy in (("lora_adapter_path", "fsdp"), ("lora.adapter_path", "fsdp2")):
+        text = refused(*adapted(f"{MODEL}.{key}={tmp_path}", merge=merge, strategy=strategy))
+        assert f"{MODEL}.lora_adapter_path='{tmp_path}' has peft_type={kind().peft_type.value}" in text
+        assert "Give a LoRA adapter" in text
+
+
+def test_what_of_an_adapters_folder_is_refused(tmp_path: Path) -> None:
+    path = f"{MODEL}.lora_adapter_path={tmp_path}"
+    assert "it holds no adapter_config.json" in refused(*adapted(path))
+    LoraConfig(target_modules=["q_proj"], layer_replication=[(0, 2), (1, 2)]).save_pretrained(tmp_path)
+    text = refused(*adapted(path))
+    assert f"'{tmp_path}' has layer_replication=[[0, 2], [1, 2]]" in text and "without layer_replication" in text
+    LoraConfig(target_modules=["q_proj"]).save_pretrained(tmp_path)
+    rollout_of(*adapted(path))
+    (tmp_path / "adapter_config.json").write_text("{")
+    rollout_of(*adapted(path))
+
+
+# An adapted embedding or head
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """The override that names a model of a config."""
+
+    def made(config: type[PretrainedConfig], architecture: str, **settings: Any) -> str:
+        folder = tmp_path_factory.mktemp("model")
+        config(**SIZES, architectures=[architecture], **settings).save_pretrained(folder)
+        return f"{MODEL}.path={folder}"
+
+    return made
+
+
+@pytest.mark.parametrize("architecture", sorted(ALWAYS_TIED))
+def test_the_embedding_of_what_sglang_always_ties(architecture: str, folder_of: Callable[..., str]) -> None:
+    model = folder_of(LlamaConfig, architecture, tie_word_embeddings=True)
+    text = refused(*adapted(model, f"{MODEL}.target_modules=[o_proj,embed_tokens]"))
+    assert f"{MODEL}.target_modules=['o_proj', 'embed_tokens']" in text
+    assert f"SGLang's {architecture} " in text and f"{MODEL}.exclude_modules" in text
+
+
+def test_either_end_of_what_sglang_always_ties(folder_of: Callable[..., str], tmp_path: Path) -> None:
+    LoraConfig(target_modules=["embed_tokens"]).save_pretrained(tmp_path)
+    for tied in (True, False):
+        model = folder_of(Gemma2Config, "Gemma2ForCausalLM", tie_word_embeddings=tied)
+        for given, said in (
+            (f"{LORA}.target_modules=[lm_head]", f"{MODEL}.target_modules=['lm_head']"),
+            (f"+{PEFT}.modules_to_save=[lm_head]", f"{PEFT}.modules_to_save=['lm_head']"),
+            (f"{MODEL}.lora_adapter_path={tmp_path}", f"{MODEL}.lora_adapter_path='{tmp_path}': it changes the emb"),
+        ):
+            text = refused(*adapted(model, given, strategy="fsdp"))
+            assert said in text and "SGLang's Gemma2ForCausalLM " in text
+    for passes in (  # what leaves it tied
+        (),
+        (f"{MODEL}.target_modules=[o_proj,embed_tokens]", f"{MODEL}.exclude_modules=[embed_tokens]"),
+        (f"+{PEFT}.modules_to_save=[embed_tokens]", f"+{PEFT}.ensure_weight_tying=True"),
+    ):
+        rollout_of(*adapted(folder_of(Gemma2Config, "Gemma2ForCausalLM"), *passes))
+
+
+@pytest.mark.parametrize(
+    ("given", "merge"),
+    [
+        (f"{MODEL}.target_modules=[o_proj,embed_tokens]", True),
+        (f"{MODEL}.target_modules=[o_proj,embed_tokens]", False),
+        (f"{MODEL}.target_modules=[lm_head]", True),
+        (f"+{PEFT}.modules_to_save=[embed_tokens]", True),
+    ],
+)
+def test_fsdp2_with_an_adapted_end_that_is_not_tied(given: str, merge: bool, folder_of: Callable[..., str]) -> None:
+    tied, untied = (folder_of(LlamaConfig, "LlamaForCausalLM", tie_word_embeddings=value) for value in (True, False))
+    text = refused(*adapted(untied, given, merge=merge))
+    assert f"{STRATEGY}=fsdp2: verl shards embedding and head by themselves" in text
+    assert f"Set {STRATEGY}=fsdp with actor_rollout_ref.actor.fsdp_config.use_orig_params=True" in text
+    rollout_of(*adapted(untied, given, merge=merge, strategy="fsdp"))
+    rollout_of(*adapted(tied, given, merge=merge))
+    untie = f"+{MODEL}.override_config.tie_word_embeddings=False"
+    assert "strategy=fsdp2" in refused(*adapted(tied, given, untie, merge=merge))
+
+
+def test_fsdp2_with_a_saved_head_or_tied_factors(folder_of: Callable[..., str]) -> None:
+    tied, untied = (folder_of(LlamaConfig, "LlamaForCausalLM", tie_word_embeddings=value) for value in (True, False))
+    rollout_of(*adapted(untied, f"+{PEFT}.modules_to_save=[lm_head]"))
+    rollout_of(*adapted(f"{MODEL}.path=somebody/on-a-hub", f"{MODEL}.target_modules=[lm_head]"))
+    given = (tied, f"{MODEL}.target_modules=[embed_tokens]", f"+{PEFT}.ensure_weight_tying=True")
+    assert "Leave ensure_weight_tying out" in refused(*adapted(*given))
+    rollout_of(*adapted(*given, strategy="fsdp"))
+
+
+# Megatron
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_lora_on_megatron_needs_the_bridge_and_no_dora(merge: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ("model_engine=megatron", f"++{LORA}.rank=8", f"++{LORA}.merge={merge}")
+    monkeypatch.setattr(refusals, "_has_megatron_bridge", lambda: False)
+    text = refused(*given)
+    assert f"LoRA rank 8 with {STRATEGY}=megatron: the package megatron.bridge" in text and "is not installed" in text
+    monkeypatch.setattr(refusals, "_has_megatron_bridge", lambda: True)
+    assert rollout_of(*given).custom.sync.enabled is True
+    text = refused(*given, f"++{LORA}.type=dora")
+    assert f"lora.type='dora' with {STRATEGY}=megatron: " in text and f"Set {LORA}.type=lora" in text
+
+
+def test_what_has_no_effect_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    for given, said in (
+        (f"++{LORA}.merge=True", f"{LORA}.merge=True has no effect without a LoRA rank"),
+        ("++actor_rollout_ref.actor.freeze_vision_tower=True", "freeze_vision_tower=True has no effect"),
+        (f"++{MEGATRON}.seed=1", ""),
+    ):
+        config_of("model_engine=megatron", given)
+        text = capsys.readouterr().out
+        assert said in text and ("no effect" in text) is bool(said)
+
+
+@pytest.mark.parametrize("composition", ["colocated", "colocated_resident", "colocated_tight_memory_megatron"])
+def test_compositions_that_are_shipped_fit_megatron(composition: str) -> None:
+    config = config_of(f"+sync={composition}", name="ppo_megatron_trainer").actor_rollout_ref
+    stock = OmegaConf.to_container(config_of("+sync=stock", name="ppo_megatron_trainer").actor_rollout_ref.actor)
+    assert config.actor.megatron.keys() == stock["megatron"].keys(), "verl has no such key"  # type: ignore[index,call-overload]
+    assert config.actor.megatron.param_offload is ("tight_memory" in composition)
+    assert config.rollout.free_cache_engine is (composition != "colocated_resident")
