@@ -63,7 +63,7 @@ def test_ia3_through_lora_adapter_path(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 def test_gemma_2_with_lora_on_the_embedding(tmp_path: Path) -> None:
-    """The reason is ``unit/test_lora_refusals``' subject; here it ends a run."""
+    """The reason is ``unit/test_lora_keys``' subject; here it ends a run."""
     folder = tmp_path / "gemma-2"
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     Gemma2Config(**sizes, architectures=["Gemma2ForCausalLM"]).save_pretrained(folder)

@@ -1,23 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's driver of separate syncs: its calls of the others, and replicas whose processes die.
-
-The processes are real Ray actors.
-"""
+"""verl's driver of separate syncs: what it asks of a group, and replicas whose processes, Ray's actors, die."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import ray
-from driven_replicas import Driven, Replica
-from ray.exceptions import RayTaskError
 from verl.checkpoint_engine.base import CheckpointEngineManager
 
+from verl_sync_plugin.hooks import separate
 from verl_sync_plugin.hooks.separate import OutlivingManager, dead_among
+
+
+@ray.remote(num_cpus=0)
+class Process:
+    """A worker, or a server with SGLang's processes."""
+
+    def __init__(self) -> None:
+        self.engine = True
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def end_engine(self) -> None:
+        self.engine = False
+
+    def engine_alive(self) -> bool:
+        return self.engine
+
+
+class Replica:
+    """What the manager looks at of one of verl's."""
+
+    def __init__(self, rank: int) -> None:
+        self.replica_rank, self.server_address = rank, f"server-{rank}"
+        self._server_handle = None
+        self.workers, self.servers = [Process.remote()], [Process.remote()]  # type: ignore[attr-defined]
 
 
 @ray.remote(num_cpus=0)
@@ -108,49 +132,30 @@ def test_without_any_replica_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> No
     assert not taken
 
 
-@pytest.fixture(scope="module")
-def driven() -> Driven:
-    return Driven()
+def test_a_group_that_stands_is_asked_for_the_sync_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a new one is made for other replicas, and after a sync that failed."""
+    asked: list[str] = []
+    replicas = [Replica(0), Replica(1)]
+    honest = OutlivingManager._sync
+    manager, _ = manager_of(replicas, monkeypatch)
+    monkeypatch.setattr(OutlivingManager, "_sync", honest)
+    names = ("abort_replicas", "release_kv_cache_replicas", "resume_kv_cache_replicas", "resume_generation_replicas")
+    for name in names:
+        monkeypatch.setattr(manager, name, AsyncMock(side_effect=partial(asked.append, name)))
+    monkeypatch.setattr(manager, "build_process_group", lambda group: asked.append("group"))
+    monkeypatch.setattr(separate, "RayWorkerGroup", lambda **_: SimpleNamespace(update_weights=lambda **_: []))
+    manager.actor_wg = SimpleNamespace(update_weights=lambda **_: asked.append("sync") or [])
+    whole = [*names[:2], "group", "sync", *names[2:]]
 
+    def synced() -> list[str]:
+        asked.clear()
+        manager.update_weights(1)
+        return asked
 
-def first_rounds(*ranks: int) -> list[tuple[str, list[str]]]:
-    """What is asked in the first sync of a group of these replicas, and of whom."""
-    replicas = [f"replica {rank}" for rank in ranks]
-    return [
-        ("abort", replicas),
-        ("release", replicas),
-        *((what, ["trainer", *(f"worker {rank}" for rank in ranks)]) for what in ("prepare", "join", "update")),
-        ("resume cache", replicas),
-        ("resume generation", replicas),
-    ]
-
-
-STANDING = first_rounds(0, 1)[4:5]  # the sync itself
-
-
-def test_a_standing_group_is_asked_for_nothing_but_the_sync(driven: Driven) -> None:
-    for version, rounds in ((0, first_rounds(0, 1)), (1, STANDING), (2, STANDING)):
-        assert driven.manager.update_weights(version) == {}
-        assert driven.asked() == rounds
-
-
-def test_who_leaves_or_joins_makes_a_new_group(driven: Driven) -> None:
-    manager = driven.manager
-    for change, ranks in ((manager.remove_replicas, (0,)), (manager.add_replicas, (0, 1))):
-        change([driven.replicas[1]])
-        for version, rounds in ((3, first_rounds(*ranks)), (4, first_rounds(*ranks)[4:5])):
-            manager.update_weights(version)
-            assert driven.asked() == rounds
-
-
-def test_a_failed_sync_resumes_nothing_and_the_next_one_makes_a_new_group(driven: Driven) -> None:
-    first, second = (replica.workers[0] for replica in driven.replicas)
-    # The group stands, and then it does not
-    for fails, rounds in ((second, STANDING), (first, first_rounds(0, 1)[:5])):
-        ray.get(fails.fail_next.remote())
-        with pytest.raises(RayTaskError, match="version 5 cannot be synced"):
-            driven.manager.update_weights(5)
-        assert driven.asked() == rounds
-    for version, rounds in ((6, first_rounds(0, 1)), (7, STANDING)):
-        driven.manager.update_weights(version)
-        assert driven.asked() == rounds
+    assert [list(synced()) for _ in range(3)] == [whole, ["sync"], ["sync"]]
+    manager.remove_replicas([replicas[1]])
+    assert [list(synced()) for _ in range(2)] == [whole, ["sync"]]
+    with pytest.raises(ZeroDivisionError), monkeypatch.context() as patched:
+        patched.setattr(manager.actor_wg, "update_weights", lambda **_: 1 / 0)
+        manager.update_weights(2)
+    assert [list(synced()) for _ in range(2)] == [whole, ["sync"]]

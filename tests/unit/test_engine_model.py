@@ -8,22 +8,18 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 
-from verl_sync_plugin.engine import session
-from verl_sync_plugin.engine.model import EngineModel, partner_of
+from verl_sync_plugin.engine.model import EngineModel
 from verl_sync_plugin.engine.session import ReceiverSession
 from verl_sync_plugin.layout.load_map import owners_of, read_parts, unwritten
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Base, Plan, Shard, View
 from verl_sync_plugin.sync.sender import BucketSender
-from verl_sync_plugin.transport.channel import ChannelClosedError, Greeting, Listener, connect
+from verl_sync_plugin.transport.channel import Greeting, Listener, connect
 from verl_sync_plugin.transport.protocol import (
-    TOGETHER_SLACK_SECONDS,
-    TOGETHER_WAITS,
     Committed,
     Hello,
     LoadRequest,
@@ -209,52 +205,3 @@ def test_what_it_leaves_out_is_told_unless_it_may(
         monkeypatch.setattr(Engine, "why_skipped", EngineModel.why_skipped)
     found = trainer.sync(some(0))[0].map
     assert found is not None and found.skipped == (((NAMES.index(UNUSED), "nobody needs it"),) if skips else ())
-
-
-def test_what_a_load_leaves_cached_goes_back_before_the_trainer_hears_of_the_end(
-    made: tuple[Engine, Trainer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The trainer has the engine resume its KV cache next."""
-    _, trainer = made
-    happened: list[str] = []
-
-    def noting(owner: type, name: str) -> None:
-        method = getattr(owner, name)
-
-        def noted(*args: Any) -> Any:
-            happened.append(name)
-            return method(*args)
-
-        monkeypatch.setattr(owner, name, noted)
-
-    noting(Model, "take")
-    reserved = iter([0, session.LEAST_BYTES, 0, session.LEAST_BYTES - 1])
-    monkeypatch.setattr(session, "_reserved_bytes", lambda: next(reserved))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: happened.append("emptied"))
-    monkeypatch.setattr(session, "Committed", lambda *args: happened.append("committed") or Committed(*args))
-    trainer.sync(some(0))
-    assert happened[-2:] == ["emptied", "committed"] and "take" in happened
-    happened.clear()
-    trainer.sync(some(1))
-    assert happened == ["committed"], "little was left"
-
-
-def test_partners() -> None:
-    pairs = Engine.fused_pairs
-    assert partner_of(LEFT, pairs) == RIGHT and partner_of(RIGHT, pairs) == LEFT
-    assert partner_of(BETWEEN, pairs) is None and partner_of(LEFT, ()) is None
-
-
-def test_the_first_word_may_take_as_long_as_trainer_ranks_wait_for_each_other() -> None:
-    """An engine that is awake connects while they gather and plan."""
-    waits: list[float] = []
-
-    class Gone:
-        def receive(self, timeout: float) -> object:
-            waits.append(timeout)
-            raise ChannelClosedError("gone")
-
-    trainer: Any = Gone()
-    with pytest.raises(ChannelClosedError):
-        ReceiverSession(Engine(torch.nn.Linear(1, 1), 0)).run(trainer, LoadRequest("1", (), 5.0))
-    assert waits == [TOGETHER_WAITS * 5.0 + TOGETHER_SLACK_SECONDS]

@@ -272,19 +272,6 @@ def test_the_widest_dtype_of_which_a_load_makes_anything(sent: torch.dtype) -> N
     assert wire_dtypes(list(loads), [found]) == expected
 
 
-class Failing(Pair):
-    """Cannot be recorded; and reads one tensor without keeping it."""
-
-    drops = False
-
-    def load_weights(self, weights: Weights) -> None:
-        for name, tensor in weights:
-            if tensor.is_meta:
-                raise RuntimeError("no meta tensors here")
-            if not (self.drops and name == "b"):
-                getattr(self, name).data.copy_(tensor)
-
-
 def test_a_load_that_always_raises_leaves_everything_unknown() -> None:
     class Raising(Pair):
         def load_weights(self, weights: Weights) -> None:

@@ -259,3 +259,14 @@ def test_a_step_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "there are steps 0 to 0" in refused(capsys, file, "--trace", out, "--step", "3")
     assert "--trace OUT.json" in refused(capsys, file, "--step", "3")
     assert not Path(out).exists()
+
+
+def test_a_report_file_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(REPORT_FILE_VARIABLE, str(tmp_path / "nowhere" / "file"))
+    write_report(SyncReport())
+    assert "is not written" in capsys.readouterr().out
+    monkeypatch.setenv(REPORT_FILE_VARIABLE, str(tmp_path / "file"))
+    write_report(SyncReport())
+    assert '"event": "sync_report"' in (tmp_path / "file").read_text()

@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import gc
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from verl_sync_plugin.hooks import worker
+from verl_sync_plugin.engine.session import Activations
 from verl_sync_plugin.memory import (
     FIRST,
     LEARNING_SYNCS,
@@ -159,42 +157,6 @@ def test_the_most_of_all_syncs_and_ranks_counts() -> None:
         assert trainer.empties(FIRST) is not known
 
 
-class Engine:
-    """Notes what it is told to move."""
-
-    def __init__(self, parameter: torch.Tensor, enabled: bool = True, listed: bool = False) -> None:
-        module = SimpleNamespace(parameters=lambda: iter([torch.empty(3), parameter]))
-        self.module: Any = [module] if listed else module
-        self.is_param_offload_enabled = enabled
-        self.moves: list[dict[str, Any]] = []
-
-    def to(self, device: str, **what: bool) -> None:
-        self.moves.append({"device": device, **what})
-
-
-def emptied() -> torch.Tensor:
-    """As Megatron leaves an offloaded parameter."""
-    parameter = torch.empty(4, device="meta")
-    parameter.untyped_storage().resize_(0)
-    return parameter
-
-
-@pytest.mark.parametrize(
-    ("engine", "moved"),
-    [
-        # a meta tensor is on no host, which is all that is asked
-        pytest.param(Engine(torch.empty(4, device="meta")), True, id="fsdp"),
-        pytest.param(Engine(torch.empty(4, device="meta"), listed=True), True, id="megatron"),
-        pytest.param(Engine(torch.empty(4)), False, id="read on the host"),
-        pytest.param(Engine(emptied(), listed=True), False, id="storage emptied"),
-        pytest.param(Engine(torch.empty(4, device="meta"), enabled=False), False, id="no param_offload"),
-    ],
-)
-def test_only_what_is_on_the_device_is_offloaded(engine: Engine, moved: bool) -> None:
-    worker.offload(engine)
-    assert engine.moves == [{"device": "cpu", "model": True, "optimizer": False, "grad": False}] * moved
-
-
 @pytest.mark.parametrize("enabled", [True, False])
 def test_no_garbage_is_collected_in_a_sync_and_as_before_after_it(enabled: bool) -> None:
     (gc.enable if enabled else gc.disable)()
@@ -207,3 +169,25 @@ def test_no_garbage_is_collected_in_a_sync_and_as_before_after_it(enabled: bool)
         assert gc.isenabled() == enabled
     finally:
         gc.enable()
+
+
+def test_most_beyond_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {"current": 0, "peak": 0}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda: {"reserved_bytes": {"all": counts}})
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: counts.update(peak=counts["current"]))
+    activations = Activations()
+
+    def taken(current: int, peak: int) -> int:
+        counts.update(current=current, peak=max(peak, counts["peak"]))
+        return activations.take()
+
+    assert taken(110, 500) == 0, "the peak of the engine's start"
+    assert taken(100, 130) == 30, "the cache of the start is gone"
+    assert taken(120, 150) == 50, "what is still cached was taken, too"
+    assert taken(100, 105) == 20, "the peak counts from the last sync on"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_nothing_is_known_without_a_device() -> None:
+    assert [Activations().take(), Activations().take()] == [0, 0]

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import SyncConfig
-from verl_sync_plugin.errors import RankLostError, SyncError
+from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.sender import BROADCASTS, SLOTS, BucketSender
 from verl_sync_plugin.sync.ways import Reach, Staged
 from verl_sync_plugin.transport.agreement import Agreement
-from verl_sync_plugin.transport.joint import JointRanks
+from verl_sync_plugin.transport.joint import JointRanks, bounded
 
 CPU, BOUND = torch.device("cpu"), 0.2
 
@@ -72,26 +75,30 @@ def test_a_dead_rank_does_not_leave_hundreds_of_broadcasts_in_the_queue_of_the_d
     assert begun == list(range(1000)), "every rank sends its segment, in order"
 
 
-@pytest.mark.parametrize("error", [SyncError, RankLostError, ValueError])
-def test_after_a_failed_transfer_no_rank_goes_on_before_all_have_awaited_theirs(
-    error: type[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would end its group for bytes, and with that what others are still receiving."""
-    done: list[str] = []
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Nothing is done on it here."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    return torch.device("cuda", 0)
 
-    def settle(what: str) -> None:
-        done.append("settled")
-        raise SyncError("another error")
 
-    def fails(*_: Any) -> None:
-        raise error("injected")
+def test_connecting_that_does_not_end_is_left_alone_and_cleared_up(gpu: torch.device) -> None:
+    goes_on, cleared = threading.Event(), threading.Event()
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"NCCL did not connect this rank with the others within .*=0\.2;"):
+        bounded(lambda: goes_on.wait(30) and None, gpu, 0.2, late=cleared.set)
+    assert time.monotonic() - started < 5 and not cleared.is_set()
+    goes_on.set()
+    assert cleared.wait(10), "what the late call has made is ended"
 
-    ranks = SimpleNamespace(rank=0, trainers=(0,), rollouts=(1,), gather=lambda value: [value] * 2)
-    agreement: Any = SimpleNamespace(ranks=ranks, settle=settle, gather=lambda what, value: [value] * 2)
-    sender = BucketSender(CPU, BOUND)
-    monkeypatch.setattr(sender, "drain", lambda slot: done.append("drained"))
-    monkeypatch.setattr(Staged, "_run", fails)
-    with pytest.raises(error, match="injected"):
-        broadcasting(agreement, sender).run(SimpleNamespace())  # type: ignore[arg-type]
-    drained = ["drained"] * SLOTS
-    assert done == {SyncError: [*drained, "settled"], RankLostError: [], ValueError: drained}[error]
+
+def test_errors_of_connecting_are_raised(gpu: torch.device) -> None:
+    def refused() -> None:
+        raise ConnectionRefusedError("injected")
+
+    cleared = threading.Event()
+    with pytest.raises(ConnectionRefusedError, match="injected"):
+        bounded(refused, gpu, 5.0, late=cleared.set)
+    assert not cleared.is_set()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
-from noting_manager import ABORTING, Manager, loaded, synced
+from noting_manager import Manager, loaded, synced
 from ray.exceptions import ActorDiedError
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.utils import MultiprocessingSerializer
@@ -22,13 +22,12 @@ from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
 from verl.workers.rollout.sglang_rollout.utils import SGLANG_LORA_NAME
 
-from verl_sync_plugin.config.settings import SEPARATE_BACKEND
 from verl_sync_plugin.errors import HalfWrittenError
 from verl_sync_plugin.rollouts import rollout_of
 from verl_sync_plugin.rollouts.adapter import calls_of
 from verl_sync_plugin.rollouts.gate import KV_CACHE
 from verl_sync_plugin.rollouts.sglang import server as module
-from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK, FORGETTING_LOADER, LOADER
+from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 
 HYBRID = RolloutMode.HYBRID
@@ -64,25 +63,6 @@ def test_the_cache_is_flushed_once_and_a_flush_that_fails_locks_the_gate(server_
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("pause", ["retract", "in_place"])
-@pytest.mark.parametrize(
-    ("mode", "backend"), [(HYBRID, SEPARATE_BACKEND), (HYBRID, "naive"), (RolloutMode.STANDALONE, "nccl")]
-)
-def test_others_than_separate_rollouts_of_ours_abort(
-    pause: str, mode: RolloutMode, backend: str, server_with: Make
-) -> None:
-    async def story() -> None:
-        manager = Manager()
-        server = server_with(manager, pause, mode, backend)
-        await synced(server)
-        assert manager.asked == ABORTING
-        assert manager.aborted == (mode == HYBRID), "what verl syncs is left as it is"
-        await server.abandon_sync("another rank failed")
-        await server.resume_generation()  # as verl's
-
-    asyncio.run(story())
-
-
 def test_servers_of_other_hosts_ask_for_nothing(server_with: Make) -> None:
     async def story() -> None:
         manager = Manager()
@@ -92,20 +72,6 @@ def test_servers_of_other_hosts_ask_for_nothing(server_with: Make) -> None:
         assert manager.asked == []
 
     asyncio.run(story())
-
-
-@pytest.mark.parametrize(("pause", "loader"), [("abort", LOADER), ("retract", FORGETTING_LOADER), ("in_place", LOADER)])
-def test_sglang_is_launched_with_the_loader_that_is_asked_for(
-    pause: str, loader: str, server_with: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[Any] = []
-
-    async def launched(self: Any, **_: Any) -> None:
-        given.append(self.config.engine_kwargs["sglang"]["custom_weight_loader"])
-
-    monkeypatch.setattr(SGLangHttpServer, "launch_server", launched)
-    asyncio.run(server_with(Manager(), pause).launch_server())
-    assert given == [[loader]]
 
 
 def test_arguments_of_a_newer_verl_reach_its_own_methods(server_with: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,59 +102,6 @@ def test_arguments_that_nothing_uses_are_named(server_with: Make, capsys: pytest
 
     asyncio.run(story())
     assert "sleep does not use what this verl gives it: reset_connector=True\n" in capsys.readouterr().out
-
-
-class Counting(Manager):
-    """Of SGLang 0.5.19 or later: ``server_args`` stay as they were at the launch, and the schedulers count versions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.server_args = SimpleNamespace(tp_size=1, weight_version="default", enable_weights_cpu_backup=False)
-        self._version, self._counted = "default", "default"
-
-    def config_value(self, name: str) -> Any:
-        return self._version if name == "weight_version" else getattr(self.server_args, name)
-
-    async def update_weight_version(self, obj: Any) -> None:
-        assert not obj.abort_all_requests
-        self.asked.append("version")
-        self._counted = self._version = obj.new_version
-
-    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
-        spans = [{"version": self._counted, "start": 0, "end": 1}]
-        yield {"meta_info": {"weight_version": self._version}}
-        yield {"meta_info": {"weight_version": self._version, "weight_versions": spans}}
-
-
-class Later(Counting):
-    """Of SGLang 0.5.17 or 0.5.18, which counts nothing."""
-
-    update_weight_version = property()  # type: ignore[assignment]
-
-    def _update_weight_version_if_provided(self, version: str) -> None:
-        self._version = version
-
-
-@pytest.mark.parametrize(
-    ("kind", "versions"), [(Counting, [None, [{"version": "7", "start": 0, "end": 1}]]), (Later, [["7"], ["7"]])]
-)
-def test_answers_bear_the_version_of_their_weights(
-    kind: type[Counting], versions: list[Any], server_with: Make
-) -> None:
-    """SGLang's own where its schedulers count, for which they are told before generation goes on; else what it reports
-    now, not what it was launched with."""
-
-    async def story() -> None:
-        manager = kind()
-        server = server_with(manager, "retract")
-        await synced(server)
-        assert ("version" in manager.asked) == (kind is Counting) and manager.asked[-1] == "continue"
-        asked = SimpleNamespace(extra_key=None)
-        metas = [answer["meta_info"] async for answer in manager.generate_request(asked)]
-        assert [meta.get("weight_versions") for meta in metas] == versions
-        assert {meta["weight_version"] for meta in metas} == {"7"}
-
-    asyncio.run(story())
 
 
 def test_a_server_that_died_is_named_with_what_to_do_then() -> None:
@@ -354,29 +267,6 @@ def test_a_late_end_of_a_sync_that_was_given_up_is_not_that_of_the_next(
         del manager.resume_memory_occupation  # type: ignore[method-assign]
         await server.finish_sync([])
         assert server.global_steps == 2 and manager.asked[-1] == "continue"
-
-    asyncio.run(story())
-
-
-@pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
-@pytest.mark.parametrize("wakes", [False, True])
-def test_an_engine_that_a_driver_has_put_to_sleep_goes_on_with_all_its_memory(
-    pause: str, wakes: bool, server_with: Make
-) -> None:
-    async def story() -> None:
-        manager = Manager()
-        server = server_with(manager, pause)
-        for version in (1, 2):
-            manager.asked.clear()
-            await server.sleep()
-            assert manager.asked == ["release kv_cache"], "no sync resumes the weights of a separate rollout"
-            if wakes:
-                await server.wake_up()
-                assert manager.asked[1] == "resume kv_cache"
-            await loaded(server, version)
-            resumed = [each for each in manager.asked if each.startswith("resume")]
-            assert len(resumed) == 1 and not server.occupation.released
-            assert manager.asked.index(resumed[0]) < manager.asked.index("continue")
 
     asyncio.run(story())
 
