@@ -73,16 +73,6 @@ def test_torn_pair_arrives_in_one_load(pair: tuple[str, str], swapped: bool, wor
     assert all(torch.equal(got[name], tensor) for name, tensor in zip(ordered, tensors, strict=True))
 
 
-def test_split_halves_of_a_pair_arrive_in_one_load() -> None:
-    names = [f"layers.0.{suffix}" for suffix in FUSED_PAIRS[0]]
-    tensors = [torch.randn(8, 8), torch.randn(8, 8)]
-    assembler = Assembler(pairs=FUSED_PAIRS)
-    loads = ship(tensors, [base_of(n, t) for n, t in zip(names, tensors, strict=True)], 96, assembler)
-    assembler.finish()
-    assert [[name for name, _ in load] for load in loads if load] == [names]
-    assert all(torch.equal(arrived(loads)[name], tensor) for name, tensor in zip(names, tensors, strict=True))
-
-
 def test_pairs_of_different_layers_do_not_mix() -> None:
     first, second = FUSED_PAIRS[0]
     ordered = [f"layers.0.{first}", f"layers.1.{first}", f"layers.1.{second}", f"layers.0.{second}"]
@@ -98,16 +88,6 @@ def test_finish_names_an_incomplete_tensor() -> None:
     memory = BucketMemory([torch.zeros(16, dtype=torch.uint8)], 16, 1)
     assert list(assembler.tensors(memory, (Entry("half", "uint8", (32,), None, 32, (Run(0, 0, 16),)),))) == []
     with pytest.raises(ValueError, match="incomplete tensors: half"):
-        assembler.finish()
-
-
-def test_finish_names_half_a_pair() -> None:
-    assembler = Assembler(pairs=FUSED_PAIRS)
-    name = f"layers.0.{FUSED_PAIRS[0][1]}"
-    entry = Entry(name, "uint8", (16,), None, 16, (Run(0, 0, 16),))
-    memory = BucketMemory([torch.zeros(16, dtype=torch.uint8)], 16, 1)
-    assert list(assembler.tensors(memory, (entry,))) == []
-    with pytest.raises(ValueError, match=f"incomplete tensors: {name}"):
         assembler.finish()
 
 

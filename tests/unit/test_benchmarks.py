@@ -3,19 +3,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from benchmarks import common, memory, pauses, phase, probe, report, soak, transfer
+from benchmarks import common, memory, pauses, phase, report, soak, transfer
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = phase.Paths(model=Path("m"), prompts=Path("p"))
@@ -99,40 +95,6 @@ def test_report_splits_the_stages_but_never_the_phase() -> None:
     assert measured[0].report["stage/pack"] == pytest.approx(1.1), "the slowest replica counts"
 
 
-def test_run_ended_by_its_time_limit_counts_if_it_went_on_until_then() -> None:
-    lines = stock_lines()
-    phase.check_cut_short(lines, ended=400.0, least=3)
-    for given, ended, least, why in (
-        (lines, 400.0, 4, "3 measured syncs within the time limit, fewer than 4"),
-        (lines, 1000.0, 3, "no sync in the last 687 s before the time limit: the run stood still"),
-        ([*lines, line("resume", 0, 390, 1, ok=False)], 400.0, 3, "a call failed"),
-    ):
-        with pytest.raises(phase.ProbeError, match=why):
-            phase.check_cut_short(given, ended=ended, least=least)
-    cut = [entry for entry in lines if not (entry["event"] == "sync" and entry["start"] > 300)]
-    assert len(phase.syncs(cut)) == 3, "a sync that was cut short is not counted"
-
-
-def test_paused_is_from_a_servers_first_stop_until_it_goes_on() -> None:
-    def record(event: str, start: float, seconds: float, **more: Any) -> dict[str, Any]:
-        return {"event": event, "start": start, "seconds": seconds, "pid": 1, **more}
-
-    (sync,) = phase.separate_syncs(
-        [
-            record("whole", 10.0, 1.0, backend="sync_plugin"),
-            record("sync", 10.1, 0.7),
-            record("update_weights", 10.1, 0.8),
-            record("stop", 10.2, 0.1, pid=2),
-            record("go_on", 10.6, 0.1, pid=2),
-            record("stop", 10.3, 0.1, pid=3),
-            record("go_on", 10.8, 0.1, pid=3),
-            record("go_on", 12.0, 0.1, pid=3),  # of another sync
-            record("whole", 11.5, 1.0, backend="naive"),  # of a colocated replica
-        ]
-    )
-    assert sync.outer == {"call": 1.0, "trainer": 0.7, "rollout": 0.8, "paused": 0.6}
-
-
 def test_schema_names_what_is_wrong(tmp_path: Path) -> None:
     good = result_of(tmp_path)
     assert common.problems_of(good) == [] and good["runs"][0]["samples"]["verl_update_weights_s"] == [2.5, 0.1]
@@ -157,47 +119,6 @@ def test_variants_differ_in_bucket_key_and_plugin_switch_alone() -> None:
     off = {("VERL_USE_EXTERNAL_PLUGINS", "none"), ("SGLANG_PLUGINS", "none")}
     assert set(without.items()) - set(taken.items()) == off
     assert taken["VERL_USE_EXTERNAL_MODULES"] == "other,benchmarks.probe"
-
-
-class Adapter:
-    async def update_weights(self, weights: Any) -> str:
-        return "stock"
-
-
-def test_probe_writes_the_outermost_call_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SYNC_PROBE_FILE", str(tmp_path / "probe.jsonl"))
-    stage = probe.Target("m", "Adapter", {"update_weights": "update_weights"}, "trainer", "stage")
-    probe.watch(Adapter, stage)
-
-    class Mixin:
-        async def update_weights(self, weights: Any) -> str:
-            return f"ours, {await super().update_weights(weights)}"  # type: ignore[misc]
-
-    class Ours(Mixin, Adapter):
-        pass
-
-    class Failing(Adapter):
-        async def update_weights(self, weights: Any) -> str:
-            raise RuntimeError("no engine")
-
-    assert asyncio.run(Ours().update_weights([])) == "ours, stock"
-    with pytest.raises(RuntimeError, match="no engine"):
-        asyncio.run(Failing().update_weights([]))
-    records = phase.read_records(tmp_path / "probe.jsonl")
-    assert [(record["class"], record["ok"]) for record in records] == [("Ours", True), ("Failing", False)]
-
-
-def test_run_past_its_limit_leaves_no_process_behind(tmp_path: Path) -> None:
-    # in a process of its own: what ends "all descendants" must not see those of the test runner
-    detached = "import subprocess, sys, time; "
-    detached += "print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid, flush=True); time.sleep(60)"
-    command = [sys.executable, "-c", detached]
-    script = "import os; from pathlib import Path; from benchmarks import common;"
-    script += f"print(common.run_command({command!r}, os.environ, Path('log'), 2.0, Path('.'))[0])"
-    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.stdout.strip() == "124", done.stderr
-    assert not psutil.pid_exists(int((tmp_path / "log").read_text()))
 
 
 def a_run(variant: str, syncs: list[Any], **settings: Any) -> dict[str, Any]:
@@ -255,13 +176,6 @@ def soak_samples(**rates: float) -> list[dict[str, Any]]:
 def test_growth_is_found_and_named(name: str, rate: float) -> None:
     found = soak.grown(soak.growth_of(soak_samples(**{name: rate}), 200, "cuda"))
     assert len(found) == 1 and found[0].startswith(name.replace("__", "."))
-
-
-def test_floor_is_each_ranks_share_read_and_written_once() -> None:
-    assert common.floor_seconds(4_300_000_000, world=4, rollout_tp=2) == pytest.approx(0.75e-3)
-    settings = {"gpus": 4, "rollout_tp": 2}
-    runs = [{"settings": settings, "bytes": nbytes} for nbytes in (8_600_000_000, 4_300_000_000)]
-    assert common.floor_of({"runs": runs}) == pytest.approx(0.75e-3), "that of the one that sends less"
 
 
 def test_the_command_of_a_result_measures_the_same_again() -> None:

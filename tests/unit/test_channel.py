@@ -128,23 +128,6 @@ def test_a_message_of_which_only_a_part_comes_ends_in_a_timeout() -> None:
             channel.receive(BOUND)
 
 
-def test_who_sends_ever_more_of_a_message_has_no_more_time() -> None:
-    bare, channel = pair()
-    bare.sendall(struct.pack("!I", 1 << 20))
-    over = threading.Event()
-
-    def trickle() -> None:
-        while not over.wait(0.001):
-            bare.sendall(b"x")
-
-    thread = threading.Thread(target=trickle)
-    thread.start()
-    with bounded(BOUND), pytest.raises(ChannelTimeoutError):
-        channel.receive(BOUND)
-    over.set()
-    thread.join()
-
-
 def test_who_takes_a_message_bit_by_bit_has_no_more_time() -> None:
     bare, channel = pair()
     over = threading.Event()

@@ -10,6 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from contract.families import FAMILIES
+from e2e.releases import PAGE, RELEASES, rows, written
 from hydra_run import run
 from verl_sync_plugin.config.settings import LONG_BUCKET_KEY, SHORT_BUCKET_KEY, SyncConfig
 
@@ -106,3 +108,31 @@ def test_the_readmes_command_is_one_that_a_run_takes(tmp_path: Path) -> None:
     overrides = shlex.split(command.replace("\\\n", " "))[3:]
     rollout = run(tmp_path, *overrides).actor_rollout_ref.rollout
     assert rollout.name == "sglang" and rollout.custom.sync.enabled and rollout.update_weights_bucket_megabytes == 512
+
+
+# The tables that ``make families`` and ``make releases`` write are those of the tests and of the pinned stack
+
+
+def test_every_release_has_its_row_of_this_stack() -> None:
+    page = PAGE.read_text()
+    assert list(rows(page)) == list(RELEASES), "write it anew: make releases"
+    assert written(page, rows(page)) == page, "write it anew: make releases"
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_row_names_what_was_installed_beside(release: str) -> None:
+    beside = rows(PAGE.read_text())[release].split(" | ")[1]
+    assert re.findall(r"`([^`]+)`", beside) == list(RELEASES[release]), "write it anew: make releases"
+
+
+def test_the_readme_names_these_releases() -> None:
+    tested = re.search(r"Tested with verl \S+; SGLang ([^;]+);", (ROOT / "README.md").read_text())
+    assert tested is not None
+    assert re.findall(r"\d+\.\d+\.\d+", tested[1]) == list(RELEASES)
+
+
+def test_every_family_has_its_row() -> None:
+    page = (ROOT / "docs" / "families.md").read_text()
+    table = page.partition("<!-- families:begin -->")[2].partition("<!-- families:end -->")[0]
+    names = [line.split(" | ")[0].strip("| ") for line in table.splitlines()[3:]]
+    assert names == list(FAMILIES), "write it anew: make families"

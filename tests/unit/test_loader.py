@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 import threading
@@ -14,9 +15,11 @@ import pytest
 import torch
 from ray import cloudpickle
 from sglang.srt.utils import MultiprocessingSerializer
+from sglang.srt.utils.common import SafeUnpickler
 
 from verl_sync_plugin.rollouts.sglang import loader
-from verl_sync_plugin.rollouts.sglang.request import TOKEN_VARIABLE, hand_down, new_token, pack_request
+from verl_sync_plugin.rollouts.sglang.loader import wait_for_forwards
+from verl_sync_plugin.rollouts.sglang.request import TOKEN_VARIABLE, dumps, hand_down, new_token, pack_request
 from verl_sync_plugin.rollouts.sglang.server import server_of_one_engine
 from verl_sync_plugin.transport import protocol
 from verl_sync_plugin.transport.channel import Listener
@@ -161,3 +164,41 @@ def test_the_servers_of_all_hosts_of_an_engine_hold_one_token() -> None:
     sent = cloudpickle.dumps(first)
     host = subprocess.run([sys.executable, "-c", SERVER], input=sent, capture_output=True, check=True)
     assert host.stdout.decode().strip().splitlines()[-1] == first.engine_token
+
+
+def replaced(content: bytes) -> Any:
+    """Stands in torch's place, as ``megatron.core.safe_globals.safe_load_from_bytes`` does."""
+    return torch.load(io.BytesIO(content), weights_only=True)
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_sglang_unpickles_tensors_by_value(foreign: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if foreign:
+        monkeypatch.setattr(torch.storage, "_load_from_bytes", replaced)
+    held = torch.storage._load_from_bytes
+    packed = dumps([("name", torch.arange(6, dtype=torch.bfloat16).view(2, 3)), ("empty", torch.empty(0))])
+    assert torch.storage._load_from_bytes is held
+    assert b"test_loader" not in packed
+    (name, tensor), (_, empty) = SafeUnpickler(io.BytesIO(packed)).load()
+    assert name == "name" and tensor.dtype == torch.bfloat16 and tensor.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert empty.numel() == 0
+
+
+CYCLES = 1_000_000_000  # a good half second of a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_weights_are_written_only_when_a_forward_pass_on_another_stream_has_read_them() -> None:
+    """An engine that is paused with requests inside may still compute a forward pass, on a stream of its own."""
+    model = torch.nn.Linear(512, 512, device="cuda")
+    before, read, forwards = model.weight.detach().clone(), torch.empty_like(model.weight), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(forwards), torch.no_grad():
+        torch.cuda._sleep(CYCLES)
+        read.copy_(model.weight)
+    assert not forwards.query(), "it still runs"
+    wait_for_forwards(model)
+    model.weight.data.zero_()
+    torch.cuda.synchronize()
+    assert torch.equal(read, before)

@@ -45,15 +45,6 @@ def sent(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_fused_and_renamed_tensors_travel_as_the_checkpoint_has_them(tmp_path: Path) -> None:
-    config = MixtralConfig(**SIZES, **HEADS, num_local_experts=3)
-    model, checkpoint = made(MixtralForCausalLM(config), tmp_path)
-    found = sent(model)
-    assert "model.layers.0.block_sparse_moe.experts.2.w3.weight" in found
-    assert found.keys() == checkpoint.keys()
-    assert all(torch.equal(found[name], checkpoint[name]) for name in checkpoint)
-
-
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe"])
 def test_fused_experts_travel_as_the_checkpoint_has_them(family: str, tmp_path: Path) -> None:
     experts = {"num_local_experts": 4} if family == "mixtral" else {"num_experts": 4, "n_routed_experts": 4}
@@ -86,13 +77,6 @@ def test_a_part_that_is_copied_alone_to_be_contiguous_is_read_where_it_lies() ->
 def test_what_is_computed_is_refused() -> None:
     with pytest.raises(ValueError, match="becomes 'x' by a computation"):
         hf_views("x", (2, 2), torch.float32, 0, lambda pairs: ((name, tensor * 2) for name, tensor in pairs))
-
-
-def test_what_was_loaded_under_other_names_travels_under_these(tmp_path: Path) -> None:
-    """transformers notes which of its conversions the checkpoint needed; those that it did not need are not undone."""
-    model, _ = made(MixtralForCausalLM(MixtralConfig(**SIZES, **HEADS, num_local_experts=3)), tmp_path)
-    model._weight_conversions = []
-    assert "model.layers.0.mlp.gate.weight" in sent(model)
 
 
 def test_a_model_from_no_checkpoint_keeps_its_names() -> None:

@@ -149,14 +149,6 @@ def test_tables_find_what_is_not_finite(name: str, value: float, interpreted: No
     assert packer.broken() == []
 
 
-def test_sums_stay_zero_without_hashing(interpreted: None) -> None:
-    packer = Packer(CPU, planned(1 << 20), 0, hashed=False, finite=False)
-    packer.begin()
-    for index, bucket in enumerate(packer.plan.buckets):
-        packer.pack(index, torch.zeros(bucket.nbytes, dtype=torch.uint8), shards(0))
-    assert not packer.sums().any()
-
-
 def test_tables_are_kept_while_the_shards_stay(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the addresses of a moved shard are looked up anew; a shard of another kind makes a new table."""
     made: list[object] = []

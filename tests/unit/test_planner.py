@@ -17,7 +17,7 @@ from verl_sync_plugin.copies.copier import BucketMemory
 from verl_sync_plugin.engine.load import Assembler
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.strided import Run
-from verl_sync_plugin.layout.tensors import ALIGNMENT, Base, Bucket, Plan, View
+from verl_sync_plugin.layout.tensors import ALIGNMENT, Base, Bucket, Entry, Hull, Plan, View, hulls_of, numbers_of
 
 SIZES = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "int64"}
 GARBAGE = 0xEE
@@ -163,18 +163,6 @@ def test_digest_tells_layouts_apart(other: Base) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(world=st.integers(1, 8), rows=st.integers(1, 200), row=st.integers(1, 7), room=st.integers(1, 8))
-def test_oversized_base_is_split(world: int, rows: int, row: int, room: int) -> None:
-    lengths = chunk_lengths(rows, world, row)
-    base = Base("big", "float32", 4, lengths, (View("big", (rows, row), 0, rows * row),))
-    capacity = room * ALIGNMENT
-    plan = plan_buckets((base,), capacity * world)
-    assert len(plan.buckets) == -(-max(lengths) * 4 // capacity)
-    tensors, _ = received(plan)
-    assert tensors["big"] == content(base, 0)
-
-
-@settings(max_examples=100, deadline=None)
 @given(
     world=st.integers(1, 8),
     experts=st.integers(1, 24),
@@ -201,12 +189,6 @@ def test_aliases_travel_once_under_both_names() -> None:
     assert [entry.name for entry in bucket.entries] == ["embed", "head"]
     assert bucket.entries[0].pieces == bucket.entries[1].pieces
     assert plan.nbytes == 96, "40 elements of 2 bytes once, padded to 48 per rank"
-
-
-def test_small_bases_share_a_bucket() -> None:
-    bases = tuple(simple(name=f"w{index}") for index in range(4))
-    assert [len(bucket.slices) for bucket in plan_buckets(bases, 64).buckets] == [4]
-    assert [len(bucket.slices) for bucket in plan_buckets(bases, 63).buckets] == [3, 1]
 
 
 def test_replicated_bases_are_not_gathered() -> None:
@@ -336,14 +318,40 @@ def test_stages_fill_the_same_bucket() -> None:
         assert {entry.name for entry in bucket.entries} & {f"layer{i}" for i in range(4, 8)}
 
 
-def test_a_large_parameter_of_one_rank_travels_beside_the_others() -> None:
-    large, small = dense("embedding", (0,), 1000), [dense(f"w{i}", (1,), 100) for i in range(10)]
-    plan = plan_buckets(tuple(base for p in (large, *small) for base in bases_of(p, 2)), 2 * 112)
-    assert len(plan.buckets) == 10, "its pieces and the other rank's parameters share the buckets"
-
-
 def test_tensor_of_two_parameters_is_refused() -> None:
     first, second = bases_of(dense("w", (0,)), 2), bases_of(dense("w", (0,)), 2)
     between = bases_of(dense("v", (1,)), 2)
     with pytest.raises(ValueError, match="both named 'w'"):
         plan_buckets((*first, *between, *second), 1024)
+
+
+def entry(name: str, *pieces: tuple[int, int]) -> Entry:
+    parts = tuple(Run(offset, 0, nbytes) for offset, nbytes in pieces)
+    return Entry(name, "uint8", (64,), None, 64, parts)
+
+
+def test_hulls() -> None:
+    entries = (
+        entry("a", (0, 16), (64, 16)),
+        entry("b", (16, 8)),
+        entry("tied", (0, 16), (64, 16)),
+        entry("c", (20, 9)),
+    )
+    assert hulls_of(entries) == [
+        Hull(0, 16, ("a", "tied")),
+        Hull(16, 29, ("b", "c"), equal=False),
+        Hull(64, 80, ("a", "tied")),
+    ]
+
+
+def planned(sharded: bool) -> Plan:
+    views = (View("w", (64,), 0, 64),)
+    return plan_buckets((Base("w", "uint8", 1, (32, 32), views),), 64, sharded)
+
+
+def test_a_sharded_bucket_is_bounded_by_what_a_rank_stages() -> None:
+    gathered, sharded = planned(False), planned(True)
+    assert (gathered.slot_bytes, gathered.buckets[0].nbytes) == (64, 64)
+    assert (sharded.slot_bytes, sharded.buckets[0].nbytes) == (32, 64)
+    assert gathered.digest != sharded.digest
+    assert numbers_of(bucket.entries for bucket in sharded.buckets) == {"w": 0}

@@ -6,32 +6,138 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 from unittest.mock import AsyncMock
 
 import pytest
-from noting_manager import Manager, loaded, synced
+import sglang
+import torch.distributed as dist
 from ray.exceptions import ActorDiedError
+from sglang.srt import server_args
 from sglang.srt.managers.io_struct import GenerateReqInput
-from sglang.srt.utils import MultiprocessingSerializer
+from sglang.srt.managers.scheduler_update_weights_mixin import SchedulerUpdateWeightsMixin
+from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
-from verl.workers.rollout.sglang_rollout.utils import SGLANG_LORA_NAME
 
+from contract.sglang_models import config_of
+from verl_sync_plugin import compat
+from verl_sync_plugin.config.settings import SEPARATE_BACKEND, TURN_OFF
 from verl_sync_plugin.errors import HalfWrittenError
 from verl_sync_plugin.rollouts import rollout_of
 from verl_sync_plugin.rollouts.adapter import calls_of
 from verl_sync_plugin.rollouts.gate import KV_CACHE
 from verl_sync_plugin.rollouts.sglang import server as module
-from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK
+from verl_sync_plugin.rollouts.sglang.request import TOKEN_VARIABLE, hand_down, new_token
+from verl_sync_plugin.rollouts.sglang.script_server import ScriptServer
+from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 
 HYBRID = RolloutMode.HYBRID
 Make = Callable[..., Any]
+
+
+class Manager:
+    """Notes what it is asked for; a request is answered when it is told to."""
+
+    server_args = SimpleNamespace(tp_size=1, weight_version="", enable_weights_cpu_backup=False)
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.keys: list[Any] = []
+        self.answers = asyncio.Event()
+        self.closed = self.aborted = 0
+        self.flushes = True
+        self.model_update_lock = SimpleNamespace(is_locked=self._locked)
+
+    async def _locked(self) -> bool:
+        return self.closed < len(self.keys)
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        self.aborted += 1
+
+    async def pause_generation(self, obj: Any) -> None:
+        self.asked.append(f"pause {obj.mode}")
+
+    async def continue_generation(self, obj: Any) -> None:
+        self.asked.append("continue")
+
+    async def update_weights_from_tensor(self, obj: Any, request: None) -> tuple[bool, str]:
+        self.asked.append(f"load {obj.load_format.rpartition('.')[2]}")
+        return True, ""
+
+    async def flush_cache(self) -> Any:
+        self.asked.append("flush")
+        return SimpleNamespace(success=self.flushes)
+
+    async def release_memory_occupation(self, obj: Any, request: None) -> None:
+        self.asked.append(f"release {' '.join(obj.tags)}")
+
+    async def resume_memory_occupation(self, obj: Any, request: None) -> None:
+        self.asked.append(f"resume {' '.join(obj.tags)}")
+
+    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        self.keys.append(obj.extra_key)
+        try:
+            await self.answers.wait()
+            yield {"output_ids": [1], "meta_info": {"finish_reason": {"type": "length"}}}
+        finally:
+            self.closed += 1
+
+
+async def synced(server: Any, version: int = 7) -> None:
+    """verl's calls around a sync of a separate rollout, and ours in it."""
+    await server.abort_all_requests()
+    await server.release_kv_cache()
+    await loaded(server, version)
+    await server.resume_kv_cache()
+    await server.resume_generation()
+
+
+async def loaded(server: Any, version: int) -> None:
+    await server.load_weights(("sync",), str(version))
+    await server.flush_behind_load()
+    await server.finish_sync([])
+
+
+@pytest.fixture
+def server_with(tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Makes our real server actor, as verl makes it, on a tokenizer manager instead of launching SGLang."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv(TOKEN_VARIABLE, "")
+    hand_down(new_token())
+
+    def make(
+        manager: Manager,
+        pause: str,
+        mode: RolloutMode = RolloutMode.STANDALONE,
+        backend: str = SEPARATE_BACKEND,
+        node_rank: int = 0,
+        had_a_sync: bool = True,
+        load_format: str = "dummy",
+    ) -> Any:
+        engine = CheckpointEngineConfig(backend=backend)
+        config = RolloutConfig(
+            name="sglang",
+            custom={"sync": {"pause": pause}},
+            checkpoint_engine=engine,
+            load_format=load_format,
+            max_model_len=64,
+        )
+        model = HFModelConfig(path=tiny_model("qwen2"))
+        server = SyncSGLangHttpServer(config, model, mode, [], 0, node_rank, 1, "", 0)
+        server.tokenizer_manager = manager
+        server.guard_requests()
+        if had_a_sync:
+            server._gate.succeed(server._gate.begin())
+        return server
+
+    return make
 
 
 def ask(server: Any) -> Any:
@@ -112,54 +218,6 @@ def test_a_server_that_died_is_named_with_what_to_do_then() -> None:
     leader = RolloutEndpoint(rollout_of("sglang"), calls_of(server, "restart the run"), (0,), True, 1.0)
     with pytest.raises(RuntimeError, match=r"the rollout server died, and its engine with it \(.*\); restart the run"):
         asyncio.run(leader.resume(["weights"]))
-
-
-class AdapterManager(Manager):
-    """Notes what becomes of an adapter; its engine rank answers what it is told to of it, or nothing."""
-
-    def __init__(self, *answers: str | None) -> None:
-        super().__init__()
-        self.answers = list(answers)
-        self.names: dict[str, str] = {}
-        self.lora_registry = SimpleNamespace(get_all_adapters=lambda: self.names)
-
-    async def update_weights_from_tensor(self, obj: Any, request: None) -> tuple[bool, str]:
-        ((folder, adapter, sent, _), _), *_ = MultiprocessingSerializer.deserialize(obj.serialized_named_tensors[0])
-        self.asked.append(f"look at {adapter or 'names'} {[name for name, *_ in sent]}")
-        assert obj.load_format == ADAPTER_CHECK
-        said = self.answers.pop(0)
-        if said is not None:
-            Path(folder, "0").write_text(json.dumps(said))
-        return True, ""
-
-    async def unload_lora_adapter(self, obj: Any) -> Any:
-        self.asked.append("unload")
-        return SimpleNamespace(success=True)
-
-    async def load_lora_adapter_from_tensors(self, obj: Any) -> Any:
-        self.asked.append("adapter")
-        self.names[obj.lora_name] = ""
-        return SimpleNamespace(success=True)
-
-
-def test_an_adapter_is_looked_at_before_it_is_loaded_first_and_behind_every_load(server_with: Make) -> None:
-    async def syncs() -> None:
-        manager = AdapterManager("", "", "", "", "SGLang has no place for these", None)
-        server = server_with(manager, "abort", HYBRID, "naive")
-        factors = [("q.lora_A.weight", 4, 1)]
-        await server.load_adapter({}, b"", factors, "7")
-        looks = [f"look at {name} ['q.lora_A.weight']" for name in ("names", SGLANG_LORA_NAME)]
-        assert manager.asked == [looks[0], "adapter", looks[1]]
-        await server.load_adapter({}, b"", factors, "8")
-        assert manager.asked[3:] == ["unload", "adapter", looks[1]]
-        manager.answers.pop(0)
-        with pytest.raises(ValueError, match="SGLang has no place for these"):
-            await server.load_adapter({}, b"", factors, "9")
-        await server.abandon_sync("a rank failed")
-        with pytest.raises(RuntimeError, match="did not answer what it holds of the adapter"):
-            await server.load_adapter({}, b"", factors, "10")
-
-    asyncio.run(syncs())
 
 
 @pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
@@ -311,3 +369,128 @@ def test_requests_that_outlive_an_abort_are_aborted_again_and_a_load_waits_for_t
         assert manager.asked == ["flush", "load load"]
 
     asyncio.run(story())
+
+
+# Draft models of speculative decoding: a sync writes the target alone, and a draft outlives the engine's sleep
+
+
+@pytest.fixture
+def group() -> Iterator[Any]:
+    """The group of an engine's ranks, of which there is one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+class Updated:
+    """A worker of SGLang's that notes whether it is to load."""
+
+    def __init__(self) -> None:
+        self.loads = 0
+
+    def update_weights_from_tensor(self, request: Any) -> tuple[bool, str]:
+        self.loads += 1
+        return True, ""
+
+
+def test_sglang_loads_into_the_target_and_not_into_the_draft(server_with: Make, group: Any) -> None:
+    target, draft = Updated(), Updated()
+    scheduler: Any = SimpleNamespace(
+        tp_worker=target, draft_worker=draft, tp_cpu_group=group, flush_cache_after_weight_update=lambda request: None
+    )
+
+    class Engine(Manager):
+        async def update_weights_from_tensor(self, obj: Any, request: None) -> tuple[bool, str]:
+            answer = SchedulerUpdateWeightsMixin.update_weights_from_tensor(scheduler, obj)
+            return answer.success, answer.message
+
+    asyncio.run(server_with(Engine(), "abort").load_weights(("sync",), "1"))
+    assert (target.loads, draft.loads) == (1, 0)
+
+
+def test_releases_that_select_models_are_asked_for_the_target() -> None:
+    class Request:
+        __struct_fields__ = ("serialized_named_tensors", "load_format", "selector")
+
+    assert compat.target_alone(Request) == {"selector": "target"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kept"),
+    [
+        ({"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/a/draft"}, (True, "auto")),
+        ({"speculative_algorithm": "NGRAM"}, (None, None)),
+        ({}, (None, None)),
+    ],
+)
+def test_a_draft_is_loaded_from_its_checkpoint_and_kept_while_the_engine_sleeps(
+    arguments: dict[str, str], kept: tuple[Any, Any], server_with: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verl's default loads random weights, which the first sync replaces in the target; nobody sends the draft's."""
+    given: list[Any] = []
+
+    async def launched(self: Any, **_: Any) -> None:
+        given.append(dict(self.config.engine_kwargs["sglang"]))
+
+    monkeypatch.setattr(SGLangHttpServer, "launch_server", launched)
+    server = server_with(Manager(), "abort", RolloutMode.HYBRID, "naive")
+    server.config.engine_kwargs["sglang"] = dict(arguments)
+    asyncio.run(server.launch_server())
+    (launch,) = given
+    found = launch.get("enable_draft_weights_cpu_backup"), launch.get("speculative_draft_load_format")
+    assert found == kept
+
+
+# What SGLang made of its arguments is judged as the given ones are
+
+
+SAID = r"\.moe_runner_backend='flashinfer_trtllm' \(as SGLang resolved it at its launch\): .* set \S+=triton"
+
+
+@pytest.fixture
+def on_blackwell(tmp_path: Path) -> Callable[..., Any]:
+    """SGLang's own arguments for a mixture of experts, resolved as on a Blackwell GPU."""
+    model = {**config_of("qwen3-moe"), "architectures": ["Qwen3MoeForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+
+    def resolved(**given: Any) -> Any:
+        with mock.patch.object(server_args, "is_sm100_supported", lambda: True):
+            return server_args.ServerArgs(
+                model_path=str(tmp_path), device="cpu", attention_backend="torch_native", sampling_backend="pytorch",
+                disable_cuda_graph=True, **given,
+            )  # fmt: skip
+
+    return resolved
+
+
+def launched(resolved: Any, tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches our server, with verl's launch replaced by what it leaves behind."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    async def launch(self: Any, **_: Any) -> None:
+        self.tokenizer_manager = SimpleNamespace(server_args=resolved, generate_request=None)
+
+    monkeypatch.setattr(SGLangHttpServer, "launch_server", launch)
+    config = RolloutConfig(name="sglang", max_model_len=64)
+    server = SyncSGLangHttpServer(
+        config, HFModelConfig(path=tiny_model("qwen2")), RolloutMode.HYBRID, [], 0, 0, 1, "", 0
+    )
+    asyncio.run(server.launch_server())
+
+
+def test_experts_that_blackwell_reorders_are_refused_behind_the_launch(
+    on_blackwell: Callable[..., Any], tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"engine_kwargs\.sglang" + SAID) as caught:
+        launched(on_blackwell(), tiny_model, monkeypatch)
+    assert TURN_OFF in str(caught.value)
+    launched(on_blackwell(moe_runner_backend="triton"), tiny_model, monkeypatch)
+
+
+def test_so_is_the_engine_of_a_script(on_blackwell: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def engine(**_: Any) -> Any:
+        return SimpleNamespace(tokenizer_manager=SimpleNamespace(server_args=on_blackwell()))
+
+    monkeypatch.setattr(sglang, "Engine", engine)
+    with pytest.raises(ValueError, match="^engine" + SAID):
+        ScriptServer({}, 60.0, False, False)
