@@ -2,7 +2,7 @@
 """``SpmdRollout``: engines next to the ranks of a script that ``torchrun`` starts.
 
 Its syncs are those of every colocated run (``sync/``), with the script's model in place of verl's training engine.
-After the class: its arguments, which ranks share an engine, the process of each, prompts in and responses out.
+After the class: its arguments, which ranks share an engine, prompts in and responses out.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import pickle
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from os import PathLike
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,7 +38,6 @@ from verl_sync_plugin.trainers.base import trainer_device
 from verl_sync_plugin.trainers.live import Live, LiveSource, LiveTrainer
 from verl_sync_plugin.transport.agreement import Agreement, together_seconds
 
-T = TypeVar("T")
 Prompts = Sequence[Sequence[int]] | torch.Tensor
 Answered = tuple[list[int], list[float], str]
 TP = "tp"  # the name of the mesh dimension over which an engine is sharded
@@ -64,10 +62,8 @@ class SpmdRollout:
 
     All methods but ``close`` are collective: every rank of the world calls them, in the same order. What fails on one
     rank is raised on all of them with the same text, and the next call works again; only a rank that died or did not
-    answer in time (``RankLostError``) ends that.
-
-    The first rank of each group owns the engine, which runs in a process of its own. The process group ``WORLD`` is
-    made if the script has not. On GPUs the script has called ``torch.cuda.set_device`` before.
+    answer in time (``RankLostError``) ends that. The first rank of each group owns the engine, which runs in a process
+    of its own. Makes the process group ``WORLD`` if the script has not. On GPUs call ``torch.cuda.set_device`` before.
 
     Args:
         model: folder with a ``config.json``, or a config of transformers with its ``architectures``.
@@ -105,42 +101,56 @@ class SpmdRollout:
         if not dist.is_initialized():
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         self.device = trainer_device()
+        self.report: SyncReport | None = None
+        self._open = ExitStack()  # what ``close`` ends
         self._closed = False
+        self._process: EngineProcess | None = None  # on ranks that own an engine
         self._released: set[str] = set()
         self._version: int | None = None
-        self.report: SyncReport | None = None
 
         with errors("making the rollout"):
-            config, refused = settled_config(sync)
+            try:
+                config, refused = settled_config(sync), None
+            except (ValueError, TypeError) as error:
+                config, refused = SyncConfig(), error
             agreement = self._agreement = Agreement(config.timeout_seconds)
-            with agreement.attempt():
+            megabytes = update_weights_bucket_megabytes
+
+            def look() -> tuple[LocalSpec, LocalLaunch, tuple[int, ...]]:
                 if refused is not None:
                     raise refused
-
-            def look() -> tuple[LocalSpec, LocalLaunch, tuple[int, ...], int]:
                 _refuse_values(gpu_memory_utilization, self.device)
+                check_bucket_megabytes(megabytes, megabytes)
                 folder, model_config = self._model(model, random_weights)
                 ranks, cuda = engine_ranks(tensor_parallel_size, mesh), self.device.type == "cuda"
                 spec = LocalSpec(
                     folder, model_config, len(ranks), dtype, gpu_memory_utilization, random_weights, cuda, config,
                     engine or {},
                 )  # fmt: skip
-                megabytes = check_bucket_megabytes(update_weights_bucket_megabytes, update_weights_bucket_megabytes)
-                return spec, rollout_of(LOCAL).prepare_local(spec), ranks, megabytes << 20
+                return spec, rollout_of(LOCAL).prepare_local(spec), ranks
 
-            spec, launch, self.ranks, bucket_bytes = agreement.step("looking at the arguments", look)
-            given = (dtype, gpu_memory_utilization, random_weights, update_weights_bucket_megabytes, config)
+            spec, launch, self.ranks = agreement.step("looking at the arguments", look)
+            given = (dtype, gpu_memory_utilization, random_weights, megabytes, config)
             agreement.same_on_all("the arguments", repr((*given, sorted(spec.arguments.items()))))
-            self._group = make_groups(agreement, self.ranks, self.device, config.timeout_seconds)
+            self._leads = dist.get_rank() == self.ranks[0]
+            devices, self._group = make_groups(agreement, self.ranks, self.device, config.timeout_seconds)
             agreement.step("making room for the engine", lambda: release_cache(self.device))
-            self._engine = OwnEngine(agreement, self._group, launch)
-            process = self._engine.process
-            ask, restores = None if process is None else process.ask, launch.restores_uncovered
+            try:
+                with agreement.attempt():
+                    if self._leads:
+                        self._process = EngineProcess(launch, devices)
+                        self._open.callback(self._process.close)
+                self._awaited("launching the engine", None if self._process is None else self._process.ready)
+            except BaseException:
+                self._open.close()
+                raise
+            ask, restores = None if self._process is None else self._process.ask, launch.restores_uncovered
             endpoint = RolloutEndpoint(rollout_of(LOCAL), ask, self.ranks, restores, config.timeout_seconds)
             self._live = Live(spec.config)
             self._manager = SpmdShardingManager(
-                agreement, self._live, endpoint, config, bucket_bytes, self.device, dtype
+                agreement, self._live, endpoint, config, megabytes << 20, self.device, dtype
             )
+            self._open.callback(self._manager.meeting.close)
 
     def _model(self, model: Any, random_weights: bool) -> tuple[str, Mapping[str, Any]]:
         """A folder with the model's ``config.json``, and its content."""
@@ -152,31 +162,42 @@ class SpmdRollout:
             self._folder = tempfile.TemporaryDirectory(prefix="verl-sync-model-")  # lives as long as the rollout
             model.save_pretrained(self._folder.name)
             name, config = self._folder.name, model
-        elif isinstance(model, str | PathLike):
+        else:
             name = str(model)
             try:
                 config = AutoConfig.from_pretrained(name)
             except (OSError, ValueError) as error:
                 raise ValueError(f"model={name}: {error}. Give a folder with a config.json, or a config.") from error
-        else:
-            raise ValueError(f"model={type(model).__name__}: give a folder with a config.json, or its config.")
         if not getattr(config, "architectures", None):
             raise ValueError("model: its config names no architectures. Set for example ['Qwen2ForCausalLM'].")
         return name, config.to_dict()
 
+    def _call(self, what: str, method: str, *arguments: Any) -> Any:
+        """Calls a method of the server on all engines, and returns the answer of this rank's, once all have answered;
+        ``None`` where it owns none. Collective. Raises SyncError, the same on every rank, where any engine failed."""
+        return self._awaited(what, None if self._process is None else self._process.ask(method, *arguments))
+
+    def _awaited(self, what: str, future: Future[Any] | None) -> Any:
+        """Waits in rounds: an engine may take any time, and a rank that has failed is heard at once."""
+        answer = None
+        while True:
+            with self._agreement.attempt():
+                if future is not None and wait([future], ROUND_SECONDS).done:
+                    answer, future = future.result(), None
+            if not self._agreement.settle(what, waiting=future is not None):
+                return answer
+
     def sync_weights(self, source: LiveSource | Any, version: int | None = None) -> SyncReport:
         """Moves the trainer's weights into the engines: the phase of a colocated run, with its hashes and proofs.
 
-        Weights that are released are resumed on the way; a KV cache that is released stays so.
+        Weights that are released are resumed on the way; a KV cache that is released stays so. Returns this rank's
+        report of the sync, whose ``phase_seconds`` is the whole of it.
 
         Args:
             source: an ``fully_shard``-ed, FSDP1, DDP or plain module of transformers, PEFT's adapters in it merged on
                 their way; a state dict of tensors or DTensors by the names of a checkpoint; or a training engine of
                 verl. Every rank gives the same. Nothing of it is changed or kept, but for the module itself.
             version: of the weights; one more than the last when not given, 1 at first.
-
-        Returns:
-            What this rank saw of the sync; ``phase_seconds`` is the whole of it.
 
         Raises:
             SyncError: any rank or engine failed; the same text on all ranks. The trainer's weights are as before, the
@@ -187,7 +208,7 @@ class SpmdRollout:
         if agreement.any("looking at the source of the weights", lambda: self._live.take(source)):
             manager.source = None  # another model: what is known of the last one's layout goes
         version = (self._version or 0) + 1 if version is None else version
-        tags = sorted(self._released & {WEIGHTS})
+        tags = [WEIGHTS] if WEIGHTS in self._released else []
         manager.keeps_staging = not self._released
         started = time.perf_counter()
         if tags:
@@ -205,27 +226,26 @@ class SpmdRollout:
         self._released.discard(WEIGHTS)
         self._version = version
         self.report.stages = {"before": before, **self.report.stages}
-        if self._group.leads:
+        if self._leads:
             write_report(self.report)
         return self.report
 
     def release_weights(self) -> None:
         """Gives the memory of the engine's weights back; CUDA graphs stay. The next sync resumes it. Raises
-        RolloutError where an engine failed."""
+        RolloutError where an engine failed, as the other three do."""
         self._change_memory("release", WEIGHTS)
 
     def resume_weights(self) -> None:
         """Takes the memory of the weights again, without their content; a sync does so by itself. Torch's cached memory
-        is handed back before. Errors as ``release_weights``."""
+        is handed back before."""
         self._change_memory("resume", WEIGHTS)
 
     def release_kv(self) -> None:
-        """Gives the memory of the KV cache back; CUDA graphs stay. Errors as ``release_weights``."""
+        """Gives the memory of the KV cache back; CUDA graphs stay."""
         self._change_memory("release", KV_CACHE)
 
     def resume_kv(self) -> None:
-        """Takes the memory of the KV cache again. Torch's cached memory is handed back before. Errors as
-        ``release_weights``."""
+        """Takes the memory of the KV cache again. Torch's cached memory is handed back before."""
         self._change_memory("resume", KV_CACHE)
 
     def _change_memory(self, method: str, tag: str) -> None:
@@ -234,7 +254,7 @@ class SpmdRollout:
         with errors(what):
             if method == "resume":
                 self._agreement.step("making room for the engine", lambda: release_cache(self.device))
-            self._engine.call(what, method, [tag])
+            self._call(what, method, [tag])
         (self._released.add if method == "release" else self._released.discard)(tag)
 
     def generate(
@@ -245,48 +265,56 @@ class SpmdRollout:
         attention_mask: torch.Tensor | None = None,
         pad_token_id: int = 0,
     ) -> Generated:
-        """Responses to some prompts. All ranks of an engine give the same prompts and get all responses; engines may be
-        given different ones, and different numbers of them.
+        """Generates. All ranks of an engine give the same prompts and get all responses; engines may be given different
+        ones, and different numbers of them.
 
         Args:
             token_ids: a list of token ids for each prompt, or whole numbers of shape ``(N, P)``.
-            sampling: SGLang's sampling parameters (``temperature``, ``top_p``, ``max_new_tokens``, ``stop_token_ids``,
-                ``ignore_eos``, …), for all prompts or one for each; ``n`` is the number of responses to a prompt.
+            sampling: SGLang's sampling parameters (``temperature``, ``max_new_tokens``, ``stop_token_ids``, …), for all
+                prompts or one for each; ``n`` is the number of responses to a prompt.
             attention_mask: of shape ``(N, P)``, for a tensor of ids; what is 0 or False is padding, on either side.
             pad_token_id: in padded places of the answer.
 
         Raises:
-            RolloutError: a prompt or parameter does not fit, the engine has no weights or its memory is released, or an
-                engine failed.
+            RolloutError: a prompt or parameter does not fit, the engine has no weights or no memory, or it failed.
         """
         self._refuse_closed()
         with errors("generating"):
             agreement = self._agreement
             request = agreement.step("looking at the prompts", lambda: request_of(token_ids, sampling, attention_mask))
-            digests = agreement.gather("comparing the prompts", request.digest)
-            mine = {digests[rank] for rank in self.ranks}
-            if agreement.any("comparing the prompts", lambda: len(mine) > 1):
-                raise SyncError("prompts\nthe ranks of one engine gave different prompts or parameters: give the same.")
+            digests = agreement.gather("comparing the prompts", hashlib.sha256(pickle.dumps(request)).digest())
+
+            def compare() -> None:
+                if len({digests[rank] for rank in self.ranks}) > 1:
+                    raise ValueError("the ranks of one engine gave different prompts or parameters: give the same.")
+
+            agreement.step("comparing the prompts", compare)
             try:
-                answered = self._engine.call("generating", "generate", request.prompts, request.sampling)
+                answered = [self._call("generating", "generate", *request)]
             except SyncError:
-                self._engine.abort()
+                if self._process is not None:
+                    self._process.ask("abort")
                 raise
-            answered = agreement.step("sharing the responses", lambda: self._group.share(answered))
-        return padded(request, answered, pad_token_id, self._version, self.device)
+
+            def share() -> None:
+                if self._group is not None:
+                    dist.broadcast_object_list(answered, src=self.ranks[0], group=self._group)
+
+            agreement.step("sharing the responses", share)
+        return padded(request[0], answered[0], pad_token_id, self._version, self.device)
 
     def digests(self) -> list[dict[str, str]] | None:
         """Digests of all parameters by name, for each rank of the engine; ``None`` on ranks that own no engine. Raises
         RolloutError where an engine rank did not answer."""
         with errors("asking for digests"):
-            found: list[dict[str, str]] | None = self._engine.call("asking for digests", "digests")
+            found: list[dict[str, str]] | None = self._call("asking for digests", "digests")
             return found
 
     def check_weights(self, action: str) -> dict[str, str] | None:
         """An action of the engine's own checker of weights, and its answer for the first rank's parameters. Raises
         RolloutError where the engine cannot do that here."""
         with errors(action):
-            found: dict[str, str] | None = self._engine.call(action, "check_weights", action)
+            found: dict[str, str] | None = self._call(action, "check_weights", action)
             return found
 
     def _refuse_closed(self) -> None:
@@ -296,8 +324,7 @@ class SpmdRollout:
     def close(self) -> None:
         """Ends this rank's engine, if it owns one; not collective. The end of the script does so, too."""
         self._closed = True
-        self._manager.meeting.close()
-        self._engine.close()
+        self._open.close()
 
     def __enter__(self) -> SpmdRollout:
         return self
@@ -306,18 +333,15 @@ class SpmdRollout:
         self.close()
 
 
-def settled_config(sync: SyncConfig | Mapping[str, Any] | None) -> tuple[SyncConfig, Exception | None]:
-    """The settings of the sync; with what is wrong about them, all defaults."""
-    try:
-        config = sync if isinstance(sync, SyncConfig) else SyncConfig.from_mapping(sync)
-        if config.pause != "abort" or config.max_probs_diff is not None or not config.enabled:
-            raise ValueError(
-                f"sync.pause={config.pause!r}, sync.max_probs_diff={config.max_probs_diff}, sync.enabled="
-                f"{config.enabled}: of no use to a script, whose engines share its GPUs. Leave all three out."
-            )
-    except (ValueError, TypeError) as error:
-        return SyncConfig(), error
-    return config, None
+def settled_config(sync: SyncConfig | Mapping[str, Any] | None) -> SyncConfig:
+    """The settings of the sync. Raises ValueError or TypeError for what is no setting, or none of a script's."""
+    config = sync if isinstance(sync, SyncConfig) else SyncConfig.from_mapping(sync)
+    if config.pause != "abort" or config.max_probs_diff is not None or not config.enabled:
+        raise ValueError(
+            f"sync.pause={config.pause!r}, sync.max_probs_diff={config.max_probs_diff}, sync.enabled="
+            f"{config.enabled}: of no use to a script, whose engines share its GPUs. Leave all three out."
+        )
+    return config
 
 
 def _refuse_values(gpu_memory_utilization: Any, device: torch.device) -> None:
@@ -349,28 +373,6 @@ class Place(NamedTuple):
     device: str
 
 
-@dataclass(frozen=True)
-class EngineGroup:
-    """The ``ranks`` of the world next to one engine, in tensor-parallel order, the first of which owns it. ``devices``
-    are theirs, see ``Place``; none on a CPU. ``group``: for a few words among them, by gloo; ``None`` for one rank."""
-
-    ranks: tuple[int, ...]
-    devices: tuple[str, ...]
-    group: dist.ProcessGroup | None
-
-    @property
-    def leads(self) -> bool:
-        return dist.get_rank() == self.ranks[0]
-
-    def share(self, value: T) -> T:
-        """The owner's value (picklable) on all ranks of the group; collective over them."""
-        if self.group is None:
-            return value
-        held = [value]
-        dist.broadcast_object_list(held, src=self.ranks[0], group=self.group)
-        return held[0]
-
-
 def engine_ranks(tensor_parallel_size: int | None, mesh: DeviceMesh | None) -> tuple[int, ...]:
     """The ranks of this rank's engine, in tensor-parallel order. Raises ValueError, with argument, value and remedy,
     where the arguments do not fit the world or each other."""
@@ -397,9 +399,9 @@ def engine_ranks(tensor_parallel_size: int | None, mesh: DeviceMesh | None) -> t
 
 def make_groups(
     agreement: Agreement, ranks: tuple[int, ...], device: torch.device, timeout_seconds: float
-) -> EngineGroup:
-    """The group of this rank's engine, which ``engine_ranks`` found. Collective over the world. Raises SyncError, the
-    same on every rank, where groups overlap, or an engine's GPUs are not on one host."""
+) -> tuple[Sequence[str], dist.ProcessGroup | None]:
+    """Makes the gloo groups of all engines with several ranks. Collective over the world. Returns the GPUs of this
+    rank's engine, in tensor-parallel order (none on a CPU), and its group. Raises SyncError, the same on every rank."""
     name = ""
     if device.type == "cuda":
         visible, index = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip(), device.index or 0
@@ -413,8 +415,7 @@ def make_groups(
         if len(members) > 1:
             group = dist.new_group(list(members), backend="gloo", timeout=timeout)
             mine = group if members == ranks else mine
-    devices = tuple(places[rank].device for rank in ranks)
-    return EngineGroup(ranks, devices if device.type == "cuda" else (), mine)
+    return [places[rank].device for rank in ranks if places[rank].device], mine
 
 
 def check_groups(everywhere: Sequence[tuple[int, ...]], places: Sequence[Place]) -> None:
@@ -437,52 +438,6 @@ def check_groups(everywhere: Sequence[tuple[int, ...]], places: Sequence[Place])
                 "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before SpmdRollout."
             )
         taken[place] = rank
-
-
-class OwnEngine:
-    """Launches an engine on the ranks that own one; ``process`` is ``None`` on all others. Collective, as ``call`` is:
-    where an engine could not be launched, every rank raises the same SyncError."""
-
-    def __init__(self, agreement: Agreement, group: EngineGroup, launch: LocalLaunch) -> None:
-        self.process: EngineProcess | None = None
-        self._agreement = agreement
-
-        def start() -> None:
-            if group.leads:
-                self.process = EngineProcess(launch, group.devices)
-
-        try:
-            agreement.step("starting the engine", start)
-            self._awaited("launching the engine", None if self.process is None else self.process.ready)
-        except BaseException:
-            self.close()
-            raise
-
-    def call(self, what: str, method: str, *arguments: Any) -> Any:
-        """Calls a method of the server on all engines, and returns the answer of this rank's, once all have answered;
-        ``None`` where it owns none. ``what`` names the step in messages. Raises SyncError, the same on every rank,
-        where any engine failed, which ends the wait of all."""
-        return self._awaited(what, None if self.process is None else self.process.ask(method, *arguments))
-
-    def _awaited(self, what: str, future: Future[Any] | None) -> Any:
-        """Waits in rounds: an engine may take any time, and a rank that has failed is heard at once."""
-        answer = None
-        while True:
-            with self._agreement.attempt():
-                if future is not None and wait([future], ROUND_SECONDS).done:
-                    answer, future = future.result(), None
-            if not self._agreement.settle(what, waiting=future is not None):
-                return answer
-
-    def abort(self) -> None:
-        """Ends the requests of this rank's engine; not collective."""
-        if self.process is not None:
-            self.process.ask("abort")
-
-    def close(self) -> None:
-        """Ends the engine; not collective."""
-        if self.process is not None:
-            self.process.close()
 
 
 @dataclass(frozen=True)
@@ -522,23 +477,11 @@ class Generated:
         return torch.cat([self.prompt_mask, self.response_mask], 1)
 
 
-@dataclass(frozen=True)
-class Request:
-    """A request of the engine, one entry per response."""
-
-    prompts: list[list[int]]
-    sampling: list[dict[str, Any]]
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(pickle.dumps((self.prompts, self.sampling))).hexdigest()
-
-
 def request_of(
     token_ids: Prompts, sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, mask: torch.Tensor | None
-) -> Request:
-    """Checks and writes out what a script asks; arguments of ``SpmdRollout.generate``. Raises ValueError, with the
-    argument, its value and the remedy."""
+) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    """Checks and writes out the arguments of ``SpmdRollout.generate``. Returns prompts and sampling parameters, one of
+    each per response. Raises ValueError, with the argument, its value and the remedy."""
     prompts = _prompts(token_ids, mask)
     if not prompts:
         raise ValueError("token_ids=[]: no prompts. Give at least one on every rank.")
@@ -552,7 +495,8 @@ def request_of(
         raise ValueError(
             f"sampling: {len(each)} entries for {len(prompts)} prompts. Give one mapping, or one for each."
         )
-    request = Request([], [])
+    asked: list[list[int]] = []
+    parameters: list[dict[str, Any]] = []
     for prompt, settings in zip(prompts, each, strict=True):
         given = dict(settings)
         times = given.pop("n", 1)
@@ -562,9 +506,9 @@ def request_of(
             if given.get(unserved):
                 remedy = "Use stop_token_ids." if unserved.startswith("stop") else "Leave it out."
                 raise ValueError(f"sampling[{unserved!r}]={given[unserved]!r}: needs a tokenizer. {remedy}")
-        request.prompts.extend([prompt] * times)
-        request.sampling.extend([given] * times)
-    return request
+        asked += [prompt] * times
+        parameters += [given] * times
+    return asked, parameters
 
 
 def _prompts(token_ids: Prompts, mask: torch.Tensor | None) -> list[list[int]]:
@@ -586,22 +530,23 @@ def _prompts(token_ids: Prompts, mask: torch.Tensor | None) -> list[list[int]]:
 
 
 def padded(
-    request: Request, answered: Sequence[Answered], pad: int, version: int | None, device: torch.device
+    asked: Sequence[list[int]], answered: Sequence[Answered], pad: int, version: int | None, device: torch.device
 ) -> Generated:
     """The tensors of one ``generate`` on ``device``; ``pad`` is the token id in padded places."""
-    prompts = [torch.tensor(prompt) for prompt in request.prompts]
-    responses = [torch.tensor(tokens, dtype=torch.int64) for tokens, _, _ in answered]
-    log_probs = [torch.tensor(values, dtype=torch.float32) for _, values, _ in answered]
 
-    def joined(rows: list[torch.Tensor], fill: float, side: str = "right") -> torch.Tensor:
-        return torch.nn.utils.rnn.pad_sequence(rows, True, fill, padding_side=side).to(device)
+    def joined(rows: Iterable[list[Any]], dtype: torch.dtype, fill: int, side: str) -> torch.Tensor:
+        tensors = [torch.tensor(row, dtype=dtype) for row in rows]
+        return torch.nn.utils.rnn.pad_sequence(tensors, True, fill, padding_side=side).to(device)
 
+    def with_mask(rows: Sequence[list[int]], side: str) -> tuple[torch.Tensor, torch.Tensor]:
+        real = ([True] * len(row) for row in rows)
+        return joined(rows, torch.int64, pad, side), joined(real, torch.bool, False, side)
+
+    responses, log_probs, reasons = zip(*answered, strict=True)
     return Generated(
-        joined(prompts, pad, "left"),
-        joined([torch.ones(len(prompt), dtype=torch.bool) for prompt in prompts], 0, "left"),
-        joined(responses, pad),
-        joined([torch.ones(len(response), dtype=torch.bool) for response in responses], 0),
-        joined(log_probs, 0.0),
-        tuple(reason for _, _, reason in answered),
+        *with_mask(asked, "left"),
+        *with_mask(responses, "right"),
+        joined(log_probs, torch.float32, 0, "right"),
+        tuple(reasons),
         version,
     )
