@@ -43,7 +43,7 @@ class Flips:
     """In one member's syncs, all of them direct."""
 
     def __init__(self, member: Rank) -> None:
-        self.member, self.cadence = member, member.manager.commit._cadence
+        self.member, self.cadence = member, member.manager.cadence
         self._last, self._found = member.rank == dist.get_world_size() - 1, 0
 
     def behind_the_copy(self, parameter: str, part: str) -> None:

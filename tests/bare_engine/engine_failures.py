@@ -58,7 +58,7 @@ def bytes_change(member: Rank, version: int) -> str:
 def parameters_change(member: Rank, version: int) -> str:
     """One bit flips in the engine's own parameters, behind all copies. What no rank reads has not changed, and only the
     comparison of the destination finds it; without that the sync goes through."""
-    victim, cadence = "model.layers.1.mlp.gate_up_proj.weight", member.manager.commit._cadence
+    victim, cadence = "model.layers.1.mlp.gate_up_proj.weight", member.manager.cadence
     for verify in ("never", "always"):
         cadence._verify = verify
         if member.engine is not None:

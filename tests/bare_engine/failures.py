@@ -114,8 +114,8 @@ def coverage_fails(member: Rank, version: int) -> str:
 
     with _shards(member, without_one):
         text = member.failing(version)
-        member.manager.commit.comparison._restores = True
+        member.manager.comparison._restores = True
         assert member.failing(version) == text and "unwritten, or writes them only in part" in text
-        member.manager.commit.comparison._restores = False
+        member.manager.comparison._restores = False
     assert any(parameter in text for parameter in DROPPED.values())
     return text

@@ -58,7 +58,7 @@ class Flips:
         """A verified sync of the other set, after which the engine holds what any sync of that set has brought."""
         self._bench.other_weights()
         self._set = 1 - self._set
-        self._manager.commit._cadence._verify = "always"
+        self._manager.cadence._verify = "always"
         self._way.sync()
         digest = self._digest()
         assert self._digests.setdefault(self._set, digest) == digest, "the engine holds something else than before"
@@ -74,7 +74,7 @@ class Flips:
 
         flip = {"staging": self._in_staging, "trainer": self._in_trainer, "engine": self._in_engine}[where]
         unseen = nullcontext() if hashed else reads_unseen()
-        self._manager.commit._cadence._verify = verify
+        self._manager.cadence._verify = verify
         text = ""
         with unseen, flip():
             try:

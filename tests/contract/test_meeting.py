@@ -15,8 +15,7 @@ from test_lora_adapter import Engine
 from worlds import run_world
 
 from verl_sync_plugin.config.settings import SyncConfig
-from verl_sync_plugin.sync.connect import MeetingPoint
-from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad
+from verl_sync_plugin.sync.endpoint import LoadOutcome, MeetingPoint, PendingLoad
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, Greeting, connect

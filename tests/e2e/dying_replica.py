@@ -14,17 +14,17 @@ LAST_RANK, SYNC = 4, 3  # of two trainer ranks and two replicas; the sync behind
 
 
 def _patch(module: ModuleType) -> None:
-    commit = module.Commit.run
+    commit = module.ShardingManager._commit
 
     async def run(self: Any, *args: Any) -> Any:
-        ranks = self._agreement.ranks
+        ranks = self.agreement.ranks
         if ranks.size == LAST_RANK and ranks.rank == LAST_RANK - 1:
             self.syncs = getattr(self, "syncs", 0) + 1
             if self.syncs == SYNC:
                 os.kill(os.getpid(), signal.SIGKILL)
         return await commit(self, *args)
 
-    module.Commit.run = run
+    module.ShardingManager._commit = run
 
 
-wrapt.register_post_import_hook(_patch, "verl_sync_plugin.sync.commit")
+wrapt.register_post_import_hook(_patch, "verl_sync_plugin.sync.manager")

@@ -31,12 +31,12 @@ _LOAD = "verl_sync_plugin.engine.load"
 _SAVER = "sglang.srt.utils.torch_memory_saver_adapter"
 _TRAINER: dict[str, tuple[Point, ...]] = {
     "plan": (("verl_sync_plugin.trainers.fsdp2", "FSDP2Source.shards", ""),),
-    "connect": (("verl_sync_plugin.sync.connect", "MeetingPoint._accept", ""),),
+    "connect": ((_ENDPOINT, "MeetingPoint._accept", ""),),
     "pack": ((_SENDER, "BucketSender.pack", ""), (_SENDER, "BucketSender.read", "")),
     "hand over": ((_SENDER, "BucketSender.load", ""),),
     "load": ((_SENDER, "BucketSender.wait_loaded", ""),),
     "commit": ((_SENDER, "BucketSender.commit", ""),),
-    "verify": (("verl_sync_plugin.sync.commit", "refuse_changed", ""),),
+    "verify": (("verl_sync_plugin.sync.manager", "refuse_changed", ""),),
     "compare": (("verl_sync_plugin.verify", "Comparison.weighed", ""),),
 }
 POINTS: dict[str, dict[str, tuple[Point, ...]]] = {

@@ -8,7 +8,7 @@ of the engine once the trainer has made room. A LoRA adapter is merged on the wa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,18 +17,19 @@ import torch.distributed as dist
 from verl.utils.ulysses import BaseShardingManager
 
 from verl_sync_plugin.config.settings import SyncConfig
+from verl_sync_plugin.layout.load_map import LoadMap
 from verl_sync_plugin.layout.tensors import Plan, Shard
 from verl_sync_plugin.log import say
 from verl_sync_plugin.memory import PeakMemory, no_collection, note_device_memory
 from verl_sync_plugin.report import SyncReport, progress
 from verl_sync_plugin.sync.adapter import AdapterSender
-from verl_sync_plugin.sync.commit import Commit
-from verl_sync_plugin.sync.connect import MeetingPoint
-from verl_sync_plugin.sync.endpoint import RolloutEndpoint, abandon
+from verl_sync_plugin.sync.endpoint import MeetingPoint, RolloutEndpoint, abandon
 from verl_sync_plugin.sync.sender import BucketSender, slot_limit
 from verl_sync_plugin.sync.ways import PeersUnreachableError, Sync, Way, Ways
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
 from verl_sync_plugin.transport.agreement import Agreement
+from verl_sync_plugin.transport.protocol import Committed
+from verl_sync_plugin.verify import Cadence, Comparison, refuse_changed
 
 
 class OtherDtypesError(Exception):
@@ -84,7 +85,8 @@ class ShardingManager(BaseShardingManager):
         self.sender = BucketSender(device, config.timeout_seconds)
         self.meeting = MeetingPoint(self.agreement, endpoint, self.sender, config)
         self.ways = self._make_ways()
-        self.commit = Commit(config, self.agreement, self.sender, self.ways, endpoint)
+        self.comparison = Comparison(config, self.agreement, endpoint.ranks, endpoint.restores_uncovered)
+        self.cadence = Cadence(config.verify)
         self.report = SyncReport()
         self.planned: Plan | None = None
         self.agreed_digest = ""
@@ -222,17 +224,18 @@ class ShardingManager(BaseShardingManager):
                 if not early:
                     self.meeting.ask(version)
                 with stage("connect"):
-                    questions = self.commit.questions(sync, way)
-                    greeting = await self.meeting.meet(partial(way.greet, sync, questions))
+                    known = self.comparison.map.digest if self.comparison.map is not None else ""
+                    tells = not (self.comparison.knows(sync.plan) or way.in_place)
+                    greeting = await self.meeting.meet(partial(way.greet, sync, tells, known))
                     if wake_tags:
                         with self.agreement.attempt():
                             note_device_memory(self.report, self._device, "weights")
                     way.greeted()
-                    layers = self.trainer.layers if hasattr(self, "trainer") else 0
-                    self._learn(self.commit.opened(sync.plan, greeting.map, questions, layers))
+                    if tells:
+                        self._learn(sync.plan, greeting.map)
                 way.run(sync)  # the transfer
                 with stage("commit"):
-                    await self.commit.run(sync, way, self.meeting.pending)
+                    await self._commit(sync, way)
         finally:  # hangs up, and drops every reference to the trainer's parameters
             self.sender.hang_up()
             if self.source is not None:
@@ -257,7 +260,7 @@ class ShardingManager(BaseShardingManager):
                 plan = self.make_plan(source, shards)
                 group = source.group
                 sharing = (agreement.ranks.rank,) if group is None else tuple(dist.get_process_group_ranks(group))
-                sync = self._sync_of(sync_id, plan, sharing, sharing, self.commit.due(plan), shards)
+                sync = self._sync_of(sync_id, plan, sharing, sharing, self.cadence.due(plan.digest), shards)
                 votes = [int(self._plan_changed), *self.ways.votes(sync)]
         changed, *votes = agreement.vote("planning the sync", votes).tolist()
         assert sync is not None, "no rank has failed"
@@ -335,20 +338,75 @@ class ShardingManager(BaseShardingManager):
                 await waking
         report.stages["resume_weights"] -= report.stages.get("update_weights", 0.0) - before
 
-    def _learn(self, kept: Mapping[str, str]) -> None:
-        """Collective where there are any, which all ranks have heard of.
-
-        Args:
-            kept: ``load_map.wire_dtypes``.
+    def _learn(self, plan: Plan, found: LoadMap | None) -> None:
+        """Collective: before anything is loaded, takes in what the engine ranks said that their models do.
 
         Raises:
+            SyncError: the engine leaves something of the plan out; names the tensors, the same text on every rank.
             OtherDtypesError: some tensors travel in another dtype now; on all ranks.
         """
-        policy = self.trainer.policy if hasattr(self, "trainer") else None
-        if kept and self.agreement.any("learning dtypes", lambda: policy is not None and policy.learn(kept)):
+        trainer = getattr(self, "trainer", None)
+        self.comparison.note(found)
+        kept = self.comparison.learn(plan, loaded=False, layers=trainer.layers if trainer else 0)
+        if kept and self.agreement.any("learning dtypes", lambda: trainer is not None and trainer.policy.learn(kept)):
             if self.agreement.ranks.rank == 0:
                 say("some tensors travel in the dtype in which the engine keeps them; the sync is planned once more")
             raise OtherDtypesError
+
+    async def _commit(self, sync: Sync, way: Way) -> None:
+        """Collective: has the engine ranks finish, compares hashes and waits for the engine's answer.
+
+        Raises:
+            SyncError: any rank failed, or bytes changed on the way; the same text on every rank.
+        """
+        agreement, comparison, report = self.agreement, self.comparison, sync.report
+        committed, news, weighed = None, False, torch.empty(0)
+        with agreement.attempt():
+            if not agreement.failed:
+                way.check_finite(sync)
+                committed = self._committed(sync, way)
+                news = comparison.note(committed.map if committed else None) or not comparison.knows(sync.plan)
+                if not news:
+                    weighed = comparison.weighed(self.sender.sums(sync.plan), committed, sync.verified)
+        # Before waiting for the engine's answer: it gives none while one of its ranks waits for us to hang up
+        try:
+            news = agreement.settle("committing", waiting=news)
+        except BaseException:
+            comparison.forget()  # what an engine rank tells once may not have come
+            raise
+        finally:
+            with agreement.attempt():
+                way.close(sync)
+        if news:
+            comparison.learn(sync.plan, loaded=True)
+            with agreement.attempt():
+                weighed = comparison.weighed(self.sender.sums(sync.plan), committed, sync.verified)
+            agreement.settle("weighing what the engine holds")
+        if sync.verified:
+            comparison.refuse_unproven()
+        with agreement.attempt():
+            if self.meeting.pending is not None:
+                outcome = await self.meeting.pending.outcome(self.config.timeout_seconds)
+                report.stages = {"sleep": outcome.sleep_seconds, **report.stages}
+        comparison.compare(weighed)
+        report.hashed_tensors = sync.plan.tensor_count
+        report.coverage_expected = comparison.map.kept if comparison.map is not None else 0
+        report.coverage_missing = len(comparison.unwritten)
+        if sync.verified:
+            report.verified_tensors, report.not_comparable = len(comparison.compared), len(comparison.left_out)
+            report.no_room = comparison.no_room
+            report.verified_bytes = committed.held.nbytes if committed is not None and committed.held else 0
+        self.cadence.note(sync.plan.digest, whole=not (sync.verified and comparison.no_room))
+
+    def _committed(self, sync: Sync, way: Way) -> Committed | None:
+        """Has the engine rank commit; ``None`` where this rank has none."""
+        committed = self.sender.commit(not sync.keeps_staging) if self.endpoint.ranks else None
+        self.ways.in_place.note(committed, sync.plan)
+        if committed is not None:
+            sync.report.note(committed, sync.plan, way.in_place)
+            if committed.held is not None:
+                refuse_changed(committed.held.changed)
+        return committed
 
     async def _send_adapter(self, version: str | None) -> None:
         """Collective: the adapter, after its base."""

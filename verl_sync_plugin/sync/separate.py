@@ -74,7 +74,7 @@ class SeparateManager(ShardingManager):
         """Collective: rank 0's plan and senders, and whether the sync is verified, on all ranks; the plan travels where
         any rank lacks it."""
         self.agreement.settle("planning the sync")
-        named = (plan.digest, senders, self.commit.due(plan)) if plan else ("", senders, False)
+        named = (plan.digest, senders, self.cadence.due(plan.digest)) if plan else ("", senders, False)
         digest, senders, verified = self.agreement.share("naming the plan", named)
         known = plan or self.planned
         lacking = known is None or known.digest != digest

@@ -80,21 +80,6 @@ class Sync:
         return rank_in(self.source.group)
 
 
-@dataclass(frozen=True)
-class Questions:
-    """Tasks of an engine rank as well as loading.
-
-    Attributes:
-        tells: say, before anything is loaded, what its model does with the tensors.
-        proves: say at its commit what lies in its parameters.
-        map: names the ``LoadMap`` that is known of it.
-    """
-
-    tells: bool = False
-    proves: bool = False
-    map: str = ""
-
-
 class Reach:
     """Knows which memory engine ranks can map: that of the ranks of their host.
 
@@ -186,8 +171,13 @@ class Way(ABC):
         """
 
     @abstractmethod
-    def greet(self, sync: Sync, questions: Questions) -> Greeting:
+    def greet(self, sync: Sync, tells: bool, known: str) -> Greeting:
         """Opens the sync with this rank's engine rank, whose channel the sender has adopted. Not collective.
+
+        Args:
+            sync: the one under way.
+            tells: have it say, before anything is loaded, what its model does with the tensors; the same on all ranks.
+            known: names the ``LoadMap`` that is known of it.
 
         Raises:
             RuntimeError, OSError: it is gone, silent, or has failed.
@@ -336,11 +326,11 @@ class InPlace(Way):
     def fill(self, sync: Sync) -> None:
         """There is nothing to fill."""
 
-    def greet(self, sync: Sync, questions: Questions) -> Greeting:
+    def greet(self, sync: Sync, tells: bool, known: str) -> Greeting:
         """The use of the tensors is known by now. Parameters are final on all ranks that have voted for this way."""
         keys = tuple(live.key for live in self._lives)
-        own, proves = self._place if self._packs else NONE, questions.proves
-        hello = Hello(sync.sync_id, sync.plan.digest, (), self._place, keys, own=own, proves=proves, map=questions.map)
+        own = self._place if self._packs else NONE
+        hello = Hello(sync.sync_id, sync.plan.digest, (), self._place, keys, own=own, proves=sync.verified, map=known)
         return Greeting(self._sender.greet_live(hello, self._lives), None)
 
     def run(self, sync: Sync) -> None:
@@ -454,13 +444,13 @@ class Staged(Way):
             if self._separate:
                 self._own.settle(what)
 
-    def greet(self, sync: Sync, questions: Questions) -> Greeting:
+    def greet(self, sync: Sync, tells: bool, known: str) -> Greeting:
         sources = sync.senders if sync.plan.sharded else (self._me,)
         hello = Hello(
             sync.sync_id, sync.plan.digest, self._stagings, self._place,
-            tells=questions.tells, own=sources.index(self._me) if self._me in sources else NONE,
+            tells=tells, own=sources.index(self._me) if self._me in sources else NONE,
             homes=tuple((segment, 0) for segment in range(len(sources))) if sync.plan.sharded else (),
-            proves=questions.proves, map=questions.map,
+            proves=sync.verified, map=known,
         )  # fmt: skip
         return self._sender.greet(hello, sync.plan)
 

@@ -2,7 +2,7 @@
 """The control channel: messages over a Unix socket between two processes of one user on one host, and what a trainer
 rank says on it.
 
-Every sync has a socket of its own (``sync/connect.py``), abstract, so that no file can be left over. A message is four
+Every sync has a socket of its own (``sync/endpoint.py``), abstract, so that no file can be left over. A message is four
 bytes of length, a byte that names its kind, and msgpack that is decoded into exactly the types of ``protocol.py``:
 nothing that comes in can make this process run anything, which a pickle could. It is faster, too: the manifest of
 20177 tensors in 161416 pieces (5 MB) is encoded in 8 ms and decoded in 62 ms on a CPU core that takes 406 and 188 ms to
