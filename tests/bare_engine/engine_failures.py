@@ -11,7 +11,7 @@ import torch.distributed as dist
 from bare_engine import trainer
 from bare_engine.scenario import Rank
 from verl_sync_plugin.layout.tensors import Entry, Plan, Shard
-from verl_sync_plugin.transport.memory.host import StagingExport
+from verl_sync_plugin.transport.memory import StagingExport
 
 
 def engine_refuses(member: Rank, version: int) -> str:

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from bare_engine import direct_flips, stories, trainer
 from bare_engine.scenario import Rank
-from verl_sync_plugin.transport.memory.host import Live
-from verl_sync_plugin.transport.memory.regions import LiveParameters
+from verl_sync_plugin.transport.memory import Live, LiveParameters
 
 
 def read_in_place(member: Rank) -> None:

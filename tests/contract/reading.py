@@ -14,7 +14,7 @@ from verl_sync_plugin.layout.tensors import Plan, Shard, hulls_of, numbers_of
 from verl_sync_plugin.sync.sender import SLOTS, BucketSender
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.transport.agreement import Agreement
-from verl_sync_plugin.transport.memory.regions import open_peer_staging, slot_of
+from verl_sync_plugin.transport.memory import open_peer_staging, slot_of
 from verl_sync_plugin.verify import times_sent
 
 CPU = torch.device("cpu")

@@ -19,8 +19,7 @@ from worlds import run_world
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.memory import FIRST, REST
 from verl_sync_plugin.rollouts.sglang import loader
-from verl_sync_plugin.transport.memory.host import Live
-from verl_sync_plugin.transport.memory.regions import LiveParameters
+from verl_sync_plugin.transport.memory import Live, LiveParameters
 
 
 def kept(checkpoint: str, folder: str, short: list[bool], failing: int = 0) -> list[tuple[bool, bool, bool]]:

@@ -31,7 +31,7 @@ from verl_sync_plugin.transport.channel import (
     Listener,
     connect,
 )
-from verl_sync_plugin.transport.memory.host import Live, Region, StagingExport
+from verl_sync_plugin.transport.memory import Live, Region, StagingExport
 from verl_sync_plugin.transport.protocol import Commit, Details, Failed, Load
 
 WAIT = 20.0

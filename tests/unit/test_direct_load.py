@@ -22,9 +22,8 @@ from verl_sync_plugin.engine.load import ModelLoad
 from verl_sync_plugin.layout.load_map import owners_of, read_parts
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Base, Plan, Shard, View, numbers_of
-from verl_sync_plugin.transport.memory import cuda as cuda_driver
-from verl_sync_plugin.transport.memory.host import Live
-from verl_sync_plugin.transport.memory.regions import LiveParameters, NotInPlaceError, Regions
+from verl_sync_plugin.transport import memory as cuda_driver
+from verl_sync_plugin.transport.memory import Live, LiveParameters, NotInPlaceError, Regions
 from verl_sync_plugin.transport.protocol import Manifest
 
 CPU = torch.device("cpu")

@@ -8,9 +8,7 @@ import torch
 import torch.multiprocessing as mp
 
 from verl_sync_plugin.copies.table import KernelTable, addresses
-from verl_sync_plugin.transport.memory.cuda import CudaExporter
-from verl_sync_plugin.transport.memory.host import Region
-from verl_sync_plugin.transport.memory.regions import Regions
+from verl_sync_plugin.transport.memory import CudaExporter, Region, Regions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 NUMEL = 3 << 20

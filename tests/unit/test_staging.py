@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from verl_sync_plugin.transport.channel import Listener, connect
-from verl_sync_plugin.transport.memory.host import StagingExport
-from verl_sync_plugin.transport.memory.regions import Staging, create_staging, open_staging, slot_of
+from verl_sync_plugin.transport.memory import Staging, StagingExport, create_staging, open_staging, slot_of
 from verl_sync_plugin.transport.protocol import Hello
 
 WAIT = 60.0

@@ -56,9 +56,9 @@ LEAST_FILES = 4096  # Ray warns below 65536; SGLang, Ray and the connections of 
 PATTERN = 0x5A
 OPEN_IPC = """
 import pickle, sys, torch
-import verl_sync_plugin.transport.memory.cuda as cuda_ipc
+import verl_sync_plugin.transport.memory as cuda_ipc
 with open(sys.argv[1], "rb") as file:
-    flat = cuda_ipc.open_cuda_ipc(pickle.load(file))
+    flat = cuda_ipc.open_staging(pickle.load(file))
 assert int(flat.sum().item()) == flat.numel() * {pattern}, "read other bytes than were written"
 """
 Versions = Mapping[str, str | None]
@@ -300,7 +300,7 @@ def _ipc_error() -> str:
     """Hands memory of the first GPU to another process as a sync does; why that failed, empty when it did not."""
     import torch
 
-    from verl_sync_plugin.transport.memory.cuda import CudaIpcStaging
+    from verl_sync_plugin.transport.memory import CudaIpcStaging
 
     try:
         staging = CudaIpcStaging(torch.device("cuda", 0), 1, 1 << 20)

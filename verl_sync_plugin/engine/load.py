@@ -25,8 +25,7 @@ from verl_sync_plugin.layout.load_map import Constant, LoadMap, Move, held_parts
 from verl_sync_plugin.layout.strided import Partition, Run, compose, in_step
 from verl_sync_plugin.layout.tensors import Entry, Hull, hulls_of, numbers_of
 from verl_sync_plugin.log import say
-from verl_sync_plugin.transport.memory.host import Live
-from verl_sync_plugin.transport.memory.regions import Regions
+from verl_sync_plugin.transport.memory import Live, Regions
 from verl_sync_plugin.transport.protocol import Held, Manifest
 
 MOST_BLOCKS = 512  # of one tensor in one bucket; one that arrives in more pieces goes through scratch memory

@@ -15,8 +15,7 @@ from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.engine.load import ModelLoad, refuse_rearranged
 from verl_sync_plugin.engine.model import EngineModel
 from verl_sync_plugin.transport.channel import Channel, ChannelTimeoutError, describe
-from verl_sync_plugin.transport.memory.host import Live
-from verl_sync_plugin.transport.memory.regions import Regions, decline_staging, open_peer_staging, open_staging, slot_of
+from verl_sync_plugin.transport.memory import Live, Regions, decline_staging, open_peer_staging, open_staging, slot_of
 from verl_sync_plugin.transport.protocol import (
     Commit,
     Committed,

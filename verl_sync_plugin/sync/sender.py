@@ -14,8 +14,7 @@ from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.copies.packing import Found, Packer
 from verl_sync_plugin.layout.tensors import Bucket, Plan, Shard, numbers_of
 from verl_sync_plugin.transport.channel import Conversation
-from verl_sync_plugin.transport.memory.host import StagingExport
-from verl_sync_plugin.transport.memory.regions import Staging, create_staging, slot_of
+from verl_sync_plugin.transport.memory import Staging, StagingExport, create_staging, slot_of
 
 STAGING_BUCKETS = 2  # what all slots may take, in buckets of the size that the user sets
 SLOTS = 3  # one being loaded, one being filled, one on its way between the two

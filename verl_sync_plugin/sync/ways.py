@@ -36,8 +36,7 @@ from verl_sync_plugin.trainers.base import ParameterSource, name_culprit, rank_i
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.channel import Greeting
 from verl_sync_plugin.transport.joint import JointRanks
-from verl_sync_plugin.transport.memory.host import Live, StagingExport
-from verl_sync_plugin.transport.memory.regions import LiveParameters, NotInPlaceError
+from verl_sync_plugin.transport.memory import Live, LiveParameters, NotInPlaceError, StagingExport
 from verl_sync_plugin.transport.protocol import ALL, NONE, Committed, Hello
 
 AHEAD = SLOTS - 1  # buckets between the one handed over and the last one that every engine rank has surely read

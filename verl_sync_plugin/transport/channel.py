@@ -25,7 +25,7 @@ import msgspec
 from verl_sync_plugin.layout.load_map import LoadMap
 from verl_sync_plugin.layout.tensors import Plan
 from verl_sync_plugin.log import say
-from verl_sync_plugin.transport.memory.host import Live
+from verl_sync_plugin.transport.memory import Live
 from verl_sync_plugin.transport.protocol import (
     Commit,
     Committed,

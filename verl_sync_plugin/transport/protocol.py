@@ -30,7 +30,7 @@ from typing import Any
 
 from verl_sync_plugin.layout.load_map import LoadMap
 from verl_sync_plugin.layout.tensors import Entry, Plan
-from verl_sync_plugin.transport.memory.host import Live, StagingExport
+from verl_sync_plugin.transport.memory import Live, StagingExport
 
 MAGIC = "verl-sync-plugin"
 PROTOCOL_VERSION = 15

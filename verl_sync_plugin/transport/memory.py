@@ -1,0 +1,511 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of a trainer rank that engine ranks map and read: staging memory and parameters.
+
+Staging memory is exported once per reader and kept. A parameter lives as long as the model, so the allocation that it
+lies in is exported once and mapped once, and nobody is counted. What moved is exported again, and the engine unmaps
+what is no longer named.
+
+Hazard: the driver lets go of an allocation that its owner has freed only when it is unmapped here as well. Only memory
+of parameters is exported, which the trainer keeps on the device; ``sync/ways.py`` looks every time.
+
+On a GPU staging memory is one allocation, exported by torch's CUDA IPC and sliced by offset. Hazards:
+- Memory of PyTorch's expandable segments and of SGLang's memory saver cannot be exported. verl turns expandable
+  segments off before ``update_weights``, and the staging memory is allocated by the trainer, outside any saver region.
+- One export rebuilt N times drives its reference count negative (vllm #51258): every receiver gets an export of its own
+  and opens it once.
+- Device ordinals differ between the processes (``CUDA_VISIBLE_DEVICES``), UUIDs do not.
+- Memory of another GPU is opened on one's own device, through which the driver reaches it (NVLink or PCIe). Opened on
+  the other device it would cost a CUDA context there, some 500 MB per process, and it may not even be visible.
+
+Parameters are shared by the driver's own calls, as whole allocations: torch's ``_share_cuda_`` rewires the storage it
+shares, and counts readers in a file per storage.
+
+On a CPU staging memory is one piece of anonymous shared memory. It has no name in any file system, so nothing of it can
+be left over, however its processes end. Who may look at the trainer's process (the same user, in the same container)
+opens it through that process's table of open files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import uuid
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl_sync_plugin.copies.packing import ALONE, CAST, Found, segment_of
+from verl_sync_plugin.layout.tensors import Bucket, Plan, Shard
+
+HANDLE_BYTES = 64
+_LAZY_PEER_ACCESS = 1
+_BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
+Place = tuple[int, int]  # allocation, first byte in it
+
+
+@dataclass(frozen=True)
+class Region:
+    """Memory of a trainer rank and how to map it.
+
+    Attributes:
+        kind: ``cuda_ipc``, ``shared_memory`` or ``shared_file``.
+        key: names the memory, on this host and in this run, and no other memory ever; the receiver maps each key once.
+        nbytes: its size.
+        handle: what the mechanism needs: numbers, texts and bytes, which travel as they are (no lists, no tuples).
+    """
+
+    kind: str
+    key: str
+    nbytes: int
+    handle: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class StagingExport(Region):
+    """The sender's staging memory.
+
+    Attributes:
+        slot_bytes: size of one of its slots.
+    """
+
+    slot_bytes: int
+
+
+@dataclass(frozen=True)
+class Live:
+    """The places of one trainer rank's runs of all buckets.
+
+    Attributes:
+        key: names all of this; changes when anything moves.
+        regions: the allocations.
+        runs: per bucket little-endian int64 of shape ``(n, 5)``, ascending: first byte in the bucket, bytes in the
+            bucket, region, first byte in the region, bytes there per byte in the bucket.
+    """
+
+    key: str
+    regions: tuple[Region, ...]
+    runs: tuple[bytes, ...]
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+
+
+@cache
+def driver() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:  # torch calls other makers' devices cuda as well
+        raise RuntimeError(f"there is no CUDA driver: {error}") from error
+
+
+def _call(name: str, *arguments: object) -> None:
+    torch.cuda.current_stream().query()  # the driver wants a context on this thread; the runtime sees to it
+    status = getattr(driver(), name)(*arguments)
+    if status:
+        text = ctypes.c_char_p()
+        driver().cuGetErrorName(status, ctypes.byref(text))
+        raise RuntimeError(f"{name}: {(text.value or b'unknown error').decode()} ({status})")
+
+
+def allocation_of(address: int) -> tuple[int, int]:
+    """First address and size in bytes of the device allocation that holds an address.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+    return int(base.value), int(size.value)
+
+
+def allocation_ids(addresses: tuple[int, ...]) -> tuple[int, ...]:
+    """For each address a number that no other allocation of this process has had: another may lie there some day.
+
+    Raises:
+        RuntimeError: there is no allocation at one.
+    """
+    number = ctypes.c_uint64()
+    pointer = ctypes.byref(number)
+    found = []
+    for address in addresses:
+        _call("cuPointerGetAttribute", pointer, _BUFFER_ID, ctypes.c_uint64(address))
+        found.append(int(number.value))
+    return tuple(found)
+
+
+def export_allocation(address: int) -> bytes:
+    """The handle by which another process of this host opens the allocation at an address.
+
+    Raises:
+        RuntimeError: memory of this kind cannot be opened elsewhere (expandable segments, a memory saver's).
+    """
+    handle = _Handle()
+    _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
+    return ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES)
+
+
+def open_allocation(handle: bytes) -> int:
+    """Maps another process's allocation on the current device, which may not be the one it is on; returns its address.
+
+    Raises:
+        RuntimeError: the driver cannot reach it from here.
+    """
+    address = ctypes.c_uint64()
+    given = _Handle.from_buffer_copy(handle)
+    _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(_LAZY_PEER_ACCESS))
+    return int(address.value)
+
+
+def close_allocation(address: int) -> None:
+    """Unmaps what ``open_allocation`` has mapped.
+
+    Raises:
+        RuntimeError: it is not mapped.
+    """
+    _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+
+
+def _uuid_of(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+class CudaIpcStaging:
+    """The sender's end of staging memory on a GPU: ``slots`` x ``slot_bytes`` bytes."""
+
+    def __init__(self, device: torch.device, slots: int, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self._key = uuid.uuid4().hex
+        self.memory = torch.empty(slots * slot_bytes, dtype=torch.uint8, device=device)
+        self._handles: dict[int, tuple[object, ...]] = {}
+
+    def export(self, reader: int = 0) -> StagingExport:
+        """Makes what a receiver opens it by; every reader gets an export of its own."""
+        if reader not in self._handles:
+            shared = self.memory.untyped_storage()._share_cuda_()
+            self._handles[reader] = (_uuid_of(self.memory.get_device()), *shared[1:])
+        nbytes = self.memory.numel()
+        return StagingExport("cuda_ipc", self._key, nbytes, self._handles[reader], self.slot_bytes)
+
+    def opened(self) -> None:
+        """Called once all receivers have opened their exports: they have unmapped what came before, so that can go."""
+        torch.cuda.ipc_collect()
+
+    def close(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self._handles = {}
+
+
+class SharedMemoryStaging:
+    """The sender's end of staging memory on a CPU."""
+
+    def __init__(self, slots: int, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self._key = uuid.uuid4().hex
+        descriptor = os.memfd_create(_name(self._key))
+        self._let_go = weakref.finalize(self, os.close, descriptor)
+        os.ftruncate(descriptor, slots * slot_bytes)
+        self._path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        self.memory = torch.from_file(self._path, shared=True, size=slots * slot_bytes, dtype=torch.uint8)
+
+    def export(self, reader: int = 0) -> StagingExport:
+        return StagingExport("shared_memory", self._key, self.memory.numel(), (self._path,), self.slot_bytes)
+
+    def opened(self) -> None:
+        """Does nothing: shared memory needs no notice of its readers."""
+
+    def close(self) -> None:
+        self._let_go()
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+
+Staging = CudaIpcStaging | SharedMemoryStaging
+
+
+def slot_of(memory: torch.Tensor, slot: int, slot_bytes: int) -> torch.Tensor:
+    """The bytes of one slot: uint8 of shape ``(slot_bytes,)``, a view."""
+    return memory.narrow(0, slot * slot_bytes, slot_bytes)
+
+
+def create_staging(device: torch.device, slots: int, slot_bytes: int) -> Staging:
+    """Allocates staging memory on the trainer's device.
+
+    Raises:
+        ValueError: no mechanism shares memory of this device type with another process.
+    """
+    if device.type == "cuda":
+        return CudaIpcStaging(device, slots, slot_bytes)
+    if device.type == "cpu":
+        return SharedMemoryStaging(slots, slot_bytes)
+    raise ValueError(
+        f"weight sync cannot share {device.type!r} memory with the rollout engine; "
+        "set actor_rollout_ref.rollout.custom.sync.enabled=False to run stock verl"
+    )
+
+
+def open_staging(export: StagingExport) -> torch.Tensor:
+    """Maps the memory of the receiver's own trainer rank: uint8 of shape ``(nbytes,)``, on the device the sender uses.
+
+    Raises:
+        ValueError: that device is not visible here, or the mechanism is unknown.
+        FileNotFoundError: the memory is not, as in another container, where the same number may be another process's.
+    """
+    if export.kind == "cuda_ipc":
+        wanted, *shared = export.handle
+        visible = [_uuid_of(index) for index in range(torch.cuda.device_count())]
+        if wanted not in visible:
+            raise ValueError(
+                f"the trainer rank's GPU {wanted} is not visible to this engine rank (visible: {visible}); "
+                "set CUDA_VISIBLE_DEVICES alike for trainer and rollout ranks of a host"
+            )
+        return _rebuilt(export, visible.index(wanted), shared)
+    if export.kind != "shared_memory":
+        raise ValueError(f"unknown staging mechanism {export.kind!r}")
+    path, found = export.handle[0], ""
+    with contextlib.suppress(OSError):
+        found = os.readlink(path)
+    if found != f"/memfd:{_name(export.key)} (deleted)" or os.path.getsize(path) != export.nbytes:
+        raise FileNotFoundError(f"{path} with the trainer's {export.nbytes} bytes is not visible here")
+    return torch.from_file(path, shared=True, size=export.nbytes, dtype=torch.uint8)
+
+
+def open_peer_staging(export: StagingExport, device: torch.device) -> torch.Tensor:
+    """Maps the memory of a trainer rank elsewhere on this host: uint8 of shape ``(nbytes,)``.
+
+    Args:
+        export: made for this receiver.
+        device: the receiver's own; for torch the memory of another GPU is a tensor on it.
+
+    Raises:
+        RuntimeError, OSError: it cannot be reached from here.
+    """
+    if export.kind != "cuda_ipc":
+        return open_staging(export)
+    _, *shared, _ = export.handle
+    # The last word asks to wait for an event of the other device; the protocol's own words order reads after writes
+    flat = _rebuilt(export, device.index, [*shared, False])
+    flat[:1].cpu()  # a mapping without a way to the memory shows here, and not in the middle of a load
+    return flat
+
+
+def decline_staging(export: StagingExport) -> None:
+    """Gives back an export that will not be opened here; its count would keep the sender's memory for good."""
+    if export.kind == "cuda_ipc":
+        _, _, _, _, counter, offset, *_ = export.handle
+        torch.UntypedStorage._release_ipc_counter(counter, offset, device=torch.device("cuda"))
+
+
+def _rebuilt(export: StagingExport, index: int, shared: Sequence[object]) -> torch.Tensor:
+    storage = torch.UntypedStorage._new_shared_cuda(index, *shared)
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return flat.set_(storage, 0, (export.nbytes,), (1,))
+
+
+def _name(key: str) -> str:
+    return f"verl-sync-{key}"
+
+
+class CudaExporter:
+    """Finds and exports allocations of a GPU. An allocation stands for its first address."""
+
+    def __init__(self) -> None:
+        self._name = uuid.uuid4().hex
+        self._asked: tuple[object, tuple[int, ...]] = (None, ())
+        self._answer: tuple[int, ...] = ()
+        self._last = (0, 0)
+
+    def find(self, run: torch.Tensor) -> Place:
+        """Finds the allocation that a tensor lies in. Raises RuntimeError where its memory cannot be shared."""
+        address = run.data_ptr()
+        base, size = self._last
+        if not base <= address < base + size:  # neighbours follow each other
+            base, size = self._last = allocation_of(address)
+        return base, address - base
+
+    def identities(self, allocations: tuple[int, ...]) -> object:
+        """A value that differs when another allocation has taken the place of one of these. Raises RuntimeError where
+        one is gone."""
+        # As long as torch has freed nothing there is nothing to ask; there may be thousands
+        freed = torch.cuda.memory_stats_as_nested_dict().get("num_device_free")
+        if freed is None or (freed, allocations) != self._asked:
+            self._answer = allocation_ids(allocations)
+            self._asked = freed, allocations
+        return self._answer
+
+    def export(self, allocation: int) -> Region:
+        """Makes what an engine rank of this host maps it by. Raises RuntimeError where it cannot be."""
+        self._last = (0, 0)  # what was found may be gone by the next time
+        _, size = allocation_of(allocation)
+        (number,) = allocation_ids((allocation,))
+        return Region("cuda_ipc", f"{self._name}-{number}", size, (export_allocation(allocation),))
+
+
+class SharedFileExporter:
+    """The exporter for CPUs: storages that are mapped from a file (``torch.UntypedStorage.from_file``)."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def find(self, run: torch.Tensor) -> Place:
+        storage = run.untyped_storage()
+        if storage.filename is None:
+            raise RuntimeError("its memory is private to the trainer's process")
+        self._storages[storage.data_ptr()] = storage
+        return storage.data_ptr(), run.data_ptr() - storage.data_ptr()
+
+    def identities(self, allocations: tuple[int, ...]) -> object:
+        return allocations
+
+    def export(self, allocation: int) -> Region:
+        storage = self._storages[allocation]
+        name = str(storage.filename)
+        return Region("shared_file", name, storage.nbytes(), (name,))
+
+
+class NotInPlaceError(RuntimeError):
+    """A parameter cannot be read where it lies; the text says which and why."""
+
+
+class LiveParameters:
+    """One trainer rank's account of where its parameters lie, sent once and kept while everything stays where it is.
+
+    Args:
+        device: where the trainer computes.
+        plan: all buckets.
+        rank: this rank's place among the owners of a sharded base.
+
+    Attributes:
+        found: where the parameters are.
+    """
+
+    def __init__(self, device: torch.device, plan: Plan, rank: int) -> None:
+        self.plan = plan
+        self._rank = rank
+        self._device = device
+        held = [part for each in plan.buckets for part in each.slices if part.count(plan.bases[part.base], rank) > 0]
+        self.found = Found(list(dict.fromkeys(part.base for part in held)), device)
+        self._exporter = CudaExporter() if device.type == "cuda" else SharedFileExporter()
+        self._identities: object = None
+        self._allocations: tuple[int, ...] = ()
+        self._live: Live | None = None
+
+    def look(self, shards: Sequence[Shard]) -> Live:
+        """Looks where all parameters of the plan are now.
+
+        Raises:
+            NotInPlaceError: a parameter is merged, on the host, of a dtype that has to be cast otherwise than from fp32
+                to bf16, or in memory that cannot be shared.
+        """
+        moved = self.found.look(shards)
+        if not moved and self._live is not None and self._same():
+            return self._live
+        self._live = None
+        for base, kind in self.found.kinds.items():
+            if kind == ALONE:
+                raise NotInPlaceError(f"{shards[base].base.key!r} {_why(shards[base], self._device)}")
+        self._live = self._tell(shards)
+        return self._live
+
+    def _same(self) -> bool:
+        try:
+            return self._exporter.identities(self._allocations) == self._identities
+        except RuntimeError:
+            return False
+
+    def _tell(self, shards: Sequence[Shard]) -> Live:
+        places: dict[int, Place] = {}
+        for base in self.found.bases:
+            run = self.found.run(base, shards[base])
+            assert run is not None, "looked up before"
+            try:
+                places[base] = self._exporter.find(run)
+            except RuntimeError as error:
+                raise NotInPlaceError(f"{shards[base].base.key!r}: {error}") from error
+        self._allocations = tuple(dict.fromkeys(allocation for allocation, _ in places.values()))
+        try:
+            regions: list[Region] = [self._exporter.export(allocation) for allocation in self._allocations]
+            self._identities = self._exporter.identities(self._allocations)
+        except RuntimeError as error:
+            raise NotInPlaceError(f"memory of parameters cannot be shared: {error}") from error
+        number = {allocation: index for index, allocation in enumerate(self._allocations)}
+        runs = tuple(self._runs(bucket, places, number) for bucket in self.plan.buckets)
+        return Live(uuid.uuid4().hex, tuple(regions), runs)
+
+    def _runs(self, bucket: Bucket, places: dict[int, Place], number: dict[int, int]) -> bytes:
+        rows = []
+        for part in bucket.slices:
+            base = self.plan.bases[part.base]
+            count = part.count(base, self._rank)
+            if count > 0:
+                grow = 2 if self.found.kinds[part.base] == CAST else 1
+                allocation, first = places[part.base]
+                offset = segment_of(bucket, self._rank) * bucket.stride + part.offset
+                source = first + part.begin * base.itemsize * grow
+                rows.append((offset, count * base.itemsize, number[allocation], source, grow))
+        return np.array(rows, dtype="<i8").reshape(-1, 5).tobytes()
+
+
+def _why(shard: Shard, device: torch.device) -> str:
+    if shard.merge is not None:
+        return "is merged with its adapter on the way"
+    run = shard.local()
+    if run.device != device:
+        return f"is on {run.device}, not on {device}"
+    if run.dtype not in (getattr(torch, shard.base.dtype), torch.float32):
+        return f"is {run.dtype} and travels as {shard.base.dtype}"
+    return "is not laid out for it"
+
+
+class Regions:
+    """The regions that an engine rank has mapped, by key."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[str, int] = {}
+        self._storages: dict[str, Any] = {}
+
+    @property
+    def mapped(self) -> frozenset[str]:
+        """Keys of what is mapped."""
+        return frozenset(self._mapped)
+
+    def map(self, wanted: Iterable[Region]) -> None:
+        """Maps what is not mapped yet and unmaps all else.
+
+        Raises:
+            RuntimeError, OSError: the memory cannot be reached from here.
+        """
+        regions = {region.key: region for region in wanted}
+        for key in self._mapped.keys() - regions.keys():
+            self._unmap(key)
+        for key, region in regions.items():
+            if key not in self._mapped:
+                self._mapped[key] = self._map(region)
+
+    def address(self, region: Region) -> int:
+        return self._mapped[region.key]
+
+    def flat(self, region: Region) -> torch.Tensor:
+        """All bytes of a region in host memory: uint8 of shape ``(nbytes,)``."""
+        storage = self._storages[region.key]
+        return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (region.nbytes,), (1,))
+
+    def _map(self, region: Region) -> int:
+        if region.kind == "cuda_ipc":
+            return open_allocation(region.handle[0])
+        if not os.path.isfile(region.handle[0]):  # from_file would make one
+            raise FileNotFoundError(f"{region.handle[0]} is not visible here")
+        storage: Any = torch.UntypedStorage.from_file(region.handle[0], True, region.nbytes)
+        self._storages[region.key] = storage
+        return storage.data_ptr()
+
+    def _unmap(self, key: str) -> None:
+        address, storage = self._mapped.pop(key), self._storages.pop(key, None)
+        if storage is None:
+            torch.cuda.current_stream().synchronize()  # of a sync that failed, kernels may still read it
+            close_allocation(address)
