@@ -10,7 +10,6 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -126,22 +125,6 @@ def test_a_message_of_which_only_a_part_comes_ends_in_a_timeout() -> None:
         assert channel.has_word()
         with bounded(BOUND), pytest.raises(ChannelTimeoutError, match=r"but \d bytes of one"):
             channel.receive(BOUND)
-
-
-def test_who_takes_a_message_bit_by_bit_has_no_more_time() -> None:
-    bare, channel = pair()
-    over = threading.Event()
-
-    def sip() -> None:
-        while not over.wait(0.01):
-            bare.recv(512)
-
-    thread = threading.Thread(target=sip)
-    thread.start()
-    with bounded(BOUND), pytest.raises(ChannelTimeoutError):
-        channel.send(Failed("x" * (8 << 20)))
-    over.set()
-    thread.join()
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,13 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from ports import free_port
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.load_map import Box, Kept, Left, LoadMap, Move, Place
@@ -26,7 +21,6 @@ from verl_sync_plugin.verify import DERIVED, MOST_TRIES, Cadence, Comparison
 
 NUMEL = 64
 WHOLE = Box(0, 0, ((NUMEL, 1, 1),))
-HALVES = [Box(first, 0, ((NUMEL // 2, 1, 1),)) for first in (0, NUMEL // 2)]
 
 
 def plan_of(*names: str) -> Plan:
@@ -141,59 +135,6 @@ def test_what_is_compared() -> None:
         compare(sums(7, -3), sums(6, -3))
     with pytest.raises(ValueError, match="hashed 3 parts of tensors, and its map has 2"):
         compare(sums(7, -3, 1), None)
-
-
-def _rank(rank: int, port: int) -> None:
-    """Two trainer ranks beside one engine's two ranks, and then beside two engines'. Entry of a spawned process."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    agreement, started = Agreement(20.0), time.monotonic()
-    halves = [
-        msgspec.structs.replace(
-            COMPLETE, moves=(Move(0, 0, "bfloat16", box), COMPLETE.moves[1]), places=(Place("x", ()), Place("y", ()))
-        )
-        for box in HALVES
-    ]
-    plan = replace(PLAN, buckets=tuple(replace(bucket, world=2) for bucket in PLAN.buckets))
-    for maps, ranks, held in ((halves, (0, 1), [3, 9]), ([COMPLETE] * 2, (rank,), [7, 9])):
-        comparison = Comparison(SyncConfig(), agreement, ranks, True)
-        comparison.note(maps[rank])
-        comparison.learn(plan, loaded=False)
-        assert comparison.compared == (0, 1)
-        first = held[0] if ranks == (rank,) else (3, 4)[rank]
-        sent = torch.tensor([(2, 5)[rank], (4, 5)[rank]])
-        committed = Committed(sums=sums(first, 9), held=Held(sums(first, 9)))
-        comparison.compare(comparison.weighed(sent, committed, True))
-        wrong = Committed(sums=sums(first, 9), held=Held(sums(first, 9 + rank)))
-        with pytest.raises(SyncError, match="do not hold what was sent of b"):
-            comparison.compare(comparison.weighed(sent, wrong, True))
-    # One engine leaves something out: both ranks hear of it, also the one whose engine does not
-    comparison = Comparison(SyncConfig(), agreement, (rank,), True)
-    comparison.note(msgspec.structs.replace(COMPLETE, moves=COMPLETE.moves[rank:]))
-    with pytest.raises(SyncError, match=r"rank 1: ValueError: SGLang's Model leaves out 1 .* a \("):
-        comparison.learn(plan, loaded=False)
-    # One has no room for marks: nothing of it is called compared, although the other covers every byte
-    full = LoadMap(
-        "Model", left=tuple(Left(n, "full", "", ((0, NUMEL),)) for n in range(2)), not_held=((0, "full"), (1, "full"))
-    )
-    comparison = Comparison(SyncConfig(verify="always"), agreement, (rank,), True)
-    comparison.note(msgspec.structs.replace(full, no_room="full") if rank else COMPLETE)
-    comparison.learn(plan, loaded=False)
-    assert comparison.compared == () and set(comparison.left_out) == {"a", "b"} and comparison.no_room == "full"
-    # A rank that fails leaves nobody alone
-    comparison.forget()
-    with agreement.attempt():
-        if rank:
-            raise MemoryError("while it learned")
-    with pytest.raises(SyncError, match="rank 1: MemoryError: while it learned"):
-        comparison.learn(plan, loaded=False)
-    assert time.monotonic() - started < 20
-    dist.barrier()  # the first rank keeps the store
-    dist.destroy_process_group()
-
-
-def test_several_ranks_and_engines() -> None:
-    port = free_port()
-    mp.spawn(_rank, args=(port,), nprocs=2)
 
 
 def test_syncs_without_room_for_the_proof_do_not_use_up_the_first_ones() -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from receiving import Engine
 from verl_sync_plugin.copies import copier as copiers
 from verl_sync_plugin.copies import packing
 from verl_sync_plugin.copies.copier import Copier
-from verl_sync_plugin.copies.packing import Packer, PackTable
+from verl_sync_plugin.copies.packing import Packer
 from verl_sync_plugin.engine.load import ModelLoad
 from verl_sync_plugin.layout.load_map import owners_of, read_parts
 from verl_sync_plugin.layout.planner import plan_buckets
@@ -138,46 +137,6 @@ def _sent(trainer: Trainer, place: int) -> torch.Tensor:
         counts = torch.tensor([int(rank == place or name not in everywhere) for name in names])
         total += packer.sums() * counts
     return total
-
-
-@pytest.mark.parametrize("place", range(WORLD))
-def test_rows_are_read_from_all_ranks_in_turn_the_own_one_first(
-    place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which rank every region belongs to reaches the kernel's tables; one rank holds nothing."""
-    trainer = Trainer(tmp_path, 0, 1 << 20)
-    lives = [*trainer.tell(), Live("none", (), tuple(b"" for _ in trainer.plan.buckets))]
-    told: list[list[int]] = []
-    honest = Copier.prepare
-
-    def prepare(made: Copier, blocks: list[Any], homes: Sequence[int] = ()) -> Any:
-        told.extend([list(homes)] if homes else [])
-        return honest(made, blocks)
-
-    monkeypatch.setattr(Copier, "prepare", prepare)
-    loaded_in_place(trainer, lives, place, Model(trainer.full, random.Random(0)))
-    distances = [(rank - place) % (WORLD + 1) for rank in range(WORLD)]
-    expected = [d for d, live in zip(distances, lives, strict=False) for _ in live.regions]
-    assert told == [expected] * 2 and set(expected) == set(distances)
-
-
-@pytest.mark.parametrize("held", [(64, 0), (0, 64)])
-def test_a_rank_that_holds_nothing_of_a_base(held: tuple[int, int], tmp_path: Path) -> None:
-    views = [(View(name, (64,), 0, 64),) for name in "ab"]
-    owned = zip(views, (held, (64, 0)), strict=True)
-    bases = [Base(each[0].name, "bfloat16", 2, lengths, each) for each, lengths in owned]
-    plan = plan_buckets(tuple(bases), 1 << 20, True)
-    numbers = numbers_of(bucket.entries for bucket in plan.buckets)
-    for rank in range(2):
-        runs = [in_file(torch.ones(b.lengths[rank]).bfloat16(), tmp_path / f"{b.key}{rank}", 16) for b in bases]
-        pairs = zip(bases, runs, strict=True)
-        shards = [Shard(base, lambda run=run: run, run=run) for base, run in pairs]  # type: ignore[misc]
-        parameters = LiveParameters(CPU, plan, rank)
-        live = parameters.look(shards)
-        assert sum(len(of_bucket) for of_bucket in live.runs) == 40 * sum(base.lengths[rank] > 0 for base in bases)
-        table = PackTable(plan, plan.buckets, rank, numbers, CPU, read_alone=False, found=parameters.found)
-        table.refresh()
-        assert not table.alone and table._table is not None
 
 
 def test_told_again_only_when_something_moved(tmp_path: Path) -> None:

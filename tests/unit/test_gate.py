@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from verl_sync_plugin.rollouts.gate import Occupation, WeightsGate
+from verl_sync_plugin.rollouts.gate import WeightsGate
 
 BOUND = 0.3
 
@@ -55,40 +55,5 @@ def test_a_pause_lasts_until_it_is_ended_whatever_is_synced_meanwhile() -> None:
         gate.fail("another rank failed")
         with pytest.raises(RuntimeError, match="half written: another rank failed"):
             await waiting
-
-    asyncio.run(story())
-
-
-class Memory:
-    """An engine's: answers when it is told to, after ``hangs`` requests that get no answer before."""
-
-    def __init__(self, hangs: int = 1) -> None:
-        self.asked: list[str] = []
-        self.hangs, self.goes_on, self.fails = hangs, asyncio.Event(), False
-        self.occupation = Occupation("SGLang", BOUND)
-
-    async def _answer(self, asked: str) -> None:
-        self.asked.append(asked)
-        self.hangs -= 1
-        if self.hangs >= 0:
-            await self.goes_on.wait()
-            if self.fails:
-                raise RuntimeError("injected: SGLang refused")
-
-    async def resume(self, *tags: str) -> None:
-        await self.occupation.resume(list(tags), lambda todo: self._answer(f"resume {','.join(todo)}"))
-
-
-def test_what_was_asked_late_and_failed_is_asked_again_and_who_gave_up_is_not_served_later() -> None:
-    async def story() -> None:
-        memory = Memory()
-        memory.occupation.released, memory.fails = frozenset({"kv_cache", "weights"}), True
-        calls = [memory.resume("weights"), memory.resume("kv_cache")]
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        assert [type(outcome) for outcome in outcomes] == [TimeoutError] * 2
-        memory.goes_on.set()
-        await asyncio.sleep(0)
-        await memory.resume("weights")
-        assert memory.asked == ["resume weights"] * 2 and memory.occupation.released == {"kv_cache"}
 
     asyncio.run(story())

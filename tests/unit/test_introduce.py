@@ -32,18 +32,6 @@ def left_of(found: LoadMap, names: str = "ab") -> dict[str, str]:
     return {names[left.tensor]: left.why for left in found.left}
 
 
-class Joining(torch.nn.Module):
-    """Joins two tensors, and puts the result elsewhere in another shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.p = torch.nn.Parameter(torch.zeros(4, 64, dtype=BF16), requires_grad=False)
-
-    def load_weights(self, weights: Weights) -> None:
-        parts = dict(weights)
-        self.p.data.copy_(torch.cat([parts["a"], parts["b"]]).view(4, 64))
-
-
 class Layered(Pair):
     """Two tensors are written to one parameter; the one that comes first is changed on its way."""
 
@@ -60,10 +48,6 @@ class Random(Pair):
     def load_weights(self, weights: Weights) -> None:
         for name, tensor in weights:
             self.a.data.copy_(tensor) if name == "a" else self.b.data.random_(0, 99)
-
-
-def test_a_joined_tensor_in_another_shape_is_left_to_the_model() -> None:
-    assert set(left_of(found_of(Joining(), [Source(n, BF16, (1, 128), None) for n in ("a", "b")]))) == {"a", "b"}
 
 
 def test_a_copy_onto_what_the_models_own_load_writes_is_left_to_it() -> None:

@@ -83,15 +83,6 @@ def test_only_its_own_room_knows_the_engine() -> None:
     assert not found, "\n".join(found)
 
 
-def test_no_exception_outlives_its_reason() -> None:
-    files = dict(product())
-    for file, text in EXCEPTIONS:
-        assert text in {word for _, word in words_of(ast.parse(files[file]))}, f"{file} no longer says {text!r}"
-    for home in HOMES:
-        known = [file for file in files if file.startswith(home)]
-        assert any(WORDS.search(word) for file in known for _, word in words_of(ast.parse(files[file]))), home
-
-
 @pytest.mark.parametrize(
     "code",
     [
@@ -116,11 +107,6 @@ def test_a_pair_knows_the_name_alone() -> None:
     assert not leaks(pair, file)
     assert leaks("from verl_sync_plugin.rollouts.sglang.refusals import refuse_untied", file)
     assert leaks("raise ValueError('SGLang cannot serve it')", file)
-
-
-def test_a_mention_is_no_leak() -> None:
-    code = '"""SGLang skips names."""\n# SGLang\ndef f():\n    """Of SGLang."""\n    return 1\n'
-    assert not leaks(code, "engine/session.py")
 
 
 def test_one_way_to_log() -> None:

@@ -14,34 +14,26 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 import verl_contract
 import verl_sync_plugin
-from verl_sync_plugin.hooks.engines import SyncFSDPEngineWithLMHead
-from verl_sync_plugin.hooks.megatron_engine import SyncMegatronEngineWithLMHead
-from verl_sync_plugin.hooks.separate import OutlivingManager, SyncCheckpointEngine
-from verl_sync_plugin.hooks.trainer import OutlivingLLMServerClient, SpanningLLMServerClient, reporting
-from verl_sync_plugin.hooks.worker import SyncActorRolloutRefWorker, SyncDetachActorWorker
-from verl_sync_plugin.rollouts.sglang.adapter import SyncServerAdapter
-from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer, SyncSGLangReplica
 
 PACKAGE = Path(verl_sync_plugin.__file__).parent
-SUBCLASSES = [
-    SyncCheckpointEngine,
-    OutlivingManager,
-    SyncFSDPEngineWithLMHead,
-    OutlivingLLMServerClient,
-    SpanningLLMServerClient,
-    SyncMegatronEngineWithLMHead,
-    reporting(PPOTrainer),
-    SyncActorRolloutRefWorker,
-    SyncDetachActorWorker,
-    SyncServerAdapter,
-    SyncSGLangReplica,
-    SyncSGLangHttpServer,
-]
+# Where classes of verl's are overridden; the rollout config and the callback of Hydra are dataclasses of their own
+FILES = [*(f"hooks.{name}" for name in ("engines", "megatron_engine", "separate", "trainer", "worker"))]
+FILES += [f"rollouts.sglang.{name}" for name in ("adapter", "server")]
+
+
+def classes_of_ours() -> list[type]:
+    """The classes of ours that extend verl's and are extended by no other."""
+    modules = [importlib.import_module(f"verl_sync_plugin.{name}") for name in FILES]
+    every = {each for module in modules for each in vars(module).values() if inspect.isclass(each)}
+    every.add(importlib.import_module("verl_sync_plugin.hooks.trainer").reporting(PPOTrainer))
+    last = [each for each in every if not any(issubclass(other, each) for other in every - {each})]
+    last = [each for each in last if any(base.__module__.startswith("verl.") for base in each.__mro__)]
+    return sorted(last, key=lambda each: f"{each.__module__}.{each.__qualname__}")
 
 
 def overrides() -> Iterator[tuple[type, str, type]]:
     """Each method of one of our classes that overrides one of verl's: our class, the name, verl's class."""
-    for subclass in SUBCLASSES:
+    for subclass in classes_of_ours():
         mine = [base for base in subclass.__mro__ if base.__module__.startswith("verl_sync_plugin")]
         theirs = [base for base in subclass.__mro__ if base.__module__.startswith("verl.")]
         for ours in mine:

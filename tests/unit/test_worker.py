@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,6 @@ import verl
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from verl.experimental.separation.engine_workers import DetachActorWorker
-from verl.single_controller.base.decorator import MAGIC_ATTR
 from verl.trainer.ppo.utils import Role
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
@@ -47,15 +45,6 @@ def test_sglang_is_not_there_before_the_model() -> None:
         timeout=120,
     )
     assert ended.stdout.split()[-1:] == ["False"], ended.stdout + ended.stderr
-
-
-@pytest.mark.parametrize(("verls", "ours"), PAIRS)
-def test_ray_and_verl_take_it_like_verls(verls: Any, ours: Any) -> None:
-    """Importable by name, and dispatched to all ranks without blocking."""
-    assert issubclass(ours, verls) and worker.OURS[verls] is ours
-    assert pickle.loads(pickle.dumps(ours)) is ours
-    assert getattr(ours.update_weights, MAGIC_ATTR) == getattr(verls.update_weights, MAGIC_ATTR)
-    assert asyncio.iscoroutinefunction(ours.update_weights)
 
 
 def test_roles_with_a_rollout_get_ours() -> None:
