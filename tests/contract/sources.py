@@ -19,7 +19,7 @@ class WorldSource(ParameterSource):
 
     def __init__(self, shards: Sequence[Shard] = ()) -> None:
         super().__init__()
-        self._group = dist.group.WORLD
+        self.group = dist.group.WORLD
         self._shards = shards
 
     def shards(self) -> list[Shard]:

@@ -143,8 +143,8 @@ def _with_a_broken_factor(source: MergingSource) -> list[Shard]:
         raise torch.OutOfMemoryError("injected: out of memory")
 
     shards = MergingSource.shards(source)
-    broken = source.factors.names[0]
-    source.factors.keep(broken, replace(source.factors.shard(broken), local=no_memory))
+    broken = next(iter(source.factors.shards))
+    source.factors.shards[broken] = replace(source.factors.shards[broken], local=no_memory)
     return shards
 
 

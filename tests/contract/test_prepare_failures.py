@@ -37,7 +37,7 @@ def out_of_memory() -> Any:
 
 def break_factor(source: MergingSource) -> None:
     """What is gathered first cannot be packed."""
-    source.factors.keep(FACTOR, replace(source.factors.shard(FACTOR), local=out_of_memory))
+    source.factors.shards[FACTOR] = replace(source.factors.shards[FACTOR], local=out_of_memory)
 
 
 def break_weight(source: MergingSource) -> None:

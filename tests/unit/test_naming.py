@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from transformers import (
 
 from verl_sync_plugin.layout.tensors import Base, Member, View
 from verl_sync_plugin.lora.peft import LoRAWeight
-from verl_sync_plugin.trainers.lora import Excerpt, untied
+from verl_sync_plugin.trainers.lora import served_parts
 from verl_sync_plugin.trainers.naming import checkpoint_rewrite, hf_views, saved_names
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 32}
@@ -104,15 +105,15 @@ def test_tied_parameters_part_under_the_names_of_the_checkpoint(rank: int) -> No
     names = ("model.language_model.embed_tokens.weight", "lm_head.weight")
     members = tuple(Member(name, (4, 2), 0) for name in names)
     views = tuple(View(name, (4, 2), 0, 8) for name in ("model.embed_tokens.weight", "lm_head.weight"))
-    whole = Excerpt(Base(names[0], "float32", 4, (4, 4), views), members)
+    whole = Base(names[0], "float32", 4, (4, 4), views)
     adapted: LoRAWeight = object()  # type: ignore[assignment]
-    rest, apart = untied(whole, rank, {"lm_head.weight": adapted})
+    rest, apart = served_parts(whole, members, rank, {"lm_head.weight": adapted})
     assert [view.name for view in rest.base.views] == ["model.embed_tokens.weight"]
     assert [view.name for view in apart.base.views] == ["lm_head.weight"]
-    rest, apart = untied(whole, rank, {names[0]: adapted})
+    rest, apart = served_parts(whole, members, rank, {names[0]: adapted})
     assert [view.name for view in rest.base.views] == ["model.embed_tokens.weight"]
     assert [view.name for view in apart.base.views] == ["lm_head.weight"]
     assert [member.name for member in rest.members] == [names[0]]
-    turned = Excerpt(Base(names[0], "float32", 4, (4, 4), views[::-1]), members[::-1])
-    rest, apart = untied(turned, rank, {"lm_head.weight": adapted})
+    turned = replace(whole, views=views[::-1])
+    rest, apart = served_parts(turned, members[::-1], rank, {"lm_head.weight": adapted})
     assert [view.name for view in apart.base.views] == ["model.embed_tokens.weight"]

@@ -14,48 +14,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-from verl_sync_plugin.lora.peft import Kind, LoRAWeight
+from verl_sync_plugin.lora.peft import Kind, LoRAWeight, Weight
 
 Factors = Mapping[str, torch.Tensor]
 _ALIGNED = 16  # elements; cuBLAS and the copy kernels are slower on addresses that are not multiples of 16 bytes
 _NOTHING = nullcontext()
-
-
-class Weight(Protocol):
-    """An adapted weight, whoever's adapters they are.
-
-    Attributes:
-        name: in messages.
-        a, b: keys of the factors.
-        magnitude: key of DoRA's magnitude vector, if any.
-        keys: of everything the merge needs.
-        scaling: what the product of the factors is multiplied with.
-        plain: the delta is ``scaling * B @ A`` and nothing else. One that is not is a ``LoRAWeight``.
-        transposed: the weight is stored (in, out).
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def a(self) -> str: ...
-    @property
-    def b(self) -> str: ...
-    @property
-    def magnitude(self) -> str | None: ...
-    @property
-    def keys(self) -> tuple[str, ...]: ...
-    @property
-    def scaling(self) -> float: ...
-    @property
-    def plain(self) -> bool: ...
-    @property
-    def transposed(self) -> bool: ...
-    def columns(self, shape: tuple[int, ...]) -> int:
-        """Elements of the weight per row."""
 
 
 class _Window(NamedTuple):

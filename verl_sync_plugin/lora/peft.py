@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -245,8 +246,47 @@ class Kind(Enum):
     BIAS = "bias"
 
 
+class Weight(ABC):
+    """An adapted weight of any trainer.
+
+    Attributes:
+        name: in messages.
+        a, b: keys of the factors.
+        magnitude: key of DoRA's magnitude vector, if any.
+    """
+
+    name: str
+    a: str
+    b: str
+    magnitude: str | None = None
+
+    @property
+    def plain(self) -> bool:
+        """The delta is ``scaling * B @ A`` and nothing else. A weight that is not plain is a ``LoRAWeight``."""
+        return True
+
+    @property
+    def transposed(self) -> bool:
+        """The weight is stored (in, out): embeddings and Conv1D. DoRA then scales columns instead of rows."""
+        return False
+
+    @property
+    @abstractmethod
+    def scaling(self) -> float:
+        """The factor of the delta, as the trainer has it now."""
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of everything the merge needs."""
+        return tuple(key for key in (self.a, self.b, self.magnitude) if key)
+
+    def columns(self, shape: tuple[int, ...]) -> int:
+        """Elements of the weight per row; a row is what ``delta_rows`` counts in."""
+        return shape[-1]
+
+
 @dataclass(frozen=True)
-class LoRAWeight:
+class LoRAWeight(Weight):
     """One adapted weight or bias, by its HF name: PEFT's layer, the active adapter, how the factors make the delta, and
     the state-dict keys of the factors (of a bias ``b`` alone, the bias of the B factor) and of DoRA's magnitude vector.
     """
@@ -259,23 +299,17 @@ class LoRAWeight:
     b: str
     magnitude: str | None = None
 
-    @cached_property
-    def keys(self) -> tuple[str, ...]:
-        """State-dict keys of everything the merge needs."""
-        return tuple(key for key in (self.a, self.b, self.magnitude) if key)
-
     @property
     def scaling(self) -> float:
         return float(self.layer.scaling[self.adapter])
 
     @cached_property
     def transposed(self) -> bool:
-        """The weight is stored (in, out): embeddings and Conv1D. DoRA then scales columns instead of rows."""
         return self.kind is Kind.EMBEDDING or (self.kind is Kind.LINEAR and bool(self.layer.fan_in_fan_out))
 
     @cached_property
     def plain(self) -> bool:
-        """The delta is ``scaling * B @ A`` and nothing else: PEFT's own ``Linear``, no subclass, without a variant."""
+        """PEFT's own ``Linear``, no subclass, without a variant."""
         from peft.tuners.lora import Linear
 
         layer = self.layer
@@ -283,7 +317,6 @@ class LoRAWeight:
         return ordinary and self.kind is Kind.LINEAR and self.magnitude is None and not self.transposed
 
     def columns(self, shape: tuple[int, ...]) -> int:
-        """Elements of the weight per row; a row is what ``delta_rows`` counts in."""
         if self.kind in (Kind.LINEAR, Kind.EMBEDDING):
             return shape[-1]
         return math.prod(shape[1:])

@@ -28,24 +28,17 @@ class ParameterSource(ABC):
     of the layout, so that a later sync only looks up where the shards are now (offloading moves them).
 
     Attributes:
-        prepares: the class has a ``prepare`` of its own, which makes something of what travels.
         makes_all: nothing of what travels is there before it is prepared, nor afterwards.
+        group: the ranks among which bases with several owners are sharded; ``None`` when there are none.
     """
 
-    prepares: ClassVar[bool] = False
     makes_all: ClassVar[bool] = False
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls.prepares = cls.prepares or "prepare" in vars(cls)
-
-    def __init__(self) -> None:
-        self._group: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None
 
     @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The ranks among which bases with several owners are sharded; ``None`` when there are none."""
-        return self._group
+    def prepares(self) -> bool:
+        """True if ``prepare`` makes something of what travels."""
+        return type(self).prepare is not ParameterSource.prepare
 
     def agree_on_layout(self, agreement: Agreement) -> ParameterSource:
         """Collective, before ``shards``: the ranks tell each other who holds what, where they hold different parts.

@@ -149,7 +149,7 @@ class PEFTAdapter(ServedAdapter):
 
     def gather(self, run: str) -> Generator[None, None, dict[str, torch.Tensor]]:
         factors = self._source.factors
-        names = tuple(name for name in factors.names if adapter_of(name) == ADAPTER)
+        names = tuple(name for name in factors.shards if adapter_of(name) == ADAPTER)
         found = yield from factors.gather(names, self._source.group)
         return {served_name(key, ADAPTER): factor for key, factor in found.items()}
 

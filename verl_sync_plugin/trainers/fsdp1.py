@@ -58,7 +58,7 @@ class FSDP1Source(ParameterSource):
         if not handle.uses_sharded_strategy or handle.world_size == 1:
             lengths, local = (full,), partial(_head, flat, full)
         else:
-            self._group = handle.process_group
+            self.group = handle.process_group
             run = int(flat._local_shard.numel())
             lengths = tuple(max(min(run, full - rank * run), 0) for rank in range(handle.world_size))
             local = partial(_head, flat._local_shard, lengths[handle.rank])

@@ -97,7 +97,7 @@ class DTensorSource(ParameterSource):
         rank, held = mesh.get_local_rank(mesh.ndim - 1), tensor._local_tensor.numel()
         if held != lengths[rank]:
             raise ValueError(f"parameter {name!r}: rank {rank} holds {held} elements, not {lengths[rank]}")
-        self._group = mesh.get_group(mesh.ndim - 1)
+        self.group = mesh.get_group(mesh.ndim - 1)
         return lengths
 
 

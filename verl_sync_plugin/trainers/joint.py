@@ -120,7 +120,7 @@ class JointSource(ParameterSource):
         if other is not None:
             return other.agree_on_layout(agreement)
         bases = agreement.step("matching the layouts of all ranks", lambda: self._match(layouts))
-        self._group = self._group_of(replicas(layouts))
+        self.group = self._group_of(replicas(layouts))
         self._bases = bases
         return self
 

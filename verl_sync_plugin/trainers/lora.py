@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -24,8 +24,8 @@ import torch.distributed as dist
 from verl_sync_plugin.config.settings import TURN_OFF, SyncConfig
 from verl_sync_plugin.copies.packing import chunks_of
 from verl_sync_plugin.layout.tensors import Base, Member, Shard, View
-from verl_sync_plugin.lora.merge import Scratch, Steps, Target, Weight, add_squares, full_precision, steps_of
-from verl_sync_plugin.lora.peft import LoRAWeight, is_adapter, refuse_incomplete
+from verl_sync_plugin.lora.merge import Scratch, Steps, Target, add_squares, full_precision, steps_of
+from verl_sync_plugin.lora.peft import LoRAWeight, Weight, is_adapter, refuse_incomplete
 from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
 
 # Bytes of whole fp32 factors that are gathered at a time, if one bucket does not need more: every round costs all ranks
@@ -66,57 +66,42 @@ def reached(device: torch.device, seconds: float) -> None:
 
 @dataclass(frozen=True)
 class _Factor:
-    """One factor in a batch, by its key of the state dict: shape and strides (``None``: contiguous) of the whole, the
-    elements that each rank holds, and ``block``, the longest of these runs."""
+    """One factor in a batch, by its key of the state dict, with the base whose only tensor it is."""
 
     key: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] | None
-    lengths: tuple[int, ...]
-    block: int
+    base: Base
+
+    @cached_property
+    def block(self) -> int:
+        """Elements of the longest run that a rank holds."""
+        return max(self.base.lengths)
 
     @cached_property
     def torn(self) -> bool:
         """True if a gap follows a run that is not the last."""
-        return any(length < self.block and any(self.lengths[rank + 1 :]) for rank, length in enumerate(self.lengths))
+        lengths = self.base.lengths
+        return any(length < self.block and any(lengths[rank + 1 :]) for rank, length in enumerate(lengths))
 
     def whole(self, blocks: torch.Tensor) -> torch.Tensor:
         """The factor from the blocks of all ranks, 1-D, one after another; a view unless it is torn."""
         if self.torn:
-            parts = zip(blocks.split(self.block), self.lengths, strict=True)
+            parts = zip(blocks.split(self.block), self.base.lengths, strict=True)
             blocks = torch.cat([part[:length] for part, length in parts])
         else:
-            blocks = blocks[: sum(self.lengths)]
-        return blocks.view(self.shape) if self.strides is None else blocks.as_strided(self.shape, self.strides)
+            blocks = blocks[: self.base.numel]
+        shape, strides = self.base.views[0].shape, self.base.views[0].strides
+        return blocks.view(shape) if strides is None else blocks.as_strided(shape, strides)
 
 
 class FactorStore:
-    """The adapter parameters of one sync, which are gathered onto ``device``. Keeps from sync to sync how they are laid
-    out then."""
+    """Gathers factors onto ``device``. ``shards`` are the adapter parameters of this sync, by state-dict key, in the
+    order of the model; how they are laid out is kept from sync to sync."""
 
     def __init__(self, device: torch.device, timeout_seconds: float) -> None:
         self._device = device
         self._timeout = timeout_seconds
-        self._shards: dict[str, Shard] = {}  # by state-dict key, in the order of the model
+        self.shards: dict[str, Shard] = {}
         self._batches: dict[tuple[str, ...], tuple[tuple[Base, ...], list[tuple[int, list[_Factor]]]]] = {}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._shards)
-
-    def clear(self) -> None:
-        self._shards = {}
-
-    def keep(self, name: str, shard: Shard) -> None:
-        """Keeps one adapter parameter."""
-        self._shards[name] = shard
-
-    def shard(self, key: str) -> Shard:
-        return self._shards[key]
-
-    def nbytes(self, keys: tuple[str, ...], itemsize: int) -> int:
-        """Bytes of the whole factors at ``itemsize`` bytes per element; the same on all ranks."""
-        return sum(self._shards[key].base.numel for key in keys) * itemsize
 
     def gather(
         self, keys: tuple[str, ...], group: dist.ProcessGroup | None, dtype: torch.dtype | None = None
@@ -138,8 +123,8 @@ class FactorStore:
         rank = dist.get_rank(group) if world > 1 else 0
         pieces = []
         for factor in factors:
-            pieces.append(self._shards[factor.key].local())
-            if gap := factor.block - factor.lengths[rank]:
+            pieces.append(self.shards[factor.key].local())
+            if gap := factor.block - factor.base.lengths[rank]:
                 pieces.append(pieces[-1].new_zeros(gap))
         mine = torch.cat(pieces).to(self._device)
         if world == 1:
@@ -155,32 +140,14 @@ class FactorStore:
 
     def _laid_out(self, keys: tuple[str, ...]) -> list[tuple[int, list[_Factor]]]:
         """Factors that travel together: of one dtype, with equally many owners."""
-        bases = tuple(self._shards[key].base for key in keys)
+        bases = tuple(self.shards[key].base for key in keys)
         known = self._batches.get(keys)
         if known is None or known[0] != bases:
             together: dict[tuple[int, str], list[_Factor]] = {}
             for key, base in zip(keys, bases, strict=True):
-                factor = _Factor(key, base.views[0].shape, base.views[0].strides, base.lengths, max(base.lengths))
-                together.setdefault((len(base.lengths), base.dtype), []).append(factor)
-            batches = [(world, factors) for (world, _), factors in together.items()]
-            known = self._batches[keys] = bases, batches
+                together.setdefault((len(base.lengths), base.dtype), []).append(_Factor(key, base))
+            known = self._batches[keys] = bases, [(world, factors) for (world, _), factors in together.items()]
         return known[1]
-
-
-def bases_ahead(
-    bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]], nbytes: Callable[[int], int], limit: int = GATHER_BYTES
-) -> tuple[int, ...]:
-    """The bases to prepare at once: those of a bucket, and of the next ones while the whole fp32 factors of all
-    (``nbytes`` of a base, alike on every rank) stay within ``limit``."""
-    chosen = dict.fromkeys(bases)
-    total = sum(map(nbytes, bases))
-    for bucket in ahead:
-        new = tuple(base for base in bucket if base not in chosen)
-        total += sum(map(nbytes, new))
-        if total > limit:
-            break
-        chosen.update(dict.fromkeys(new))
-    return tuple(chosen)
 
 
 # ---- the merge
@@ -221,7 +188,7 @@ class Merging(ParameterSource):
         return {}
 
     def release(self) -> None:
-        self.factors.clear()
+        self.factors.shards.clear()
         self._scratch.release()
         self._forget()
         super().release()
@@ -235,14 +202,22 @@ class Merging(ParameterSource):
         if self._prepared.issuperset(bases):
             return
         self._forget()  # before more is taken
-        chosen = bases_ahead(bases, ahead, self.factor_bytes, self._gather_bytes)
+        together = set(bases)
+        total = sum(map(self.factor_bytes, bases))
+        for bucket in ahead:
+            new = set(bucket) - together
+            total += sum(map(self.factor_bytes, new))
+            if total > self._gather_bytes:
+                break
+            together |= new
+        chosen = tuple(sorted(together))
         self.gathered = yield from self.gather(chosen)
         self._scales = yield from self.scales(chosen)
         self._prepared = frozenset(chosen)  # last: what a failure leaves is no preparation
 
     def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:
         weights = [weight for base in bases for weight in self.weights_in(base)]
-        return [(key, self.factors.shard(key).local) for weight in weights for key in weight.keys]
+        return [(key, self.factors.shards[key].local) for weight in weights for key in weight.keys]
 
     def merger(self, targets: tuple[Target, ...], first: int) -> Merge:
         """Returns what merges ``targets`` into parts of a run that begins at element ``first`` of the base (see
@@ -265,37 +240,31 @@ class Merging(ParameterSource):
 @dataclass(frozen=True)
 class Excerpt:
     """Some or all elements of a base, as a base with its members. Made once; the shards it is applied to change with
-    every sync. ``offset`` and ``count`` are of this rank's run in its run of the old base; ``None``: the part is the
-    whole base."""
+    every sync. ``offset`` and ``count`` are of this rank's run in its run of the old base."""
 
     base: Base
-    members: tuple[Member, ...] = ()
-    offset: int | None = None
-    count: int = 0
+    members: tuple[Member, ...]
+    offset: int
+    count: int
 
     def of(self, shard: Shard) -> Shard:
         """This part of a shard of the old base, which has no ``merge``."""
         if self.base is shard.base:
             return shard
-        if self.offset is None:
-            return Shard(self.base, shard.local, members=self.members, run=shard.run)
         return Shard(self.base, partial(_narrow, shard, self.offset, self.count), members=self.members)
 
 
-def excerpt(
-    base: Base, rank: int, key: str, start: int, numel: int, views: tuple[View, ...], members: tuple[Member, ...] = ()
-) -> Excerpt:
-    """Elements ``[start, start + numel)`` of a base as a new one with this key. ``rank`` is this rank's place among the
-    owners; ``views``, of the old base, lie inside the part."""
+def excerpt(base: Base, rank: int, key: str, member: Member, views: Sequence[View], keep: bool = True) -> Excerpt:
+    """The elements of one member of a base as a new one with this key, and with the member if ``keep``. ``rank`` is
+    this rank's place among the owners; ``views``, of the old base, lie inside the member."""
+    start, stop = member.start, member.start + math.prod(member.shape)
     firsts = [0, *accumulate(base.lengths)]
-    cuts = [
-        (max(first, start), min(first + length, start + numel))
-        for first, length in zip(firsts, base.lengths, strict=False)
-    ]
-    lengths = tuple(max(stop - low, 0) for low, stop in cuts)
+    cuts = [(max(first, start), min(end, stop)) for first, end in pairwise(firsts)]
+    lengths = tuple(max(end - first, 0) for first, end in cuts)
     moved = tuple(replace(view, start=view.start - start) for view in views)
     part = Base(key, base.dtype, base.itemsize, lengths, moved)
-    return Excerpt(part, members, cuts[rank][0] - firsts[rank], lengths[rank])
+    alone = (replace(member, start=0),) if keep else ()
+    return Excerpt(part, alone, cuts[rank][0] - firsts[rank], lengths[rank])
 
 
 def _narrow(shard: Shard, offset: int, count: int) -> torch.Tensor:
@@ -307,12 +276,8 @@ def adapter_parts(shard: Shard, rank: int) -> tuple[tuple[str, Excerpt], ...]:
     found = []
     for member in shard.members:
         if is_adapter(member.name):
-            numel = math.prod(member.shape)
-            whole = View(member.name, member.shape, member.start, numel, member.strides)
-            if numel == shard.base.numel:
-                part = Excerpt(replace(shard.base, key=member.name, views=(whole,)))
-            else:
-                part = excerpt(shard.base, rank, member.name, member.start, numel, (whole,))
+            whole = View(member.name, member.shape, member.start, math.prod(member.shape), member.strides)
+            part = excerpt(shard.base, rank, member.name, member, (whole,), keep=False)
             dtype = shard.local().dtype  # the base's is what served weights travel in
             base = replace(part.base, dtype=dtype_name(dtype), itemsize=dtype.itemsize)
             if base == shard.base:
@@ -321,46 +286,33 @@ def adapter_parts(shard: Shard, rank: int) -> tuple[tuple[str, Excerpt], ...]:
     return tuple(found)
 
 
-def without_adapters(shard: Shard) -> Excerpt:
-    """The rest of a base; the base itself if there are no adapters in it."""
-    views = tuple(view for view in shard.base.views if not is_adapter(view.name))
-    if len(views) == len(shard.base.views):
-        return Excerpt(shard.base, shard.members)
-    members = tuple(member for member in shard.members if not is_adapter(member.name))
-    return Excerpt(replace(shard.base, views=views), members)
-
-
-def untied(whole: Excerpt, rank: int, weights: dict[str, LoRAWeight]) -> list[Excerpt]:
-    """Splits tied parameters of which only some are adapted, or each by its own adapter: merged they differ."""
-    split: list[Member] = []
+def served_parts(base: Base, members: Sequence[Member], rank: int, weights: dict[str, LoRAWeight]) -> list[Excerpt]:
+    """The rest of a base, the base itself if there are no adapters in it. Tied parameters of which only some are
+    adapted, or each by its own adapter, are split: merged they differ."""
+    kept = [member for member in members if not is_adapter(member.name)]
+    views = [view for view in base.views if not is_adapter(view.name)]
+    parts: list[Excerpt] = []
     owners: dict[int, Member] = {}
-    for member in whole.members:
+    for member in tuple(kept):
         owner = owners.setdefault(member.start, member)
         if weights.get(member.name) is not weights.get(owner.name):
-            split.append(member)
-    if not split:
-        return [whole]
-    names = {member.name for member in split}
-    moved = {member.name: _views_of(member, whole) for member in split}
-    gone = {view.name for views in moved.values() for view in views}
-    rest = tuple(view for view in whole.base.views if view.name not in gone)
-    kept = tuple(member for member in whole.members if member.name not in names)
-    parts = [Excerpt(replace(whole.base, views=rest), kept)]
-    for member in split:
-        key, alone = f"{whole.base.key} ({member.name})", (replace(member, start=0),)
-        numel = math.prod(member.shape)
-        parts.append(excerpt(whole.base, rank, key, member.start, numel, moved[member.name], alone))
-    return parts
+            own = _views_of(member, base, members)
+            parts.append(excerpt(base, rank, f"{base.key} ({member.name})", member, own))
+            kept.remove(member)
+            views = [view for view in views if view not in own]
+    if len(views) < len(base.views):
+        base = replace(base, views=tuple(views))
+    return [Excerpt(base, tuple(kept), 0, base.lengths[rank]), *parts]
 
 
-def _views_of(member: Member, whole: Excerpt) -> tuple[View, ...]:
+def _views_of(member: Member, base: Base, members: Sequence[Member]) -> list[View]:
     """The HF tensors of a parameter; a checkpoint's name for it may be another than the trainer's. Tied parameters have
     equally many views over the same elements, in the order of the members."""
-    tied = [each for each in whole.members if each.start == member.start]
+    tied = [each for each in members if each.start == member.start]
     end = member.start + math.prod(member.shape)
-    views = [view for view in whole.base.views if member.start <= view.start < end]
+    views = [view for view in base.views if member.start <= view.start < end]
     each, place = len(views) // len(tied), tied.index(member)
-    return tuple(views[place * each : (place + 1) * each])
+    return views[place * each : (place + 1) * each]
 
 
 @dataclass(frozen=True)
@@ -407,8 +359,8 @@ class MergingSource(Merging):
         self._checked = False
 
     @property
-    def group(self) -> dist.ProcessGroup | None:
-        return self._inner.group
+    def prepares(self) -> bool:
+        return self._merges
 
     def release(self) -> None:
         super().release()
@@ -419,28 +371,30 @@ class MergingSource(Merging):
         self.release()
         self._still()
         shards: list[Shard] = []
-        for shard in self._inner.shards():
+        found = self._inner.shards()
+        self.group = self._inner.group
+        for shard in found:
             recipe = self._recipes.get(shard.base.key)
             if recipe is None or recipe.base is not shard.base:
                 recipe = self._recipes[shard.base.key] = self._recipe(shard)
                 self._checked, self._sizes = False, {}
             for name, part in recipe.factors:
-                self.factors.keep(name, part.of(shard))
+                self.factors.shards[name] = part.of(shard)
             for piece, targets, merge in recipe.exported:
-                found = piece.of(shard)
-                self.exported.append((found, targets))
+                served = piece.of(shard)
+                self.exported.append((served, targets))
                 if merge is not None:
-                    found = Shard(found.base, found.local, merge, found.members, found.run)
-                shards.append(found)
+                    served = Shard(served.base, served.local, merge, served.members, served.run)
+                shards.append(served)
         if not self._checked:
             exported = {target.weight.name for _, targets in self.exported for target in targets}
-            refuse_incomplete(self._weights, exported, self.factors.names)
+            refuse_incomplete(self._weights, exported, tuple(self.factors.shards))
             self._checked = True
         return shards
 
     def _recipe(self, shard: Shard) -> _Recipe:
         rank, exported = self._rank(shard.base), []
-        for part in untied(without_adapters(shard), rank, self._weights):
+        for part in served_parts(shard.base, shard.members, rank, self._weights):
             if part.base.views:
                 targets = self._targets(part)
                 merge = self.merger(targets, self._first(part.base)) if targets and self._merges else None
@@ -460,21 +414,16 @@ class MergingSource(Merging):
                 found.setdefault(member.start, Target(weight, member.start, member.shape))
         return tuple(found.values())
 
-    def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
-        if self._merges:
-            yield from super().prepare(bases, ahead)
-
     def weights_in(self, base: int) -> list[Weight]:
         return [target.weight for target in self.exported[base][1]]
 
     def factor_bytes(self, base: int) -> int:
-        return sum(map(self._size, self.weights_in(base)))
-
-    def _size(self, weight: Weight) -> int:
-        size = self._sizes.get(weight.name)
-        if size is None:
-            size = self._sizes[weight.name] = self.factors.nbytes(weight.keys, torch.float32.itemsize)
-        return size
+        weights = self.weights_in(base)
+        for weight in weights:
+            if weight.name not in self._sizes:
+                numel = sum(self.factors.shards[key].base.numel for key in weight.keys)
+                self._sizes[weight.name] = numel * torch.float32.itemsize
+        return sum(self._sizes[weight.name] for weight in weights)
 
     def gather(self, bases: tuple[int, ...]) -> Gathering:
         keys = dict.fromkeys(key for base in bases for weight in self.weights_in(base) for key in weight.keys)

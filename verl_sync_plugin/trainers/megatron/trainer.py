@@ -26,6 +26,7 @@ from verl_sync_plugin.config.refusals import refuse_megatron_lora
 from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.layout.tensors import Base, Shard, View
 from verl_sync_plugin.lora.merge import Target
+from verl_sync_plugin.lora.peft import Weight
 from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, TrainerBackend, WirePolicy, dtype_name
 from verl_sync_plugin.trainers.joint import JointSource, RankLayout
 from verl_sync_plugin.trainers.lora import Gathering, Merge, Merging
@@ -156,7 +157,7 @@ class MegatronSource(JointSource):
 
 
 @dataclass(frozen=True)
-class AdaptedWeight:
+class AdaptedWeight(Weight):
     """One weight of this rank by Megatron's global name: ``scaling * B @ A`` is added to its local part. ``a`` and
     ``b`` are keys of the factors, alike on the ranks that share them, and ``place_a``, ``place_b`` their places in
     ``ModelTensors.tensors``; ``expert`` is their index in those of several experts (``None``: a factor is a matrix).
@@ -170,9 +171,6 @@ class AdaptedWeight:
     expert: int | None
     adapter: Any
     experts: bool
-    magnitude: None = None
-    plain: bool = True
-    transposed: bool = False
 
     @property
     def rank(self) -> int:
@@ -180,15 +178,7 @@ class AdaptedWeight:
 
     @property
     def scaling(self) -> float:
-        """As the trainer has it now."""
         return float(self.adapter.alpha / self.adapter.dim)
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return (self.a, self.b)
-
-    def columns(self, shape: tuple[int, ...]) -> int:
-        return shape[-1]
 
 
 class MegatronLoRASource(Merging, MegatronSource):
@@ -219,8 +209,8 @@ class MegatronLoRASource(Merging, MegatronSource):
         offloaded = self._model.offloaded()
         for weight in self._weights.values():
             for key, place in ((weight.a, weight.place_a), (weight.b, weight.place_b)):
-                if key not in self.factors.names:
-                    self.factors.keep(key, self._factor(weight, key, place, offloaded))
+                if key not in self.factors.shards:
+                    self.factors.shards[key] = self._factor(weight, key, place, offloaded)
         return super().shards()
 
     def _factor(self, weight: AdaptedWeight, key: str, place: int, offloaded: dict[int, torch.Tensor]) -> Shard:
