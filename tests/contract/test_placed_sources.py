@@ -29,7 +29,8 @@ from verl_sync_plugin.engine.load import Assembler
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.trainers.base import WirePolicy
-from verl_sync_plugin.trainers.placed import PlacedSource, PlacedStateSource, ShardSpecSource, ShardSpecTrainer, simple
+from verl_sync_plugin.trainers.naming import Rewrite
+from verl_sync_plugin.trainers.placed import PlacedSource, ShardSpecTrainer, simple, spec_boxes, state_boxes
 from verl_sync_plugin.transport.agreement import Agreement
 
 State = dict[str, torch.Tensor]
@@ -37,6 +38,14 @@ CPU = torch.device("cpu")
 POLICY = WirePolicy(torch.bfloat16, Wanted(r"\.gate\.weight$"))
 TINY, LARGE = 3_001, 64 << 20
 plain = iter  # no tensor is rewritten
+
+
+def of_state(given: Callable[[], State], rewrite: Rewrite) -> PlacedSource:
+    return PlacedSource(lambda: state_boxes(given, rewrite), POLICY)
+
+
+def of_specs(export: Callable[[], Any]) -> PlacedSource:
+    return PlacedSource(lambda: spec_boxes(export), POLICY)
 
 
 def received(source: PlacedSource, agreement: Agreement, bucket_bytes: int, sharded: bool) -> State:
@@ -107,7 +116,7 @@ def any_placement(meshes: tuple[tuple[int, ...], ...]) -> None:
             for tensor in (whole[name], cut[name]):
                 (tensor.to_local() if isinstance(tensor, DTensor) else tensor).mul_(2)
 
-    check(PlacedStateSource(lambda: cut, POLICY, plain), lambda: {n: wire(n, t) for n, t in whole.items()}, change)
+    check(of_state(lambda: cut, plain), lambda: {n: wire(n, t) for n, t in whole.items()}, change)
 
 
 @pytest.mark.parametrize(("size", "meshes"), [(2, ((2,),)), (4, ((4,), (2, 2))), (4, ((1, 4), (4, 1)))], ids=str)
@@ -141,7 +150,7 @@ def fsdp_over_tensor_parallel() -> None:
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
 
-    check(PlacedStateSource(lambda: dict(model.state_dict()), POLICY, plain), expected, train)
+    check(of_state(lambda: dict(model.state_dict()), plain), expected, train)
 
 
 def test_fsdp2_over_tensor_parallelism() -> None:
@@ -179,7 +188,7 @@ def specs_of_experts() -> None:
         for tensor in (stack, fused, dense, own, cut.to_local(), rows.to_local()):
             tensor.mul_(2)
 
-    check(ShardSpecSource(export, POLICY), expected, change)
+    check(of_specs(export), expected, change)
 
 
 def test_what_verls_engines_export() -> None:
@@ -190,7 +199,7 @@ def real_engine(path: str) -> None:
     """verl's own FSDP2 engine exports the same ``ShardSpec``."""
     engine: Any = trainer.build(path, "fsdp2")
     source = ShardSpecTrainer(engine, SyncConfig(), CPU, "bfloat16").open_source()
-    assert isinstance(source, ShardSpecSource)
+    assert isinstance(source, PlacedSource)
 
     def expected() -> State:
         return {name: tensor.bfloat16() for name, tensor in trainer.full_state(engine).items()}
@@ -211,14 +220,14 @@ def refused() -> list[str]:
     alone = ShardSpec((4, 3), place=BlockPlacement((2, 3), (0, 0), (4, 3)))
     over = ShardSpec((4, 3), place=BlockPlacement((2, 3), (rank, 0), (4, 3)))
     sources: list[PlacedSource] = [
-        PlacedStateSource(lambda: {"w": odd}, POLICY, plain),
-        PlacedStateSource(lambda: {"w": strided}, POLICY, plain),
-        PlacedStateSource(lambda: {"w": wrong}, POLICY, plain),
-        PlacedStateSource(lambda: {"w": cut}, POLICY, lambda pairs: ((n, t.T) for n, t in pairs)),
-        PlacedStateSource(lambda: {"w": torch.ones(2 + rank)}, POLICY, plain),
-        ShardSpecSource(lambda: [("w", torch.ones(6), alone)], POLICY),
-        ShardSpecSource(lambda: [("w", torch.ones(6), over)], POLICY),
-        ShardSpecSource(lambda: [("w", torch.ones(6), ShardSpec((4, 3), place=6))], POLICY),
+        of_state(lambda: {"w": odd}, plain),
+        of_state(lambda: {"w": strided}, plain),
+        of_state(lambda: {"w": wrong}, plain),
+        of_state(lambda: {"w": cut}, lambda pairs: ((n, t.T) for n, t in pairs)),
+        of_state(lambda: {"w": torch.ones(2 + rank)}, plain),
+        of_specs(lambda: [("w", torch.ones(6), alone)]),
+        of_specs(lambda: [("w", torch.ones(6), over)]),
+        of_specs(lambda: [("w", torch.ones(6), ShardSpec((4, 3), place=6))]),
     ]
     texts = []
     for source in sources:

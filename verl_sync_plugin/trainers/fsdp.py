@@ -80,26 +80,24 @@ class FSDPTrainer(TrainerBackend):
         return PEFTAdapter(source, self.adapter_config)
 
     def untied_end(self) -> str:
-        adapted = self._adapted_ends()
-        return adapted[0] if adapted and not (self._tied and self._saved_together()) else ""
-
-    def _adapted_ends(self) -> list[str]:
-        ends = (self._model.get_input_embeddings(), self._model.get_output_embeddings())
-        return [type(end).__name__ for end in ends if hasattr(end, "base_layer") or hasattr(end, "modules_to_save")]
+        return next(iter(self._untied_ends()), "")
 
     @property
     def _tied(self) -> bool:
         return bool(getattr(self.engine.model_config.hf_config, "tie_word_embeddings", False))
 
-    def _saved_together(self) -> bool:
+    def _untied_ends(self) -> list[str]:
+        """Classes of embedding and head, where adapted; none where PEFT trains one module for both."""
         ends = (self._model.get_input_embeddings(), self._model.get_output_embeddings())
-        saved = all(hasattr(end, "modules_to_save") for end in ends)
-        return saved and bool(getattr(self.adapter_config, "ensure_weight_tying", False))
+        together = getattr(self.adapter_config, "ensure_weight_tying", False)
+        if self._tied and together and all(hasattr(end, "modules_to_save") for end in ends):
+            return []
+        return [type(end).__name__ for end in ends if hasattr(end, "base_layer") or hasattr(end, "modules_to_save")]
 
     def _refuse_tied(self) -> None:
         """Raises ValueError unless the engine was launched untied where the adapter changes one side only."""
-        adapted = self._adapted_ends()
-        if adapted and self._tied and not self._saved_together() and not unties_embeddings(self.engine.model_config):
+        adapted = self._untied_ends()
+        if adapted and self._tied and not unties_embeddings(self.engine.model_config):
             raise ValueError(
                 f"the adapter changes the embedding or the head ({', '.join(adapted)}), which this model ties, and the "
                 "engine ties them too. Set actor_rollout_ref.model.exclude_modules so that neither is adapted, or with "

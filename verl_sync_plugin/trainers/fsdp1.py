@@ -33,7 +33,6 @@ class FSDP1Source(ParameterSource):
         rename: Rename,
         unsaved: frozenset[str] = frozenset(),
     ) -> None:
-        super().__init__()
         self._root = root
         self._policy = policy
         self._rewrite = rewrite

@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,26 +31,36 @@ class _Known:
     members: tuple[Member, ...]
 
 
-class DTensorSource(ParameterSource):
-    """The part that FSDP2 modules and state dicts share: nothing gathered, nothing copied. ``rewrite`` is verl's;
-    ``unsaved``: see ``naming.saved_names``."""
+class StateDictSource(ParameterSource):
+    """Reads a plain state dict: nothing gathered, nothing copied.
 
-    _parameters: set[str]  # names that are no buffers'
+    Args:
+        given: returns all tensors or DTensors of a sync by the trainer's names, in model order; tied ones are views of
+            the same memory.
+        rewrite: verl's.
+        unsaved: see ``naming.saved_names``.
+        parameters: names whose tensors travel in the wire dtype; ``None``: all, for a state dict does not tell buffers
+            from parameters.
+    """
 
-    def __init__(self, policy: WirePolicy, rewrite: Rewrite, unsaved: frozenset[str] = frozenset()) -> None:
-        super().__init__()
-        self._groups: list[list[str]] = []
+    def __init__(
+        self,
+        given: Callable[[], Mapping[str, torch.Tensor]],
+        policy: WirePolicy,
+        rewrite: Rewrite,
+        unsaved: frozenset[str] = frozenset(),
+        parameters: Container[str] | None = None,
+    ) -> None:
+        self._given = given
         self._policy = policy
         self._rewrite = rewrite
         self._unsaved = unsaved
+        self._parameters = parameters
+        self._groups: list[list[str]] = []
         self._known: dict[str, _Known] = {}
 
-    @abstractmethod
-    def _state(self) -> Mapping[str, torch.Tensor]:
-        """All tensors by the trainer's names, in model order; tied ones are views of the same memory."""
-
     def shards(self) -> list[Shard]:
-        state = self._state()
+        state = self._given()
         if not _tied_alike(state, self._groups):
             self._groups = _tied(state)
         return [self._shard(names, state[names[0]]) for names in self._groups]
@@ -71,7 +80,8 @@ class DTensorSource(ParameterSource):
 
     def _learn(self, names: list[str], tensor: torch.Tensor, layout: object) -> _Known:
         lengths = self._lengths(names[0], tensor) if isinstance(tensor, DTensor) else (tensor.numel(),)
-        members = tuple(Member(each, tuple(tensor.shape), 0) for each in names if each in self._parameters)
+        parameters = names if self._parameters is None else [each for each in names if each in self._parameters]
+        members = tuple(Member(each, tuple(tensor.shape), 0) for each in parameters)
         views: list[View] = []
         for name in saved_names(names, self._unsaved):
             views.extend(hf_views(name, tuple(tensor.shape), tensor.dtype, 0, self._rewrite))
@@ -142,7 +152,7 @@ class _Slot(NamedTuple):
     attribute: str
 
 
-class FSDP2Source(DTensorSource):
+class FSDP2Source(StateDictSource):
     """Walks a ``fully_shard``-ed module: parameters and persistent buffers. ``state_dict()`` is asked once, for the
     names, which ``rename`` changes as verl does; with hundreds of modules it costs more than moving the weights."""
 
@@ -154,13 +164,13 @@ class FSDP2Source(DTensorSource):
         rename: Rename = lambda state: state,
         unsaved: frozenset[str] = frozenset(),
     ) -> None:
-        super().__init__(policy, rewrite, unsaved)
+        parameters = set(rename(dict(module.named_parameters(remove_duplicate=False))))
+        super().__init__(self._state, policy, rewrite, unsaved, parameters)
         self._module = module
         self._rename = rename
         self._slots: dict[str, _Slot] = {}
         self._units: list[FSDPModule] = []
         self._sharded: list[str] = []
-        self._parameters = set(rename(dict(module.named_parameters(remove_duplicate=False))))
 
     def _state(self) -> dict[str, torch.Tensor]:
         if not self._slots:
@@ -191,23 +201,3 @@ class FSDP2Source(DTensorSource):
             self._slots = {name: slot for name, slot in found.items() if slot is not None}
             self._sharded = [name for name, tensor in state.items() if isinstance(tensor, DTensor)]
             self._units = [module for module in self._module.modules() if isinstance(module, FSDPModule)]
-
-
-class StateDictSource(DTensorSource):
-    """Reads a plain state dict, names of a checkpoint to tensors or DTensors; looks all up for every sync. The wire
-    dtype holds for every floating-point tensor: a state dict does not tell buffers from parameters."""
-
-    def __init__(
-        self,
-        given: Callable[[], Mapping[str, torch.Tensor]],
-        policy: WirePolicy,
-        rewrite: Rewrite,
-        unsaved: frozenset[str] = frozenset(),
-    ) -> None:
-        super().__init__(policy, rewrite, unsaved)
-        self._given = given
-
-    def _state(self) -> Mapping[str, torch.Tensor]:
-        state = self._given()
-        self._parameters = set(state)
-        return state

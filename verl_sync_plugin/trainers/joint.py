@@ -242,13 +242,11 @@ def _ranks(ranks: Iterable[int]) -> str:
 def choose_owners(units: list[Unit], ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
     """The rank of a replica that sends each part of its units, so that all ranks send about as much."""
     load = dict.fromkeys(ranks, 0)
-    chosen: dict[int, tuple[int, ...]] = {}
+    chosen = [[0] * len(unit.parts) for unit in units]
+    places = [(index, number) for index, unit in enumerate(units) for number in range(len(unit.parts))]
     # What only one rank holds comes first: the others' choice evens it out
-    for index in sorted(range(len(units)), key=lambda index: max(map(len, units[index].holders), default=0) > 1):
-        picked = []
-        for part, held in zip(units[index].parts, units[index].holders, strict=True):
-            rank = min(held, key=lambda rank: (load[rank], rank))
-            load[rank] += part.nbytes
-            picked.append(rank)
-        chosen[index] = tuple(picked)
-    return [chosen[index] for index in range(len(units))]
+    for index, number in sorted(places, key=lambda place: len(units[place[0]].holders[place[1]]) > 1):
+        rank = min(units[index].holders[number], key=lambda rank: (load[rank], rank))
+        load[rank] += units[index].parts[number].nbytes
+        chosen[index][number] = rank
+    return [tuple(picked) for picked in chosen]

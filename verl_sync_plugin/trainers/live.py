@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
 from verl_sync_plugin.trainers.fsdp import FSDP1Trainer, FSDP2Trainer
 from verl_sync_plugin.trainers.fsdp2 import StateDictSource
 from verl_sync_plugin.trainers.naming import checkpoint_rewrite, verl_rewrite
-from verl_sync_plugin.trainers.placed import PlacedStateSource, ShardSpecTrainer, simple
+from verl_sync_plugin.trainers.placed import PlacedSource, ShardSpecTrainer, simple, state_boxes
 
 LiveSource = torch.nn.Module | Mapping[str, torch.Tensor]
 STATE_DICT = "state dict"
@@ -102,8 +103,10 @@ class LiveTrainer(TrainerBackend):
         self._inner = None
         if live.kind in (STATE_DICT, PLACED_STATE_DICT):
             tied = frozenset(("lm_head.weight",) if live.config.get("tie_word_embeddings") else ())
-            reader = StateDictSource if live.kind == STATE_DICT else PlacedStateSource
-            return reader(lambda: live.source, self.policy, verl_rewrite(live.config.get("model_type")), tied)
+            given, rewrite = partial(getattr, live, "source"), verl_rewrite(live.config.get("model_type"))
+            if live.kind == STATE_DICT:
+                return StateDictSource(given, self.policy, rewrite, tied)
+            return PlacedSource(lambda: state_boxes(given, rewrite, tied), self.policy)
         if live.kind == PLACED:
             return self._placed(unwrapped(live.source))
         engine: Any = live.source
@@ -129,7 +132,8 @@ class LiveTrainer(TrainerBackend):
             return dict(convert_weight_keys(dict(model.state_dict()), model))
 
         buffers = frozenset(state()) - frozenset(named)
-        return PlacedStateSource(state, self.policy, checkpoint_rewrite(model), unsaved, buffers)
+        rewrite = checkpoint_rewrite(model)
+        return PlacedSource(lambda: state_boxes(state, rewrite, unsaved, buffers), self.policy)
 
     @property
     def layers(self) -> int:

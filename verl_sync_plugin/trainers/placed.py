@@ -4,7 +4,6 @@ several meshes, or verl's ``ShardSpec``."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -60,20 +59,17 @@ class Box:
 
 
 class PlacedSource(JointSource):
-    """Reads boxes."""
+    """Reads boxes. ``boxes`` yields, for one sync, all tensors of which this rank may hold something, in model order,
+    and raises ValueError, with its name, for one laid out in no box."""
 
-    def __init__(self, policy: WirePolicy) -> None:
+    def __init__(self, boxes: Callable[[], Iterator[Box]], policy: WirePolicy) -> None:
         super().__init__(policy)
+        self._boxes = boxes
         self._now: dict[str, Box] = {}
         self._kinds: list[tuple[object, ...]] = []
 
-    @abstractmethod
-    def boxes(self) -> Iterator[Box]:
-        """All tensors of which this rank may hold something, in model order. Raises ValueError, with its name, for one
-        laid out in no box."""
-
     def look(self) -> bool:
-        self._now = {box.name: box for box in self.boxes() if box.local.numel()}
+        self._now = {box.name: box for box in self._boxes() if box.local.numel()}
         kinds: list[tuple[object, ...]] = [
             (box.name, box.local.dtype, box.whole, box.local.shape, box.offset) for box in self._now.values()
         ]
@@ -160,42 +156,25 @@ def box_of(name: str, tensor: torch.Tensor, rewrite: Rewrite, parameter: bool = 
     return Box(name, whole, offset, local, rewrite, parameter)
 
 
-class PlacedStateSource(PlacedSource):
-    """Reads a state dict whose DTensors have any placements. ``given`` returns that of the sync under way, by the
+def state_boxes(
+    given: Callable[[], Mapping[str, torch.Tensor]],
+    rewrite: Rewrite,
+    unsaved: frozenset[str] = frozenset(),
+    buffers: frozenset[str] = frozenset(),
+) -> Iterator[Box]:
+    """Boxes of a state dict whose DTensors have any placements. ``given`` returns that of the sync under way, by the
     trainer's names; ``buffers`` are names whose tensors keep their dtype; ``unsaved``: see ``naming.saved_names``."""
-
-    def __init__(
-        self,
-        given: Callable[[], Mapping[str, torch.Tensor]],
-        policy: WirePolicy,
-        rewrite: Rewrite,
-        unsaved: frozenset[str] = frozenset(),
-        buffers: frozenset[str] = frozenset(),
-    ) -> None:
-        super().__init__(policy)
-        self._given = given
-        self._rewrite = rewrite
-        self._unsaved = unsaved
-        self._buffers = buffers
-
-    def boxes(self) -> Iterator[Box]:
-        for name, tensor in self._given().items():
-            if name not in self._unsaved:
-                yield box_of(name, tensor, self._rewrite, name not in self._buffers)
+    for name, tensor in given().items():
+        if name not in unsaved:
+            yield box_of(name, tensor, rewrite, name not in buffers)
 
 
-class ShardSpecSource(PlacedSource):
-    """Reads what a training engine of verl exports as ``(name, local part, ShardSpec)``. verl makes that export for
+def spec_boxes(export: Callable[[], Export]) -> Iterator[Box]:
+    """Boxes of what a training engine of verl exports as ``(name, local part, ShardSpec)``. verl makes that export for
     each sync, in bf16, so meanwhile a rank holds its parts twice."""
-
-    def __init__(self, export: Callable[[], Export], policy: WirePolicy) -> None:
-        super().__init__(policy)
-        self._export = export
-
-    def boxes(self) -> Iterator[Box]:
-        for name, local, spec in self._export():
-            size, offset, whole = _place_of_spec(name, local, spec)
-            yield Box(name, whole, offset, local.detach().reshape(size), _products(spec))
+    for name, local, spec in export():
+        size, offset, whole = _place_of_spec(name, local, spec)
+        yield Box(name, whole, offset, local.detach().reshape(size), _products(spec))
 
 
 def _place_of_spec(
@@ -234,7 +213,7 @@ class ShardSpecTrainer(TrainerBackend):
     def open_source(self) -> ParameterSource:
         if not hasattr(self.engine, "get_per_tensor_param_shard"):
             raise ValueError(f"{type(self.engine).__name__} has no get_per_tensor_param_shard to read")
-        return ShardSpecSource(self._export, self.policy)
+        return PlacedSource(partial(spec_boxes, self._export), self.policy)
 
     def _export(self) -> Export:
         stream, _ = self.engine.get_per_tensor_param_shard()
