@@ -96,48 +96,39 @@ def test_clients_of_others_are_left_alone() -> None:
     assert of_separate_rollout(client, "abort") is client
 
 
-def test_what_a_dead_server_was_asked_for_goes_to_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "gone"),
+    [
+        (ActorDiedError(), [["first"]]),
+        # As Ray raises it here: the driver runs such a sync once more, or ends the run
+        (RayTaskError("generate", "", HalfWrittenError("a replica died")).as_instanceof_cause(), []),
+    ],
+)
+def test_what_a_dead_server_or_a_failed_sync_leaves_unanswered_is_asked_again(
+    error: Exception, gone: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another server, and the router forgets the one that died."""
     client = client_of([("length", WHOLE)], monkeypatch)
-    removed: list[list[str]] = []
-    cleared: list[bool] = []
-    acquire = LLMServerClient._acquire_server
+    acquire, asked, removed = LLMServerClient._acquire_server, list[str](), list[list[str]]()
 
-    async def dead(**_: Any) -> TokenOutput:
-        raise ActorDiedError
+    async def fails(**_: Any) -> TokenOutput:
+        asked.append("first")
+        raise error
 
     async def acquired(self: Any, request_id: str, **more: Any) -> tuple[str, Any]:
-        if removed:
+        if asked:
             return await acquire(self, request_id, **more)
-        return "dead", SimpleNamespace(generate=SimpleNamespace(remote=dead))
+        return "first", SimpleNamespace(generate=SimpleNamespace(remote=fails))
 
     async def remove(names: list[str]) -> None:
         removed.append(names)
 
     async def clear() -> None:
-        cleared.append(True)
+        asked.append("cleared")
 
     monkeypatch.setattr(LLMServerClient, "_acquire_server", acquired)
     client._load_balancer = SimpleNamespace(
         remove_servers=SimpleNamespace(remote=remove), clear_sticky_cache=SimpleNamespace(remote=clear)
     )
     output = asyncio.run(client.generate("request", prompt_ids=[1], sampling_params={}))
-    assert output.token_ids == [1] and removed == [["dead"]] and cleared
-
-
-def test_what_came_behind_a_failed_sync_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Ray raises it here: the driver runs such a sync once more, or ends the run."""
-    client = client_of([("length", WHOLE)], monkeypatch)
-    acquire, asked = LLMServerClient._acquire_server, list[str]()
-
-    async def half_written(**_: Any) -> TokenOutput:
-        asked.append("half written")
-        raise RayTaskError("generate", "", HalfWrittenError("a replica died")).as_instanceof_cause()
-
-    async def acquired(self: Any, request_id: str, **more: Any) -> tuple[str, Any]:
-        if len(asked) > 1:
-            return await acquire(self, request_id, **more)
-        return "server", SimpleNamespace(generate=SimpleNamespace(remote=half_written))
-
-    monkeypatch.setattr(LLMServerClient, "_acquire_server", acquired)
-    output = asyncio.run(client.generate("request", prompt_ids=[1], sampling_params={}))
-    assert output.token_ids == [1] and len(asked) == 2
+    assert output.token_ids == [1] and removed == gone and asked == ["first", *["cleared"] * len(gone)]
