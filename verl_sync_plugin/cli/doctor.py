@@ -318,26 +318,28 @@ def _ipc_error() -> str:
 
 def check_machine(read: Mapping[str, Any], on_cpu: bool) -> list[Finding]:
     """Judges what ``read_machine`` has read."""
-    return [*_check_gpus(read, on_cpu), *_check_variables(read["variables"]), *_check_limits(read)]
+    gpus = _check_gpus(read) if read["gpus"] else [_no_gpu(read, on_cpu)]
+    return [*gpus, *_check_variables(read["variables"]), *_check_limits(read)]
 
 
-def _check_gpus(read: Mapping[str, Any], on_cpu: bool) -> Iterator[Finding]:
-    gpus, built_for, driver = read["gpus"], read["torch_device"], read["driver"]
-    if not gpus and on_cpu:
-        yield ok("gpu", "none is used: VERL_PLATFORM=cpu")
-    elif not gpus and not driver:
+def _no_gpu(read: Mapping[str, Any], on_cpu: bool) -> Finding:
+    if on_cpu:
+        return ok("gpu", "none is used: VERL_PLATFORM=cpu")
+    if not read["driver"]:
         text = "no GPU and no driver on this machine: fine for a node that only starts runs"
         remedy = "run the doctor on a node with GPUs, or with --ray on all nodes of a cluster; "
-        yield warning("gpu", text, f"{remedy}VERL_PLATFORM=cpu is for CPUs")
-    elif not gpus and not built_for:
+        return warning("gpu", text, f"{remedy}VERL_PLATFORM=cpu is for CPUs")
+    if not read["torch_device"]:
         text = "there is a driver, and torch is a build without CUDA"
-        yield problem("gpu", text, "install the torch that SGLang names, a build with CUDA")
-    elif not gpus:
-        text = f"there is a driver, and torch with CUDA {built_for} sees no GPU"
-        yield problem("gpu", text, "look at CUDA_VISIBLE_DEVICES, at the container's --gpus, and at nvidia-smi")
-    if not gpus:
-        return
-    yield ok("gpu", f"{', '.join(f'{gpus.count(name)} × {name}' for name in dict.fromkeys(gpus))}; CUDA {built_for}")
+        return problem("gpu", text, "install the torch that SGLang names, a build with CUDA")
+    text = f"there is a driver, and torch with CUDA {read['torch_device']} sees no GPU"
+    return problem("gpu", text, "look at CUDA_VISIBLE_DEVICES, at the container's --gpus, and at nvidia-smi")
+
+
+def _check_gpus(read: Mapping[str, Any]) -> Iterator[Finding]:
+    gpus = read["gpus"]
+    kinds = ", ".join(f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus))
+    yield ok("gpu", f"{kinds}; CUDA {read['torch_device']}")
     if missing := read["no_peer_access"]:
         text = f"GPUs cannot read each other's memory ({', '.join(missing)}): syncs of several GPUs are slower"
         yield warning("peer-access", text, "look at nvidia-smi topo -p2p r, and turn off ACS in the BIOS or the VM")
@@ -429,9 +431,8 @@ def _answer(ray: Any, future: Any) -> dict[str, Any]:
         return dict(ray.get(future, timeout=NODE_SECONDS))
     except Exception as error:
         text = " ".join(str(error).split())
-        if "verl_sync_plugin" in text and "No module named" in text:
-            found = problem("plugin", "the plugin is not installed on this node", "pip install it there")
-        else:
+        found = problem("plugin", "the plugin is not installed on this node", "pip install it there")
+        if "verl_sync_plugin" not in text or "No module named" not in text:
             text = f"the check did not end: {type(error).__name__}: {text[-300:]}"
             found = problem("node", text, "run verl-sync doctor on that node itself")
         return {"versions": {}, "machine": None, "findings": [asdict(found)]}

@@ -85,11 +85,7 @@ def training_engines(strategies: tuple[str, ...] = ("fsdp", "fsdp2"), ours: str 
 
 
 def megatron_engine() -> str:
-    try:
-        found = importlib.util.find_spec("megatron.core")
-    except ModuleNotFoundError:  # no "megatron" either
-        found = None
-    if found is None:
+    if not importlib.util.find_spec("megatron") or not importlib.util.find_spec("megatron.core"):
         return "not needed: megatron-core is not installed"
     import verl.workers.engine.megatron  # noqa: F401  (registers; verl.workers.engine hides why it could not import it)
 
@@ -188,8 +184,9 @@ def _look(hook: Callable[[], str]) -> dict[str, Any]:
     except NotActiveError as error:
         return {"active": False, "text": str(error), "holder": error.holder}
     except BaseException as error:
-        frames = traceback.extract_tb(_first(error).__traceback__)
-        missing = getattr(_first(error), "name", "") if isinstance(_first(error), ModuleNotFoundError) else ""
+        first = _first(error)
+        frames = traceback.extract_tb(first.__traceback__)
+        missing = first.name if isinstance(first, ModuleNotFoundError) else None
         where = {"missing": missing or "", "file": frames[-1].filename if frames else ""}
         return {"active": False, "text": _one_line(error), "holder": "", **where}
 
@@ -210,17 +207,18 @@ def _one_line(error: BaseException) -> str:
 def parse(words: Sequence[str]) -> tuple[str, str, tuple[str, ...]]:
     """Takes a list of overrides apart, or a whole command that was pasted: the file name of the main without ``.py``,
     the name of the config, Hydra's overrides. Raises ValueError with a word that is neither."""
-    rest, program, config = list(words), "main_ppo", "ppo_trainer"
-    if "-m" in rest:
-        rest = rest[rest.index("-m") + 1 :]
-    if rest and (rest[0].startswith("verl.") or rest[0].endswith(".py")):
-        program = Path(rest.pop(0)).stem if rest[0].endswith(".py") else rest.pop(0).rpartition(".")[2]
+    rest, program, config = iter(words), "main_ppo", "ppo_trainer"
+    if "-m" in words:
+        rest = iter(words[words.index("-m") + 1 :])
     overrides = []
-    while rest:
-        word = rest.pop(0)
+    for position, word in enumerate(rest):
         option, _, value = word.partition("=")
-        if option in ("--config-name", "-cn"):
-            config = value or (rest.pop(0) if rest else "")
+        if position == 0 and word.endswith(".py"):
+            program = Path(word).stem
+        elif position == 0 and word.startswith("verl."):
+            program = word.rpartition(".")[2]
+        elif option in ("--config-name", "-cn"):
+            config = value or next(rest, "")
         elif word.startswith("-"):
             raise ValueError(f"{word}: only overrides and --config-name can be checked; leave it out")
         elif "=" in word or word.startswith("~"):
@@ -235,6 +233,7 @@ def lint(words: Sequence[str]) -> dict[str, Any]:
     import hydra
     from hydra.core.global_hydra import GlobalHydra
 
+    line = ""
     try:
         program, name, overrides = parse(words)
         hydra.version.setbase(None)  # as verl
@@ -244,11 +243,12 @@ def lint(words: Sequence[str]) -> dict[str, Any]:
         with hydra.initialize_config_dir(configs, job_name=program, version_base=None):
             line, found = judge(hydra.compose(name, list(overrides)), overrides, program)
     except ValueError as error:
-        line, found = "", [problem(CHECK, str(error), "see docs/doctor.md")]
+        found = [problem(CHECK, str(error), "see docs/doctor.md")]
     except Exception as error:  # Hydra's and omegaconf's, of which there are many
         text = " ".join(f"{getattr(error, 'override', None) or ''} {error}".split())  # a parse error names none
-        remedy = "correct the key; one that verl's config does not have is added with a + before it"
-        line, found = "", [problem(CHECK, text, remedy)]
+        found = [
+            problem(CHECK, text, "correct the key; one that verl's config does not have is added with a + before it")
+        ]
     return {"line": line, "findings": [asdict(each) for each in found]}
 
 

@@ -149,14 +149,12 @@ def _world() -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     with tempfile.TemporaryDirectory(prefix="verl-sync-prove-") as folder:
-        alone: dict[str, Any] = (
-            {} if "RANK" in os.environ else {"init_method": f"file://{folder}/store", "rank": 0, "world_size": 1}
-        )
-        dist.init_process_group(backend, **alone)
+        one: dict[str, Any] = {"init_method": f"file://{folder}/store", "rank": 0, "world_size": 1}
+        alone = {} if "RANK" in os.environ else one
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", **alone)
         try:
             yield
         finally:
@@ -169,12 +167,12 @@ def _prove(options: argparse.Namespace, checks: list[Check]) -> None:
 
     from verl_sync_plugin.rollouts import LOCAL, rollout_of
     from verl_sync_plugin.spmd.rollout import SpmdRollout, errors
+    from verl_sync_plugin.trainers.base import trainer_device
     from verl_sync_plugin.transport.agreement import Agreement
 
     def load() -> Any:
         dtype = getattr(torch, options.trainer_dtype)
-        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()
-        return model.to(torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu")
+        return AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval().to(trainer_device())
 
     agreement = Agreement(LOADING_SECONDS)
     with errors("loading the trainer's model"):
@@ -188,45 +186,40 @@ def _prove(options: argparse.Namespace, checks: list[Check]) -> None:
         sync={"verify": "always"},
         engine={"custom_weight_loader": [rollout_of(LOCAL).DIGEST_LOADER]},
     ) as rollout:
-        loaded = rollout.digests()
-        sums = _checksums(rollout)
-        if loaded is not None:
-            checks.append(
-                Check("SGLang's own load", True, f"{sum(map(len, loaded))} parameters of {len(loaded)} ranks")
-            )
+
+        def digests() -> Digests:  # empty on the ranks that own no engine, which print nothing
+            return rollout.digests() or []
+
+        loaded, sums = digests(), _checksums(rollout)
+        found = f"{sum(map(len, loaded))} parameters of {len(loaded)} ranks"
+        checks.append(Check("SGLang's own load", True, found))
         if isinstance(sums, str):
             checks.append(Check("SGLang's checksums", True, f"digests of all parameters stand for them: {sums}", True))
         for number in range(1, options.syncs + 1):
             rollout.check_weights("reset_tensors")
-            checks += _reset(number, loaded, rollout.digests())
+            checks.append(_reset(number, loaded, digests()))
             report = rollout.sync_weights(model)
-            checks += _synced(number, loaded, rollout.digests(), report)
+            checks += _synced(number, loaded, digests(), report)
             if not isinstance(sums, str):
                 checks += _same_sums(number, sums, _checksums(rollout))
         with errors("comparing log-probabilities"):
             checks += agreement.step("comparing log-probabilities", lambda: _logprobs(options, rollout, model))
 
 
-def _reset(number: int, loaded: Digests | None, now: Digests | None) -> list[Check]:
+def _reset(number: int, loaded: Digests, now: Digests) -> Check:
     """Nothing is left of what the engine held."""
-    if loaded is None or now is None:
-        return []
     kept = _compared(loaded, now, lambda before, after: before == after)
-    found = f"random numbers in all {sum(map(len, now))} parameters" if not kept else f"unchanged: {_shown(kept)}"
-    return [Check(f"reset {number}", not kept, found)]
+    found = f"unchanged: {_shown(kept)}" if kept else f"random numbers in all {sum(map(len, now))} parameters"
+    return Check(f"reset {number}", not kept, found)
 
 
-def _synced(number: int, loaded: Digests | None, now: Digests | None, report: SyncReport) -> list[Check]:
+def _synced(number: int, loaded: Digests, now: Digests, report: SyncReport) -> list[Check]:
     """Every parameter is again what SGLang's own load of the checkpoint makes of it, and the sync's own proof holds."""
-    own = _own_proof(number, report)
     way = "in place" if report.direct_bytes else ("replayed" if report.replayed_tensors else "the engine's own load")
-    if loaded is None or now is None:
-        return [own]
     other = _compared(loaded, now, lambda before, after: before != after)
-    found = (
-        f"all {sum(map(len, now))} parameters as SGLang loads them itself" if not other else f"other: {_shown(other)}"
-    )
-    return [Check(f"sync {number} ({way})", not other, f"{found}; {report.phase_seconds:.2f} s"), own]
+    found = f"other: {_shown(other)}" if other else f"all {sum(map(len, now))} parameters as SGLang loads them itself"
+    whole = Check(f"sync {number} ({way})", not other, f"{found}; {report.phase_seconds:.2f} s")
+    return [whole, _own_proof(number, report)]
 
 
 def _own_proof(number: int, report: SyncReport) -> Check:
@@ -248,12 +241,11 @@ def _checksums(rollout: Any) -> Sums:
     """SGLang's own checksums; or why there are none."""
     from verl_sync_plugin.errors import RolloutError
 
-    found: Sums
     try:
-        found = rollout.check_weights("checksum")
+        sums: Sums = rollout.check_weights("checksum")
+        return sums
     except RolloutError as error:
-        found = str(error).splitlines()[-1]
-    return found
+        return str(error).splitlines()[-1]
 
 
 def _same_sums(number: int, before: Sums, now: Sums) -> list[Check]:

@@ -131,9 +131,7 @@ class ReceiverSession:
             self._regions.map(region for live in lives for region in live.regions)
         except (RuntimeError, OSError) as error:
             self._maps = False
-            if self._load is not None:
-                self._load.forget_lives()
-            self._regions.map(())  # what could be mapped would keep the trainer from freeing it
+            self._forget_lives()
             channel.send(Ready(unreachable=f"{type(error).__name__}: {error}"))
             return None
         self._lives = lives
@@ -142,11 +140,10 @@ class ReceiverSession:
 
     def _forget_lives(self) -> None:
         """Unmaps parameters: the trainer may no longer have them there, and could not free what is mapped here."""
-        if self._lives:
-            self._lives = ()
-            if self._load is not None:
-                self._load.forget_lives()
-            self._regions.map(())
+        self._lives = ()
+        if self._load is not None:
+            self._load.forget_lives()
+        self._regions.map(())
 
     def _commit(self, commit: Commit, hello: Hello, channel: Channel) -> None:
         load = self._load
