@@ -24,8 +24,7 @@ from verl_sync_plugin.sync.endpoint import LoadOutcome
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.trainers.fsdp import PEFTAdapter
-from verl_sync_plugin.transport.channel import Greeting
-from verl_sync_plugin.transport.protocol import LoadRequest
+from verl_sync_plugin.transport.protocol import LoadRequest, Ready
 
 CPU = torch.device("cpu")
 BOUND = 10.0
@@ -103,7 +102,7 @@ def cancel_leader(where: str) -> tuple[Outcome, str]:
     elif where == "meet":
         manager.meeting.begin("1")
         manager.meeting.ask("1")
-        work = manager.meeting.meet(lambda: Greeting("", None))
+        work = manager.meeting.meet(Ready)
     elif where == "resume":
         work = resumed(manager)
     else:

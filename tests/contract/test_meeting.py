@@ -18,8 +18,8 @@ from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.sync.endpoint import LoadOutcome, MeetingPoint, PendingLoad
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.transport.agreement import Agreement
-from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, Greeting, connect
-from verl_sync_plugin.transport.protocol import Load, LoadRequest
+from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, connect
+from verl_sync_plugin.transport.protocol import Load, LoadRequest, Ready
 
 WAIT = 5.0
 
@@ -80,7 +80,7 @@ def meet() -> tuple[bool, list[int], bool]:
     meeting = meeting_of(engine)
     meeting.begin("1")
     meeting.ask("2")
-    asyncio.run(meeting.meet(lambda: Greeting("", None)))
+    asyncio.run(meeting.meet(Ready))
     while len(engine.came) < engine.leader * 2:
         time.sleep(0.01)
     for rank, channel in enumerate(engine.came):

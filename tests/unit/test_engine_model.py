@@ -18,11 +18,12 @@ from verl_sync_plugin.layout.load_map import owners_of, read_parts, unwritten
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Base, Plan, Shard, View
 from verl_sync_plugin.sync.sender import BucketSender
-from verl_sync_plugin.transport.channel import Greeting, Listener, connect
+from verl_sync_plugin.transport.channel import Listener, connect
 from verl_sync_plugin.transport.protocol import (
     Committed,
     Hello,
     LoadRequest,
+    Ready,
 )
 
 CPU, WAIT = torch.device("cpu"), 30.0
@@ -100,7 +101,7 @@ class Trainer:
         self.plan: Plan = plan_buckets(tuple(bases), 3 * numel)  # every tensor is torn, and no pair in one bucket
         self._sender.reserve(self.plan)
 
-    def sync(self, tensors: Tensors) -> tuple[Greeting, Committed]:
+    def sync(self, tensors: Tensors) -> tuple[Ready, Committed]:
         """One sync; what the engine rank said at its begin and at its end."""
         shards = [Shard(base, partial(tensors[base.key].flatten)) for base in self.plan.bases]
         hello = Hello("1", self.plan.digest, (self._sender.export(),), tells=True)

@@ -122,7 +122,7 @@ class ReceiverSession:
             load.begin()
             obstacle = load.obstacle
         known = tuple(live.key for live in self._lives) == hello.live
-        channel.send(Ready(unreachable=obstacle, needs_live=not known))
+        channel.send(Ready(obstacle, needs_details=not (known or obstacle)))
         if obstacle or known:
             return None if obstacle else load
         self._lives = ()
@@ -207,7 +207,7 @@ class ReceiverSession:
 
     def _load_of(self, hello: Hello, channel: Channel, device: torch.device, wait: float) -> ModelLoad:
         known = self._load is not None and hello.digest == self._digest
-        channel.send(Ready(needs_plan=not known))
+        channel.send(Ready(needs_details=not known))
         if self._load is None or not known:
             manifest = _expect(Details, channel.receive(wait)).manifest
             if manifest is None:

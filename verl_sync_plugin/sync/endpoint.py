@@ -24,8 +24,8 @@ from verl_sync_plugin.log import say
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.sync.ways import PeersUnreachableError
 from verl_sync_plugin.transport.agreement import Agreement
-from verl_sync_plugin.transport.channel import Channel, Greeting, Listener
-from verl_sync_plugin.transport.protocol import LoadRequest
+from verl_sync_plugin.transport.channel import Channel, Listener
+from verl_sync_plugin.transport.protocol import LoadRequest, Ready
 
 ACCEPT_SECONDS = 1.0
 # Calls a method of the engine's server with arguments; returns at once. A call under way cannot be cancelled
@@ -273,7 +273,7 @@ class MeetingPoint:
                 request = LoadRequest(self._sync_id, addresses, self._config.timeout_seconds)
                 self.pending = self._endpoint.start_load(request, weight_version)
 
-    async def meet(self, greet: Callable[[], Greeting]) -> Greeting:
+    async def meet(self, greet: Callable[[], Ready]) -> Ready:
         """Waits for the engine rank in rounds, so that one rank's failure ends the wait of all, and greets it;
         collective.
 
@@ -288,7 +288,7 @@ class MeetingPoint:
             PeersUnreachableError: an engine rank cannot read other trainer ranks' memory; nothing was loaded.
         """
         seconds, name = self._config.timeout_seconds, self._endpoint.name
-        deadline, greeting = time.monotonic() + seconds, Greeting("", None)
+        deadline, greeting = time.monotonic() + seconds, Ready()
         missing = bool(self._endpoint.ranks)  # the engine rank, where this rank has one
         waiting, again, unreachable = 1, False, 0
         while waiting:

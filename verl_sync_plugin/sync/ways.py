@@ -34,10 +34,9 @@ from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.sender import SLOTS, BucketSender
 from verl_sync_plugin.trainers.base import ParameterSource, name_culprit, rank_in
 from verl_sync_plugin.transport.agreement import Agreement
-from verl_sync_plugin.transport.channel import Greeting
 from verl_sync_plugin.transport.joint import JointRanks
 from verl_sync_plugin.transport.memory import Live, LiveParameters, NotInPlaceError, StagingExport
-from verl_sync_plugin.transport.protocol import ALL, NONE, Committed, Hello
+from verl_sync_plugin.transport.protocol import ALL, NONE, Committed, Hello, Ready
 
 AHEAD = SLOTS - 1  # buckets between the one handed over and the last one that every engine rank has surely read
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -170,7 +169,7 @@ class Way(ABC):
         """
 
     @abstractmethod
-    def greet(self, sync: Sync, tells: bool, known: str) -> Greeting:
+    def greet(self, sync: Sync, tells: bool, known: str) -> Ready:
         """Opens the sync with this rank's engine rank, whose channel the sender has adopted. Not collective.
 
         Args:
@@ -325,12 +324,12 @@ class InPlace(Way):
     def fill(self, sync: Sync) -> None:
         """There is nothing to fill."""
 
-    def greet(self, sync: Sync, tells: bool, known: str) -> Greeting:
+    def greet(self, sync: Sync, tells: bool, known: str) -> Ready:
         """The use of the tensors is known by now. Parameters are final on all ranks that have voted for this way."""
         keys = tuple(live.key for live in self._lives)
         own = self._place if self._packs else NONE
         hello = Hello(sync.sync_id, sync.plan.digest, (), self._place, keys, own=own, proves=sync.verified, map=known)
-        return Greeting(self._sender.greet_live(hello, self._lives), None)
+        return self._sender.greet(hello, sync.plan, self._lives)
 
     def run(self, sync: Sync) -> None:
         """Has the engine rank load everything at once."""
@@ -443,7 +442,7 @@ class Staged(Way):
             if self._separate:
                 self._own.settle(what)
 
-    def greet(self, sync: Sync, tells: bool, known: str) -> Greeting:
+    def greet(self, sync: Sync, tells: bool, known: str) -> Ready:
         sources = sync.senders if sync.plan.sharded else (self._me,)
         hello = Hello(
             sync.sync_id, sync.plan.digest, self._stagings, self._place,

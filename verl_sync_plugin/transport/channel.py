@@ -18,11 +18,10 @@ import select
 import socket
 import struct
 import time
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from verl_sync_plugin.layout.load_map import LoadMap
 from verl_sync_plugin.layout.tensors import Plan
 from verl_sync_plugin.log import say
 from verl_sync_plugin.transport.memory import Live
@@ -287,18 +286,6 @@ class EngineFailedError(RuntimeError):
     """The paired engine rank reported a failure."""
 
 
-class Greeting(NamedTuple):
-    """The engine rank's answer to a ``Hello``.
-
-    Attributes:
-        unreachable: why it cannot read other trainer ranks' slots, and then the sync is over; else empty.
-        map: what its model does with the tensors, if that was asked for.
-    """
-
-    unreachable: str
-    map: LoadMap | None
-
-
 class Conversation:
     """A trainer rank's messages with its engine rank; each sync has a channel of its own.
 
@@ -315,12 +302,16 @@ class Conversation:
         self.hang_up()
         self._channel = channel
 
-    def greet(self, hello: Hello, plan: Plan) -> Greeting:
+    def greet(self, hello: Hello, plan: Plan, lives: tuple[Live, ...] = ()) -> Ready:
         """Opens a sync on the adopted channel.
 
         Args:
             hello: the first word.
             plan: the buckets.
+            lives: that ``hello`` names.
+
+        Returns:
+            The engine rank's answer. With ``unreachable`` the sync is over.
 
         Raises:
             ChannelClosedError, ChannelTimeoutError: the engine rank is gone or silent.
@@ -329,28 +320,11 @@ class Conversation:
         channel = self._open_channel()
         channel.send(hello)
         ready = self._expect(Ready)
-        if ready.needs_plan:
-            channel.send(Details(Manifest.of(plan)))
-        asks = hello.tells and not ready.unreachable
-        return Greeting(ready.unreachable, self._expect(Ready).map if asks else None)
-
-    def greet_live(self, hello: Hello, lives: tuple[Live, ...]) -> str:
-        """Like ``greet``, when the engine rank is to read parameters where they lie.
-
-        Args:
-            hello: names the lives.
-            lives: of all ranks of the group.
-
-        Returns:
-            Why it cannot, and then the sync is over; else empty.
-        """
-        channel = self._open_channel()
-        channel.send(hello)
-        ready = self._expect(Ready)
-        if ready.needs_live and not ready.unreachable:
-            channel.send(Details(lives=lives))
+        if ready.needs_details:
+            channel.send(Details(lives=lives) if hello.live else Details(Manifest.of(plan)))
+        if not ready.unreachable and (hello.tells or (hello.live and ready.needs_details)):
             ready = self._expect(Ready)
-        return ready.unreachable
+        return ready
 
     def load(self, bucket_index: int, slot: int) -> None:
         """Tells the engine rank that a slot is ready."""
@@ -371,16 +345,11 @@ class Conversation:
         self._open_channel().send(Commit(unmap))
         return self._expect(Committed)
 
-    def hang_up(self) -> bool:
-        """Ends the sync whatever its state; the engine rank drops what is unfinished.
-
-        Returns:
-            Whether there was a channel to close.
-        """
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.close()
-        return channel is not None
+    def hang_up(self) -> None:
+        """Ends the sync whatever its state; the engine rank drops what is unfinished."""
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = None
 
     def _open_channel(self) -> Channel:
         assert self._channel is not None, "adopt() comes first"

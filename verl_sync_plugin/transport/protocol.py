@@ -6,13 +6,13 @@
     LoadRequest (through a request of the engine's own)
                                     <---  connects to its trainer rank's address
     Hello(sync_id, digest, staging) --->
-                                    <---  Ready(needs_plan), or Ready(unreachable) and the sync is over
+                                    <---  Ready(needs_details), or Ready(unreachable) and the sync is over
     Details(manifest; if needed)    --->  finds out what its model does with the tensors, if that is new
                                     <---  Ready(map; if asked for), and the sync is over if the trainer plans again
     per bucket: Load(bucket, slot)  --->  loads, waits until its copies are done
                                     <---  Loaded(bucket) or Failed(text)
     or, where parameters are read where they lie (Hello(live) instead of staging):
-                                    <---  Ready(needs_live), or Ready(unreachable) and the sync is over
+                                    <---  Ready(needs_details), or Ready(unreachable) and the sync is over
     Details(lives; if needed)       --->
                                     <---  Ready, or Ready(unreachable) and the sync is over
     Load(ALL)                       --->  the same with everything at once
@@ -33,7 +33,7 @@ from verl_sync_plugin.layout.tensors import Entry, Plan
 from verl_sync_plugin.transport.memory import Live, StagingExport
 
 MAGIC = "verl-sync-plugin"
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 
 # A trainer rank may spend up to three waits (its shards, its plan, its staging memory; or the last buckets, the commit,
 # the engine's answer) before it meets the others, and who waits for it should hear why it failed instead of giving up
@@ -110,11 +110,16 @@ class Hello:
 
 @dataclass(frozen=True)
 class Ready:
-    """``unreachable``: why the memory of trainer ranks cannot be read here in this way; then nothing follows."""
+    """Answers ``Hello``, and what it has the engine rank find out.
 
-    needs_plan: bool = False
+    Attributes:
+        unreachable: why the memory of trainer ranks cannot be read here in this way; then nothing follows.
+        needs_details: of the plan, or of ``Hello.live``.
+        map: what the model does with the tensors, if that was asked for.
+    """
+
     unreachable: str = ""
-    needs_live: bool = False
+    needs_details: bool = False
     map: LoadMap | None = None
 
 
