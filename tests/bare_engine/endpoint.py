@@ -1,35 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real SGLang engine without verl's server actor, as a rollout endpoint."""
+"""A real SGLang engine without verl's server actor: its loop, and the calls that a rollout endpoint makes of it."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ports import free_port
-from verl_sync_plugin import compat
-from verl_sync_plugin.rollouts.sglang.request import LOADER, dumps, hand_down, new_token, pack_request
-from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
-from verl_sync_plugin.transport.protocol import LoadRequest
+from verl_sync_plugin.rollouts import rollout_of
+from verl_sync_plugin.rollouts.gate import WeightsGate
+from verl_sync_plugin.rollouts.sglang.request import LOADER, dumps, hand_down, new_token
+from verl_sync_plugin.rollouts.sglang.updates import WeightUpdates
+from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 
-IDLE_SECONDS = 20.0
-DUMP = "bare_engine.inspect_loader.dump"
-SPOIL = "bare_engine.spoiling_loader.spoil"
-NEGATE = "bare_engine.spoiling_loader.negate"
-REVERSE = "bare_engine.spoiling_loader.reverse"
-KEEP_DERIVED = "bare_engine.spoiling_loader.keep_derived"
-PLAIN = ("bare_engine.plain_loader.load", "bare_engine.plain_loader.load_and_forget_prefixes")
+IDLE_SECONDS, CALL_SECONDS = 20.0, 240.0
+DUMP, SPOIL = "bare_engine.loaders.dump", "bare_engine.loaders.spoil"
+PLAIN = ("bare_engine.loaders.load", "bare_engine.loaders.load_and_forget_prefixes")
 
 
-class BareEngine:
-    """``sgl.Engine`` on CPU; SGLang's calls run in its own event loop, on one thread at a time."""
+class BareEngine(WeightUpdates):
+    """``sgl.Engine`` on CPU, whose loop runs in a thread; methods of the plugin's server run in it.
+
+    Attributes:
+        abandoned: why syncs were given up.
+        reports: of all syncs.
+        flushed: of every sync that ended, whether the flush was asked for during the load.
+    """
 
     def __init__(
         self, model_path: str, tp: int, load_format: str = "dummy", loaders: tuple[str, ...] = (), **more: Any
@@ -38,12 +41,14 @@ class BareEngine:
 
         hand_down(new_token())
         self.tp = tp
-        self._lock = threading.Lock()
+        self.abandoned: list[str] = []
+        self.reports: list[dict[str, Any]] = []
+        self.flushed: list[bool] = []
         self.engine = sglang.Engine(
             model_path=model_path,
             tp_size=tp,
             load_format=load_format,
-            custom_weight_loader=[LOADER, DUMP, SPOIL, NEGATE, REVERSE, KEEP_DERIVED, *PLAIN, *loaders],
+            custom_weight_loader=[LOADER, DUMP, SPOIL, *PLAIN, *loaders],
             device="cpu",
             dtype="bfloat16",
             attention_backend="torch_native",
@@ -62,174 +67,71 @@ class BareEngine:
             log_level="error",
             **more,
         )
+        self.tokenizer_manager, self._gate = self.engine.tokenizer_manager, WeightsGate()
+        self.expect_updates(60.0)
+        threading.Thread(target=self.engine.loop.run_forever, daemon=True).start()
 
-    def call(self, coroutine: Any) -> Any:
-        """Runs one tokenizer-manager call in the engine's loop."""
-        with self._lock:
-            asyncio.set_event_loop(self.engine.loop)
-            return self.engine.loop.run_until_complete(coroutine)
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.engine.loop)
 
-    async def _update(self, packed: bytes, loader: str, version: str | None) -> None:
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+    def call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """What a coroutine in the engine's loop returns."""
+        return self.start(coroutine).result(CALL_SECONDS)
 
-        manager = self.engine.tokenizer_manager
-        obj = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[packed] * self.tp, load_format=loader, flush_cache=False, weight_version=version
-        )
-        async with compat.weight_update_session(manager):
-            success, message = await manager.update_weights_from_tensor(obj, None)
-        if not success:
-            raise RuntimeError(message)
+    async def abandon_sync(self, why: str) -> None:
+        self.abandoned.append(why)
 
-    def load(self, request: LoadRequest, version: str | None) -> None:
-        """Has all ranks call our loader."""
-        self.call(self._update(pack_request(request.to_wire()), LOADER, version))
+    async def put_sync_report(self, report: dict[str, Any]) -> None:
+        self.reports.append(report)
+
+    async def finish_sync(self, tags: list[str]) -> None:
+        self.flushed.append(self._flushing is not None)
+        await super().finish_sync(tags)
+
+    async def ask_loader(self, loader: str, given: str) -> None:
+        """Has all ranks call a loader of the tests'."""
+        await self._call_loader(loader, dumps([(given, torch.empty(0))]))
 
     def state(self, path: Path) -> list[dict[str, torch.Tensor]]:
         """What every rank really holds."""
-        self.call(self._update(dumps([(str(path), torch.empty(0))]), DUMP, None))
+        self.call(self.ask_loader(DUMP, str(path)))
         return [torch.load(f"{path}.{rank}") for rank in range(self.tp)]
 
     def spoil_next(self, parameter: str) -> None:
-        """Has the last rank flip a bit of a parameter behind the copies of the next sync."""
-        self.call(self._update(dumps([(parameter, torch.empty(0))]), SPOIL, None))
-
-    def negate_next(self, parameter: str) -> None:
-        """Has all ranks change the sign of a parameter behind the copies of the next sync."""
-        self.call(self._update(dumps([(parameter, torch.empty(0))]), NEGATE, None))
-
-    def reverse_next(self, table: str) -> None:
-        """Has all ranks turn a table of their models around behind the copies of the next sync."""
-        self.call(self._update(dumps([(table, torch.empty(0))]), REVERSE, None))
-
-    def keep_derived_next(self) -> None:
-        """Has all ranks keep what they have derived from their weights before the next sync."""
-        self.call(self._update(dumps([("", torch.empty(0))]), KEEP_DERIVED, None))
+        """Has the last rank flip a bit of a parameter after the copies of the next sync."""
+        self.call(self.ask_loader(SPOIL, parameter))
 
     def load_from_disk(self, path: str) -> None:
         """SGLang's own way from a checkpoint into the running engine.
 
         It ends the scheduler when a request is still running, and an answered one may be for a moment.
         """
-        deadline = time.monotonic() + IDLE_SECONDS
-        while not self.call(self.engine.tokenizer_manager.flush_cache()).success and time.monotonic() < deadline:
+        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+        deadline, manager = time.monotonic() + IDLE_SECONDS, self.tokenizer_manager
+        while not self.call(manager.flush_cache()).success and time.monotonic() < deadline:
             time.sleep(0.05)
-        success, message, *_ = self.engine.update_weights_from_disk(path, load_format="auto")
+        obj = UpdateWeightFromDiskReqInput(model_path=path, load_format="auto")
+        success, message, *_ = self.call(manager.update_weights_from_disk(obj, None))
         assert success, message
 
     def generate(self, prompt: list[int], tokens: int, adapter: str | None = None) -> tuple[list[int], list[float]]:
         """Greedy token ids and their log-probabilities, with an adapter that the engine serves."""
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
         named = {"lora_path": [adapter]} if adapter else {}
-        answer = self.engine.generate(input_ids=[prompt], sampling_params=sampling, return_logprob=True, **named)[0]
+        (answer,) = self.call(
+            self.engine.async_generate(input_ids=[prompt], sampling_params=sampling, return_logprob=True, **named)
+        )
         return answer["output_ids"], [item[0] for item in answer["meta_info"]["output_token_logprobs"]]
 
     def shutdown(self) -> None:
         self.engine.shutdown()
 
 
-class BareEngineEndpoint(RolloutEndpoint):
-    """Rank 0 of the default group leads; all ranks belong to the one engine."""
+def endpoint_of(engine: BareEngine | None, ranks: tuple[int, ...]) -> RolloutEndpoint:
+    """The product's own; whoever has the engine leads, and ``ranks`` belong to it."""
 
-    def __init__(self, engine: BareEngine | None, restores_uncovered: bool = False) -> None:
-        self._engine = engine
-        self._backup = restores_uncovered
-        self.abandoned: list[str] = []
-        self._released: set[str] = set()
-        self.reports: list[dict[str, Any]] = []
-        self.flushes = 0
-        self.flushed_behind = 0  # those of them that were asked for during the load
-        self._behind: Future[Any] | None = None
+    def call(method: str, *arguments: Any) -> Future[Any]:
+        return engine.start(getattr(engine, method)(*arguments))  # type: ignore[union-attr]
 
-    @property
-    def leader(self) -> bool:
-        return self._engine is not None
-
-    @property
-    def restores_uncovered(self) -> bool:
-        return self._backup
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return tuple(range(dist.get_world_size()))
-
-    def _bare(self) -> BareEngine:
-        assert self._engine is not None, "leader only"
-        return self._engine
-
-    def sleep(self, tags: list[str]) -> None:
-        """Releases what is resident of ``tags``."""
-        todo = [tag for tag in tags if tag not in self._released]
-        if todo:
-            from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
-
-            manager = self._bare().engine.tokenizer_manager
-            self._bare().call(manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=todo)))
-            self._released |= {*todo}
-
-    async def resume(self, tags: list[str]) -> None:
-        todo = [tag for tag in tags if tag in self._released]
-        if todo:
-            # the engine's loop cannot run inside ours
-            await asyncio.to_thread(self._resume, todo)
-
-    def _resume(self, tags: list[str]) -> None:
-        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
-
-        self._bare().call(
-            self._bare().engine.tokenizer_manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
-        )
-        self._released -= {*tags}
-
-    async def finish(self, tags: list[str]) -> None:
-        await self.resume(tags)
-        behind, self._behind = self._behind, None
-        if behind is None:
-            flushed = await asyncio.to_thread(self._flush)
-        else:
-            flushed = await asyncio.wrap_future(behind)
-            self.flushed_behind += 1
-        assert flushed.success
-        self.flushes += 1
-
-    def _flush(self) -> Any:
-        return self._bare().call(self._bare().engine.tokenizer_manager.flush_cache())
-
-    def flush_behind_load(self) -> None:
-        if not self._released:
-            self._behind = Future()
-            # the engine's loop is busy with the load until then
-            threading.Thread(target=lambda done: done.set_result(self._flush()), args=(self._behind,)).start()
-
-    async def abandon(self, why: str) -> None:
-        self.abandoned.append(why)
-
-    async def publish(self, report: dict[str, Any]) -> None:
-        self.reports.append(report)
-
-    async def load_adapter(self, config: Any, factors: Any, weight_version: str | None) -> LoadOutcome:
-        raise AssertionError("these stories move whole weights")
-
-    def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
-        self._behind = None  # of a load that failed
-        return _ThreadLoad(self._bare(), request, weight_version)
-
-
-class _ThreadLoad(PendingLoad):
-    def __init__(self, engine: BareEngine, request: LoadRequest, version: str | None) -> None:
-        self._future: Future[None] = Future()
-        threading.Thread(target=self._run, args=(engine, request, version), daemon=True).start()
-
-    def _run(self, engine: BareEngine, request: LoadRequest, version: str | None) -> None:
-        try:
-            engine.load(request, version)
-            self._future.set_result(None)
-        except Exception as error:
-            self._future.set_exception(error)
-
-    def finished(self) -> bool:
-        return self._future.done()
-
-    async def outcome(self, timeout: float) -> LoadOutcome:
-        await asyncio.wait_for(asyncio.wrap_future(self._future), timeout)
-        return LoadOutcome()
+    return RolloutEndpoint(rollout_of("sglang"), call if engine else None, ranks, timeout_seconds=60.0)

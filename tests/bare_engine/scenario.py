@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 import unmeasured
 from bare_engine import trainer
-from bare_engine.endpoint import BareEngine, BareEngineEndpoint
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.sharding_manager import get_sharding_manager
@@ -54,9 +53,12 @@ class Rank:
         if rank > 0 and setup.strategy == "megatron":
             unmeasured.start()  # the CPU stack corrects Megatron while it is imported
         self.trainer = trainer.build(setup.model_path, setup.strategy, **dict(setup.settings))
+        # After the trainer's model: SGLang changes what transformers builds
+        from bare_engine.endpoint import BareEngine, endpoint_of
+
         self.engine = BareEngine(setup.model_path, setup.world) if rank == 0 else None
         unmeasured.start()  # all that is slow to import is there
-        self.endpoint = BareEngineEndpoint(self.engine)
+        self.endpoint = endpoint_of(self.engine, tuple(range(setup.world)))
         shard_stream.take_over(True)
         self.stream, adapter = self.trainer.get_per_tensor_param()  # type: ignore[attr-defined]
         assert adapter is None
@@ -73,7 +75,7 @@ class Rank:
     def sync(self, version: int, awake: bool = False) -> None:
         """The whole phase: asleep, stage 1, weights, stage 2; or that of an engine that stays awake."""
         if self.engine is not None and not awake:
-            self.endpoint.sleep(["kv_cache", "weights"])
+            self.engine.call(self.engine.release_tags(["kv_cache", "weights"]))
         asyncio.run(self._sync(version, *(([], []) if awake else (["weights"], ["kv_cache"]))))
 
     def failing(self, version: int) -> str:

@@ -2,7 +2,7 @@
 """One bit flips between a trainer's weights and a real engine on a GPU: in a staged bucket, in the trainer's memory
 behind its hash, where the engine reads that in place, and in the engine's own parameter behind the copies.
 
-On CPUs: ``contract/test_flips.py``, ``direct_flips.py`` and ``separate/spoiling.py``.
+On CPUs: ``contract/test_engine_models.py``, ``stories.py`` and ``separate/test_separate_syncs.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unseen import reads_unseen
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 DEVICE = "cuda"
-SPOIL = "bare_engine.spoiling_loader.spoil"
+SPOIL = "bare_engine.loaders.spoil"
 PARAMETER, TENSOR = "model.layers.1.mlp.gate_up_proj.weight", "model.layers.1.mlp.gate_proj.weight"
 BUCKET_MB = 4
 READ, HELD = "changed on the way to the engine", "do not hold what was sent of"

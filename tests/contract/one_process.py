@@ -8,6 +8,7 @@ would have a scheduler do is done here in a thread; its memory is only noted.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import uuid
 from collections.abc import AsyncIterator
@@ -32,7 +33,7 @@ from verl_sync_plugin.rollouts.sglang.request import hand_down, new_token
 from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.manager import ShardingManager
-from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
+from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend, dtype_name
 from verl_sync_plugin.trainers.shard_stream import ShardStream
 
 CPU = torch.device("cpu")
@@ -63,6 +64,8 @@ class Model(torch.nn.Module):
 class Source(ParameterSource):
     """Parameters of a trainer of one rank, in memory that the engine rank can map."""
 
+    policy: Any
+
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder = folder
@@ -86,11 +89,16 @@ class Source(ParameterSource):
         return Shard(base, lambda: tensor.view(-1))
 
 
-class Manager(ShardingManager):
-    """Of a trainer that is a ``Source``."""
+class Trainer(TrainerBackend):
+    """Of a ``Source``, which gets the policy of dtypes."""
 
     def open_source(self) -> ParameterSource:
+        self.engine.policy = self.policy
         return self.engine  # type: ignore[no-any-return]
+
+
+class Manager(ShardingManager):
+    backend = Trainer
 
 
 class TokenizerManager:
@@ -161,14 +169,17 @@ class OneProcess:
         keys: of ``custom.sync``.
     """
 
-    def __init__(self, checkpoint: str, folder: Path, **keys: Any) -> None:
+    def __init__(
+        self, checkpoint: str, folder: Path, model: type[Model] = Model, source: type[Source] = Source, **keys: Any
+    ) -> None:
+        os.environ.update(RANK="0", RAY_LOCAL_WORLD_SIZE="1", CUDA_VISIBLE_DEVICES="")
         loader.tensor_parallel_rank = lambda: 0
         loader._sessions.clear()
         hand_down(new_token())
         sync = {"timeout_seconds": TIMEOUT, **keys}
         config = RolloutConfig(name="sglang", tensor_model_parallel_size=1, custom={"sync": sync}, max_model_len=64)
         model_config = HFModelConfig(path=checkpoint)
-        self.model, self.source = Model(), Source(folder)
+        self.model, self.source = model(), source(folder)
         self.server = SyncSGLangHttpServer(config, model_config, RolloutMode.HYBRID, [], 0, 0, 1, "", 0)
         self.server.tokenizer_manager = self.sglang = TokenizerManager(self.model)
         self.server.guard_requests()
@@ -192,6 +203,10 @@ class OneProcess:
         await self.adapter.update_weights(ShardStream(None, list), global_steps=self._version, ends=False)
         await self.adapter.make_room_for_rest(lambda: None)
         await self.adapter.end_sync()
+
+    def train(self) -> None:
+        for tensor in self.source.weights.values():
+            tensor.add_(torch.randn_like(tensor))
 
     def sleep(self) -> None:
         self.actor.wait(self.server.sleep())

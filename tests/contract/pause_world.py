@@ -6,20 +6,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
 from bare_engine.endpoint import PLAIN, BareEngine
-from contract.pause_processes import rollout_config
+from verl_sync_plugin.config.settings import SEPARATE_BACKEND
+from verl_sync_plugin.rollouts.gate import KV_CACHE, WEIGHTS
 from verl_sync_plugin.rollouts.sglang import updates
 from verl_sync_plugin.rollouts.sglang.request import FORGETTING_LOADER, dumps
 from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
 
-SLOW, STALL = "contract.stalling_loader.slow_down", "contract.stalling_loader.arm"
+SLOW, STALL = "contract.slow_loaders.slow_down", "contract.slow_loaders.arm"
 PROMPTS = [[(7 * i + 3 * place) % 90 + 5 for i in range(40)] for place in range(3)]
 TOKENS = 120
 PRODUCED = 12  # tokens of the request that sets the pace, when generation is paused
@@ -72,46 +74,74 @@ def models(tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFa
 @pytest.fixture(scope="session")
 def engine(models: Models) -> Iterator[BareEngine]:
     engine = BareEngine(models.path, 1, "auto", loaders=(FORGETTING_LOADER, SLOW, STALL))
-    engine.call(engine._update(dumps([("", torch.empty(0))]), SLOW, None))
+    engine.call(engine.ask_loader(SLOW, ""))
     yield engine
     engine.shutdown()
 
 
 class PlainServer(SyncSGLangHttpServer):
-    """Ours, whose loads bring whole tensors; see ``plain_loads``."""
+    """Ours, whose loads bring whole tensors."""
 
     loader = property(lambda self: PLAIN[self.pause == "retract"])  # type: ignore[assignment]
 
 
-def serving(
-    engine: BareEngine,
-    model: str,
-    pause: str,
-    kind: type[SyncSGLangHttpServer] = SyncSGLangHttpServer,
-    separate: bool = True,
-) -> Any:
+def serving(engine: BareEngine, model: str, pause: str, separate: bool = True) -> Any:
     """Our server actor of a rollout on the engine, before its first sync; ``CUDA_VISIBLE_DEVICES`` must be there."""
-    from verl.workers.config import HFModelConfig
+    from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
     from verl.workers.rollout.replica import RolloutMode
 
-    config = rollout_config(pause) if separate else rollout_config("abort", "naive")
+    config = RolloutConfig(
+        name="sglang",
+        custom={"sync": {"pause": pause, "timeout_seconds": 20.0}},
+        checkpoint_engine=CheckpointEngineConfig(backend=SEPARATE_BACKEND if separate else "naive"),
+        max_model_len=256,
+    )
     mode = RolloutMode.STANDALONE if separate else RolloutMode.HYBRID
-    server = kind(config, HFModelConfig(path=model), mode, [], 0, 0, 1, "", 0)
-    server.tokenizer_manager = engine.engine.tokenizer_manager
+    server = PlainServer(config, HFModelConfig(path=model), mode, [], 0, 0, 1, "", 0)
+    server.tokenizer_manager = engine.tokenizer_manager
     server.guard_requests()
     return server
 
 
+@asynccontextmanager
+async def client_of(engine: BareEngine) -> Any:
+    """SGLang's own HTTP endpoints, without the socket before them."""
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
+
+    inside, app = engine.engine, http_server.app
+    state = http_server._GlobalState(inside.tokenizer_manager, inside.template_manager, {})
+    http_server.set_global_state(state)
+    app.state.openai_serving_completion = OpenAIServingCompletion(inside.tokenizer_manager, inside.template_manager)
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=60) as client:
+        yield client
+
+
+Play = Callable[..., None]
+
+
 @pytest.fixture
-def plain_loads(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load asks for a version of the model instead of a bucket."""
+def play(engine: BareEngine, models: Models, monkeypatch: pytest.MonkeyPatch) -> Iterator[Play]:
+    """Runs a story in the engine's loop, on a server of a mode; of a separate rollout from version 1 on. A load asks
+    for a version of the model instead of a bucket."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(updates, "pack_request", lambda request: models.packed(request[0]))
 
+    def run(pause: str, story: Callable[[Run], Any], separate: bool = True, synced: bool = True) -> None:
+        async def whole() -> None:
+            async with client_of(engine) as client:
+                run = Run(serving(engine, models.path, pause, separate), client)
+                if synced:
+                    await run.server.abort_all_requests()
+                    await run.sync(1)
+                    await run.server.resume_generation()
+                await story(run)
 
-def end_serving(engine: BareEngine) -> None:
-    """The next server marks requests in its own way."""
-    vars(engine.engine.tokenizer_manager).pop("generate_request", None)
+        engine.call(asyncio.wait_for(whole(), 120))
+
+    yield run
+    vars(engine.tokenizer_manager).pop("generate_request", None)  # the next server marks requests in its own way
 
 
 class Requests:
@@ -157,17 +187,42 @@ class Requests:
         assert self.paced == paced and not any(each.done() for each in asked)
 
 
-class PlainRun(Requests):
-    """Of a ``PlainServer``, and the calls that verl makes of it around a sync of a separate rollout."""
+class Run(Requests):
+    """Also the calls that verl makes of a server around a sync, and a client of its HTTP server."""
+
+    def __init__(self, server: Any, client: httpx.AsyncClient) -> None:
+        super().__init__(server)
+        self.client = client
 
     async def load(self, version: int) -> None:
-        await self.server.release_kv_cache()
         await self.server.load_weights((version,), str(version))
 
     async def sync(self, version: int) -> None:
+        """Of a separate rollout whose driver has paused it."""
+        await self.server.release_kv_cache()
         await self.load(version)
         await self.server.finish_sync([])
         await self.server.resume_kv_cache()
+
+    async def wake(self, version: int) -> None:
+        """Of a colocated rollout, up to the load."""
+        await self.server.resume_tags([WEIGHTS])
+        await self.load(version)
+
+    async def sleep_and_wake(self, version: int) -> None:
+        await self.server.sleep()
+        await self.wake(version)
+        await self.server.finish_sync([KV_CACHE])
+
+    def asking(self, tokens: int = 20) -> asyncio.Task[httpx.Response]:
+        """A request that comes past verl, over HTTP."""
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        body = {"input_ids": PROMPTS[0], "sampling_params": sampling}
+        return asyncio.ensure_future(self.client.post("/generate", json=body))
+
+    async def waits(self, *asked: asyncio.Task[httpx.Response]) -> None:
+        await asyncio.sleep(0.5)  # an answer takes less
+        assert not any(each.done() for each in asked)
 
 
 def check_spanning(models: Models, prompt: list[int], output: Any, pause: str) -> None:

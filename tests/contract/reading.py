@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads buckets the way an engine rank does: through mappings of its own of the trainer ranks' slots."""
+"""Whole syncs as an engine rank sees them: through mappings of its own of the trainer ranks' slots."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -10,6 +11,8 @@ import torch.distributed as dist
 
 from verl_sync_plugin.copies.copier import BucketMemory
 from verl_sync_plugin.copies.plain import hash_bytes
+from verl_sync_plugin.engine.load import Assembler
+from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Plan, Shard, hulls_of, numbers_of
 from verl_sync_plugin.sync.sender import SLOTS, BucketSender
 from verl_sync_plugin.trainers.base import ParameterSource
@@ -18,6 +21,9 @@ from verl_sync_plugin.transport.memory import open_peer_staging, slot_of
 from verl_sync_plugin.verify import times_sent
 
 CPU = torch.device("cpu")
+TINY, LARGE = 6_001, 64 << 20  # bytes of a bucket; TINY is no multiple of anything
+WAYS = ((TINY, False), (LARGE, False), (TINY, True))  # sizes, and whether all ranks share out every bucket
+State = dict[str, torch.Tensor]
 
 
 class Reader:
@@ -71,7 +77,42 @@ class Reader:
         assert torch.equal(sent * world, read * times_sent(self.plan, world)), "bytes changed on the way"
 
     def close(self) -> None:
-        self.check()
         self._meet()
         self._memories = []
         self.sender.close()
+
+
+def planned(source: ParameterSource, bucket_bytes: int, sharded: bool = False) -> tuple[Plan, list[Shard]]:
+    shards = source.shards()
+    return plan_buckets(tuple(shard.base for shard in shards), bucket_bytes, sharded), shards
+
+
+def deliver(
+    source: ParameterSource,
+    plan: Plan,
+    shards: list[Shard],
+    sender: BucketSender | None = None,
+    prepare: Callable[[int, Iterator[None]], None] = lambda index, work: list(work) and None,
+) -> State:
+    """One sync, as the manager runs it; every tensor comes once. ``prepare`` runs what comes before each bucket."""
+    reader = Reader(plan, source, sender or BucketSender(CPU, 30.0))
+    assembler, got = Assembler(frozenset(plan.names)), State()
+    for index, bucket in enumerate(plan.buckets):
+        prepare(index, source.prepare(bucket.bases, [later.bases for later in plan.buckets[index + 1 :]]))
+        memory = reader.receive(index, shards)
+        for name, tensor in assembler.tensors(memory, bucket.entries):
+            assert name not in got, f"{name} came twice"
+            got[name] = tensor.clone()
+    assembler.finish()
+    reader.check()
+    if sender is None:
+        reader.close()
+    return got
+
+
+def check_same(got: State, expected: State) -> None:
+    assert sorted(got) == sorted(expected)
+    odd = {name: (got[name].dtype, t.dtype) for name, t in expected.items() if got[name].dtype != t.dtype}
+    assert not odd, odd
+    different = [n for n, t in expected.items() if got[n].shape != t.shape or not torch.equal(got[n], t)]
+    assert not different, different

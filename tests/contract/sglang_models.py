@@ -4,87 +4,57 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
-from contract.sglang_configs import COMMON, CONFIGS
+from contract.families import FAMILIES, Family
 
 Weights = list[tuple[str, torch.Tensor]]
+EXPERTS = replace(
+    FAMILIES["Qwen3-MoE"], config={**FAMILIES["Qwen3-MoE"].config, "num_experts": 8, "moe_intermediate_size": 32}
+)
+KINDS: dict[str, Family] = {
+    "qwen2": FAMILIES["Qwen2"],
+    "qwen2-tied": FAMILIES["Qwen2, tied"],
+    "qwen3-moe-tied": EXPERTS.tied(True),
+    "llama": FAMILIES["Llama"],
+    "qwen3": FAMILIES["Qwen3"],
+    "qwen3-moe": EXPERTS,
+    "deepseek-v2": FAMILIES["DeepSeek-V2"],
+    "deepseek-v3": FAMILIES["DeepSeek-V3"],
+}
+
+
+def _built(family: Family) -> Any:
+    """transformers' model, without memory."""
+    config = AutoConfig.for_model(family.model_type, **family.config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.config.architectures = [type(model).__name__]
+    return model
 
 
 def config_of(kind: str) -> dict[str, Any]:
-    return {**COMMON, **CONFIGS[kind]}
+    """As the checkpoint's ``config.json`` has it."""
+    found: dict[str, Any] = json.loads(_built(KINDS[kind]).config.to_json_string())
+    return found
 
 
-def _mlp(prefix: str, hidden: int, inner: int) -> list[tuple[str, tuple[int, ...]]]:
-    return [
-        (f"{prefix}gate_proj.weight", (inner, hidden)),
-        (f"{prefix}up_proj.weight", (inner, hidden)),
-        (f"{prefix}down_proj.weight", (hidden, inner)),
-    ]
-
-
-def _latent_attention(c: dict[str, Any], a: str) -> list[tuple[str, tuple[int, ...]]]:
-    hidden, heads, rank = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"]
-    query = heads * (c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
-    if c["q_lora_rank"]:
-        names = [(f"{a}q_a_proj.weight", (c["q_lora_rank"], hidden)), (f"{a}q_a_layernorm.weight", (c["q_lora_rank"],))]
-        names += [(f"{a}q_b_proj.weight", (query, c["q_lora_rank"]))]
-    else:
-        names = [(f"{a}q_proj.weight", (query, hidden))]
-    return [
-        *names,
-        (f"{a}kv_a_proj_with_mqa.weight", (rank + c["qk_rope_head_dim"], hidden)),
-        (f"{a}kv_a_layernorm.weight", (rank,)),
-        (f"{a}kv_b_proj.weight", (heads * (c["qk_nope_head_dim"] + c["v_head_dim"]), rank)),
-        (f"{a}o_proj.weight", (hidden, heads * c["v_head_dim"])),
-    ]
-
-
-def _attention(c: dict[str, Any], a: str) -> list[tuple[str, tuple[int, ...]]]:
-    if "kv_lora_rank" in c:
-        return _latent_attention(c, a)
-    hidden = c["hidden_size"]
-    head = c.get("head_dim", hidden // c["num_attention_heads"])
-    queries, keys = c["num_attention_heads"] * head, c["num_key_value_heads"] * head
-    names: list[tuple[str, tuple[int, ...]]] = [(f"{a}o_proj.weight", (hidden, queries))]
-    for part, rows in (("q", queries), ("k", keys), ("v", keys)):
-        names.append((f"{a}{part}_proj.weight", (rows, hidden)))
-        if c["model_type"] == "qwen2":
-            names.append((f"{a}{part}_proj.bias", (rows,)))
-        if c["model_type"].startswith("qwen3") and part != "v":
-            names.append((f"{a}{part}_norm.weight", (head,)))
-    return names
-
-
-def _feed_forward(c: dict[str, Any], layer: int, p: str) -> list[tuple[str, tuple[int, ...]]]:
-    hidden = c["hidden_size"]
-    experts = c.get("num_experts") or c.get("n_routed_experts")
-    if experts is None or layer < c.get("first_k_dense_replace", 0):
-        return _mlp(p, hidden, c["intermediate_size"])
-    names: list[tuple[str, tuple[int, ...]]] = [(f"{p}gate.weight", (experts, hidden))]
-    if c.get("topk_method") == "noaux_tc":
-        names.append((f"{p}gate.e_score_correction_bias", (experts,)))
-    for expert in range(experts):
-        names += _mlp(f"{p}experts.{expert}.", hidden, c["moe_intermediate_size"])
-    if "n_shared_experts" in c:
-        names += _mlp(f"{p}shared_experts.", hidden, c["moe_intermediate_size"])
-    return names
-
-
-def shapes_of(kind: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the HF checkpoint."""
-    c = config_of(kind)
-    names: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (c["vocab_size"], c["hidden_size"]))]
-    for layer in range(c["num_hidden_layers"]):
-        p = f"model.layers.{layer}."
-        names += _attention(c, f"{p}self_attn.") + _feed_forward(c, layer, f"{p}mlp.")
-        names += [(f"{p}{norm}_layernorm.weight", (c["hidden_size"],)) for norm in ("input", "post_attention")]
-    # a tied head travels too, as FSDP trainers send it: under both of its names
-    return [*names, ("model.norm.weight", (c["hidden_size"],)), ("lm_head.weight", names[0][1])]
+@cache
+def shapes_of(kind: str) -> list[tuple[str, torch.Size]]:
+    """Names and shapes of the HF checkpoint. A tied head travels too, as FSDP trainers send it: under both names."""
+    model = _built(KINDS[kind])
+    found = {name: tensor.shape for name, tensor in revert_weight_conversion(model, model.state_dict()).items()}
+    head = found.pop("lm_head.weight")
+    return [*found.items(), ("lm_head.weight", head)]
 
 
 def weights_of(kind: str, seed: int) -> Weights:
@@ -95,28 +65,20 @@ def weights_of(kind: str, seed: int) -> Weights:
         kept = name.endswith("e_score_correction_bias")
         value = torch.randn(shape, generator=generator)
         made.append((name, value if kept else value.to(torch.bfloat16)))
-    if config_of(kind)["tie_word_embeddings"]:
-        made[-1] = (made[-1][0], made[0][1])
+    if KINDS[kind].config["tie_word_embeddings"]:
+        made[-1] = (made[-1][0], dict(made)["model.embed_tokens.weight"])
     return made
 
 
-def start(folder: Path, kind: str, rank: int, world: int, port: int, tp: int | None = None, **arguments: Any) -> Any:
-    """Sets SGLang up for one model in this process (again, if need be); returns its ``ModelConfig``."""
-    home = folder / f"{kind}-{rank}"
-    home.mkdir(parents=True, exist_ok=True)
-    (home / "config.json").write_text(json.dumps(config_of(kind)))
-    return start_from(home, rank, world, port, tp=tp, **arguments)
+def start(folder: Path, kind: str | Family, tp: int | None = None, **arguments: Any) -> Any:
+    """Sets SGLang up for one model in this process of a group (again, if need be); returns its ``ModelConfig``."""
+    family = KINDS[kind] if isinstance(kind, str) else kind
+    home = folder / f"{family.model_type}-{family.config.get('tie_word_embeddings')}-{dist.get_rank()}"
+    _built(family).config.save_pretrained(home)
+    return start_from(home, tp=tp, **arguments)
 
 
-def start_from(
-    home: Path,
-    rank: int,
-    world: int,
-    port: int,
-    attention: str = "torch_native",
-    tp: int | None = None,
-    **arguments: Any,
-) -> Any:
+def start_from(home: Path, attention: str = "torch_native", tp: int | None = None, **arguments: Any) -> Any:
     """As ``start``, for the model whose ``config.json`` lies in ``home``; with engines of ``tp`` ranks, if given, and
     more of SGLang's arguments."""
     from sglang.srt import distributed
@@ -126,6 +88,7 @@ def start_from(
     from sglang.srt.layers.moe.utils import initialize_moe_config
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
+    rank, world = dist.get_rank(), dist.get_world_size()
     args = ServerArgs(
         model_path=str(home), device="cpu", tp_size=tp or world, load_format="dummy", dtype="bfloat16",
         attention_backend=attention, sampling_backend="pytorch", skip_tokenizer_init=True,
@@ -134,13 +97,10 @@ def start_from(
     set_global_server_args_for_scheduler(args)
     config = ModelConfig.from_server_args(args)
     if not parallel_state.model_parallel_is_initialized():
-        distributed.init_distributed_environment(
-            backend="gloo", world_size=world, rank=rank, local_rank=rank,
-            distributed_init_method=f"tcp://127.0.0.1:{port}",
-        )  # fmt: skip
-        honest = torch.distributed.get_world_size
+        distributed.init_distributed_environment(backend="gloo", world_size=world, rank=rank, local_rank=rank)
+        honest = dist.get_world_size
         sizes = lambda group=None: honest(group) if group else _Replicas(world)  # noqa: E731
-        with mock.patch.object(torch.distributed, "get_world_size", sizes):
+        with mock.patch.object(dist, "get_world_size", sizes):
             distributed.initialize_model_parallel(tp or world, expert_model_parallel_size=args.ep_size)
     initialize_dp_attention(args, config)
     initialize_moe_config(args)
@@ -186,3 +146,10 @@ def held(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     for path, module in model.named_modules():
         found |= {f"{path}.{key}": value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}
     return {name: t.detach().contiguous().reshape(-1).view(torch.uint8) for name, t in found.items() if t.numel()}
+
+
+def check_same(model: torch.nn.Module, reference: torch.nn.Module, what: str) -> None:
+    ours, theirs = held(model), held(reference)
+    assert ours.keys() == theirs.keys()
+    different = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+    assert not different, f"{what} leaves {different[:8]} other than SGLang's own load does"

@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources of which only the group counts."""
+"""Sources of which only the group counts, and servers without an engine."""
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.layout.tensors import Shard
+from verl_sync_plugin.rollouts import rollout_of
+from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.ways import Sync, Way, Ways
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.transport.agreement import Agreement
@@ -48,3 +54,33 @@ class Wanted(dict[str, str]):
 
     def __missing__(self, name: str) -> str:
         return ""
+
+
+class StandIn:
+    """A rollout server without an engine: unpacks adapters as SGLang does, and refuses them if asked to."""
+
+    def __init__(self) -> None:
+        self.adapters: list[tuple[dict[str, Any], dict[str, torch.Tensor]]] = []
+        self.refuses = False
+
+    def load_adapter(self, settings: dict[str, Any], packed: bytes, sent: Any, version: str | None) -> float:
+        if self.refuses:
+            raise RuntimeError("SGLang refused the adapter: rank too high")
+        self.adapters.append((settings, pickle.loads(packed)))
+        return 0.5
+
+    def __getattr__(self, method: str) -> Any:
+        return lambda *args: None
+
+
+def endpoint_of(
+    server: Any, leader: bool = True, ranks: Sequence[int] | None = None, restores: bool = False
+) -> RolloutEndpoint:
+    """The product's own; the server's methods run in threads. If no ranks are named, all belong to the engine."""
+    pool = ThreadPoolExecutor()
+
+    def call(method: str, *args: Any) -> Future[Any]:
+        return pool.submit(getattr(server, method), *args)
+
+    found = tuple(ranks or everyone())
+    return RolloutEndpoint(rollout_of("sglang"), call if leader else None, found, restores, 20.0)

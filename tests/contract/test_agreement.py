@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-import pytest
+import asyncio
+
 import torch.distributed as dist
 from worlds import run_world
 
@@ -20,65 +21,6 @@ def settled(agreement: Agreement, what: str) -> str:
     except SyncError as error:
         return str(error)
     return ""
-
-
-def fail_then_succeed(failing: tuple[int, ...]) -> tuple[str, bool, str]:
-    agreement = Agreement(20)
-    with agreement.attempt():
-        if dist.get_rank() in failing:
-            raise ValueError(f"broken on {dist.get_rank()}")
-    failed = agreement.failed
-    return settled(agreement, "packing"), failed, settled(agreement, "the next stage")
-
-
-@pytest.mark.parametrize("failing", [(1,), (0, 2), (0, 1, 2)])
-def test_failure_is_everybodys_and_forgotten(failing: tuple[int, ...]) -> None:
-    results = run_world(RANKS, fail_then_succeed, failing, timeout=60)
-    texts = {text for text, _, _ in results}
-    assert len(texts) == 1, "every rank must raise the same text"
-    (text,) = texts
-    assert "failed at 'packing'; trainer weights are unchanged" in text
-    for rank in range(RANKS):
-        assert (f"rank {rank}: ValueError: broken on {rank}" in text) == (rank in failing)
-    assert [failed for _, failed, _ in results] == [rank in failing for rank in range(RANKS)]
-    assert [later for _, _, later in results] == [""] * RANKS, "the next settle works again"
-
-
-def waiting_rounds() -> list[bool]:
-    agreement = Agreement(20)
-    return [agreement.settle("connecting", waiting=dist.get_rank() == slow) for slow in (0, RANKS - 1, RANKS)]
-
-
-def test_one_waiting_rank_asks_for_another_round() -> None:
-    assert run_world(RANKS, waiting_rounds, timeout=60) == [[True, True, False]] * RANKS
-
-
-def compare(values: tuple[str, ...]) -> str:
-    agreement = Agreement(20)
-    try:
-        agreement.same_on_all("the plan digest", values[dist.get_rank()])
-    except SyncError as error:
-        return str(error)
-    return ""
-
-
-def test_disagreement_names_the_ranks() -> None:
-    texts = run_world(RANKS, compare, ("a", "b", "a"), timeout=60)
-    assert set(texts) == {"weight sync: the ranks disagree on the plan digest: rank 0: a; rank 1: b; rank 2: a"}
-
-
-def alone() -> tuple[str, str]:
-    agreement = Agreement(20)
-    agreement.same_on_all("anything", "x")
-    with agreement.attempt():
-        raise ValueError("lonely")
-    return settled(agreement, "packing"), settled(agreement, "packing")
-
-
-def test_a_single_rank_needs_no_group() -> None:
-    ((failed, later),) = run_world(1, alone, timeout=60)
-    assert "rank 0: ValueError: lonely" in failed
-    assert later == ""
 
 
 def steps() -> list[object]:
@@ -111,3 +53,28 @@ def test_every_rank_takes_a_step_or_none() -> None:
     said = "rank 1: ValueError: injected: before"
     assert first == [0, True, False, said, 0, ["first", "before", "after", "again"]]
     assert last == [1, True, False, said, 1, ["first", "before", "again"]], "a rank that failed before does not begin"
+
+
+def cancelled() -> tuple[str, str, str]:
+    """What ends a step that rank 0 is cancelled in, its text, and a later agreement."""
+    agreement, first = Agreement(20.0), dist.get_rank() == 0
+
+    async def ended() -> tuple[str, str]:
+        task = asyncio.ensure_future(agreement.step_async("waking", lambda: asyncio.sleep(600.0 if first else 0.0)))
+        await asyncio.sleep(0.5)
+        if first:
+            task.cancel()
+        try:
+            await task
+        except (Exception, asyncio.CancelledError) as error:
+            return type(error).__name__, str(error)
+        return "", ""
+
+    return *asyncio.run(ended()), settled(agreement, "later")
+
+
+def test_a_cancelled_rank_is_cancelled_and_the_others_hear_of_it() -> None:
+    (leader, _, later), (other, text, same) = run_world(2, cancelled, timeout=60)
+    assert (leader, other) == ("CancelledError", "SyncError")
+    assert "rank 0: RuntimeError: this rank was cancelled" in text
+    assert later == same == "", "nothing is left of it for the next stage"

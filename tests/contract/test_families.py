@@ -6,20 +6,38 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import os
 import re
 import shutil
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from worlds import run_fresh
 
-from contract.families import FAMILIES
-from ports import free_port
+from contract import sglang_models
+from contract.families import FAMILIES, Family
+from contract.test_several_hosts import engine_of
+from verl_sync_plugin.config.settings import SyncConfig
+from verl_sync_plugin.rollouts.sglang import loader
+from verl_sync_plugin.rollouts.sglang.model import SGLangModel
+from verl_sync_plugin.rollouts.sglang.refusals import refuse_checkpoint
+from verl_sync_plugin.sync.manager import ShardingManager
+from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
+from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
+from verl_sync_plugin.trainers.naming import checkpoint_rewrite
+from verl_sync_plugin.verify import DERIVED, Comparison
 
 pytestmark = pytest.mark.slow
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
@@ -39,36 +57,220 @@ SOME = (
     "Qwen2.5-VL, tied",
 )
 Found = dict[int, dict[str, str]]  # by number of ranks, by family
+CPU = torch.device("cpu")
+BUCKET_BYTES = 20_000  # many tensors are torn
+POISON = (0x5A, 0xA5)  # unlike on purpose: what neither model loads must not pass for the same
 
 
-def run_rank(rank: int, world: int, folder: str, port: int, names: tuple[str, ...]) -> None:
-    """One trainer rank beside one tensor-parallel rank, for some families in turn; entry of a spawned process."""
-    from contract.family_syncs import outcome
+def publish(family: Family, folder: Path) -> None:
+    """Writes a random checkpoint as the model's authors would."""
+    config = AutoConfig.for_model(family.model_type, **family.config)
+    multimodal = type(config) in AutoModelForImageTextToText._model_mapping
+    auto = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    quantization = config.__dict__.pop("quantization_config", None)
+    model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    save(model, family, folder)
+    if family.hub is not None:
+        pattern, replacement = family.hub
+        _rewrite(folder, lambda name, tensor: (re.sub(pattern, replacement, name), tensor))
+    written = json.loads((folder / "config.json").read_text())
+    if family.architecture:
+        written["architectures"] = [family.architecture]
+    if quantization:
+        written["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(written))
 
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    found = {}
-    for name in names:
-        place = Path(folder) / name.replace(" ", "-")
+
+def save(model: PreTrainedModel, family: Family, folder: Path) -> None:
+    """As transformers saves it, but for what it is known to save otherwise than it is published."""
+    model.save_pretrained(folder)
+    # Published checkpoints have an index, in which some of SGLang's models look for a vision tower
+    names = dict.fromkeys(load_file(folder / "model.safetensors"), "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    if family.transposed:
+        _rewrite(folder, lambda name, t: (name, t.mT.contiguous() if re.search(family.transposed, name) else t))
+
+
+def _rewrite(folder: Path, change: Any) -> None:
+    file = folder / "model.safetensors"
+    save_file(dict(change(name, tensor) for name, tensor in load_file(file).items()), file, {"format": "pt"})
+
+
+@torch.no_grad()
+def train(model: PreTrainedModel, sharded: torch.nn.Module, seed: int) -> None:
+    """Gives every parameter and persistent buffer of both models the same new values, which need fp32 as trained ones
+    do."""
+    generator = torch.Generator().manual_seed(seed)
+    twins = sharded.state_dict(keep_vars=True)
+    for name, whole in model.state_dict(keep_vars=True).items():
+        if not whole.is_floating_point():
+            continue
+        whole.copy_(torch.randn(whole.shape, generator=generator))
+        twin: Any = twins[name]
+        placed = hasattr(twin, "device_mesh")
+        twin.copy_(distribute_tensor(whole.detach(), twin.device_mesh, twin.placements) if placed else whole)
+
+
+def poisoned(config: Any, family: Family, byte: int) -> Any:
+    """SGLang's model, every byte of its parameters the same rubbish."""
+    model = sglang_models.build(config)
+    for parameter in model.parameters():
+        parameter.data.view(torch.uint8).fill_(byte)
+    for module in model.modules():
+        if not family.padded and hasattr(type(module), "use_padded_loading"):
+            module.use_padded_loading = False
+    return model
+
+
+class Pair:
+    """A trainer's model, twice: sharded as verl does it, and whole, to save checkpoints from."""
+
+    def __init__(self, folder: Path) -> None:
+        from verl.utils.fsdp_utils import apply_fsdp2
+        from verl.utils.model import get_hf_auto_model_class
+
+        hf_config = AutoConfig.from_pretrained(folder)
+        auto = get_hf_auto_model_class(hf_config)
+        self.whole, self.sharded = (auto.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
+        self.model_config = SimpleNamespace(hf_config=self.whole.config)
+        apply_fsdp2(self.sharded, {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}, {})
+
+
+class Trainer(TrainerBackend):
+    """Of a ``Pair``."""
+
+    def open_source(self) -> ParameterSource:
+        from verl.utils.model import convert_weight_keys
+
+        module = self.engine.sharded
+        rewrite, unsaved = checkpoint_rewrite(module), frozenset(module.all_tied_weights_keys)
+        return FSDP2Source(module, self.policy, rewrite, lambda state: convert_weight_keys(state, module), unsaved)
+
+
+class Manager(ShardingManager):
+    backend = Trainer
+
+
+def load_saved(reference: Any, trained: PreTrainedModel, file: Path) -> None:
+    """SGLang's own load of a checkpoint. A tied one has no head, which some classes hold all the same."""
+    reference.load_weights(iter(load_file(file).items()))
+    own = dict(reference.named_parameters())
+    if "lm_head.weight" in own and "lm_head.weight" in trained.all_tied_weights_keys:
+        reference.load_weights(iter([("lm_head.weight", trained.get_input_embeddings().weight.detach())]))
+
+
+def with_layers(config: Path, more: int, folder: Path) -> Path:
+    """Writes the config of an engine that has other layers than the trainer's model; returns its folder."""
+    written = json.loads((config / "config.json").read_text())
+    text = written.get("text_config", written)
+    key = next((key for key in ("num_hidden_layers", "n_layer") if key in text), "")
+    before = text[key] if key else len(text["layers_block_type"])
+    text |= {key: before + more} if key else {}
+    for name, each in list(text.items()):
+        if isinstance(each, list) and len(each) == before and "layer" in name:
+            text[name] = [*each, each[-1]][: before + more]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(written))
+    return folder
+
+
+def outcome(family: Family, folder: Path, more_layers: int = 0) -> str:
+    """One cell of the table. Collective.
+
+    Args:
+        family: the model.
+        folder: for checkpoints.
+        more_layers: of the engine than of the trainer.
+    """
+    rank = dist.get_rank()
+    if rank == 0:
+        publish(family, folder / "published")
+    dist.barrier()
+    try:
+        refuse_checkpoint(str(folder / "published"))
+    except ValueError as error:
+        return "refused: " + str(error).partition(": ")[2].partition(". ")[0]
+    pair = Pair(folder / "published")
+    home = folder / "published"
+    if more_layers:
+        home = with_layers(home, more_layers, folder / "other-layers")
+    config = sglang_models.start_from(home, family.attention)
+    engine, reference = (poisoned(config, family, byte) for byte in POISON)
+    settings = SyncConfig(timeout_seconds=20.0, verify="always", delivery="staged")
+    endpoint = engine_of(engine, dist.get_world_size(), restores=True)
+    manager = Manager(pair, endpoint, settings, BUCKET_BYTES, CPU)
+    try:
+        for seed in (1, 2, 3):
+            train(pair.whole, pair.sharded, seed)
+            if rank == 0:
+                save(pair.whole, family, folder / f"step-{seed}")
+            dist.barrier()
+            if not more_layers:
+                load_saved(reference, pair.whole, folder / f"step-{seed}" / "model.safetensors")
+            asyncio.run(manager.update_weights([], seed))
+            sglang_models.check_same(engine, reference, f"sync {seed}")
+    finally:
+        manager.sender.close()
+        manager.meeting.close()
+        loader._sessions.clear()
+    plan, comparison = manager.planned, manager.comparison
+    assert plan is not None and comparison.map is not None
+    left = comparison.map.left
+    assert manager.report.replayed_tensors == plan.tensor_count - len(left)
+    how = _how({str(each.tensor): each.why for each in left}, plan.tensor_count)
+    kept = [each.name for each, *_ in comparison.unwritten]
+    known = SGLangModel(engine, rank)
+    why = {reason for name in plan.names if (reason := known.why_skipped(name))}
+    return "; ".join(
+        [
+            how,
+            *_not_compared(comparison, plan.tensor_count),
+            *([f"{', '.join(kept)} left to the engine's host copy"] if kept else []),
+            *(f"some left alone: {reason}" for reason in sorted(why)),
+        ]
+    )
+
+
+def _how(refused: dict[str, str], total: int) -> str:
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, refused)
+    most = max(by_rank, key=len)
+    if not most:
+        return "exact, replayed"
+    why = "; ".join(sorted({reason.partition(":")[0] for reasons in by_rank for reason in reasons.values()}))
+    return f"exact, {len(most)} of {total} tensors by the model's own path: {why}"
+
+
+def _not_compared(comparison: Comparison, total: int) -> list[str]:
+    """What of the parameters is not compared with what was sent."""
+    found = {name: why for name, why in comparison.left_out.items() if name != DERIVED}
+    why = "; ".join(sorted(set(found.values())))
+    return [f"{len(found)} of {total} not compared in the engine: {why}"] if found else []
+
+
+def outcomes(folder: Path, names: tuple[str, ...], kinds: tuple[str, ...] = ("",)) -> dict[str, str]:
+    """Some families in turn, one trainer rank beside one tensor-parallel rank; of some kinds: tied or untied, and with
+    one layer more or less in the engine."""
+    found: dict[str, str] = {}
+    for name, kind in itertools.product(names, kinds):
+        family, called = FAMILIES[name], f"{name}, {kind}" if kind else name
+        built, more = (family.tied(kind == "tied"), 0) if kind.endswith("tied") else (family, int(kind or 0))
+        place = folder / str(len(found))
         try:
-            found[name] = outcome(FAMILIES[name], place, port)
+            found[called] = outcome(built, place, more)
         except Exception as error:
             traceback.print_exc()
-            found[name] = f"FAILED: {type(error).__name__}: {error}"
+            found[called] = f"{'' if kind else 'FAILED: '}{type(error).__name__}: {error}"
         dist.barrier()
-        if rank == 0:
+        if dist.get_rank() == 0:
             shutil.rmtree(place, ignore_errors=True)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    return found
 
 
-def found_by(worlds: tuple[int, ...], names: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found_by(worlds: tuple[int, ...], names: tuple[str, ...], folder: Path) -> Found:
     by_world = {}
     for world in worlds:
-        folder = tmp_path_factory.mktemp(f"families-{world}")
-        port = free_port()
-        mp.spawn(run_rank, args=(world, str(folder), port, names), nprocs=world)
-        first, *others = (json.loads((folder / f"{rank}.json").read_text()) for rank in range(world))
+        first, *others = run_fresh(world, outcomes, folder / str(world), names, timeout=1800.0)
         assert all(other == first for other in others), "ranks found different things"
         by_world[world] = first
     return by_world
@@ -76,44 +278,21 @@ def found_by(worlds: tuple[int, ...], names: tuple[str, ...], tmp_path_factory: 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return found_by(WORLDS, tuple(FAMILIES), tmp_path_factory)
+    return found_by(WORLDS, tuple(FAMILIES), tmp_path_factory.mktemp("families"))
 
 
-def test_some_families_are_what_the_table_says(tmp_path_factory: pytest.TempPathFactory) -> None:
-    found = found_by((2,), SOME, tmp_path_factory)[2]
+def test_some_families_are_what_the_table_says(tmp_path: Path) -> None:
+    found = found_by((2,), SOME, tmp_path)[2]
     rows = [line.strip("| ").split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| ")]
     written = {name: one if two == "the same" else two for name, one, two in rows}
     assert found == {name: written[name] for name in SOME}
 
 
-def run_kinds(_: int, folder: str, port: int) -> None:
-    """Every family tied and untied, and with one layer more and less in the engine; entry of a spawned process."""
-    from contract.family_syncs import outcome
-
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    found: dict[str, str] = {}
-    for name, family in FAMILIES.items():
-        for kind in ("tied", "untied", "-1", "+1"):
-            built, more = (family.tied(kind == "tied"), 0) if kind.endswith("tied") else (family, int(kind))
-            place = Path(folder) / str(len(found))
-            try:
-                found[f"{name}, {kind}"] = outcome(built, place, port, more)
-            except Exception as error:
-                traceback.print_exc()
-                found[f"{name}, {kind}"] = f"{type(error).__name__}: {error}"
-            shutil.rmtree(place, ignore_errors=True)
-    (Path(folder) / "kinds.json").write_text(json.dumps(found))
-
-
 @pytest.fixture(scope="module")
 def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What became of each, without those that are refused in the driver."""
-    folder = tmp_path_factory.mktemp("kinds")
-    port = free_port()
-    mp.spawn(run_kinds, args=(str(folder), port), nprocs=1)
-    found: dict[str, str] = json.loads((folder / "kinds.json").read_text())
+    every = ("tied", "untied", "-1", "+1")
+    (found,) = run_fresh(1, outcomes, tmp_path_factory.mktemp("kinds"), tuple(FAMILIES), every, timeout=1800.0)
     return {name: what for name, what in found.items() if not what.startswith("refused: ")}
 
 
@@ -140,11 +319,9 @@ def test_other_numbers_of_layers_are_named(kinds: dict[str, str]) -> None:
     assert not wrong, wrong
 
 
-def test_a_family_of_which_the_model_loads_some_weights_itself_on_four_ranks(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+def test_a_family_of_which_the_model_loads_some_weights_itself_on_four_ranks(tmp_path: Path) -> None:
     """SGLang loads DeepSeek's CPU tensors in threads of its own, which no dispatch mode of ours would see."""
-    what = found_by((4,), ("DeepSeek-V3",), tmp_path_factory)[4]["DeepSeek-V3"]
+    what = found_by((4,), ("DeepSeek-V3",), tmp_path)[4]["DeepSeek-V3"]
     assert what.startswith("exact, "), what
 
 

@@ -6,30 +6,43 @@ Real models, real sharding, real gloo: source -> plan -> pack -> gather -> a sec
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import CONFIGS, build, train_step
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig, Qwen2Config
 from worlds import run_world
 
-from contract.fsdp_layouts import KEEP, LAYOUTS, Layout, State, open_source, shard, torchs_own_state
-from contract.reading import Reader
-from verl_sync_plugin.engine.load import Assembler
-from verl_sync_plugin.layout.planner import plan_buckets
+from contract.fsdp_models import (
+    CONFIGS,
+    KEEP,
+    LAYOUTS,
+    SIZES,
+    Layout,
+    build,
+    change,
+    fsdp1,
+    open_source,
+    shard,
+    source_of,
+    torchs_own_state,
+    train_step,
+)
+from contract.reading import CPU, LARGE, TINY, WAYS, State, check_same, deliver, planned
 from verl_sync_plugin.layout.tensors import Plan, Shard
-from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy
-from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
-from verl_sync_plugin.trainers.naming import verl_rewrite
+from verl_sync_plugin.trainers.naming import checkpoint_rewrite, verl_rewrite
 
 SYNCS = 3
-TINY, LARGE = 6_001, 64 << 20  # bytes; TINY is no multiple of anything
+SOME = pytest.mark.parametrize("layout", [Layout((2,)), fsdp1(2), fsdp1(2, True)], ids=str)
 
 
 def unit_of(name: str) -> str:
@@ -38,7 +51,11 @@ def unit_of(name: str) -> str:
     return match.group() if match else "root"
 
 
-def expected_on_the_wire(state: State, parameters: set[str], layout: Layout, model_type: str) -> State:
+def parameters_of(model: torch.nn.Module) -> set[str]:
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+
+def on_the_wire(state: State, parameters: set[str], layout: Layout, model_type: str = "qwen2") -> State:
     """The HF tensors that must arrive: bf16, except buffers and kept names (FSDP1: the whole unit of a kept name)."""
     kept = {name for name in parameters if any(re.search(pattern, name) for pattern in KEEP)}
     if layout.strategy:
@@ -49,29 +66,6 @@ def expected_on_the_wire(state: State, parameters: set[str], layout: Layout, mod
     return dict(verl_rewrite(model_type)(wire.items()))
 
 
-def deliver(plan: Plan, shards: list[Shard], source: ParameterSource, sender: BucketSender) -> Iterator[State]:
-    """Runs all buckets; yields what each load call would get."""
-    reader = Reader(plan, source, sender)
-    assembler = Assembler()
-    for index, bucket in enumerate(plan.buckets):
-        memory = reader.receive(index, shards)
-        loaded: State = {}
-        for name, tensor in assembler.tensors(memory, bucket.entries):
-            assert name not in loaded, f"{name} came twice"
-            loaded[name] = tensor.clone()
-        yield loaded
-    assembler.finish()
-    reader.close()
-
-
-def check_arrival(got: State, expected: State) -> None:
-    assert sorted(got) == sorted(expected)
-    for name, tensor in expected.items():
-        assert got[name].dtype == tensor.dtype, name
-        assert got[name].shape == tensor.shape, name
-        assert torch.equal(got[name], tensor), name
-
-
 def locals_of(shards: list[Shard]) -> list[torch.Tensor]:
     return [shard.local().clone() for shard in shards]
 
@@ -79,16 +73,12 @@ def locals_of(shards: list[Shard]) -> list[torch.Tensor]:
 def one_sync(
     module: torch.nn.Module, source: ParameterSource, bucket_bytes: int, sharded: bool = False
 ) -> tuple[State, Plan]:
-    """A sync and its checks on the sender: live parameters untouched, each name once."""
-    shards = source.shards()
+    """A sync that leaves live parameters untouched."""
+    plan, shards = planned(source, bucket_bytes, sharded)
     before = locals_of(shards)
     versions = [parameter._version for parameter in module.parameters()]
-    plan = plan_buckets(tuple(shard.base for shard in shards), bucket_bytes, sharded)
     assert plan.slot_bytes <= bucket_bytes
-    got: State = {}
-    for loaded in deliver(plan, shards, source, BucketSender(torch.device("cpu"), 30.0)):
-        assert not got.keys() & loaded.keys(), "a name came twice"
-        got.update(loaded)
+    got = deliver(source, plan, shards)
     assert all(map(torch.equal, before, locals_of(source.shards()))), "the sync changed the trainer's parameters"
     assert versions == [parameter._version for parameter in module.parameters()], "the sync wrote to a parameter"
     return got, plan
@@ -98,20 +88,17 @@ def syncs(layout: Layout, model_name: str) -> list[str]:
     """Three syncs with two bucket sizes each and training in between; returns the plans' digests."""
     model_type = CONFIGS[model_name].model_type
     model = build(model_name)
-    original: State = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    module = shard(model, layout)
+    last: State = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    parameters, module = parameters_of(model), shard(model, layout)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05, weight_decay=0.5)
-    source = open_source(module, layout, model_type)
-    digests, last = [], original
+    source, digests = open_source(module, model_type), []
+    check_same(torchs_own_state(module), last)
     for step in range(SYNCS):
         state = torchs_own_state(module)
-        if step == 0:
-            check_arrival(state, original)
-        expected = expected_on_the_wire(state, parameters, layout, model_type)
-        for bucket_bytes, sharded in ((TINY, False), (LARGE, False), (TINY, True)):
+        expected = on_the_wire(state, parameters, layout, model_type)
+        for bucket_bytes, sharded in WAYS:
             got, plan = one_sync(module, source, bucket_bytes, sharded)
-            check_arrival(got, expected)
+            check_same(got, expected)
             digests.append(plan.digest)
             if not sharded:
                 check_cuts(plan, bucket_bytes)
@@ -126,15 +113,9 @@ def syncs(layout: Layout, model_name: str) -> list[str]:
 
 def check_cuts(plan: Plan, bucket_bytes: int) -> None:
     """The tiny buckets must tear tensors apart, the large one must not."""
-    times: dict[str, int] = {}
-    for bucket in plan.buckets:
-        for entry in bucket.entries:
-            times[entry.name] = times.get(entry.name, 0) + 1
-    if bucket_bytes == TINY:
-        assert max(times.values()) > 1
-    else:
-        assert max(times.values()) == 1
-        assert len(plan.buckets) <= 2
+    names = [entry.name for bucket in plan.buckets for entry in bucket.entries]
+    assert (len(names) > len(set(names))) == (bucket_bytes == TINY)
+    assert bucket_bytes == TINY or len(plan.buckets) <= 2
 
 
 def cases() -> Iterator[Any]:
@@ -158,15 +139,12 @@ def test_every_tensor_arrives_bit_for_bit(layout: Layout, model_name: str) -> No
 def sync_untrained(layout: Layout) -> None:
     model = build("qwen2")
     original: State = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    module = shard(model, layout)
-    got, _ = one_sync(module, open_source(module, layout, "qwen2"), LARGE)
-    check_arrival(got, expected_on_the_wire(original, parameters, layout, "qwen2"))
+    parameters, module = parameters_of(model), shard(model, layout)
+    got, _ = one_sync(module, open_source(module, "qwen2"), LARGE)
+    check_same(got, on_the_wire(original, parameters, layout))
 
 
-@pytest.mark.parametrize(
-    "layout", [Layout((2,)), Layout((2,), "FULL_SHARD"), Layout((2,), "FULL_SHARD", True)], ids=str
-)
+@SOME
 def test_sync_before_the_first_forward(layout: Layout) -> None:
     """verl syncs before the first step, when FSDP1 has not yet initialised itself lazily."""
     run_world(layout.size, sync_untrained, layout)
@@ -174,13 +152,11 @@ def test_sync_before_the_first_forward(layout: Layout) -> None:
 
 def sync_after_a_forward_that_raised() -> None:
     """The root stays gathered then; what is sent are the shards all the same."""
-    layout = Layout((2,))
-    model = build("qwen2")
+    layout, model = Layout((2,)), build("qwen2")
     original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    parameters = parameters_of(model)
     module: Any = shard(model, layout)
-    source = open_source(module, layout, "qwen2")
-    expected = expected_on_the_wire(original, parameters, layout, "qwen2")
+    source = open_source(module, "qwen2")
     _, plan = one_sync(module, source, LARGE)
     hook = module.model.layers[-1].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -188,7 +164,7 @@ def sync_after_a_forward_that_raised() -> None:
     hook.remove()
     assert not isinstance(module.model.embed_tokens.weight, DTensor), "the root is not gathered"
     got, again = one_sync(module, source, LARGE)
-    check_arrival(got, expected)
+    check_same(got, on_the_wire(original, parameters, layout))
     assert again.digest == plan.digest
 
 
@@ -196,19 +172,111 @@ def test_sync_after_a_forward_that_raised() -> None:
     run_world(2, sync_after_a_forward_that_raised)
 
 
-def odd_placement() -> str:
-    mesh = init_device_mesh("cpu", (2,))
-    module = torch.nn.Linear(6, 6, bias=False)
-    fully_shard(module, mesh=mesh, shard_placement_fn=lambda _: torch.distributed.tensor.Shard(1))
-    source = FSDP2Source(module, WirePolicy(torch.bfloat16), verl_rewrite("qwen2"))
-    try:
-        source.shards()
-    except ValueError as error:
-        return str(error)
-    return ""
+CHECKPOINTS: dict[str, PretrainedConfig] = {
+    "mixtral": MixtralConfig(**{**SIZES, "head_dim": None}, num_local_experts=5),
+    "qwen2-tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
+}
 
 
-def test_unknown_placement_is_refused_by_name() -> None:
-    for text in run_world(2, odd_placement):
-        assert "parameter 'weight' has placements (Shard(dim=1),)" in text
-        assert "custom.sync.enabled=False to run stock verl" in text
+def sync_of_a_checkpoint(folder: str, layout: Layout) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rewrite, unsaved = checkpoint_rewrite(model), frozenset(model.all_tied_weights_keys)
+    module = shard(model, layout)
+    source = source_of(module, WirePolicy(torch.float32), rewrite, unsaved=unsaved)
+    for bucket_bytes, sharded in WAYS[1:]:
+        got, _ = one_sync(module, source, bucket_bytes, sharded)
+        check_same(got, load_file(Path(folder) / "model.safetensors"))
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("layout", [Layout((3,)), fsdp1(2), fsdp1(2, True)], ids=str)
+def test_what_was_loaded_arrives_named_and_cut_as_the_checkpoint_is(name: str, layout: Layout, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(CHECKPOINTS[name], dtype=torch.float32).save_pretrained(tmp_path)
+    run_world(layout.size, sync_of_a_checkpoint, str(tmp_path), layout)
+
+
+def permuted(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """The same values, in memory with the dimensions in another order."""
+    back = [order.index(dim) for dim in range(len(order))]
+    return tensor.detach().permute(order).contiguous().permute(back)
+
+
+def strided_syncs(layout: Layout) -> None:
+    """FSDP1 keeps a parameter in the order of its memory. FSDP2 refuses such parameters; its buffers may be so."""
+    model: Any = build("qwen2")
+    first = model.model.layers[0]
+    for module in (first.self_attn.q_proj, first.mlp.down_proj, model.model.embed_tokens, model.lm_head):
+        if layout.strategy:
+            module.weight = torch.nn.Parameter(permuted(module.weight, [1, 0]))
+    table = torch.randn(5, 5)
+    first.register_buffer("table", permuted(torch.randn(2, 3, 4), [2, 0, 1]))
+    first.register_buffer("square", table)
+    first.register_buffer("turned", table.t())  # the same memory, read the other way
+    parameters, module = parameters_of(model), shard(model, layout)
+    source = open_source(module, "qwen2")
+    for _ in range(2):
+        expected = on_the_wire(torchs_own_state(module), parameters, layout)
+        for bucket_bytes, sharded in WAYS:
+            check_same(one_sync(module, source, bucket_bytes, sharded)[0], expected)
+        change(module)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout((2,)), *(fsdp1(2, original, way) for way in ("FULL_SHARD", "NO_SHARD") for original in (True, False))],
+    ids=str,
+)
+def test_tensors_in_another_order_of_memory_arrive_as_the_state_dict_has_them(layout: Layout) -> None:
+    run_world(layout.size, strided_syncs, layout)
+
+
+class Odd(torch.nn.Module):
+    """Parameters of random shapes, in memory in random order."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        chosen = random.Random(seed)
+        torch.manual_seed(seed)
+        for number in range(6):
+            shape = [chosen.choice((1, 2, 3, 5)) for _ in range(chosen.randint(1, 4))]
+            order = chosen.sample(range(len(shape)), len(shape))
+            self.register_parameter(f"p{number}", torch.nn.Parameter(permuted(torch.randn(shape), order)))
+
+
+def flat(module: torch.nn.Module, world: int, original: bool) -> tuple[torch.nn.Module, ParameterSource]:
+    mesh = init_device_mesh("cpu", (world,))
+    wrapped = FullyShardedDataParallel(module, device_mesh=mesh, device_id=CPU, use_orig_params=original)
+    return wrapped, source_of(wrapped, WirePolicy(torch.float32), iter)
+
+
+def odd_syncs(world: int, original: bool) -> None:
+    for seed in range(40):
+        module, source = flat(Odd(seed), world, original)
+        check_same(one_sync(module, source, 64)[0], torchs_own_state(module))
+
+
+@pytest.mark.parametrize("original", [True, False])
+@pytest.mark.parametrize("world", [1, 2])
+def test_any_shape_in_any_order_arrives(world: int, original: bool) -> None:
+    run_world(world, odd_syncs, world, original)
+
+
+def refused() -> list[str]:
+    """FSDP1 keeps the wrong elements of every second column of a matrix, and reads into the next parameter."""
+    mesh, texts = init_device_mesh("cpu", (2,)), []
+    gapped = torch.nn.Sequential(torch.nn.Linear(6, 4, bias=False), torch.nn.Linear(9, 9))
+    gapped[0].weight = torch.nn.Parameter(torch.randn(4, 12)[:, ::2])
+    odd = torch.nn.Linear(6, 6, bias=False)
+    fully_shard(odd, mesh=mesh, shard_placement_fn=lambda _: torch.distributed.tensor.Shard(1))
+    for source in (flat(gapped, 2, True)[1], source_of(odd, WirePolicy(torch.bfloat16), verl_rewrite("qwen2"))):
+        with pytest.raises(ValueError) as caught:
+            source.shards()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_what_cannot_be_read_is_refused_by_name() -> None:
+    for gapped, placed in run_world(2, refused):
+        assert "parameter '0.weight' has strides (12, 2)" in gapped and "contiguous()" in gapped
+        assert "parameter 'weight' has placements (Shard(dim=1),)" in placed
+        assert "custom.sync.enabled=False to run stock verl" in placed

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 import time
 from dataclasses import replace
 from functools import partial
@@ -13,67 +12,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lora_models import Layout, Variant, merging_source, peft_model, shard
 from peft import get_peft_model_state_dict
 from worlds import run_world
 
-from contract.fsdp_layouts import torchs_own_state
+from contract.fsdp_models import Layout, Variant, change, fsdp1, merging_source, peft_model, shard, torchs_own_state
+from contract.sources import StandIn, endpoint_of
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.tensors import Shard
 from verl_sync_plugin.report import SyncReport
-from verl_sync_plugin.rollouts.sglang.lora import served_settings
-from verl_sync_plugin.rollouts.sglang.request import dumps
 from verl_sync_plugin.sync.adapter import AdapterSender
-from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
+from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.trainers.fsdp import PEFTAdapter
 from verl_sync_plugin.trainers.lora import MergingSource
 from verl_sync_plugin.transport.agreement import Agreement
-from verl_sync_plugin.transport.protocol import LoadRequest
 
 VARIANT = Variant("all-linear", config={"target_modules": "all-linear"})
-
-
-class Engine(RolloutEndpoint):
-    """Rank 0 leads. Unpacks what it is given, as SGLang does, and refuses when told to."""
-
-    def __init__(self) -> None:
-        self.adapters: list[tuple[dict[str, Any], dict[str, torch.Tensor]]] = []
-        self.abandoned: list[str] = []
-        self.refuses = False
-
-    @property
-    def leader(self) -> bool:
-        return dist.get_rank() == 0
-
-    @property
-    def restores_uncovered(self) -> bool:
-        return True
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return tuple(range(dist.get_world_size()))
-
-    async def resume(self, tags: list[str]) -> None: ...
-
-    async def finish(self, tags: list[str]) -> None: ...
-
-    async def publish(self, report: dict[str, Any]) -> None: ...
-
-    async def abandon(self, why: str) -> None:
-        self.abandoned.append(why)
-
-    async def load_adapter(self, config: Any, factors: Any, weight_version: str | None) -> LoadOutcome:
-        if self.refuses:
-            raise RuntimeError("SGLang refused the adapter: rank too high")
-        packed = dumps(factors)
-        self.adapters.append((served_settings(config, factors), pickle.loads(packed)))
-        return LoadOutcome(0.5, len(packed))
-
-    def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
-        raise AssertionError("no base travels")
-
-    def flush_behind_load(self) -> None: ...
 
 
 def send_three_times(layout: Layout) -> None:
@@ -82,25 +36,29 @@ def send_three_times(layout: Layout) -> None:
     config = reference.peft_config["default"]
     source = merging_source(module, "qwen2", merge=False)
     sender = AdapterSender(PEFTAdapter(source, config), torch.bfloat16, SyncConfig())
-    agreement, engine = Agreement(20.0), Engine()
+    agreement, server = Agreement(20.0), StandIn()
+    engine = endpoint_of(server, leader=dist.get_rank() == 0)
     for version in (1, 2, 3):
         report = SyncReport(version)
         asyncio.run(sender.send(agreement, engine, report, str(version)))
         reference.load_state_dict(torchs_own_state(module))
         expected = get_peft_model_state_dict(reference)
         if engine.leader:
-            settings, got = engine.adapters[-1]
+            settings, got = server.adapters[-1]
             assert got.keys() == expected.keys() and len(got) == report.tensors
             assert all(torch.equal(got[name], expected[name].bfloat16()) for name in expected)
             assert settings["r"] == 3 and settings["peft_type"] == "LORA" and report.stages["sleep"] == 0.5
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.mul_(1.25)
-    fail_and_recover(module, source, sender, agreement, engine)
+        change(module)
+    fail_and_recover(module, source, sender, agreement, server, engine)
 
 
 def fail_and_recover(
-    module: torch.nn.Module, source: MergingSource, sender: AdapterSender, agreement: Agreement, engine: Engine
+    module: torch.nn.Module,
+    source: MergingSource,
+    sender: AdapterSender,
+    agreement: Agreement,
+    server: StandIn,
+    engine: RolloutEndpoint,
 ) -> None:
     def failing(sender: AdapterSender = sender) -> str:
         with pytest.raises(SyncError) as caught:
@@ -117,9 +75,9 @@ def fail_and_recover(
     assert f"rank {last}: torch.OutOfMemoryError: injected" in failing()
     assert time.monotonic() - started < 5, "the others waited in the collective"
     vars(source).pop("shards", None)
-    engine.refuses = True
+    server.refuses = True
     assert "rank 0: RuntimeError: SGLang refused the adapter" in failing()
-    engine.refuses = False
+    server.refuses = False
     factor = next(parameter for name, parameter in module.named_parameters() if "lora_A" in name)
     local: torch.Tensor = getattr(factor, "_local_tensor", factor).detach().view(-1)
     if local.numel():
@@ -131,9 +89,9 @@ def fail_and_recover(
     assert "lora_A.weight' exceeds the range of float16, in which it travels" in failing(narrow)
     if local.numel():
         local[0] = honest
-    sent = len(engine.adapters)
+    sent = len(server.adapters)
     asyncio.run(sender.send(agreement, engine, SyncReport(), None))
-    assert len(engine.adapters) == sent + int(engine.leader)
+    assert len(server.adapters) == sent + int(engine.leader)
 
 
 def _with_a_broken_factor(source: MergingSource) -> list[Shard]:
@@ -148,6 +106,6 @@ def _with_a_broken_factor(source: MergingSource) -> list[Shard]:
     return shards
 
 
-@pytest.mark.parametrize("layout", [Layout((1,)), Layout((3,)), Layout((2,), True)], ids=str)
+@pytest.mark.parametrize("layout", [Layout((1,)), Layout((3,)), fsdp1(2, True)], ids=str)
 def test_the_engine_gets_pefts_own_adapter(layout: Layout) -> None:
     run_world(layout.size, send_three_times, layout, timeout=60)

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from lora_models import Layout, Variant, assert_unchanged, deliver, merging_source, peft_model, rename, shard
-from models import build
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
@@ -21,12 +19,25 @@ from transformers import AutoModelForCausalLM
 from worlds import run_world
 
 from bare_engine import trainer
-from contract.fsdp_layouts import torchs_own_state
+from contract.fsdp_models import (
+    Layout,
+    Variant,
+    assert_unchanged,
+    build,
+    change,
+    deliver,
+    fsdp1,
+    merging_source,
+    peft_model,
+    rename,
+    shard,
+    torchs_own_state,
+)
+from contract.reading import WAYS, State
 from verl_sync_plugin.lora.peft import Kind, is_adapter, lora_weights
 from verl_sync_plugin.trainers.naming import verl_rewrite
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
 
 VARIANTS = [
     Variant("all-linear", config={"target_modules": "all-linear"}),
@@ -82,24 +93,26 @@ def assert_within_one_ulp(name: str, got: torch.Tensor, expected: torch.Tensor) 
     assert bool(((got - expected).abs() <= ulp.clamp(min=4e-6)).all()), f"{name}: {(got - expected).abs().max()}"
 
 
+def check_merged(got: State, expected: State) -> None:
+    assert sorted(got) == sorted(expected)
+    for name, tensor in expected.items():
+        assert_within_one_ulp(name, got[name], tensor)
+
+
 def merge_and_compare(variant: Variant, layout: Layout) -> None:
     reference = peft_model(variant)
     module = shard(peft_model(variant), layout)
     source = merging_source(module, variant.model)
-    for bucket_bytes, sharded in ((9_001, False), (64 << 20, False), (9_001, True)):
+    for bucket_bytes, sharded in WAYS:
         before = {name: tensor.clone() for name, tensor in torchs_own_state(module).items()}
         expected = peft_merge(reference, before)
         got = deliver(source, bucket_bytes, sharded=sharded)
-        assert sorted(got) == sorted(expected)
-        for name, tensor in expected.items():
-            assert_within_one_ulp(name, got[name], tensor)
+        check_merged(got, expected)
         unmerged = dict(verl_rewrite(variant.model)(rename(before).items()))
         changed = [name for name in got if not torch.equal(got[name], unmerged[name].to(got[name].dtype))]
         assert changed, "nothing was merged"
         assert_unchanged(before, module)
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.mul_(1.25)
+        change(module)
 
 
 def replicated() -> Iterator[Any]:
@@ -117,9 +130,9 @@ def cases() -> Iterator[tuple[Layout, Variant]]:
     for number, variant in enumerate(VARIANTS):
         few, odd = (1 + number // 2 % 2,), number % 2
         yield Layout(few if odd else (3,)), variant
-        yield Layout((3,) if odd else (2,), True), variant
+        yield fsdp1(3 if odd else 2, True), variant
         if variant.name not in MIXED:
-            yield Layout((2,) if odd else (3,), False), variant
+            yield fsdp1(2 if odd else 3), variant
 
 
 @pytest.mark.parametrize(
@@ -146,8 +159,7 @@ def layers_that_are_units() -> None:
     assert {type(each).__name__ for each in module.modules()} >= {"FSDPLinear", "FSDPEmbedding"}
     source = merging_source(module, variant.model)
     expected = peft_merge(peft_model(variant), torchs_own_state(module))
-    for name, tensor in deliver(source, 9_001).items():
-        assert_within_one_ulp(name, tensor, expected[name])
+    check_merged(deliver(source), expected)
     weights = lora_weights(module)
     assert weights and all(weight.plain is (weight.kind is Kind.LINEAR) for weight in weights)
 
@@ -212,9 +224,7 @@ def load_and_merge(checkpoint: str, adapter: str) -> None:
     loaded = {name for name in reference.state_dict() if is_adapter(name) or "modules_to_save" in name}
     assert len(loaded) == 2 * 2 * 3 + 1
     expected = peft_merge(reference, reference.state_dict())
-    got = deliver(merging_source(engine.module, "qwen2"), 9_001)
-    assert sorted(got) == sorted(expected)
-    for name, tensor in expected.items():
-        assert_within_one_ulp(name, got[name], tensor)
+    got = deliver(merging_source(engine.module, "qwen2"))
+    check_merged(got, expected)
     plain = base_of(checkpoint).state_dict()["model.layers.0.mlp.down_proj.weight"].bfloat16()
     assert not torch.equal(got["model.layers.0.mlp.down_proj.weight"], plain)

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 from worlds import run_world
 
-from megatron_cpu import cost, rearranged, stories, streams, te_names
+from contract.reading import LARGE, TINY
+from megatron_cpu import stories
 from megatron_cpu.engines import Layout
-from verl_sync_plugin.sync.sender import SLOTS
 
 pytestmark = pytest.mark.usefixtures("bridge_processes")
 
@@ -55,19 +55,21 @@ def test_every_tensor_arrives_bit_for_bit(kind: str, layout: Layout, checkpoint:
 def test_a_model_whose_conversion_computes_goes_through_the_bridges_stream(
     kind: str, layout: Layout, checkpoint: Callable[[str], str]
 ) -> None:
-    run_world(layout.world, streams.computed, checkpoint(kind), layout, timeout=120)
+    run_world(layout.world, stories.computed_in_the_stream, checkpoint(kind), layout, timeout=120)
 
 
 @pytest.mark.parametrize("layout", [Layout(2, tp=2), Layout(2, pp=2)], ids=str)
 @pytest.mark.parametrize(
     ("bucket_bytes", "learning"),
-    [(stories.TINY, False), (stories.LARGE, False), (stories.LARGE, True)],
+    [(TINY, False), (LARGE, False), (LARGE, True)],
     ids=["torn", "one-bucket", "learning"],
 )
 def test_a_rank_that_fails_inside_the_stream_is_everybodys_error_and_recovered_from(
     layout: Layout, bucket_bytes: int, learning: bool, checkpoint: Callable[[str], str]
 ) -> None:
-    results = run_world(2, streams.failing, checkpoint("qwen2"), layout, bucket_bytes, learning, timeout=120)
+    results = run_world(
+        2, stories.failing_in_the_stream, checkpoint("qwen2"), layout, bucket_bytes, learning, timeout=120
+    )
     for text, seconds in results:
         assert "injected into the conversion" in text and "rank 1" in text, text
         assert seconds < 10, "others waited for a rank that had failed"
@@ -91,7 +93,7 @@ def test_a_rank_that_fails_inside_the_stream_is_everybodys_error_and_recovered_f
 def test_names_and_classes_of_transformer_engine_are_read(
     kind: str, layout: Layout, fused: list[str], checkpoint: Callable[[str], str]
 ) -> None:
-    names, _ = run_world(2, te_names.syncs, checkpoint(kind), layout, timeout=120)
+    names, _ = run_world(2, stories.syncs_as_transformer_engine, checkpoint(kind), layout, timeout=120)
     assert {f"decoder.layers.0.{name}" for name in fused} <= names
 
 
@@ -105,7 +107,7 @@ def test_offloaded_parameters_are_read_where_they_are(layout: Layout, checkpoint
 
 
 def test_tensors_and_modules_that_are_replaced_are_found(checkpoint: Callable[[str], str]) -> None:
-    run_world(2, rearranged.in_every_way, checkpoint("qwen2"), Layout(2, tp=2), timeout=120)
+    run_world(2, stories.rearranged, checkpoint("qwen2"), Layout(2, tp=2), timeout=120)
 
 
 def test_a_padded_vocabulary_arrives_without_its_padding(checkpoint: Callable[[str], str]) -> None:
@@ -145,20 +147,3 @@ def test_disagreement_is_one_error_soon_and_recovered_from(
     assert "failed at 'matching the layouts of all ranks'; trainer weights are unchanged" in text
     assert "decoder.layers.0.self_attention.linear_proj.weight" in text and said in text
     assert max(seconds for _, seconds in results) < 5
-
-
-@pytest.mark.parametrize(
-    ("kind", "layout"),
-    [("qwen2", Layout(4, tp=2, pp=2)), ("qwen3-moe", Layout(4, tp=2, pp=2, ep=2, etp=1))],
-    ids=lambda value: str(value),
-)
-def test_packing_needs_no_collective_and_two_buckets_of_memory(
-    kind: str, layout: Layout, checkpoint: Callable[[str], str]
-) -> None:
-    bucket_bytes = 10_000
-    for counts, buckets, staging, other in run_world(
-        4, cost.of_third_sync, checkpoint(kind), layout, bucket_bytes, timeout=120
-    ):
-        assert buckets > 5 and counts == {}
-        assert staging <= SLOTS * bucket_bytes
-        assert other == 0, "packing needs no memory beside the two buckets"

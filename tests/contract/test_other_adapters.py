@@ -4,24 +4,21 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import build
 from peft import IA3Config, LoHaConfig, LoraConfig, PeftMixedModel, get_peft_model, inject_adapter_in_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-from transformers import Gemma2Config, Gemma2ForCausalLM
 from worlds import run_world
 
 import tiny_models
 from bare_engine import trainer
-from contract.test_lora_adapter import Engine
+from contract.fsdp_models import build
+from contract.sources import StandIn, endpoint_of
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.lora.peft import lora_weights
-from verl_sync_plugin.rollouts import rollout_of
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 
 TARGETS = {"target_modules": ["q_proj", "down_proj"]}
@@ -98,19 +95,13 @@ def adapter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class SGLang(Engine):
-    """Refuses what SGLang's own endpoint refuses."""
-
-    _engine = rollout_of("sglang")
-
-
 def opened(checkpoint: str, model: dict[str, Any], strategy: str) -> str:
     """What stops the first step of the first sync of verl's own engine."""
     settings = {"use_orig_params": True} if strategy == "fsdp" else {}
     engine = trainer.build(checkpoint, strategy, model={"lora_rank": 4, **model}, **settings)
     manager = get_sharding_manager(strategy, "sglang")
     with pytest.raises(ValueError) as caught:
-        manager(engine, SGLang(), SyncConfig(), 1 << 20, torch.device("cpu")).open_source()
+        manager(engine, endpoint_of(StandIn()), SyncConfig(), 1 << 20, torch.device("cpu")).open_source()
     return str(caught.value)
 
 
@@ -120,16 +111,3 @@ def test_an_adapter_that_verl_loads_is_refused(strategy: str, merge: bool, check
     loaded = {"lora_adapter_path": str(adapter), "lora": {"merge": merge}}
     (text,) = run_world(1, opened, str(checkpoint), loaded, strategy)
     assert "peft_type=IA3" in text
-
-
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-def test_an_adapted_embedding_that_the_engine_ties_is_refused(strategy: str, checkpoint: Path, tmp_path: Path) -> None:
-    """As where the driver cannot read the model."""
-    folder = tmp_path / "gemma-2"
-    shutil.copytree(checkpoint, folder)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
-    Gemma2ForCausalLM(Gemma2Config(vocab_size=600, **sizes)).save_pretrained(folder)
-    adapted = {"target_modules": ["q_proj", "embed_tokens"], "lora": {"merge": True}}
-    (text,) = run_world(1, opened, str(folder), adapted, strategy)
-    assert "the adapter's Embedding: it changes the embedding or the head" in text
-    assert "SGLang's Gemma2ForCausalLM computes logits with the embedding" in text

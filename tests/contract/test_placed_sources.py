@@ -22,21 +22,16 @@ from verl.workers.engine.spec import BlockPlacement, ShardSpec
 from worlds import run_world
 
 from bare_engine import trainer
-from contract.reading import Reader
+from contract.reading import CPU, WAYS, State, check_same, deliver
 from contract.sources import Wanted
 from verl_sync_plugin.config.settings import SyncConfig
-from verl_sync_plugin.engine.load import Assembler
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.trainers.base import WirePolicy
 from verl_sync_plugin.trainers.naming import Rewrite
 from verl_sync_plugin.trainers.placed import PlacedSource, ShardSpecTrainer, simple, spec_boxes, state_boxes
 from verl_sync_plugin.transport.agreement import Agreement
 
-State = dict[str, torch.Tensor]
-CPU = torch.device("cpu")
 POLICY = WirePolicy(torch.bfloat16, Wanted(r"\.gate\.weight$"))
-TINY, LARGE = 3_001, 64 << 20
 plain = iter  # no tensor is rewritten
 
 
@@ -53,17 +48,7 @@ def received(source: PlacedSource, agreement: Agreement, bucket_bytes: int, shar
     shards = source.shards()
     plan = source.plan(tuple(shard.base for shard in shards), bucket_bytes, sharded)
     agreement.same_on_all("the plan", plan.digest)
-    sender = BucketSender(CPU, 30.0)
-    reader = Reader(plan, source, sender)
-    assembler = Assembler(frozenset(entry.name for bucket in plan.buckets for entry in bucket.entries))
-    got: State = {}
-    for index, bucket in enumerate(plan.buckets):
-        memory = reader.receive(index, shards)
-        for name, tensor in assembler.tensors(memory, bucket.entries):
-            assert name not in got, f"{name} came twice"
-            got[name] = tensor.clone()
-    assembler.finish()
-    reader.close()
+    got = deliver(source, plan, shards)
     source.release()
     return got
 
@@ -72,11 +57,8 @@ def check(source: PlacedSource, expected: Callable[[], State], change: Callable[
     """Three syncs in three ways, with other values each time and one layout."""
     agreement = Agreement(30.0)
     for _ in range(3):
-        for bucket_bytes, sharded in ((TINY, False), (LARGE, False), (TINY, True)):
-            got, wanted = received(source, agreement, bucket_bytes, sharded), expected()
-            assert sorted(got) == sorted(wanted)
-            wrong = [n for n, t in wanted.items() if got[n].dtype != t.dtype or not torch.equal(got[n], t)]
-            assert not wrong, wrong
+        for bucket_bytes, sharded in WAYS:
+            check_same(received(source, agreement, bucket_bytes, sharded), expected())
         change()
 
 

@@ -1,16 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters that SGLang serves itself: its layers read every factor that was sent, or the sync names what is lost."""
+"""Adapters that SGLang serves itself, as PEFT builds them: its LoRA manager's layers read every factor that was sent,
+or the sync names what is lost."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.multiprocessing as mp
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from worlds import run_fresh
 
-from contract.served_adapters import run_rank
-from ports import free_port
+from contract import sglang_models
+from contract.families import FAMILIES, Family
+from contract.test_families import publish
+from verl_sync_plugin.engine.introduce import introduce
+from verl_sync_plugin.engine.recorder import Source
+from verl_sync_plugin.layout.load_map import unwritten
+from verl_sync_plugin.rollouts.sglang.lora import look, served_settings, summary
+from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 
 pytestmark = pytest.mark.slow
 
@@ -45,10 +58,145 @@ TWO: dict[str, Case] = {
     "Phi-3: served": ("Phi-3", {}, ["all"]),
     "Gemma 2: served": ("Gemma 2", {"target_modules": [*LAYERS, "lm_head"][:7]}, LAYERS),
 }
+NAME = "served"
+RANK, ROOM = 4, 8
+Factors = dict[str, torch.Tensor]
 
 
-@pytest.mark.parametrize("cases", [ONE, TWO], ids=["one rank", "two ranks"])
-def test_every_factor_is_read_or_named(cases: dict[str, Case], tmp_path: Path) -> None:
-    port = free_port()
-    world = 1 if cases is ONE else 2
-    mp.spawn(run_rank, args=(world, str(tmp_path), port, cases), nprocs=world)
+def adapter_of(family: Family, **settings: Any) -> tuple[dict[str, Any], Callable[[int], Factors]]:
+    """Settings of an adapter as PEFT resolves them, and what makes its factors of a seed."""
+    config = AutoConfig.for_model(family.model_type, **family.config)
+    multimodal = type(config) in AutoModelForImageTextToText._model_mapping
+    auto = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    given = LoraConfig(task_type="CAUSAL_LM", **{"r": RANK, "target_modules": "all-linear", **settings})
+    adapted = get_peft_model(model, given)
+    names = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+
+    def factors(seed: int) -> Factors:
+        generator = torch.Generator().manual_seed(seed)
+        return {name: torch.randn(factor.shape, generator=generator).bfloat16() for name, factor in names.items()}
+
+    return adapted.peft_config["default"].to_dict(), factors
+
+
+def manager_of(family: Family, home: Path, targets: set[str]) -> Any:
+    """SGLang's LoRA manager around its own class of the model, as an engine rank launches it."""
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.lora.lora_manager import LoRAManager
+    from sglang.srt.server_args import get_global_server_args
+
+    home.mkdir(parents=True)
+    publish(family, home)
+    config = sglang_models.start_from(home, family.attention)
+    return LoRAManager(
+        sglang_models.build(config), config.hf_config, 8, LoadConfig(), torch.bfloat16, get_global_server_args(),
+        lora_backend="torch_native", tp_size=dist.get_world_size(), tp_rank=dist.get_rank(), max_lora_rank=ROOM,
+        target_modules=targets,
+    )  # fmt: skip
+
+
+def load(manager: Any, settings: dict[str, Any], factors: Factors) -> None:
+    """Replaces the adapter, as a server does."""
+    from sglang.srt.lora.lora_registry import LoRARef
+
+    for held in list(manager.lora_refs.values()):
+        assert manager.unload_lora_adapter(held).success
+    named = LoRARef(lora_name=NAME, lora_path="__tensor__", pinned=False)
+    done = manager.load_lora_adapter_from_tensors(named, factors, served_settings(settings, factors))
+    if not done.success:
+        raise RuntimeError(f"SGLang refused the adapter: {done.error_message}")
+
+
+def refusal(manager: Any, adapter: str, factors: Factors) -> str:
+    try:
+        look(manager, adapter, summary(factors))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def outcome(family: str, settings: dict[str, Any], targets: set[str], home: Path) -> str:
+    """``served``, after three adapters and what must not pass for one; or why the first one is refused."""
+    resolved, factors = adapter_of(FAMILIES[family], **settings)
+    manager = manager_of(FAMILIES[family], home, targets)
+    takes_the_base(manager.base_model, home)
+    if why := refusal(manager, "", factors(1)):
+        return why
+    for seed in (1, 2, 3):
+        load(manager, resolved, factors(seed))
+        assert refusal(manager, NAME, factors(seed)) == ""
+        assert "SGLang has taken other ones than it was sent" in refusal(manager, NAME, factors(seed + 1))
+        in_the_way_of_rubbish(manager, factors(seed))
+    return "served"
+
+
+def takes_the_base(model: torch.nn.Module, home: Path) -> None:
+    """Also the parameters of layers that an adapter wraps."""
+    base = {name: tensor for file in home.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    sources = [Source(name, tensor.dtype, tuple(tensor.shape), None) for name, tensor in base.items()]
+    known = SGLangModel(model, dist.get_rank())
+    known.sent = frozenset(base)
+    missing = unwritten(introduce(known, sources, {}, torch.device("cpu"))[0])
+    assert base and all(kept.buffer for kept, *_ in missing), missing
+    known.load_weights(base.items())
+
+
+def in_the_way_of_rubbish(manager: Any, factors: Factors) -> None:
+    """Every factor changed where SGLang's layers read it, one at a time, is found."""
+    pool, uid = manager.memory_pool, next(iter(manager.lora_refs))
+    slot = pool.get_buffer_id(uid)
+    for buffers in (pool.A_buffer, pool.B_buffer):
+        for name, layers in buffers.items():
+            for layer in layers:
+                where = layer[slot].flatten().nonzero()
+                if not len(where):
+                    continue
+                value = layer[slot].view(-1)[where[0]].clone()
+                layer[slot].view(-1)[where[0]] = -value
+                assert "SGLang computes with other ones" in refusal(manager, NAME, factors), name
+                layer[slot].view(-1)[where[0]] = value
+    assert refusal(manager, NAME, factors) == ""
+
+
+def lost(home: Path) -> None:
+    """What becomes of adapters that SGLang takes without a word and does not serve, and what is said of them."""
+    vision = {"target_modules": r"model\.visual.*attn\.(qkv|proj)|model\.language_model.*\.(q_proj|v_proj)"}
+    settings, factors = adapter_of(FAMILIES["Qwen2.5-VL"], **vision)
+    manager = manager_of(FAMILIES["Qwen2.5-VL"], home / "vision", {"all"})
+    text = {name: factor for name, factor in factors(1).items() if "visual" not in name}
+    load(manager, {**settings, "target_modules": ["q_proj"]}, text)
+    assert 0 < len(text) < len(factors(1))
+    held = manager.loras[next(iter(manager.lora_refs))]
+    load_all = dict(factors(1))
+    held.initialize_weights_from_tensors(load_all)  # as SGLang has it where it refuses no names
+    assert "visual" not in str([layer.weights.keys() for layer in held.layers]), "SGLang holds a tower's factors"
+    said = refusal(manager, NAME, load_all)
+    assert "factors of model.visual.blocks.0.attn.qkv (and 3 modules more, of proj, qkv)" in said, said
+    assert "SGLang has no place for these. Set actor_rollout_ref.model.lora.merge=True" in said
+    for number, targets in enumerate((["k_proj", "v_proj"], ["up_proj", "down_proj"])):
+        settings, factors = adapter_of(FAMILIES["Qwen2"], target_modules=targets)
+        manager = manager_of(FAMILIES["Qwen2"], home / str(number), set(targets))
+        load(manager, settings, factors(1))
+        try:
+            manager.fetch_new_loras({next(iter(manager.lora_refs))})
+        except ValueError as error:
+            assert "Cannot find target module name" in str(error), "SGLang ends its scheduler at the first request"
+        else:
+            raise AssertionError("SGLang serves it now")
+        said = refusal(manager, "", factors(1))
+        assert "SGLang computes" in said and "needs factors of" in said, said
+
+
+def all_cases(folder: Path, cases: dict[str, Case]) -> None:
+    for number, (expected, (family, settings, targets)) in enumerate(cases.items()):
+        found = outcome(family, settings, set(targets), folder / f"{number}-{dist.get_rank()}")
+        assert expected.partition(":")[2].strip() in found, f"{family}: {found}"
+        dist.barrier()
+    if dist.get_world_size() == 1:
+        lost(folder)
+
+
+@pytest.mark.parametrize(("world", "cases"), [(1, ONE), (2, TWO)], ids=["one rank", "two ranks"])
+def test_every_factor_is_read_or_named(world: int, cases: dict[str, Case], tmp_path: Path) -> None:
+    run_fresh(world, all_cases, tmp_path, cases)

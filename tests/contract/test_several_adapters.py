@@ -8,14 +8,25 @@ from typing import Any
 
 import pytest
 import torch
-from lora_models import Layout, Variant, deliver, merging_source, peft_model, shard
-from models import build
+import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from test_lora_merge import assert_within_one_ulp, peft_merge
+from test_lora_merge import check_merged, peft_merge
 from worlds import run_world
 
-from contract.fsdp_layouts import torchs_own_state
-from contract.test_lora_adapter import Engine
+from contract.fsdp_models import (
+    Layout,
+    Variant,
+    build,
+    change,
+    deliver,
+    fsdp1,
+    merging_source,
+    peft_model,
+    shard,
+    torchs_own_state,
+)
+from contract.reading import LARGE, planned
+from contract.sources import StandIn, endpoint_of
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.lora.peft import copies_in_use, lora_weights
 from verl_sync_plugin.report import SyncReport
@@ -23,7 +34,7 @@ from verl_sync_plugin.sync.adapter import AdapterSender
 from verl_sync_plugin.trainers.fsdp import PEFTAdapter
 from verl_sync_plugin.transport.agreement import Agreement
 
-LAYOUTS = [Layout((1,)), Layout((2,)), Layout((2,), True)]
+LAYOUTS = [Layout((1,)), Layout((2,)), fsdp1(2, True)]
 HEAD = "lm_head.weight"
 
 
@@ -46,13 +57,8 @@ def delivered_is_in_use(in_use: str, second_saves: bool, layout: Layout) -> None
     source = merging_source(module, "qwen2")
     for _ in range(2):
         expected = peft_merge(reference, torchs_own_state(module))
-        got = deliver(source, 9_001)
-        assert sorted(got) == sorted(expected)
-        for name, tensor in expected.items():
-            assert_within_one_ulp(name, got[name], tensor)
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.mul_(1.25)
+        check_merged(deliver(source), expected)
+        change(module)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -67,7 +73,7 @@ def switched_between_syncs() -> tuple[str, ...]:
     model = two_adapters("default")
     module: Any = shard(model, Layout((2,)))
     source = merging_source(module, "qwen2")
-    first = deliver(source, 9_001)
+    first = deliver(source)
     texts = []
     module.set_adapter("second")
     for undo in (lambda: module.set_adapter("default"), module.base_model.enable_adapter_layers):
@@ -75,7 +81,7 @@ def switched_between_syncs() -> tuple[str, ...]:
             source.shards()
         texts.append(str(caught.value))
         undo()
-        again = deliver(source, 9_001)
+        again = deliver(source)
         assert all(torch.equal(first[name], again[name]) for name in first)
         module.base_model.disable_adapter_layers()
     return tuple(texts)
@@ -108,22 +114,14 @@ def one_copy_for_both_ends() -> None:
     module = shard(model, Layout((2,)))
     source = merging_source(module, "qwen2")
     for _ in range(2):
-        got = deliver(source, 9_001)
+        got = deliver(source)
         trained = torchs_own_state(module)["base_model.model.model.embed_tokens.modules_to_save.default.weight"]
         assert torch.equal(got[HEAD], trained.bfloat16()) and torch.equal(got["model.embed_tokens.weight"], got[HEAD])
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.mul_(1.25)
+        change(module)
 
 
 def test_one_copy_for_embedding_and_head_arrives_as_both() -> None:
     run_world(2, one_copy_for_both_ends)
-
-
-def test_layer_replication_is_refused_by_name() -> None:
-    config = LoraConfig(r=3, target_modules=["q_proj"], layer_replication=[(0, 2), (0, 2)])
-    with pytest.raises(ValueError, match=r"adapter 'default' has layer_replication=\[\(0, 2\), \(0, 2\)\]"):
-        lora_weights(get_peft_model(build("llama"), config))
 
 
 def with_an_unknown_factor() -> str:
@@ -146,14 +144,56 @@ def adapter_that_is_served() -> None:
     model: Any = get_peft_model(build("qwen2"), LoraConfig(r=3, target_modules=["q_proj"]))
     model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
     expected = get_peft_model_state_dict(model)
-    config, engine = model.peft_config["default"], Engine()
+    config, server = model.peft_config["default"], StandIn()
     source = merging_source(shard(model, Layout((2,))), "qwen2", merge=False)
     sender = AdapterSender(PEFTAdapter(source, config), torch.bfloat16, SyncConfig())
-    asyncio.run(sender.send(Agreement(20.0), engine, SyncReport(), None))
-    if engine.leader:
-        (_, sent), *_ = engine.adapters
+    asyncio.run(sender.send(Agreement(20.0), endpoint_of(server, leader=dist.get_rank() == 0), SyncReport(), None))
+    for _, sent in server.adapters:
         assert sent.keys() == expected.keys()
 
 
 def test_the_adapter_that_the_engine_serves_comes_alone() -> None:
     run_world(2, adapter_that_is_served)
+
+
+TIED = Variant("one-adapter", "qwen2_tied", {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True})
+
+
+def factors_of_both_ends(layout: Layout) -> None:
+    """PEFT makes the head's factors transposed views of the embedding's; in FSDP1 each is a parameter of its own."""
+    reference = peft_model(TIED)
+    head: Any = reference.get_output_embeddings()
+    del head.kwargs["tied_adapter"]  # what it would be tied with has a graph, which cannot be copied
+    module = shard(peft_model(TIED), layout)
+    source = merging_source(module, TIED.model)
+    for bucket_bytes in (9_001, LARGE):
+        state = {name: tensor.clone() for name, tensor in torchs_own_state(module).items()}
+        expected = peft_merge(reference, state)
+        got = deliver(source, bucket_bytes)
+        check_merged(got, expected)
+        with torch.no_grad():
+            for number, parameter in enumerate(module.parameters()):
+                parameter.mul_(1 + number / 16)
+    assert not torch.equal(got["lm_head.weight"], got["model.embed_tokens.weight"]), "they have become two weights"
+
+
+@pytest.mark.parametrize("layout", [fsdp1(1, True), fsdp1(2, True)], ids=str)
+def test_transposed_factors_are_merged_right(layout: Layout) -> None:
+    run_world(layout.size, factors_of_both_ends, layout)
+
+
+def adapted_and_transposed() -> str:
+    model = peft_model(Variant("plain", config={"target_modules": ["q_proj"]}))
+    layer: Any = model.get_submodule("base_model.model.model.layers.1.self_attn.q_proj.base_layer")
+    layer.weight = torch.nn.Parameter(layer.weight.detach().t().contiguous().t(), requires_grad=False)
+    module = shard(model, fsdp1(2, True))
+    served = merging_source(module, "qwen2", merge=False)
+    planned(served, LARGE)  # the base as it is
+    with pytest.raises(ValueError) as caught:
+        merging_source(module, "qwen2").shards()
+    return str(caught.value)
+
+
+def test_an_adapted_weight_in_another_order_is_refused_by_name() -> None:
+    for text in run_world(2, adapted_and_transposed):
+        assert "'model.layers.1.self_attn.q_proj.weight'" in text and "strides (1, " in text

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,12 @@ from fresh_process import python
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import RolloutError
 from verl_sync_plugin.rollouts import LocalSpec
-from verl_sync_plugin.rollouts.process import environment
 from verl_sync_plugin.rollouts.sglang import prepare_local
 from verl_sync_plugin.spmd.rollout import (
     Place,
     SpmdRollout,
     check_groups,
     engine_ranks,
-    padded,
     request_of,
     settled_config,
 )
@@ -46,24 +43,6 @@ def test_importing_the_package_imports_no_torch(tmp_path: Path) -> None:
     """
     run = python(tmp_path, code)
     assert run.returncode == 0 and "no attribute 'SpmdRolout'" in run.stdout, run.stderr[-2000:]
-
-
-def test_prompts_as_lists_and_as_padded_tensors() -> None:
-    ids = torch.tensor([[0, 0, 5], [6, 7, 8]])
-    mask = torch.tensor([[0, 0, 1], [1, 1, 1]])
-    request = request_of(ids, {"temperature": 0.5, "n": 2}, mask)
-    assert request == ([[5], [5], [6, 7, 8], [6, 7, 8]], [{"temperature": 0.5}] * 4)
-    assert pickle.dumps(request) == pickle.dumps(request_of([[5], [6, 7, 8]], {"temperature": 0.5, "n": 2}, None))
-    answered = [
-        ([9, 1], [-0.5, -1.0], "stop"),
-        ([], [], "abort"),
-        ([4], [-2.0], "length"),
-        ([3, 2], [-1.0, -3.0], "stop"),
-    ]
-    made = padded(request[0], answered, 99, 7, torch.device("cpu"))
-    assert made.ids.tolist() == [[99, 99, 5, 9, 1], [99, 99, 5, 99, 99], [6, 7, 8, 4, 99], [6, 7, 8, 3, 2]]
-    assert made.mask.sum(1).tolist() == [3, 1, 4, 5] and made.mask.dtype == torch.bool and made.ids.dtype == torch.int64
-    assert made.log_probs.tolist() == [[-0.5, -1.0], [0.0, 0.0], [-2.0, 0.0], [-1.0, -3.0]] and made.version == 7
 
 
 @pytest.mark.parametrize(
@@ -118,25 +97,8 @@ def test_a_cpu_needs_the_cpu_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VERL_PLATFORM")
     with pytest.raises(ValueError, match="VERL_PLATFORM=cpu in the environment"):
         prepare_local(spec())
-    arguments = prepare_local(spec(cuda=True, arguments={"context_length": 64, "quantization": None})).arguments[0]
-    expected = {
-        "enable_memory_saver": True, "enable_weights_cpu_backup": False, "attention_backend": "flashinfer",
-        "load_format": "dummy", "tp_size": 2, "mem_fraction_static": 0.4, "context_length": 64,
-        "skip_tokenizer_init": True,
-    }  # fmt: skip
-    assert {name: arguments[name] for name in expected} == expected and "device" not in arguments
     unknown = prepare_local(spec(cuda=True, config={"architectures": ["Gemma2ForCausalLM"]})).arguments[0]
     assert unknown["enable_weights_cpu_backup"], "of a family that is not known to be covered a copy is kept"
-
-
-def test_the_engine_inherits_nothing_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "GROUP_RANK"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    found = environment(prepare_local(spec()), ("3", "GPU-4"))
-    assert not [name for name in found if name in ("RANK", "LOCAL_RANK", "MASTER_PORT") or "TORCHELASTIC" in name]
-    assert found["CUDA_VISIBLE_DEVICES"] == "3,GPU-4" and "GROUP_RANK" not in found and found["VERL_PLATFORM"] == "cpu"
-    assert environment(prepare_local(spec()), ())["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
 
 
 def test_settings_of_other_rollouts_are_refused() -> None:
@@ -232,13 +194,3 @@ def test_an_argument_that_does_not_fit_is_every_ranks_error(tmp_path: Path) -> N
 def test_what_cannot_be_read_is_refused(source: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         Live({}).take(source)
-
-
-def test_a_source_is_opened_anew_when_it_is_another() -> None:
-    live, state = Live({}), {"w": torch.ones(2)}
-    assert live.take(state)
-    live.let_go()
-    assert live.source is None and not live.take(dict(state)), "another state dict is no other kind"
-    module: Any = torch.nn.Linear(2, 2)
-    module.config = Qwen2Config()
-    assert live.take(module) and not live.take(module) and live.take(state)

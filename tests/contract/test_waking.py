@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_lora_adapter import Engine
 from worlds import run_world
 
+from contract.sources import everyone
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.report import SyncReport
-from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad
+from verl_sync_plugin.rollouts import rollout_of
+from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.transport.protocol import LoadRequest
@@ -25,6 +26,14 @@ from verl_sync_plugin.transport.protocol import LoadRequest
 CPU = torch.device("cpu")
 SECONDS = 0.3
 WAIT = 5.0
+
+
+class Engine(RolloutEndpoint):
+    """Rank 0 leads."""
+
+    def __init__(self) -> None:
+        super().__init__(rollout_of("sglang"), None, everyone())
+        self.leader = dist.get_rank() == 0
 
 
 class Sleeper(Engine):

@@ -136,3 +136,12 @@ def run_world(
     if failures:
         raise WorldError("\n".join(f"--- rank {rank}:\n{text}" for rank, text in sorted(failures.items())))
     return [results[rank] for rank in range(size)]
+
+
+def run_fresh(size: int, function: Callable[..., Any], *arguments: object, timeout: float = 500.0) -> list[Any]:
+    """``run_world`` in processes of its own: SGLang keeps groups of ranks that end with the world."""
+    stop()
+    try:
+        return run_world(size, function, *arguments, timeout=timeout)
+    finally:
+        stop()

@@ -27,6 +27,12 @@ TIMEOUT_SECONDS = 900.0  # a run takes 75 to 130 s on two cores
 IDLE = "+actor_rollout_ref.rollout.engine_kwargs.sglang.sleep_on_idle=True"
 GRACE_SECONDS = 180.0  # for Ray's processes to follow their driver; on a busy machine 60 s were too few
 
+MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+# verl's default: the engine starts with random weights, so only a sync can make it sample like the trainer
+DUMMY = f"{ROLLOUT}.load_format=dummy"
+SMALL_BUCKETS = f"{ROLLOUT}.update_weights_bucket_megabytes=1"
+SHORT_WAIT = f"{ROLLOUT}.custom.sync.timeout_seconds=90"
+
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _STEP = re.compile(r"(?:^|\s)step:(\d+) - (.*)$")
 _NUMPY = re.compile(r"^np\.\w+\((.*)\)$")

@@ -10,19 +10,18 @@ from pathlib import Path
 import pytest
 
 from e2e import checks
-from e2e.runs import Run, Setup, main_ppo
+from e2e.runs import DUMMY, ROLLOUT, SHORT_WAIT, SMALL_BUCKETS, Run, Setup, main_ppo
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1000)]
 
-ROLLOUT = "actor_rollout_ref.rollout"
 COMMON = (
     f"{ROLLOUT}.checkpoint_engine.backend=sync_plugin",
     "rollout.nnodes=1",
     "rollout.n_gpus_per_node=1",
     "actor_rollout_ref.hybrid_engine=False",
-    f"{ROLLOUT}.load_format=dummy",
-    f"{ROLLOUT}.update_weights_bucket_megabytes=1",
-    f"{ROLLOUT}.custom.sync.timeout_seconds=90",
+    DUMMY,
+    SMALL_BUCKETS,
+    SHORT_WAIT,
     "++ray_kwargs.ray_init.num_gpus=2",
     "ray_kwargs.ray_init.num_cpus=64",  # their actors ask for ten each
 )

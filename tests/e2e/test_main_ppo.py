@@ -10,19 +10,14 @@ import pytest
 from safetensors import safe_open
 
 from e2e import checks
-from e2e.runs import Run, Setup, main_ppo
+from e2e.runs import DUMMY, ROLLOUT, SHORT_WAIT, SMALL_BUCKETS, Run, Setup, main_ppo
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
-ROLLOUT = "actor_rollout_ref.rollout"
 BUCKET_BYTES = 1 << 20
-# verl's default: the engine starts with random weights, so only a sync can make it sample like the trainer
-DUMMY = f"{ROLLOUT}.load_format=dummy"
-SMALL_BUCKETS = f"{ROLLOUT}.update_weights_bucket_megabytes=1"
-SHORT_WAIT = f"{ROLLOUT}.custom.sync.timeout_seconds=90"
 VERIFIED = f"{ROLLOUT}.custom.sync.verify=first"
 GUARDED = f"{ROLLOUT}.custom.sync.max_probs_diff=0.005"
-RANKS = 2  # one alone: test_phase_benchmark.py and test_legacy_trainer.py
+RANKS = 2  # one alone: test_other_runs.py
 
 
 @pytest.fixture(scope="session")

@@ -18,15 +18,14 @@ import pytest
 
 from e2e import checks
 from e2e.releases import INSTALLED, PAGE, RELEASES, row, rows, written
-from e2e.runs import Run, Setup, main_ppo
+from e2e.runs import DUMMY, ROLLOUT, SMALL_BUCKETS, Run, Setup, main_ppo
 from packages import folder_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1000)]
 
-ROLLOUT = "actor_rollout_ref.rollout"
 OVERRIDES = (
-    f"{ROLLOUT}.load_format=dummy",
-    f"{ROLLOUT}.update_weights_bucket_megabytes=1",
+    DUMMY,
+    SMALL_BUCKETS,
     f"+{ROLLOUT}.engine_kwargs.sglang.grammar_backend=none",
 )
 
@@ -50,7 +49,7 @@ def trained(
     """Two steps, so three syncs."""
     model = Path(tiny_model("qwen2"))
     path = () if release == INSTALLED else (str(folder_of_release),)
-    setup = Setup(OVERRIDES, steps=2, model=model, modules=("e2e.sglang_version",), path=path)
+    setup = Setup(OVERRIDES, steps=2, model=model, modules=("e2e.versions",), path=path)
     return main_ppo(setup, tmp_path_factory.mktemp("trained"))
 
 

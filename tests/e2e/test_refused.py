@@ -11,12 +11,10 @@ import pytest
 from peft import IA3Config
 from transformers import Gemma2Config
 
-from e2e.runs import Setup, main_ppo
+from e2e.runs import MODEL, ROLLOUT, Setup, main_ppo
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-MODEL = "actor_rollout_ref.model"
-ROLLOUT = "actor_rollout_ref.rollout"
 LORA = (f"{MODEL}.lora.rank=8", f"{MODEL}.lora.merge=True")
 
 

@@ -10,20 +10,18 @@ from pathlib import Path
 import pytest
 
 from e2e import checks
-from e2e.runs import Run, Setup, main_ppo
+from e2e.runs import DUMMY, ROLLOUT, SHORT_WAIT, SMALL_BUCKETS, Run, Setup, main_ppo
 from verl_sync_plugin.rollouts.sglang.request import FORGETTING_LOADER, LOADER
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
-ROLLOUT = "actor_rollout_ref.rollout"
-MODEL = "actor_rollout_ref.model"
 COMMON = (
     "+sync=separate",
     "trainer.v1.separate_async.parameter_sync_step=1",
     f"{ROLLOUT}.nnodes=1",
-    f"{ROLLOUT}.load_format=dummy",
-    f"{ROLLOUT}.update_weights_bucket_megabytes=1",
-    f"{ROLLOUT}.custom.sync.timeout_seconds=90",
+    DUMMY,
+    SMALL_BUCKETS,
+    SHORT_WAIT,
 )
 LONG = 900  # tokens of every response; a batch of them takes longer than a step
 # the versions that each side reports: two replicas, and one of them since the second step
@@ -81,39 +79,6 @@ def test_engines_on_the_trainers_gpus_are_synced_as_ever(separate: Run) -> None:
 
 
 @pytest.fixture(scope="module")
-def serving(tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Three steps of a trainer whose adapter two engines serve: one on its GPU, and one on a GPU of its own."""
-    overrides = (
-        *COMMON,
-        "trainer.v1.separate_async.num_warmup_batches=0",  # answers are of the version that the trainer holds
-        f"{ROLLOUT}.n_gpus_per_node=1",
-        "++ray_kwargs.ray_init.num_gpus=2",
-        f"{MODEL}.lora.rank=8",
-        f"{MODEL}.lora.alpha=16",
-        f"{MODEL}.lora.merge=False",
-        f"+{ROLLOUT}.engine_kwargs.sglang.lora_backend=torch_native",  # the others compute on GPUs
-    )
-    return main_ppo(Setup(overrides, 1, 3, Path(tiny_model("qwen2"))), tmp_path_factory.mktemp("serving"))
-
-
-@pytest.mark.extended  # of the same without verl's trainer: tests/separate/test_separate_adapters.py
-def test_the_separate_engine_serves_the_adapter(serving: Run) -> None:
-    """The base travels in the first sync, then the adapter alone."""
-    checks.reached(serving, steps=3)
-    for name in ("SeparateTrainer", "SeparateRollout"):
-        found = [report for report in serving.reports if report["manager"] == name]
-        assert [report["global_steps"] for report in found] == [0, 1, 2, 3], serving.reports
-        first, *later = found
-        assert first["buckets"] > 0 and first["coverage_missing"] == 0, first
-        assert (first["coverage_expected"] > 0) == (name == "SeparateRollout"), "the engine's side counts it"
-        assert all(0 < each["tensors"] < first["tensors"] and each["buckets"] == 0 for each in later), later
-    for step in (1, 2, 3):
-        assert serving.logged[step]["sync/weight_version"] == step, serving.logged[step]
-        assert serving.logged[step]["training/off_policy/trajectory_staleness/max"] == 0, serving.logged[step]
-    checks.same_weights(serving)
-
-
-@pytest.fixture(scope="module")
 def megatron(even_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Three steps of two tensor-parallel ranks of Megatron, an engine on their GPUs and one on GPUs of its own."""
     on_policy = "trainer.v1.separate_async.num_warmup_batches=0"  # answers are of the version that the trainer holds
@@ -122,7 +87,7 @@ def megatron(even_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return main_ppo(setup, tmp_path_factory.mktemp("megatron"))
 
 
-@pytest.mark.extended  # of the same without verl's trainer: tests/separate/test_separate_syncs.py
+@pytest.mark.extended
 def test_a_megatron_trainer_syncs_the_separate_engine(megatron: Run) -> None:
     checks.reached(megatron, steps=3)
     assert not megatron.matching("stock verl moves the weights|stock loading"), megatron.tail

@@ -11,11 +11,10 @@ import pytest
 
 import tiny_vision
 from e2e import checks
-from e2e.runs import Run, Setup, main_ppo
+from e2e.runs import DUMMY, ROLLOUT, SMALL_BUCKETS, Run, Setup, main_ppo
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1000)]
 
-ROLLOUT = "actor_rollout_ref.rollout"
 # What verl's dataset reads images with. SGLang 0.5.12 cannot look at an image with Qwen2.5-VL and transformers 5.9:
 # its class calls a rotary embedding of transformers, which takes other arguments since then.
 VISION = ("qwen-vl-utils==0.0.14", "av==18.1.0")
@@ -55,8 +54,8 @@ def trained_by(case: tuple[str, int, bool], tmp_path_factory: pytest.TempPathFac
         f"data.train_files={prompts}",
         f"data.val_files={prompts}",
         "data.max_prompt_length=96",
-        f"{ROLLOUT}.load_format=dummy",
-        f"{ROLLOUT}.update_weights_bucket_megabytes=1",
+        DUMMY,
+        SMALL_BUCKETS,
         sync,
         f"actor_rollout_ref.actor.freeze_vision_tower={frozen}",
     )

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cells of the matrix: which fault happens where, at which stage, in which sync."""
+"""The cells of the matrix: which fault happens where, at which stage, in which sync, and how long that may take."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+
+T = 8.0  # custom.sync.timeout_seconds
+SLACK_SECONDS = 4.0  # of the ranks, in place of a minute
+GROUP_SECONDS = 34.0  # how long torch.distributed waits in a collective of the trainer's own
+SLOW_SECONDS = 1.5
+SPARE_SECONDS = 5.0  # of a busy machine, beside what the product's own bounds add up to
 
 KINDS = ("error", "oom", "slow", "kill", "stop")
 SYNCS = ("first", "second", "direct")
@@ -66,6 +72,14 @@ class Cell:
     def group_is_lost(self) -> bool:
         """A trainer rank was away for longer than the others wait."""
         return self.place in ("leader", "trainer") and self.kind in ("kill", "stop")
+
+    @property
+    def bound(self) -> float:
+        """Seconds that the sync may take: see the table in docs/design/failures.md."""
+        leaving = T + SPARE_SECONDS  # the server is told, and the engine leaves the load
+        together = 3 * T + SLACK_SECONDS
+        more = together if self.group_is_lost else T if self.unheard or self.kind in ("stop", "kill") else 0
+        return leaving + more
 
     @property
     def must_restart(self) -> bool:

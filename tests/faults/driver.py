@@ -11,9 +11,8 @@ from typing import Any
 
 import psutil
 
-from faults.bounds import SLOW_SECONDS, bound
-from faults.cells import LOADED, Cell
-from faults.processes import NEVER_SYNCED, SAVED, Server, Told, Trainer
+from faults.cells import LOADED, SLOW_SECONDS, Cell
+from faults.processes import NEVER_SYNCED, SAVED, Told
 from ports import free_port
 from separate.driver import Failure, Member
 
@@ -52,8 +51,10 @@ class World:
         self._model, self._folder = model, folder
         port = free_port()
         ours, theirs = multiprocessing.get_context("spawn").Pipe()
-        self.server = Member(Server, model, str(folder), theirs)
-        self.trainers = [Member(Trainer, rank, port, model, str(folder), (ours, None)[rank]) for rank in range(2)]
+        self.server = Member("faults.processes.Server", model, str(folder), theirs)
+        self.trainers = [
+            Member("faults.processes.Trainer", rank, port, model, str(folder), (ours, None)[rank]) for rank in range(2)
+        ]
         ours.close()
         theirs.close()
         self._processes: list[psutil.Process] = []
@@ -158,7 +159,7 @@ class World:
         answers: list[Any] = [None, None]
         for rank, each in enumerate(self.trainers):
             if rank != away:
-                answers[rank] = each.answer(bound(cell) + 60)
+                answers[rank] = each.answer(cell.bound + 60)
         if cell.kind == "stop":
             self._go_on(cell)
         if cell.group_is_lost and cell.kind != "kill":
@@ -175,7 +176,7 @@ class World:
 
     def _check(self, cell: Cell, answers: list[Any], seconds: float, allowed: set[str]) -> Outcome:
         print(f"{cell}: {seconds:.1f} s {answers}", flush=True)
-        assert seconds < bound(cell), f"{seconds:.1f} s of {bound(cell):.1f}"
+        assert seconds < cell.bound, f"{seconds:.1f} s of {cell.bound:.1f}"
         present = [answer for rank, answer in enumerate(answers) if not (cell.group_is_lost and rank == cell.heard_by)]
         text = ""
         if cell.kind == "slow":

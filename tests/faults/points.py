@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from faults.bounds import SLOW_SECONDS
+from faults.cells import SLOW_SECONDS
 
 SIGNAL_SECONDS = 0.2  # a signal may reach another thread first, and this one would go on for a moment
 

@@ -11,7 +11,6 @@ import asyncio
 import json
 import os
 import signal
-import threading
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,10 +20,9 @@ import torch
 import torch.distributed as dist
 
 from bare_engine import trainer
-from bare_engine.endpoint import BareEngine
 from bare_engine.scenario import PROMPT, _checkpoint
 from faults import points
-from faults.bounds import GROUP_SECONDS, SLACK_SECONDS, T
+from faults.cells import GROUP_SECONDS, SLACK_SECONDS, T
 
 BUCKET_BYTES, GATE_SECONDS = 40_000, 3.0
 ARM = "faults.points.arm_engine"
@@ -144,28 +142,15 @@ class Trainer:
         """The pipes close with the process."""
 
 
-class Engine(BareEngine):
-    """Its loop runs in a thread of its own once ``run`` was called."""
-
-    running = False
-
-    def run(self) -> None:
-        threading.Thread(target=self.engine.loop.run_forever, daemon=True).start()
-        self.running = True
-
-    def call(self, coroutine: Any) -> Any:
-        if not self.running:
-            return super().call(coroutine)
-        return asyncio.run_coroutine_threadsafe(coroutine, self.engine.loop).result(60)
-
-
 class Server:
     """The rollout server: its own class on a real engine of two ranks."""
 
     def __init__(self, model: str, folder: str, calls: Connection) -> None:
         os.environ.update(SGLANG_CPU_OMP_THREADS_BIND="0|1", CUDA_VISIBLE_DEVICES="")
         self.folder, self._model, self._calls = Path(folder), model, calls
-        self.bare = Engine(model, 2, loaders=(ARM,))
+        from bare_engine.endpoint import BareEngine
+
+        self.bare = BareEngine(model, 2, loaders=(ARM,))
         self._references: dict[str, list[dict[str, torch.Tensor]]] = {}
         self._told: Told = NEVER_SYNCED
         self.dumps = 0
@@ -175,7 +160,6 @@ class Server:
         for name, path in checkpoints.items():
             self.bare.load_from_disk(path)
             self._references[name] = self._state()
-        self.bare.run()
         # SGLang ends its process by this signal when a scheduler dies. In an actor of Ray it can set no handler of its
         # own, for only a main thread may
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
@@ -207,10 +191,7 @@ class Server:
 
     def arm(self, stage: str, kind: str) -> None:
         """Arms the engine."""
-        from verl_sync_plugin.rollouts.sglang.request import dumps
-
-        packed = dumps([(json.dumps([stage, kind]), torch.empty(0))])
-        self.bare.call(self.bare._update(packed, ARM, None))
+        self.bare.call(self.bare.ask_loader(ARM, json.dumps([stage, kind])))
 
     def arm_server(self, stage: str, kind: str) -> None:
         points.arm("server", stage, kind)

@@ -27,30 +27,14 @@ COMMON: dict[str, Any] = {
 MOE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 # Latent attention, a dense first layer, shared experts, a router with a bias buffer
 LATENT: dict[str, Any] = {
-    **MOE,
-    "num_key_value_heads": 8,
-    "n_routed_experts": 4,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "topk_method": "noaux_tc",
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "n_group": 1,
-    "topk_group": 1,
+    **MOE, "num_key_value_heads": 8, "n_routed_experts": 4, "n_shared_experts": 2, "first_k_dense_replace": 1,
+    "moe_layer_freq": 1, "topk_method": "noaux_tc", "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 16, "n_group": 1, "topk_group": 1,
     "rope_parameters": {  # SGLang has no other rotary embedding for latent attention on a CPU
-        "rope_type": "yarn",
-        "rope_theta": 10_000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
+        "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+        "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
     },
-}
+}  # fmt: skip
 CONFIGS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**COMMON),
     "qwen2-tied": Qwen2Config(**{**COMMON, "tie_word_embeddings": True}),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,14 +12,13 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from transformers import AutoModelForCausalLM
 
+from contract.reading import LARGE, TINY, State
+from contract.sources import StandIn, endpoint_of
 from megatron_cpu.engines import Layout, build, stock_export, train_step
-from megatron_cpu.stories import LARGE, TINY, State, manager_of, one_sync
+from megatron_cpu.stories import error_of, manager_of, one_sync
 from verl_sync_plugin.config.settings import SyncConfig
-from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.report import SyncReport
-from verl_sync_plugin.rollouts.sglang.lora import served_settings
 from verl_sync_plugin.sync.adapter import AdapterSender
-from verl_sync_plugin.sync.endpoint import LoadOutcome
 from verl_sync_plugin.trainers import shard_stream
 from verl_sync_plugin.trainers.megatron.stream import StreamSource
 from verl_sync_plugin.trainers.megatron.trainer import MegatronLoRASource, MegatronTrainer
@@ -91,30 +89,6 @@ def merged(model_path: str, layout: Layout, **lora: Any) -> list[str]:
     return changed
 
 
-def failing(model_path: str, layout: Layout) -> str:
-    """The last rank fails while it prepares factors: everyone's error; then all is well."""
-    engine = with_factors(model_path, layout)
-    manager = manager_of(engine, TINY, "bfloat16")
-    check_close(one_sync(manager), stock_export(engine))
-    source = manager.source
-    assert isinstance(source, MegatronLoRASource)
-    text, stock = "", source.factors.gather
-
-    def fail(*args: Any) -> Any:
-        raise RuntimeError("injected into the gathering")
-
-    if dist.get_rank() == dist.get_world_size() - 1:
-        source.factors.gather = fail  # type: ignore[method-assign]
-    try:
-        one_sync(manager)
-    except SyncError as error:
-        text = str(error)
-    source.factors.gather = stock  # type: ignore[method-assign]
-    train_step(engine)
-    check_close(one_sync(manager), stock_export(engine))
-    return text
-
-
 def offloaded(model_path: str, layout: Layout) -> None:
     """Factors lie in buffers that verl has moved to host memory; they are not brought back for the sync."""
     from verl.utils.megatron_utils import load_megatron_model_to_gpu, offload_megatron_model_to_cpu
@@ -145,62 +119,29 @@ def canonical(model_path: str, layout: Layout) -> None:
         assert isinstance(manager.source, StreamSource)
 
 
-def error_of(work: Callable[[], object]) -> str:
-    try:
-        work()
-    except SyncError as error:
-        return str(error)
-    return ""
-
-
 def refused(model_path: str) -> str:
     """DoRA of Megatron-Bridge."""
     engine = build(model_path, Layout(dist.get_world_size(), tp=2), {**LORA, "type": "dora"})
-    return error_of(lambda: one_sync(manager_of(engine, LARGE)))
-
-
-class Server:
-    """A rollout server that only takes adapters, like the real one's endpoint of a leader."""
-
-    leader, restores_uncovered = True, True
-
-    def __init__(self) -> None:
-        self.adapters: list[tuple[dict[str, Any], State]] = []
-
-    async def load_adapter(self, settings: Any, factors: State, version: str | None) -> LoadOutcome:
-        self.adapters.append((served_settings(settings, factors), factors))
-        return LoadOutcome(0.0, 0)
-
-    async def abandon(self, why: str) -> None: ...
+    return error_of(lambda: one_sync(manager_of(engine, LARGE)))[0]
 
 
 def served(model_path: str, layout: Layout) -> None:
-    """Three adapters in a row: with PEFT they make of the checkpoint what the bridge merges. Then a rank fails."""
+    """Three adapters in a row: with PEFT they make of the checkpoint what the bridge merges."""
     engine = with_factors(model_path, layout, merge=False)
     shard_stream.take_over(True)
     trainer = MegatronTrainer(engine, SyncConfig(timeout_seconds=5), torch.device("cpu"), "float32")
     assert trainer.serves_adapter
     sender = AdapterSender(trainer.open_adapter(trainer.open_source()), torch.float32, trainer.config)
-    agreement, server = Agreement(5.0), Server()
+    agreement, server = Agreement(5.0), StandIn()
+    engine_of = endpoint_of(server)  # every rank has one of its own
     for version in (1, 2, 3):
-        asyncio.run(sender.send(agreement, server, SyncReport(version), str(version)))  # type: ignore[arg-type]
+        asyncio.run(sender.send(agreement, engine_of, SyncReport(version), str(version)))
         settings, factors = server.adapters[-1]
         assert (
             settings["r"] == LORA["rank"] and settings["peft_type"] == "LORA" and "q_proj" in settings["target_modules"]
         )
         check_close(merged_by_peft(model_path, settings, factors), stock_export(engine))
         train_step(engine)
-    stock = engine.bridge.export_adapter_weights
-    if dist.get_rank() == dist.get_world_size() - 1:
-        engine.bridge.export_adapter_weights = raising
-    text = error_of(lambda: asyncio.run(sender.send(agreement, server, SyncReport(4), "4")))  # type: ignore[arg-type]
-    assert f"rank {dist.get_world_size() - 1}: RuntimeError: injected into the export" in text, text
-    engine.bridge.export_adapter_weights = stock
-    asyncio.run(sender.send(agreement, server, SyncReport(5), "5"))  # type: ignore[arg-type]
-
-
-def raising(*args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError("injected into the export")
 
 
 def merged_by_peft(model_path: str, settings: dict[str, Any], factors: State) -> State:

@@ -7,77 +7,67 @@ memory.
 
 from __future__ import annotations
 
+import copy
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed import distributed_c10d
 
-from bare_engine.endpoint import BareEngineEndpoint
-from contract.reading import Reader
+from contract.reading import CPU, LARGE, TINY, State, check_same, deliver
 from megatron_cpu.engines import Layout, build, stock_export, train_step
 from verl_sync_plugin.config.settings import SyncConfig
-from verl_sync_plugin.engine.load import Assembler
 from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.rollouts import rollout_of
 from verl_sync_plugin.sharding_manager import get_sharding_manager
+from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.sender import STAGING_BUCKETS
-from verl_sync_plugin.sync.ways import Sync
+from verl_sync_plugin.trainers import shard_stream
+from verl_sync_plugin.trainers.megatron import model as megatron_model
 from verl_sync_plugin.trainers.megatron.model import unwrapped
+from verl_sync_plugin.trainers.megatron.stream import StreamSource
 from verl_sync_plugin.trainers.megatron.trainer import MegatronSource
 
-State = dict[str, torch.Tensor]
-
-CPU = torch.device("cpu")
-TINY, LARGE = 6_001, 64 << 20  # bytes; TINY is no multiple of anything
 SYNCS = 3
 
 
 def manager_of(engine: Any, bucket_bytes: int, wire: str = "bfloat16", delivery: str = "auto") -> ShardingManager:
     manager_class = get_sharding_manager("megatron", "sglang")
     config = SyncConfig(timeout_seconds=20, delivery=delivery)
-    return manager_class(engine, BareEngineEndpoint(None), config, bucket_bytes, CPU, wire)
+    endpoint = RolloutEndpoint(rollout_of("sglang"), None, tuple(range(dist.get_world_size())))
+    return manager_class(engine, endpoint, config, bucket_bytes, CPU, wire)
 
 
 def one_sync(manager: ShardingManager) -> State:
     """Everything that arrives; the trainer is not written to."""
     before = [p._version for chunk in manager.engine.module for p in chunk.parameters()]
     sync, _ = manager.plan("one")
-    got = deliver(manager, sync)
+
+    def prepare(index: int, work: Any) -> None:
+        manager.agreement.run(f"packing bucket {index}", work)
+        manager.agreement.settle(f"packing bucket {index}")
+
+    got = deliver(sync.source, sync.plan, sync.shards, manager.sender, prepare)
+    assert manager.sender.export().nbytes <= STAGING_BUCKETS * manager._bucket_bytes
     sync.source.release()
     assert before == [p._version for chunk in manager.engine.module for p in chunk.parameters()]
     return got
 
 
-def deliver(manager: ShardingManager, sync: Sync) -> State:
-    """Runs all buckets through the manager's staging memory; a mapping of its own reads it, as in the engine."""
-    plan, source = sync.plan, sync.source
-    reader = Reader(plan, source, manager.sender)
-    assert reader.staging_bytes <= STAGING_BUCKETS * manager._bucket_bytes
-    assembler = Assembler(frozenset(entry.name for bucket in plan.buckets for entry in bucket.entries))
-    got: State = {}
-    for index, bucket in enumerate(plan.buckets):
-        manager.agreement.run(f"packing bucket {index}", source.prepare(bucket.bases))
-        manager.agreement.settle(f"packing bucket {index}")
-        memory = reader.receive(index, sync.shards)
-        for name, tensor in assembler.tensors(memory, bucket.entries):
-            assert name not in got, f"{name} came twice"
-            got[name] = tensor.clone()
-    assembler.finish()
-    reader.check()
-    return got
-
-
-def check_same(got: State, expected: State) -> None:
-    assert sorted(got) == sorted(expected)
-    odd = {name: (got[name].dtype, t.dtype) for name, t in expected.items() if got[name].dtype != t.dtype}
-    assert not odd, odd
-    different = [n for n, t in expected.items() if got[n].shape != t.shape or not torch.equal(got[n], t)]
-    assert not different, different
+def error_of(work: Callable[[], object]) -> tuple[str, float]:
+    """The text of a sync that must fail, and the seconds until then."""
+    started = time.monotonic()
+    with pytest.raises(SyncError) as caught:
+        work()
+    return str(caught.value), time.monotonic() - started
 
 
 def on_disk(folder: str) -> State:
@@ -167,10 +157,7 @@ def refused(model_path: str) -> list[str]:
     manager, texts = manager_of(engine, LARGE), []
     for context in broken:
         with context:
-            try:
-                one_sync(manager)
-            except SyncError as error:
-                texts.append(str(error))
+            texts.append(error_of(lambda: one_sync(manager))[0])
     check_same(one_sync(manager), on_disk(model_path))
     return texts
 
@@ -191,13 +178,189 @@ def disagreeing(model_path: str, layout: Layout, change: str) -> tuple[str, floa
             module.weight = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
             for name in ("tensor_model_parallel", "partition_dim"):
                 setattr(module.weight, name, getattr(honest, name))
-    started, text = time.monotonic(), ""
-    try:
-        one_sync(manager)
-    except SyncError as error:
-        text = str(error)
-    seconds = time.monotonic() - started
+    text, seconds = error_of(lambda: one_sync(manager))
     module.weight = honest
     train_step(engine)
     check_same(one_sync(manager), stock_export(engine))
     return text, seconds
+
+
+# Where a model goes through Megatron-Bridge's own stream
+
+
+def _norms_are_computed() -> Any:
+    """A bridge whose norms are centered at zero in Megatron, as Gemma's are: their conversion adds one."""
+    from megatron.bridge.models.conversion.param_mapping import ReplicatedMapping
+
+    stock = ReplicatedMapping.megatron_to_hf
+
+    def plus_one(self: Any, weights: torch.Tensor | None, module: Any) -> dict[str, torch.Tensor]:
+        return {name: tensor + 1 for name, tensor in stock(self, weights, module).items()}
+
+    return mock.patch.object(ReplicatedMapping, "megatron_to_hf", plus_one)
+
+
+def computed_in_the_stream(model_path: str, layout: Layout) -> None:
+    """A model whose conversion computes: bit for bit the bridge's export, three times, with two bucket sizes."""
+    engine = build(model_path, layout)
+    shard_stream.take_over(True)  # as verl's worker does: the engine hands out its stream unconsumed
+    with _norms_are_computed():
+        for size in (TINY, LARGE):
+            manager, keys = manager_of(engine, size), []
+            for step in range(SYNCS):
+                if step:
+                    train_step(engine)
+                check_same(one_sync(manager), stock_export(engine))
+                assert isinstance(manager.source, StreamSource), "a computed norm was taken for a copy"
+                dist.barrier()
+                store = distributed_c10d._get_default_store()
+                keys.append(sorted(key for key in store.list_keys() if "verl_sync_plugin" in key))
+            assert len(keys[1]) == len(keys[2]) < 10 + len(keys[0]), f"meetings leave keys in the store: {keys[2]}"
+
+
+def _failing_once(fails: Callable[[], bool]) -> Any:
+    """The bridge's row-parallel mappings raise on this rank when told to."""
+    from megatron.bridge.models.conversion.param_mapping import RowParallelMapping
+
+    stock = RowParallelMapping.megatron_to_hf
+
+    def convert(self: Any, weights: torch.Tensor | None, module: Any) -> dict[str, torch.Tensor]:
+        if fails():
+            raise RuntimeError("injected into the conversion")
+        return stock(self, weights, module)
+
+    return mock.patch.object(RowParallelMapping, "megatron_to_hf", convert)
+
+
+def failing_in_the_stream(model_path: str, layout: Layout, bucket_bytes: int, learning: bool) -> tuple[str, float]:
+    """The last rank fails inside the stream: everyone's error, its seconds; then all is well.
+
+    Args:
+        learning: in the first sync, at the last of the conversions in which it can, when others may have come to the
+            end of what is learnt; else in the second sync, early.
+    """
+    engine = build(model_path, layout)
+    shard_stream.take_over(True)
+    manager = manager_of(engine, bucket_bytes)
+    odd, calls = dist.get_rank() == dist.get_world_size() - 1, []
+    last = 2 * engine.model_config.hf_config.num_hidden_layers  # two row-parallel weights in each layer
+    with _norms_are_computed():
+        if not learning:
+            check_same(one_sync(manager), stock_export(engine))
+            train_step(engine)
+        with _failing_once(lambda: odd and (calls.append(1) or len(calls) == (last if learning else 3))):
+            text, seconds = error_of(lambda: one_sync(manager))
+        for _ in range(2):
+            check_same(one_sync(manager), stock_export(engine))
+            train_step(engine)
+    return text, seconds
+
+
+# Tensors change places between syncs
+
+
+def rearranged(model_path: str, layout: Layout) -> None:
+    """Tensors get other memory, are replaced, and are replaced with the module around them; as long as nothing of that
+    happens, the model is not walked again."""
+    engine = build(model_path, layout)
+    manager = manager_of(engine, LARGE)
+    check_same(one_sync(manager), stock_export(engine))
+    with mock.patch.object(megatron_model, "held_by", side_effect=AssertionError("walked again")):
+        train_step(engine)
+        check_same(one_sync(manager), stock_export(engine))
+    layers = unwrapped(engine.module[0]).decoder.layers
+    for _ in range(2):
+        moved = layers[0].self_attention.linear_proj.weight
+        moved.data = moved.data + 1
+        check_same(one_sync(manager), stock_export(engine))
+        replaced = layers[0].self_attention.linear_qkv
+        replaced.weight = _more(replaced.weight)
+        check_same(one_sync(manager), stock_export(engine))
+        module = copy.copy(layers[0].mlp.linear_fc2)
+        module.__dict__["_parameters"] = {"weight": _more(module.weight)}
+        layers[0].mlp.linear_fc2 = module
+        check_same(one_sync(manager), stock_export(engine))
+        wrapper = engine.module[0]
+        while not hasattr(wrapper.module, "decoder"):
+            wrapper = wrapper.module
+        wrapper.module = _copied(wrapper.module)
+        layers = unwrapped(engine.module[0]).decoder.layers
+        check_same(one_sync(manager), stock_export(engine))
+
+
+def _copied(module: torch.nn.Module) -> torch.nn.Module:
+    """The same model in other memory with other weights; process groups and configurations are shared."""
+    values = [value for part in module.modules() for value in vars(part).values()]
+    shared = {id(value): value for value in values if not isinstance(value, dict | torch.nn.Module)}
+    other = copy.deepcopy(module, shared)
+    for before, parameter in zip(module.parameters(), other.parameters(), strict=True):
+        parameter.__dict__.update(before.__dict__)
+        parameter.data += 1
+    return other
+
+
+def _more(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    other = torch.nn.Parameter(parameter.detach() + 1)
+    other.__dict__.update(parameter.__dict__)
+    return other
+
+
+# Megatron's own layers under the names of TransformerEngine's: classes, and norms fused into the linear layer after
+# them. What these layers compute is not there; what a bridge reads of them is
+
+# Of a layer: where a norm lies in Megatron's own layers, and the linear layer that TransformerEngine fuses it into
+FUSED = {
+    "input_layernorm": "self_attention.linear_qkv",
+    "pre_mlp_layernorm": "mlp.linear_fc1",
+    "self_attention.q_layernorm": "self_attention.linear_q_up_proj",
+    "self_attention.kv_layernorm": "self_attention.linear_kv_up_proj",
+}
+CLASSES = {
+    "ColumnParallelLinear": "TEColumnParallelLinear",
+    "RowParallelLinear": "TERowParallelLinear",
+    "ColumnParallelGroupedLinear": "TEColumnParallelGroupedLinear",
+    "RowParallelGroupedLinear": "TERowParallelGroupedLinear",
+    "WrappedTorchNorm": "TENorm",
+}
+
+
+def _find(module: torch.nn.Module, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name, None)  # type: ignore[assignment]
+    return module
+
+
+def _rename(module: Any, name: str) -> None:
+    module.__class__ = type(name, (type(module),), {})
+
+
+def as_transformer_engine(engine: Any) -> set[str]:
+    """Renames in place; returns the names of all parameters."""
+    names: set[str] = set()
+    for chunk in map(unwrapped, engine.module):
+        for layer in chunk.decoder.layers:
+            for norm_path, linear_path in FUSED.items():
+                norm, linear = _find(layer, norm_path), _find(layer, linear_path)
+                if linear is None or getattr(norm, "weight", None) is None:
+                    continue
+                linear.register_parameter("layer_norm_weight", norm._parameters.pop("weight"))
+                _rename(linear, "TELayerNormColumnParallelLinear")
+            for module in list(layer.modules()):
+                if type(module).__name__ in CLASSES:
+                    _rename(module, CLASSES[type(module).__name__])
+        names |= {name for name, _ in chunk.named_parameters()}
+    return names
+
+
+def syncs_as_transformer_engine(model_path: str, layout: Layout) -> set[str]:
+    """Bit for bit the checkpoint, which is what the bridge exports; returns the names."""
+    engine = build(model_path, layout)
+    names = as_transformer_engine(engine)
+    disk = on_disk(model_path)
+    check_same({n: t.to(disk[n].dtype) for n, t in stock_export(engine).items()}, disk)
+    for size in (TINY, LARGE):
+        manager = manager_of(engine, size)
+        got = one_sync(manager)
+        assert isinstance(manager.source, MegatronSource), "the bridge's own stream was used"
+        check_same({n: t.to(disk[n].dtype) for n, t in got.items()}, disk)
+    return names

@@ -7,14 +7,18 @@ pipes, so that one set of processes can lose and gain members.
 
 from __future__ import annotations
 
+import importlib
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing as mp
+
+from ports import free_port
 
 
 @dataclass(frozen=True)
@@ -26,9 +30,12 @@ class Failure:
 
 
 class Member:
-    """A process and the pipe to it; a call is sent by ``ask`` and answered by ``answer``."""
+    """A process and the pipe to it; a call is sent by ``ask`` and answered by ``answer``.
 
-    def __init__(self, kind: type, *args: Any) -> None:
+    The kind is named, not given: SGLang, which rollouts import, changes what transformers builds for a trainer.
+    """
+
+    def __init__(self, kind: str, *args: Any) -> None:
         context = mp.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(kind, theirs, args), daemon=False)
@@ -57,8 +64,9 @@ class Member:
             self.process.kill()
 
 
-def _serve(kind: type, pipe: Connection, args: tuple[Any, ...]) -> None:
-    host = kind(*args)
+def _serve(kind: str, pipe: Connection, args: tuple[Any, ...]) -> None:
+    module, _, name = kind.rpartition(".")
+    host = getattr(importlib.import_module(module), name)(*args)
     pipe.send("ready")
     while True:
         method, given = pipe.recv()
@@ -106,3 +114,47 @@ class Driver:
             member.ask("join", *place)
         assert [member.answer() for member in everyone] == [None] * len(everyone)
         return together(everyone, "sync", version)
+
+
+@contextmanager
+def members(
+    model: str,
+    rollouts: int,
+    trainer: str = "processes.Trainer",
+    environment: AbstractContextManager[None] | None = None,
+    rollout: str = "rollouts.Rollout",
+    tp: int = 1,
+) -> Iterator[tuple[Driver, list[Member]]]:
+    """Two trainer ranks, started in an environment of their own, and all ranks of rollouts; kinds by their names."""
+    port = free_port()
+    with environment or nullcontext():
+        trainers = [Member(f"separate.{trainer}", rank, 2, port, model) for rank in range(2)]
+    ports = [free_port() for _ in range(rollouts)]
+    engines = [Member(f"separate.{rollout}", port, model, rank, tp) for port in ports for rank in range(tp)]
+    try:
+        assert [member.answer() for member in (*trainers, *engines)] == ["ready"] * (2 + rollouts * tp)
+        yield Driver(trainers), engines
+    finally:
+        end([*engines, *trainers])
+
+
+def exact(driver: Driver, rollouts: list[Member], folder: Path) -> None:
+    """Every engine holds what SGLang loads from a checkpoint of the trainer."""
+    folder.mkdir()
+    together(driver.trainers, "save", folder / "checkpoint")
+    for number, rollout in enumerate(rollouts):
+        own = folder / str(number)
+        own.mkdir()
+        assert rollout.ask("differs", folder / "checkpoint", own).answer() == []
+
+
+def failed_alike(answers: list[Any], text: str) -> None:
+    """Every rank has failed with one text, which has this in it."""
+    texts = {each.text for each in answers if isinstance(each, Failure)}
+    assert len(texts) == 1 and all(isinstance(each, Failure) for each in answers), answers
+    assert text in texts.pop(), answers
+
+
+def none_failed(answers: list[Any]) -> list[Any]:
+    assert not any(isinstance(each, Failure) for each in answers), answers
+    return answers

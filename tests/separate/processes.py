@@ -1,40 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all processes of a separate run do, and its trainer ranks; they are called by ``driver.py``."""
+"""What all processes of a separate run do, and its trainer ranks of every kind; they are called by ``driver.py``."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from bare_engine import trainer
 from bare_engine.scenario import _checkpoint
-from separate.counted import CountedRanks
+from verl_sync_plugin.transport.joint import JointRanks
 
 if TYPE_CHECKING:
+    from verl_sync_plugin.layout.tensors import Plan
     from verl_sync_plugin.sync.separate import SeparateManager
 
 TIMEOUT = 20.0
 BUCKET_BYTES = 60_000
+RANK, SCALING = 8, 2  # of adapters
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # SGLang fuses some
+
+
+class CountedRanks(JointRanks):
+    """Counts what broadcasts have brought since there is the group, by the rank that sent it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.came: Counter[int] = Counter()
+
+    def broadcast(self, memory: torch.Tensor, root: int) -> dist.Work:
+        if root != self.rank:
+            self.came[root] += memory.nbytes
+        return super().broadcast(memory, root)
 
 
 class Host:
     """What both kinds of process do."""
 
-    def __init__(self, rank: int, world: int, port: int, sync: dict[str, Any], is_master: bool | None) -> None:
+    def __init__(self, rank: int, world: int, port: int, is_master: bool | None) -> None:
         os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
         os.environ.update(MASTER_PORT=str(port), SGLANG_CPU_OMP_THREADS_BIND="|".join(map(str, range(world))))
         dist.init_process_group("cpu:gloo", rank=rank, world_size=world)
         from verl_sync_plugin.hooks.separate import SyncCheckpointEngine
 
-        self.engine = SyncCheckpointEngine(
-            BUCKET_BYTES, is_master, sync={"timeout_seconds": TIMEOUT, **sync}, rollout="sglang"
-        )
+        sync = {"timeout_seconds": TIMEOUT}
+        self.engine = SyncCheckpointEngine(BUCKET_BYTES, is_master, sync=sync, rollout="sglang")
 
     def prepare(self) -> Any:
         return self.engine.prepare()
@@ -66,6 +85,18 @@ class Host:
         """The one of the last group, if there was one."""
         raise NotImplementedError
 
+    def break_next(self, path: str) -> None:
+        """The next call of a method fails; its path begins at this object."""
+        *owners, name = path.split(".")
+        owner: Any = reduce(getattr, owners, self)
+        honest = getattr(owner, name)
+
+        def broken(*args: Any) -> None:
+            setattr(owner, name, honest)
+            raise MemoryError(f"injected: {name}")
+
+        setattr(owner, name, broken)
+
     def end(self) -> None:
         dist.destroy_process_group()
 
@@ -73,8 +104,8 @@ class Host:
 class Trainer(Host):
     """A trainer rank with verl's own FSDP2 engine."""
 
-    def __init__(self, rank: int, world: int, port: int, model: str, sync: dict[str, Any]) -> None:
-        super().__init__(rank, world, port, sync, is_master=rank == 0)
+    def __init__(self, rank: int, world: int, port: int, model: str) -> None:
+        super().__init__(rank, world, port, is_master=rank == 0)
         self.trainer = self._build(model)
         self.model = model
 
@@ -86,24 +117,26 @@ class Trainer(Host):
         stream, _ = self.trainer.get_per_tensor_param()  # type: ignore[attr-defined]
         asyncio.run(self.engine.send_weights(stream, version))
         manager = self.engine._manager
-        assert manager is not None and manager.planned is not None
-        return [int(value) for value in manager.sender.sums(manager.planned)]
+        assert manager is not None
+        return [int(value) for value in manager.sender.sums(self.plan)]
 
     def manager(self) -> SeparateManager | None:
         return self.engine._manager
 
-    def sends(self) -> list[int]:
-        """Bytes of every trainer rank's segments, with what fills them up."""
+    @property
+    def plan(self) -> Plan:
         manager = self.engine._manager
         assert manager is not None and manager.planned is not None
-        buckets = manager.planned.buckets
+        return manager.planned
+
+    def sends(self) -> list[int]:
+        """Bytes of every trainer rank's segments, with what fills them up."""
+        buckets = self.plan.buckets
         return [sum(b.stride for b in buckets if place < b.world) for place in range(dist.get_world_size())]
 
     def packed(self) -> int:
         """Bytes of all segments, without what fills them up behind their last tensor."""
-        manager = self.engine._manager
-        assert manager is not None and manager.planned is not None
-        plan = manager.planned
+        plan = self.plan
         ends = {(b, place): 0 for b in range(len(plan.buckets)) for place in range(plan.buckets[b].world)}
         for b, place in ends:
             for part in plan.buckets[b].slices:
@@ -131,32 +164,6 @@ class Trainer(Host):
 
         BucketSender.export = elsewhere  # type: ignore[method-assign]
 
-    def break_reading(self) -> None:
-        """The next sync cannot read the parameters."""
-        manager = self.engine._manager
-        assert manager is not None
-        honest = manager.sender.read
-
-        def broken(*args: Any) -> None:
-            manager.sender.read = honest  # type: ignore[method-assign]
-            raise MemoryError("injected: cannot read")
-
-        manager.sender.read = broken  # type: ignore[method-assign]
-
-    def break_packing(self, times: int) -> None:
-        """The next bucket to be packed cannot be, that many times."""
-        manager = self.engine._manager
-        assert manager is not None
-        honest, left = manager.sender.pack, [times]
-
-        def broken(*args: Any) -> None:
-            if left[0] > 0:
-                left[0] -= 1
-                raise MemoryError("injected: cannot pack")
-            honest(*args)
-
-        manager.sender.pack = broken  # type: ignore[method-assign]
-
     def save(self, folder: Path) -> None:
         """Writes the trainer's weights as a checkpoint; collective over the trainer's ranks."""
         from safetensors.torch import save_file
@@ -170,25 +177,88 @@ class Trainer(Host):
 class FSDP1Trainer(Trainer):
     """A trainer rank with verl's own FSDP1 engine, which holds runs of flat parameters."""
 
-    _steps = 0
-
     def _build(self, model: str) -> object:
         return trainer.build(model, "fsdp")
 
-    def step(self) -> None:
-        """Other weights, in place."""
-        self._steps += 1
-        self.train(self._steps)
 
-
-class MegatronTrainer(Trainer):
-    """A tensor-parallel rank of verl's own Megatron engine, with the bridge that its environment has."""
+class LoRATrainer(Trainer):
+    """A rank of verl's own FSDP2 engine with an adapter that is not merged."""
 
     def _build(self, model: str) -> object:
-        return trainer.build(model, "megatron", tp=dist.get_world_size())
+        lora = {"lora_rank": RANK, "lora_alpha": RANK * SCALING, "target_modules": TARGETS}
+        return trainer.build(model, "fsdp2", lora)
 
-    def step(self) -> None:
-        """A real optimizer step."""
-        from megatron_cpu.engines import train_step
+    def sync(self, version: int) -> dict[str, Any]:  # type: ignore[override]
+        """Sends; returns the report."""
+        stream, _ = self.trainer.get_per_tensor_param()  # type: ignore[attr-defined]
+        asyncio.run(self.engine.send_weights(stream, version))
+        return self.report()
 
-        train_step(self.trainer)
+    @torch.no_grad()
+    def train(self, seed: int) -> None:
+        """Changes the adapter alone, as training does."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.trainer.module.named_parameters():  # type: ignore[attr-defined]
+            if "lora_" in name:
+                local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
+                local.add_(torch.randn(local.shape, generator=generator, dtype=local.dtype) * 0.1)
+
+    def save(self, folder: Path) -> None:
+        """Writes base and adapter, merged by hand, as a checkpoint; collective over the trainer's ranks."""
+        from safetensors.torch import save_file
+
+        state = self.trainer.module.state_dict()  # type: ignore[attr-defined]
+        full = {n: (t.full_tensor() if isinstance(t, DTensor) else t).float() for n, t in state.items()}
+        if dist.get_rank() == 0:
+            save_file(_merged(full), _checkpoint(self.model, folder) / "model.safetensors", metadata={"format": "pt"})
+
+
+def _merged(full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, tensor in full.items():
+        if "lora_" not in name:
+            of = name.replace("base_layer.weight", "{}.default.weight")
+            if of != name:
+                tensor = tensor + SCALING * full[of.format("lora_B")] @ full[of.format("lora_A")]
+            plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
+            found[plain] = tensor.to(torch.bfloat16).contiguous()
+    return found
+
+
+class MegatronLoRATrainer(LoRATrainer):
+    """A tensor-parallel rank of verl's own Megatron engine with an adapter of Megatron-Bridge."""
+
+    def _build(self, model: str) -> object:
+        from megatron_cpu import engines, lora
+
+        world = dist.get_world_size()
+        return lora.with_factors(model, engines.Layout(world, tp=world), merge=False)
+
+    @torch.no_grad()
+    def train(self, seed: int) -> None:
+        """See ``LoRATrainer``; ranks that hold the same factor change it alike."""
+        generator = torch.Generator().manual_seed(seed)
+        for chunk in self.trainer.module:  # type: ignore[attr-defined]
+            for name, parameter in chunk.named_parameters():
+                if ".adapter." in name:
+                    noise = torch.randn(parameter.shape, generator=generator)
+                    parameter.data.add_(noise.to(parameter.dtype) * 0.1)
+
+    def save(self, folder: Path) -> None:
+        """Writes what the bridge itself exports, which merges; collective over the trainer's ranks."""
+        Trainer.save(self, folder)
+
+
+class MergedLoRATrainer(LoRATrainer):
+    """A rank of verl's own FSDP2 engine whose adapter is merged on the way."""
+
+    def _build(self, model: str) -> object:
+        lora = {"lora_rank": RANK, "lora_alpha": RANK * SCALING, "target_modules": TARGETS, "lora": {"merge": True}}
+        return trainer.build(model, "fsdp2", lora)
+
+    def sync(self, version: int) -> dict[str, Any]:
+        """Sends, which changes neither base nor adapter; returns the report."""
+        before = trainer.local_state(self.trainer)
+        report = super().sync(version)
+        assert all(map(torch.equal, before, trainer.local_state(self.trainer))), "the sync changed the trainer"
+        return report

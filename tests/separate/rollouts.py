@@ -6,111 +6,61 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from bare_engine.endpoint import BareEngine, BareEngineEndpoint
+from bare_engine.endpoint import BareEngine, endpoint_of
 from bare_engine.scenario import PROMPT
-from separate.counted import READ
-from separate.processes import Host
-from verl_sync_plugin.rollouts.sglang.request import dumps
+from separate.processes import RANK, TARGETS, Host
+from verl_sync_plugin.rollouts.adapter import SeparateReceiver
+from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK
+from verl_sync_plugin.rollouts.sglang.server import SGLANG_LORA_NAME, SyncSGLangHttpServer
+from verl_sync_plugin.sync.separate import SeparateManager, SeparateRollout
 
-if TYPE_CHECKING:
-    from verl_sync_plugin.sync.endpoint import PendingLoad
-    from verl_sync_plugin.sync.separate import SeparateManager
-    from verl_sync_plugin.transport.protocol import LoadRequest
-
-CPU = torch.device("cpu")
+TINY = 4e-6  # see tests/contract/test_lora_merge.py, which judges by the same measure
 State = dict[str, torch.Tensor]
-
-
-class Endpoint(BareEngineEndpoint):
-    """The engine of one rollout rank, which has a place among trainer and rollout ranks.
-
-    Attributes:
-        manager: of the group.
-        planned: of every load that was asked for, whether the ranks had planned the sync by then.
-    """
-
-    joint: tuple[int, ...] = ()
-    manager: SeparateManager
-
-    def __init__(self, engine: BareEngine | None) -> None:
-        super().__init__(engine)
-        self.planned: list[bool] = []
-
-    def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
-        self.planned.append("plan" in self.manager.report.stages)
-        return super().start_load(request, weight_version)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return self.joint
 
 
 class Rollout(Host):
     """A rollout rank; the first one of an engine has the real SGLang engine, which starts with random weights."""
 
-    sglang: BareEngine
-
-    def __init__(self, port: int, model: str, sync: dict[str, Any], rank: int = 0, tp: int = 1) -> None:
-        super().__init__(rank, tp, port, sync, is_master=None)
-        from verl_sync_plugin.rollouts.adapter import SeparateReceiver
-
-        if rank == 0:
-            self.sglang = self._start(model)
-        self.endpoint = self._endpoint()
+    def __init__(self, port: int, model: str, rank: int = 0, tp: int = 1) -> None:
+        super().__init__(rank, tp, port, is_master=None)
+        self.sglang: Any = self._start(model) if rank == 0 else None
         self.receiver = SeparateReceiver(self._make)
+        self.planned: list[bool] = []  # of every load that was asked for, whether the ranks had planned the sync
 
     def _start(self, model: str) -> BareEngine:
-        return BareEngine(model, dist.get_world_size(), loaders=(READ,))
-
-    def _endpoint(self) -> Endpoint:
-        return Endpoint(getattr(self, "sglang", None))
-
-    def break_making(self) -> None:
-        """The next group finds this rank unable to take part."""
-        honest = self.receiver._make
-
-        def broken(incoming: Any) -> Any:
-            self.receiver._make = honest
-            raise ValueError("injected: cannot be synced")
-
-        self.receiver._make = broken
-
-    def refuse_once(self, text: str) -> None:
-        """The next load of an adapter is refused, as by SGLang."""
-        honest = self.endpoint.load_adapter
-
-        async def refusing(*args: Any) -> Any:
-            self.endpoint.load_adapter = honest  # type: ignore[method-assign]
-            raise RuntimeError(text)
-
-        self.endpoint.load_adapter = refusing  # type: ignore[method-assign]
+        return BareEngine(model, dist.get_world_size())
 
     def _make(self, incoming: Any) -> Any:
-        from verl_sync_plugin.sync.separate import SeparateRollout
+        endpoint = endpoint_of(self.sglang, incoming.membership.engine_ranks)
+        made = SeparateRollout(incoming.membership.ranks, endpoint, self.engine._config, torch.device("cpu"))
+        honest = endpoint.start_load
 
-        self.endpoint.joint = incoming.membership.engine_ranks
-        self.endpoint.manager = SeparateRollout(incoming.membership.ranks, self.endpoint, self.engine._config, CPU)
-        return self.endpoint.manager
+        def start_load(*args: Any) -> Any:
+            self.planned.append("plan" in made.report.stages)
+            return honest(*args)
+
+        endpoint.start_load = start_load  # type: ignore[method-assign]
+        return made
 
     def asked_behind_plan(self) -> list[bool]:
-        """See ``Endpoint.planned``."""
-        return self.endpoint.planned
+        return self.planned
 
     def sync(self, version: int) -> dict[str, Any]:
         """Receives; returns the report, which an engine's first rank has published."""
         asyncio.run(self.receiver.receive(self.engine.receive_weights(version), version))
-        return self.endpoint.reports[-1] if self.endpoint.leader else self.report()
+        return self.sglang.reports[-1] if self.sglang else self.report()
 
     def manager(self) -> SeparateManager | None:
         return self.receiver._manager
 
     def generate(self) -> tuple[list[int], list[float]]:
-        return self.sglang.generate(PROMPT, 4)
+        words: tuple[list[int], list[float]] = self.sglang.generate(PROMPT, 4)
+        return words
 
     def differs(self, checkpoint: Path, folder: Path) -> list[str]:
         """Names of what the engine holds otherwise than after SGLang's own load of a checkpoint."""
@@ -124,11 +74,6 @@ class Rollout(Host):
         synced = self.sglang.state(folder / "synced")
         self.sglang.load_from_disk(str(checkpoint))
         return synced, self.sglang.state(folder / "loaded")
-
-    def read(self, path: Path) -> list[int]:
-        """Bytes that every engine rank has read since this was called the last time, which must be once before."""
-        self.sglang.call(self.sglang._update(dumps([(str(path), torch.empty(0))]), READ, None))
-        return [int(Path(f"{path}.{rank}").read_text()) for rank in range(self.sglang.tp)]
 
     def nbytes(self, path: Path) -> list[int]:
         """What the parameters of every engine rank take."""
@@ -152,7 +97,7 @@ class Rollout(Host):
         sender.load = flipping  # type: ignore[method-assign]
 
     def abandoned(self) -> list[str]:
-        return self.endpoint.abandoned
+        return list(self.sglang.abandoned)
 
     def die_in_second_bucket(self) -> None:
         """Like a machine that is switched off while weights are on their way."""
@@ -168,6 +113,55 @@ class Rollout(Host):
         manager.sender.load = dying  # type: ignore[method-assign]
 
     def end(self) -> None:
-        if self.endpoint.leader:
+        if self.sglang:
             self.sglang.shutdown()
         super().end()
+
+
+class AdapterEngine(BareEngine):
+    """Has the engine's adapter replaced, as the rollout server does."""
+
+    _served: Any = None
+    load_adapter = SyncSGLangHttpServer.load_adapter
+
+
+class ServingRollout(Rollout):
+    """A rollout rank and a real SGLang engine that serves an adapter."""
+
+    def _start(self, model: str) -> BareEngine:
+        lora = {"enable_lora": True, "max_lora_rank": RANK, "lora_target_modules": TARGETS}
+        return AdapterEngine(model, 1, loaders=(ADAPTER_CHECK,), lora_backend="torch_native", **lora)
+
+    def generate(self) -> tuple[list[int], list[float]]:
+        words: tuple[list[int], list[float]] = self.sglang.generate(PROMPT, 4, SGLANG_LORA_NAME)
+        return words
+
+    def generate_with_base(self) -> tuple[list[int], list[float]]:
+        return super().generate()
+
+
+class JudgingRollout(Rollout):
+    """A rollout rank whose engine is compared with a checkpoint merged by hand."""
+
+    def judged(self, merged: Path, base: Path, folder: Path) -> tuple[list[str], list[str], float]:
+        """The engine then holds the base.
+
+        Returns:
+            What is not, within a unit in the last place, as SGLang loads it from a checkpoint merged by hand; what is
+            not, bit for bit, as in the base; and how much of all elements is bit for bit as merged by hand.
+        """
+        synced, by_hand = self.held(merged, folder)
+        _, plain = self.held(base, folder)
+        off, adapted, equal, total = [], [], 0, 0
+        for ours, theirs, unmerged in zip(synced, by_hand, plain, strict=True):
+            assert ours.keys() == theirs.keys() == unmerged.keys()
+            off += [name for name in ours if not _within_one_ulp(ours[name], theirs[name])]
+            adapted += [name for name in ours if not torch.equal(ours[name], unmerged[name])]
+            equal += sum(int((ours[name] == theirs[name]).sum()) for name in ours)
+            total += sum(tensor.numel() for tensor in ours.values())
+        return off, adapted, equal / total
+
+
+def _within_one_ulp(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    ulp = torch.nextafter(expected.abs(), torch.tensor(torch.inf, dtype=expected.dtype)) - expected.abs()
+    return got.dtype == expected.dtype and bool(((got - expected).abs() <= ulp.clamp(min=TINY)).all())

@@ -1,0 +1,543 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads on SGLang's own model classes, on tensor-parallel ranks that are a process each.
+
+Copies give what the model's own ``load_weights`` gives, bit for bit; what lies in the parameters is compared with what
+was sent, and a flipped bit is found wherever it is; nothing that the trainer sends is left out. Sender and receiver are
+the real ones without a channel: ``Packer`` fills the buckets of every trainer rank, ``ModelLoad`` loads them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds import run_fresh
+
+from contract import sglang_models as models
+from contract.families import FAMILIES
+from contract.sglang_models import check_same, weights_of
+from contract.wire import CPU, Wire
+from unseen import reads_unseen
+from verl_sync_plugin.copies.copier import Memory, _PlainPrepared
+from verl_sync_plugin.engine import introduce
+from verl_sync_plugin.engine.load import refuse_rearranged
+from verl_sync_plugin.engine.recorder import Recording
+from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.layout.load_map import owners_of, read_parts
+from verl_sync_plugin.layout.tensors import hulls_of, numbers_of
+from verl_sync_plugin.rollouts.sglang.model import SGLangModel
+from verl_sync_plugin.rollouts.sglang.refusals import ALWAYS_TIED
+from verl_sync_plugin.verify import DERIVED
+
+pytestmark = pytest.mark.slow
+READ, HELD = "changed on the way to the engine", "do not hold what was sent of"
+# Trainer ranks, bucket size, sharded, verified: whole tensors in one piece; many torn ones; a few
+CUTS = ((3, 20_000, True, False), (1, 1 << 30, False, True), (2, 1 << 16, False, True), (3, 20_000, True, True))
+# What cannot be compared: DeepSeek's attention has weights of its own, derived from others
+LEFT_OUT = {"deepseek-v2": {DERIVED: "is computed"}, "deepseek-v3": {DERIVED: "is computed"}}
+NORM = "model.norm.weight"
+
+
+def copies_are_exact(kind: str, config: Any) -> Wire:
+    """Three syncs of every cut, all of them copied whole and compared; what cannot be compared is named."""
+    model, reference = models.build(config), models.build(config)
+    for ranks, bucket_bytes, sharded, verified in CUTS:
+        wire = Wire(model, weights_of(kind, 0), ranks, bucket_bytes, sharded, verified=verified)
+        nbytes = sum(tensor.nbytes for _, tensor in weights_of(kind, 0))
+        for seed in (1, 2, 3):
+            weights = weights_of(kind, seed)
+            assert wire.sync(weights) == (len(weights), nbytes), (kind, ranks, seed)
+            reference.load_weights(iter(weights))
+            check_same(model, reference, f"sync {seed} of {kind} by {ranks} ranks, {bucket_bytes} bytes,")
+        assert wire.load.map.kept > 10 and not wire.comparison.unwritten, kind
+        expected = LEFT_OUT.get(kind, {}) if verified else wire.comparison.left_out
+        assert wire.comparison.left_out == expected, wire.comparison.left_out
+        assert len(wire.comparison.compared) == len(wire.plan.bases) - len(expected.keys() - {DERIVED})
+    return wire
+
+
+def every_flipped_bit_is_found(kind: str, wire: Wire) -> None:
+    """One bit anywhere in any parameter, on one rank: padding of the vocabulary, fused parts, replicated ones."""
+    generator, found = random.Random(kind), 0
+    for parameter in wire.model.parameters():
+        flat = parameter.data.view(-1).view(torch.uint8)
+        for at in {0, flat.numel() - 1, generator.randrange(flat.numel())}:
+            bit, rank = 1 << generator.randrange(8), generator.randrange(dist.get_world_size())
+            flipped = bit if dist.get_rank() == rank else 0
+            flat[at] ^= flipped
+            with pytest.raises(SyncError) as caught:
+                wire.compare()
+            texts: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(texts, str(caught.value))
+            assert len(set(texts)) == 1 and (HELD in texts[0] or "hold what no load puts there" in texts[0]), texts
+            flat[at] ^= flipped
+            found += 1
+    assert found > 30
+    wire.compare()
+
+
+def a_router_bias_kept_in_fp32_is_compared(config: Any) -> None:
+    """Sent as bfloat16 and kept wider: the lower half of an element, which no bfloat16 has, is looked at, too."""
+    narrow = [(n, t.to(torch.bfloat16)) for n, t in weights_of("deepseek-v3", 1)]
+    wire = Wire(models.build(config), narrow, 2, 1 << 16)
+    wire.sync(narrow)
+    parameter = dict(wire.model.named_parameters())["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert parameter.dtype == torch.float32 and set(wire.comparison.left_out) == {DERIVED}
+    for at in (1, 3):  # little endian: lower half, upper half
+        with pytest.raises((SyncError, ValueError)):
+            parameter.data.view(torch.uint8)[at] ^= 1
+            wire.compare()
+        parameter.data.view(torch.uint8)[at] ^= 1
+    wire.compare()
+
+
+@torch.no_grad()
+def every_model(folder: Path) -> None:
+    for kind in models.KINDS:
+        wire = copies_are_exact(kind, models.start(folder, kind))
+        every_flipped_bit_is_found(kind, wire)
+    a_router_bias_kept_in_fp32_is_compared(models.start(folder, "deepseek-v3"))
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.extended), 2])
+def test_every_model(world: int, tmp_path: Path) -> None:
+    run_fresh(world, every_model, tmp_path)
+
+
+# Loaders that a model may give a parameter of its own: each does more, or another thing, than to copy
+
+
+def plus_one(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    parameter.data.copy_(loaded + 1)
+
+
+def last_row_cleared(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    parameter.data.copy_(loaded)
+    parameter.data[-1].zero_()
+
+
+def cleared_first(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    parameter.data.zero_()
+    parameter.data.copy_(loaded)
+
+
+def as_words(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    parameter.data.view(torch.int16).copy_(loaded.view(torch.int16))
+
+
+def negated(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    parameter.data.copy_(torch._neg_view(loaded))
+
+
+def changed_where_it_lies(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    loaded *= 2  # as SGLang's Gemma adds one to its norms
+    parameter.data.copy_(loaded)
+
+
+# Each by why its tensor is left to the model; empty if it is copied
+LOADERS = {
+    plus_one: "goes through aten.add.Tensor",
+    last_row_cleared: "is overwritten by a constant in part",
+    as_words: "is copied through a view of another dtype",
+    negated: "is copied through a view of another dtype",
+    changed_where_it_lies: "goes through aten.mul_.Tensor",
+    cleared_first: "",
+}
+
+
+def what_a_copy_would_get_wrong_is_left_to_the_model(config: Any) -> None:
+    """By what the load does, not by values: those of the first sync are such that a wrong copy gives them, too."""
+    for loader, why in LOADERS.items():
+        model, reference = models.build(config), models.build(config)
+        for each in (model, reference):
+            each.model.norm.weight.weight_loader = loader
+        wire = Wire(model, weights_of("qwen2", 0), 3, 20_000)
+        for seed in (1, 2, 3):
+            weights = [(n, t * 0 if n == NORM and seed == 1 else t) for n, t in weights_of("qwen2", seed)]
+            assert wire.sync(weights)[0] == len(weights) - bool(why)
+            reference.load_weights((n, t.clone()) for n, t in weights)
+            check_same(model, reference, f"sync {seed}, {loader.__name__},")
+        assert wire.left == ({NORM: why} if why else {}), loader.__name__
+
+
+def moved_parameters_start_over(config: Any) -> None:
+    """``param.data = tensor`` makes no operation, yet the sync after it finds out again what the model does."""
+    model, reference = models.build(config), models.build(config)
+    wire, maps = Wire(model, weights_of("qwen2", 0), 2, 1 << 16), []
+    for seed in range(1, 5):
+        if seed == 3:
+            moved = model.model.layers[1].mlp.gate_up_proj.weight
+            moved.data = moved.data.clone()
+        wire.sync(weights_of("qwen2", seed))
+        maps.append(wire.load.map)
+        reference.load_weights(iter(weights_of("qwen2", seed)))
+        check_same(model, reference, f"sync {seed}")
+    assert maps[0] is maps[1] is not maps[2] is maps[3] and maps[1] == maps[2]
+
+
+def moved_experts_start_over(config: Any) -> None:
+    """Expert load balancing changes what a place holds, not where it is."""
+    from sglang.srt.eplb import expert_location
+
+    wire = Wire(models.build(config), weights_of("qwen2", 0), 1, 1 << 20, verified=False)
+    placed = SimpleNamespace(physical_to_logical_map_cpu=torch.tensor([[1, 0]]))
+    wire.sync(weights_of("qwen2", 1))
+    before = wire.load.map
+    with mock.patch.object(expert_location, "get_global_expert_location_metadata", lambda: placed):
+        wire.sync(weights_of("qwen2", 3))
+        assert wire.load.map is not before
+
+
+def a_model_that_keeps_tensors_loads_all_of_them(config: Any) -> None:
+    """Neither as a parameter's data nor as an attribute: bytes of a slot are only lent."""
+    keepers = (
+        ("cannot be recorded", lambda parameter, loaded: setattr(parameter, "data", loaded)),
+        (f"keeps {NORM}", lambda parameter, loaded: setattr(norm, "seen", loaded)),
+    )
+    for why, keep in keepers:
+        model = models.build(config)
+        norm = model.model.norm
+        norm.weight.weight_loader = keep
+        wire = Wire(model, weights_of("qwen2", 0), 1, 1 << 30)
+        wire.load.begin()
+        assert len(wire.left) == len(weights_of("qwen2", 0))
+        assert all(why in reason for reason in wire.left.values()), wire.left
+
+
+def a_wrong_recording_is_found(config: Any) -> None:
+    """Where marks lie is compared with where they were said to go, before anything is copied."""
+    model, reference = models.build(config), models.build(config)
+    honest = introduce.record
+    swapped = {GATE: UP, UP: GATE}
+
+    def wrong(*args: Any) -> Recording:
+        recording = honest(*args)
+        recording.writes = [replace(each, name=swapped.get(each.name, each.name)) for each in recording.writes]
+        return recording
+
+    wire = Wire(model, weights_of("qwen2", 0), 2, 1 << 16)
+    with mock.patch.object(introduce, "record", wrong):
+        for seed in (1, 2):
+            weights = weights_of("qwen2", seed)
+            tensors, _ = wire.sync(weights)
+            reference.load_weights(iter(weights))
+            check_same(model, reference, f"sync {seed}")
+    assert tensors == len(weights) - 2
+    assert wire.left == wire.comparison.left_out == dict.fromkeys(swapped, introduce.ELSEWHERE)
+
+
+# Nothing is left out: with a recording of the load, where it cannot be recorded, and of what is loaded alone
+
+GATE, UP = (f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up"))
+UNKNOWN = r"leaves out 1 of the 28 .*experts\.0\.w9\.weight"
+
+
+def with_one_more(seed: int) -> models.Weights:
+    """A checkpoint with a tensor of a name that no model of SGLang's knows."""
+    return [*weights_of("qwen2", seed), ("model.layers.0.mlp.experts.0.w9.weight", torch.full((4, 4), 1.0))]
+
+
+def untied(weights: models.Weights) -> models.Weights:
+    return [*weights[:-1], (weights[-1][0], weights[-1][1] + 1)]
+
+
+def unknown_names_are_an_error(config: Any) -> None:
+    """Before anything is sent, and in every sync until they are gone."""
+    model = models.build(config)
+    wire = Wire(model, with_one_more(0), 1, 1 << 16)
+    for _ in range(2):
+        with pytest.raises(SyncError, match=rf"{UNKNOWN} \(64 of 64 bytes\)"):
+            wire.sync(with_one_more(1))
+    wire = Wire(model, weights_of("qwen2", 0), 1, 1 << 16)
+    assert all(wire.sync(weights_of("qwen2", seed))[0] == 27 for seed in (1, 2))
+
+
+def half_of_a_tensor_is_an_error(config: Any) -> None:
+    """The ranks of an engine together must use every byte: here none takes the second half."""
+    model = models.build(config)
+    model.model.norm.weight.weight_loader = lambda parameter, loaded: parameter.data[:32].copy_(loaded[:32])
+    with pytest.raises(SyncError, match=r"model\.norm\.weight \(64 of 128 bytes\)"):
+        Wire(model, weights_of("qwen2", 0), 2, 1 << 16).sync(weights_of("qwen2", 1))
+
+
+def what_cannot_be_recorded_is_watched(config: Any) -> None:
+    """A load of marks tells what it uses."""
+
+    def looks_at_values(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+        assert loaded.device.type != "meta", "this loader needs values"
+        parameter.data.copy_(loaded)
+
+    model, reference = models.build(config), models.build(config)
+    model.model.norm.weight.weight_loader = looks_at_values
+    with pytest.raises(SyncError, match=UNKNOWN):
+        Wire(model, with_one_more(0), 2, 20_000).sync(with_one_more(1))
+    wire = Wire(model, weights_of("qwen2", 0), 2, 20_000)
+    for seed in (1, 2, 3):
+        assert wire.sync(weights_of("qwen2", seed)) == (0, 0)
+        reference.load_weights(iter(weights_of("qwen2", seed)))
+        check_same(model, reference, f"sync {seed}")
+
+
+def leftovers_that_are_not_loaded_alone_are_an_error(config: Any) -> None:
+    """A sync would give the model only what is not copied; this one writes a fused pair only when both halves come in
+    one call, as DeepSeek's does."""
+    model, reference = models.build(config), models.build(config)
+    honest = model.load_weights
+
+    def load(weights: Any) -> None:
+        given = dict(weights)
+        halves = [given.pop(name) for name in (GATE, UP) if name in given]
+        if len(halves) == 2:
+            honest(iter([(GATE, halves[0] + 0), (UP, halves[1])]))  # the sum keeps it from being replayed
+        honest(iter(given.items()))
+
+    model.load_weights = load
+    wire = Wire(model, weights_of("qwen2", 0), 1, 1 << 30)
+    for seed in (1, 2):
+        wire.sync(weights_of("qwen2", seed))
+        reference.load_weights(iter(weights_of("qwen2", seed)))
+        check_same(model, reference, f"sync {seed}")
+    assert set(wire.left) >= {GATE, UP}
+
+
+def a_head_of_its_own_holds_the_tied_weight(config: Any) -> None:
+    """Under which names the trainer sends it does not matter; and a head that the trainer unties stays its own."""
+    model, heads = models.build(config), {}
+    tied = weights_of("qwen3-moe-tied", 1)
+    for sent, weights in {"embedding": tied[:-1], "both": tied, "untied": untied(tied)}.items():
+        wire = Wire(model, weights, 2, 1 << 16)
+        wire.sync(weights)
+        assert wire.sync(weights)[0] == len(weights) and not wire.comparison.unwritten, wire.left
+        heads[sent] = model.lm_head.weight.clone()
+        assert torch.equal(heads[sent], model.model.embed_tokens.weight) == (sent != "untied")
+    assert torch.equal(heads["embedding"], heads["both"])
+
+
+def an_untied_head_is_an_error_where_the_engine_ties(config: Any) -> None:
+    """One of its own would be left out. Some of SGLang's models write it into the embedding, whose place it takes."""
+    model, tied = models.build(config), weights_of("qwen2-tied", 1)
+    with pytest.raises(SyncError, match=r"leaves out 1 .*lm_head\.weight"):
+        Wire(model, untied(tied), 2, 1 << 16).sync(untied(tied))
+    assert Wire(model, tied, 2, 1 << 16).sync(tied)[0] > 0
+    honest = model.load_weights
+    model.load_weights = lambda weights: honest(
+        ("model.embed_tokens.weight" if name == "lm_head.weight" else name, loaded) for name, loaded in weights
+    )
+    with pytest.raises(SyncError, match=r"leaves out 1 .*model\.embed_tokens\.weight"):
+        Wire(model, untied(tied), 2, 1 << 16).sync(untied(tied))
+    Wire(model, tied, 2, 1 << 16).sync(tied)
+
+
+# One flipped bit: ``staging`` is the bucket between its packing and its load, ``passage`` the copy itself, whose reader
+# has hashed what it was to copy, and ``destination`` the engine's parameter after all copies. In a running engine:
+# ``tests/bare_engine``
+
+LAYER = "model.layers.1."
+# Parts of fused parameters, cut by columns and by rows, the vocabulary, what every rank holds whole; tied ends; experts
+VICTIMS = {
+    "qwen2": (
+        *(f"{LAYER}self_attn.{part}_proj.weight" for part in "qkvo"),
+        f"{LAYER}self_attn.k_proj.bias",
+        *(f"{LAYER}mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
+        *("lm_head.weight", NORM),
+    ),
+    "qwen2-tied": ("model.embed_tokens.weight",),
+    "qwen3-moe": (
+        *(f"{LAYER}mlp.experts.5.{part}_proj.weight" for part in ("gate", "up", "down")),
+        f"{LAYER}mlp.gate.weight",
+    ),
+}
+
+
+@contextmanager
+def a_flip(wire: Wire, where: str, victim: str) -> Iterator[tuple[Callable[[torch.Tensor], None], Callable[[], None]]]:
+    """During the next sync; what ``Wire.sync`` takes for it. In passage and destination of the last rank only."""
+    (bucket,) = wire.plan.buckets
+    owners = owners_of([bucket.entries])
+    owner = owners[numbers_of([bucket.entries])[victim]]
+    parts = read_parts(wire.load.map, [bucket.entries], owners)
+    groups = {group for group, (number, _) in enumerate(parts) if number == owner}
+    place = next(hull.first for hull in hulls_of(bucket.entries) if victim in hull.names) + 7
+    held: list[torch.Tensor] = []  # bytes of the victim in the engine's parameters
+    honest, last = _PlainPrepared.run, dist.get_rank() == dist.get_world_size() - 1
+
+    def flip(memory: torch.Tensor, at: int, there: bool) -> None:
+        if there:
+            memory[at] ^= 2
+
+    def run(prepared: Any, memory: Memory, sums: torch.Tensor, copy: bool = True, hashed: bool = True) -> None:
+        honest(prepared, memory, sums, copy, hashed)
+        for block in prepared._blocks if copy else ():
+            if block.group in groups and not held:
+                flat, start = prepared._targets.find(block.target)
+                held.append(flat[start : start + 8])
+                flip(held[0], 7, where == "passage" and last)
+
+    with mock.patch.object(_PlainPrepared, "run", run):
+        yield (
+            lambda memory: flip(memory, place, where == "staging"),
+            lambda: flip(held[0], 7, where == "destination" and last),
+        )
+
+
+def found_by(wire: Wire, weights: models.Weights, where: str, victim: str, hashes: bool) -> str:
+    """Empty if nobody noticed the flip."""
+    try:
+        with nullcontext() if hashes else reads_unseen(), a_flip(wire, where, victim) as (spoil, behind):
+            wire.sync(weights, spoil, behind)
+    except SyncError as error:
+        text = str(error)
+        assert victim in text, text
+        return "read" if READ in text else "held" if HELD in text else text
+    return ""
+
+
+def every_flip_is_found(kind: str, config: Any) -> None:
+    """With the comparison alone wherever it is; with neither of the two nowhere, so it is the comparison that did."""
+    wire = Wire(models.build(config), weights_of(kind, 0), 1, 1 << 30)
+    wire.sync(weights_of(kind, 1))
+    for seed, victim in enumerate(VICTIMS[kind], start=3):
+        for where in ("staging", "passage", "destination"):
+            read = "read" if where == "staging" else ""
+            for hashes, wire.verified, expected in (
+                (False, True, "held"),
+                (False, False, ""),
+                (True, False, read),
+                (True, True, read or "held"),
+            ):
+                seen = found_by(wire, weights_of(kind, seed), where, victim, hashes)
+                assert seen == expected, (victim, where, hashes, wire.verified, seen)
+        wire.sync(weights_of(kind, seed))
+
+
+@torch.no_grad()
+def stories(folder: Path) -> None:
+    for kind in VICTIMS:
+        every_flip_is_found(kind, models.start(folder, kind))
+    config = models.start(folder, "qwen2")
+    for story in (
+        what_a_copy_would_get_wrong_is_left_to_the_model,
+        moved_parameters_start_over,
+        moved_experts_start_over,
+        a_model_that_keeps_tensors_loads_all_of_them,
+        a_wrong_recording_is_found,
+        unknown_names_are_an_error,
+        half_of_a_tensor_is_an_error,
+        what_cannot_be_recorded_is_watched,
+        leftovers_that_are_not_loaded_alone_are_an_error,
+    ):
+        story(config)
+    a_head_of_its_own_holds_the_tied_weight(models.start(folder, "qwen3-moe-tied"))
+    an_untied_head_is_an_error_where_the_engine_ties(models.start(folder, "qwen2-tied"))
+
+
+def test_what_loads_do_otherwise_is_found_and_so_is_every_flipped_bit(tmp_path: Path) -> None:
+    run_fresh(2, stories, tmp_path)
+
+
+# Experts that SGLang keeps in several places, or in another order than a checkpoint has them
+
+MOE = "qwen3-moe"
+# The expert of each place, half of them on either rank, where one holds an expert twice; before and after a rebalancing
+PLACED = ([0, 0, 1, 2, 3, 4, 5, 6, 7, 1], [2, 3, 3, 4, 5, 0, 6, 6, 7, 1])
+
+
+def place(experts: list[int], config: Any) -> None:
+    """Puts SGLang's experts where its load balancing may put them."""
+    from sglang.srt.eplb import expert_location
+    from sglang.srt.server_args import get_global_server_args
+
+    layers = torch.tensor(experts).repeat(config.hf_config.num_hidden_layers, 1)
+    rank, args = dist.get_rank(), get_global_server_args()
+    metadata = expert_location.ExpertLocationMetadata.init_by_mapping(args, config, layers, rank)
+    known = expert_location.get_global_expert_location_metadata()
+    if known is None:
+        expert_location.set_global_expert_location_metadata(metadata)
+    else:
+        known.update(metadata, update_layer_ids=list(range(len(layers))))
+
+
+def holds(model: Any, experts: list[int], weights: models.Weights) -> None:
+    """Every place holds its expert, whoever requests are sent to."""
+    sent = dict(weights)
+    here = experts[5 * dist.get_rank() :][:5]
+    for layer, block in enumerate(model.model.layers):
+        for slot, expert in enumerate(here):
+            of = f"model.layers.{layer}.mlp.experts.{expert}"
+            fused = torch.cat([sent[f"{of}.gate_proj.weight"], sent[f"{of}.up_proj.weight"]])
+            assert torch.equal(block.mlp.experts.w13_weight[slot], fused), (layer, slot)
+            assert torch.equal(block.mlp.experts.w2_weight[slot], sent[f"{of}.down_proj.weight"]), (layer, slot)
+
+
+def every_replica_gets_its_weights(config: Any) -> None:
+    """Also two on one rank, of which SGLang's own load skips one; and after the load was balanced again."""
+    place(PLACED[0], config)
+    model = models.build(config)
+    wire = Wire(model, weights_of(MOE, 0), 2, 1 << 16, True)
+    for seed in range(1, 7):
+        experts, weights = PLACED[seed > 3], weights_of(MOE, seed)
+        place(experts, config)
+        assert wire.sync(weights)[0] == len(weights)
+        assert not wire.comparison.unwritten, wire.comparison.unwritten
+        holds(model, experts, weights)
+
+
+def experts_in_the_order_of_amd_are_refused(config: Any) -> None:
+    """SGLang's own method, with a stand-in for the order in which AMD's kernels want the rows."""
+    from sglang.srt.layers.quantization import unquant
+
+    model = SGLangModel(models.build(config), dist.get_rank())
+    model.load_weights(iter(weights_of(MOE, 1)))
+    refuse_rearranged(model, CPU)
+    order = mock.patch.object(unquant, "shuffle_weight", lambda weight, layout: weight.flip(1), create=True)
+    amd, no_gpu = mock.patch.object(unquant, "_use_aiter", True), mock.patch.object(torch.cuda, "empty_cache")
+    refused = pytest.raises(ValueError, match=r"SGLang changes model\.layers\.0\.mlp\.experts\.w13_weight, .*w2_weight")
+    with order, amd, no_gpu, refused:
+        refuse_rearranged(model, CPU)
+
+
+@torch.no_grad()
+def experts(folder: Path) -> None:
+    config = models.start(folder, MOE, ep_size=2, ep_num_redundant_experts=2)
+    experts_in_the_order_of_amd_are_refused(config)
+    every_replica_gets_its_weights(config)
+
+
+def test_experts(tmp_path: Path) -> None:
+    """Two ranks of one engine, which share out the experts."""
+    run_fresh(2, experts, tmp_path)
+
+
+# Families that drop the head's weight though they are told to untie
+
+TIED, FREE = ("Gemma", "Gemma 2", "Cohere", "Cohere 2", "GPT-2"), ("Llama", "Qwen2")
+
+
+def changed_by_a_head(config: Any) -> list[str]:
+    """Names of the tensors that a head's weight goes to."""
+    model = models.build(config)
+    before = {name: tensor.clone() for name, tensor in models.held(model).items()}
+    model.load_weights(iter([("lm_head.weight", torch.randn(330, 64, dtype=torch.bfloat16))]))
+    return [name for name, tensor in models.held(model).items() if not torch.equal(before[name], tensor)]
+
+
+@torch.no_grad()
+def heads(folder: Path) -> None:
+    for name in (*TIED, *FREE):
+        config = models.start(folder, FAMILIES[name].tied(False))
+        assert (config.hf_config.architectures[0] in ALWAYS_TIED) == (name in TIED)
+        changed = changed_by_a_head(config)
+        assert changed == ([] if name in TIED else ["lm_head.weight"]), (name, changed)
+
+
+def test_told_to_untie_they_have_no_head_of_their_own(tmp_path: Path) -> None:
+    run_fresh(1, heads, tmp_path)
