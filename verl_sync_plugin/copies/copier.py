@@ -17,84 +17,51 @@ from verl_sync_plugin.copies.plain import Block, flat_storage, hash_block, runs
 from verl_sync_plugin.copies.table import KernelTable, addresses, kernel_works
 
 
-class Memory(Protocol):
-    """Memory that blocks are read from."""
+class Memory:
+    """Regions of memory that blocks are read from.
 
-    @property
-    def device(self) -> torch.device: ...
+    Args:
+        device: the reading one.
+        starts: for each region, the address from which the sources of its blocks count.
+        flats: the bytes of each (uint8 of shape ``(n,)``); none where only the kernel reads.
+    """
 
-    def of(self, block: Block) -> tuple[torch.Tensor, int]:
-        """The memory that a block is read from (uint8 of shape ``(n,)``), and its first byte there."""
+    def __init__(self, device: torch.device, starts: Sequence[int], flats: Sequence[torch.Tensor] = ()) -> None:
+        self.device, self.starts, self.flats = device, tuple(starts), tuple(flats)
 
-    def addresses(self) -> tuple[int, ...]:
-        """The addresses from which the sources of blocks count, by their ``base``."""
+    def at(self, base: int, source: int) -> tuple[torch.Tensor, int]:
+        """The bytes of region ``base``, and the place in them of byte ``source``."""
+        flat = self.flats[base]
+        return flat, self.starts[base] + source - flat.data_ptr()
 
 
-class BucketMemory:
-    """One bucket in one slot, or each of its segments in the slot of the rank that packed it.
+class BucketMemory(Memory):
+    """One bucket: all of it in one slot, or each segment in the slot of the rank that packed it.
 
     Args:
         slots: one slot with all segments, or one per segment; uint8, contiguous.
         segment: bytes per segment.
         world: number of segments.
+
+    Attributes:
+        shared: other engine ranks read these slots, too.
     """
 
     def __init__(self, slots: Sequence[torch.Tensor], segment: int, world: int) -> None:
         assert len(slots) in (1, world), f"{len(slots)} slots for {world} segments"
-        self._slots = tuple(slots)
-        self._segment = segment
-        self._world = world
+        self.shared, self._segment = len(slots) > 1, segment
+        flats = slots if self.shared else [slots[0]] * world
+        starts = [flat.data_ptr() - self.shared * number * segment for number, flat in enumerate(flats)]
+        super().__init__(slots[0].device, starts, flats)
 
-    @property
-    def device(self) -> torch.device:
-        return self._slots[0].device
-
-    @property
-    def shared(self) -> bool:
-        """Other engine ranks read these slots too."""
-        return len(self._slots) > 1
-
-    def at(self, offset: int) -> tuple[torch.Tensor, int]:
-        """The slot that holds byte ``offset`` of the bucket, and the offset in it."""
-        if len(self._slots) == 1:
-            return self._slots[0], offset
-        segment = offset // self._segment
-        return self._slots[segment], offset - segment * self._segment
-
-    def of(self, block: Block) -> tuple[torch.Tensor, int]:
-        return self.at(block.source)
+    def holds(self, offset: int) -> tuple[torch.Tensor, int]:
+        """The slot that holds byte ``offset`` of the bucket, and the place in it."""
+        return self.at(offset // self._segment, offset)
 
     def narrow(self, offset: int, nbytes: int) -> torch.Tensor:
         """Bytes of one segment: uint8 of shape ``(nbytes,)``, a view."""
-        slot, start = self.at(offset)
+        slot, start = self.holds(offset)
         return slot.narrow(0, start, nbytes)
-
-    def addresses(self) -> tuple[int, ...]:
-        """For each segment, the address at which byte 0 of the bucket would lie if all were as that segment is."""
-        if len(self._slots) == 1:
-            return (self._slots[0].data_ptr(),) * self._world
-        return tuple(slot.data_ptr() - number * self._segment for number, slot in enumerate(self._slots))
-
-
-class RegionMemory:
-    """Allocations of trainer ranks; the source of a block counts from the first byte of number ``base``.
-
-    Args:
-        device: the reading one.
-        found: their addresses.
-        flats: all their bytes (uint8), where the device is the host; else none.
-    """
-
-    def __init__(self, device: torch.device, found: Sequence[int], flats: Sequence[torch.Tensor] = ()) -> None:
-        self.device = device
-        self._found = tuple(found)
-        self._flats = tuple(flats)
-
-    def of(self, block: Block) -> tuple[torch.Tensor, int]:
-        return self._flats[block.base], block.source
-
-    def addresses(self) -> tuple[int, ...]:
-        return self._found
 
 
 class Prepared(Protocol):
@@ -145,9 +112,8 @@ class _KernelPrepared:
         self._bases: torch.Tensor | None = None
 
     def run(self, memory: Memory, sums: torch.Tensor, copy: bool = True, hashed: bool = True) -> None:
-        found = memory.addresses()
-        if self._bases is None or found != self._found:  # a bucket has the same slot in every sync
-            self._found, self._bases = found, addresses(0, found, memory.device)
+        if self._bases is None or memory.starts != self._found:  # a bucket has the same slot in every sync
+            self._found, self._bases = memory.starts, addresses(0, memory.starts, memory.device)
         self._table.run(self._bases, sums, copy, hashed)
 
 
@@ -158,7 +124,7 @@ class _PlainPrepared:
 
     def run(self, memory: Memory, sums: torch.Tensor, copy: bool = True, hashed: bool = True) -> None:
         for block in self._blocks:
-            slot, source = memory.of(block)
+            slot, source = memory.at(block.base, block.source)
             if block.grow == 2:
                 slot, source, block = _cast(slot, source, block)
             if copy:

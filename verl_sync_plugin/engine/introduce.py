@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from verl_sync_plugin.copies.copier import Copier, RegionMemory
+from verl_sync_plugin.copies.copier import Copier, Memory
 from verl_sync_plugin.copies.plain import Block, flat_storage
 from verl_sync_plugin.engine.model import EngineModel, partner_of
 from verl_sync_plugin.engine.recorder import Recording, Source, Write, model_tensors, record, storage_of
@@ -575,9 +575,9 @@ def in_box(flat: torch.Tensor, box: Box, dtype: str, of_source: bool) -> torch.T
     return typed.as_strided([d[0] for d in box.dims], steps, typed.storage_offset() + first)
 
 
-def memory_of(flats: Sequence[torch.Tensor], device: torch.device) -> RegionMemory:
+def memory_of(flats: Sequence[torch.Tensor], device: torch.device) -> Memory:
     """Memory whose blocks count from the first byte of flat number ``base``; the flats are to be kept alive."""
-    return RegionMemory(device, [flat.data_ptr() for flat in flats], flats)
+    return Memory(device, [flat.data_ptr() for flat in flats], flats)
 
 
 def _marks(chunk: Sequence[Source], owners: Mapping[str, str], generator: torch.Generator) -> list[_Mark]:

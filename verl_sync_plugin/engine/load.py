@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from verl_sync_plugin.copies.copier import BucketMemory, Copier, Prepared, RegionMemory
+from verl_sync_plugin.copies.copier import BucketMemory, Copier, Memory, Prepared
 from verl_sync_plugin.copies.plain import Block
 from verl_sync_plugin.engine.introduce import Places, in_box, introduce, is_turned, memory_of, unturned
 from verl_sync_plugin.engine.model import EngineModel, FusedPairs, partner_of
@@ -126,7 +126,7 @@ class ModelLoad:
         if before is not None and before._shapes() == self._shapes():
             self.map, self._places, self._key, self._layout = before.map, before._places, before._key, before._layout
         self._compiled = False
-        self._live: tuple[tuple[str, ...], RegionMemory, tuple[Prepared, Prepared]] | None = None
+        self._live: tuple[tuple[str, ...], Memory, tuple[Prepared, Prepared]] | None = None
         self._traffic: dict[tuple[frozenset[int], bool], tuple[int, int]] = {}
 
     def _shapes(self) -> list[tuple[object, ...]]:
@@ -264,8 +264,8 @@ class ModelLoad:
         """
         memory = BucketMemory(slots, self.manifest.segments[index], self.manifest.worlds[index])
         copies, reads = self._ready[index]
-        self._run(copies, memory, True)
-        self._run(reads, memory, False)
+        copies.run(memory, self._read_sums)
+        reads.run(memory, self._read_sums, copy=False)
         if not (whole := self._works[index].whole):
             return
         scratch = [entry for entry in whole if entry.name in self._by_scratch]
@@ -281,9 +281,6 @@ class ModelLoad:
             steps, first = [d[1] for d in move.box.dims], tensor.storage_offset() + move.box.source
             source = tensor.as_strided([d[0] for d in move.box.dims], steps, first)
             in_box(self._places.flats[move.place], move.box, move.dtype, of_source=False).copy_(source)
-
-    def _run(self, blocks: Prepared, memory: BucketMemory | RegionMemory, copy: bool) -> None:
-        blocks.run(memory, self._read_sums, copy=copy)
 
     @property
     def obstacle(self) -> str:
@@ -309,7 +306,7 @@ class ModelLoad:
         if self._live is None or self._live[0] != keys:
             found = [region for live in lives for region in live.regions]
             flats = [] if self.device.type == "cuda" else [regions.flat(region) for region in found]
-            memory = RegionMemory(self.device, [regions.address(region) for region in found], flats)
+            memory = Memory(self.device, [regions.address(region) for region in found], flats)
             copies, reads = list[Block](), list[Block]()
             for index, work in enumerate(self._works):
                 where = _Where(index, self.manifest, lives, place)
@@ -318,8 +315,8 @@ class ModelLoad:
             homes = [(rank - place) % len(lives) for rank, live in enumerate(lives) for _ in live.regions]
             self._live = keys, memory, (self._copier.prepare(copies, homes), self._copier.prepare(reads, homes))
         _, memory, (ready, read) = self._live
-        self._run(ready, memory, True)
-        self._run(read, memory, False)
+        ready.run(memory, self._read_sums)
+        read.run(memory, self._read_sums, copy=False)
 
     def forget_lives(self) -> None:
         """Regions are about to be unmapped; mapped again, they may lie elsewhere."""
@@ -559,7 +556,7 @@ def _place(tensor: torch.Tensor, memory: BucketMemory, piece: Run) -> None:
     if piece.count == 1:
         tensor.narrow(0, piece.target, piece.width).copy_(memory.narrow(piece.source, piece.width))
         return
-    slot, first = memory.at(piece.source)
+    slot, first = memory.holds(piece.source)
     # A strided copy of single bytes is slow: use the widest element that divides everything
     numbers = (piece.width, first, piece.source_stride, piece.target, piece.target_stride)
     width = math.gcd(8, slot.data_ptr(), tensor.data_ptr(), slot.storage_offset(), *numbers)
