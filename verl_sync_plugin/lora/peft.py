@@ -205,7 +205,14 @@ class InUse:
     """Remembers which adapters compute; a later sync that finds others would send weights that nobody trains."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._modules = dict(_switchable(model))
+        from peft.tuners.lora import LoraLayer
+        from peft.utils import ModulesToSaveWrapper
+
+        self._modules: dict[str, Any] = {
+            clean_name(name): module
+            for name, module in model.named_modules()
+            if isinstance(module, LoraLayer | ModulesToSaveWrapper)
+        }
         self._states = self._look()
 
     def _look(self) -> dict[str, State]:
@@ -225,15 +232,6 @@ class InUse:
             f"module {name!r}: in the first sync the active adapters were {active} (switched off: {off}, merged: "
             f"{merged}), now they are {now} ({now_off}, {now_merged}), and the engine has the former. Go back to these."
         )
-
-
-def _switchable(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    from peft.tuners.lora import LoraLayer
-    from peft.utils import ModulesToSaveWrapper
-
-    for name, module in model.named_modules():
-        if isinstance(module, LoraLayer | ModulesToSaveWrapper):
-            yield clean_name(name), module
 
 
 class Kind(Enum):

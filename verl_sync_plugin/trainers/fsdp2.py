@@ -66,12 +66,8 @@ class StateDictSource(ParameterSource):
         return [self._shard(names, state[names[0]]) for names in self._groups]
 
     def _shard(self, names: list[str], tensor: torch.Tensor) -> Shard:
-        held: torch.Tensor
-        held, layout = (
-            (tensor._local_tensor, tensor._spec)
-            if isinstance(tensor, DTensor)
-            else (tensor, (tensor.shape, tensor.dtype))
-        )
+        held = _local(tensor)
+        layout: object = tensor._spec if isinstance(tensor, DTensor) else (tensor.shape, tensor.dtype)
         known = self._known.get(names[0])
         if known is None or (known.layout is not layout and known.layout != layout) or known.names != names:
             known = self._known[names[0]] = self._learn(names, tensor, layout)
