@@ -12,26 +12,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_sync_plugin.lora.peft import build_peft_model
-from verl_sync_plugin.trainers import shard_stream
-from verl_sync_plugin.trainers.shard_stream import VENDORS, ShardStream, WeightStream
-
-
-class ShardExport:
-    """The weight export of both engines; comes before verl's class among the bases."""
-
-    def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any] | None]:
-        """verl's contract: ``(weight stream, adapter config or None)``. Moves nothing when the plugin is on: offloaded
-        parameters stay in host memory and are read there."""
-        stock = super().get_per_tensor_param  # type: ignore[misc]
-        if not shard_stream.taken_over():
-            found: tuple[Any, dict[str, Any] | None] = stock(*args, **kwargs)
-            return found
-
-        def stock_stream() -> WeightStream:
-            stream: WeightStream = stock(*args, **kwargs)[0]
-            return stream
-
-        return ShardStream(self, stock_stream), None
+from verl_sync_plugin.trainers.shard_stream import VENDORS, ShardExport
 
 
 @EngineRegistry.register("language_model", ["fsdp", "fsdp2"], device="cuda", vendor=VENDORS)

@@ -30,11 +30,6 @@ def take_over(enabled: bool) -> None:
     _taken_over = enabled
 
 
-def taken_over() -> bool:
-    """True if the plugin's adapter takes this process's weight stream: the engine exports shards, not verl's stream."""
-    return _taken_over
-
-
 class ShardStream:
     """The engine's weight stream. The sharding manager takes the engine from it; anyone else may
     iterate it and gets verl's own stream, for example a checkpoint engine of a disaggregated run."""
@@ -50,6 +45,24 @@ class ShardStream:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._stock())
+
+
+class ShardExport:
+    """The weight export of both training engines; comes before verl's class among the bases."""
+
+    def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any] | None]:
+        """verl's contract: ``(weight stream, adapter config or None)``. Moves nothing when the plugin is on: offloaded
+        parameters stay in host memory and are read there."""
+        stock = super().get_per_tensor_param  # type: ignore[misc]
+        if not _taken_over:
+            found: tuple[Any, dict[str, Any] | None] = stock(*args, **kwargs)
+            return found
+
+        def stock_stream() -> WeightStream:
+            stream: WeightStream = stock(*args, **kwargs)[0]
+            return stream
+
+        return ShardStream(self, stock_stream), None
 
 
 def refuse_plain_stream() -> None:
