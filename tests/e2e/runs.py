@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -127,10 +128,22 @@ def _numbers(pairs: str) -> dict[str, float]:
 def main_ppo(setup: Setup, folder: Path) -> Run:
     """Runs a main of verl's through the quickstart's script to its end, at the latest to ``TIMEOUT_SECONDS``.
 
+    verl asks the system for a free port and listens on it seconds later. Where another connection has it by then, the
+    run is started once more.
+
     Args:
         setup: what to run.
         folder: an existing, empty folder for everything the run writes.
     """
+    run = _run(setup, folder)
+    if run.returncode and "EADDRINUSE" in run.text and not run.reports:
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        run = _run(setup, folder)
+    return run
+
+
+def _run(setup: Setup, folder: Path) -> Run:
     command = ["bash", str(RUN_SH), 'trainer.logger=["console","file"]', IDLE, *setup.overrides]
     started = time.monotonic()
     process = subprocess.Popen(
