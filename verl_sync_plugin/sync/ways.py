@@ -479,9 +479,11 @@ class Staged(Way):
 
     def _run(self, sync: Sync) -> None:
         count, lag = len(sync.plan.buckets), int(self._moves)  # what is moved is loaded one round later
+        alone = not (sync.plan.sharded or self._moves)  # only this rank's engine rank reads its slots
+        ahead = 1 if alone else AHEAD
         for index in range(count + lag):
             with self._agreement.attempt():
-                if index >= AHEAD:
+                if index >= AHEAD and not alone:
                     self._wait(sync, index - AHEAD)
             if index < count:
                 with self._agreement.attempt(), sync.report.stage("drain"):
@@ -497,10 +499,13 @@ class Staged(Way):
             with self._agreement.attempt():
                 if index >= lag and not self._agreement.failed:
                     self._load(sync, index - lag, (index - lag) % SLOTS)
-            if AHEAD <= index < count - 1:
-                self._fill(sync, index + 1)
+            with self._agreement.attempt():
+                if alone and index > 0:  # the engine rank has the next bucket by now, so that it does not idle
+                    self._wait(sync, index - 1)
+            if ahead <= index < count - (SLOTS - ahead):
+                self._fill(sync, index + SLOTS - ahead)
         with self._agreement.attempt():
-            for index in range(max(count + lag - AHEAD, 0), count):
+            for index in range(max(count + lag - ahead, 0), count):
                 self._wait(sync, index)
 
     def _move(self, sync: Sync, index: int) -> None:
