@@ -108,7 +108,7 @@ def start_from(home: Path, attention: str = "torch_native", tp: int | None = Non
 
 
 class _Replicas(int):
-    """A world of several engines. SGLang makes the groups of each, behind a check that there is only one."""
+    """A world of several engines. SGLang makes the groups of each, after a check that there is only one."""
 
     __hash__ = int.__hash__
 

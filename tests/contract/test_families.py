@@ -249,7 +249,7 @@ def _not_compared(comparison: Comparison, total: int) -> list[str]:
 
 
 def outcomes(folder: Path, names: tuple[str, ...], kinds: tuple[str, ...] = ("",)) -> dict[str, str]:
-    """Some families in turn, one trainer rank beside one tensor-parallel rank; of some kinds: tied or untied, and with
+    """Some families in turn, one trainer rank next to one tensor-parallel rank; of some kinds: tied or untied, and with
     one layer more or less in the engine."""
     found: dict[str, str] = {}
     for name, kind in itertools.product(names, kinds):

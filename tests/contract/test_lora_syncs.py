@@ -61,7 +61,7 @@ def sync_often(layout: Layout, syncs: int) -> None:
 
 
 def count_collectives(layout: Layout, gather_bytes: int) -> tuple[list[int], list[int]]:
-    """What each bucket's preparation yields before, and the bytes of factors that are there behind it."""
+    """What each bucket's preparation yields before, and the bytes of factors that are there after it."""
     source = merging_source(shard(peft_model(LINEAR), layout), LINEAR.model, gather_bytes=gather_bytes)
     plan, _ = planned(source, 30_001)
     bases = [bucket.bases for bucket in plan.buckets]

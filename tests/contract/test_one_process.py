@@ -151,7 +151,7 @@ def test_the_engine_serves_what_the_model_says(tiny_model: Callable[[str], str])
 
 
 def kept(checkpoint: str, folder: str, short: list[bool], failing: int = 0) -> list[tuple[bool, bool, bool]]:
-    """Whether, behind each sync, the trainer has staging memory and the engine maps it; and whether before it room was
+    """Whether, after each sync, the trainer has staging memory and the engine maps it; and whether before it room was
     made for staging memory that is to come.
 
     Args:

@@ -100,7 +100,7 @@ class World:
         self._check_synced(SAVED)
 
     def two_versions(self) -> None:
-        """Two syncs of other weights, the second in place; behind each the answers tell which it was."""
+        """Two syncs of other weights, the second in place; after each the answers tell which it was."""
         self._begin_run("auto", "A")
         for name, way in (("A", "staged"), ("B", "direct")):
             self._trainers("put", name)

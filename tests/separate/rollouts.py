@@ -80,7 +80,7 @@ class Rollout(Host):
         return [sum(tensor.nbytes for tensor in held.values()) for held in self.sglang.state(path)]
 
     def spoil(self, parameter: str) -> None:
-        """The engine flips a bit of a parameter behind the copies of the next sync."""
+        """The engine flips a bit of a parameter after the copies of the next sync."""
         self.sglang.spoil_next(parameter)
 
     def flip_arriving(self) -> None:

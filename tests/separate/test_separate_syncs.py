@@ -164,7 +164,7 @@ def test_on_one_host_engines_read_the_memory_of_the_trainer(trainer: str, model:
 
 
 def test_memory_that_cannot_be_mapped_is_broadcast_and_a_flip_is_found(model: str, tmp_path: Path) -> None:
-    """In the sync that finds that out, before anything is loaded, and in every group anew."""
+    """In the sync that finds that out, before anything is loaded, and again in every group."""
     with members(model, 1) as (driver, (rollout,)):
         together(driver.trainers, "hide_staging")
         for version in (1, 2):
