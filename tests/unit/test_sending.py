@@ -43,7 +43,7 @@ def test_a_trainer_rank_awaits_its_last_broadcasts_with_a_bound() -> None:
 
     sender.broadcast, sender.broken = begun, waits_for_ever  # type: ignore[method-assign]
     buckets = [SimpleNamespace(stride=16, world=1)] * (SLOTS - 1)
-    sync: Any = SimpleNamespace(plan=SimpleNamespace(buckets=buckets), report=SyncReport(), senders=(0,))
+    sync: Any = SimpleNamespace(plan=SimpleNamespace(buckets=buckets, sharded=True), report=SyncReport(), senders=(0,))
     with pytest.raises(
         SyncError, match=r"TimeoutError: the copies of a bucket did not complete within .*timeout_seconds=0\.2;"
     ):
