@@ -18,11 +18,13 @@ from verl_sync_plugin.config.settings import LONG_BUCKET_KEY, SHORT_BUCKET_KEY, 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "verl_sync_plugin"
 DESIGN = ROOT / "docs" / "design"
+USER_PAGES = ("quickstart-cluster", "doctor", "spmd", "keys", "lora", "separate", "watch", "memory-guide", "failures")
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 # Sections of the changelog that name what is gone
 GONE = re.compile(r"^### (?:Dropped|Moved)\n.*?(?=^##|\Z)", re.MULTILINE | re.DOTALL)
 PATH = re.compile(r"(?<![\w./$-])((?:[\w.-]+/)+[\w-]+\.(?:py|md|yaml|sh|toml|txt|svg|json))(?![\w/])")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+TITLE = re.compile(r"\[([^\]]*)\]\([^)\s]+\)")
 RESULT = re.compile(r"`((?:dense|moe|transfer|soak|rollouts)-[\w-]+)`")
 # Files of others that the package's docstrings name
 UPSTREAM = ("core/inference/contexts/dynamic_context.py",)
@@ -88,6 +90,28 @@ def test_every_chapter_opens_with_a_picture_and_is_listed() -> None:
         text = chapter.read_text(encoding="utf-8")
         assert len(text.splitlines()) <= 120, chapter
         assert chapter.name == "README.md" or (chapter.name in listed and "```mermaid" in text[:200]), chapter
+
+
+@pytest.mark.parametrize("page", USER_PAGES)
+def test_a_page_for_users_says_when_how_cost_and_limits(page: str) -> None:
+    headings = re.findall(r"^## (.*)$", (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {"When to use", "Turn on", "What it costs", "Limits"} <= set(headings)
+
+
+def test_pages_are_short() -> None:
+    lines = {page: page.read_text(encoding="utf-8").count("\n") for page in PAGES}
+    assert lines[ROOT / "README.md"] <= 120
+    assert sum(count for page, count in lines.items() if ROOT / "docs" in page.parents) <= 2000
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_sentences_are_short(page: Path) -> None:
+    """At most 25 words each, in text and in cells of tables. What is generated, and the changelog, are exempt."""
+    exempt = re.compile(r"<!-- (\w+):begin -->.*?<!-- \1:end -->|^```.*?^```$", re.DOTALL | re.MULTILINE)
+    text = TITLE.sub(r"\1", exempt.sub("", text_of(page))).replace("**", "")
+    blocks = re.split(r"\n\s*\n|\n(?=\s*(?:[-*|#]|\d+\.) )|(?<!\\)\|", text)
+    sentences = [sentence for block in blocks for sentence in re.split(r"(?<=[.?!])\)?\s", block)]
+    assert page.name == "CHANGELOG.md" or [each for each in sentences if len(each.split()) > 25] == []
 
 
 def test_the_walk_names_every_file_once() -> None:
