@@ -75,7 +75,7 @@ class Cell:
 
     @property
     def bound(self) -> float:
-        """Seconds that the sync may take: see the table in docs/design/failures.md."""
+        """Seconds that the sync may take: see the table in docs/failures.md."""
         leaving = T + SPARE_SECONDS  # the server is told, and the engine leaves the load
         together = 3 * T + SLACK_SECONDS
         more = together if self.group_is_lost else T if self.unheard or self.kind in ("stop", "kill") else 0

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from hydra_run import rollout_of, run
+from hydra_run import CONFIG_DIR, rollout_of, run
+from shipped_configs import mains
 from verl_sync_plugin import cli
 from verl_sync_plugin import sharding_manager as registry
 from verl_sync_plugin.config.settings import SyncConfig
@@ -40,6 +41,9 @@ def blocks(language: str) -> list[Any]:
             if match[1] == language:
                 found.append(pytest.param(match[2], id=f"{page.name}:{text[: match.start()].count(chr(10)) + 1}"))
     return found
+
+
+SCRIPTS = [pytest.param(file.read_text(encoding="utf-8"), id=file.name) for file in ROOT.glob("examples/slurm/*")]
 
 
 def overrides_of(words: list[str], folder: Path) -> list[str]:
@@ -69,6 +73,10 @@ def check(words: list[str], folder: Path) -> None:
     match words:
         case ["python", "-m", "verl.trainer.main_ppo", *overrides]:
             assert run(folder, *overrides).actor_rollout_ref.rollout.custom.sync.enabled
+        case ["python", "-m", module, *overrides] if module.startswith("verl.experimental."):
+            (main,) = [main for main in mains(CONFIG_DIR.parents[1]) if main.module == module]
+            composed = run(folder, *overrides, name=main.name, config_dir=main.folder)
+            assert composed.actor_rollout_ref.rollout.checkpoint_engine.backend == "sync_plugin"
         case ["make", target]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
         case ["pip", "install", what]:
@@ -80,7 +88,7 @@ def check(words: list[str], folder: Path) -> None:
             assert re.split(r"[=\s]", words[0])[0] in OF_THE_CLUSTER, f"no check for {words}: add one here"
 
 
-@pytest.mark.parametrize("block", blocks("bash"))
+@pytest.mark.parametrize("block", [*blocks("bash"), *SCRIPTS])
 def test_shell_block(block: str, tmp_path: Path) -> None:
     done = subprocess.run(["bash", "-n"], input=block, text=True, capture_output=True, timeout=30)
     assert done.returncode == 0, done.stderr
