@@ -40,7 +40,7 @@ def test_its_syncs_are_reported_beside_its_metrics(trained: Run) -> None:
     checks.reported(trained, steps=2)
     assert len(trained.matching(r"\(TaskRunner pid=\d+\) .*NO SYNC METRICS: .*legacy trainer")) == 1, trained.tail
     for step in (0, 1, 2):
-        assert trained.matching(rf"\(WorkerDict pid=\d+\) .*sync of step {step}: phase="), trained.tail
+        assert trained.matching(rf"\(WorkerDict pid=\d+\) .*sync of step {step}: [0-9.]+ s, "), trained.tail
     for metrics in trained.logged.values():
         assert not [name for name in metrics if "sync/" in name], (
             "verl's legacy trainer has learned to log them: say so"
