@@ -8,7 +8,7 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
-ROOT, COMMIT = Path(__file__).resolve().parent, Path("verl_sync_plugin", "COMMIT")
+ROOT, COMMIT, CONFIGS = Path(__file__).resolve().parent, Path("verl_sync_plugin", "COMMIT"), "verl_sync_plugin.configs"
 
 
 def commit() -> str:
@@ -39,8 +39,8 @@ class Sdist(sdist):
 
 
 setup(
-    packages=[*find_packages(include=["verl_sync_plugin", "verl_sync_plugin.*"]), "verl_sync_plugin.configs"],
-    package_dir={"verl_sync_plugin.configs": "configs"},
-    package_data={"verl_sync_plugin": ["py.typed"], "verl_sync_plugin.configs": ["*.yaml", "*/*.yaml"]},
+    packages=[*find_packages(include=["verl_sync_plugin", "verl_sync_plugin.*"]), CONFIGS, f"{CONFIGS}.sync"],
+    package_dir={CONFIGS: "configs"},
+    package_data={"": ["py.typed", "*.yaml"]},
     cmdclass={"build_py": BuildPy, "sdist": Sdist},
 )

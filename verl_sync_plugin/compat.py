@@ -76,8 +76,8 @@ def too_old() -> bool:
 @functools.cache
 def _say_too_old(version: str) -> None:
     print(
-        f"verl-sync-plugin: verl 0.9 or newer is needed, and verl {version} is installed: pip install verl==0.9.1, or uninstall "
-        "verl-sync-plugin and take it out of VERL_USE_EXTERNAL_MODULES",
+        f"verl-sync-plugin: verl 0.9 or newer is needed, and verl {version} is installed: pip install verl==0.9.1, "
+        "or uninstall verl-sync-plugin and take it out of VERL_USE_EXTERNAL_MODULES",
         file=sys.stderr,
         flush=True,
     )

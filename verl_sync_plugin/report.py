@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from verl_sync_plugin import build, compat
+from verl_sync_plugin import compat
 from verl_sync_plugin.log import say
 
 if TYPE_CHECKING:  # what reads report files later needs no torch
@@ -213,7 +213,7 @@ def installed_versions() -> dict[str, str]:
     for package in compat.STACK:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-    return {**found, compat.STACK[0]: build()}
+    return found
 
 
 def timing_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:

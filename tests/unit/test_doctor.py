@@ -40,8 +40,8 @@ def bad(found: list[Finding]) -> dict[str, Finding]:
 @pytest.mark.slow
 @real
 def test_healthy_stack_is_ready(tmp_path: Path, tiny_model: Any) -> None:
-    """With a whole command that was pasted, whose model is there; and without ``VERL_PLATFORM``, as a user runs it in the
-    environment of the quickstart."""
+    """With a whole command that was pasted, whose model is there; in the quickstart's environment, and without
+    ``VERL_PLATFORM``."""
     told = doctor(
         tmp_path, "--", *COMMAND.split(), f"actor_rollout_ref.model.path={tiny_model('qwen2')}", VERL_PLATFORM=""
     )
@@ -259,7 +259,7 @@ def test_one_cause_is_one_finding() -> None:
     assert (found.check, found.level) == ("hook/trainers", "problem")
     assert found.text == "not active, nor rollout-adapter: RuntimeError: nms"
     assert found.remedy.startswith("install a torchvision that fits the torch here")
-    one, other = bad(hooks_of(probed)).values()
+    _, other = bad(hooks_of(probed)).values()
     assert other.check == "hook/rollout-replica" and other.remedy == "install what 'sglang' belongs to"
 
 

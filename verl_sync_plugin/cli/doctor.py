@@ -267,7 +267,7 @@ def _last_line(text: str) -> str:
 def check_hooks(
     probed: Mapping[str, Any], loadable: bool, gpus: int, on_cpu: bool, versions: Versions
 ) -> list[Finding]:
-    """One finding per hook, per cause that keeps several from being active, or for what kept them all from being loaded.
+    """One finding per hook, per cause that keeps several from being active, or for what keeps all from being loaded.
 
     Args:
         probed: what ``probe.py`` has found.

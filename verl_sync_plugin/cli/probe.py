@@ -288,7 +288,7 @@ def judge(config: Any, overrides: tuple[str, ...], program: str) -> tuple[str, l
 
 
 def _refused(check: str, error: Exception) -> Finding:
-    """A finding of an error; the plugin's refusals end with the remedy, as a sentence of its own or after a semicolon."""
+    """A finding of an error. The plugin's refusals end with the remedy: a sentence, or what follows a semicolon."""
     text, remedy = str(error), "correct the value"
     if not isinstance(error, ValueError):
         text = f"{type(error).__name__}: {error}"
