@@ -32,8 +32,14 @@ find_python() {
     return 1
 }
 
+# The dependency group of pyproject.toml, read here because the pip that comes with Python 3.11 knows no groups
+test_tools() {
+    "$VENV/bin/python" -c 'import tomllib
+print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["test"], sep="\n")'
+}
+
 requirements_hash() {
-    { cat requirements/cpu*.txt; "$VENV/bin/python" --version; } | sha256sum | cut -d' ' -f1
+    { cat requirements/cpu*.txt; test_tools; "$VENV/bin/python" --version; } | sha256sum | cut -d' ' -f1
 }
 
 if [[ ! -x $VENV/bin/python ]]; then
@@ -46,7 +52,8 @@ if [[ $(cat "$STAMP" 2>/dev/null || true) != "$hash" ]]; then
     rm -f "$STAMP"
     # torch alone and first: whatever is resolved later takes the CPU build that is there instead of a CUDA one.
     pip_install "$(grep '^torch==' requirements/cpu.txt)"
-    pip_install -r requirements/cpu.txt
+    test_tools > "$VENV/test-tools.txt"
+    pip_install -r requirements/cpu.txt -r "$VENV/test-tools.txt"
     pip_install --no-deps -r requirements/cpu-no-deps.txt
     # verl's default Megatron bridge, for another Python; the core's one compiled module makes datasets, which verl does not
     rm -rf "$VENV/megatron-bridge"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
-import re
 import sys
 import types
 from collections.abc import AsyncIterator, Iterator
@@ -62,9 +61,13 @@ def too_old() -> bool:
 
     Such a verl knows no entry points, so it loads the plugin only where ``VERL_USE_EXTERNAL_MODULES`` names it.
     """
+    from packaging.version import InvalidVersion, Version
+
     version = getattr(sys.modules.get("verl"), "__version__", None) or _version("verl")
-    release = re.match(r"(\d+)\.(\d+)", version)
-    if release is None or (int(release[1]), int(release[2])) >= (0, 9):
+    try:
+        if Version(version).release >= (0, 9):  # so a pre-release of 0.9 is new enough
+            return False
+    except InvalidVersion:
         return False
     _say_too_old(version)
     return True
@@ -73,8 +76,8 @@ def too_old() -> bool:
 @functools.cache
 def _say_too_old(version: str) -> None:
     print(
-        f"verl-sync-plugin supports verl {SUPPORTED_VERL}, and verl {version} is installed, which cannot run it: "
-        "pip install verl==0.9.1, or uninstall verl-sync-plugin and take it out of VERL_USE_EXTERNAL_MODULES",
+        f"verl-sync-plugin: verl 0.9 or newer is needed, and verl {version} is installed: pip install verl==0.9.1, "
+        "or uninstall verl-sync-plugin and take it out of VERL_USE_EXTERNAL_MODULES",
         file=sys.stderr,
         flush=True,
     )

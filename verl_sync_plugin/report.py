@@ -167,19 +167,21 @@ class SyncReport:
         return asdict(self)
 
     def line(self) -> str:
-        """The report in one log line; of a verified sync also how many tensors it compared in the engine."""
-        compared = f" verified={self.verified_tensors} not_comparable={self.not_comparable}"
-        proven = compared if self.verified_tensors or self.not_comparable else ""
-        room = " (an engine rank had no memory to find out what it holds)" if self.no_room else ""
-        stages = " ".join(f"{name}={seconds:.4f}s" for name, seconds in self.stages.items())
-        return (
-            f"sync of step {self.global_steps}: phase={self.phase_seconds:.4f}s {stages} "
-            f"{self.nbytes / 1e9:.3f}GB {self.gigabytes_per_second:.2f}GB/s buckets={self.buckets} "
-            f"of={self.bucket_bytes / 2**20:g}MiB tensors={self.tensors} emptied_caches={self.emptied_caches} "
-            f"released={self.released_bytes / 2**20:.0f}MiB "
-            f"peak_device={self.peak_device_bytes / 2**20:.0f}MiB peak_host={self.peak_host_bytes / 2**20:.0f}MiB"
-            f"{proven}{room}"
-        )
+        """The sync in one line that fits a terminal; everything else is in the report file and in verl's metrics."""
+        size = f"{self.nbytes / 1e9:.2f} GB" if self.nbytes >= 1e8 else f"{self.nbytes / 1e6:.2f} MB"
+        proof = f"verified {self.verified_tensors}" if self.verified_tensors else f"hashed {self.hashed_tensors}"
+        parts = [
+            f"{self.phase_seconds:.3f} s",
+            f"{self.tensors} tensors",
+            size,
+            self.delivery or "the adapter alone",
+            proof,
+        ]
+        if self.not_comparable:
+            parts.append(f"{self.not_comparable} not comparable")
+        if self.no_room:
+            parts.append("no memory to verify")
+        return f"sync of step {self.global_steps}: {', '.join(parts)}"
 
 
 def peak_resident_bytes() -> int:

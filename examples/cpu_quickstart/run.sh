@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Two steps of verl's own main_ppo with a tiny random model, real Ray, FSDP and SGLang, on a machine without a GPU.
 # Usage: [N_GPUS=1] [ROLLOUT_TP=1] [STRATEGY=fsdp2] [MODEL_KIND=qwen2] [STEPS=2] [WORK=folder] run.sh [hydra overrides]
+# The whole log goes to $WORK/run.log; the terminal shows the plugin's lines of it, and everything with SHOW=all.
 # With STRATEGY=megatron also: [TRAIN_TP=1] [TRAIN_PP=1] [TRAIN_EP=1]; MODEL_KIND=qwen3-moe has experts;
 # [MAIN=verl.trainer.main_ppo] is another one of verl's mains, for example verl.experimental.one_step_off_policy.main_ppo
 set -euo pipefail
@@ -20,6 +21,12 @@ WORK=$(cd "$WORK" && pwd)
 MODEL=${MODEL:-$WORK/models/$MODEL_KIND}
 DATA=$WORK/data.parquet
 LOG=$WORK/run.log
+SHOW=${SHOW:-plugin}
+if [[ -z ${VERL_SYNC_REPORT_FILE:-} ]]; then # one line per sync; a page is made of it below
+    REPORTS=$WORK/reports.jsonl
+    rm -f "$REPORTS"
+    export VERL_SYNC_REPORT_FILE=$REPORTS
+fi
 
 # The only setting that the CPU stack itself needs
 export VERL_PLATFORM=cpu
@@ -97,9 +104,29 @@ if [[ $STRATEGY == megatron ]]; then
     )
 fi
 
+shown() {
+    if [[ $SHOW == all ]]; then cat; else grep --line-buffered -oE '\[verl-sync-plugin\].*|\bstep:[0-9]+ ' || true; fi
+}
+
 # Not in the source tree: Python would prefer the sources here to the installed package
 cd "$WORK"
-"$PYTHON" -m "$MAIN" "${overrides[@]}" "$@" 2>&1 | tee "$LOG"
+echo "quickstart: $STEPS steps of $MAIN, a minute or two; the log goes to $LOG"
+status=0
+"$PYTHON" -m "$MAIN" "${overrides[@]}" "$@" 2>&1 | tee "$LOG" | shown || status=$?
+grep -q "step:$STEPS " "$LOG" || { status=$((status ? status : 1)); echo "quickstart: step $STEPS is not in $LOG" >&2; }
+if ((status)); then
+    [[ $SHOW == all ]] || tail -n 30 "$LOG" >&2
+    exit "$status"
+fi
 
-grep -q "step:$STEPS " "$LOG" || { echo "quickstart: step $STEPS is not in $LOG" >&2; exit 1; }
-echo "quickstart: reached step $STEPS, log in $LOG"
+last=$(grep -oE 'sync of step [0-9]+: [0-9.]+ s, .*' "$LOG" | tail -n 1 || true)
+page="none, the reports are in $VERL_SYNC_REPORT_FILE"
+if [[ -f ${REPORTS:-} ]] &&
+    "$PYTHON" -m verl_sync_plugin.cli report "$REPORTS" --out "$WORK/sync-report.html" >> "$LOG" 2>&1; then
+    page=$WORK/sync-report.html
+fi
+echo "quickstart: reached step $STEPS. Real Ray, verl and SGLang trained a tiny model on this CPU."
+echo "  shown: ${last:-stock verl moved the weights}"
+echo "  page:  $page"
+echo "  log:   $LOG"
+echo "  next:  pip install . where verl and SGLang run on GPUs, verl-sync doctor, then your own command unchanged"

@@ -180,6 +180,7 @@ def _environment(setup: Setup, folder: Path) -> dict[str, str]:
         "ROLLOUT_TP": str(setup.ranks // setup.replicas),
         "STEPS": str(setup.steps),
         "MAIN": setup.main,
+        "SHOW": "all",
         "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
         "VERL_SYNC_REPORT_FILE": str(folder / "reports.jsonl"),
         "VERL_USE_EXTERNAL_MODULES": ",".join(setup.modules),

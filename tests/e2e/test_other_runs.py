@@ -70,7 +70,7 @@ def test_its_syncs_are_reported_beside_its_metrics(legacy: Run) -> None:
     checks.reported(legacy, steps=2)
     assert len(legacy.matching(r"\(TaskRunner pid=\d+\) .*NO SYNC METRICS: .*legacy trainer")) == 1, legacy.tail
     for step in (0, 1, 2):
-        assert legacy.matching(rf"\(WorkerDict pid=\d+\) .*sync of step {step}: phase="), legacy.tail
+        assert legacy.matching(rf"\(WorkerDict pid=\d+\) .*sync of step {step}: [0-9.]+ s, "), legacy.tail
     for metrics in legacy.logged.values():
         assert not [name for name in metrics if "sync/" in name], (
             "verl's legacy trainer has learned to log them: say so"

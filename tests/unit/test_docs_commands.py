@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tomllib
 import torch
 
 from hydra_run import CONFIG_DIR, rollout_of, run
@@ -27,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`((?:\+?(?:actor_rollout_ref|trainer|model_engine|sync|ray_kwargs)[\w.]*=[^\s`]+\s*)+)`")
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 # Of sites and of Ray: parsed by bash, and not run
 OF_THE_CLUSTER = {"srun", "ray", "sleep", "set", "for", "done", "nodes", "head", "port"}
 ASSIGNMENT = re.compile(r"^(\w+)=(.*)$", re.DOTALL)
@@ -81,7 +83,7 @@ def check(words: list[str], folder: Path) -> None:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
         case ["pip", "install", what]:
             extra = re.fullmatch(r"\.(?:\[([\w-]+)\])?", what)
-            assert extra and (extra[1] is None or f'"{extra[1]}":' in (ROOT / "setup.py").read_text()), what
+            assert extra and (extra[1] is None or extra[1] in EXTRAS), what
         case ["python", "examples/data/gsm8k.py", _]:
             pass  # needs the Hub; test_example_data.py shows that verl reads what it makes
         case _:

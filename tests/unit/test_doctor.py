@@ -40,13 +40,21 @@ def bad(found: list[Finding]) -> dict[str, Finding]:
 @pytest.mark.slow
 @real
 def test_healthy_stack_is_ready(tmp_path: Path, tiny_model: Any) -> None:
-    """With a whole command that was pasted, whose model is there."""
-    told = doctor(tmp_path, "--", *COMMAND.split(), f"actor_rollout_ref.model.path={tiny_model('qwen2')}")
+    """With a whole command that was pasted, whose model is there; in the quickstart's environment, and without
+    ``VERL_PLATFORM``."""
+    told = doctor(
+        tmp_path, "--", *COMMAND.split(), f"actor_rollout_ref.model.path={tiny_model('qwen2')}", VERL_PLATFORM=""
+    )
     assert told.code == 0 and told.found["ready"] and not told.bad, told.bad
     hooks = [check for check in told.findings if check.startswith("hook/")]
     assert len(hooks) == 11 and all("active: " in told.findings[hook]["text"] for hook in hooks)
     assert told.findings["overrides"]["text"] == "weight sync on"
-    assert "qwen2: a sync sends 27 tensors" in told.findings["model"]["text"]  # as the log of a run with it
+    # as the log of a run with it
+    assert told.findings["model"]["text"].startswith("Qwen2ForCausalLM is served; a sync sends 27 tensors, 0.23 MB")
+    assert told.findings["memory"]["text"] == (
+        "per GPU about 0.12 MB in the engine, and at most 0.46 MB of staging where weights are not read in place; "
+        "on the host no copy while the engine sleeps"
+    )
     node = told.found["nodes"][0]
     assert node["versions"]["verl"] == "0.9.1" and node["machine"].keys() >= READ.keys()
     text = (ROOT / "docs/doctor.md").read_text()
@@ -61,12 +69,12 @@ def test_healthy_stack_is_ready(tmp_path: Path, tiny_model: Any) -> None:
     [
         (
             {"VERL_USE_EXTERNAL_PLUGINS": "none", "PYTORCH_CUDA_ALLOC_CONF": "a:64,expandable_segments:True"},
-            {"whitelist": "problem", "overrides": "problem", "expandable-segments": "problem"},
+            {"whitelist": "problem", "expandable-segments": "problem"},
             {"whitelist": "unset VERL_USE_EXTERNAL_PLUGINS", "expandable-segments": "out of PYTORCH_CUDA_ALLOC_CONF"},
         ),
         (
             {"VERL_USE_EXTERNAL_PLUGINS": "theirs, other", "NCCL_CUMEM_ENABLE": "1"},
-            {"whitelist": "problem", "overrides": "problem", "nccl-cumem": "warning"},
+            {"whitelist": "problem", "nccl-cumem": "warning"},
             {"whitelist": "VERL_USE_EXTERNAL_PLUGINS=theirs,other,verl_sync_plugin", "nccl-cumem": "unset"},
         ),
     ],
@@ -76,6 +84,7 @@ def test_variables(
 ) -> None:
     told = doctor(tmp_path, "--", SGLANG, files=512, **variables)
     assert told.code == 1 and told.bad == expected | {"ulimit/nofile": "warning"}
+    assert told.found["nodes"][0]["run"]["line"] == "not looked at, since verl does not load the plugin here"
     for check, remedy in (remedies | {"ulimit/nofile": "ulimit -n 65536"}).items():
         assert remedy in told.findings[check]["remedy"], check
 
@@ -116,9 +125,8 @@ def test_python_path_instead_of_pip(tmp_path: Path) -> None:
 @real
 def test_no_sglang(tmp_path: Path) -> None:
     told = doctor(tmp_path, **environment_without(tmp_path, "sglang"))
-    assert told.code == 1 and "pip install sglang==0.5.12" in told.findings["version/sglang"]["remedy"]
-    for hook in ("rollout-adapter", "rollout-replica"):
-        assert told.bad[f"hook/{hook}"] == "problem" and "'sglang'" in told.findings[f"hook/{hook}"]["remedy"]
+    assert told.code == 1 and told.bad == {"version/sglang": "problem"}, "one cause is one finding"
+    assert "pip install sglang==0.5.12" in told.findings["version/sglang"]["remedy"]
     assert "active: " in told.findings["hook/training-engines"]["text"], "what does not need it is active"
 
 
@@ -218,25 +226,62 @@ def test_machine(change: dict[str, Any], check: str, level: str, text: str, reme
     assert (found.check, found.level) == (check, level) and text in found.text and remedy in found.remedy
 
 
-def test_engine_hooks_need_a_gpu_to_be_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+def hooks_of(probed: dict[str, Any], gpus: int = 1, versions: dict[str, str | None] | None = None) -> list[Finding]:
+    return made.check_hooks(probed, True, gpus, False, made.installed() | (versions or {}))
+
+
+def test_engine_hooks_need_a_gpu_to_be_judged() -> None:
     hook = {"active": False, "text": "ImportError: libcuda.so.1", "holder": "", "missing": "", "file": "/x/sgl.py"}
     probed = {"verl": {"version": "0.9.1"}, "plugin": {"loaded": True, "file": "f"}, "hooks": {"rollout-adapter": hook}}
-    monkeypatch.setenv("VERL_PLATFORM", "")
-    (found,) = bad(made.check_hooks(probed, True, gpus=0)).values()
+    (found,) = bad(hooks_of(probed, gpus=0)).values()
     assert found.level == "warning" and "on a node with GPUs" in found.remedy
-    (found,) = bad(made.check_hooks(probed, True, gpus=1)).values()
+    (found,) = bad(hooks_of(probed)).values()
     assert found.level == "problem" and "/x/sgl.py" in found.remedy
-    (found,) = made.check_hooks({"crashed": "exit status -11: nothing on stderr"}, True, 0)
+    (found,) = hooks_of({"crashed": "exit status -11: nothing on stderr"})
     assert found.level == "problem" and "exit status -11" in found.text
-    (found,) = made.check_hooks({"verl": {"error": "ImportError: x"}, "plugin": {"loaded": False}}, True, 0)
+    failed = {"verl": {"error": "ImportError: x"}, "plugin": {"loaded": False}}
+    (found,) = hooks_of(failed)
     assert "verl cannot be imported: ImportError: x" in found.text
+    assert not hooks_of(failed, versions={"verl": None}), "the version says that it is not installed"
+
+
+def test_one_cause_is_one_finding() -> None:
+    """A torchvision that does not fit torch keeps transformers, and with it most hooks, from being imported."""
+    nms = {
+        "active": False, "text": "ModuleNotFoundError: Could not import module 'A' (because of RuntimeError: nms)",
+        "holder": "", "cause": "RuntimeError: nms", "missing": "", "file": "/x/torch/library.py",
+        "package": "torchvision",
+    }  # fmt: skip
+    absent = {"active": False, "text": "no sglang", "holder": "", "cause": "no sglang", "missing": "sglang.srt"}
+    hooks = {"hydra-keys": {"active": True, "text": ""}, "trainers": nms, "rollout-adapter": nms}
+    probed = {"verl": {}, "plugin": {"loaded": True, "file": "f"}, "hooks": {**hooks, "rollout-replica": absent}}
+    (found,) = bad(hooks_of(probed, versions={"sglang": None})).values()
+    assert (found.check, found.level) == ("hook/trainers", "problem")
+    assert found.text == "not active, nor rollout-adapter: RuntimeError: nms"
+    assert found.remedy.startswith("install a torchvision that fits the torch here")
+    _, other = bad(hooks_of(probed)).values()
+    assert other.check == "hook/rollout-replica" and other.remedy == "install what 'sglang' belongs to"
+
+
+@pytest.mark.parametrize(
+    ("given", "change", "platform"),
+    [
+        (None, {"torch_device": None, "gpus": []}, "cpu"), ("", {"torch_device": None, "gpus": []}, "cpu"),
+        ("CPU ", {}, "cpu"), (None, {}, ""), (None, {"gpus": []}, ""), ("nvidia", {"torch_device": None}, "nvidia"),
+    ],
+)  # fmt: skip
+def test_the_quickstarts_environment_needs_no_variable(
+    given: str | None, change: dict[str, Any], platform: str
+) -> None:
+    assert made.platform_of(given, READ | change) == platform
 
 
 @pytest.mark.parametrize(
     ("package", "version", "level"),
     [
-        ("verl", "0.8.0", "problem"), ("verl", "0.9.0", ""), ("verl", "0.10.0.dev0", "warning"),
-        ("verl", "0.11.0", "problem"), ("sglang", "0.5.9", "problem"), ("sglang", "0.5.17", "warning"),
+        ("verl", "0.8.0", "problem"), ("verl", "0.9.0", ""), ("verl", "0.9", ""), ("verl", "0.10.0.dev0", "warning"),
+        ("verl", "0.9.1+ours", ""), ("verl", "0.11.0", "problem"), ("verl", "0.10.0rc1", "warning"),
+        ("verl", "of-our-own", "problem"), ("sglang", "0.5.9", "problem"), ("sglang", "0.5.17", "warning"),
         ("sglang", "0.5.23", ""),
     ],
 )  # fmt: skip
@@ -247,6 +292,8 @@ def test_versions(package: str, version: str, level: str) -> None:
     assert [each.level for each in found.values()] == ([level] if level else [])
     found = bad(made.check_versions(made.installed(), {"verl": "0.8.0"}))
     assert "the code that is imported says 0.8.0" in found["version/verl"].text
+    (found,) = bad(made.check_versions(made.installed() | {"verl": "0.8.0"}, {})).values()
+    assert (found.text, found.remedy) == ("verl 0.8.0: verl 0.9 or newer is needed", "pip install verl==0.9.1")
 
 
 def test_a_megatron_that_cannot_be_imported_is_no_megatron_that_is_not_installed(tmp_path: Path) -> None:
@@ -261,7 +308,7 @@ def test_a_megatron_that_cannot_be_imported_is_no_megatron_that_is_not_installed
     found = ast.literal_eval(ended.stdout.splitlines()[-1])
     assert not found["active"] and found["missing"] == "megatron.core.package_info", ended.stderr
     probed = {"verl": {}, "plugin": {"loaded": True, "file": ""}, "hooks": {"m": found}}
-    (finding,) = bad(made.check_hooks(probed, True, 1)).values()
+    (finding,) = bad(hooks_of(probed)).values()
     assert finding.level == "problem" and finding.remedy == "install what 'megatron' belongs to"
 
 
@@ -271,6 +318,11 @@ def test_differences_between_nodes() -> None:
     assert found.keys() == {"nodes/torch", "nodes/peft"}
     assert found["nodes/torch"].level == "problem" and "2.11 on one, three; 2.12 on two" in found["nodes/torch"].text
     assert found["nodes/peft"].level == "warning" and "none on two" in found["nodes/peft"].text
+    one, two = {"verl": "0.10.0.dev", "python": "3.12"}, {"verl": "0.10.0.dev0", "python": "3.12.0"}
+    assert made.differences([("one", one), ("two", two)]) == [], "as PEP 440 compares them"
+    one, two = {made.PLUGIN: "0.2.0 (1a2b3c4d5e6f)"}, {made.PLUGIN: "0.2.0 (0a2b3c4d5e6f)"}
+    (differ,) = made.differences([("one", one), ("two", two)])
+    assert differ.level == "problem" and "0.2.0 (1a2b3c4d5e6f) on one" in differ.text
 
 
 @pytest.mark.parametrize(
@@ -286,7 +338,8 @@ def test_differences_between_nodes() -> None:
         ("actor_rollout_ref.actor.strategy=veomni", "problem", "weight sync NOT IN USE", "leave that key out"),
         (f"{ROLLOUT}.custom.sync.enabled=False", "warning", "stock verl moves the weights", "leave out"),
         ("actor_rollout_ref.model.path=/no/such/model", "warning", "no such folder", "correct the path"),
-        ("+sync=colocated", "warning", "no such folder", ""),  # of verl's default model, and nothing else
+        ("+sync=colocated", "", "", ""),  # and no word of verl's default model, which nobody named
+        ("actor_rollout_ref.model.path=Nobody/no-such-model", "", "", ""),
     ],
 )
 def test_overrides(override: str, level: str, text: str, remedy: str) -> None:

@@ -9,9 +9,11 @@ import warnings
 
 
 def parser_of_all() -> argparse.ArgumentParser:
+    from verl_sync_plugin import build
     from verl_sync_plugin.cli import doctor, prove, report
 
     parser = argparse.ArgumentParser(prog="verl-sync", description="weight sync for verl: checks, proofs and reports")
+    parser.add_argument("--version", action="version", version=f"verl-sync {build()}")
     subparsers = parser.add_subparsers(dest="command", required=True)
     for command in (doctor, prove, report):
         command.add_parser(subparsers).set_defaults(run=command.run)

@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import pickle
-import platform
 import resource
 import shutil
 import socket
@@ -23,18 +22,20 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from platform import python_version
 from typing import Any
 
-from verl_sync_plugin import __version__
+from verl_sync_plugin import build
 
 OK, WARNING, PROBLEM = LEVELS = ("ok", "warning", "problem")  # from harmless to grave
 SCHEMA = 2  # of the JSON; raised when a key changes its meaning or goes
 POINT, VALUE = "verl_sync_plugin", "verl_sync_plugin.plugin"  # name and value of our entry point
 POLICY, MODULES = "VERL_USE_EXTERNAL_PLUGINS", "VERL_USE_EXTERNAL_MODULES"
-REINSTALL = "pip install --force-reinstall --no-deps verl-sync-plugin"
+REINSTALL = "install the plugin again: pip install --force-reinstall --no-deps . in its checkout"
 OF_THE_ENGINE = ("rollout-adapter", "rollout-replica", "engine-loader")  # hooks that import the rollout engine
 PROBE_SECONDS, NODE_SECONDS, IPC_SECONDS, CONNECT_SECONDS = 600, 900, 120, 10
-PLUGIN = "verl-sync-plugin"
+PLUGIN, CPU_STACK = "verl-sync-plugin", "verl-sync-cpu-stack"
+PLATFORM = "VERL_PLATFORM"
 PACKAGES = (
     "verl", "sglang", "torch", "transformers", "ray", "hydra-core", "torch-memory-saver", "triton", "peft",
     "megatron-core", "megatron-bridge",
@@ -123,39 +124,50 @@ def check_node(overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Looks at this machine and environment. Returns ``versions`` by package, ``machine``, ``run`` (who moves the
     weights of a run with the overrides; ``None`` without any, and where the plugin is not loaded) and ``findings``."""
     versions, machine, entry = installed(), read_machine(), check_entry_points()
-    probed = probe(overrides)
+    platform = platform_of(os.environ.get(PLATFORM), machine)
+    probed = probe(overrides, platform)
     imported = {"verl": probed["verl"]["version"]} if probed.get("verl", {}).get("version") else {}
-    gpus, on_cpu = len(machine["gpus"]), os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
+    gpus, on_cpu = len(machine["gpus"]), platform == "cpu"
     found = check_versions(versions, imported) + entry
-    found += check_hooks(probed, all(each.level != PROBLEM for each in entry), gpus)
+    # An entry point, or a verl that knows none, explains by itself why verl does not load the plugin
+    loadable = all(each.level != PROBLEM for each in entry) and not _too_old(versions["verl"] or "0")
+    found += check_hooks(probed, loadable, gpus, on_cpu, versions)
     found += check_machine(machine, on_cpu)
     if gpus and versions["torch-memory-saver"] is None:
         text = "torch-memory-saver is not installed: the engine cannot give its memory to the trainer"
         found.append(problem("version/torch-memory-saver", text, "pip install torch-memory-saver"))
     lint = probed.get("run")
     if overrides and lint is None:
-        text = "the overrides were not looked at, since verl does not load the plugin here"
-        found.append(problem("overrides", text, "mend what keeps the plugin from being loaded first"))
+        lint = {"line": "not looked at, since verl does not load the plugin here", "findings": []}
     if lint is not None:
         found += [Finding(**each) for each in lint["findings"]]
     return {"versions": versions, "machine": machine, "run": lint, "findings": [asdict(each) for each in found]}
 
 
+def platform_of(given: str | None, machine: Mapping[str, Any]) -> str:
+    """The platform that verl is looked at with: the one that ``VERL_PLATFORM`` names, or ``cpu`` in the environment of
+    the quickstart, whose torch has no CUDA."""
+    if given or machine["gpus"] or machine["torch_device"]:
+        return (given or "").strip().lower()
+    return "cpu" if _version(CPU_STACK) else ""
+
+
 def installed() -> dict[str, str | None]:
-    """The version of each package, ``None`` where it is not installed; also this Python's and the plugin's."""
-    found: dict[str, str | None] = {PLUGIN: __version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+    """The version of each package, ``None`` where it is not installed; also this Python's, and the plugin's with its
+    commit."""
+    own = {PLUGIN: build(), "python": python_version()}
+    return {**own, **{package: _version(package) for package in PACKAGES}}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def check_versions(versions: Versions, imported: Versions) -> list[Finding]:
     """Judges the versions of the packages' metadata, and the ``__version__`` of what a fresh process imports."""
-    from packaging.specifiers import SpecifierSet
-
     found = []
     for package, (accepted, tried, remedy) in RANGES.items():
         check, version = f"version/{package}", versions[package]
@@ -165,9 +177,11 @@ def check_versions(versions: Versions, imported: Versions) -> list[Finding]:
         if _public(version) != _public(imported.get(package) or version):
             text = f"the metadata of {package} say {version}, and the code that is imported says {imported[package]}"
             found.append(problem(check, text, f"keep one installation of {package}: {remedy}"))
-        if not SpecifierSet(accepted).contains(_public(version), prereleases=True):
+        if package == "verl" and _too_old(version):
+            found.append(problem(check, f"verl {version}: verl 0.9 or newer is needed", remedy))
+        elif not _within(accepted, version):
             found.append(problem(check, f"{package} {version}: the plugin is made for {package}{accepted}", remedy))
-        elif not SpecifierSet(tried).contains(_public(version), prereleases=True):
+        elif not _within(tried, version):
             text = f"{package} {version} is within {accepted}, and was not tried ({package}{tried} was)"
             found.append(warning(check, text, f"run a few steps and look at sync/coverage_missing, or {remedy}"))
         else:
@@ -175,14 +189,30 @@ def check_versions(versions: Versions, imported: Versions) -> list[Finding]:
     return found
 
 
+def canonical(version: str) -> str:
+    """A version in the one spelling that PEP 440 has for it: ``0.10.0.dev`` is ``0.10.dev0``, and ``0.9.0`` is ``0.9``.
+    What is no version stays as it is."""
+    from packaging.utils import canonicalize_version
+
+    return canonicalize_version(version)
+
+
 def _public(version: str) -> str:
-    """A version without the label of a local build, as PEP 440 spells it: ``0.10.0.dev`` is ``0.10.0.dev0``."""
-    from packaging.version import InvalidVersion, Version
+    return canonical(version).partition("+")[0]  # without the label of a local build
+
+
+def _within(specifiers: str, version: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion
 
     try:
-        return Version(version).public
+        return SpecifierSet(specifiers).contains(_public(version), prereleases=True)
     except InvalidVersion:  # a build of one's own
-        return "0"
+        return False
+
+
+def _too_old(version: str) -> bool:
+    return _within("<0.9.dev0", version)
 
 
 def check_entry_points() -> list[Finding]:
@@ -213,13 +243,16 @@ def check_entry_points() -> list[Finding]:
     return found
 
 
-def probe(overrides: Sequence[str] = ()) -> dict[str, Any]:
+def probe(overrides: Sequence[str], platform: str) -> dict[str, Any]:
     """Runs ``probe.py`` in a fresh process with this environment; ``crashed`` where it did not end well."""
+    environment = {**os.environ, **({PLATFORM: platform} if platform else {})}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "probe.json"
         command = [sys.executable, "-m", "verl_sync_plugin.cli.probe", str(path), *overrides]
         try:
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+            ended = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
+            )
         except subprocess.TimeoutExpired:
             return {"crashed": f"importing verl took more than {PROBE_SECONDS} s"}
         if path.is_file():
@@ -231,13 +264,24 @@ def _last_line(text: str) -> str:
     return next((line for line in reversed(text.splitlines()) if line.strip()), "")
 
 
-def check_hooks(probed: Mapping[str, Any], expected: bool, gpus: int) -> list[Finding]:
-    """One finding per hook, or one for what kept them all from being loaded. ``expected``: nothing that was found
-    before explains why the plugin would not be loaded; ``gpus`` are the visible ones."""
+def check_hooks(
+    probed: Mapping[str, Any], loadable: bool, gpus: int, on_cpu: bool, versions: Versions
+) -> list[Finding]:
+    """One finding per hook, per cause that keeps several from being active, or for what keeps all from being loaded.
+
+    Args:
+        probed: what ``probe.py`` has found.
+        loadable: nothing that was found before explains why the plugin would not be loaded.
+        gpus: how many are visible.
+        on_cpu: verl's platform is the CPU.
+        versions: of the packages; of one that is not installed at all ``check_versions`` has said so.
+    """
     if "crashed" in probed:
         text = f"a fresh process that imports verl ended: {probed['crashed']}"
         return [problem("import", text, "run python -c 'import verl' and look at its traceback")]
     if error := probed["verl"].get("error"):
+        if versions.get("verl", "") is None:
+            return []
         return [problem("import", f"verl cannot be imported: {error}", "mend that first: python -c 'import verl'")]
     if error := probed["plugin"].get("error"):
         reason = error.partition("cannot be loaded: ")[2]
@@ -248,27 +292,41 @@ def check_hooks(probed: Mapping[str, Any], expected: bool, gpus: int) -> list[Fi
         return [problem("import", f"the plugin cannot be loaded: {reason}", remedy)]
     if not probed["plugin"]["loaded"]:
         text = "importing verl does not load the plugin, so stock verl moves the weights"
-        return [problem("import", text, f"pip install the plugin, and unset {POLICY}")] if expected else []
+        return [problem("import", text, f"pip install the plugin, and unset {POLICY}")] if loadable else []
     found = [ok("import", f"importing verl loads {probed['plugin']['file']}")]
-    return found + [_judge_hook(name, hook, gpus) for name, hook in probed["hooks"].items()]
+    alike: dict[str, list[str]] = {}  # hooks by what keeps them from being active
+    for name, hook in probed["hooks"].items():
+        missing = hook.get("missing", "").partition(".")[0]
+        if missing not in RANGES or versions[missing] is not None:
+            alike.setdefault(hook.get("cause") or name, []).append(name)
+    for first, *others in alike.values():
+        found.append(_judge_hook(first, probed["hooks"][first], others, bool(gpus or on_cpu)))
+    return found
 
 
-def _judge_hook(name: str, hook: Mapping[str, Any], gpus: int) -> Finding:
-    check, text, missing = f"hook/{name}", f"not active: {hook['text']}", hook.get("missing", "")
+def _judge_hook(name: str, hook: Mapping[str, Any], others: Sequence[str], has_device: bool) -> Finding:
+    """Judges a hook, and with it ``others`` that the same cause keeps from being active."""
+    check, missing = f"hook/{name}", hook.get("missing", "")
     if hook["active"]:
         return ok(check, f"active: {hook['text']}")
     if hook["holder"]:
         other = hook["holder"].partition(" (of ")[2].rstrip(")")
         remedy = f"pip uninstall {other}" if other else "uninstall the other plugin"
         return problem(check, f"another plugin took its place: {hook['text']}", f"{remedy}, or {POLICY}={POINT}")
-    if "already registed" in hook["text"] or "already taken" in hook["text"]:
+    text = f"not active: {hook['text']}"
+    if others:
+        text = f"not active, nor {', '.join(others)}: {hook['cause']}"
+    if "already registed" in text or "already taken" in text:
         return problem(check, text, f"uninstall one of the two plugins, or {POLICY}={POINT}")
-    if name in OF_THE_ENGINE and not gpus and os.environ.get("VERL_PLATFORM", "").lower() != "cpu":
+    if all(each in OF_THE_ENGINE for each in (name, *others)) and not has_device:
         return warning(check, f"{text}; no GPU is visible here", "run the doctor on a node with GPUs")
     if missing and not missing.startswith("verl_sync_plugin"):
         return problem(check, text, f"install what {missing.partition('.')[0]!r} belongs to")
-    remedy = REINSTALL if "verl_sync_plugin" in hook.get("file", "") else f"mend {hook.get('file') or 'it'} first"
-    return problem(check, text, remedy)
+    if "verl_sync_plugin" in hook.get("file", ""):
+        return problem(check, text, REINSTALL)
+    package = hook.get("package", "")
+    remedy = f"install a {package} that fits the torch here: python -c 'import {package}' has to work"
+    return problem(check, text, remedy if package else f"mend {hook.get('file') or 'it'} first")
 
 
 def read_machine() -> dict[str, Any]:
@@ -324,7 +382,7 @@ def check_machine(read: Mapping[str, Any], on_cpu: bool) -> list[Finding]:
 
 def _no_gpu(read: Mapping[str, Any], on_cpu: bool) -> Finding:
     if on_cpu:
-        return ok("gpu", "none is used: VERL_PLATFORM=cpu")
+        return ok("gpu", "none is used, for the platform is the CPU (VERL_PLATFORM=cpu)")
     if not read["driver"]:
         text = "no GPU and no driver on this machine: fine for a node that only starts runs"
         remedy = "run the doctor on a node with GPUs, or with --ray on all nodes of a cluster; "
@@ -442,12 +500,13 @@ def differences(nodes: Sequence[tuple[str, Versions]]) -> list[Finding]:
     """Packages of which nodes have different versions, given name and versions of each."""
     found = []
     for package in dict.fromkeys(name for _, versions in nodes for name in versions):
-        there: dict[str, list[str]] = {}
+        there: dict[str, tuple[str, list[str]]] = {}
         for node, versions in nodes:
-            there.setdefault(versions.get(package) or "none", []).append(node)
+            version = versions.get(package) or "none"
+            there.setdefault(canonical(version), (version, []))[1].append(node)
         if len(there) > 1:
             level = problem if package in SAME_EVERYWHERE else warning
-            text = "; ".join(f"{version} on {', '.join(at)}" for version, at in there.items())
+            text = "; ".join(f"{version} on {', '.join(at)}" for version, at in there.values())
             remedy = f"install the same {package} on every node, or use one image"
             found.append(level(f"nodes/{package}", f"{package} differs between nodes: {text}", remedy))
     return found
@@ -458,7 +517,7 @@ def result(nodes: Sequence[Mapping[str, Any]], between: Sequence[Finding]) -> di
     every = [each.level for each in between] + [each["level"] for node in nodes for each in node["findings"]]
     return {
         "schema": SCHEMA,
-        "plugin": __version__,
+        "plugin": build(),
         "ready": PROBLEM not in every,
         "level": max(every, key=LEVELS.index, default=OK),
         "problems": every.count(PROBLEM),
@@ -479,5 +538,7 @@ def as_text(found: Mapping[str, Any]) -> str:
             mark = each["level"] if each["level"] == OK else each["level"].upper()
             lines.append(f"  {mark:8} {each['check']}: {each['text']}")
             lines += [f"  {'':8}   → {each['remedy']}"] if each["remedy"] else []
+        if (run := node.get("run")) and not run["findings"]:
+            lines.append(f"  {'–':8} overrides: {run['line']}")
     counts = f"problems: {found['problems']}, warnings: {found['warnings']}"
     return "\n".join([*lines, "", f"{'ready' if found['ready'] else 'not ready'}, {counts}"])

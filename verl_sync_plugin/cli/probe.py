@@ -185,10 +185,14 @@ def _look(hook: Callable[[], str]) -> dict[str, Any]:
         return {"active": False, "text": str(error), "holder": error.holder}
     except BaseException as error:
         first = _first(error)
-        frames = traceback.extract_tb(first.__traceback__)
-        missing = first.name if isinstance(first, ModuleNotFoundError) else None
-        where = {"missing": missing or "", "file": frames[-1].filename if frames else ""}
-        return {"active": False, "text": _one_line(error), "holder": "", **where}
+        frames = [frame.filename for frame in traceback.extract_tb(first.__traceback__)]
+        packages = [name.partition("site-packages/")[2].partition("/")[0] for name in frames]
+        # What torch refuses is not torch's fault, but of the package that asked for it
+        package = next((each for each in reversed(packages) if each and each != "torch"), "")
+        missing = getattr(first, "name", "") if isinstance(first, ModuleNotFoundError) else ""
+        where = {"missing": missing or "", "file": frames[-1] if frames else "", "package": package}
+        cause = " ".join(f"{type(first).__name__}: {first}".split())[:600]
+        return {"active": False, "text": _one_line(error), "holder": "", "cause": cause, **where}
 
 
 def _first(error: BaseException) -> BaseException:
@@ -267,15 +271,10 @@ def judge(config: Any, overrides: tuple[str, ...], program: str) -> tuple[str, l
         line = settle(config, overrides, program)
         if line == "weight sync on":
             omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+    except OmegaConfBaseException as error:
+        return "", [problem(CHECK, " ".join(str(error).split()), "correct the value")]
     except Exception as error:
-        text, remedy = str(error), "correct the value"
-        if not isinstance(error, ValueError):
-            text = f"{type(error).__name__}: {error}"
-        elif not isinstance(error, OmegaConfBaseException):
-            # The plugin's refusals end with the remedy as a sentence of its own, or after a semicolon
-            mark = ". " if text.rpartition(". ")[0] else "; "
-            text, _, remedy = text.rpartition(mark) if text.rpartition(mark)[0] else (text, "", remedy)
-        return "", [problem(CHECK, " ".join(text.split()), remedy.rstrip("."))]
+        return "", [_refused(CHECK, error)]
     if line == OFF:
         return line, [warning(CHECK, line, f"leave out {KEY_PREFIX}.enabled=False for the plugin to move them")]
     if line.startswith(NOT_IN_USE):
@@ -284,44 +283,93 @@ def judge(config: Any, overrides: tuple[str, ...], program: str) -> tuple[str, l
         key = "actor_rollout_ref.rollout.name"
         text = f"{key}={OmegaConf.select(config, key)}: the plugin does not serve this rollout, stock verl moves its "
         return line, [problem(CHECK, f"{text}weights", f"set {key} to one of: {', '.join(ROLLOUTS)}")]
-    return line, [ok(CHECK, line), *check_model(config)]
+    return line, [ok(CHECK, line), *check_model(config, overrides)]
 
 
-def check_model(config: Any) -> list[Finding]:
-    """Plans the model of a composed config whose folder is on this machine; any other is left to the run."""
-    key, path = "actor_rollout_ref.model.path", str(config.actor_rollout_ref.model.get("path"))
-    folder = Path(path).expanduser()
-    if path.startswith(("/", "./", "../", "~")) and not folder.is_dir():
+def _refused(check: str, error: Exception) -> Finding:
+    """A finding of an error. The plugin's refusals end with the remedy: a sentence, or what follows a semicolon."""
+    text, remedy = str(error), "correct the value"
+    if not isinstance(error, ValueError):
+        text = f"{type(error).__name__}: {error}"
+    else:
+        mark = ". " if text.rpartition(". ")[0] else "; "
+        text, _, remedy = text.rpartition(mark) if text.rpartition(mark)[0] else (text, "", remedy)
+    return problem(check, " ".join(text.split()), remedy.rstrip("."))
+
+
+def check_model(config: Any, overrides: Sequence[str]) -> list[Finding]:
+    """Says of a composed config whether its model is served, and what a sync of it sends and takes. Its ``config.json``
+    has to be on this machine, in a folder or in the cache of the Hugging Face Hub."""
+    key, model = "actor_rollout_ref.model.path", config.actor_rollout_ref.model
+    path = str(model.get("path"))
+    if not any(override.lstrip("+").startswith(f"{key}=") for override in overrides):
+        return [ok("model", f"not looked at, for {key} is not given")]
+    folder = _folder_of(path)
+    if folder is None and path.startswith(("/", "./", "../", "~")):
         return [warning("model", f"{key}={path}: there is no such folder on this machine", "correct the path")]
-    if not (folder / "config.json").is_file():
-        return []
+    if folder is None:
+        return [ok("model", f"{key}={path} is not on this machine, so its tensors are not known here")]
+    rollout = config.actor_rollout_ref.rollout
     try:
-        return [ok("model", _sent(str(folder), config.actor_rollout_ref.rollout))]
+        _ours("rollouts.rollout_of")(rollout.name).refuse_checkpoint(str(folder), model.get("override_config"), rollout)
+    except ValueError as error:
+        return [_refused("model", error)]
+    try:
+        return _sent(str(folder), config)
     except Exception as error:  # whatever transformers makes of a config
         text = f"{key}={path}: no model can be built from its config: {_one_line(error)}"
         return [warning("model", text[:400], "is transformers new enough, and is its code transformers' own?")]
 
 
-def _sent(folder: str, rollout: Any) -> str:
+def _folder_of(path: str) -> Path | None:
+    folder = Path(path).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(path, "config.json")
+    except ValueError:  # no name of the Hub's
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _sent(folder: str, config: Any) -> list[Finding]:
     """Plans what a sync sends as a run does; no weight is read."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+    from verl_sync_plugin.config.settings import lora_rank_of
     from verl_sync_plugin.trainers.base import wire_policy
     from verl_sync_plugin.trainers.fsdp2 import StateDictSource
     from verl_sync_plugin.trainers.naming import checkpoint_rewrite
 
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    rollout, given = config.actor_rollout_ref.rollout, AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    kind = AutoModelForImageTextToText if hasattr(given, "vision_config") else AutoModelForCausalLM
     with torch.device("meta"):
-        module = kind.from_config(config)
+        module = kind.from_config(given)
     tied = frozenset(getattr(module, "all_tied_weights_keys", None) or ())
     policy = wire_policy(str(rollout.dtype))
     source = StateDictSource(module.state_dict, policy, checkpoint_rewrite(module), tied)
-    megabytes = rollout.checkpoint_engine.update_weights_bucket_megabytes
-    plan = source.plan(tuple(shard.base for shard in source.shards()), int(megabytes) << 20)
-    size = f"{plan.tensor_count} tensors, {plan.nbytes / 1e9:.3f} GB as {rollout.dtype}"
-    return f"{config.model_type}: a sync sends {size}, or {len(plan.buckets)} buckets of at most {megabytes} MiB"
+    megabytes = int(rollout.checkpoint_engine.update_weights_bucket_megabytes)
+    plan = source.plan(tuple(shard.base for shard in source.shards()), megabytes << 20)
+    model, names = config.actor_rollout_ref.model, given.architectures or [type(module).__name__]
+    served = bool(lora_rank_of(model)) and not model.lora.get("merge", False)
+    what = "the first sync sends the base, and each an adapter: " if served else "a sync sends "
+    sends = f"{plan.tensor_count} tensors, {_size(plan.nbytes)} as {rollout.dtype}, in buckets of {megabytes} MiB"
+    found = [ok("model", f"{', '.join(names)} is served; {what}{sends}")]
+
+    tp, pp = (int(rollout.get(f"{each}_model_parallel_size", 1) or 1) for each in ("tensor", "pipeline"))
+    each, staging = _size(plan.nbytes / (tp * pp)), _size(2 * max(bucket.nbytes for bucket in plan.buckets))
+    takes = f"per GPU about {each} in the engine, and at most {staging} of staging where weights are not read in place"
+    if rollout.checkpoint_engine.get("backend", "naive") == "naive" and not served:
+        copied = not _ours("rollouts.rollout_of")(rollout.name).covered(names)
+        takes += f"; on the host {f'a copy of {each} per GPU' if copied else 'no copy'} while the engine sleeps"
+    return [*found, ok("memory", takes)]
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
 
 
 if __name__ == "__main__":
