@@ -62,6 +62,7 @@ class Comparison:
         map: of this rank's engine rank.
         compared: numbers of the tensors that are compared wherever they lie in the engine.
         left_out: by name, tensors that are not on every engine rank, with the reason.
+        kept, unwritten: how many parameters and buffers its model has, and those that no sync writes whole.
         no_room: why an engine rank could not find out what it does with the tensors; empty where all could.
     """
 
@@ -76,7 +77,7 @@ class Comparison:
         self.map: LoadMap | None = None
         self.compared: tuple[int, ...] = ()
         self.left_out: dict[str, str] = {}
-        self.unwritten: list[tuple[Kept, int, int]] = []
+        self.kept, self.unwritten = 0, list[tuple[Kept, int, int]]()
         self.no_room = ""
 
     def knows(self, plan: Plan) -> bool:
@@ -166,10 +167,10 @@ class Comparison:
                 f"is left out does not matter, {TURN_OFF}."
             )
         if self.map is not None:
-            self.unwritten = unwritten(self.map)
-            self._refuse_unwritten(self.map, frozenset(names), layers)
+            self.kept, self.unwritten = self.map.kept, unwritten(self.map)
+            self._refuse_unwritten(frozenset(names), layers)
 
-    def _refuse_unwritten(self, found: LoadMap, sent: frozenset[str], layers: str) -> None:
+    def _refuse_unwritten(self, sent: frozenset[str], layers: str) -> None:
         """A host copy holds what the engine had at its start. That justifies a buffer that no sync ever writes, for the
         model's class computes it. It justifies no weight: a parameter would be as old as the run, or as it was
         allocated where no checkpoint holds it."""
@@ -177,11 +178,11 @@ class Comparison:
         stale = [each for each in missing if each[1] or each[0].name in sent or not each[0].buffer]
         if stale:
             raise RuntimeError(
-                f"the sync leaves {len(stale)} of {found.kept} engine parameters unwritten, or writes them only in "
+                f"the sync leaves {len(stale)} of {self.kept} engine parameters unwritten, or writes them only in "
                 f"part: {_elements(stale)}. {layers}The engine would not have the trainer's weights. Give trainer and "
                 f"engine the same model, or one that the engine loads whole; or {TURN_OFF}, which does not notice."
             )
-        text = f"the sync leaves {len(missing)} of {found.kept} engine parameters and buffers unwritten: "
+        text = f"the sync leaves {len(missing)} of {self.kept} engine parameters and buffers unwritten: "
         text += _elements(missing)
         if missing and not self._restores:
             raise RuntimeError(

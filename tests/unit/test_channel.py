@@ -31,7 +31,7 @@ from verl_sync_plugin.transport.channel import (
     connect,
 )
 from verl_sync_plugin.transport.memory import Live, Region, StagingExport
-from verl_sync_plugin.transport.protocol import Commit, Details, Failed, Load
+from verl_sync_plugin.transport.protocol import Commit, Failed, Hello, Load
 
 WAIT = 20.0
 START = 120.0  # a process imports torch
@@ -82,7 +82,12 @@ def bounded(least: float = 0.0) -> Iterator[None]:
 
 def test_messages_go_both_ways(listener: Listener) -> None:
     process, channel = started(echo, listener)
-    messages: list[Any] = [Load(1, 1), Load(7, 2), Failed("x" * (1 << 20)), Details(manifest(64, 8, 32))]
+    messages: list[Any] = [
+        Load(1, 1),
+        Load(7, 2),
+        Failed("x" * (1 << 20)),
+        Hello("1", "plan", (), manifest=manifest(64, 8, 32)),
+    ]
     for message in messages:
         channel.send(message)
         assert channel.receive(WAIT) == message
@@ -110,8 +115,8 @@ def test_a_stopped_process_that_is_sent_a_manifest_ends_in_a_timeout() -> None:
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
     try:
-        with bounded(BOUND), pytest.raises(ChannelTimeoutError, match=r"did not take a Details of \d{7} bytes"):
-            channel.send(Details(manifest(64, 8, 32)))
+        with bounded(BOUND), pytest.raises(ChannelTimeoutError, match=r"did not take a Hello of \d{7} bytes"):
+            channel.send(Hello("1", "plan", (), manifest=manifest(64, 8, 32)))
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.join(WAIT)
@@ -173,11 +178,11 @@ MAP = LoadMap(
 )  # fmt: skip
 LIVE = Live("key", (REGION, Region("shared_file", "/a", 1, ("/a",))), (b"\x01" * 40, b""))
 EXAMPLES = [
-    protocol.Hello("1", "digest", (STAGING, STAGING), 1, ("a", "b"), True, 1, ((0, 1),), True, "map"),
+    protocol.Hello(
+        "1", "digest", (STAGING, STAGING), 1, ("a", "b"), True, 1, ((0, 1),), True, "map", manifest(2, 3), (LIVE,)
+    ),
     protocol.Ready("PermissionError: ü", True),
     protocol.Ready(map=MAP),
-    protocol.Details(lives=(LIVE,)),
-    protocol.Details(manifest(2, 3)),
     protocol.Load(protocol.ALL, 0),
     protocol.Loaded(3, 0.25, 17.5),
     protocol.Commit(True),

@@ -19,7 +19,6 @@ from verl_sync_plugin.transport.memory import Live, Regions, decline_staging, op
 from verl_sync_plugin.transport.protocol import (
     Commit,
     Committed,
-    Details,
     Hello,
     Load,
     Loaded,
@@ -126,7 +125,7 @@ class ReceiverSession:
         if obstacle or known:
             return None if obstacle else load
         self._lives = ()
-        lives = _expect(Details, channel.receive(wait)).lives
+        lives = _expect(Hello, channel.receive(wait)).lives
         try:
             self._regions.map(region for live in lives for region in live.regions)
         except (RuntimeError, OSError) as error:
@@ -209,7 +208,7 @@ class ReceiverSession:
         known = self._load is not None and hello.digest == self._digest
         channel.send(Ready(needs_details=not known))
         if self._load is None or not known:
-            manifest = _expect(Details, channel.receive(wait)).manifest
+            manifest = _expect(Hello, channel.receive(wait)).manifest
             if manifest is None:
                 raise ValueError("weight-sync protocol: a plan without its manifest")
             self._load, self._digest = ModelLoad(self._model, manifest, device, self._load), hello.digest

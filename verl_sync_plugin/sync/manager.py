@@ -390,7 +390,7 @@ class ShardingManager(BaseShardingManager):
                 report.stages = {"sleep": outcome.sleep_seconds, **report.stages}
         comparison.compare(weighed)
         report.hashed_tensors = sync.plan.tensor_count
-        report.coverage_expected = comparison.map.kept if comparison.map is not None else 0
+        report.coverage_expected = comparison.kept
         report.coverage_missing = len(comparison.unwritten)
         if sync.verified:
             report.verified_tensors, report.not_comparable = len(comparison.compared), len(comparison.left_out)

@@ -18,6 +18,7 @@ import select
 import socket
 import struct
 import time
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,7 +29,6 @@ from verl_sync_plugin.transport.memory import Live
 from verl_sync_plugin.transport.protocol import (
     Commit,
     Committed,
-    Details,
     Failed,
     Hello,
     Load,
@@ -46,7 +46,6 @@ _CREDENTIALS = struct.Struct("iII")  # process, user, group
 MESSAGES: tuple[type, ...] = (
     Hello,
     Ready,
-    Details,
     Load,
     Loaded,
     Commit,
@@ -321,7 +320,7 @@ class Conversation:
         channel.send(hello)
         ready = self._expect(Ready)
         if ready.needs_details:
-            channel.send(Details(lives=lives) if hello.live else Details(Manifest.of(plan)))
+            channel.send(replace(hello, lives=lives) if hello.live else replace(hello, manifest=Manifest.of(plan)))
         if not ready.unreachable and (hello.tells or (hello.live and ready.needs_details)):
             ready = self._expect(Ready)
         return ready

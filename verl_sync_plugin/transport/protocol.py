@@ -7,13 +7,13 @@
                                     <---  connects to its trainer rank's address
     Hello(sync_id, digest, staging) --->
                                     <---  Ready(needs_details), or Ready(unreachable) and the sync is over
-    Details(manifest; if needed)    --->  finds out what its model does with the tensors, if that is new
+    Hello once more, with manifest  --->  (if needed) finds out what its model does with the tensors, if that is new
                                     <---  Ready(map; if asked for), and the sync is over if the trainer plans again
     per bucket: Load(bucket, slot)  --->  loads, waits until its copies are done
                                     <---  Loaded(bucket) or Failed(text)
     or, where parameters are read where they lie (Hello(live) instead of staging):
                                     <---  Ready(needs_details), or Ready(unreachable) and the sync is over
-    Details(lives; if needed)       --->
+    Hello once more, with lives     --->  (if needed)
                                     <---  Ready, or Ready(unreachable) and the sync is over
     Load(ALL)                       --->  the same with everything at once
     Commit                          --->  lets go of staging memory if asked for
@@ -33,7 +33,7 @@ from verl_sync_plugin.layout.tensors import Entry, Plan
 from verl_sync_plugin.transport.memory import Live, StagingExport
 
 MAGIC = "verl-sync-plugin"
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 
 # A trainer rank may spend up to three waits (its shards, its plan, its staging memory; or the last buckets, the commit,
 # the engine's answer) before it meets the others, and who waits for it should hear why it failed instead of giving up
@@ -94,6 +94,8 @@ class Hello:
         own: which of the stagings, or of the ranks in ``live``, is on the engine rank's device; ``NONE``: none is.
         proves: say in ``Committed`` what lies in the parameters.
         map: names the ``LoadMap`` that the trainer rank knows; another one is said in ``Committed``.
+        manifest: what ``digest`` names, where the engine rank lacks it.
+        lives: what ``live`` names, in its order, where the engine rank lacks it.
     """
 
     sync_id: str
@@ -106,6 +108,8 @@ class Hello:
     homes: tuple[tuple[int, int], ...] = ()
     proves: bool = False
     map: str = ""
+    manifest: Manifest | None = None
+    lives: tuple[Live, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ class Ready:
 
     Attributes:
         unreachable: why the memory of trainer ranks cannot be read here in this way; then nothing follows.
-        needs_details: of the plan, or of ``Hello.live``.
+        needs_details: say ``Hello`` once more, with the manifest or with what ``live`` names.
         map: what the model does with the tensors, if that was asked for.
     """
 
@@ -147,15 +151,6 @@ class Manifest:
             tuple(bucket.stride for bucket in plan.buckets),
             plan.sharded,
         )
-
-
-@dataclass(frozen=True)
-class Details:
-    """Supplies what the engine rank lacks: the manifest, or where the parameters of all ranks of the group lie, in the
-    order of ``Hello.live``."""
-
-    manifest: Manifest | None = None
-    lives: tuple[Live, ...] = ()
 
 
 @dataclass(frozen=True)
