@@ -50,7 +50,11 @@ def test_few_files_rounds_and_messages_make_a_sync(tmp_path: Path) -> None:
 def _compare_with_page(files: list[str]) -> None:
     head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     old, _, tail = rest.partition(END)
-    new = "\n" + "".join(f"- `{file}`\n" for file in files)
+    rooms: dict[str, list[str]] = {}
+    for file in files:
+        room, _, name = file.rpartition("/")
+        rooms.setdefault(f"`{room}/`: " if room else "", []).append(f"`{name}`")
+    new = "\n" + "".join(f"- {room}{', '.join(names)}\n" for room, names in rooms.items())
     if os.environ.get("ONE_WEIGHT") == "write":
         PAGE.write_text(f"{head}{BEGIN}{new}{END}{tail}", encoding="utf-8")
     elif new != old:
