@@ -9,7 +9,9 @@ socket, or stays in SGLang's log where the trainer cannot be reached.
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
+import os
 import sys
 import time
 import traceback
@@ -24,7 +26,7 @@ from verl_sync_plugin.engine.session import ReceiverSession
 from verl_sync_plugin.log import say
 from verl_sync_plugin.memory import no_collection
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
-from verl_sync_plugin.rollouts.sglang.request import admitted
+from verl_sync_plugin.rollouts.sglang.request import TOKEN_VARIABLE
 from verl_sync_plugin.transport.channel import (
     BadMessageError,
     Channel,
@@ -97,6 +99,15 @@ def _tell(channel: Channel, text: str, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
             channel.receive(left)
+
+
+def admitted(header: Any) -> tuple[Any, ...]:
+    """Unpacks in a process of the engine what ``pack_request`` was given. Raises PermissionError where it was not
+    packed by who launched this engine."""
+    own, given = os.environ.get(TOKEN_VARIABLE, ""), header[-1] if isinstance(header, tuple) and header else None
+    if not own or not isinstance(given, str) or not hmac.compare_digest(own.encode(), given.encode()):
+        raise PermissionError("the request does not come from the server that launched this engine")
+    return header[:-1]
 
 
 def tensor_parallel_rank() -> int:

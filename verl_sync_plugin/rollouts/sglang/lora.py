@@ -17,9 +17,8 @@ import torch.distributed as dist
 
 from verl_sync_plugin.log import say
 from verl_sync_plugin.lora.settings import PREFIX
-from verl_sync_plugin.rollouts.sglang.loader import answer, loading_scheduler, tensor_parallel_rank
+from verl_sync_plugin.rollouts.sglang.loader import admitted, answer, loading_scheduler, tensor_parallel_rank
 from verl_sync_plugin.rollouts.sglang.refusals import lacking
-from verl_sync_plugin.rollouts.sglang.request import admitted
 
 Sent = tuple[str, int, int]  # a factor that was sent: its name, its elements, and ``sum_of_bits`` of it
 MODULUS = 1 << 64

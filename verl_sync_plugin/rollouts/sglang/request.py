@@ -7,7 +7,6 @@ token that the processes of its engine were started with.
 
 from __future__ import annotations
 
-import hmac
 import io
 import os
 import pickle
@@ -44,15 +43,6 @@ def pack_request(request: tuple[Any, ...]) -> bytes:
     machinery, which would leave a shared-memory segment over for a tensor without bytes.
     """
     return dumps([((*request, os.environ[TOKEN_VARIABLE]), torch.empty(0))])
-
-
-def admitted(header: Any) -> tuple[Any, ...]:
-    """Unpacks in a process of the engine what ``pack_request`` was given. Raises PermissionError where it was not
-    packed by who launched this engine."""
-    own, given = os.environ.get(TOKEN_VARIABLE, ""), header[-1] if isinstance(header, tuple) and header else None
-    if not own or not isinstance(given, str) or not hmac.compare_digest(own.encode(), given.encode()):
-        raise PermissionError("the request does not come from the server that launched this engine")
-    return header[:-1]
 
 
 def dumps(value: object) -> bytes:
