@@ -197,7 +197,7 @@ def test_drafts_that_are_not_trained_leave_the_run_ours(arguments: dict[str, str
     given = [f"+{ARGUMENTS}.{key}={value}" for key, value in arguments.items()]
     rollout = rollout_of(checkpoint(tmp_path, "Qwen2ForCausalLM"), *given)
     assert rollout.custom.sync.enabled is True
-    refuse_keys(rollout, moves=True)
+    refuse_keys(rollout)
 
 
 # Strategies without a sharding manager

@@ -288,8 +288,8 @@ def check_rollout(rollout: object) -> None:
         given_value(engine, "update_weights_bucket_megabytes", LONG_BUCKET_KEY),
     )
     refuse_values(PREFIX, rollout)
-    moves = engine.get("backend", "naive") in ("naive", SEPARATE_BACKEND)  # the others keep verl's own transfer
-    rollout_of(get("name")).refuse_keys(rollout, moves)
+    if engine.get("backend", "naive") in ("naive", SEPARATE_BACKEND):  # the others keep verl's own transfer
+        rollout_of(get("name")).refuse_keys(rollout)
 
 
 class CheckKeys(Callback):

@@ -85,9 +85,8 @@ class Rollout(Protocol):
         LOADER: the module that the engine imports for its loads.
         DIGEST_LOADER: what the engine has to list as a weight loader for its server's ``digests`` to work.
         load_replica: imports our replica class, after verl's own preparation of the engine's imports.
-        refuse_keys: raises ValueError, naming key, value and remedy, for what the engine cannot do of verl's rollout
-            config (dataclass, DictConfig or dict); its second argument says whether the plugin moves the weights, or
-            verl's checkpoint engines do.
+        refuse_keys: raises ValueError, naming key, value and remedy, for what the engine cannot do of the rollout
+            config (verl's; dataclass, DictConfig or dict) of a run whose weights the plugin moves.
         left_to_verl: key, value and reason of what the plugin cannot do of such a config and stock verl can; empty
             where there is nothing of the kind.
         refuse_stock: raises ValueError, naming key, value and remedy, where stock verl would put wrong weights into the
@@ -115,7 +114,7 @@ class Rollout(Protocol):
     DIGEST_LOADER: str
 
     def load_replica(self) -> type: ...
-    def refuse_keys(self, rollout: Any, moves: bool) -> None: ...
+    def refuse_keys(self, rollout: Any) -> None: ...
     def left_to_verl(self, rollout: Any) -> str: ...
     def refuse_stock(self, rollout: Any, model: Any) -> str: ...
     def refuse_checkpoint(self, path: str, override_config: Any = None, rollout: Any = None) -> None: ...

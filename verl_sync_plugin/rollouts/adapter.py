@@ -78,7 +78,7 @@ class SyncAdapter:
     def __init__(
         self, config: Any, model_config: Any, device_mesh: DeviceMesh | None, replica_rank: int = -1, **more: Any
     ) -> None:
-        self.rollout.refuse_keys(config, moves=True)
+        self.rollout.refuse_keys(config)
         stock: Any = super().__init__
         stock(config, model_config, device_mesh, replica_rank, **more)
         # verl's base class fills in device_mesh later

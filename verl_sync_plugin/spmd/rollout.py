@@ -13,7 +13,6 @@ import os
 import pickle
 import socket
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
@@ -32,7 +31,7 @@ from verl_sync_plugin.report import SyncReport, write_report
 from verl_sync_plugin.rollouts import LOCAL, LocalLaunch, LocalSpec, rollout_of
 from verl_sync_plugin.rollouts.gate import KV_CACHE, WEIGHTS
 from verl_sync_plugin.rollouts.process import EngineProcess
-from verl_sync_plugin.sync.endpoint import RolloutEndpoint
+from verl_sync_plugin.sync.endpoint import Call, RolloutEndpoint
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.trainers.base import trainer_device
 from verl_sync_plugin.trainers.live import Live, LiveSource, LiveTrainer
@@ -45,16 +44,9 @@ ROUND_SECONDS = 1.0
 
 
 class SpmdShardingManager(ShardingManager):
-    """Reads what ``Live`` holds, in place of verl's training engine; ``agreement`` is of all ranks of the script."""
+    """Reads what ``Live`` holds, in place of verl's training engine."""
 
     backend = LiveTrainer
-
-    def __init__(self, agreement: Agreement, *arguments: Any) -> None:
-        self._given = agreement
-        super().__init__(*arguments)
-
-    def _agree(self) -> Agreement:
-        return self._given
 
 
 class SpmdRollout:
@@ -78,11 +70,6 @@ class SpmdRollout:
 
     Raises:
         RolloutError: an argument does not fit, or SGLang could not be launched.
-
-    Attributes:
-        device: where this rank computes.
-        ranks: of this rank's engine, in tensor-parallel order.
-        report: of the last sync; ``None`` before.
     """
 
     def __init__(
@@ -101,13 +88,12 @@ class SpmdRollout:
         if not dist.is_initialized():
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         self.device = trainer_device()
-        self.report: SyncReport | None = None
+        self.report: SyncReport | None = None  # of the last sync
         self._open = ExitStack()  # what ``close`` ends
         self._closed = False
-        self._process: EngineProcess | None = None  # on ranks that own an engine
+        self._ask: Call | None = None  # on ranks that own an engine
         self._released: set[str] = set()
         self._version: int | None = None
-
         with errors("making the rollout"):
             try:
                 config, refused = settled_config(sync), None
@@ -116,39 +102,41 @@ class SpmdRollout:
             agreement = self._agreement = Agreement(config.timeout_seconds)
             megabytes = update_weights_bucket_megabytes
 
-            def look() -> tuple[LocalSpec, LocalLaunch, tuple[int, ...]]:
+            def look() -> tuple[LocalSpec, LocalLaunch]:
                 if refused is not None:
                     raise refused
                 _refuse_values(gpu_memory_utilization, self.device)
                 check_bucket_megabytes(megabytes, megabytes)
                 folder, model_config = self._model(model, random_weights)
-                ranks, cuda = engine_ranks(tensor_parallel_size, mesh), self.device.type == "cuda"
+                self.ranks, cuda = engine_ranks(tensor_parallel_size, mesh), self.device.type == "cuda"
                 spec = LocalSpec(
-                    folder, model_config, len(ranks), dtype, gpu_memory_utilization, random_weights, cuda, config,
+                    folder, model_config, len(self.ranks), dtype, gpu_memory_utilization, random_weights, cuda, config,
                     engine or {},
                 )  # fmt: skip
-                return spec, rollout_of(LOCAL).prepare_local(spec), ranks
+                return spec, rollout_of(LOCAL).prepare_local(spec)
 
-            spec, launch, self.ranks = agreement.step("looking at the arguments", look)
+            spec, launch = agreement.step("looking at the arguments", look)
             given = (dtype, gpu_memory_utilization, random_weights, megabytes, config)
             agreement.same_on_all("the arguments", repr((*given, sorted(spec.arguments.items()))))
-            self._leads = dist.get_rank() == self.ranks[0]
             devices, self._group = make_groups(agreement, self.ranks, self.device, config.timeout_seconds)
             agreement.step("making room for the engine", lambda: release_cache(self.device))
+            ready: Future[None] | None = None
             try:
                 with agreement.attempt():
-                    if self._leads:
-                        self._process = EngineProcess(launch, devices)
-                        self._open.callback(self._process.close)
-                self._awaited("launching the engine", None if self._process is None else self._process.ready)
+                    if dist.get_rank() == self.ranks[0]:
+                        process = EngineProcess(launch, devices)
+                        self._open.callback(process.close)
+                        self._ask, ready = process.ask, process.ready
+                self._awaited("launching the engine", ready)
             except BaseException:
                 self._open.close()
                 raise
-            ask, restores = None if self._process is None else self._process.ask, launch.restores_uncovered
-            endpoint = RolloutEndpoint(rollout_of(LOCAL), ask, self.ranks, restores, config.timeout_seconds)
+            endpoint = RolloutEndpoint(
+                rollout_of(LOCAL), self._ask, self.ranks, launch.restores_uncovered, config.timeout_seconds
+            )
             self._live = Live(spec.config)
             self._manager = SpmdShardingManager(
-                agreement, self._live, endpoint, config, megabytes << 20, self.device, dtype
+                self._live, endpoint, config, megabytes << 20, self.device, dtype, agreement=agreement
             )
             self._open.callback(self._manager.meeting.close)
 
@@ -174,8 +162,9 @@ class SpmdRollout:
 
     def _call(self, what: str, method: str, *arguments: Any) -> Any:
         """Calls a method of the server on all engines, and returns the answer of this rank's, once all have answered;
-        ``None`` where it owns none. Collective. Raises SyncError, the same on every rank, where any engine failed."""
-        return self._awaited(what, None if self._process is None else self._process.ask(method, *arguments))
+        ``None`` where it owns none. Collective. Raises RolloutError, the same on all ranks, where any failed."""
+        with errors(what):
+            return self._awaited(what, None if self._ask is None else self._ask(method, *arguments))
 
     def _awaited(self, what: str, future: Future[Any] | None) -> Any:
         """Waits in rounds: an engine may take any time, and a rank that has failed is heard at once."""
@@ -191,17 +180,14 @@ class SpmdRollout:
         """Moves the trainer's weights into the engines: the phase of a colocated run, with its hashes and proofs.
 
         Weights that are released are resumed on the way; a KV cache that is released stays so. Returns this rank's
-        report of the sync, whose ``phase_seconds`` is the whole of it.
+        report. Raises SyncError, the same on all ranks, where any rank or engine failed: the trainer's weights are as
+        before, and the engines generate nothing until a sync succeeds.
 
         Args:
             source: an ``fully_shard``-ed, FSDP1, DDP or plain module of transformers, PEFT's adapters in it merged on
                 their way; a state dict of tensors or DTensors by the names of a checkpoint; or a training engine of
                 verl. Every rank gives the same. Nothing of it is changed or kept, but for the module itself.
             version: of the weights; one more than the last when not given, 1 at first.
-
-        Raises:
-            SyncError: any rank or engine failed; the same text on all ranks. The trainer's weights are as before, the
-                engines generate nothing until a sync succeeds.
         """
         self._refuse_closed()
         manager, agreement = self._manager, self._agreement
@@ -210,10 +196,10 @@ class SpmdRollout:
         version = (self._version or 0) + 1 if version is None else version
         tags = [WEIGHTS] if WEIGHTS in self._released else []
         manager.keeps_staging = not self._released
-        started = time.perf_counter()
-        if tags:
-            agreement.step("making room for the engine's weights", lambda: release_cache(self.device))
-        before = time.perf_counter() - started
+        around = SyncReport()
+        with around.stage("before"):
+            if tags:
+                agreement.step("making room for the engine's weights", lambda: release_cache(self.device))
 
         async def sync() -> SyncReport:
             await manager.update_weights(tags, version)
@@ -225,8 +211,8 @@ class SpmdRollout:
             self._live.let_go()
         self._released.discard(WEIGHTS)
         self._version = version
-        self.report.stages = {"before": before, **self.report.stages}
-        if self._leads:
+        self.report.put_before(around)
+        if self._ask is not None:
             write_report(self.report)
         return self.report
 
@@ -266,7 +252,8 @@ class SpmdRollout:
         pad_token_id: int = 0,
     ) -> Generated:
         """Generates. All ranks of an engine give the same prompts and get all responses; engines may be given different
-        ones, and different numbers of them.
+        ones, and different numbers of them. Raises RolloutError where a prompt or parameter does not fit, or the engine
+        has no weights, has no memory or failed.
 
         Args:
             token_ids: a list of token ids for each prompt, or whole numbers of shape ``(N, P)``.
@@ -274,9 +261,6 @@ class SpmdRollout:
                 prompts or one for each; ``n`` is the number of responses to a prompt.
             attention_mask: of shape ``(N, P)``, for a tensor of ids; what is 0 or False is padding, on either side.
             pad_token_id: in padded places of the answer.
-
-        Raises:
-            RolloutError: a prompt or parameter does not fit, the engine has no weights or no memory, or it failed.
         """
         self._refuse_closed()
         with errors("generating"):
@@ -291,9 +275,9 @@ class SpmdRollout:
             agreement.step("comparing the prompts", compare)
             try:
                 answered = [self._call("generating", "generate", *request)]
-            except SyncError:
-                if self._process is not None:
-                    self._process.ask("abort")
+            except RuntimeError:
+                if self._ask is not None:
+                    self._ask("abort")
                 raise
 
             def share() -> None:
@@ -306,16 +290,14 @@ class SpmdRollout:
     def digests(self) -> list[dict[str, str]] | None:
         """Digests of all parameters by name, for each rank of the engine; ``None`` on ranks that own no engine. Raises
         RolloutError where an engine rank did not answer."""
-        with errors("asking for digests"):
-            found: list[dict[str, str]] | None = self._call("asking for digests", "digests")
-            return found
+        found: list[dict[str, str]] | None = self._call("asking for digests", "digests")
+        return found
 
     def check_weights(self, action: str) -> dict[str, str] | None:
         """An action of the engine's own checker of weights, and its answer for the first rank's parameters. Raises
         RolloutError where the engine cannot do that here."""
-        with errors(action):
-            found: dict[str, str] | None = self._call(action, "check_weights", action)
-            return found
+        found: dict[str, str] | None = self._call(action, "check_weights", action)
+        return found
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -334,7 +316,6 @@ class SpmdRollout:
 
 
 def settled_config(sync: SyncConfig | Mapping[str, Any] | None) -> SyncConfig:
-    """The settings of the sync. Raises ValueError or TypeError for what is no setting, or none of a script's."""
     config = sync if isinstance(sync, SyncConfig) else SyncConfig.from_mapping(sync)
     if config.pause != "abort" or config.max_probs_diff is not None or not config.enabled:
         raise ValueError(
@@ -367,15 +348,14 @@ def errors(what: str) -> Iterator[None]:
 
 
 class Place(NamedTuple):
-    """The device of a rank: its host's name, and its GPU as ``CUDA_VISIBLE_DEVICES`` calls it there ("" on a CPU)."""
+    """The host of a rank, and its GPU as ``CUDA_VISIBLE_DEVICES`` calls it there ("" on a CPU)."""
 
     host: str
     device: str
 
 
 def engine_ranks(tensor_parallel_size: int | None, mesh: DeviceMesh | None) -> tuple[int, ...]:
-    """The ranks of this rank's engine, in tensor-parallel order. Raises ValueError, with argument, value and remedy,
-    where the arguments do not fit the world or each other."""
+    """The ranks of this rank's engine, in tensor-parallel order. Raises ValueError for arguments that do not fit."""
     world, rank = dist.get_world_size(), dist.get_rank()
     if mesh is not None:
         names = mesh.mesh_dim_names or ()
@@ -401,13 +381,13 @@ def make_groups(
     agreement: Agreement, ranks: tuple[int, ...], device: torch.device, timeout_seconds: float
 ) -> tuple[Sequence[str], dist.ProcessGroup | None]:
     """Makes the gloo groups of all engines with several ranks. Collective over the world. Returns the GPUs of this
-    rank's engine, in tensor-parallel order (none on a CPU), and its group. Raises SyncError, the same on every rank."""
+    rank's engine, in tensor-parallel order (none on a CPU), and its group."""
     name = ""
     if device.type == "cuda":
         visible, index = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip(), device.index or 0
         name = visible.split(",")[index].strip() if visible else str(index)
-    everywhere = agreement.gather("finding the engines' ranks", ranks)
-    places = agreement.gather("finding the engines' devices", Place(socket.gethostname(), name))
+    gathered = agreement.gather("finding the engines' ranks", (ranks, Place(socket.gethostname(), name)))
+    everywhere, places = zip(*gathered, strict=True)
     agreement.step("looking at the engines' ranks", lambda: check_groups(everywhere, places))
     mine: dist.ProcessGroup | None = None
     timeout = timedelta(seconds=together_seconds(timeout_seconds))
@@ -419,8 +399,7 @@ def make_groups(
 
 
 def check_groups(everywhere: Sequence[tuple[int, ...]], places: Sequence[Place]) -> None:
-    """Raises ValueError, with ranks and remedy, for engines that overlap, spread over hosts, or share a GPU.
-    ``everywhere``: the ranks of each rank's engine, by rank."""
+    """Refuses engines that overlap, spread over hosts, or share a GPU; ``everywhere``: the engine's ranks, by rank."""
     for rank, ranks in enumerate(everywhere):
         if rank not in ranks or any(everywhere[other] != ranks for other in ranks):
             raise ValueError(f"the ranks of one engine disagree: rank {rank} says {ranks}. Use one mesh on all ranks.")
@@ -445,43 +424,31 @@ class Generated:
     """Prompts and responses of one ``generate``, the same on all ranks of an engine; on the rank's device.
 
     ``N`` is prompts times ``n``, the responses to one prompt next to each other; ``P`` and ``R`` are the longest prompt
-    and the longest response.
-
-    Attributes:
-        prompt_ids: int64 of shape ``(N, P)``, padded on the left.
-        prompt_mask: bool of shape ``(N, P)``; False where padded.
-        response_ids: int64 of shape ``(N, R)``, padded on the right.
-        response_mask: bool of shape ``(N, R)``; False where padded. The token that ended a response counts.
-        log_probs: float32 of shape ``(N, R)``: of each response token, as the engine computed it when it chose the
-            token; 0.0 where padded.
-        finish_reasons: ``stop``, ``length`` or ``abort``, for each response.
-        version: of the weights, as ``sync_weights`` counts; ``None`` before the first sync.
+    and the longest response. Masks are False where padded.
     """
 
-    prompt_ids: torch.Tensor
+    prompt_ids: torch.Tensor  # int64 of shape (N, P), padded on the left
     prompt_mask: torch.Tensor
-    response_ids: torch.Tensor
-    response_mask: torch.Tensor
-    log_probs: torch.Tensor
-    finish_reasons: tuple[str, ...]
-    version: int | None
+    response_ids: torch.Tensor  # int64 of shape (N, R), padded on the right
+    response_mask: torch.Tensor  # the token that ended a response counts
+    log_probs: torch.Tensor  # float32 of shape (N, R), as the engine computed them when it chose; padded: 0.0
+    finish_reasons: tuple[str, ...]  # ``stop``, ``length`` or ``abort``
+    version: int | None  # of the weights, as ``sync_weights`` counts; ``None`` before the first sync
 
     @property
     def ids(self) -> torch.Tensor:
-        """Prompts and responses: int64 of shape ``(N, P + R)``."""
+        """Prompts and responses, as ``mask``: of shape ``(N, P + R)``."""
         return torch.cat([self.prompt_ids, self.response_ids], 1)
 
     @property
     def mask(self) -> torch.Tensor:
-        """bool of shape ``(N, P + R)``."""
         return torch.cat([self.prompt_mask, self.response_mask], 1)
 
 
 def request_of(
     token_ids: Prompts, sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, mask: torch.Tensor | None
 ) -> tuple[list[list[int]], list[dict[str, Any]]]:
-    """Checks and writes out the arguments of ``SpmdRollout.generate``. Returns prompts and sampling parameters, one of
-    each per response. Raises ValueError, with the argument, its value and the remedy."""
+    """Checks the arguments of ``SpmdRollout.generate``. Returns a prompt and sampling parameters per response."""
     prompts = _prompts(token_ids, mask)
     if not prompts:
         raise ValueError("token_ids=[]: no prompts. Give at least one on every rank.")
@@ -532,8 +499,6 @@ def _prompts(token_ids: Prompts, mask: torch.Tensor | None) -> list[list[int]]:
 def padded(
     asked: Sequence[list[int]], answered: Sequence[Answered], pad: int, version: int | None, device: torch.device
 ) -> Generated:
-    """The tensors of one ``generate`` on ``device``; ``pad`` is the token id in padded places."""
-
     def joined(rows: Iterable[list[Any]], dtype: torch.dtype, fill: int, side: str) -> torch.Tensor:
         tensors = [torch.tensor(row, dtype=dtype) for row in rows]
         return torch.nn.utils.rnn.pad_sequence(tensors, True, fill, padding_side=side).to(device)

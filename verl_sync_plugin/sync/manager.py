@@ -50,6 +50,7 @@ class ShardingManager(BaseShardingManager):
         bucket_bytes: bound on what a rank stages of one bucket.
         device: where the trainer computes.
         rollout_dtype: ``rollout.dtype``.
+        agreement: in which the ranks settle; made here, by all ranks of the trainer, when not given.
 
     Attributes:
         report: of the last sync, or the one under way.
@@ -72,6 +73,8 @@ class ShardingManager(BaseShardingManager):
         bucket_bytes: int,
         device: torch.device,
         rollout_dtype: str = "bfloat16",
+        *,
+        agreement: Agreement | None = None,
     ) -> None:
         super().__init__()
         self.engine = engine
@@ -81,7 +84,7 @@ class ShardingManager(BaseShardingManager):
         if hasattr(self, "backend"):
             self.trainer = self.backend(engine, config, device, rollout_dtype)
         self.source: ParameterSource | None = None
-        self.agreement = self._agree()
+        self.agreement = agreement or Agreement(config.timeout_seconds)
         self.sender = BucketSender(device, config.timeout_seconds)
         self.meeting = MeetingPoint(self.agreement, endpoint, self.sender, config)
         self.ways = self._make_ways()
@@ -95,10 +98,6 @@ class ShardingManager(BaseShardingManager):
         self._syncs = 0
         self._base_sent = False
         self._adapter_sender: AdapterSender | None = None
-
-    def _agree(self) -> Agreement:
-        """Makes the agreement in which the ranks settle; collective."""
-        return Agreement(self.config.timeout_seconds)
 
     def _make_ways(self) -> Ways:
         """Collective."""

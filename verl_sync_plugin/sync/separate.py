@@ -55,11 +55,8 @@ class SeparateManager(ShardingManager):
     ) -> None:
         self._ranks = ranks
         self._own = Agreement(config.timeout_seconds, ranks=own)
-        super().__init__(engine, endpoint, config, *args)
+        super().__init__(engine, endpoint, config, *args, agreement=Agreement(config.timeout_seconds, ranks=ranks))
         self._serves: bool | None = None  # what the trainer says of its adapter, once there is a group
-
-    def _agree(self) -> Agreement:
-        return Agreement(self.config.timeout_seconds, ranks=self._ranks)
 
     def name_sync(self, global_steps: int | None) -> str:
         # Every group counts from 1, and an engine rank may still complain of a sync of the group before

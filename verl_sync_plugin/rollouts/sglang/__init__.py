@@ -27,9 +27,13 @@ from typing import TYPE_CHECKING, Any
 from verl_sync_plugin.rollouts import LocalLaunch, LocalSpec
 from verl_sync_plugin.rollouts.sglang.refusals import (
     DTYPES,
+    REFUSED,
+    UNSERVED,
+    Rows,
     covered,
     engine_arguments,
     left_to_verl,
+    only,
     reason_against,
     refuse_adapter,
     refuse_arguments,
@@ -97,26 +101,22 @@ ON_CPU: Mapping[str, Any] = {
     "max_total_tokens": 8192,
     "sleep_on_idle": True,  # a scheduler without work would keep a core busy
 }
-# Arguments that ``SpmdRollout`` sets itself, with the name they have there
-OURS = {
-    "model_path": "model",
-    "tp_size": "tensor_parallel_size",
-    "dtype": "dtype",
-    "mem_fraction_static": "gpu_memory_utilization",
-    "load_format": "random_weights",
-    "enable_weights_cpu_backup": "nothing: it follows from the model",
-    "skip_tokenizer_init": "nothing: prompts and responses are token ids",
-}
-UNSERVED_HERE: Mapping[str, tuple[Any, ...]] = {
-    "dp_size": (None, 1),
-    "nnodes": (None, 1),
-    "speculative_algorithm": (None,),
+# What a script may not give of SGLang's arguments: what ``SpmdRollout`` sets itself, and what no sync serves there
+NOT_HERE: Rows = {
+    "model_path": (only(None), "leave it out, and set model"),
+    "tp_size": (only(None), "leave it out, and set tensor_parallel_size"),
+    "dtype": (only(None), "leave it out, and set dtype"),
+    "mem_fraction_static": (only(None), "leave it out, and set gpu_memory_utilization"),
+    "load_format": (only(None), "leave it out, and set random_weights"),
+    "enable_weights_cpu_backup": (only(None), "leave it out: it follows from the model"),
+    "skip_tokenizer_init": (only(None), "leave it out: prompts and responses are token ids"),
+    "dp_size": (only(None, 1), UNSERVED),
+    "nnodes": (only(None, 1), UNSERVED),
+    "speculative_algorithm": (only(None), UNSERVED),
 }
 
 
 def load_replica() -> type:
-    """The loader for verl's replica registry key ``sglang``. Raises ValueError where SGLang is not installed in this
-    process's Python."""
     if importlib.util.find_spec("sglang") is None:
         raise ValueError(
             f"actor_rollout_ref.rollout.name='sglang': SGLang is not installed in {sys.executable}. Install it there "
@@ -131,8 +131,6 @@ def load_replica() -> type:
 
 
 def pack_adapter(settings: Mapping[str, Any], factors: dict[str, torch.Tensor]) -> tuple[tuple[Any, ...], int]:
-    """Arguments of the server's ``load_adapter``, and how many bytes travel. Raises ValueError where the adapter has
-    factors of experts."""
     from verl_sync_plugin.rollouts.sglang.lora import served_settings, summary
     from verl_sync_plugin.rollouts.sglang.request import dumps
 
@@ -155,18 +153,13 @@ def generating_bytes(config: Any) -> Estimate:
 
 
 def prepare_local(spec: LocalSpec) -> LocalLaunch:
-    """The launch of a script's engine. Raises ValueError, with argument, value and remedy, for what SGLang cannot
-    serve."""
     _refuse_local(spec)
     # On a CPU nothing is ever released, and copied even less
     keeps_copy = spec.cuda and not covered(list(spec.config.get("architectures") or []))
-    given: dict[str, Any] = dict(ON_GPU if spec.cuda else ON_CPU)
+    given = {**(ON_GPU if spec.cuda else ON_CPU), **spec.arguments}
     variable = {"SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"}  # verl runs with older ones too
-    if spec.cuda:
-        given["enable_weights_cpu_backup"] = keeps_copy
-    else:  # SGLang wants to know which cores each of its ranks has
+    if not spec.cuda:  # SGLang wants to know which cores each of its ranks has
         variable = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(spec.tensor_parallel_size)))}
-    given.update(spec.arguments)
     arguments = {
         "log_level": "error",
         "skip_server_warmup": True,
@@ -176,6 +169,7 @@ def prepare_local(spec: LocalSpec) -> LocalLaunch:
         "dtype": spec.dtype,
         "mem_fraction_static": spec.gpu_memory_utilization,
         "load_format": "dummy" if spec.random_weights else "auto",
+        "enable_weights_cpu_backup": keeps_copy,
         "skip_tokenizer_init": True,
         "custom_weight_loader": [*(given.get("custom_weight_loader") or []), f"{LOADER}.load"],
     }
@@ -198,12 +192,8 @@ def _refuse_local(spec: LocalSpec) -> None:
     for architecture in spec.config.get("architectures") or ():
         if why := reason_against(architecture, spec.config):
             raise ValueError(f"model={spec.model}: {architecture} {why}. Use another model.")
-    for key, value in spec.arguments.items():
-        if key in OURS:
-            raise ValueError(f"engine.{key}={value!r}: leave it out, and set {OURS[key]}.")
-        if key in UNSERVED_HERE and value not in UNSERVED_HERE[key]:
-            raise ValueError(f"engine.{key}={value!r}: weight sync cannot serve it. Leave it out.")
-    refuse_arguments(spec.arguments.get, "engine", "leave it out")
+    for rows in (NOT_HERE, REFUSED):
+        refuse_arguments(spec.arguments.get, "engine", "leave it out", rows=rows)
 
 
 if TYPE_CHECKING:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses by name the keys, arguments, models and adapters with which SGLang's weights cannot be synced.
+"""Refuses by name the keys, arguments, models and adapters with which SGLang's weights cannot be synced; what
+``rollouts.Rollout`` lists is described there.
 
 A model that no table here names is proven by the first sync of every run: it fails when a tensor is sent that the
 engine does not use, or a parameter stays unwritten. Imports no torch.
@@ -23,46 +24,67 @@ AT_LAUNCH = " (as SGLang resolved it at its launch)"
 
 # SGLang's choices for its ``dtype``, but for "auto"
 DTYPES = ("bfloat16", "float16", "half", "float32", "float")
-# Arguments of SGLang 0.5.12 and later (``ServerArgs``) that cannot be synced: values that do no harm, and what happens
-# with others
-_UNSERVED = "weight sync cannot serve it; {remedy}"  # parameters are not the model's plain weights, or lie elsewhere
+# A refusal of an argument by its name: which values are served, and why any other is not, with the remedy
+Rows = Mapping[str, tuple[Callable[[Any], bool], str]]
+
+
+def only(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: value in values
+
+
+def but(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: value not in values
+
+
+UNSERVED = "weight sync cannot serve it; {remedy}"  # parameters are not the model's plain weights, or lie elsewhere
 _OUTLIVES = "SGLang does not flush that cache, so what was computed with earlier weights outlives a sync. Remove it"
 _AT_FIRST = "from the checkpoint that it started with. Remove it"
-REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "quantization": ((None,), _UNSERVED),
-    "torchao_config": ((None, ""), _UNSERVED),
-    "modelopt_quant": ((None,), _UNSERVED),
-    "quantize_and_serve": ((None, False), _UNSERVED),
-    "rl_quant_profile": ((None,), _UNSERVED),
-    "cpu_offload_gb": ((None, 0), _UNSERVED),
-    "offload_group_size": ((None, -1, 0), _UNSERVED),
-    "kt_weight_path": ((None,), _UNSERVED),
-    "pp_size": ((None, 1), _UNSERVED),
-    "disaggregation_mode": ((None, "null"), _UNSERVED),
+# Arguments of SGLang 0.5.12 and later (``ServerArgs``) that cannot be synced
+REFUSED: Rows = {
+    "quantization": (only(None), UNSERVED),
+    "torchao_config": (only(None, ""), UNSERVED),
+    "modelopt_quant": (only(None), UNSERVED),
+    "quantize_and_serve": (only(None, False), UNSERVED),
+    "rl_quant_profile": (only(None), UNSERVED),
+    "cpu_offload_gb": (only(None, 0), UNSERVED),
+    "offload_group_size": (only(None, -1, 0), UNSERVED),
+    "kt_weight_path": (only(None), UNSERVED),
+    "pp_size": (only(None, 1), UNSERVED),
+    "disaggregation_mode": (only(None, "null"), UNSERVED),
     # ``reset`` of its HiRadixCache and LMCRadixCache leaves them
-    "hicache_storage_backend": ((None,), _OUTLIVES),
-    "enable_lmcache": ((None, False), _OUTLIVES),
+    "hicache_storage_backend": (only(None), _OUTLIVES),
+    "enable_lmcache": (only(None, False), _OUTLIVES),
     # Something else than a sync writes weights, or nothing may write them
-    "elastic_ep_backend": ((None,), f"SGLang loads experts of a lost rank {_AT_FIRST}"),
-    "enable_elastic_expert_backup": ((None, False), f"SGLang loads experts {_AT_FIRST}"),
-    "encoder_only": ((None, False), "no sync reaches a server that only encodes images. Remove it"),
-    "language_only": ((None, False), "no sync reaches the server that encodes its images. Remove it"),
-    "weight_cache_mode": ((None, "off"), "SGLang ends when weights that it shares are released or updated. Remove it"),
+    "elastic_ep_backend": (only(None), f"SGLang loads experts of a lost rank {_AT_FIRST}"),
+    "enable_elastic_expert_backup": (only(None, False), f"SGLang loads experts {_AT_FIRST}"),
+    "encoder_only": (only(None, False), "no sync reaches a server that only encodes images. Remove it"),
+    "language_only": (only(None, False), "no sync reaches the server that encodes its images. Remove it"),
+    "weight_cache_mode": (
+        only(None, "off"),
+        "SGLang ends when weights that it shares are released or updated. Remove it",
+    ),
+    "load_format": (but("bitsandbytes", "gguf", "flash_rl"), UNSERVED),  # which quantize on the way
+    # Backends that reorder the experts once they are loaded; a sync writes the order of the checkpoint
+    "moe_runner_backend": (
+        but("flashinfer_trtllm", "flashinfer_trtllm_routed", "aiter"),
+        "weight sync cannot serve it, for it reorders experts; set {where}.moe_runner_backend=triton, or {remedy}",
+    ),
+    "json_model_override_args": (
+        lambda value: "quantization_config" not in _parsed(value),
+        "weight sync sends plain weights. Give it without quantization_config, or {remedy}",
+    ),
+}
+# Arguments that verl finds out by itself
+VERLS_OWN: Rows = {
+    "model_path": (only(None), "verl sets it by itself. Remove it, and set actor_rollout_ref.model.path"),
+    "nnodes": (only(None, 1), "verl sets it by itself. Remove it: verl counts the nodes of an engine"),
 }
 NO_DRAFT_MODEL = "NGRAM"  # the ``speculative_algorithm`` that drafts from tokens it has seen
 DRAFT = "speculative_draft_model_path"
-# Loaders that quantize on the way
-QUANTIZING_FORMATS = ("bitsandbytes", "gguf", "flash_rl")
 # Arguments for which verl's rollout has a key, which verl and the plugin read
 SAME_WORDS = {"dtype": "dtype", "load_format": "load_format", "ep_size": "expert_parallel_size"}
-# Arguments that verl finds out by itself, with the remedy
-VERLS_OWN = {
-    "model_path": "Remove it, and set actor_rollout_ref.model.path.",
-    "nnodes": "Remove it: verl counts the nodes of an engine.",
-}
-# Mixture-of-Experts backends that reorder the experts once they are loaded; a sync writes the order of the checkpoint
+SAME_DTYPES = {"half": "float16", "float": "float32"}
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-REORDERING_BACKENDS = ("flashinfer_trtllm", "flashinfer_trtllm_routed", "aiter")
 
 # Where SGLang builds experts into every layer, whatever the configuration says about dense ones
 EXPERTS_EVERYWHERE = (
@@ -130,21 +152,16 @@ _COVERED = "Llama Qwen2 Qwen3 Qwen3Moe DeepseekV3"  # the last is Moonlight's, t
 COVERED_ARCHITECTURES = frozenset(f"{name}ForCausalLM" for name in _COVERED.split())
 
 
-def refuse_keys(rollout: Any, moves: bool) -> None:
-    """Everything that SGLang cannot do of a rollout config (dataclass, DictConfig or dict). ``rollout``: verl's rollout
-    config; ``moves``: the plugin moves the weights; otherwise verl's checkpoint engines do. Raises ValueError, which
-    names key, value and remedy."""
-    if not moves:
-        return
+def refuse_keys(rollout: Any) -> None:
     if cause := left_to_verl(rollout):
         raise ValueError(f"{cause}; {TURN_OFF}.")
     dtype = given_value(rollout, "dtype", f"{PREFIX}.dtype")
     if dtype not in (None, "auto", *DTYPES):
         raise ValueError(f"{PREFIX}.dtype={dtype!r}: not a dtype of SGLang's weights. Use one of {', '.join(DTYPES)}.")
     given = engine_arguments(rollout)
-    if (value := rollout.get("load_format", None)) in QUANTIZING_FORMATS:
-        raise ValueError(f"{PREFIX}.load_format={value!r}: weight sync cannot serve it; {TURN_OFF}.")
+    refuse_arguments({"load_format": rollout.get("load_format", None)}.get, PREFIX, TURN_OFF)
     refuse_arguments(given.get, ARGUMENTS, TURN_OFF)
+    refuse_arguments(given.get, ARGUMENTS, rows=VERLS_OWN)
     _refuse_second_word(rollout, given)
 
 
@@ -166,8 +183,7 @@ def left_to_verl(rollout: Any) -> str:
 
 
 def engine_arguments(rollout: Any) -> Any:
-    """The arguments for SGLang of a rollout config. Raises ValueError where they are no mapping; names key, value and
-    remedy."""
+    """The arguments for SGLang of a rollout config."""
     return section(section(rollout, "engine_kwargs", f"{PREFIX}.engine_kwargs"), "sglang", ARGUMENTS)
 
 
@@ -176,70 +192,53 @@ def draft_of(arguments: Mapping[str, Any]) -> str:
     return "" if arguments.get("speculative_algorithm", None) is None else str(arguments.get(DRAFT, None) or "")
 
 
-def refuse_arguments(value_of: Callable[[str], Any], where: str, remedy: str, made: str = "") -> None:
-    """Judges SGLang's arguments: those that the user gives, and those that a launched SGLang has made of them. Raises
-    ValueError, which names the argument, its value and the remedy.
+def refuse_arguments(
+    value_of: Callable[[str], Any], where: str, remedy: str = "", made: str = "", rows: Rows = REFUSED
+) -> None:
+    """Judges SGLang's arguments: those that the user gives, and those that a launched SGLang has made of them.
 
     Args:
         value_of: the value of an argument; ``None`` where there is none.
         where: the key under which a user gives arguments.
         remedy: what helps where the argument cannot be served, in words.
         made: says of a value that the user may not have given it.
+        rows: the refusals.
     """
-    for key, (harmless, why) in REFUSED.items():
-        if (value := value_of(key)) not in harmless:
-            raise ValueError(f"{where}.{key}={value!r}{made}: {why.format(remedy=remedy)}.")
-    if (value := value_of("load_format")) in QUANTIZING_FORMATS:
-        raise ValueError(f"{where}.load_format={value!r}{made}: weight sync cannot serve it; {remedy}.")
-    if (value := value_of("moe_runner_backend")) in REORDERING_BACKENDS:
-        raise ValueError(
-            f"{where}.moe_runner_backend={value!r}{made}: weight sync cannot serve it, for it reorders experts; set "
-            f"{where}.moe_runner_backend=triton, or {remedy}."
-        )
-    overrides = value_of("json_model_override_args")
-    if "quantization_config" in _parsed(overrides):
-        raise ValueError(
-            f"{where}.json_model_override_args={overrides!r}{made}: weight sync sends plain weights. Give it without "
-            f"quantization_config, or {remedy}."
-        )
+    for key, (served, why) in rows.items():
+        if not served(value := value_of(key)):
+            words = why.replace("{where}", where).replace("{remedy}", remedy)
+            raise ValueError(f"{where}.{key}={value!r}{made}: {words}.")
 
 
 def _refuse_second_word(rollout: Any, given: Mapping[str, Any]) -> None:
     """Arguments for which verl has a key: verl plans its ranks, and we the bytes, by that key and not by these."""
-    parallel = rollout.get("data_parallel_size", None) or 1
+    parallel, attention = rollout.get("data_parallel_size", None) or 1, bool(given.get("enable_dp_attention", False))
     ranks = (rollout.get("tensor_model_parallel_size", None) or 1) * parallel
-    keys = {
-        "tp_size": (ranks, f"{PREFIX}.tensor_model_parallel_size, times data_parallel_size, is {ranks}"),
-        **{
-            key: (rollout.get(ours, None), f"{PREFIX}.{ours} is {rollout.get(ours, None)!r}")
-            for key, ours in SAME_WORDS.items()
-        },
+
+    def same_as(expected: Any) -> Callable[[Any], bool]:
+        same = (None, SAME_DTYPES.get(expected, expected))
+        return lambda value: expected is None or SAME_DTYPES.get(value, value) in same
+
+    def shared_out(value: Any) -> bool:
+        """With DP attention SGLang shares out its own ranks and their number stays; else every one is a rank more."""
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        return value in (None, parallel) or (attention and whole and ranks % max(value, 1) == 0)
+
+    one = "Remove the former and set the latter"
+    rows = {
+        "tp_size": (same_as(ranks), f"{PREFIX}.tensor_model_parallel_size, times data_parallel_size, is {ranks}. {one}")
     }
-    if (given.get("moe_dp_size", None) or 1) > 1:
-        del keys["ep_size"]  # verl has no key for such a layout
-    for key, remedy in VERLS_OWN.items():
-        if (value := given.get(key, None)) is not None and (key, value) != ("nnodes", 1):
-            raise ValueError(f"{ARGUMENTS}.{key}={value!r}: verl sets it by itself. {remedy}")
-    same = {"half": "float16", "float": "float32"}
-    for key, (expected, says) in keys.items():
-        value = given.get(key, None)
-        if value is not None and expected is not None and same.get(value, value) != same.get(expected, expected):
-            raise ValueError(f"{ARGUMENTS}.{key}={value!r}: {says}. Remove the former and set the latter.")
-    _refuse_data_parallel(given.get("dp_size", None), bool(given.get("enable_dp_attention", False)), parallel, ranks)
-    if parallel > 1 and not given.get("enable_dp_attention", False):
+    for key, ours in SAME_WORDS.items():
+        if key != "ep_size" or (given.get("moe_dp_size", None) or 1) <= 1:  # verl has no key for such a layout
+            expected = rollout.get(ours, None)
+            rows[key] = same_as(expected), f"{PREFIX}.{ours} is {expected!r}. {one}"
+    share = f"set +{ARGUMENTS}.enable_dp_attention=True, by which SGLang shares out its {ranks} ranks"
+    rows["dp_size"] = shared_out, f"{PREFIX}.data_parallel_size is {parallel}. {one}, or {share}"
+    refuse_arguments(given.get, ARGUMENTS, rows=rows)
+    if parallel > 1 and not attention:
         raise ValueError(
             f"{PREFIX}.data_parallel_size={parallel}: SGLang takes weights for data-parallel ranks with DP attention "
             f"only. Set +{ARGUMENTS}.enable_dp_attention=True, or {PREFIX}.data_parallel_size=1."
-        )
-
-
-def _refuse_data_parallel(value: Any, attention: bool, parallel: int, ranks: int) -> None:
-    """With DP attention SGLang shares out its own ranks and their number stays; else every one is a rank more."""
-    shared_out = attention and isinstance(value, int) and not isinstance(value, bool) and ranks % max(value, 1) == 0
-    if value is not None and value != parallel and not shared_out:
-        raise ValueError(
-            f"{ARGUMENTS}.dp_size={value!r}: {PREFIX}.data_parallel_size is {parallel}. Remove the former and set the "
-            f"latter, or set +{ARGUMENTS}.enable_dp_attention=True, by which SGLang shares out its {ranks} ranks."
         )
 
 
@@ -253,14 +252,6 @@ def _parsed(text: Any) -> Mapping[str, Any]:
 
 
 def refuse_checkpoint(path: str, override_config: Any = None, rollout: Any = None) -> None:
-    """Refuses a model whose checkpoint lies in a folder of this machine; any other is left to the first sync. Raises
-    ValueError as ``refuse_family``, and where trainer and engine have different numbers of layers.
-
-    Args:
-        path: ``actor_rollout_ref.model.path``.
-        override_config: what the trainer changes of the checkpoint's config.
-        rollout: verl's rollout config, which says what SGLang changes of it.
-    """
     config = _config_in(path)
     refuse_family(path, config)
     overrides = override_config or {}
@@ -316,10 +307,8 @@ def refuse_stock(rollout: Any, model: Any) -> str:
 
 
 def refuse_fp8(path: str) -> str:
-    """Refuses a model of which stock verl's ``rollout.quantization=fp8`` puts wrong weights into SGLang. ``path``:
-    ``actor_rollout_ref.model.path``, in a folder of this machine or on the Hub. Returns what else is to be said of it;
-    empty for a model that is known to be right. Raises ValueError, which names the key, the architecture, the reason
-    and the remedy."""
+    """Refuses a model of which stock verl's ``rollout.quantization=fp8`` puts wrong weights into SGLang; returns what
+    else is to be said of it."""
     config = _config_in(path) or _config_on_hub(path)
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     # verl's fp8 takes the place of the checkpoint's own
@@ -357,9 +346,6 @@ def _config_on_hub(path: str) -> dict[str, Any]:
 
 
 def refuse_family(path: str, config: Mapping[str, Any]) -> None:
-    """Refuses what this module knows SGLang not to load. ``path``: ``actor_rollout_ref.model.path``, for the message;
-    ``config``: what the checkpoint's ``config.json`` says. Raises ValueError, which names the key, the architecture,
-    the reason and the remedy."""
     for architecture in config.get("architectures") or ():
         why = reason_against(architecture, config)
         if why:
@@ -387,9 +373,6 @@ def reason_against(architecture: str, config: Mapping[str, Any]) -> str:
 
 
 def refuse_untied(architectures: Iterable[str], where: str) -> None:
-    """Refuses a model of which SGLang's class has one weight for embedding and head. ``architectures``: of the model's
-    config; ``where``: what adapts or trains one of the two, for the message. Raises ValueError, which names the
-    architecture, the reason and the remedy."""
     for name in architectures:
         if name in ALWAYS_TIED:
             raise ValueError(
@@ -400,10 +383,7 @@ def refuse_untied(architectures: Iterable[str], where: str) -> None:
 
 
 def refuse_adapter(settings: Mapping[str, Any], keys: Mapping[str, str]) -> None:
-    """Refuses an adapter of which SGLang would drop or misread something. ``settings``: fields of PEFT's
-    ``LoraConfig``; ``keys``: under which the user gave them; the fields' own names where there is none.
-    ``target_modules`` are looked at where the user gave them: PEFT's own list has modules that the adapter leaves out.
-    Raises ValueError, which names the setting, its value and the remedy."""
+    # Where the user gave them: PEFT's own list has modules that the adapter leaves out
     if "target_modules" in keys:
         _refuse_targets(settings["target_modules"], keys["target_modules"])
     for field in UNSERVABLE:
