@@ -11,9 +11,8 @@ import io
 import subprocess
 import sys
 import tokenize
-from pathlib import Path
-
 import tomllib
+from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ".ci/budget.toml"

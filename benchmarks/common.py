@@ -169,7 +169,7 @@ def result_of(case: str, line: str, runs: list[dict[str, Any]], **more: Any) -> 
         "machine": describe_machine(),
         "versions": versions(),
         "commit": commit(),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": line,
         "runs": runs,
         **more,

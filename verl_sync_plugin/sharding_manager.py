@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from verl_sync_plugin.config.settings import TRAINERS, TURN_OFF
+from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.errors import RegistryConflictError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def register_sharding_manager(*, trainer: str, rollout: str) -> Callable[[M], M]
 
 def known_trainers(rollout: str) -> tuple[str, ...]:
     """verl's strategies with a sharding manager to ``rollout``."""
-    return (*TRAINERS, *sorted({t for t, r in _managers if r == rollout} - {*TRAINERS}))
+    return tuple(sorted({t for t, r in (*_BUILT_IN, *_managers) if r == rollout}))
 
 
 def get_sharding_manager(trainer: str, rollout: str) -> type[ShardingManager]:

@@ -21,6 +21,7 @@ import torch
 from verl_sync_plugin.config.settings import KEY_PREFIX, TURN_OFF, SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.load_map import (
+    MOST_TRIES,
     NO_PLACE,
     ROUNDED,
     UNEVEN,
@@ -42,7 +43,6 @@ from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed
 
 FIRST_SYNCS = 3  # verified by ``custom.sync.verify=first``
-MOST_TRIES = 10  # of a sync that is not verified whole for want of memory; each costs a load of marks
 NAMED = 5  # tensors in a message
 FORMAT_KEY = "actor_rollout_ref.rollout.load_format"  # verl's
 DERIVED = "what the model computes from parameters after its load"

@@ -215,7 +215,7 @@ class Server:
     async def _answer(self) -> str:
         try:
             await asyncio.wait_for(self.server._admit(), GATE_SECONDS)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return "no word"
         except RuntimeError:
             return "a refusal"

@@ -10,12 +10,12 @@ import os
 import re
 import shlex
 import subprocess
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tomllib
 import torch
 
 from hydra_run import CONFIG_DIR, rollout_of, run

@@ -15,7 +15,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -254,7 +254,7 @@ def _head(run: Run, name: str) -> str:
     devices = sorted({report["origin"].get("device", "?") for sync in run.syncs for report in sync.reports})
     day = ""
     if last["spans"] and last["origin"]:
-        day = f"{datetime.fromtimestamp(last['origin']['epoch'] + last['spans'][0][1], timezone.utc):, %Y-%m-%d}"
+        day = f"{datetime.fromtimestamp(last['origin']['epoch'] + last['spans'][0][1], UTC):, %Y-%m-%d}"
     what = (
         f"{last['manager'] or 'verl-sync-plugin'} on {' and '.join(devices)}{day}: {len(run.syncs)} syncs, steps "
         f"{run.syncs[0].step} to {run.syncs[-1].step}, {last['tensors']} tensors, "

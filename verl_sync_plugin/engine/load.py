@@ -21,7 +21,16 @@ from verl_sync_plugin.copies.plain import Block
 from verl_sync_plugin.engine.introduce import Places, in_box, introduce, is_turned, memory_of, unturned
 from verl_sync_plugin.engine.model import EngineModel, FusedPairs, partner_of
 from verl_sync_plugin.engine.recorder import Source, model_tensors
-from verl_sync_plugin.layout.load_map import Constant, LoadMap, Move, held_parts, owners_of, read_parts, size_of
+from verl_sync_plugin.layout.load_map import (
+    MOST_TRIES,
+    Constant,
+    LoadMap,
+    Move,
+    held_parts,
+    owners_of,
+    read_parts,
+    size_of,
+)
 from verl_sync_plugin.layout.strided import Partition, Run, compose, in_step
 from verl_sync_plugin.layout.tensors import Entry, Hull, hulls_of, numbers_of
 from verl_sync_plugin.log import say
@@ -125,7 +134,7 @@ class ModelLoad:
         self.replayed = (0, 0)
         if before is not None and before._shapes() == self._shapes():
             self.map, self._places, self._key, self._layout = before.map, before._places, before._key, before._layout
-        self._compiled = False
+        self._tries, self._compiled = 0, False
         self._live: tuple[tuple[str, ...], Memory, tuple[Prepared, Prepared]] | None = None
         self._traffic: dict[tuple[frozenset[int], bool], tuple[int, int]] = {}
 
@@ -140,7 +149,9 @@ class ModelLoad:
         """Before a sync is loaded: finds out what the model does with the tensors, where that is not known or its
         parameters have moved; then they hold rubbish, so the sync has to be loaded. Writes constants."""
         now, self._now = self._now or self._key.now(), None
-        if self._layout is None or self.map.no_room or now != self._layout:
+        again = bool(self.map.no_room) and self._tries < MOST_TRIES
+        if self._layout is None or now != self._layout or again:
+            self._tries += again
             self._introduce()
         if not self._compiled:
             self._compile()

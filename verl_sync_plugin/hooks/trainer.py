@@ -129,7 +129,7 @@ def take_reports(replicas: list[Any]) -> list[dict[str, Any]]:
     """The last report of every one of our replicas that has a new one."""
     reports = []
     for asked in [replica.servers[0].take_sync_report.remote() for replica in replicas]:
-        with suppress(ActorDiedError):  # the next sync finds that out
+        with suppress(ActorDiedError, ActorUnavailableError):  # the next sync finds that out
             reports.append(ray.get(asked))
     return [report for report in reports if report is not None]
 

@@ -26,6 +26,7 @@ NOTHING: Spans = np.zeros((0, 2), dtype=np.int64)
 NO_PLACE = "shares a part of its bytes with another tensor"
 ROUNDED = "is kept in several dtypes"
 UNEVEN = "the engine's ranks hold parts of it that cannot be compared together"
+MOST_TRIES = 10  # of finding out a map that lacked memory for a load of marks; each costs such a load
 MOST_TIMES = 1 << 20  # that an element is counted; the hash loses nothing up to 2^32
 
 

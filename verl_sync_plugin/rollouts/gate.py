@@ -173,7 +173,7 @@ class Occupation:
     async def _bounded(self, what: str, tags: list[str], ask: Ask) -> None:
         try:
             await asyncio.wait_for(self._change(what, tags, ask), self._timeout)
-        except asyncio.TimeoutError as error:  # not the built-in one before Python 3.11
+        except TimeoutError as error:
             raise TimeoutError(
                 f"{self._engine} did not {what} {', '.join(tags)} within {KEY_PREFIX}.timeout_seconds="
                 f"{self._timeout:g}; see its log, and set the key higher if it only takes long"

@@ -42,7 +42,7 @@ class EngineProcess:
         self._engine = launch.engine
         self._connection = Connection(ours.detach())
         self._turn = threading.Lock()
-        self.ready: Future[None] = Future()
+        self.ready: Future[None] = _uncancellable()
         self._asked: dict[int, Future[Any]] = {0: self.ready}
         self._number = 0
         self._ended = ""
@@ -52,7 +52,7 @@ class EngineProcess:
     def ask(self, method: str, *arguments: Any) -> Future[Any]:
         """Calls a method of the engine's server; returns at once. The engine gets calls in the order they are made.
         Returns its answer, or its error; RuntimeError when the engine has ended."""
-        future: Future[Any] = Future()
+        future = _uncancellable()
         with self._turn:
             if self._ended:
                 future.set_exception(RuntimeError(self._ended))
@@ -90,6 +90,13 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def _uncancellable() -> Future[Any]:
+    """A future of a call under way: who gives up waiting for it must not keep its answer from being taken in."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
 
 
 def environment(launch: LocalLaunch, devices: Sequence[str]) -> dict[str, str]:

@@ -123,7 +123,7 @@ class RolloutEndpoint:
         """Waits ``timeout`` seconds for the answer to a call."""
         try:
             return await asyncio.wait_for(asyncio.wrap_future(answer), timeout)
-        except asyncio.TimeoutError as error:  # not the built-in one before Python 3.11
+        except TimeoutError as error:
             if answer.done():
                 raise
             raise TimeoutError(
@@ -328,7 +328,8 @@ class MeetingPoint:
     async def leave(self) -> None:
         """Ends a load of which nothing was loaded; returns when the leader's engine is ready for another one."""
         self._part()
-        await leave(self.pending, self._config.timeout_seconds)
+        with self._agreement.attempt():  # a cancellation is heard where the ranks settle next
+            await leave(self.pending, self._config.timeout_seconds)
 
     def close(self) -> None:
         """Nobody comes here any more."""

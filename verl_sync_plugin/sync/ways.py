@@ -306,7 +306,8 @@ class InPlace(Way):
 
     def forgo(self) -> None:
         """It is impossible on some rank for the rest of the run; looking costs as much as a small sync."""
-        self._wanted = False
+        if self._wanted:
+            self._wanted, self.why = False, "another rank cannot, and says why"
 
     @property
     def moved(self) -> bool:
@@ -415,24 +416,27 @@ class Staged(Way):
             return
         with self._agreement.attempt():
             self._begin(sync)
+        what = "packing the first buckets"
         for index in range(min(SLOTS, len(sync.plan.buckets))):
-            self._fill(sync, index)
+            self._fill(sync, index, what)
+        if sync.source.prepares and not self._separate:  # others hear there of a rank that failed in between
+            self._agreement.settle(what)
 
-    def _fill(self, sync: Sync, index: int) -> None:
-        """A rank that packs starts to bring one bucket into its slot."""
+    def _fill(self, sync: Sync, index: int, what: str) -> None:
+        """A rank that packs starts to bring one bucket into its slot; ``what``: the stage that ranks settle next."""
         if not self._packs:
             return
         # Where they are separate, an error of all trainer ranks is news for the rollout ranks
         with self._agreement.attempt() if self._separate else nullcontext():
-            self._prepare(sync, index)
+            self._prepare(sync, index, what)
         with self._agreement.attempt(), sync.report.stage("pack"):
             self._sender.pack(index, index % SLOTS, sync.shards)
 
-    def _prepare(self, sync: Sync, index: int) -> None:
+    def _prepare(self, sync: Sync, index: int, what: str) -> None:
         """Collective over the trainer's ranks: what makes a bucket of which weights are made on the way."""
         if not sync.source.prepares:
             return
-        what, buckets = f"packing bucket {index + 1} of {len(sync.plan.buckets)}", sync.plan.buckets
+        buckets = sync.plan.buckets
         if self._separate and self._agreement.failed:  # the others must not wait for this rank alone
             with self._own.attempt():
                 raise RuntimeError("this rank has failed before")
@@ -481,6 +485,7 @@ class Staged(Way):
         count, lag = len(sync.plan.buckets), int(self._moves)  # what is moved is loaded one round later
         alone = not (sync.plan.sharded or self._moves)  # only this rank's engine rank reads its slots
         ahead = 1 if alone else AHEAD
+        packing = [f"packing bucket {index + 1} of {count}" for index in range(count)]
         for index in range(count + lag):
             with self._agreement.attempt():
                 if index >= AHEAD and not alone:
@@ -489,7 +494,7 @@ class Staged(Way):
                 with self._agreement.attempt(), sync.report.stage("drain"):
                     self._sender.drain(index % SLOTS)
                 with sync.report.stage("settle"):
-                    self._agreement.settle(f"packing bucket {index + 1} of {count}")
+                    self._agreement.settle(packing[index])
             if index < count and self._moves:
                 with self._agreement.attempt():
                     self._move(sync, index)
@@ -503,7 +508,7 @@ class Staged(Way):
                 if alone and index > 0:  # the engine rank has the next bucket by now, so that it does not idle
                     self._wait(sync, index - 1)
             if ahead <= index < count - (SLOTS - ahead):
-                self._fill(sync, index + SLOTS - ahead)
+                self._fill(sync, index + SLOTS - ahead, packing[index + 1])
         with self._agreement.attempt():
             for index in range(max(count + lag - ahead, 0), count):
                 self._wait(sync, index)

@@ -248,7 +248,7 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         SGLang handles requests to its scheduler in their order and runs no forward pass while paused, so a load that
         is asked for after this finds none under way.
         """
-        gated = self.node_rank == 0 and self._synced
+        gated, before = self.node_rank == 0 and self._synced, self._paused
         if gated:
             self._gate.hold()
         try:
@@ -260,7 +260,8 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
                     await end_requests(self.tokenizer_manager)
                 await super().abort_all_requests(**more)
         except BaseException:
-            self._gate.let_go()
+            if not before:
+                self._gate.let_go()
             raise
         self._paused, self.paused_by_load = True, False  # who calls this resumes, when all that it released is back
 
