@@ -206,7 +206,7 @@ QUOTED = {
     ),
     "| MoE 8.3 B (4827 tensors), Megatron-Bridge EP2 → TP2 |": "moe-8b-2gpu-megatron-bridge-ep2-tp2-full",
     "| MoE 7.2 B of Moonlight's shapes, Megatron-Bridge EP2 → TP2 |": "mla-7b-2gpu-megatron-bridge-ep2-tp2-full",
-    "| MoE 8.3 B, FSDP2 with SGD on one H100 → its own H100, verl's `nccl` |": (
+    "| MoE 8.3 B, FSDP2 (SGD) on one H100 → SGLang on another; stock is verl's `nccl` |": (
         "separate-moe-8b-1plus1gpu-fsdp2-tp1-sgd"
     ),
 }

@@ -129,7 +129,9 @@ def test_the_readmes_command_is_one_that_a_run_takes(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^python -m verl\.trainer\.main_ppo \\\n(?:.*\\\n)*.*$", text, re.MULTILINE)
     overrides = shlex.split(command.replace("\\\n", " "))[3:]
-    rollout = run(tmp_path, *overrides).actor_rollout_ref.rollout
+    config = run(tmp_path, *overrides)
+    assert not need_critic(config), "a critic would need more keys"
+    rollout = config.actor_rollout_ref.rollout
     assert rollout.name == "sglang" and rollout.custom.sync.enabled and rollout.update_weights_bucket_megabytes == 512
 
 
