@@ -33,7 +33,7 @@ class Reader:
         sender.reserve(plan)
         self.plan, self.sender, self.group = plan, sender, source.group
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
-        sender.begin(plan, self.rank, hashed=True, finite=False)
+        sender.begin(plan, self.rank)
         exports = [sender.export()]
         if plan.sharded:
             exports = [None] * dist.get_world_size(self.group)  # type: ignore[list-item]
@@ -73,7 +73,8 @@ class Reader:
     def check(self) -> None:
         """Compares hashes as a sync does; every rank has read everything. Collective over all trainer ranks."""
         agreement, world = Agreement(30.0), dist.get_world_size()
-        sent, read = agreement.sum("comparing", torch.stack([self.sender.sums(self.plan), self._read]))
+        both = torch.stack([self.sender.sums(self.plan), self._read])
+        sent, read = agreement.vote("comparing", both).reshape(both.shape)
         assert torch.equal(sent * world, read * times_sent(self.plan, world)), "bytes changed on the way"
 
     def close(self) -> None:

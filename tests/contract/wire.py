@@ -42,7 +42,7 @@ class Wire:
         self._ranks = ranks
         bases = tuple(self._base(names, tensor) for names, tensor in _together(weights))
         self.plan: Plan = plan_buckets(bases, bucket_bytes, sharded)
-        self._packers = [Packer(CPU, self.plan, rank, hashed=True, finite=False) for rank in range(ranks)]
+        self._packers = [Packer(CPU, self.plan, rank) for rank in range(ranks)]
         self._known = SGLangModel(model, dist.get_rank())
         self.load = ModelLoad(self._known, Manifest.of(self.plan), CPU)
         self.agreement = Agreement(60.0)

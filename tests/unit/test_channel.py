@@ -179,7 +179,7 @@ MAP = LoadMap(
 LIVE = Live("key", (REGION, Region("shared_file", "/a", 1, ("/a",))), (b"\x01" * 40, b""))
 EXAMPLES = [
     protocol.Hello(
-        "1", "digest", (STAGING, STAGING), 1, ("a", "b"), True, 1, ((0, 1),), True, "map", manifest(2, 3), (LIVE,)
+        "1", "digest", (STAGING, STAGING), 1, ("a", "b"), True, 1, True, "map", manifest(2, 3), (LIVE,)
     ),
     protocol.Ready("PermissionError: ü", True),
     protocol.Ready(map=MAP),

@@ -129,7 +129,7 @@ def _sent(trainer: Trainer, place: int) -> torch.Tensor:
     names = list(numbers_of(bucket.entries for bucket in trainer.plan.buckets))
     total = torch.zeros(len(names), dtype=torch.int64)
     for rank in range(WORLD):
-        packer = Packer(CPU, trainer.plan, rank, hashed=True, finite=False)
+        packer = Packer(CPU, trainer.plan, rank)
         packer.begin()
         parameters = LiveParameters(CPU, trainer.plan, rank)
         parameters.look(trainer.shards[rank])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from verl.trainer.ppo.utils import need_critic
 
 from contract.families import FAMILIES
 from e2e.releases import PAGE, RELEASES, rows, written

@@ -105,7 +105,7 @@ class Trainer:
         """One sync; what the engine rank said at its begin and at its end."""
         shards = [Shard(base, partial(tensors[base.key].flatten)) for base in self.plan.bases]
         hello = Hello("1", self.plan.digest, (self._sender.export(),), tells=True)
-        self._sender.begin(self.plan, 0, hashed=True, finite=False)
+        self._sender.begin(self.plan, 0)
         with self._engine_in_thread():
             greeting = self._sender.greet(hello, self.plan)
             for index in range(len(self.plan.buckets)):

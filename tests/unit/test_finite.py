@@ -40,7 +40,7 @@ def shards_of(runs: dict[str, torch.Tensor], wire: torch.dtype = torch.bfloat16)
 
 def broken(plan: Plan, shards: list[Shard], rank: int) -> list[int]:
     """Packs every bucket into memory full of NaN, as staging memory may be, and asks which are broken."""
-    packer = Packer(torch.device("cpu"), plan, rank, hashed=False, finite=True)
+    packer = Packer(torch.device("cpu"), plan, rank)
     for _ in range(2):  # what the sync before found is forgotten
         packer.begin()
         for index, bucket in enumerate(plan.buckets):
@@ -92,7 +92,7 @@ def test_integers_and_the_sync_before_have_no_say() -> None:
     assert broken(plan_buckets(tuple(shard.base for shard in shards), 1 << 20), shards, 0) == []
     run = torch.full((7,), float("nan"))
     bad = shards_of({"a": run})
-    packer = Packer(torch.device("cpu"), plan_buckets((bad[0].base,), 1 << 20), 0, hashed=False, finite=True)
+    packer = Packer(torch.device("cpu"), plan_buckets((bad[0].base,), 1 << 20), 0)
     for value, found in ((float("nan"), [0]), (1.0, [])):
         run.fill_(value)
         packer.begin()

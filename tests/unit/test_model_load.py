@@ -61,7 +61,7 @@ class Sender:
             views = tuple(View(name, (ROWS, COLUMNS), 0, ROWS * COLUMNS) for name in each)
             self.bases.append(Base(each[0], "bfloat16", 2, lengths, views))
         self.plan = plan_buckets(tuple(self.bases), bucket_bytes, True)
-        self.packers = [Packer(CPU, self.plan, rank, True, False) for rank in range(self.world)]
+        self.packers = [Packer(CPU, self.plan, rank) for rank in range(self.world)]
         self.manifest = Manifest.of(self.plan)
 
     def send(self, load: ModelLoad, seed: int) -> dict[str, torch.Tensor]:

@@ -95,7 +95,7 @@ def check(packer: Packer, seed: int, rank: int) -> None:
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [1 << 20, 3000, 800])
 def test_tables_pack_what_slices_pack(rank: int, bucket_bytes: int, sharded: bool, interpreted: None) -> None:
-    packer = Packer(CPU, planned(bucket_bytes, sharded), rank, hashed=True, finite=True)
+    packer = Packer(CPU, planned(bucket_bytes, sharded), rank)
     for seed in range(3):  # other addresses each time
         check(packer, seed, rank)
 
@@ -103,7 +103,7 @@ def test_tables_pack_what_slices_pack(rank: int, bucket_bytes: int, sharded: boo
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [1 << 20, 800])
 def test_without_the_kernel(bucket_bytes: int, sharded: bool) -> None:
-    packer = Packer(CPU, planned(bucket_bytes, sharded), 1, hashed=True, finite=True)
+    packer = Packer(CPU, planned(bucket_bytes, sharded), 1)
     for seed in range(2):
         check(packer, seed, rank=1)
 
@@ -133,7 +133,7 @@ def test_what_is_merged_in_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_tables_find_what_is_not_finite(name: str, value: float, interpreted: None) -> None:
     """Whichever way a shard is packed; the bucket is named that holds the spot."""
-    packer, mine = Packer(CPU, planned(800), 0, hashed=False, finite=True), shards(0)
+    packer, mine = Packer(CPU, planned(800), 0), shards(0)
     place = [part.base.key for part in mine].index(name)
     run = mine[place].local()
     run[200] = value
@@ -159,7 +159,7 @@ def test_tables_are_kept_while_the_shards_stay(interpreted: None, monkeypatch: p
         return honest(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(packing, "KernelTable", counted)
-    packer = Packer(CPU, planned(1 << 20), 0, hashed=True, finite=False)
+    packer = Packer(CPU, planned(1 << 20), 0)
     for seed in range(3):
         check(packer, seed, rank=0)
     assert len(made) == len(packer.plan.buckets)

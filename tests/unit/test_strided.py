@@ -12,24 +12,17 @@ from hypothesis import strategies as st
 
 from verl_sync_plugin.layout.strided import Partition, Run, box_runs, compose, in_step
 
-Scale = tuple[int, int]
-SCALES: list[Scale] = [(1, 1), (2, 1), (1, 2)]
-UNIT = 2  # everything is a multiple of it, so that a scale of 1/2 is exact
+
+def moves(run: Run) -> list[tuple[int, int]]:
+    """Byte by byte, where it is read and where it goes."""
+    starts = [(run.source + i * run.source_stride, run.target + i * run.target_stride) for i in range(run.count)]
+    return [(source + byte, target + byte) for source, target in starts for byte in range(run.width)]
 
 
-def moves(run: Run, scale: Scale = (1, 1)) -> list[tuple[int, int]]:
-    """Unit by unit, where it is read and where it goes."""
-    return [
-        (run.source + i * run.source_stride + byte, run.target + i * run.target_stride + byte * scale[0] // scale[1])
-        for i in range(run.count)
-        for byte in range(0, run.width, UNIT)
-    ]
-
-
-def expected(first: Run, second: Run, scale: Scale) -> list[tuple[int, int]]:
-    """What goes through both, unit by unit."""
+def expected(first: Run, second: Run) -> list[tuple[int, int]]:
+    """Byte by byte, what goes through both."""
     origin = {target: source for source, target in moves(first)}
-    return sorted((origin[byte], to) for byte, to in moves(second, scale) if byte in origin)
+    return sorted((origin[byte], to) for byte, to in moves(second) if byte in origin)
 
 
 @st.composite
@@ -40,8 +33,7 @@ def runs(draw: st.DrawFn, strides: st.SearchStrategy[int] | None = None) -> Run:
     gap, other = draw(st.integers(0, 6)), draw(st.integers(0, 6))
     stride = width + gap if strides is None else max(width, draw(strides))
     far = (stride, width + other) if count > 1 else (0, 0)
-    numbers = (draw(st.integers(0, 30)), 1000 + draw(st.integers(0, 30)), width, count, *far)
-    return Run(*(number if place == 3 else UNIT * number for place, number in enumerate(numbers)))
+    return Run(draw(st.integers(0, 30)), 1000 + draw(st.integers(0, 30)), width, count, *far)
 
 
 def turned(run: Run) -> Run:
@@ -49,22 +41,14 @@ def turned(run: Run) -> Run:
     return Run(run.target, run.source, run.width, run.count, run.target_stride, run.source_stride)
 
 
-def doubled(run: Run, scale: Scale) -> Run:
-    """With room in the target for what grows."""
-    return Run(
-        run.source, run.target, run.width, run.count, run.source_stride, run.target_stride * scale[0] // scale[1]
-    )
-
-
 SAME = st.shared(st.integers(4, 14), key="stride")
 
 
 @settings(max_examples=1000, deadline=None)
-@given(runs().map(turned) | runs(SAME).map(turned), runs() | runs(SAME), st.sampled_from(SCALES))
-def test_exactly_what_goes_through_both(first: Run, second: Run, scale: Scale) -> None:
-    second = doubled(second, scale)
-    found = compose(first, second, scale)
-    assert sorted(move for run in found for move in moves(run, scale)) == expected(first, second, scale)
+@given(runs().map(turned) | runs(SAME).map(turned), runs() | runs(SAME))
+def test_exactly_what_goes_through_both(first: Run, second: Run) -> None:
+    found = compose(first, second)
+    assert sorted(move for run in found for move in moves(run)) == expected(first, second)
     assert all(run.count > 1 or (run.source_stride, run.target_stride) == (0, 0) for run in found)
     if in_step(first, second):
         assert len(found) <= 3, "one run for each row"
@@ -73,18 +57,17 @@ def test_exactly_what_goes_through_both(first: Run, second: Run, scale: Scale) -
 
 
 @settings(max_examples=500, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 12)), max_size=12), runs(), st.sampled_from(SCALES))
-def test_a_run_meets_every_part_that_it_reads(drawn: list[tuple[int, int]], run: Run, scale: Scale) -> None:
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 12)), max_size=12), runs())
+def test_a_run_meets_every_part_that_it_reads(drawn: list[tuple[int, int]], run: Run) -> None:
     parts, at = [], 0
     for number, (gap, width) in enumerate(drawn):
-        at += UNIT * gap
-        parts.append(Run(5000 * number, at, UNIT * width))
-        at += UNIT * width
-    run = doubled(run, scale)
-    met = list(Partition(parts).meet(run, scale))
+        at += gap
+        parts.append(Run(5000 * number, at, width))
+        at += width
+    met = list(Partition(parts).meet(run))
     for number, part in enumerate(parts):
-        of_part = sorted(move for index, common in met if index == number for move in moves(common, scale))
-        assert of_part == expected(part, run, scale)
+        of_part = sorted(move for index, common in met if index == number for move in moves(common))
+        assert of_part == expected(part, run)
     assert [index for index, _ in met] == sorted(index for index, _ in met)
 
 
@@ -94,10 +77,6 @@ def test_columns_in_step_are_one_run() -> None:
     assert compose(piece, columns) == [Run(96, 7000, 32, 4096, 64, 32)]
     assert compose(piece, Run(0, 0, 4096 * 128)) == [Run(64, 0, 64, 4096, 64, 128)]
     assert not in_step(piece, Run(0, 0, 32, 8192, 64, 32)) and in_step(piece, columns)
-
-
-def test_a_cast_moves_the_target_by_its_own_bytes() -> None:
-    assert compose(Run(0, 4, 8), Run(0, 100, 16), (2, 4)) == [Run(0, 102, 8)]  # fp32 to bf16
 
 
 def test_intervals_of_the_source() -> None:

@@ -95,16 +95,16 @@ class PackTable:
         rank: this rank's place among the owners of a sharded base.
         tensors: number of each tensor; see ``numbers_of``.
         device: where the slots are.
-        read_alone: whether slices packed alone are to be read by ``run`` as well.
-        found: of the buckets' bases, if somebody else looks; may leave out those of which this rank holds nothing.
+        found: of the buckets' bases, where parameters are read in place; may leave out those of which this rank holds
+            nothing. Slices that are packed alone are then left out, too.
     """
 
     def __init__(
         self, plan: Plan, buckets: Sequence[Bucket], rank: int, tensors: dict[str, int], device: torch.device,
-        read_alone: bool, found: Found | None = None,
+        found: Found | None = None,
     ) -> None:  # fmt: skip
-        self._plan, self._buckets, self._rank, self._device = plan, tuple(buckets), rank, device
-        self._tensors, self._read_alone = tensors, read_alone
+        self._plan, self._buckets, self.rank, self._device = plan, tuple(buckets), rank, device
+        self._tensors, self._read_alone = tensors, found is None
         self.found = found or Found(list(dict.fromkeys(part.base for each in buckets for part in each.slices)), device)
         self._version = -1
         self._kinds: dict[int, int] | None = None
@@ -140,12 +140,12 @@ class PackTable:
     def _blocks(self, bucket: Bucket) -> Iterator[Block]:
         """Only bytes that belong to a tensor are packed. What was packed alone is copied onto itself, to be read."""
         places = {base: place for place, base in enumerate(self.found.bases)}
-        hulls = hulls_in_segment(bucket, self._rank)
+        hulls = hulls_in_segment(bucket, self.rank)
         partition = Partition([Run(hull.first, hull.first, hull.end - hull.first) for hull in hulls])
-        segment = segment_of(bucket, self._rank)
+        segment = segment_of(bucket, self.rank)
         for part in bucket.slices:
             base, kind = self._plan.bases[part.base], self.found.kinds.get(part.base)
-            count = part.count(base, self._rank)
+            count = part.count(base, self.rank)
             if count <= 0 or (kind == ALONE and not self._read_alone):
                 continue
             grow, dtype = 2 if kind == CAST else 1, base.dtype if "float" in base.dtype else ""
@@ -175,14 +175,10 @@ class Packer:
         device: where the slots are.
         plan: all buckets.
         rank: this rank's place among the owners of a sharded base.
-        hashed: whether to hash what is packed.
-        finite: whether to look for NaN and Inf.
     """
 
-    def __init__(self, device: torch.device, plan: Plan, rank: int, hashed: bool, finite: bool) -> None:
-        self.plan, self.does = plan, (rank, hashed, finite)
-        self._rank, self._hashed, self._finite = rank, hashed, finite
-        self._device = device
+    def __init__(self, device: torch.device, plan: Plan, rank: int) -> None:
+        self.plan, self.rank, self._device = plan, rank, device
         self._tensors = numbers_of(bucket.entries for bucket in plan.buckets)
         self._kernel = kernel_works(device)
         self._sums = torch.zeros(len(self._tensors), dtype=torch.int64, device=device)
@@ -204,21 +200,19 @@ class Packer:
             shards: all shards of this rank, by base index.
         """
         bucket = self.plan.buckets[index]
-        origin = self.plan.origin(bucket, self._rank)
+        origin = self.plan.origin(bucket, self.rank)
         if not self._kernel:
-            pack_segment(memory, bucket, shards, segment_of(bucket, self._rank), origin)
+            pack_segment(memory, bucket, shards, segment_of(bucket, self.rank), origin)
             self._read_plain(index, memory, origin)
             return
         table = self._tables.get(index)
         if table is None:
-            table = self._tables[index] = PackTable(
-                self.plan, [bucket], self._rank, self._tensors, self._device, self._hashed or self._finite
-            )
+            table = self._tables[index] = PackTable(self.plan, [bucket], self.rank, self._tensors, self._device)
         table.found.look(shards)
         table.refresh()
-        segment = memory.narrow(0, segment_of(bucket, self._rank) * bucket.stride - origin, bucket.stride)
+        segment = memory.narrow(0, segment_of(bucket, self.rank) * bucket.stride - origin, bucket.stride)
         pack_slices(segment, table.alone, shards)
-        table.run(memory.data_ptr() - origin, self._sums, self._hashed, self._flags if self._finite else None)
+        table.run(memory.data_ptr() - origin, self._sums, True, self._flags)
 
     def read(self, shards: list[Shard], found: Found) -> None:
         """Hashes and checks everything where it lies, for engine ranks that read it there; may return early.
@@ -227,31 +221,27 @@ class Packer:
             shards: all shards of this rank, by base index; none that ``LiveParameters`` refuses.
             found: where they are.
         """
-        if not (self._hashed or self._finite):
-            return
         if not self._kernel:
             for index, bucket in enumerate(self.plan.buckets):
                 nbytes = bucket.stride if self.plan.sharded else bucket.nbytes
                 self.pack(index, torch.empty(nbytes, dtype=torch.uint8, device=self._device), shards)
             return
         if self._whole is None or self._whole.found is not found:
-            parts = (self.plan, self.plan.buckets, self._rank, self._tensors, self._device)
-            self._whole = PackTable(*parts, read_alone=False, found=found)
+            parts = (self.plan, self.plan.buckets, self.rank, self._tensors, self._device)
+            self._whole = PackTable(*parts, found)
         self._whole.refresh()
-        self._whole.run(0, self._sums, self._hashed, self._flags if self._finite else None, copy=False)
+        self._whole.run(0, self._sums, True, self._flags, copy=False)
 
     def _read_plain(self, index: int, memory: torch.Tensor, origin: int) -> None:
-        if self._hashed:
-            for hull in hulls_in_segment(self.plan.buckets[index], self._rank):
-                data = memory[hull.first - origin : hull.end - origin]
-                self._sums[self._tensors[hull.names[0]]] += hash_bytes(data, hull.first)
-        if self._finite:
-            self._flag_plain(index, memory, origin)
+        for hull in hulls_in_segment(self.plan.buckets[index], self.rank):
+            data = memory[hull.first - origin : hull.end - origin]
+            self._sums[self._tensors[hull.names[0]]] += hash_bytes(data, hull.first)
+        self._flag_plain(index, memory, origin)
 
     def _flag_plain(self, index: int, memory: torch.Tensor, origin: int) -> None:
         """Flags the tensors with a NaN or Inf in what this rank has packed; costs a read, which the kernel does not."""
         bucket = self.plan.buckets[index]
-        low = segment_of(bucket, self._rank) * bucket.stride
+        low = segment_of(bucket, self.rank) * bucket.stride
         for entry in bucket.entries:
             dtype = getattr(torch, entry.dtype)
             if not dtype.is_floating_point or dtype.itemsize == 1:  # there is no norm of 8-bit floats

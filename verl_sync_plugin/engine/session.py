@@ -94,7 +94,7 @@ class ReceiverSession:
         if not (manifest.sharded and manifest.worlds[load.bucket] > 1):
             return [slots[hello.place]]
         nbytes = manifest.segments[load.bucket]
-        return [slots[staging].narrow(0, number * nbytes, nbytes) for staging, number in hello.homes]
+        return [slot.narrow(0, 0, nbytes) for slot in slots]
 
     def _run_in_place(self, hello: Hello, channel: Channel, wait: float) -> None:
         """The trainer ranks keep their parameters as they are until all engine ranks have said ``Loaded``."""
@@ -158,9 +158,8 @@ class ReceiverSession:
             # leaves in this one: at a memory share of 0.97 of an H100 the KV cache of 7.6 B did not come back
             torch.cuda.empty_cache()
         own = hello.own == hello.place  # what all ranks hold is read on this engine rank's own device
-        near = [n for n, (staging, _) in enumerate(hello.homes) if staging == hello.own]
-        if not hello.homes:  # parameters are read where they lie
-            near = [hello.place] if own else []
+        spread = load.manifest.sharded and not hello.live
+        near = {hello.own} if spread else {hello.place} if own else set[int]()
         channel.send(
             Committed(
                 *load.replayed,

@@ -52,10 +52,10 @@ class _Unit:
         return slices
 
 
-def plan_buckets(bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False, held: int = 1) -> Plan:
+def plan_buckets(bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False) -> Plan:
     """Plans the sync. Bases come in model order; those with more than one entry of ``lengths`` have equally many, and
     the parts of one parameter are neighbours of one dtype that name the same tensors. ``bucket_bytes`` bounds what a
-    rank stages of one bucket: all of it, or ``held`` segments when ``sharded`` (see ``Plan``).
+    rank stages of one bucket: all of it, or its own segment when ``sharded`` (see ``Plan``).
 
     Raises:
         ValueError: the bucket is too small to hold 16 bytes per rank, or two tensors have the same name.
@@ -65,7 +65,7 @@ def plan_buckets(bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = Fal
     _check_names(bases)
     buckets: list[Bucket] = []
     for world in [*worlds, 1]:
-        capacity = bucket_bytes // (min(held, world) if sharded else world) // ALIGNMENT * ALIGNMENT
+        capacity = bucket_bytes // (1 if sharded else world) // ALIGNMENT * ALIGNMENT
         if capacity < ALIGNMENT:
             raise ValueError(
                 f"bucket of {bucket_bytes} bytes cannot serve {world} ranks with {ALIGNMENT} bytes each; "
@@ -85,8 +85,8 @@ def plan_buckets(bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = Fal
                             queue.popleft()
             queues = {owners: queue for owners, queue in queues.items() if queue}
             buckets.append(_seal(bases, slices, max(used), world))
-    digest = hashlib.sha256(repr((bases, bucket_bytes, sharded, held)).encode()).hexdigest()
-    return Plan(bases, tuple(buckets), digest, sharded, held)
+    digest = hashlib.sha256(repr((bases, bucket_bytes, sharded)).encode()).hexdigest()
+    return Plan(bases, tuple(buckets), digest, sharded)
 
 
 def _check_names(bases: tuple[Base, ...]) -> None:

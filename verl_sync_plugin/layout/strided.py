@@ -56,13 +56,12 @@ def in_step(first: Run, second: Run) -> bool:
     return first.count == 1 or second.count == 1 or first.target_stride == second.source_stride
 
 
-def compose(first: Run, second: Run, scale: tuple[int, int] = (1, 1)) -> list[Run]:
+def compose(first: Run, second: Run) -> list[Run]:
     """Joins two runs: from the source of ``first`` to the target of ``second``.
 
     Args:
         first: its target is the space that ``second`` reads. Its repetitions do not overlap there.
         second: its width counts bytes of that space. Its repetitions do not overlap there either.
-        scale: bytes of ``second``'s target per byte that it reads, as numerator and denominator; not 1 for a cast.
 
     Returns:
         Runs whose widths are in bytes read: a few where the two are in step, else a few for each repetition.
@@ -72,19 +71,18 @@ def compose(first: Run, second: Run, scale: tuple[int, int] = (1, 1)) -> list[Ru
         width = min(first.target + first.width, second.source + second.width) - low
         if width <= 0:
             return []
-        moved = (low - second.source) * scale[0] // scale[1]
-        return [Run(first.source + low - first.target, second.target + moved, width)]
+        return [Run(first.source + low - first.target, second.target + low - second.source, width)]
     assert (first.count == 1 or first.target_stride >= first.width) and (
         second.count == 1 or second.source_stride >= second.width
     ), "the repetitions of a run overlap"
     if not in_step(first, second):
-        return [run for plain in first.repeats() for run in compose(plain, second, scale)]
+        return [run for plain in first.repeats() for run in compose(plain, second)]
     source_stride = first.source_stride if first.count > 1 else second.source_stride
-    target_stride = second.target_stride if second.count > 1 else first.target_stride * scale[0] // scale[1]
+    target_stride = second.target_stride if second.count > 1 else first.target_stride
     found = []
     for i, j, count, low, width in _common(first, second):
         source = first.source + i * first.source_stride + low - (first.target + i * first.target_stride)
-        moved = (low - (second.source + j * second.source_stride)) * scale[0] // scale[1]
+        moved = low - (second.source + j * second.source_stride)
         strides = (source_stride, target_stride) if count > 1 else (0, 0)
         found.append(Run(source, second.target + j * second.target_stride + moved, width, count, *strides))
     return found
@@ -145,11 +143,11 @@ class Partition:
         overlaps = any(part.target < end for part, end in zip(parts[1:], self._ends, strict=False))
         assert not overlaps, "parts of a partition overlap"
 
-    def meet(self, run: Run, scale: tuple[int, int] = (1, 1)) -> Iterator[tuple[int, Run]]:
+    def meet(self, run: Run) -> Iterator[tuple[int, Run]]:
         """Every part that a run reads of, by number, with what goes through both; see ``compose``."""
         index, end = bisect_right(self._ends, run.source), run.source + (run.count - 1) * run.source_stride + run.width
         while index < len(self._parts) and self._parts[index].target < end:
-            for common in compose(self._parts[index], run, scale):
+            for common in compose(self._parts[index], run):
                 yield index, common
             index += 1
 

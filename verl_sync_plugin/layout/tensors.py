@@ -117,14 +117,12 @@ class Bucket:
 @dataclass(frozen=True)
 class Plan:
     """All buckets of one sync, the same on every rank, in the order in which they travel; ``digest`` names the plan. If
-    ``sharded``, segments stay with their ranks, else every rank gathers every bucket; ``held`` is the most segments of
-    a bucket in one slot, more than one where ranks hold segments of other hosts."""
+    ``sharded``, segments stay with their ranks, else every bucket is broadcast to every rank."""
 
     bases: tuple[Base, ...]
     buckets: tuple[Bucket, ...]
     digest: str
     sharded: bool = False
-    held: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -133,8 +131,7 @@ class Plan:
     @property
     def slot_bytes(self) -> int:
         """The most that a rank stages of one bucket, so the size of one staging slot."""
-        held = [min(self.held, bucket.world) if self.sharded else bucket.world for bucket in self.buckets]
-        return max((number * bucket.stride for number, bucket in zip(held, self.buckets, strict=True)), default=0)
+        return max((bucket.stride * (1 if self.sharded else bucket.world) for bucket in self.buckets), default=0)
 
     def origin(self, bucket: Bucket, rank: int) -> int:
         """The byte of a bucket that a rank's segment begins with, or its slot where that has all segments."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seam 2: the engines that generate. ``Rollout`` lists what the rest of the plugin asks of one.
 
-An engine is a folder here, its line in ``ROLLOUTS``, and its pairs with trainers in ``sharding_manager/``. Its
+An engine is a folder here, its line in ``ROLLOUTS``, and its pairs with trainers in ``sharding_manager.py``. Its
 ``__init__`` is its ``Rollout``. It also brings a server, a replica and an adapter for verl, ``EngineModel``
 (``engine/model``) for its models, and a loader that runs ``ReceiverSession`` in every process of the engine.
 What is of no engine lies next to the folders: ``adapter`` (verl's calls in the actor workers), ``gate`` (when requests

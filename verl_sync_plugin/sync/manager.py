@@ -174,7 +174,7 @@ class ShardingManager(BaseShardingManager):
         with no_collection(), progress(self.report, speaks=self.agreement.ranks.rank == 0):
             with self.agreement.attempt():
                 memory.begin()
-            while await self._to_be_repeated(sync_id, version, wake_tags):
+            while await self._run_once(sync_id, version, wake_tags):
                 sync_id, wake_tags = f"{sync_id} once more", []  # in another way; the engine is awake by now
             with self.agreement.attempt():  # the ranks settle once more in `finish`
                 memory.into(self.report)
@@ -186,9 +186,9 @@ class ShardingManager(BaseShardingManager):
         self._syncs += 1
         return f"{self._syncs} (step {global_steps})"
 
-    async def _to_be_repeated(self, sync_id: str, version: str | None, wake_tags: list[str]) -> bool:
-        """Runs one sync. True if its delivery could not be used, or the engine takes more of some tensors than was
-        planned; both are known before anything is loaded."""
+    async def _run_once(self, sync_id: str, version: str | None, wake_tags: list[str]) -> bool:
+        """Runs one sync. True if it must run again: its delivery could not be used, or the engine takes more of some
+        tensors than was planned; both are known before anything is loaded."""
         try:
             await self._sync(sync_id, version, wake_tags)
         except PeersUnreachableError as error:
@@ -335,6 +335,7 @@ class ShardingManager(BaseShardingManager):
                 raise
             with agreement.attempt():  # also on a rank that has failed: the engine is idle when this returns
                 await waking
+        # What overlaps with the wake counts as update_weights already
         report.stages["resume_weights"] -= report.stages.get("update_weights", 0.0) - before
 
     def _learn(self, plan: Plan, found: LoadMap | None) -> None:

@@ -94,18 +94,16 @@ class BucketSender(Conversation):
             self.unstage()
         self._staging = create_staging(self._device, slots, plan.slot_bytes)
 
-    def begin(self, plan: Plan, rank: int, hashed: bool, finite: bool) -> None:
+    def begin(self, plan: Plan, rank: int) -> None:
         """Makes ready to pack all buckets of a plan.
 
         Args:
             plan: what will be packed.
             rank: this rank's place among the owners of a sharded base.
-            hashed: hash every byte that is packed.
-            finite: look for NaN and Inf in what is packed.
         """
         packer = self._packer
-        if packer is None or packer.plan is not plan or packer.does != (rank, hashed, finite):
-            packer = self._packer = Packer(self._device, plan, rank, hashed, finite)
+        if packer is None or packer.plan is not plan or packer.rank != rank:
+            packer = self._packer = Packer(self._device, plan, rank)
         packer.begin()
 
     def export(self, reader: int = 0) -> StagingExport:
@@ -143,8 +141,8 @@ class BucketSender(Conversation):
         return self._packer.broken()
 
     def sums(self, plan: Plan) -> torch.Tensor:
-        """The hash of what this rank packed of each tensor of the plan: int64 of shape ``(tensors,)``; zeros without
-        hashing, and on a rank that packs nothing."""
+        """The hash of what this rank packed of each tensor of the plan: int64 of shape ``(tensors,)``; zeros on a rank
+        that packs nothing."""
         if self._packer is None:
             return torch.zeros(len(numbers_of(bucket.entries for bucket in plan.buckets)), dtype=torch.int64)
         return self._packer.sums()

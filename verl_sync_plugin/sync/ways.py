@@ -158,7 +158,7 @@ class Way(ABC):
 
     def _begin(self, sync: Sync) -> None:
         """Makes ready to pack or read all buckets."""
-        self._sender.begin(sync.plan, sync.rank, True, True)
+        self._sender.begin(sync.plan, sync.rank)
 
     @abstractmethod
     def fill(self, sync: Sync) -> None:
@@ -239,7 +239,7 @@ class Way(ABC):
 class InPlace(Way):
     """Engine ranks read parameters where they lie, all at once: one launch of the copy kernel each.
 
-    Only where an engine rank has said that its copy plan covers everything, every trainer rank can tell where its
+    Only where an engine rank has said that its load map covers everything, every trainer rank can tell where its
     parameters are, and every engine rank can map them. What cannot be read so (merged adapters, offloaded parameters, a
     model that loads some tensors itself) is staged.
 
@@ -451,7 +451,6 @@ class Staged(Way):
         hello = Hello(
             sync.sync_id, sync.plan.digest, self._stagings, self._place,
             tells=tells, own=sources.index(self._me) if self._me in sources else NONE,
-            homes=tuple((segment, 0) for segment in range(len(sources))) if sync.plan.sharded else (),
             proves=sync.verified, map=known,
         )  # fmt: skip
         return self._sender.greet(hello, sync.plan)

@@ -50,9 +50,9 @@ class ParameterSource(ABC):
         """All bases in model order, the same on every rank. Raises ValueError, with its name, for a parameter of an
         unknown layout."""
 
-    def plan(self, bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False, held: int = 1) -> Plan:
+    def plan(self, bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False) -> Plan:
         """Cuts the bases into buckets; the same on every rank of the group."""
-        return plan_buckets(bases, bucket_bytes, sharded, held)
+        return plan_buckets(bases, bucket_bytes, sharded)
 
     def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
         """Collective over ``group``, where ``prepares``: makes what the shards of one bucket's ``bases`` need from

@@ -292,12 +292,6 @@ class Agreement:
         with self._peers(what, None):
             return self.ranks.share(value)
 
-    def sum(self, what: str, values: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' ``values`` (int64, on the CPU, of one shape everywhere), modulo 2^64."""
-        with self._peers(what, None):
-            self.ranks.all_reduce(values, dist.ReduceOp.SUM)
-        return values
-
     def same_on_all(self, what: str, value: str) -> None:
         """Raises SyncError on every rank when ``value`` differs between ranks, naming who holds what."""
         values = self.gather(what, value)

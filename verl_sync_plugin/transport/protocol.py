@@ -85,10 +85,9 @@ class Hello:
     Attributes:
         sync_id: as in the request.
         digest: of the plan; the manifest is sent once per digest.
-        stagings: where the slots are: of the trainer rank on its GPU, or of all ranks of its group; none
-            when parameters are read where they lie.
+        stagings: where the slots are: of the trainer rank on its GPU or, of a sharded plan, of all ranks of its group,
+            one for each segment; none when parameters are read where they lie.
         place: which of them is the paired one, or read for what all of them hold.
-        homes: of a sharded plan, for each segment: in which of the stagings, and as which segment of a slot there.
         live: keys of the ``Live`` of all ranks of the group, in place of stagings.
         tells: say, before anything is loaded, what the model does with the tensors.
         own: which of the stagings, or of the ranks in ``live``, is on the engine rank's device; ``NONE``: none is.
@@ -105,7 +104,6 @@ class Hello:
     live: tuple[str, ...] = ()
     tells: bool = False
     own: int = 0
-    homes: tuple[tuple[int, int], ...] = ()
     proves: bool = False
     map: str = ""
     manifest: Manifest | None = None
