@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 # What says nothing about the measurement: where files lie, how long it may take, and who else uses the machine
-LOCAL = frozenset({"work", "out", "tokenizer_dir", "timeout", "budget"})
+LOCAL = frozenset({"work", "out", "timeout", "budget"})
 REPEATED = ("override", "plugin_override")  # one option for each value, since Hydra's overrides may hold commas
 
 
@@ -211,7 +211,8 @@ def wait_until_idle(limit_mib: int = 2048, timeout: float = 30.0) -> bool:
     return True
 
 
-VARIANTS = ("stock", "plugin")
+# tuned: stock verl with TMS_RETAIN_CPU_BACKUP=1, by which torch_memory_saver keeps the memory of its host copy
+VARIANTS = ("stock", "tuned", "plugin")
 STAGES = ("sleep", "resume_weights", "update_weights", "resume_kv", "phase")
 TOP: dict[str, type | tuple[type, ...]] = {
     "case": str,
@@ -285,33 +286,12 @@ def problems_of(result: Any) -> list[str]:
     return found
 
 
-LINK_BYTES_PER_SECOND = 4.5e11  # an H200's NVLink, one direction, by its specification
 DEVICE_BYTES_PER_SECOND = 4.3e12  # an H200's memory, read and written, as copies reach it
 
 
-def floor_seconds(nbytes: int, world: int = 1, rollout_tp: int = 1) -> float:
-    """The floor of one device: it reads what its trainer rank packs and writes what its engine rank loads.
-
-    Args:
-        nbytes: bytes of the whole model, as the engine holds it.
-        world: trainer ranks that share the packing.
-        rollout_tp: engine ranks that share the model.
-    """
-    return (nbytes / world + nbytes / rollout_tp) / DEVICE_BYTES_PER_SECOND
-
-
-def floor_of(result: dict[str, Any]) -> float | None:
-    """The floor of a result's case; None where nothing counted its bytes.
-
-    Both variants get the floor of the one that moves less: stock verl sends fp32 masters, but bf16 is what is needed.
-    """
-    known = [run["bytes"] for run in result["runs"] if run["bytes"]]
-    if not known:
-        return None
-    settings = result["runs"][0]["settings"]
-    if settings.get("rollout_gpus"):  # every engine rank gets its part over a link of its own
-        return min(known) / int(settings.get("rollout_tp", 1)) / LINK_BYTES_PER_SECOND
-    return floor_seconds(min(known), int(settings.get("gpus", 1)), int(settings.get("rollout_tp", 1)))
+def floor_seconds(nbytes: int) -> float:
+    """The floor of a transfer on one device, which reads a whole model's bytes and writes them."""
+    return 2 * nbytes / DEVICE_BYTES_PER_SECOND
 
 
 def link_bytes_per_second() -> int | None:
@@ -328,17 +308,12 @@ def print_link_rate() -> None:
     """Prints bytes per second from the first device to the second, of the best of ten copies by the driver."""
     import torch
 
-    nbytes = 1 << 30
-    source = torch.ones(nbytes, dtype=torch.uint8, device="cuda:0")
-    target = torch.empty(nbytes, dtype=torch.uint8, device="cuda:1")
-    seconds = []
-    with torch.cuda.device(1):
-        for _ in range(10):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            begin.record()
-            target.copy_(source)
-            end.record()
-            torch.cuda.synchronize()
-            seconds.append(begin.elapsed_time(end) / 1e3)
-    print(int(nbytes / min(seconds)))
+    source = torch.ones(1 << 30, dtype=torch.uint8, device="cuda:0")
+    target, seconds = torch.empty_like(source, device="cuda:1"), []
+    for _ in range(10):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize(1)
+        seconds.append(time.perf_counter() - begin)
+    print(int(source.numel() / min(seconds)))

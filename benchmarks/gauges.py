@@ -8,6 +8,8 @@ import sys
 import threading
 from typing import Any
 
+import psutil
+
 DEFAULT_SAMPLE_MS = 10.0
 
 
@@ -71,6 +73,12 @@ def rss_peak_bytes() -> int:
     """The resident-set peak of this process since the last reset."""
     with open("/proc/self/status", encoding="ascii") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+def host_used_bytes() -> int:
+    """Memory of the host that is not available: pinned memory is in no process's resident set."""
+    memory = psutil.virtual_memory()
+    return int(memory.total - memory.available)
 
 
 def mapped_shared_bytes(pid: int) -> int:

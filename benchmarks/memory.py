@@ -4,8 +4,7 @@
 ``python -m benchmarks.memory --case memory-7b-2gpu --model-size 7b --gpus 2 --rollout-tp 2 --ballast-gb 61 --out FILE``
 
 Every try is a training of the phase's harness (``phase.py``) next to a process that holds the ballast. Of each way the
-shares are tried from the highest until one survives. The result is written after each try; the same command goes on
-where an earlier one ended, with what lies in ``--out`` or in ``benchmarks/results/CASE.json``.
+shares are tried from the highest until one survives. The result is written after each try.
 """
 
 from __future__ import annotations
@@ -118,7 +117,6 @@ def take_ballast(gb: float, gpus: int) -> None:
 
 
 HARNESS = "memory"
-RESULTS = Path(__file__).resolve().parent / "results"
 _SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
 _LOG_LEVEL = "+actor_rollout_ref.rollout.engine_kwargs.sglang.log_level=info"  # SGLang then says how many tokens fit
 
@@ -167,10 +165,10 @@ def attempt(
         print("warning: device memory is still in use before the ballast", file=sys.stderr)
     started = time.monotonic()
     with ballast(args.ballast_gb, args.gpus):
-        run = phase.run_variant(case, variant, 0, paths, work, args.timeout, idle=False)
+        run = phase.run_variant(case, variant, paths, work, args.timeout, idle=False)
     # a run that its limit ended has not survived, although the phase's harness may count it
     survived = run is not None and run["settings"]["exit_status"] == 0
-    path = work / f"{case.name}-{variant}-0.log"
+    path = work / f"{case.name}-{variant}.log"
     log = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     found: dict[str, Any] = {"way": way, "share": share, "survived": survived, "kv_tokens": kv_tokens(log)}
     found["reason"] = "" if survived else reason(log)
@@ -182,25 +180,14 @@ def attempt(
     return found, run
 
 
-def earlier(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Attempts and runs of the same command on the same commit, from ``--out`` or from the results of the checkout."""
-    for path in (args.out, RESULTS / f"{args.case}.json"):
-        if path.exists():
-            result = json.loads(path.read_text(encoding="utf-8"))
-            if (result["command"], result["commit"]) == (command_line("memory", args), common.commit()):
-                return result["attempts"], result["runs"]
-            print(f"{path.name} is of another command or commit: not continued", file=sys.stderr, flush=True)
-    return [], []
-
-
 def measure(args: argparse.Namespace, work: Path) -> int:
     """Tries until every way has survived or has nothing left to try; returns 1 when the time was over before."""
     end = time.monotonic() + args.budget if args.budget else None
-    attempts, runs = earlier(args)
-    paths = phase.prepare(case_of(args, args.ways[0], args.shares[0]), work, None)
+    attempts, runs = list[dict[str, Any]](), list[dict[str, Any]]()
+    paths = phase.prepare(case_of(args, args.ways[0], args.shares[0]), work)
     for way, share in pending(attempts, args.ways, args.shares):
         if end is not None and end - time.monotonic() < args.timeout:
-            print(f"no time left for {way} {share}: the same command goes on there", file=sys.stderr, flush=True)
+            print(f"no time left for {way} {share}", file=sys.stderr, flush=True)
             return 1
         found, run = attempt(args, way, share, paths, work)
         if found is None:

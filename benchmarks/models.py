@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -63,11 +62,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_tokenizer(out: Path, tokenizer_dir: Path | None = None) -> None:
-    """Copies the tokenizer of ``tokenizer_dir``, or makes one with a token per byte."""
-    if tokenizer_dir is not None:
-        shutil.copytree(tokenizer_dir, out, dirs_exist_ok=True)
-        return
+def write_tokenizer(out: Path) -> None:
+    """Makes a tokenizer with a token per byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -105,7 +101,7 @@ def config_of(size: str) -> Any:
     return kind(**SHAPES[size], **fixed)
 
 
-def write_model(size: str, out: Path, device: str, tokenizer_dir: Path | None = None) -> None:
+def write_model(size: str, out: Path, device: str) -> None:
     """Saves a random bfloat16 model of ``size`` to ``out``; a complete one already there is kept."""
     if (out / DONE).exists():
         return
@@ -113,7 +109,7 @@ def write_model(size: str, out: Path, device: str, tokenizer_dir: Path | None = 
     from transformers import AutoModelForCausalLM
 
     out.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(out, tokenizer_dir)
+    write_tokenizer(out)
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config_of(size), dtype=torch.bfloat16)
@@ -121,15 +117,15 @@ def write_model(size: str, out: Path, device: str, tokenizer_dir: Path | None = 
     (out / DONE).touch()
 
 
-def write_prompts(path: Path, rows: int) -> None:
-    """Writes ``rows`` short prompts in verl's form."""
+def write_prompts(path: Path, rows: int, tokens: int) -> None:
+    """Writes ``rows`` prompts of about ``tokens`` tokens in verl's form; the chat template takes some 30 of them."""
     import pandas
 
     path.parent.mkdir(parents=True, exist_ok=True)
     pandas.DataFrame(
         {
             "data_source": "benchmark",
-            "prompt": [{"role": "user", "content": f"{index}+1="}],
+            "prompt": [{"role": "user", "content": f"{index}+1=".rjust(tokens - 32)}],
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": str(index + 1)},
             "extra_info": {"index": index},
@@ -143,11 +139,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=sorted(SHAPES), required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder of the model")
-    parser.add_argument("--tokenizer-dir", type=Path)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args(argv)
     start = time.time()
-    write_model(args.size, args.out, args.device, args.tokenizer_dir)
+    write_model(args.size, args.out, args.device)
     print(f"model {args.size} in {args.out}: {time.time() - start:.1f} s", flush=True)
 
 

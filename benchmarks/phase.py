@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures one case: the same training under stock verl and under the plugin, one after the other on one machine.
+"""Measures one case: the same training under stock verl (at its defaults, and tuned) and under the plugin, in turn.
 
 ``python -m benchmarks.phase --case dense-7b-2gpu-fsdp2-tp2-full --model-size 7b --gpus 2 --strategy fsdp2
---rollout-tp 2 --steps 3 --bucket-mb 512 --variants stock,plugin --out results.json``
+--rollout-tp 2 --steps 6 --out results.json``
 
 phase = the rollout's sleep + the trainer's whole ``update_weights`` call, the slowest rank's, by the same clock for
 both variants: what a variant moves from one stage into another stays in the sum.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import os
 import re
@@ -20,6 +19,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -28,7 +28,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks import common, models
+from benchmarks import common, gauges, models
 from benchmarks.common import STAGES, VARIANTS, command_line
 
 
@@ -40,9 +40,11 @@ class Case:
         model_size: a key of ``models.SHAPES``.
         lora_rank: 0 trains all parameters; otherwise LoRA, merged for the sync.
         steps: training steps, which is also how many syncs are measured.
-        extra, plugin_extra: further Hydra overrides, for both variants and for the plugin alone.
+        bucket_mb: 0 leaves every variant its own default.
+        extra, plugin_extra: further Hydra overrides, for all variants and for the plugin alone.
         train_etp: 0 is verl's default, the tensor parallel size.
         rollout_gpus: devices that the rollout has for itself; 0 where it shares those of the trainer.
+        prompt_tokens, response_tokens: of every sample; random models hardly ever end a response early.
     """
 
     name: str
@@ -63,6 +65,8 @@ class Case:
     train_ep: int = 1
     train_etp: int = 0
     rollout_gpus: int = 0
+    prompt_tokens: int = 40
+    response_tokens: int = 64
 
 
 @dataclass(frozen=True)
@@ -74,16 +78,7 @@ class Paths:
     reward: Path = Path(__file__).resolve().parent / "reward.py"
 
 
-def batch_of(device: str) -> int:
-    """Prompts per step."""
-    return 4 if device == "cpu" else 16
-
-
-def samples_of(device: str) -> int:
-    """Responses per prompt."""
-    return 2 if device == "cpu" else 4
-
-
+PROMPTS, RESPONSES = {"cpu": 4, "cuda": 16}, {"cpu": 2, "cuda": 4}  # per step, and per prompt
 LEAST_SYNCS = 3  # of a run that its time limit ended: then they count, and its exit status is in its settings
 
 
@@ -100,21 +95,17 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--train-{axis}", type=int, default=default, help="Megatron only")
     parser.add_argument("--lora-rank", type=int, default=0, help="0: full parameters; else LoRA with lora.merge=True")
     parser.add_argument("--steps", type=int, default=3, help="training steps; each gives one measured sync")
-    parser.add_argument("--bucket-mb", type=int, default=512)
-    parser.add_argument("--variants", default="stock,plugin")
-    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--prompt-tokens", type=int, default=40)
+    parser.add_argument("--response-tokens", type=int, default=64)
+    parser.add_argument("--bucket-mb", type=int, default=0, help="0: every variant's own default")
+    parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument(
         "--timeout", type=float, default=270.0, help=f"seconds per run; then it is ended, and needs {LEAST_SYNCS} syncs"
     )
     parser.add_argument("--budget", type=float, help="seconds for all runs together; a run starts only with 60 s left")
-    parser.add_argument("--tokenizer-dir", type=Path, help="default: a tokenizer with a token per byte")
-    parser.add_argument("--override", action="append", default=[], help="a Hydra override for both variants")
-    parser.add_argument(
-        "--plugin-override",
-        action="append",
-        default=[],
-        help="one for the plugin alone: stock refuses the plugin's keys",
-    )
+    parser.add_argument("--override", action="append", default=[], help="a Hydra override for all variants")
+    help_of_ours = "one for the plugin alone: stock refuses the plugin's keys"
+    parser.add_argument("--plugin-override", action="append", default=[], help=help_of_ours)
     args = parser.parse_args(argv)
     args.variants = args.variants.split(",")
     if bool(args.rollout_gpus) != args.case.startswith("separate-"):
@@ -124,8 +115,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"unknown variants {unknown}; choose from {', '.join(VARIANTS)}")
     if args.strategy == "megatron" and "-bridge" not in args.case:  # gpu_visit.sh goes by the name
         parser.error(f"--case {args.case}: with --strategy megatron the name has -bridge in it, as in x-bridge-y")
-    if args.steps < 1 or args.repeat < 1:
-        parser.error("--steps and --repeat must be at least 1")
+    if args.steps < 1:
+        parser.error("--steps must be at least 1")
     return args
 
 
@@ -179,18 +170,18 @@ def _trainer(case: Case) -> list[str]:
 
 
 def _common(case: Case, paths: Paths) -> list[str]:
-    batch, response = batch_of(case.device), 16 if case.device == "cpu" else 64
+    batch = PROMPTS[case.device]
     return f"""
         algorithm.adv_estimator=grpo
         data.train_files={paths.prompts} data.val_files={paths.prompts} data.train_batch_size={batch}
-        data.max_prompt_length=128 data.max_response_length={response}
+        data.max_prompt_length={max(case.prompt_tokens, 128)} data.max_response_length={case.response_tokens}
         data.filter_overlong_prompts=False data.dataloader_num_workers=0
         {_MODEL}.path={paths.model} {_MODEL}.use_remove_padding=False
         +{_MODEL}.override_config.attn_implementation=sdpa
         {_ACTOR}.ppo_mini_batch_size={batch} {_ACTOR}.ppo_micro_batch_size_per_gpu={batch // 2}
         {_ACTOR}.use_kl_loss=False
         {_ROLLOUT}.name=sglang {_ROLLOUT}.tensor_model_parallel_size={case.rollout_tp}
-        {_ROLLOUT}.n={samples_of(case.device)} {_ROLLOUT}.log_prob_micro_batch_size_per_gpu={batch // 2}
+        {_ROLLOUT}.n={RESPONSES[case.device]} {_ROLLOUT}.log_prob_micro_batch_size_per_gpu={batch // 2}
         {_SGLANG}.sampling_backend=pytorch
         reward.custom_reward_function.path={paths.reward} reward.custom_reward_function.name=compute_score
         reward.num_workers=1
@@ -231,10 +222,10 @@ def _lora(case: Case) -> list[str]:
     return [f"{_MODEL}.{rank}={size}", f"{_MODEL}.{alpha}={size}", f"{_MODEL}.lora.merge=True"] if size else []
 
 
-def _bucket(case: Case, variant: str) -> str:
+def _bucket(case: Case, variant: str) -> list[str]:
     # the short key is the plugin's; stock verl 0.9 refuses it
     folder = "" if variant == "plugin" else "checkpoint_engine."
-    return f"{_ROLLOUT}.{folder}update_weights_bucket_megabytes={case.bucket_mb}"
+    return [f"{_ROLLOUT}.{folder}update_weights_bucket_megabytes={case.bucket_mb}"] if case.bucket_mb else []
 
 
 def _separate(case: Case, variant: str) -> list[str]:
@@ -256,7 +247,7 @@ def training_command(case: Case, variant: str, paths: Paths) -> list[str]:
         *device,
         *_trainer(case),
         *_lora(case),
-        _bucket(case, variant),
+        *_bucket(case, variant),
         *_separate(case, variant),
         *case.extra,
         *(case.plugin_extra if variant == "plugin" else ()),
@@ -265,7 +256,7 @@ def training_command(case: Case, variant: str, paths: Paths) -> list[str]:
 
 
 def training_environment(case: Case, variant: str, probe_file: Path, base: Mapping[str, str]) -> dict[str, str]:
-    """The environment of one run: ``base``, the probe, and the plugin for the plugin variant alone."""
+    """The environment of one run: ``base``, the probe, and the plugin for that variant alone."""
     env = dict(base)
     # the plugin's own report goes into the same file
     env.update(SYNC_PROBE_FILE=str(probe_file), VERL_SYNC_REPORT_FILE=str(probe_file))
@@ -276,7 +267,10 @@ def training_environment(case: Case, variant: str, probe_file: Path, base: Mappi
     ours = [PROBE, LOCAL_MEGATRON] if case.strategy == "megatron" and case.device == "cuda" else [PROBE]
     modules = [name for name in env.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if name and name not in ours]
     env["VERL_USE_EXTERNAL_MODULES"] = ",".join([*modules, *ours])
-    if variant == "stock":
+    env.pop("TMS_RETAIN_CPU_BACKUP", None)
+    if variant == "tuned":
+        env["TMS_RETAIN_CPU_BACKUP"] = "1"
+    if variant != "plugin":
         # both hosts discover entry points; "none" is the first's word, and for the second a name nobody has
         env.update(VERL_USE_EXTERNAL_PLUGINS="none", SGLANG_PLUGINS="none")
     else:
@@ -330,7 +324,6 @@ def read_records(path: Path) -> list[Record]:
 
 
 def _stage(record: Record) -> str | None:
-    """The stage a record belongs to; ``phase`` for the trainer's whole call."""
     event = record["event"]
     if event == "resume":
         return {"weights": "resume_weights", "kv_cache": "resume_kv"}.get(",".join(record.get("tags") or ()))
@@ -486,13 +479,14 @@ def adapter_classes(records: Iterable[Record]) -> set[str]:
 
 
 def medians(measured: list[Sync]) -> dict[str, float]:
-    """Median seconds per stage.
+    """Median seconds per stage, from the third sync of the run on, as far as there is one.
 
     Raises:
         ProbeError: there is nothing to take a median of.
     """
     if not measured:
         raise ProbeError("no sync after the warm-up: the run needs at least one training step")
+    measured = measured[1:] or measured
     return {name: round(statistics.median(sync.stages[name] for sync in measured), 6) for name in STAGES}
 
 
@@ -545,16 +539,12 @@ def _paused(inside: list[Record]) -> float:
 
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_TIMING = re.compile(r"timing_s/update_weights:([0-9.eE+-]+)")
 
 
-def verl_timings(log: Path) -> list[float]:
-    """verl's own ``timing_s/update_weights`` of each step: a second clock, independent of the probe."""
-    return [float(value) for value in _TIMING.findall(_ANSI.sub("", log.read_text(encoding="utf-8", errors="replace")))]
-
-
-def _biggest(values: list[int | None]) -> int | None:
-    return max((value for value in values if value is not None), default=None)
+def verl_timings(log: Path, name: str) -> list[float]:
+    """verl's own ``timing_s/NAME`` of each step: a second clock, independent of the probe."""
+    text = _ANSI.sub("", log.read_text(encoding="utf-8", errors="replace"))
+    return [float(value) for value in re.findall(rf"timing_s/{name}:([0-9.eE+-]+)", text)]
 
 
 def summarize(variant: str, settings: dict[str, Any], probe_file: Path, log: Path) -> dict[str, Any]:
@@ -566,7 +556,7 @@ def summarize(variant: str, settings: dict[str, Any], probe_file: Path, log: Pat
     records = read_records(probe_file)
     first, *measured = (separate_syncs if settings.get("rollout_gpus") else syncs)(records)
     stock = adapter_classes(records) == {STOCK_ADAPTER}
-    if stock != (variant == "stock"):
+    if stock == (variant == "plugin"):
         raise ProbeError(f"not a {variant} run: weights came from {sorted(adapter_classes(records))}")
     return {
         "variant": variant,
@@ -575,10 +565,12 @@ def summarize(variant: str, settings: dict[str, Any], probe_file: Path, log: Pat
         "samples": {
             "first_sync": dataclasses.asdict(first),
             "syncs": [dataclasses.asdict(sync) for sync in measured],
-            "verl_update_weights_s": verl_timings(log),
+            "verl_update_weights_s": verl_timings(log, "update_weights"),
+            "verl_step_s": verl_timings(log, "step"),
+            "host_used_bytes": [record["host_used_bytes"] for record in records if record.get("host_used_bytes")],
         },
-        "bytes": _biggest([sync.bytes for sync in (first, *measured)]),
-        "peak_device_bytes": _biggest([sync.peak_device_bytes for sync in measured]),
+        "bytes": max(filter(None, [sync.bytes for sync in (first, *measured)]), default=None),
+        "peak_device_bytes": max(filter(None, [sync.peak_device_bytes for sync in measured]), default=None),
         "peak_host_bytes": max(sync.peak_host_bytes for sync in measured),
     }
 
@@ -587,17 +579,15 @@ ROWS_PER_STEP = 16
 LEAST_RUN_SECONDS = 60.0
 
 
-def prepare(case: Case, work: Path, tokenizer_dir: Path | None) -> Paths:
+def prepare(case: Case, work: Path) -> Paths:
     """Makes the case's prompts, and the model where there is none whole, in a process whose device memory goes back."""
     paths = Paths(model=work / f"model-{case.model_size}", prompts=work / "prompts.parquet")
     # another case may have left prompts for fewer steps, and its run would end early
-    models.write_prompts(paths.prompts, ROWS_PER_STEP * (case.steps + 1))
+    models.write_prompts(paths.prompts, ROWS_PER_STEP * (case.steps + 1), case.prompt_tokens)
     if (paths.model / models.DONE).exists():
         return paths
     build = [sys.executable, "-m", "benchmarks.models", "--size", case.model_size, "--out", str(paths.model)]
     build += ["--device", case.device]
-    if tokenizer_dir is not None:
-        build += ["--tokenizer-dir", str(tokenizer_dir)]
     # transformers imports torchvision, whose compiled part needs the CPU stack's help to load without CUDA
     platform = {"VERL_PLATFORM": "cpu"} if case.device == "cpu" else {}
     subprocess.run(build, env={**os.environ, **platform}, check=True)
@@ -617,7 +607,6 @@ def _importable(work: Path) -> Path:
 def run_variant(
     case: Case,
     variant: str,
-    repeat: int,
     paths: Paths,
     work: Path,
     timeout: float,
@@ -627,18 +616,20 @@ def run_variant(
 
     ``idle``: whether the devices are waited for until nothing else holds their memory.
     """
-    stem = f"{case.name}-{variant}-{repeat}"
+    stem = f"{case.name}-{variant}"
     probe_file, log = work / f"{stem}.jsonl", work / f"{stem}.log"
     probe_file.unlink(missing_ok=True)
     if case.device == "cuda" and idle and not common.wait_until_idle():
         print("warning: device memory is still in use; the run may lack memory", file=sys.stderr)
-    line = training_command(case, variant, paths)
+    line, host = training_command(case, variant, paths), gauges.host_used_bytes()
     env = training_environment(case, variant, probe_file, os.environ)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_importable(work)), env.get("PYTHONPATH"))))
+    env["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="triton-", dir=work)  # cold, for every variant alike
     print(f"[{stem}] {shlex.join(line)}", flush=True)
     status, seconds = common.run_command(line, env, log, timeout, work)
     print(f"[{stem}] status {status} after {seconds:.0f} s", flush=True)
-    settings = {**dataclasses.asdict(case), "repeat": repeat, "exit_status": status, "run_seconds": round(seconds, 1)}
+    settings = {**dataclasses.asdict(case), "exit_status": status, "run_seconds": round(seconds, 1)}
+    settings |= {"counted_from": 3, "host_before_bytes": host}
     try:
         if status not in (0, common.TIMED_OUT):
             raise ProbeError(f"exit status {status}")
@@ -652,19 +643,19 @@ def run_variant(
 
 
 def measure(case: Case, args: argparse.Namespace, work: Path) -> int:
-    """Runs every variant as often as asked and writes the result after each; returns how many runs failed."""
+    """Runs every variant and writes the result after each; returns how many runs failed."""
     end = time.monotonic() + args.budget if args.budget else None
-    paths = prepare(case, work, args.tokenizer_dir)
+    paths = prepare(case, work)
     rate = common.link_bytes_per_second() if case.rollout_gpus and case.device == "cuda" else None
     runs: list[dict[str, Any]] = []
     failed = 0
-    for repeat, variant in itertools.product(range(args.repeat), args.variants):
+    for variant in args.variants:
         limit = args.timeout if end is None else min(args.timeout, end - time.monotonic())
         if limit < LEAST_RUN_SECONDS:
-            print(f"no time left for {variant} {repeat}", file=sys.stderr, flush=True)
+            print(f"no time left for {variant}", file=sys.stderr, flush=True)
             failed += 1
             continue
-        run = run_variant(case, variant, repeat, paths, work, limit)
+        run = run_variant(case, variant, paths, work, limit)
         if run is None:
             failed += 1
             continue

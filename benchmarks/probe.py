@@ -129,6 +129,8 @@ async def _measure(
         record = _record(owner, process, event, tags, counter)
         record |= {"ok": ok, "start": start, "seconds": seconds, "t": time.time()}
         record |= {"device_used_bytes": gauges.device_used_bytes(gauges.current_device())}
+        if event == "sync":
+            record |= {"host_used_bytes": gauges.host_used_bytes()}
         record |= {"peak_device_bytes": sampler.device_peak, "rss_peak_bytes": gauges.rss_peak_bytes()}
         write(record)
 

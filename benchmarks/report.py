@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Renders ``benchmarks/results/*.json`` as Markdown tables, between the marks of ``docs/results.md``.
+"""Renders ``benchmarks/results/*.json`` as Markdown tables, between the marks of ``docs/results.md`` and of the README.
 
-``python -m benchmarks.report`` rewrites that page, ``--check`` fails when it is stale.
+``python -m benchmarks.report`` rewrites these pages and the README's chart; ``--check`` fails when a page is stale, and
+both where the README's table is of more than one commit.
 """
 
 from __future__ import annotations
@@ -16,9 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import memory, soak
-from benchmarks.common import STAGES, VARIANTS, floor_of, problems_of
+from benchmarks.common import STAGES, VARIANTS, floor_seconds, problems_of
 
-BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
+BEGIN, END = "<!-- {}:begin -->", "<!-- {}:end -->"  # of a part that is written here
+# The README's table and chart: cases of one commit, in their order, and what they are called there
+HEADLINE = {
+    "headline-7b-fsdp2": "7.6 B, FSDP2 on 2 GPUs → TP2",
+    "headline-7b-bridge": "7.6 B, Megatron-Bridge TP2 → TP2",
+    "headline-moe-8b-bridge": "MoE 8.3 B, Megatron-Bridge EP2 → TP2",
+    "headline-mla-7b-bridge": "MoE 7.2 B, latent attention, EP2 → TP2",
+    "headline-7b-fsdp2-lora32": "7.6 B, FSDP2, LoRA merged → TP2",
+    "separate-headline-7b-fsdp2": "7.6 B, FSDP2 on 1 GPU → 1 GPU of its own",
+}
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 Result = dict[str, Any]
@@ -76,30 +86,88 @@ def median(values: Iterable[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
+def counted(run: dict[str, Any]) -> list[dict[str, Any]]:
+    """The syncs that a run's medians are of; results of earlier harnesses count the second one, too."""
+    syncs: list[dict[str, Any]] = run["samples"]["syncs"]
+    return syncs[1:] or syncs if run["settings"].get("counted_from") else syncs
+
+
+def phases(result: Result) -> dict[str, float]:
+    """Median seconds of a phase by variant."""
+    found = {run["variant"]: run["stages"]["phase"] for run in result["runs"]}
+    return {variant: found[variant] for variant in VARIANTS if variant in found}
+
+
 def phase_rows(results: list[Result]) -> Iterable[list[str]]:
-    """A row for each variant: median seconds of repeated runs, largest peaks."""
+    """A row for each variant: medians, largest peaks."""
     for result in results:
-        stock, lowest = None, floor_of(result)
-        for variant in VARIANTS:
-            runs = [run for run in result["runs"] if run["variant"] == variant]
-            if not runs:
-                continue
-            stages = {name: statistics.median(run["stages"][name] for run in runs) for name in STAGES}
-            phase = stages["phase"]
-            stock = phase if variant == "stock" else stock
-            devices = [run["peak_device_bytes"] for run in runs if run["peak_device_bytes"] is not None]
-            cells = [seconds(stages[name]) for name in STAGES]
+        found = phases(result)
+        for run in sorted(result["runs"], key=lambda run: VARIANTS.index(run["variant"])):
+            variant, samples, phase = run["variant"], run["samples"], run["stages"]["phase"]
+            every = [sync["stages"]["phase"] for sync in counted(run)]
+            steps = median(samples.get("verl_step_s", [])[1:])
+            host = samples.get("host_used_bytes")
             yield [
                 result["case"],
-                f"{variant} (cut short)" if any(run["settings"].get("exit_status") for run in runs) else variant,
-                *cells[:-1],
-                f"**{cells[-1]}**",
-                f"{stock / phase:.1f}×" if stock and variant != "stock" else "",
-                milliseconds(lowest),
-                f"{phase / lowest:.0f}" if lowest else "–",
-                gibibytes(max(devices) if devices else None),
-                gibibytes(max(run["peak_host_bytes"] for run in runs)),
+                f"{variant} (cut short)" if run["settings"].get("exit_status") else variant,
+                *[seconds(run["stages"][name]) for name in STAGES[:-1]],
+                f"**{seconds(phase)}**",
+                f"{seconds(min(every))} to {seconds(max(every))}, n={len(every)}",
+                ", ".join(f"{found[other] / phase:.1f}× {other}" for other in found if other != variant != "stock"),
+                ", ".join(seconds(sync["stages"]["phase"]) for sync in (samples["first_sync"], samples["syncs"][0])),
+                f"{phase / steps:.1%}" if steps else "–",
+                gibibytes(run["peak_device_bytes"]),
+                gibibytes(max(host) - run["settings"]["host_before_bytes"] if host else None),
             ]
+
+
+def headline(results: list[Result]) -> list[Result]:
+    """The results of the README's table and chart, in its order.
+
+    Raises:
+        ValueError: they are of several commits.
+    """
+    of_case = {result["case"]: result for result in results}
+    found = [of_case[case] for case in HEADLINE if case in of_case]
+    if len(commits := {result["commit"] for result in found}) > 1:
+        raise ValueError(f"the README's table is of {len(commits)} commits: {', '.join(sorted(commits))}")
+    return found
+
+
+def headline_table(results: list[Result]) -> str:
+    """The README's table."""
+
+    def row(result: Result) -> list[str]:
+        found = phases(result)
+        shown = [seconds(found[variant]) if variant in found else "–" for variant in VARIANTS]
+        counts = [str(len(counted(run))) for run in result["runs"]]
+        faster = ", ".join(f"{found[other] / found['plugin']:.0f}×" for other in found if other != "plugin")
+        return [HEADLINE[result["case"]], *shown[:-1], f"**{shown[-1]}**", faster, ", ".join(counts)]
+
+    head = ("model, trainer → rollout", *VARIANTS[:-1], "**plugin**", "faster", "syncs")
+    return "\n".join(table(head, map(row, headline(results)))).strip()
+
+
+def draw(results: list[Result], path: Path) -> None:
+    """The README's chart: a group of bars for each case, on a logarithmic axis, less than 500 pixels high."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = headline(results)[::-1]
+    figure, axes = pyplot.subplots(figsize=(9, 1 + 0.55 * len(shown)), dpi=80)
+    for offset, (variant, colour) in enumerate(zip(VARIANTS[::-1], ("#1f77b4", "#a0a0a0", "#d0d0d0"), strict=True)):
+        at = [place + 0.27 * (offset - 1) for place, each in enumerate(shown) if variant in phases(each)]
+        values = [found[variant] for each in shown if variant in (found := phases(each))]
+        bars = axes.barh(at, values, 0.25, color=colour, label=variant)
+        axes.bar_label(bars, [seconds(value) for value in values], padding=3, fontsize=8)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(shown)), [HEADLINE[each["case"]] for each in shown])
+    axes.set_xlabel("seconds of a weight update")
+    axes.legend(loc="lower right", reverse=True)
+    figure.tight_layout()
+    figure.savefig(path)
 
 
 def separate_rows(results: list[Result]) -> Iterable[list[str]]:
@@ -130,23 +198,13 @@ def link_share(result: Result, run: dict[str, Any], load: float | None) -> str:
     return f"{rate / 1e9:.0f} GB/s" + (f", {rate / carried:.0%} of {carried / 1e9:.0f}" if carried else "")
 
 
-def by_bucket(result: Result, variant: str, staged: bool = False, verify: str = "first") -> dict[int, float]:
+def by_bucket(result: Result, variant: str, staged: bool = False) -> dict[int, float]:
     """Seconds of the transfer by bucket size in MiB."""
-    found = {}
-    for run in sorted(result["runs"], key=lambda run: int(run["settings"]["bucket_mb"])):
-        settings = run["settings"]
-        did = (settings.get("staged", False), settings.get("verify") or "first")
-        checked = variant == "stock" or (settings.get("hashed", True) and settings.get("check_finite", True))
-        if checked and (run["variant"], *did) == (variant, staged, verify):
-            found[int(settings["bucket_mb"])] = float(run["stages"]["phase"])
-    return found
-
-
-NOTED: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("staged in every sync", {"staged": True}),
-    ("never compared in the engine", {"verify": "never"}),
-    ("compared in the engine in every sync", {"verify": "always"}),
-)
+    runs = [
+        run for run in result["runs"] if (run["variant"], run["settings"].get("staged", False)) == (variant, staged)
+    ]
+    runs = [run for run in runs if run["settings"].get("verify") in (None, "", "first")]  # of an earlier harness
+    return {int(run["settings"]["bucket_mb"]): float(run["stages"]["phase"]) for run in runs}
 
 
 def shown_buckets(result: Result) -> list[int]:
@@ -158,7 +216,11 @@ def shown_buckets(result: Result) -> list[int]:
 
 def transfer_rows(results: list[Result]) -> Iterable[list[str]]:
     for result in results:
-        stock, plugin, lowest = by_bucket(result, "stock"), by_bucket(result, "plugin"), floor_of(result)
+        stock, plugin, lowest = (
+            by_bucket(result, "stock"),
+            by_bucket(result, "plugin"),
+            floor_seconds(result["runs"][0]["bytes"]),
+        )
         for size in shown_buckets(result):
             slow, fast = stock.get(size), plugin.get(size)
             yield [
@@ -167,18 +229,17 @@ def transfer_rows(results: list[Result]) -> Iterable[list[str]]:
                 milliseconds(slow) if slow else "",
                 f"**{milliseconds(fast)}**" if fast else "",
                 f"{slow / fast:.1f}×" if slow and fast else "",
-                milliseconds(lowest) if lowest else "",
-                f"{fast / lowest:.1f}" if fast and lowest else "",
+                milliseconds(lowest),
+                f"{fast / lowest:.1f}" if fast else "",
             ]
 
 
 def transfer_note(result: Result) -> str:
     run = result["runs"][0]
     text = f"- `{result['case']}`: {run['settings']['tensors']} tensors, {run['bytes'] / 1e9:.2f} GB of bf16"
-    for what, how in NOTED:
-        found = by_bucket(result, "plugin", **how)
-        shown = [f"{milliseconds(found[size])} ({size} MiB)" for size in shown_buckets(result) if size in found]
-        text += f"; {what} {', '.join(shown)}" if shown else ""
+    found = by_bucket(result, "plugin", staged=True)
+    shown = [f"{milliseconds(found[size])} ({size} MiB)" for size in shown_buckets(result) if size in found]
+    text += f"; staged in every sync {', '.join(shown)}" if shown else ""
     firsts = {run["variant"]: run["samples"]["first_syncs"][0]["seconds"] for run in reversed(result["runs"])}
     if {"plugin", "stock"} <= firsts.keys():
         text += f"; the first sync {firsts['plugin']:.2f} s, stock's {firsts['stock']:.2f} s"
@@ -263,7 +324,8 @@ def render(results: list[Result]) -> str:
     for result in results:
         of[harness(result)].append(result)
     stages = [name.replace("_", " ") for name in STAGES[:-1]]
-    phase_head = ["case", "variant", *stages, "**phase**", "speed-up", "floor", "× floor", "peak device", "peak host"]
+    phase_head = ["case", "variant", *stages, "**phase**", "range", "speed-up", "first two", "of a step"]
+    phase_head += ["peak device", "host"]
     lines = [
         *table(phase_head, phase_rows(of["phase"])),
         *table(
@@ -297,22 +359,31 @@ def render(results: list[Result]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Rewrites or checks the page; returns the exit status."""
+    """Rewrites or checks the pages; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--check", action="store_true", help="change nothing; fail when the page is stale")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail when a page is stale")
     args = parser.parse_args(argv)
-    text = args.page.read_text(encoding="utf-8")
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page has no part between {BEGIN} and {END}")
-    fresh = f"{head}{BEGIN}\n{render(load(args.results))}\n{END}{tail}"
-    if args.check and fresh != text:
-        print(f"{args.page} is stale: run python -m benchmarks.report", file=sys.stderr)
-        return 1
-    args.page.write_text(fresh, encoding="utf-8")
+    results, stale = load(args.results), []
+    for page, name, text_of in ((args.page, "benchmarks", render), (args.readme, "headline", headline_table)):
+        text = page.read_text(encoding="utf-8")
+        head, begin, rest = text.partition(BEGIN.format(name))
+        _, end, tail = rest.partition(END.format(name))
+        if not begin or not end:
+            raise ValueError(f"{page} has no part between {BEGIN.format(name)} and {END.format(name)}")
+        fresh = f"{head}{begin}\n{text_of(results)}\n{end}{tail}"
+        if fresh != text:
+            stale.append(page)
+        if not args.check:
+            page.write_text(fresh, encoding="utf-8")
+    if args.check:
+        for page in stale:
+            print(f"{page} is stale: run python -m benchmarks.report", file=sys.stderr)
+        return int(bool(stale))
+    if headline(results):
+        draw(results, args.page.parent / "phase.svg")
     return 0
 
 

@@ -233,9 +233,6 @@ class Trained:
         self.server.adapter = self._adapter  # the endpoint that loads it may be in another process
         return report
 
-    def give_staging_back(self) -> None:
-        self.way.give_staging_back()
-
     def processes(self) -> dict[str, list[psutil.Process]]:
         """All whose growth matters."""
         found = {"trainer": [psutil.Process()], "schedulers": self.server.schedulers()}
@@ -354,32 +351,23 @@ class Separate:
 Bench = transfer.Rig | Trained
 HARNESS = "soak"
 LEAST_SYNCS = 24
-GIVEN_BACK = "given-back"
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The parsed command line."""
     parser = common.parser_of(HARNESS, __doc__)
     parser.add_argument("--model", choices=sorted(transfer.CONFIGS), required=True)
-    parser.add_argument("--variant", choices=("plugin", "stock"), default="plugin")
     parser.add_argument("--trainer", choices=KINDS, default="plain", help="plain: tensors in one process")
-    parser.add_argument(
-        "--staging", choices=("kept", GIVEN_BACK), default="kept", help="what becomes of staging memory after a sync"
-    )
     parser.add_argument("--bucket-mb", type=int, default=512)
     parser.add_argument("--trainer-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--syncs", type=int, default=200)
     parser.add_argument("--every", type=int, default=10, help="syncs between two samples")
     args = parser.parse_args(argv)
     args.case = args.case or f"soak-{args.model}"
-    if args.trainer != "plain" and args.variant != "plugin":
-        parser.error(f"--trainer {args.trainer}: with --variant plugin")
     if args.trainer != "plain" and args.model not in SHAPES:
         parser.error(
             f"--trainer {args.trainer}: with --model {' or '.join(sorted(set(transfer.CONFIGS) & set(SHAPES)))}"
         )
-    if args.staging == GIVEN_BACK and (args.variant == "stock" or args.trainer.startswith(SEPARATE)):
-        parser.error(f"--staging {GIVEN_BACK}: with the plugin and a colocated trainer")
     if args.syncs < LEAST_SYNCS or args.syncs % 2 or not 1 <= args.every <= args.syncs // 8:
         parser.error(f"--syncs: an even number from {LEAST_SYNCS} on; --every: at most an eighth of it")
     return args
@@ -404,19 +392,11 @@ def sample(bench: Bench, number: int, seconds: list[float]) -> dict[str, Any]:
     return found
 
 
-def _way(args: argparse.Namespace, bench: Bench) -> Any:
-    if isinstance(bench, Trained):
-        way: Any = bench
-    else:
-        way = transfer.make_way(args.variant, bench.server, bench.named, args.bucket_mb, args.device)
-    if args.staging == GIVEN_BACK:
-        way.give_staging_back()
-    return way
-
-
 def soak(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
     """Runs the syncs; samples, and the tokens for the first weights and for others, at the start and at the end."""
-    way = _way(args, bench)
+    way: Any = bench
+    if isinstance(bench, transfer.Rig):
+        way = transfer.make_way("plugin", bench.server, bench.named, args.bucket_mb, args.device)
     samples: list[dict[str, Any]] = []
     tokens: dict[str, list[list[int]]] = {"first": [], "others": []}
     seconds: list[float] = []
@@ -454,12 +434,11 @@ def run_of(args: argparse.Namespace, samples: dict[str, Any], bench: Bench) -> d
     settings = {
         "harness": HARNESS, "model": args.model, "bucket_mb": args.bucket_mb, "device": args.device,
         "tensors": bench.tensors, "trainer": args.trainer, "trainer_dtype": args.trainer_dtype,
-        "staging": args.staging,
         "floor_seconds": common.floor_seconds(bench.nbytes), "syncs": args.syncs, "every": args.every,
     }  # fmt: skip
     used = [entry["device_used_bytes"] for entry in samples["syncs"] if entry["device_used_bytes"] is not None]
     return {
-        "variant": args.variant.partition("-")[0],
+        "variant": "plugin",
         "settings": settings,
         "stages": {**none, "update_weights": seconds, "phase": seconds},
         "samples": samples,

@@ -385,10 +385,7 @@ class StockPath:
         return count
 
 
-# custom.sync.verify of the plugin's variants; "staged" packs every sync, as where nothing lies still
-VERIFY = {
-    "plugin": "first", "plugin-staged": "first", "plugin-unverified": "never", "plugin-verified-always": "always",
-}  # fmt: skip
+VARIANTS = ("stock", "plugin", "plugin-staged")  # the last packs every sync, as where nothing lies still
 
 
 def _plain_manager(server: Any, named: list[tuple[str, Any]], bucket_mb: int, variant: str, device: str) -> Any:
@@ -418,8 +415,7 @@ def _plain_manager(server: Any, named: list[tuple[str, Any]], bucket_mb: int, va
             return PlainSource()
 
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    delivery = "staged" if variant == "plugin-staged" else "auto"
-    config = SyncConfig(verify=VERIFY[variant], delivery=delivery)
+    config = SyncConfig(delivery="staged" if variant == "plugin-staged" else "auto")
     return PlainManager(None, ServerEndpoint(server), config, bucket_mb << 20, where)
 
 
@@ -451,16 +447,12 @@ class Plugin:
         await self._manager.update_weights([], self._version)
         return await self._manager.finish([])
 
-    def give_staging_back(self) -> None:
-        """At the end of every sync, as where an engine that sleeps would lack the memory."""
-        self._manager.keeps_staging = False
-
     def close(self) -> None:
         self._manager.sender.close()
 
 
 def make_way(variant: str, server: Any, named: list[tuple[str, Any]], bucket_mb: int, device: str) -> Any:
-    """The way of ``stock`` or of one of ``VERIFY``."""
+    """The way of one of ``VARIANTS``."""
     if variant == "stock":
         return Stock(server, named, bucket_mb)
     return Plugin(_plain_manager(server, named, bucket_mb, variant, device))
@@ -542,12 +534,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = common.parser_of(HARNESS, __doc__)
     parser.add_argument("--model", choices=sorted(CONFIGS), required=True)
     parser.add_argument("--buckets", default="512", help="bucket sizes in MiB, for both variants")
-    parser.add_argument("--variants", default="stock,plugin,plugin-staged")
+    parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--trainer-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--repeat", type=int, default=5, help="measured syncs per variant and bucket size")
     args = parser.parse_args(argv)
-    if unknown := set(args.variants.split(",")) - {"stock", *VERIFY}:
-        parser.error(f"unknown variants {sorted(unknown)}; choose from stock, {', '.join(VERIFY)}")
+    if unknown := set(args.variants.split(",")) - set(VARIANTS):
+        parser.error(f"unknown variants {sorted(unknown)}; choose from {', '.join(VARIANTS)}")
     return args
 
 
@@ -590,7 +582,7 @@ def run_of(
     settings = {
         "harness": HARNESS, "model": args.model, "bucket_mb": bucket_mb, "device": args.device,
         "tensors": bench.tensors, "trainer_dtype": args.trainer_dtype,
-        "staged": variant == "plugin-staged", "verify": VERIFY.get(variant, ""),
+        "staged": variant == "plugin-staged",
         "floor_seconds": common.floor_seconds(bench.nbytes),
     }  # fmt: skip
     return {

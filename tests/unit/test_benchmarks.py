@@ -61,10 +61,12 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> Path:
 
 def result_of(tmp_path: Path) -> dict[str, Any]:
     log = tmp_path / "log"
-    log.write_text("step:1 - timing_s/update_weights:2.5 - \x1b[36mx\x1b[0m\nstep:2 - timing_s/update_weights:1e-1 -\n")
+    steps = ("update_weights:2.5 - \x1b[36mx\x1b[0m timing_s/step:20", "update_weights:1e-1 - timing_s/step:12 -")
+    log.write_text("\n".join(f"step:{number} - timing_s/{line}" for number, line in enumerate(steps, 1)))
     runs = []
     for variant, lines in (("stock", stock_lines()), ("plugin", plugin_lines())):
-        runs.append(phase.summarize(variant, {}, write_lines(tmp_path / f"{variant}.jsonl", lines), log))
+        settings = {"counted_from": 3, "host_before_bytes": 2**30}
+        runs.append(phase.summarize(variant, settings, write_lines(tmp_path / f"{variant}.jsonl", lines), log))
     result = common.result_of("dense", "python -m benchmarks.phase", runs)
     result["machine"] |= {"gpu": "NVIDIA H200", "gpus": 2}
     return result
@@ -77,11 +79,11 @@ def case(**values: Any) -> phase.Case:
     return phase.case_of(phase.arguments(words))
 
 
-def test_medians_leave_the_warm_up_out_and_take_the_slowest_rank() -> None:
+def test_medians_are_from_the_third_sync_on_and_of_the_slowest_rank() -> None:
     first, *measured = phase.syncs(reversed(stock_lines()))  # processes write in any order
     assert first.outer["call"] == pytest.approx(26.0) and first.bytes == 15_000
     assert phase.medians(measured) == pytest.approx(
-        {"sleep": 3.3, "resume_weights": 0.99, "update_weights": 1.43, "resume_kv": 0.033, "phase": 3.3 + 2.86}
+        {"sleep": 3.45, "resume_weights": 1.035, "update_weights": 1.495, "resume_kv": 0.0345, "phase": 3.45 + 2.99}
     )
     assert [sync.peak_device_bytes for sync in measured] == [1_000_000_001, 1_200_000_001, 1_100_000_001]
 
@@ -90,7 +92,7 @@ def test_report_splits_the_stages_but_never_the_phase() -> None:
     stock, measured = phase.medians(phase.syncs(stock_lines())[1:]), phase.syncs(plugin_lines())[1:]
     plugin = phase.medians(measured)
     assert (plugin["phase"], plugin["sleep"]) == (stock["phase"], stock["sleep"])
-    assert (plugin["update_weights"], plugin["resume_weights"]) == pytest.approx((0.22, 0.01))
+    assert (plugin["update_weights"], plugin["resume_weights"]) == pytest.approx((0.225, 0.01))
     assert measured[0].outer["update_weights"] == pytest.approx(1.3)
     assert measured[0].report["stage/pack"] == pytest.approx(1.1), "the slowest replica counts"
 
@@ -109,13 +111,17 @@ def test_schema_names_what_is_wrong(tmp_path: Path) -> None:
         assert any(message in problem for problem in common.problems_of(bad)), message
 
 
-def test_variants_differ_in_bucket_key_and_plugin_switch_alone() -> None:
-    stock, plugin = (phase.training_command(case(), variant, PATHS) for variant in common.VARIANTS)
+def test_variants_differ_in_bucket_key_and_switches_alone() -> None:
+    stock, tuned, plugin = (phase.training_command(case(bucket_mb=512), name, PATHS) for name in common.VARIANTS)
+    assert tuned == stock
+    own = [phase.training_command(case(), name, PATHS) for name in common.VARIANTS]
+    assert own[0] == own[1] == own[2] and not any("bucket" in word for word in own[0]), "each has its own default"
     prefix = "actor_rollout_ref.rollout."
     assert set(stock) - set(plugin) == {f"{prefix}checkpoint_engine.update_weights_bucket_megabytes=512"}
     assert set(plugin) - set(stock) == {f"{prefix}update_weights_bucket_megabytes=512"}
     env = {"VERL_USE_EXTERNAL_MODULES": "other", "VERL_USE_EXTERNAL_PLUGINS": "none"}
-    without, taken = (phase.training_environment(case(), name, Path("f"), env) for name in common.VARIANTS)
+    without, tuning, taken = (phase.training_environment(case(), name, Path("f"), env) for name in common.VARIANTS)
+    assert set(tuning.items()) - set(without.items()) == {("TMS_RETAIN_CPU_BACKUP", "1")}
     off = {("VERL_USE_EXTERNAL_PLUGINS", "none"), ("SGLANG_PLUGINS", "none")}
     assert set(without.items()) - set(taken.items()) == off
     assert taken["VERL_USE_EXTERNAL_MODULES"] == "other,benchmarks.probe"
@@ -124,7 +130,7 @@ def test_variants_differ_in_bucket_key_and_plugin_switch_alone() -> None:
 def a_run(variant: str, syncs: list[Any], **settings: Any) -> dict[str, Any]:
     stages = {**dict.fromkeys(common.STAGES, 0.0), "phase": 1.0}
     peaks = {"bytes": 4_300_000_000, "peak_device_bytes": None, "peak_host_bytes": 1}
-    return {"variant": variant, "settings": settings, "stages": stages, "samples": {"syncs": syncs}, **peaks}
+    return {"variant": variant, "settings": settings, "stages": stages, "samples": {"syncs": syncs, "first_sync": syncs[0]}, **peaks}
 
 
 def a_result(*runs: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -132,15 +138,21 @@ def a_result(*runs: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {**about, "command": "c", "runs": list(runs), **more}
 
 
-def test_tables_show_both_variants_and_the_speed_up(tmp_path: Path) -> None:
+def test_tables_show_all_variants_and_the_speed_up(tmp_path: Path) -> None:
     result = result_of(tmp_path)
-    result["runs"][1]["stages"]["phase"] = 0.616
-    result["runs"][1]["bytes"], result["runs"][0]["bytes"] = 4_300_000_000, 8_600_000_000
+    for name, phase_seconds in (("tuned", 1.54), ("plugin", 0.616)):
+        run = copy.deepcopy(result["runs"][-1])
+        run["variant"], run["stages"]["phase"] = name, phase_seconds
+        run["samples"]["host_used_bytes"] = [3 * 2**30, 2**31]
+        result["runs"].insert(1, run)
+    del result["runs"][-1]
     result["runs"][0]["settings"]["exit_status"] = 124
     rows = [text for text in report.render([result]).splitlines() if text.startswith("| dense")]
-    assert rows[0].split(" | ")[1] == "stock (cut short)" and "**6.160 s** |  | 2.0 ms | 3080 | 1.1 GiB |" in rows[0]
-    assert "| plugin | 3.300 s | 0.010 s | 0.220 s | 0.020 s | **0.616 s** | 10.0× | 2.0 ms | 308 |" in rows[1]
-    sync = {"stages": {"update_weights": 0.04}, "outer": {"call": 0.08, "paused": 0.03}}
+    assert [row.split(" | ")[1] for row in rows] == ["stock (cut short)", "tuned", "plugin"]
+    assert "**6.440 s** | 6.160 s to 6.720 s, n=2 |  | 56.00 s, 5.600 s | 53.7% | 1.1 GiB | – |" in rows[0], rows[0]
+    assert "| **0.616 s** | 6.160 s to 6.720 s, n=2 | 10.5× stock, 2.5× tuned |" in rows[2], rows[2]
+    assert rows[2].endswith("| 5.1% | 1.1 GiB | 2.0 GiB |"), rows[2]
+    sync = {"stages": {"update_weights": 0.04, "phase": 0.08}, "outer": {"call": 0.08, "paused": 0.03}}
     loaded = {**sync, "report": {"stage/engine_load": 0.01}}
     separate = a_result(a_run("plugin", [loaded, loaded], rollout_gpus=1))
     separate["machine"]["link_bytes_per_second"] = 500_000_000_000
@@ -196,6 +208,20 @@ def test_the_command_of_a_result_measures_the_same_again() -> None:
 
 def test_tables_of_the_repository_are_fresh() -> None:
     assert report.main(["--check"]) == 0
+
+
+def test_the_headline_is_of_one_commit(tmp_path: Path) -> None:
+    results = [copy.deepcopy(result_of(tmp_path)) for _ in report.HEADLINE]
+    for result, name in zip(results, report.HEADLINE, strict=True):
+        result.update(case=name, commit="a" * 40)
+    table = report.headline_table(results).splitlines()
+    assert len(table) == 2 + len(report.HEADLINE) and table[2].startswith("| 7.6 B, FSDP2 on 2 GPUs → TP2 | 6.440 s |")
+    report.draw(results, tmp_path / "phase.svg")
+    height = re.search(r'height="([0-9.]+)pt"', (tmp_path / "phase.svg").read_text())
+    assert height is not None and float(height[1]) * 96 / 72 <= 500
+    results[0]["commit"] = "b" * 40
+    with pytest.raises(ValueError, match=r"the README's table is of 2 commits: a{40}, b{40}"):
+        report.headline_table(results)
 
 
 QUOTED = {
