@@ -16,12 +16,7 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from verl.workers.rollout.replica import TokenOutput
 
 from verl_sync_plugin.errors import HalfWrittenError
-from verl_sync_plugin.hooks.trainer import (
-    OutlivingLLMServerClient,
-    SpanningLLMServerClient,
-    of_separate_rollout,
-    reporting,
-)
+from verl_sync_plugin.hooks.trainer import SeparateLLMServerClient, of_separate_rollout, reporting
 
 
 def client_of(parts: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -41,7 +36,7 @@ def client_of(parts: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.Monke
     monkeypatch.setattr(LLMServerClient, "_release_server", lambda *_, **__: None)
     monkeypatch.setattr("verl.workers.rollout.llm_server.asyncio.sleep", at_once)
     config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "sglang"}}})
-    return of_separate_rollout(FullyAsyncLLMServerClient(config), "retract")
+    return of_separate_rollout(FullyAsyncLLMServerClient(config))
 
 
 SPANNING = {"global_steps": 7, "min_global_steps": 5, "max_global_steps": 7}
@@ -69,9 +64,8 @@ def test_a_response_names_its_first_and_last_version(
 @pytest.mark.parametrize(
     ("name", "backend", "pause", "kind"),
     [
-        ("sglang", "sync_plugin", "retract", SpanningLLMServerClient),
-        ("sglang", "sync_plugin", "in_place", SpanningLLMServerClient),
-        ("sglang", "sync_plugin", "abort", OutlivingLLMServerClient),
+        ("sglang", "sync_plugin", "retract", SeparateLLMServerClient),
+        ("sglang", "sync_plugin", "abort", SeparateLLMServerClient),
         ("sglang", "nccl", "abort", FullyAsyncLLMServerClient),
         ("sglang", "naive", "abort", FullyAsyncLLMServerClient),
         ("vllm", "nccl", "retract", FullyAsyncLLMServerClient),
@@ -93,7 +87,7 @@ def test_the_trainer_hands_out_ours_for_separate_rollouts(name: str, backend: st
 
 def test_clients_of_others_are_left_alone() -> None:
     client = LLMServerClient(OmegaConf.create({}))
-    assert of_separate_rollout(client, "abort") is client
+    assert of_separate_rollout(client) is client
 
 
 @pytest.mark.parametrize(

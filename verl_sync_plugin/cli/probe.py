@@ -120,7 +120,7 @@ def workers() -> str:
 
 
 def llm_client() -> str:
-    return str(_ours("hooks.trainer.SpanningLLMServerClient").__name__)
+    return str(_ours("hooks.trainer.SeparateLLMServerClient").__name__)
 
 
 def _rollouts() -> dict[str, Any]:

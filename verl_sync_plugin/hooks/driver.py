@@ -58,19 +58,15 @@ OFF = "weight sync off, stock verl moves the weights"
 def settle(config: DictConfig, overrides: Sequence[str] = (), program: str = "", resolved: bool = False) -> str:
     """Checks our keys and writes plain values into a composed config; a second time changes nothing.
 
-    For a program of your own that composes verl's config without ``hydra.main``: call it before Ray starts.
+    For a program of your own that composes verl's config without ``hydra.main``: call it before Ray starts. Returns one
+    line that says who moves the weights; empty where no engine of ours gets any. Raises ValueError, which names key,
+    value and remedy.
 
     Args:
         config: what verl's main function gets.
         overrides: as given on the command line.
         program: the file name of the main, without ``.py``.
         resolved: the config's interpolations are gone, and with them the knowledge which of verl's keys were given.
-
-    Returns:
-        One line that says who moves the weights; empty where no engine of ours gets any.
-
-    Raises:
-        ValueError: names key, value and remedy.
     """
     actor_rollout_ref = OmegaConf.select(config, "actor_rollout_ref")
     rollout = OmegaConf.select(config, "actor_rollout_ref.rollout")
@@ -88,7 +84,7 @@ def settle(config: DictConfig, overrides: Sequence[str] = (), program: str = "",
         return unserved or OFF
     settle_rollout(rollout, resolved)
     refuse_values(MODEL, actor_rollout_ref.model)
-    refuse_combinations(config, backend_of(rollout) in ("naive", SEPARATE_BACKEND))
+    refuse_combinations(config, moves(rollout))
     settle_trainer(actor_rollout_ref)
     return "weight sync on"
 
@@ -109,19 +105,21 @@ def backend_of(rollout: Any) -> str:
     return str(OmegaConf.select(rollout, "checkpoint_engine.backend", default="naive"))
 
 
+def moves(rollout: Any) -> bool:
+    """True if the weights travel by the plugin, and not by another of verl's checkpoint engines."""
+    return backend_of(rollout) in ("naive", SEPARATE_BACKEND)
+
+
 def stepping_aside(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
     """The line that says why stock verl moves the weights of a run that the plugin cannot serve; empty where it can.
-
-    Raises:
-        ValueError: one of our keys was given, or stock verl would move wrong weights or train other parameters; names
-            it, its value and the remedy.
+    Raises ValueError where one of our keys was given, or stock verl would move wrong weights or train other parameters.
     """
     if not syncs(actor_rollout_ref):
         return ""
     rollout, strategy = actor_rollout_ref.rollout, OmegaConf.select(actor_rollout_ref, "actor.strategy")
-    engine, moves = rollout_of(rollout.name), backend_of(rollout) in ("naive", SEPARATE_BACKEND)
+    engine = rollout_of(rollout.name)
     cause = _unserved_trainer(actor_rollout_ref, strategy, engine.ENGINE)
-    cause = cause or (engine.left_to_verl(rollout) if moves else "")
+    cause = cause or (engine.left_to_verl(rollout) if moves(rollout) else "")
     if not cause:
         return ""
     if backend_of(rollout) == SEPARATE_BACKEND:
@@ -132,7 +130,7 @@ def stepping_aside(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
             f"{cause}, so {key} cannot be followed. Remove that key, and stock verl moves the weights, or {TURN_OFF}."
         )
     refuse_unread_rank(actor_rollout_ref.model, strategy, "stock verl's trainer")
-    remark = engine.refuse_stock(rollout, actor_rollout_ref.model) if moves else ""
+    remark = engine.refuse_stock(rollout, actor_rollout_ref.model) if moves(rollout) else ""
     return ". ".join(filter(None, (f"{NOT_IN_USE}, stock verl moves the weights", cause, remark))) + "."
 
 
@@ -150,11 +148,9 @@ def _unserved_trainer(actor_rollout_ref: Any, strategy: str, engine: str) -> str
 
 
 def asked_for(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
-    """The first key of the plugin that the user gave, with its value; empty when there is none.
-
-    A key of the plugin is: any under ``rollout.custom.sync`` (``enabled=True`` too), the short bucket key, the backend
-    ``sync_plugin`` and ``model.lora.peft``, given one by one or by ``+sync=...``. ``docs/keys.md`` describes
-    them. Without one, nobody counts on the plugin.
+    """The first key of the plugin that the user gave, with its value; empty when there is none, and nobody counts on
+    the plugin. The keys: any under ``rollout.custom.sync`` (``enabled=True`` too), the short bucket key, the backend
+    ``sync_plugin`` and ``model.lora.peft``, given one by one or by ``+sync=...``.
     """
     for override in overrides:
         if override.lstrip("+~").startswith((f"{KEY_PREFIX}.", "sync=")):
@@ -216,10 +212,10 @@ def settle_trainer(actor_rollout_ref: Any) -> None:
     """Refuses what the sync cannot serve of the actor's model, and makes ``model.lora.*`` and the flat keys one, where
     verl itself reads only the flat ones: every process, verl's own code included, then sees the same."""
     strategy, model = OmegaConf.select(actor_rollout_ref, "actor.strategy"), actor_rollout_ref.model
-    moves = backend_of(actor_rollout_ref.rollout) in ("naive", SEPARATE_BACKEND)
-    engine = rollout_of(actor_rollout_ref.rollout.name)
-    if moves:
-        engine.refuse_checkpoint(str(model.get("path")), model.get("override_config"), actor_rollout_ref.rollout)
+    rollout = actor_rollout_ref.rollout
+    engine = rollout_of(rollout.name)
+    if moves(rollout):
+        engine.refuse_checkpoint(str(model.get("path")), model.get("override_config"), rollout)
     stock: Any = OmegaConf.to_container(OmegaConf.load(hydra_source.verl_configs() / "model" / "hf_model.yaml"))
     lora = section(model, "lora", f"{MODEL}.lora")
     section(lora, "peft", PEFT_KEY)
@@ -236,7 +232,7 @@ def settle_trainer(actor_rollout_ref: Any) -> None:
             for key, value in unify(plain, stock, engine.refuse_adapter).items():
                 if value is not None:
                     OmegaConf.update(model, key, value, force_add=True)
-        if moves:
+        if moves(rollout):
             refuse_lora(model, strategy, engine.refuse_untied, engine.refuse_adapter)
     if strategy == "megatron":
         refuse_megatron_lora(actor_rollout_ref.actor.megatron, model)
@@ -244,12 +240,7 @@ def settle_trainer(actor_rollout_ref: Any) -> None:
 
 @dataclass
 class SyncRolloutConfig(RolloutConfig):
-    """verl's rollout config, checked whenever a process builds it: that is where a broken set-up is caught.
-
-    Raises:
-        ValueError: a key is wrong; names key, value and remedy.
-        RegistryConflictError: a plugin that was loaded later took one of our registry keys.
-    """
+    """verl's rollout config, checked whenever a process builds it: that is where a broken set-up is caught."""
 
     update_weights_bucket_megabytes: int | str | None = None  # the short key
 
@@ -273,14 +264,9 @@ class SyncRolloutConfig(RolloutConfig):
         compat.refuse_stranger("rollout replica", name, RolloutReplicaRegistry._registry[name], (ours.load_replica,))
 
 
-def check_rollout(rollout: object) -> None:
-    """Checks all keys of a rollout config (dataclass or settled DictConfig).
-
-    Raises:
-        ValueError: names key, value and remedy.
-    """
-    get = rollout.get  # type: ignore[attr-defined]
-    if not serves(get("name", None)) or not sync_config_of(rollout).enabled:
+def check_rollout(rollout: Any) -> None:
+    """Checks all keys of a rollout config (dataclass or settled DictConfig)."""
+    if not serves(rollout.get("name", None)) or not sync_config_of(rollout).enabled:
         return
     engine = section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine")
     check_bucket_megabytes(
@@ -289,7 +275,7 @@ def check_rollout(rollout: object) -> None:
     )
     refuse_values(PREFIX, rollout)
     if engine.get("backend", "naive") in ("naive", SEPARATE_BACKEND):  # the others keep verl's own transfer
-        rollout_of(get("name")).refuse_keys(rollout)
+        rollout_of(rollout.get("name")).refuse_keys(rollout)
 
 
 class CheckKeys(Callback):
@@ -320,11 +306,7 @@ class CheckKeys(Callback):
 
 
 def _refuse_unsettled(config: DictConfig, settled: DictConfig, line: str) -> None:
-    """Refuses a multirun's config that needs settling where no V1 trainer will settle it (``hooks/trainer.py``).
-
-    Raises:
-        ValueError: names what to give on the command line instead.
-    """
+    """Refuses a multirun's config that needs settling where no V1 trainer will settle it (``hooks/trainer.py``)."""
     if OmegaConf.select(config, "trainer.use_v1") is True and OmegaConf.select(config, "hydra.job.name") == "main_ppo":
         return
     todo = [f"{KEY_PREFIX}.enabled=False"] if line.startswith(NOT_IN_USE) else []

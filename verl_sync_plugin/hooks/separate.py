@@ -44,12 +44,8 @@ class SyncCheckpointEngine(CheckpointEngine):
     Args:
         bucket_size: bound on what a rank stages, in bytes.
         is_master: whether this is trainer rank 0; verl gives it to trainer ranks alone.
-        sync: ``custom.sync``, which the driver writes into ``engine_kwargs``.
-        dtype: ``rollout.dtype``.
-        rollout: ``rollout.name``.
-
-    Raises:
-        ValueError: ``custom.sync`` is switched off, or holds what it cannot.
+        sync, dtype, rollout: ``custom.sync``, ``rollout.dtype`` and ``rollout.name``, which the driver writes into
+            ``engine_kwargs``.
     """
 
     def __init__(
@@ -103,19 +99,9 @@ class SyncCheckpointEngine(CheckpointEngine):
         """Nothing: group and slots are kept for the next sync."""
 
     async def send_weights(self, weights: Any, global_steps: int | None = None, **more: Any) -> dict[str, float]:
-        """One sync of a trainer rank. Collective over trainer and rollout ranks.
-
-        Args:
-            weights: the ``ShardStream`` of the plugin's engine.
-            global_steps: verl's weight version.
-
-        Returns:
-            Of trainer rank 0 what the sync cost, as metrics, which verl's manager hands to its trainer. Where the
-            trainer is the plugin's, its own of the rollout's side count (``hooks/trainer.py``).
-
-        Raises:
-            SyncError: any rank failed; the same text on every rank.
-        """
+        """One sync of a trainer rank. Collective over trainer and rollout ranks. Returns of trainer rank 0 what the
+        sync cost, as metrics, which verl's manager hands to its trainer. Where the trainer is the plugin's, its own of
+        the rollout's side count (``hooks/trainer.py``)."""
         from verl_sync_plugin.hooks.worker import sending
 
         say_unused("send_weights", more)
@@ -179,12 +165,8 @@ ANSWER_SECONDS = 20.0
 
 
 class OutlivingManager(CheckpointEngineManager):
-    """Takes the place of verl's manager; a replica that dies costs the sync under way, which is run again without it.
-
-    Args:
-        manager: verl's own.
-        servers: verl's manager of the separate rollout's servers, which routes requests to them.
-    """
+    """Takes the place of verl's ``manager``; a replica that dies costs the sync under way, which is run again without
+    it. ``servers``: verl's manager of the separate rollout's servers, which routes requests to them."""
 
     def __init__(self, manager: CheckpointEngineManager, servers: Any) -> None:
         self.__dict__.update(vars(manager))
@@ -271,10 +253,3 @@ def _says_dead(answer: ray.ObjectRef) -> bool:
         return True
     except ActorUnavailableError:  # no connection at the moment
         return False
-
-
-def outliving(trainer: Any) -> None:
-    """Gives a trainer of verl's this manager for its separate rollout, if it has one as well as its own."""
-    manager = getattr(trainer, "standalone_checkpoint_manager", None)
-    if manager is not None:
-        trainer.standalone_checkpoint_manager = OutlivingManager(manager, trainer.standalone_server_manager)

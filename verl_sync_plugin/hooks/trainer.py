@@ -48,16 +48,16 @@ class SyncTrainerMixin:
     def _setup(self: Any, **more: Any) -> None:
         """verl's step that starts the rollouts."""
         super()._setup(**more)  # type: ignore[misc]
-        if syncs_separate(self.config.actor_rollout_ref.rollout):
-            from verl_sync_plugin.hooks.separate import outliving
+        manager = getattr(self, "standalone_checkpoint_manager", None)
+        if manager is not None and syncs_separate(self.config.actor_rollout_ref.rollout):
+            from verl_sync_plugin.hooks.separate import OutlivingManager
 
-            outliving(self)
+            self.standalone_checkpoint_manager = OutlivingManager(manager, self.standalone_server_manager)
 
     def get_llm_client(self: Any, **more: Any) -> Any:
         """verl's client of the rollout; for a separate one that the plugin syncs, ours."""
         client = super().get_llm_client(**more)  # type: ignore[misc]
-        rollout = self.config.actor_rollout_ref.rollout
-        return of_separate_rollout(client, sync_config_of(rollout).pause) if syncs_separate(rollout) else client
+        return of_separate_rollout(client) if syncs_separate(self.config.actor_rollout_ref.rollout) else client
 
     def _compute_old_log_prob(self: Any, batch: Any, metrics: dict[str, Any], **more: Any) -> Any:
         """verl's step that compares the probabilities of engine and trainer; the actor's update comes later."""
@@ -69,7 +69,8 @@ class SyncTrainerMixin:
         """verl's hook; ``update_weights`` has run when the super call returns."""
         super().on_step_end(**more)  # type: ignore[misc]
         separate = getattr(self, "standalone_checkpoint_manager", None)
-        replicas = ours_among([*self.checkpoint_manager.replicas, *(separate.replicas if separate else ())])
+        replicas = [*self.checkpoint_manager.replicas, *(separate.replicas if separate else ())]
+        replicas = [replica for replica in replicas if getattr(replica, "syncs_weights", False)]
         if not replicas:
             return
         pending = dict(getattr(self, "_pending_sync_metrics", None) or {})
@@ -80,16 +81,8 @@ class SyncTrainerMixin:
 
 
 def guard_probs(most: float | None, metrics: Mapping[str, Any], step: int) -> None:
-    """Stops a run whose engine samples with other probabilities than the trainer computes.
-
-    Args:
-        most: ``custom.sync.max_probs_diff``.
-        metrics: verl's, of this step.
-        step: verl's number of it.
-
-    Raises:
-        RuntimeError: the mean difference is larger, or verl did not log it; names step, value and key.
-    """
+    """Stops a run whose engine samples with other probabilities than the trainer computes: raises RuntimeError where
+    verl's mean difference is above ``custom.sync.max_probs_diff``, or verl did not log it."""
     if most is None or metrics.get(PROBS_VALID) == 0:  # no response has a token
         return
     key, found = f"{KEY_PREFIX}.max_probs_diff", metrics.get(PROBS_DIFF)
@@ -120,11 +113,6 @@ def take_workers(mapping: dict[Any, Any]) -> None:
             say(f"task runner: {role} is {ours.__name__}")
 
 
-def ours_among(replicas: list[Any]) -> list[Any]:
-    """The replicas whose weights the plugin moves."""
-    return [replica for replica in replicas if getattr(replica, "syncs_weights", False)]
-
-
 def take_reports(replicas: list[Any]) -> list[dict[str, Any]]:
     """The last report of every one of our replicas that has a new one."""
     reports = []
@@ -145,7 +133,8 @@ _first_versions: ContextVar[list[Any] | None] = ContextVar("_first_versions", de
 
 class _Outliving(LLMServerClient):
     """Asks another server for what one that has died was asked for, and the same one again where a sync has failed,
-    which the driver runs again or ends the run; between verl's two clients."""
+    which the driver runs again or ends the run. Notes the version with which each part of a response began. Between
+    verl's two clients."""
 
     async def _acquire_server(self, *args: Any, **kwargs: Any) -> Any:
         acquired = await super()._acquire_server(*args, **kwargs)
@@ -155,7 +144,7 @@ class _Outliving(LLMServerClient):
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
         while True:
             try:
-                return await super().generate(*args, **kwargs)
+                output = await super().generate(*args, **kwargs)
             except (ActorUnavailableError, HalfWrittenError):  # no connection, or no weights, at the moment
                 await asyncio.sleep(1)
             except ActorDiedError:
@@ -163,27 +152,17 @@ class _Outliving(LLMServerClient):
                 say(f"rollout server {_server.get()} has died; its requests go to another one")
                 await self._load_balancer.remove_servers.remote([_server.get()])
                 await self._load_balancer.clear_sticky_cache.remote()
+            else:
+                if (noted := _first_versions.get()) is not None:
+                    noted.append(output.extra_fields.get("min_global_steps"))
+                return output
 
 
-class OutlivingLLMServerClient(FullyAsyncLLMServerClient, _Outliving):
-    """verl's client, for rollouts of which a replica may die."""
+class SeparateLLMServerClient(FullyAsyncLLMServerClient, _Outliving):
+    """verl's client, for rollouts of which a replica may die, and a call may span a sync.
 
-
-class _Noting(_Outliving):
-    """Notes the version with which each part of a response began; between verl's two clients."""
-
-    async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        output = await super().generate(*args, **kwargs)
-        noted = _first_versions.get()
-        if noted is not None:
-            noted.append(output.extra_fields.get("min_global_steps"))
-        return output
-
-
-class SpanningLLMServerClient(FullyAsyncLLMServerClient, _Noting):
-    """verl's client, whose ``min_global_steps`` is the version with which a response began.
-
-    verl's takes each part's version when it ends for that of the whole part, which holds where every sync ends it.
+    Its ``min_global_steps`` is the version with which a response began. verl's takes each part's version when it ends
+    for that of the whole part, which holds where every sync ends it.
     """
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -198,10 +177,10 @@ class SpanningLLMServerClient(FullyAsyncLLMServerClient, _Noting):
         return output
 
 
-def of_separate_rollout(client: Any, pause: str) -> Any:
+def of_separate_rollout(client: Any) -> Any:
     """Returns ``client`` as ours where it is verl's that asks again for what was aborted."""
     if type(client) is not FullyAsyncLLMServerClient:
         return client
-    ours = object.__new__(OutlivingLLMServerClient if pause == "abort" else SpanningLLMServerClient)
+    ours = object.__new__(SeparateLLMServerClient)
     ours.__dict__.update(vars(client))
     return ours
