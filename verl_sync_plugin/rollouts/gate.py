@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.errors import HalfWrittenError
@@ -24,27 +24,17 @@ class WeightsGate:
     with the first sync."""
 
     def __init__(self, needs_sync: bool = False) -> None:
-        self._passable = asyncio.Event()
-        self._passable.set()
-        self._at_rest = asyncio.Event()  # no sync is under way
-        self._at_rest.set()
-        self._synced = asyncio.Event()  # or has heard that its first sync failed
-        if not needs_sync:
-            self._synced.set()
+        self.syncing = False  # a sync is under way that nobody has given up
+        self.number = 0
+        self._needs_sync = needs_sync  # until it has had one, or heard that its first one failed
         self._held, self._there, self._lost = False, True, False
         self._failure: str | None = None
-        self.number = 0
-
-    @property
-    def syncing(self) -> bool:
-        """True while a sync is under way that nobody has given up."""
-        return not self._at_rest.is_set()
+        self._opened = asyncio.Event()  # for who waits now
 
     def begin(self) -> int:
         """Closes the gate: a sync starts, and whoever enters now waits for its end. Returns its number."""
         self.number += 1
-        self._at_rest.clear()
-        self._settle()
+        self.syncing = True
         return self.number
 
     def refuse_given_up(self, number: int) -> None:
@@ -54,13 +44,10 @@ class WeightsGate:
             raise RuntimeError("the trainer gave this sync up while the engine was at it")
 
     def succeed(self, number: int) -> None:
-        """Ends the sync of this number: it succeeded and the weights are whole. Raises RuntimeError where it was given
-        up."""
+        """Ends the sync of this number, unless it was given up: the weights are whole."""
         self.refuse_given_up(number)
         self._failure, self._lost = None, False
-        self._synced.set()
-        self._at_rest.set()
-        self._settle()
+        self._end()
 
     def fail(self, why: str, number: int | None = None) -> None:
         """Locks the gate: the sync was given up, and the weights may be half written until a later one succeeds.
@@ -68,42 +55,45 @@ class WeightsGate:
         is the last one's by default."""
         if number in (None, self.number):
             self._failure = why
-            self._synced.set()
-            self._at_rest.set()
-            self._settle()
+            self._end()
+
+    def _end(self) -> None:
+        self.syncing = self._needs_sync = False
+        self._wake()
 
     def hold(self) -> None:
         """Closes the gate until ``let_go``: the engine's generation is paused, whether or not a sync follows."""
         self._held = True
-        self._settle()
 
     def let_go(self) -> None:
-        """Ends ``hold``."""
         self._held = False
-        self._settle()
+        self._wake()
 
     def memory(self, there: bool) -> None:
         """Closes the gate until all of the engine's memory is there; see ``Occupation``."""
         self._there = there
-        self._settle()
+        self._wake()
 
     def lose_weights(self) -> None:
         """Closes the gate until a sync succeeds: the engine's weights are released, and no copy of them is kept."""
         self._lost = True
-        self._settle()
 
-    def _settle(self) -> None:
-        if self.syncing or (self._failure is None and (self._held or self._lost or not self._there)):
-            self._passable.clear()
-        else:
-            self._passable.set()
+    def _wake(self) -> None:
+        """Whoever waits looks again."""
+        self._opened.set()
+        self._opened = asyncio.Event()
+
+    def _passable(self) -> bool:
+        closed = self._held or self._lost or not self._there
+        return not self.syncing and (self._failure is not None or not closed)
 
     async def first_sync(self, seconds: float) -> None:
         """Waits for the first sync of an engine that needs one. Raises HalfWrittenError where none has come within
         ``seconds``."""
         try:
             async with asyncio.timeout(seconds):
-                await self._synced.wait()
+                while self._needs_sync:
+                    await self._opened.wait()
         except TimeoutError:
             raise HalfWrittenError(
                 f"the rollout engine still has the weights that it was started with: a request waited {seconds:g} s "
@@ -114,8 +104,8 @@ class WeightsGate:
         """Waits while a sync is under way, generation is paused, as SGLang's own queue would, or memory is released;
         also, where weights were released of which there is no copy, for the next sync. Raises HalfWrittenError where
         the last sync failed."""
-        while not self._passable.is_set():
-            await self._passable.wait()
+        while not self._passable():
+            await self._opened.wait()
         self.refuse_half_written()
 
     async def rest(self, seconds: float) -> None:
@@ -124,7 +114,7 @@ class WeightsGate:
         try:
             async with asyncio.timeout(seconds):
                 while self.syncing:
-                    await self._at_rest.wait()
+                    await self._opened.wait()
         except TimeoutError:
             raise HalfWrittenError(
                 f"the rollout engine's weights may be half written: a sync has been under way for {seconds:g} s, and "
@@ -133,7 +123,6 @@ class WeightsGate:
         self.refuse_half_written()
 
     def refuse_half_written(self) -> None:
-        """Raises HalfWrittenError when the last sync failed."""
         if self._failure is not None:
             raise HalfWrittenError(f"the rollout engine's weights are half written: {self._failure}")
 
@@ -161,25 +150,18 @@ class Occupation:
         self._asked: asyncio.Future[None] | None = None
         self.released: frozenset[str] = frozenset()
 
-    async def release(self, tags: list[str], ask: Ask) -> None:
-        """Releases what is still resident of ``tags``; ``ask`` has the engine do it. Raises TimeoutError where the
-        engine has not answered in time, or not what was asked before."""
-        await self._bounded("release", tags, ask)
-
-    async def resume(self, tags: list[str], ask: Ask) -> None:
-        """Resumes what is released of ``tags``; arguments and errors as of ``release``."""
-        await self._bounded("resume", tags, ask)
-
-    async def _bounded(self, what: str, tags: list[str], ask: Ask) -> None:
+    async def change(self, what: Literal["release", "resume"], tags: list[str], ask: Ask) -> None:
+        """Releases what is still resident of ``tags``, or resumes what is released of them; ``ask`` has the engine do
+        it. Raises TimeoutError where the engine has not answered in time, or not what was asked before."""
         try:
-            await asyncio.wait_for(self._change(what, tags, ask), self._timeout)
+            await asyncio.wait_for(self._in_turn(what, tags, ask), self._timeout)
         except TimeoutError as error:
             raise TimeoutError(
                 f"{self._engine} did not {what} {', '.join(tags)} within {KEY_PREFIX}.timeout_seconds="
                 f"{self._timeout:g}; see its log, and set the key higher if it only takes long"
             ) from error
 
-    async def _change(self, what: str, tags: list[str], ask: Ask) -> None:
+    async def _in_turn(self, what: str, tags: list[str], ask: Ask) -> None:
         async with self._turn:
             if self._asked is not None:  # by a call that has not waited for it to the end
                 with suppress(Exception):

@@ -219,29 +219,29 @@ class SpmdRollout:
     def release_weights(self) -> None:
         """Gives the memory of the engine's weights back; CUDA graphs stay. The next sync resumes it. Raises
         RolloutError where an engine failed, as the other three do."""
-        self._change_memory("release", WEIGHTS)
+        self._change_memory("release", "release_tags", WEIGHTS)
 
     def resume_weights(self) -> None:
         """Takes the memory of the weights again, without their content; a sync does so by itself. Torch's cached memory
         is handed back before."""
-        self._change_memory("resume", WEIGHTS)
+        self._change_memory("resume", "wake", WEIGHTS)
 
     def release_kv(self) -> None:
         """Gives the memory of the KV cache back; CUDA graphs stay."""
-        self._change_memory("release", KV_CACHE)
+        self._change_memory("release", "release_tags", KV_CACHE)
 
     def resume_kv(self) -> None:
         """Takes the memory of the KV cache again. Torch's cached memory is handed back before."""
-        self._change_memory("resume", KV_CACHE)
+        self._change_memory("resume", "wake", KV_CACHE)
 
-    def _change_memory(self, method: str, tag: str) -> None:
-        what = f"{method} of {tag}"
+    def _change_memory(self, action: str, method: str, tag: str) -> None:
+        what = f"{action} of {tag}"
         self._refuse_closed()
         with errors(what):
-            if method == "resume":
+            if action == "resume":
                 self._agreement.step("making room for the engine", lambda: release_cache(self.device))
             self._call(what, method, [tag])
-        (self._released.add if method == "release" else self._released.discard)(tag)
+        (self._released.add if action == "release" else self._released.discard)(tag)
 
     def generate(
         self,

@@ -21,14 +21,7 @@ Answered = tuple[list[int], list[float], str]  # tokens, their log-probabilities
 
 
 class ScriptServer(WeightUpdates):
-    """SGLang and the calls that a script may make of it. All methods run in SGLang's event loop.
-
-    Args:
-        arguments: SGLang's.
-        timeout_seconds: bound on its sleep and wake.
-        random_weights: nothing may be generated before the first sync.
-        keeps_copy: weights that were released come back as they were.
-    """
+    """SGLang, launched with ``arguments``, and the calls that a script may make of it, in SGLang's event loop."""
 
     def __init__(
         self, arguments: dict[str, Any], timeout_seconds: float, random_weights: bool, keeps_copy: bool
@@ -47,19 +40,10 @@ class ScriptServer(WeightUpdates):
         await super().finish_sync(tags)
         self._unready = ""
 
-    async def publish(self, report: dict[str, Any]) -> None:
-        """Nothing: the script has the report already."""
-
-    async def release(self, tags: list[str]) -> None:
-        """Releases what is still resident of ``tags``."""
+    async def _release(self, tags: list[str]) -> None:
         if WEIGHTS in tags and not self._keeps_copy:
             self._unready = self._unready or RELEASED
-        await self.release_tags(tags)
-
-    async def resume(self, tags: list[str]) -> None:
-        """Resumes what is released of ``tags``; once all is there, what was cached before is forgotten."""
-        await self.resume_tags(tags)
-        await self._flush()
+        await super()._release(tags)
 
     async def generate(self, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> list[Answered]:
         """One response to each prompt. Raises RuntimeError where the engine has no weights to generate from, or its

@@ -12,7 +12,7 @@ import asyncio
 import json
 import multiprocessing
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from multiprocessing.process import BaseProcess
 from typing import Any, ClassVar
@@ -50,26 +50,20 @@ ABORT_SECONDS, AGAIN_SECONDS, POLL_SECONDS = 1.0, 0.1, 0.002
 
 
 class Guarded:
-    """Has every request that a tokenizer manager gets from now on, from verl as over HTTP, wait until it may be
-    computed. ``inside``: how many requests SGLang has.
+    """Has every request to a server's tokenizer manager wait until it may be computed, from verl as over HTTP, whose
+    clients get status 503 where that is in vain. ``inside``: how many requests SGLang has.
 
-    Args:
-        tokenizer_manager: SGLang's, of one engine.
-        admit: waits; raises HalfWrittenError where that is in vain, which HTTP's clients get as status 503. Where
-            nothing is to be waited for it returns without letting anything else run.
-        spans: a request may span a sync, and SGLang does not say so: ``weight_versions`` is added to the ``meta_info``
-            of its answers, whose ``weight_version`` is that of the last token alone.
-        name: prefix of the request's ``extra_key``, for SGLang shares a cached prefix among requests of the same key
-            only; asked after ``admit``, so that a request is named after the weights it begins with. May be empty.
+    Where requests may span a sync and SGLang does not say so, ``weight_versions`` is added to the ``meta_info`` of
+    their answers, whose ``weight_version`` is that of the last token alone. With ``in_place`` they share a cached
+    prefix only if they began with the same weights: SGLang shares among requests of the same ``extra_key``.
     """
 
-    def __init__(
-        self, tokenizer_manager: Any, admit: Callable[[], Awaitable[None]], spans: bool, name: Callable[[], str]
-    ) -> None:
-        self._generate = tokenizer_manager.generate_request
-        self._manager, self._admit, self._spans, self._name = tokenizer_manager, admit, spans, name
+    def __init__(self, server: SyncSGLangHttpServer) -> None:
+        self._server, self._manager = server, server.tokenizer_manager
+        self._generate = self._manager.generate_request
+        self._spans = server.keeps_requests and not compat.counts_versions(self._manager)
         self.inside, self._ended = 0, -REST_SECONDS
-        tokenizer_manager.generate_request = self._generate_request
+        self._manager.generate_request = self._generate_request
 
     @property
     def busy(self) -> bool:
@@ -80,8 +74,8 @@ class Guarded:
         await self._enter(request)
         self.inside += 1
         try:
-            if (prefix := self._name()) and hasattr(obj, "extra_key"):
-                given = obj.extra_key
+            if self._server.pause == "in_place" and hasattr(obj, "extra_key"):
+                prefix, given = f"weights-{self._server.loads}:", obj.extra_key
                 keys = [prefix + (key or "") for key in given] if isinstance(given, list) else prefix + (given or "")
                 obj.extra_key = keys
             began = compat.weight_version(self._manager) if self._spans else None
@@ -101,11 +95,11 @@ class Guarded:
         a sync that begins there."""
         asked = time.monotonic()
         try:
-            await self._admit()
+            await self._server.admit()
             if request is not None and time.monotonic() - asked > LONG_SECONDS:
                 if await request.is_disconnected():  # SGLang looks for that only once it computes
                     raise HTTPException(UNAVAILABLE, "the client has gone")
-                await self._admit()
+                await self._server.admit()
         except HalfWrittenError as error:
             if request is None:
                 raise
@@ -113,28 +107,23 @@ class Guarded:
 
 
 class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
-    """verl's SGLang server in hybrid and standalone mode, synced by the plugin.
+    """verl's SGLang server in hybrid and standalone mode, synced by the plugin."""
 
-    Attributes:
-        engine_token: what the loader knows this server's requests by; the same for all servers of one engine.
-        separate: the rollout shares no GPU with the trainer, and the plugin syncs it.
-        pause: SGLang's mode of pausing; ``abort`` unless ``separate``.
-        paused_by_load: SGLang is paused for a load alone; nobody else is going to resume it.
-    """
-
-    engine_token: ClassVar[str] = ""
+    engine_token: ClassVar[str] = ""  # by which the loader knows the servers of one engine
     rollout_mode: RolloutMode
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sync = sync_config_of(self.config)
         backend = self.config.checkpoint_engine.backend
+        # The rollout shares no GPU with the trainer, and the plugin syncs it
         self.separate = self.rollout_mode == RolloutMode.STANDALONE and backend == SEPARATE_BACKEND
         self._synced = self.separate or self.rollout_mode == RolloutMode.HYBRID
         self._gate = WeightsGate(needs_sync=self._sync.enabled and self._synced)
         self.pause = self._sync.pause if self.separate else "abort"
-        self._loads = 0
-        self._paused = self.paused_by_load = False  # when SGLang was asked to
+        self.loads = 0
+        # When SGLang was asked to; the second for a load alone, after which nobody else is going to resume it
+        self._paused = self.paused_by_load = False
         self.expect_updates(self._sync.timeout_seconds, self._gate.memory)
         self._report: dict[str, Any] | None = None
         self._processes: list[BaseProcess] = []
@@ -142,7 +131,6 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
 
     @property
     def keeps_requests(self) -> bool:
-        """True if requests stay in the engine while its weights are synced."""
         return self.pause != "abort"
 
     @property
@@ -211,20 +199,12 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
     # Requests
 
     def guard_requests(self) -> None:
-        """Has SGLang's requests wait until they may be computed. Where they may span a sync, every answer tells of
-        which weights it is; with ``in_place``, requests share cached prefixes only with those that began with the same
-        weights."""
-        self.guarded = Guarded(
-            self.tokenizer_manager,
-            self._admit,
-            spans=self.keeps_requests and not compat.counts_versions(self.tokenizer_manager),
-            name=lambda: f"weights-{self._loads}:" if self.pause == "in_place" else "",
-        )
+        self.guarded = Guarded(self)
 
-    async def _admit(self) -> None:
+    async def admit(self) -> None:
         """Waits until a request may be computed: the engine has had its first sync where it needs one, none is under
         way, and its memory is there. Raises HalfWrittenError where the last sync failed, or the first one does not
-        come."""
+        come. Where nothing is to be waited for it returns without letting anything else run."""
         await self._gate.first_sync(together_seconds(self._sync.timeout_seconds))
         await self._gate.enter()
 
@@ -234,7 +214,7 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         A call that may span a sync says so in the fields that verl's client fills in otherwise: the version of the
         weights when it began, and when it ended.
         """
-        await self._admit()
+        await self.admit()
         began = self.global_steps
         output = await super().generate(*args, **kwargs)
         if self.keeps_requests and began is not None:
@@ -298,8 +278,7 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         """verl's counterpart of ``release_kv_cache``; of ``sleep`` too, after a sync of a separate rollout."""
         say_unused("resume_kv_cache", more)
         if self.node_rank == 0 and self.config.free_cache_engine:
-            await self.resume_tags([KV_CACHE])
-            await self._flush()
+            await self.wake([KV_CACHE])
 
     async def wake_up(self, **more: Any) -> None:
         """verl's counterpart of ``sleep``. Raises ValueError, as verl's, for a colocated engine of the actor, which
@@ -309,8 +288,7 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
             return
         say_unused("wake_up", more)
         if self.node_rank == 0:
-            await self.resume_tags(sorted(self.occupation.released))
-            await self._flush()
+            await self.wake(sorted(self.occupation.released))
 
     async def _release(self, tags: list[str]) -> None:
         """SGLang ends when it is to release memory while a request is running."""
@@ -345,7 +323,7 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         colocated engine that is awake SGLang loads when all requests have ended. Raises RuntimeError where some
         requests do not end, or the sync was given up meanwhile."""
         number = self._gate.begin()
-        self._loads += 1
+        self.loads += 1
         if not self.separate:
             await self._end_requests()
         elif not self._paused:
@@ -358,16 +336,9 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
     async def load_adapter(
         self, settings: dict[str, Any], packed: bytes, sent: list[tuple[str, int, int]], weight_version: str | None
     ) -> float:
-        """Replaces the adapter under verl's name for it, and sees that SGLang computes with all of it. Raises
-        RuntimeError where SGLang refused the adapter. Raises ValueError where it does not compute with all of it; names
-        a module and the remedy.
-
-        Args:
-            settings: ``lora.served_settings``.
-            packed: the factors, pickled.
-            sent: ``lora.summary`` of the same factors.
-            weight_version: see ``load_weights``, as for the result.
-        """
+        """Replaces the adapter under verl's name for it, and sees that SGLang computes with all of it, or raises
+        ValueError. Arguments as ``rollouts.sglang.pack_adapter`` returns them; version and result as of
+        ``load_weights``."""
         await self.begin_load()
         self._version, self._flushing = weight_version, None
         if self._served != (names := [name for name, *_ in sent]):

@@ -24,20 +24,12 @@ from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK, LOADER, pack
 
 
 class WeightUpdates:
-    """SGLang's side of the phase. Who mixes it in calls ``expect_updates``.
-
-    Attributes:
-        tokenizer_manager: SGLang's.
-        global_steps: version of the weights; ``None`` before the first one with a version.
-        keeps_requests: requests stay in the engine while its weights are synced.
-        loader: SGLang's ``load_format`` of a sync.
-        occupation: which memory of the engine is released.
-    """
+    """SGLang's side of the phase. Who mixes it in calls ``expect_updates``."""
 
     tokenizer_manager: Any
-    global_steps: int | None = None
-    keeps_requests: Any = False
-    loader: Any = LOADER
+    global_steps: int | None = None  # version of the weights
+    keeps_requests: Any = False  # while its weights are synced
+    loader: Any = LOADER  # SGLang's ``load_format`` of a sync
     _gate: WeightsGate
 
     def expect_updates(self, timeout_seconds: float, memory: Callable[[bool], None] = lambda there: None) -> None:
@@ -53,17 +45,22 @@ class WeightUpdates:
 
     async def release_tags(self, tags: list[str]) -> None:
         """Releases what is still resident of ``tags``; see ``Occupation``."""
-        await self.occupation.release(tags, self._release)
+        await self.occupation.change("release", tags, self._release)
 
     async def _release(self, tags: list[str]) -> None:
         await self.tokenizer_manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None)
 
     async def resume_tags(self, tags: list[str]) -> None:
         """Resumes what is released of ``tags``; see ``Occupation``."""
-        manager = self.tokenizer_manager
-        await self.occupation.resume(
-            tags, lambda todo: manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=todo), None)
-        )
+        await self.occupation.change("resume", tags, self._resume)
+
+    async def _resume(self, tags: list[str]) -> None:
+        await self.tokenizer_manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags), None)
+
+    async def wake(self, tags: list[str]) -> None:
+        """Resumes what is released of ``tags``; once all is there, the prefix cache is flushed."""
+        await self.resume_tags(tags)
+        await self._flush()
 
     async def load_weights(self, request: tuple[Any, ...], weight_version: str | None) -> float:
         """Has every scheduler rank call our loader, and returns when all have left it. ``request``:
@@ -120,8 +117,7 @@ class WeightUpdates:
         one may be under way."""
         number, version = self._gate.number, self._version
         try:
-            await self.resume_tags(tags)
-            await self._flush()
+            await self.wake(tags)
         except BaseException as error:
             self._gate.fail(f"waking up after the sync failed: {error}", number)
             raise
