@@ -26,11 +26,7 @@ STACK = ("verl-sync-plugin", "verl", "sglang", "torch", "transformers", "megatro
 
 
 def offered(module: Any, name: str) -> Any:
-    """``module.name``, a hook of verl that the plugin cannot do without.
-
-    Raises:
-        IncompatibleHostError: this verl does not have it.
-    """
+    """``module.name``, a hook of verl that the plugin cannot do without."""
     try:
         return getattr(module, name)
     except AttributeError:
@@ -118,22 +114,24 @@ async def answering(tokenizer_manager: Any) -> bool:
 
 @asynccontextmanager
 async def weight_update_session(tokenizer_manager: Any) -> AsyncIterator[None]:
-    """SGLang >= 0.5.21 accepts weights only inside a session; earlier ones know none.
-
-    Raises:
-        RuntimeError: SGLang refused to begin or end the session.
-    """
+    """SGLang >= 0.5.21 accepts weights only inside a session; earlier ones know none."""
     begin = getattr(tokenizer_manager, "begin_weight_update", None)
     if begin is None:
         yield
         return
     from sglang.srt.managers import io_struct
 
-    await _ask(begin(io_struct.BeginWeightUpdateReqInput(selector="target")), "begin")
+    async def ask(call: Any, what: str) -> None:
+        answer = await call
+        success, message = answer if isinstance(answer, tuple) else (answer.success, answer.message)
+        if not success:
+            raise RuntimeError(f"SGLang refused to {what} a weight update: {message}")
+
+    await ask(begin(io_struct.BeginWeightUpdateReqInput(selector="target")), "begin")
     try:
         yield
     finally:
-        await _ask(tokenizer_manager.end_weight_update(io_struct.EndWeightUpdateReqInput()), "end")
+        await ask(tokenizer_manager.end_weight_update(io_struct.EndWeightUpdateReqInput()), "end")
 
 
 def target_alone(request: type) -> dict[str, Any]:
@@ -143,21 +141,9 @@ def target_alone(request: type) -> dict[str, Any]:
     return {"selector": "target"} if "selector" in fields else {"disable_draft_model": True}
 
 
-async def _ask(call: Any, what: str) -> None:
-    answer = await call
-    success, message = answer if isinstance(answer, tuple) else (answer.success, answer.message)
-    if not success:
-        raise RuntimeError(f"SGLang refused to {what} a weight update: {message}")
-
-
 async def replace_adapter(tokenizer_manager: Any, name: str, settings: dict[str, Any], packed: bytes) -> None:
-    """Unloads the adapter of this name, if there is one, and loads another in its place.
-
-    SGLang 0.5.12 takes one blob for all tensor-parallel ranks, later versions a list with one for each.
-
-    Raises:
-        RuntimeError: SGLang refused either.
-    """
+    """Unloads the adapter of this name, if there is one, and loads another in its place. SGLang 0.5.12 takes one blob
+    for all tensor-parallel ranks, later versions a list with one for each."""
     from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput, UnloadLoRAAdapterReqInput
 
     if name in tokenizer_manager.lora_registry.get_all_adapters():
@@ -197,13 +183,13 @@ def counts_versions(tokenizer_manager: Any) -> bool:
 
 
 def weight_version(tokenizer_manager: Any) -> str | None:
-    """Returns the version that SGLang reports for its weights now."""
+    """The version that SGLang reports for its weights now."""
     version = argument(tokenizer_manager, "weight_version")
     return None if version is None else str(version)
 
 
 def argument(tokenizer_manager: Any, name: str) -> Any:
-    """Returns an argument of a running SGLang; ``None`` for one that this release does not have.
+    """An argument of a running SGLang; ``None`` for one that this release does not have.
 
     From 0.5.17 on, what is resolved or changed after the launch does not stand in ``server_args`` any more.
     """

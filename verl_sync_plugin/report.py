@@ -101,7 +101,6 @@ class SyncReport:
 
     @classmethod
     def begun(cls, global_steps: int | None, manager: str, rank: int) -> SyncReport:
-        """The report of a sync that begins now."""
         epoch = round(time.time() - time.perf_counter(), 6)
         origin = {"host": socket.gethostname(), "pid": os.getpid(), "rank": rank, "device": "CPU", "epoch": epoch}
         return cls(-1 if global_steps is None else int(global_steps), manager, origin=origin)
@@ -135,13 +134,7 @@ class SyncReport:
             self.note_stage(name, started, seconds)
 
     def note_stage(self, name: str, started: float, seconds: float) -> None:
-        """Adds seconds to a stage.
-
-        Args:
-            name: of the stage.
-            started: by ``time.perf_counter`` of any process of this host.
-            seconds: that it lasted.
-        """
+        """Adds seconds to a stage that ``started`` by ``time.perf_counter`` of any process of this host."""
         self.stages[name] = self.stages.get(name, 0.0) + seconds
         if len(self.spans) < MAX_SPANS:
             self.spans.append((name, round(started, 6), round(seconds, 6)))
@@ -217,11 +210,8 @@ def installed_versions() -> dict[str, str]:
 
 
 def timing_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Seconds by ``sync/<stage>`` for verl's ``timing_raw``: the slowest replica counts.
-
-    Args:
-        reports: ``SyncReport.as_dict`` of each replica's leader.
-    """
+    """Seconds by ``sync/<stage>`` for verl's ``timing_raw``, from the ``SyncReport.as_dict`` of each replica's leader:
+    the slowest replica counts."""
     names = {name for report in reports for name in report["stages"]}
     timing = {f"sync/{name}": max(report["stages"].get(name, 0.0) for report in reports) for name in sorted(names)}
     timing["sync/phase"] = max(SyncReport(**report).phase_seconds for report in reports)
@@ -240,11 +230,7 @@ def metrics_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def sent(report: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics of a sync that a trainer rank without an engine knows: ``timing_s/sync/...`` too.
-
-    Args:
-        report: its own ``SyncReport.as_dict``.
-    """
+    """Metrics of a sync that a trainer rank without an engine knows, from its report: ``timing_s/sync/...`` too."""
     timing = {f"timing_s/{name}": value for name, value in timing_of([report]).items()}
     # of these it would report zeros that say nothing
     unknown = {f"sync/{name}" for name in (*ENGINES_BYTES, "coverage_expected", "coverage_missing", "replayed_tensors")}
@@ -300,7 +286,6 @@ def progress(report: SyncReport, speaks: bool) -> Iterator[None]:
 
 
 def progress_line(report: SyncReport, seconds: float) -> str:
-    """Describes a sync under way in one line."""
     parts = [f"sync of step {report.global_steps}: {seconds:.0f} s so far"]
     if report.handed_over is None:
         parts.append("no bucket handed over yet")

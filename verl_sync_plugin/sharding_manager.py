@@ -30,16 +30,8 @@ _managers: dict[tuple[str, str], type[ShardingManager]] = {}
 
 
 def register_sharding_manager(*, trainer: str, rollout: str) -> Callable[[M], M]:
-    """Class decorator: this ``ShardingManager`` moves weights from ``trainer`` to ``rollout``.
-
-    Args:
-        trainer: verl's actor strategy, for example ``fsdp2``.
-        rollout: verl's ``rollout.name``, for example ``sglang``.
-
-    Raises:
-        RegistryConflictError: (on decoration) the pair belongs to another class already.
-        TypeError: the class is not a ``ShardingManager``.
-    """
+    """Class decorator: this ``ShardingManager`` moves weights from ``trainer`` (verl's actor strategy, for example
+    ``fsdp2``) to ``rollout`` (verl's ``rollout.name``). Raises RegistryConflictError for a pair that is taken."""
 
     def register(cls: M) -> M:
         from verl_sync_plugin.sync.manager import ShardingManager
@@ -65,11 +57,7 @@ def known_trainers(rollout: str) -> tuple[str, ...]:
 
 
 def get_sharding_manager(trainer: str, rollout: str) -> type[ShardingManager]:
-    """The manager registered for a pair.
-
-    Raises:
-        ValueError: there is none; the text lists what there is.
-    """
+    """The manager registered for a pair. Raises ValueError, which lists what there is."""
     pair = trainer, rollout
     if pair not in _managers and pair in _BUILT_IN:
         from verl_sync_plugin.sync.manager import ShardingManager

@@ -34,8 +34,8 @@ NO_MEGATRON_LORA = (
 
 
 def left_to_verl(rollout: Any) -> str:
-    """Names the key of verl's rollout config that the plugin cannot follow with any rollout engine, and stock verl can,
-    with value and reason; empty where there is none."""
+    """The key of verl's rollout config that the plugin cannot follow with any rollout engine, and stock verl can, with
+    value and reason; empty where there is none."""
     on = section(rollout, "disaggregation", f"{PREFIX}.disaggregation").get("enabled", False)
     if on not in (None, False):
         return f"{PREFIX}.disaggregation.enabled={on!r}: weight sync serves one engine per rank"
@@ -84,12 +84,8 @@ def refuse_values(prefix: str, holder: Any) -> None:
 
 
 def refuse_combinations(config: Any, moves: bool) -> None:
-    """Raises ValueError for the first combination of keys that does not go together; names keys, values and remedy.
-
-    Args:
-        config: what verl's main function gets.
-        moves: whether the plugin moves the weights; else another checkpoint engine of verl's does.
-    """
+    """Raises ValueError for the first combination of a run's keys that does not go together. ``moves``: the plugin
+    moves the weights, and not another checkpoint engine of verl's."""
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     trainer, sync = config.get("trainer", None) or {}, sync_config_of(rollout)
     # verl's experimental mains do not read ``trainer.v1``
@@ -184,7 +180,6 @@ def refuse_combinations(config: Any, moves: bool) -> None:
 
 
 def refuse_megatron_lora(megatron: Any, model: Any) -> None:
-    """Raises ValueError when a Megatron trainer's LoRA cannot be synced; names key, value and remedy."""
     rank = lora_rank_of(model)
     if rank <= 0:
         return

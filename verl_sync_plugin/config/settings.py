@@ -72,14 +72,7 @@ class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any] | None) -> SyncConfig:
-        """Checks the plain mapping that travels in ``rollout.custom``.
-
-        Args:
-            values: the content of ``custom.sync``; ``None`` or empty means all defaults.
-
-        Raises:
-            ValueError: unknown key, wrong type or value; names key, value and remedy.
-        """
+        """Checks the content of ``custom.sync``. Raises ValueError, which names key, value and remedy."""
         return cls(**{key: _checked(str(key), value) for key, value in dict(values or {}).items()})
 
 
@@ -113,11 +106,8 @@ def _checked(key: str, value: Any) -> Any:
 
 
 def section(holder: Any, key: str, name: str) -> Any:
-    """Returns the mapping under ``key`` of a config (dataclass, DictConfig or dict); empty where there is none.
-
-    Raises:
-        ValueError: something else is there; names the whole key (``name``), value and remedy.
-    """
+    """The mapping under ``key`` of a config (dataclass, DictConfig or dict); empty where there is none. Raises
+    ValueError where something else is there; ``name`` is the whole key, for the message."""
     value = given_value(holder, key, name)
     if value is None:
         return {}
@@ -127,7 +117,6 @@ def section(holder: Any, key: str, name: str) -> Any:
 
 
 def refuse_missing(holder: Any, key: str, name: str) -> None:
-    """Raises ValueError when omegaconf's mark of a missing value is under ``key``; names key, value and remedy."""
     from omegaconf import OmegaConf
 
     # A DictConfig does not show the mark, a dict resolved from one does
@@ -136,7 +125,7 @@ def refuse_missing(holder: Any, key: str, name: str) -> None:
 
 
 def given_value(holder: Any, key: str, name: str) -> Any:
-    """The value under ``key`` in a config section; ``None`` when there is none. Errors as of ``refuse_missing``."""
+    """The value under ``key`` in a config section; ``None`` when there is none."""
     refuse_missing(holder, key, name)
     return holder.get(key, None)
 
@@ -168,11 +157,6 @@ def refuse_misplaced(config: Any) -> None:
 
 
 def sync_config_of(rollout: Any) -> SyncConfig:
-    """Returns the ``SyncConfig`` of a rollout config (dataclass, DictConfig or dict).
-
-    Raises:
-        ValueError: it holds something wrong; names key, value and remedy.
-    """
     name, _, key = KEY_PREFIX.rpartition(".")
     custom = section(rollout, "custom", name)
     refuse_near_misses(custom, (key,), name)
@@ -194,16 +178,9 @@ def lora_rank_of(model: Any) -> int:
 
 
 def settled_megabytes(short: Any, long: Any, given: bool, stock: int, syncs: bool) -> tuple[Any, Any]:
-    """Returns values for the short and the long bucket key that both say what the run uses; settling twice changes
-    nothing.
-
-    Args:
-        short: ``rollout.update_weights_bucket_megabytes``, ``None`` when not given.
-        long: ``rollout.checkpoint_engine.update_weights_bucket_megabytes``.
-        given: somebody has set the long key.
-        stock: verl's own default of it.
-        syncs: the plugin moves the weights of this run; otherwise verl reads the long key alone.
-    """
+    """Values for the short and the long bucket key that both say what the run uses; settling twice changes nothing.
+    ``given``: somebody has set the long key; ``stock``: verl's own default of it; ``syncs``: the plugin moves the
+    weights of this run; otherwise verl reads the long key alone."""
     if not given:
         default = min(stock, DEFAULT_MEGABYTES) if syncs else stock
         long = default if short is None else short
@@ -214,11 +191,7 @@ def settled_megabytes(short: Any, long: Any, given: bool, stock: int, syncs: boo
 
 
 def check_bucket_megabytes(short: Any, long: Any) -> int:
-    """The bucket size in MiB from the short key (``None`` when not given) and the long one.
-
-    Raises:
-        ValueError: no positive integer, or both given and different; names key, value and remedy.
-    """
+    """The bucket size in MiB from the short key (``None`` when not given) and the long one."""
     for key, value in ((SHORT_BUCKET_KEY, short), (LONG_BUCKET_KEY, long)):
         if key == SHORT_BUCKET_KEY and value is None:
             continue

@@ -34,6 +34,7 @@ from verl_sync_plugin.memory import FIRST, REST, Room, growth, note_device_memor
 from verl_sync_plugin.report import SyncReport, say_who_moves, write_report
 from verl_sync_plugin.rollouts import Rollout
 from verl_sync_plugin.rollouts.gate import KV_CACHE, WEIGHTS
+from verl_sync_plugin.rollouts.process import uncancellable
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sync.endpoint import Call, RolloutEndpoint, abandon
 from verl_sync_plugin.sync.manager import ShardingManager
@@ -49,10 +50,9 @@ class SyncAdapter:
     """Mixed into verl's rollout adapter of one engine.
 
     Constructing it gives verl's own adapter with ``custom.sync.enabled=False``, and for an engine that the plugin never
-    syncs: a reward model's, a teacher's, or one that gets its weights from verl's checkpoint engines. ``stock``: verl's
-    own adapter; ``rollout``: the engine."""
+    syncs: a reward model's, a teacher's, or one that gets its weights from verl's checkpoint engines."""
 
-    stock: ClassVar[type]
+    stock: ClassVar[type]  # verl's own adapter
     rollout: ClassVar[Rollout]
     config: Any
     model_config: Any
@@ -124,8 +124,7 @@ class SyncAdapter:
             self.server_actor = self.find_server()
 
     async def resume(self, tags: list[str], **more: Any) -> None:
-        """verl's stage calls: ``["weights"]`` is noted, ``["kv_cache"]`` ends the sync. Raises SyncError where stage 2
-        failed on any rank; the same text on all."""
+        """verl's stage calls: ``["weights"]`` is noted, ``["kv_cache"]`` ends the sync."""
         say_unused("resume", more)
         if WEIGHTS in tags:
             self._wake_tags = list(self._stages[0])
@@ -142,18 +141,9 @@ class SyncAdapter:
     async def update_weights(
         self, weights: Any, global_steps: int | None = None, ends: bool = True, **kwargs: Any
     ) -> None:
-        """Moves the trainer's weights into the engine. Collective over all trainer ranks.
-
-        Args:
-            weights: the ``ShardStream`` of the plugin's engine.
-            global_steps: verl's weight version.
-            ends: end the sync here when verl makes no further call, that is without ``free_cache_engine``.
-
-        Raises:
-            SyncError: any rank failed; the same text on every rank.
-            RegistryConflictError: the stream comes from another plugin's engine.
-            ValueError: the stream comes from an engine without sharding manager.
-        """
+        """Moves the trainer's weights into the engine. Collective over all trainer ranks. Raises SyncError where any
+        rank failed; the same text on every rank. ``weights``: the ``ShardStream`` of the plugin's engine; ``ends``: the
+        sync ends here when verl makes no further call, that is without ``free_cache_engine``."""
         if self._separate is not None:
             await self._separate.receive(weights, global_steps)
             return
@@ -176,10 +166,9 @@ class SyncAdapter:
             await self._finish([])
 
     def make_room_for_weights(self, offloaded: bool) -> None:
-        """Hands back what the engine needs of the trainer's cache to resume its weights.
-
-        An error, perhaps of the training step before, is kept for ``update_weights``, where all ranks hear of it.
-        ``offloaded``: the parameters are in host memory; verl's copies to there may still run, and are waited for."""
+        """Hands back what the engine needs of the trainer's cache to resume its weights. An error, perhaps of the
+        training step before, is kept for ``update_weights``, where all ranks hear of it. Parameters that are
+        ``offloaded`` are waited for: verl's copies to the host may still run."""
         self._around = SyncReport()
         try:
             with self._around.stage("before"):
@@ -191,10 +180,8 @@ class SyncAdapter:
             self._early = error
 
     async def make_room_for_rest(self, offload: Callable[[], None]) -> None:
-        """After ``update_weights``: makes the room that stage 2 needs, on all ranks. Collective.
-
-        The parameters stay where they are until here: before the commit the sync may have to look one up again. Raises
-        SyncError where any rank failed; the same text on every rank."""
+        """After ``update_weights``: makes the room that stage 2 needs, on all ranks. Collective. The parameters stay
+        where they are until here: before the commit the sync may have to look one up again."""
         manager = self._manager
         assert manager is not None, "update_weights comes first"
         agreement, report = manager.agreement, manager.report
@@ -217,7 +204,7 @@ class SyncAdapter:
         manager.keeps_staging = not (short and self.config.free_cache_engine)
 
     async def end_sync(self) -> None:
-        """Stage 2. Raises SyncError where it failed on any rank; the same text on all."""
+        """Stage 2."""
         await self._finish(self._stages[1] if self.config.free_cache_engine else [])
 
     async def _finish(self, tags: list[str]) -> None:
@@ -238,8 +225,7 @@ class SyncAdapter:
             write_report(report)
 
     def _make_manager(self, stream: ShardStream) -> ShardingManager:
-        """This rank's sharding manager. Collective over all trainer ranks. Raises ValueError where a key or the model
-        does not fit; names it, its value and the remedy."""
+        """This rank's sharding manager. Collective over all trainer ranks."""
         config, device, mesh = self.config, trainer_device(), self.device_mesh["infer_tp"]
         self._refuse_family()
         manager_class = get_sharding_manager(stream.trainer, str(config.name))
@@ -247,12 +233,11 @@ class SyncAdapter:
             config.get("update_weights_bucket_megabytes", None),
             config.checkpoint_engine.update_weights_bucket_megabytes,
         )
-        restores = self.restores_uncovered(sleeps=True)
         endpoint = RolloutEndpoint(
             self.rollout,
             calls_of(self.server_actor, TrainerWorld.after_loss) if mesh.get_local_rank() == 0 else None,
             tuple(mesh.mesh.tolist()),
-            restores,
+            self.restores_uncovered(sleeps=True),
             self._sync.timeout_seconds,
             awake_after_load=not (config.free_cache_engine and self._stages[1]),
         )
@@ -265,8 +250,7 @@ class SyncAdapter:
         return manager
 
     def _make_separate(self, incoming: Incoming) -> SeparateRollout:
-        """The manager of one rollout rank of a separate rollout. Collective over trainer and rollout ranks. Raises
-        ValueError where the model does not fit; names key, value and remedy."""
+        """The manager of one rollout rank of a separate rollout. Collective over trainer and rollout ranks."""
         self._refuse_family()
         membership = incoming.membership
         assert membership.ranks is not None, "joined"
@@ -298,8 +282,7 @@ class SeparateReceiver:
 
     async def receive(self, incoming: Any, global_steps: int | None) -> None:
         """One sync. Collective over trainer and rollout ranks. ``incoming``: what the checkpoint engine of this process
-        returned; ``global_steps``: verl's weight version. Raises SyncError where any rank failed; the same text on
-        every rank."""
+        returned."""
         assert isinstance(incoming, Incoming), "of the same backend"
         async with self._one:  # a sync that has failed ends before the next one begins
             with incoming.membership.taking_part():
@@ -328,17 +311,16 @@ def calls_of(server: Any, after_death: str) -> Call:
     """Calls of a server actor, by its handle; ``after_death`` ends the error of a server that has died."""
 
     def call(method: str, *arguments: Any) -> Future[Any]:
-        answer: Future[Any] = Future()
-        answer.set_running_or_notify_cancel()
+        answer = uncancellable()
 
         def settle(done: Future[Any]) -> None:
-            error = done.exception()
-            if isinstance(error, RayActorError):
-                said = str(error).strip().splitlines()[0]
-                error = RuntimeError(f"the rollout server died, and its engine with it ({said}); {after_death}")
-            if error is None:
+            try:
                 answer.set_result(done.result())
-            else:
+            except RayActorError as error:
+                said = str(error).strip().splitlines()[0]
+                died = f"the rollout server died, and its engine with it ({said}); {after_death}"
+                answer.set_exception(RuntimeError(died))
+            except BaseException as error:
                 answer.set_exception(error)
 
         reference: ray.ObjectRef = getattr(server, method).remote(*arguments)

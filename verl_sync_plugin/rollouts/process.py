@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -24,15 +25,13 @@ from typing import Any
 from verl_sync_plugin.rollouts import LocalLaunch
 
 # torchrun's: with them the engine's ranks would look for torchrun's store, and number themselves like the trainer's
-TORCHRUN = ("TORCHELASTIC_", "ROLE_", "GROUP_")
-TORCHRUN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN = re.compile(r"(TORCHELASTIC|ROLE|GROUP)_.*|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)")
 CLOSE_SECONDS = 60.0
 
 
 class EngineProcess:
-    """A process with an engine in it, started by this one. ``launch``: of the engine; ``devices``: its GPUs' names in
-    ``CUDA_VISIBLE_DEVICES``, in tensor-parallel order; none on a CPU. ``ready``: done when the engine answers, with an
-    error when it could not be launched."""
+    """A process with an engine in it, started by this one. ``devices``: its GPUs' names in ``CUDA_VISIBLE_DEVICES``, in
+    tensor-parallel order; none on a CPU. ``ready``: done when the engine answers, or could not be launched."""
 
     def __init__(self, launch: LocalLaunch, devices: Sequence[str]) -> None:
         ours, theirs = socket.socketpair()
@@ -42,7 +41,7 @@ class EngineProcess:
         self._engine = launch.engine
         self._connection = Connection(ours.detach())
         self._turn = threading.Lock()
-        self.ready: Future[None] = _uncancellable()
+        self.ready: Future[None] = uncancellable()
         self._asked: dict[int, Future[Any]] = {0: self.ready}
         self._number = 0
         self._ended = ""
@@ -50,9 +49,9 @@ class EngineProcess:
         threading.Thread(target=self._listen, name="verl-sync-engine", daemon=True).start()
 
     def ask(self, method: str, *arguments: Any) -> Future[Any]:
-        """Calls a method of the engine's server; returns at once. The engine gets calls in the order they are made.
-        Returns its answer, or its error; RuntimeError when the engine has ended."""
-        future = _uncancellable()
+        """Calls a method of the engine's server, in the order in which calls are made; returns at once. RuntimeError is
+        the answer of an engine that has ended."""
+        future = uncancellable()
         with self._turn:
             if self._ended:
                 future.set_exception(RuntimeError(self._ended))
@@ -92,7 +91,7 @@ class EngineProcess:
             self._process.wait()
 
 
-def _uncancellable() -> Future[Any]:
+def uncancellable() -> Future[Any]:
     """A future of a call under way: who gives up waiting for it must not keep its answer from being taken in."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
@@ -101,20 +100,16 @@ def _uncancellable() -> Future[Any]:
 
 def environment(launch: LocalLaunch, devices: Sequence[str]) -> dict[str, str]:
     """This process's environment without torchrun's variables, with the engine's; arguments of ``EngineProcess``."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in TORCHRUN_NAMES and not name.startswith(TORCHRUN)
-    }
+    given = {**launch.environment, **os.environ}
     if devices:
-        kept["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-    return {**launch.environment, **kept}
+        given["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    return {name: value for name, value in given.items() if not TORCHRUN.fullmatch(name)}
 
 
 def serve(engine: str, make: Callable[..., Any]) -> None:
     """The engine's process: launches it, answers the calls that come through the socket ``sys.argv[1]``, ends it.
-    ``engine``: its name; ``make`` takes ``LocalLaunch.arguments`` and returns the server: an object with asynchronous
-    methods, and ``engine``, which has the event ``loop`` that they run in, and ``shutdown``."""
+    ``make`` takes ``LocalLaunch.arguments`` and returns the server: an object with asynchronous methods, and
+    ``engine``, which has the event ``loop`` that they run in, and ``shutdown``."""
     connection = Connection(int(sys.argv[1]))
     try:
         server = make(*connection.recv())

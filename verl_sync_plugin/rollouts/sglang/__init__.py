@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl_sync_plugin.rollouts import LocalLaunch, LocalSpec
-from verl_sync_plugin.rollouts.sglang.refusals import (
+from verl_sync_plugin.rollouts.sglang.refusals import (  # noqa: F401  (some are what ``Rollout`` lists)
     DTYPES,
     REFUSED,
     UNSERVED,
@@ -51,27 +51,6 @@ if TYPE_CHECKING:
     from verl_sync_plugin.memory import Estimate
     from verl_sync_plugin.rollouts import Rollout
     from verl_sync_plugin.rollouts import sglang as this
-
-__all__ = [
-    "ADAPTER",
-    "DIGEST_LOADER",
-    "ENGINE",
-    "LOADER",
-    "NAME",
-    "STOCK_ADAPTER",
-    "STOCK_LOADER",
-    "generating_bytes",
-    "left_to_verl",
-    "load_replica",
-    "pack_adapter",
-    "prepare_local",
-    "refuse_adapter",
-    "refuse_checkpoint",
-    "refuse_family",
-    "refuse_keys",
-    "refuse_stock",
-    "refuse_untied",
-]
 
 NAME, ENGINE = "sglang", "SGLang"
 ADAPTER = "verl_sync_plugin.rollouts.sglang.adapter.SyncServerAdapter"
