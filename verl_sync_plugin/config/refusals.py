@@ -29,7 +29,7 @@ COLOCATED_MODES = ("sync", "colocate_async")  # with these verl syncs by its bac
 BACKEND_KEY = f"{PREFIX}.checkpoint_engine.backend"
 NO_MEGATRON_LORA = (
     f"Install Megatron-Bridge and set {ACTOR}.megatron.vanilla_mbridge=False, or train all parameters with "
-    f"{MODEL}.lora.rank=0."
+    f"{MODEL}.lora.rank=0"
 )
 
 
@@ -92,111 +92,79 @@ def refuse_combinations(config: Any, moves: bool) -> None:
     v1 = not ("async_training" in config or "rollout" in config)
     mode = str((trainer.get("v1", None) or {}).get("trainer_mode", None) or "") if v1 else ""
     backend = section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine").get("backend", "naive")
-    separate, keeps = backend == SEPARATE_BACKEND, sync.pause != "abort"
+    separate = backend == SEPARATE_BACKEND
     rank, merge = lora_rank_of(model), bool(section(model, "lora", f"{MODEL}.lora").get("merge", False))
     served = bool(rank) and not merge
     nodes, each = (int(rollout.get(key, 0) or 0) for key in ("nnodes", "n_gpus_per_node"))
+    gpus = nodes * each
     sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
     needed = math.prod(int(rollout.get(key, 1) or 1) for key in sizes)
     correction = (config.get("algorithm", None) or {}).get("rollout_correction", None) or {}
-    guards = sync.max_probs_diff is not None
-
-    pause, abort, merged = f"{KEY_PREFIX}.pause={sync.pause!r}", f"{KEY_PREFIX}.pause=abort", f"{MODEL}.lora.merge=True"
-    gpus, adapter = (
-        f"{PREFIX}.nnodes={nodes} and {PREFIX}.n_gpus_per_node={each}",
-        f"{MODEL}.lora.merge=False and LoRA rank",
-    )
-    guard, unguard = f"{KEY_PREFIX}.max_probs_diff={sync.max_probs_diff}", f"or remove {KEY_PREFIX}.max_probs_diff"
-    only = "has an effect only where trainer and rollout are separate and the plugin syncs them"
-    compares = "verl compares no probabilities of engine and trainer"
-    # where it applies; keys and values; why; what to do instead
-    table = (
-        (
-            keeps and not separate,
-            f"{pause} with {BACKEND_KEY}={backend}",
-            only,
-            f"Set {BACKEND_KEY}={SEPARATE_BACKEND}, or {abort}",
-        ),
-        (
-            keeps and mode in COLOCATED_MODES,
-            f"{pause} with {MODE_KEY}={mode}",
-            only,
-            f"Set {MODE_KEY}={SEPARATE_ASYNC}, or {abort}",
-        ),
+    merged, adapter = f"{MODEL}.lora.merge=True", f"{MODEL}.lora.merge=False and LoRA rank {rank}"
+    if sync.pause != "abort":
+        abort = f"{KEY_PREFIX}.pause=abort"
+        only = "has an effect only where trainer and rollout are separate and the plugin syncs them"
         # the client of fully_async, which the plugin does not replace, tells only which version a request ended with
-        (
-            keeps and "async_training" in config,
-            f"{pause} with verl's fully_async",
-            "a response that spans a sync would be taken for one of the newer weights alone",
-            f"Set {abort}",
-        ),
-        (
-            keeps and served,
-            f"{pause} with {adapter} {rank}",
-            "the engine replaces an adapter only when no request uses it, and requests stay in the engine",
-            f"Set {abort}, or {merged}",
-        ),
-        (
-            separate and mode == SEPARATE_ASYNC and nodes * each == 0,
-            f"{gpus} with {MODE_KEY}={mode}",
-            "the rollout has no GPUs of its own",
-            f"Set both, for example {PREFIX}.nnodes=1 {PREFIX}.n_gpus_per_node=4",
-        ),
-        # verl would start no engine, and say nothing
-        (
-            separate and 0 < nodes * each < needed,
-            gpus,
-            f"the rollout has {nodes * each} GPUs of its own, and one engine needs {needed} ({', '.join(sizes)})",
-            "Give it more, or make the engine smaller",
-        ),
-        (
-            moves and served and sync.verify not in ("never", "first"),
-            f"{KEY_PREFIX}.verify={sync.verify!r} with {adapter} {rank}",
-            "of an adapter that the engine serves only the base is compared",
-            f"Set {KEY_PREFIX}.verify=first, or {merged}",
-        ),
-        (
-            guards and not rollout.get("calculate_log_probs", False),
-            f"{guard} with {PREFIX}.calculate_log_probs=False",
-            compares,
-            f"Set it to True, {unguard}",
-        ),
-        (
-            guards and bool(correction.get("bypass_mode", False)),
-            f"{guard} with algorithm.rollout_correction.bypass_mode=True",
-            compares,
-            f"Set it to False, {unguard}",
-        ),
-        (
-            guards and not (v1 and trainer.get("use_v1", True)),
-            f"{guard} without one of verl's V1 trainers",
-            "the plugin sees the metrics of these alone",
-            f"Set trainer.use_v1=True, {unguard}",
-        ),
-    )
-    for applies, keys, why, remedy in table:
+        newer = "a response that spans a sync would be taken for one of the newer weights alone"
+        kept = "the engine replaces an adapter only when no request uses it, and requests stay in the engine"
+        _refuse_first(
+            f"{KEY_PREFIX}.pause={sync.pause!r} with ",
+            (not separate, f"{BACKEND_KEY}={backend}", only, f"Set {BACKEND_KEY}={SEPARATE_BACKEND}, or {abort}"),
+            (mode in COLOCATED_MODES, f"{MODE_KEY}={mode}", only, f"Set {MODE_KEY}={SEPARATE_ASYNC}, or {abort}"),
+            ("async_training" in config, "verl's fully_async", newer, f"Set {abort}"),
+            (served, adapter, kept, f"Set {abort}, or {merged}"),
+        )
+    if separate:
+        # with too few verl would start no engine, and say nothing
+        few = f"the rollout has {gpus} GPUs of its own, and one engine needs {needed} ({', '.join(sizes)})"
+        none, both = "the rollout has no GPUs of its own", f"for example {PREFIX}.nnodes=1 {PREFIX}.n_gpus_per_node=4"
+        _refuse_first(
+            f"{PREFIX}.nnodes={nodes} and {PREFIX}.n_gpus_per_node={each}",
+            (mode == SEPARATE_ASYNC and not gpus, f" with {MODE_KEY}={mode}", none, f"Set both, {both}"),
+            (0 < gpus < needed, "", few, "Give it more, or make the engine smaller"),
+        )
+    if moves and served:
+        base = "of an adapter that the engine serves only the base is compared"
+        _refuse_first(
+            f"{KEY_PREFIX}.verify={sync.verify!r} with ",
+            (sync.verify not in ("never", "first"), adapter, base, f"Set {KEY_PREFIX}.verify=first, or {merged}"),
+        )
+    if sync.max_probs_diff is not None:
+        key, compares = f"{KEY_PREFIX}.max_probs_diff", "verl compares no probabilities of engine and trainer"
+        logs, bypasses = rollout.get("calculate_log_probs", False), correction.get("bypass_mode", False)
+        sees, use_v1 = "the plugin sees the metrics of these alone", v1 and trainer.get("use_v1", True)
+        _refuse_first(
+            f"{key}={sync.max_probs_diff} with",
+            (not logs, f" {PREFIX}.calculate_log_probs=False", compares, f"Set it to True, or remove {key}"),
+            (bypasses, " algorithm.rollout_correction.bypass_mode=True", compares, f"Set it to False, or remove {key}"),
+            (not use_v1, "out one of verl's V1 trainers", sees, f"Set trainer.use_v1=True, or remove {key}"),
+        )
+
+
+def _refuse_first(subject: str, *rows: tuple[Any, str, str, str]) -> None:
+    """Raises ValueError for the first row that applies: with what, why, and what to do instead."""
+    for applies, other, why, remedy in rows:
         if applies:
-            raise ValueError(f"{keys}: {why}. {remedy}.")
+            raise ValueError(f"{subject}{other}: {why}. {remedy}.")
 
 
 def refuse_megatron_lora(megatron: Any, model: Any) -> None:
-    rank = lora_rank_of(model)
-    if rank <= 0:
+    if (rank := lora_rank_of(model)) <= 0:
         return
-    if (model.get("lora", None) or {}).get("type", None) == "dora":
-        raise ValueError(
-            f"{MODEL}.lora.type='dora' with {ACTOR}.strategy=megatron: the export of Megatron-Bridge leaves DoRA's "
-            f"magnitudes out, and weight sync does not merge them. Set {MODEL}.lora.type=lora."
-        )
-    if megatron.get("vanilla_mbridge", False):
-        raise ValueError(
-            f"{ACTOR}.megatron.vanilla_mbridge=True with LoRA rank {rank}: mbridge has no LoRA. {NO_MEGATRON_LORA}"
-        )
-    if not _has_megatron_bridge():
-        raise ValueError(
-            f"LoRA rank {rank} with {ACTOR}.strategy=megatron: the package megatron.bridge, which has LoRA for "
-            f"Megatron, is not installed. {NO_MEGATRON_LORA}"
-        )
+    left_out = "the export of Megatron-Bridge leaves DoRA's magnitudes out, and weight sync does not merge them"
+    bridge = "the package megatron.bridge, which has LoRA for Megatron, is not installed"
+    dora, vanilla = (model.get("lora", None) or {}).get("type", None) == "dora", megatron.get("vanilla_mbridge", False)
+    lora, strategy, mbridge = (
+        f"LoRA rank {rank}",
+        f"{ACTOR}.strategy=megatron",
+        f"{ACTOR}.megatron.vanilla_mbridge=True",
+    )
+    _refuse_first(
+        "",
+        (dora, f"{MODEL}.lora.type='dora' with {strategy}", left_out, f"Set {MODEL}.lora.type=lora"),
+        (vanilla, f"{mbridge} with {lora}", "mbridge has no LoRA", NO_MEGATRON_LORA),
+        (not _has_megatron_bridge(), f"{lora} with {strategy}", bridge, NO_MEGATRON_LORA),
+    )
 
 
 def _has_megatron_bridge() -> bool:
