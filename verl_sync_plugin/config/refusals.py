@@ -154,15 +154,11 @@ def refuse_megatron_lora(megatron: Any, model: Any) -> None:
     left_out = "the export of Megatron-Bridge leaves DoRA's magnitudes out, and weight sync does not merge them"
     bridge = "the package megatron.bridge, which has LoRA for Megatron, is not installed"
     dora, vanilla = (model.get("lora", None) or {}).get("type", None) == "dora", megatron.get("vanilla_mbridge", False)
-    lora, strategy, mbridge = (
-        f"LoRA rank {rank}",
-        f"{ACTOR}.strategy=megatron",
-        f"{ACTOR}.megatron.vanilla_mbridge=True",
-    )
+    lora, strategy = f"LoRA rank {rank}", f"{ACTOR}.strategy=megatron"
     _refuse_first(
         "",
         (dora, f"{MODEL}.lora.type='dora' with {strategy}", left_out, f"Set {MODEL}.lora.type=lora"),
-        (vanilla, f"{mbridge} with {lora}", "mbridge has no LoRA", NO_MEGATRON_LORA),
+        (vanilla, f"{ACTOR}.megatron.vanilla_mbridge=True with {lora}", "mbridge has no LoRA", NO_MEGATRON_LORA),
         (not _has_megatron_bridge(), f"{lora} with {strategy}", bridge, NO_MEGATRON_LORA),
     )
 

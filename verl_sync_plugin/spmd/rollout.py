@@ -15,7 +15,7 @@ import socket
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -49,7 +49,7 @@ class SpmdShardingManager(ShardingManager):
     backend = LiveTrainer
 
 
-class SpmdRollout:
+class SpmdRollout(AbstractContextManager["SpmdRollout"]):
     """SGLang on the GPUs of the ranks that train, one engine for every tensor-parallel group.
 
     All methods but ``close`` are collective: every rank of the world calls them, in the same order. What fails on one
@@ -267,24 +267,20 @@ class SpmdRollout:
             agreement = self._agreement
             request = agreement.step("looking at the prompts", lambda: request_of(token_ids, sampling, attention_mask))
             digests = agreement.gather("comparing the prompts", hashlib.sha256(pickle.dumps(request)).digest())
-
-            def compare() -> None:
+            with agreement.attempt():
                 if len({digests[rank] for rank in self.ranks}) > 1:
                     raise ValueError("the ranks of one engine gave different prompts or parameters: give the same.")
-
-            agreement.step("comparing the prompts", compare)
+            agreement.settle("comparing the prompts")
             try:
                 answered = [self._call("generating", "generate", *request)]
             except RuntimeError:
                 if self._ask is not None:
                     self._ask("abort")
                 raise
-
-            def share() -> None:
+            with agreement.attempt():
                 if self._group is not None:
                     dist.broadcast_object_list(answered, src=self.ranks[0], group=self._group)
-
-            agreement.step("sharing the responses", share)
+            agreement.settle("sharing the responses")
         return padded(request[0], answered[0], pad_token_id, self._version, self.device)
 
     def digests(self) -> list[dict[str, str]] | None:
@@ -307,9 +303,6 @@ class SpmdRollout:
         """Ends this rank's engine, if it owns one; not collective. The end of the script does so, too."""
         self._closed = True
         self._open.close()
-
-    def __enter__(self) -> SpmdRollout:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -357,24 +350,26 @@ class Place(NamedTuple):
 def engine_ranks(tensor_parallel_size: int | None, mesh: DeviceMesh | None) -> tuple[int, ...]:
     """The ranks of this rank's engine, in tensor-parallel order. Raises ValueError for arguments that do not fit."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    if mesh is not None:
-        names = mesh.mesh_dim_names or ()
-        if TP not in names and mesh.ndim != 1:
-            raise ValueError(f"mesh={mesh}: has no dimension named {TP!r}. Name that of the engine's ranks so.")
-        own = mesh[TP] if TP in names and mesh.ndim > 1 else mesh
-        if own.get_coordinate() is None:
-            raise ValueError(f"mesh={mesh}: rank {rank} is not in it. Use a mesh of all ranks.")
-        ranks = tuple(own.mesh.flatten().tolist())
-        if tensor_parallel_size not in (None, len(ranks)):
-            raise ValueError(
-                f"tensor_parallel_size={tensor_parallel_size}: the mesh says {len(ranks)}. Leave out the former."
-            )
-        return ranks
     size = 1 if tensor_parallel_size is None else tensor_parallel_size
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1 or world % size:
-        raise ValueError(f"tensor_parallel_size={size!r}: use a number that divides the {world} ranks.")
-    first = rank // size * size
-    return tuple(range(first, first + size))
+    if mesh is None:
+        if not _whole(size, 1) or world % size:
+            raise ValueError(f"tensor_parallel_size={size!r}: use a number that divides the {world} ranks.")
+        first = rank // size * size
+        return tuple(range(first, first + size))
+    names = mesh.mesh_dim_names or ()
+    if TP not in names and mesh.ndim != 1:
+        raise ValueError(f"mesh={mesh}: has no dimension named {TP!r}. Name that of the engine's ranks so.")
+    own = mesh[TP] if TP in names and mesh.ndim > 1 else mesh
+    if own.get_coordinate() is None:
+        raise ValueError(f"mesh={mesh}: rank {rank} is not in it. Use a mesh of all ranks.")
+    ranks = tuple(own.mesh.flatten().tolist())
+    if tensor_parallel_size not in (None, len(ranks)):
+        raise ValueError(f"tensor_parallel_size={size}: the mesh says {len(ranks)}. Leave out the former.")
+    return ranks
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def make_groups(
@@ -403,8 +398,7 @@ def check_groups(everywhere: Sequence[tuple[int, ...]], places: Sequence[Place])
     for rank, ranks in enumerate(everywhere):
         if rank not in ranks or any(everywhere[other] != ranks for other in ranks):
             raise ValueError(f"the ranks of one engine disagree: rank {rank} says {ranks}. Use one mesh on all ranks.")
-        hosts = {places[other].host for other in ranks}
-        if len(hosts) > 1:
+        if len(hosts := {places[other].host for other in ranks}) > 1:
             raise ValueError(
                 f"the engine of ranks {ranks} would be on the hosts {', '.join(sorted(hosts))}, and SpmdRollout "
                 "launches none on several. Use a tensor_parallel_size of at most the GPUs of one host."
@@ -455,7 +449,7 @@ def request_of(
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"token_ids[{index}] has no tokens. Give every prompt at least one.")
-        if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in prompt):
+        if not all(_whole(token, 0) for token in prompt):
             raise ValueError(f"token_ids[{index}]={prompt[:8]}…: not token ids. Use whole numbers from 0 on.")
     each = [dict(sampling or {})] * len(prompts) if sampling is None or isinstance(sampling, Mapping) else sampling
     if len(each) != len(prompts):
@@ -467,7 +461,7 @@ def request_of(
     for prompt, settings in zip(prompts, each, strict=True):
         given = dict(settings)
         times = given.pop("n", 1)
-        if isinstance(times, bool) or not isinstance(times, int) or times < 1:
+        if not _whole(times, 1):
             raise ValueError(f"sampling['n']={times!r}: use a number of responses from 1 on.")
         for unserved in ("stop", "stop_regex", "min_new_tokens", "json_schema", "regex", "ebnf"):
             if given.get(unserved):
@@ -483,16 +477,13 @@ def _prompts(token_ids: Prompts, mask: torch.Tensor | None) -> list[list[int]]:
         if mask is not None:
             raise ValueError("attention_mask: goes with a padded tensor of token_ids; leave it out for lists.")
         return [list(prompt) for prompt in token_ids]
-    if token_ids.dim() != 2 or token_ids.is_floating_point():
-        raise ValueError(
-            f"token_ids of {token_ids.dtype} and shape {tuple(token_ids.shape)}: use whole numbers of shape (N, P)."
-        )
+    shape = tuple(token_ids.shape)
+    if len(shape) != 2 or token_ids.is_floating_point():
+        raise ValueError(f"token_ids of {token_ids.dtype} and shape {shape}: use whole numbers of shape (N, P).")
     if mask is None:
         return token_ids.tolist()
-    if mask.shape != token_ids.shape:
-        raise ValueError(
-            f"attention_mask of shape {tuple(mask.shape)}: use that of token_ids, {tuple(token_ids.shape)}."
-        )
+    if mask.shape != shape:
+        raise ValueError(f"attention_mask of shape {tuple(mask.shape)}: use that of token_ids, {shape}.")
     return [row[kept.bool()].tolist() for row, kept in zip(token_ids.cpu(), mask.cpu(), strict=True)]
 
 
