@@ -10,9 +10,10 @@ plugin must not end up there, so a failure ends the process instead.
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 # Also in compat.py, whose import may be what fails
@@ -40,13 +41,14 @@ except Exception as import_error:
 def register() -> None:
     """Arranges for each registry of verl's to be written to when verl imports its module: importing these here would
     cost seconds in every process. One that verl has imported already is served at once."""
-    hooks = {
+    hooks: dict[str, Callable[[Any], Any]] = {
         "hydra": lambda _: _register_hydra(),
         "verl.workers.rollout.base": _register_rollout,
         "verl.workers.rollout.replica": _register_replica,
         "verl.checkpoint_engine.base": _register_checkpoint_engine,
-        "verl.workers.engine": _register_engines,
-        "verl.workers.engine.megatron": _register_megatron_engine,  # only where megatron-core is installed
+        "verl.workers.engine": partial(_register_engines, "engines", "fsdp, fsdp2"),
+        # only where megatron-core is installed
+        "verl.workers.engine.megatron": partial(_register_engines, "megatron_engine", "megatron"),
         "verl.trainer.ppo.v1": _register_trainers,
     }
     for module, hook in hooks.items():
@@ -83,20 +85,9 @@ def _register_checkpoint_engine(base: Any) -> None:
     import verl_sync_plugin.hooks.separate  # noqa: F401  (registers on import)
 
 
-def _register_engines(_: Any) -> None:
-    with _taken_key("fsdp, fsdp2"):
-        import verl_sync_plugin.hooks.engines  # noqa: F401  (registers on import)
-
-
-def _register_megatron_engine(_: Any) -> None:
-    with _taken_key("megatron"):
-        import verl_sync_plugin.hooks.megatron_engine  # noqa: F401  (registers on import)
-
-
-@contextmanager
-def _taken_key(strategies: str) -> Iterator[None]:
+def _register_engines(module: str, strategies: str, _: Any) -> None:
     try:
-        yield
+        importlib.import_module(f"verl_sync_plugin.hooks.{module}")  # registers on import
     except AssertionError as error:  # verl's way to refuse a taken key
         raise RegistryConflictError(
             f"verl's training engine for {strategies} on (cuda, nvidia or amd) is already taken: {error} "

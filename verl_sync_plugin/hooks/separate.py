@@ -110,7 +110,9 @@ class SyncCheckpointEngine(CheckpointEngine):
         with ExitStack() as later, self._membership.taking_part():
             # Hazard: a failed sync may leave NCCL hanging on the stream, where offloading would wait for it without a
             # bound. So `sending` ends last, when that is aborted.
-            later.enter_context(sending(_engine_of(weights)))
+            if not isinstance(weights, shard_stream.ShardStream):
+                shard_stream.refuse_plain_stream()
+            later.enter_context(sending(weights.engine))
             manager = self._manager_for(weights, self._membership.ranks)
             await manager.update_weights([], global_steps)
             await manager.finish([])
@@ -147,15 +149,6 @@ class SyncCheckpointEngine(CheckpointEngine):
         say_unused("receive_weights", more)
         assert self._membership is not None and self._membership.ranks is not None, "init_process_group() comes first"
         return Incoming(self._membership, self._membership.ranks)
-
-
-def _engine_of(weights: Any) -> Any:
-    """verl's training engine, whose weights a stream hands out; see ``refuse_plain_stream`` for any other's."""
-    from verl_sync_plugin.trainers.shard_stream import ShardStream, refuse_plain_stream
-
-    if not isinstance(weights, ShardStream):
-        refuse_plain_stream()
-    return weights.engine
 
 
 _WORKER = ray.remote(CheckpointEngineWorker)

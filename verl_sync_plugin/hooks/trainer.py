@@ -5,7 +5,6 @@ separate rollout, whose servers may die and of which one call may span a sync.""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
@@ -60,9 +59,21 @@ class SyncTrainerMixin:
         return of_separate_rollout(client) if syncs_separate(self.config.actor_rollout_ref.rollout) else client
 
     def _compute_old_log_prob(self: Any, batch: Any, metrics: dict[str, Any], **more: Any) -> Any:
-        """verl's step that compares the probabilities of engine and trainer; the actor's update comes later."""
+        """verl's step that compares the probabilities of engine and trainer; the actor's update comes later. Raises
+        RuntimeError where they differ by more than ``custom.sync.max_probs_diff``, or verl does not say."""
         batch = super()._compute_old_log_prob(batch, metrics=metrics, **more)  # type: ignore[misc]
-        guard_probs(sync_config_of(self.config.actor_rollout_ref.rollout).max_probs_diff, metrics, self.global_steps)
+        most = sync_config_of(self.config.actor_rollout_ref.rollout).max_probs_diff
+        if most is None or metrics.get(PROBS_VALID) == 0:  # no response has a token
+            return batch
+        key, found, step = f"{KEY_PREFIX}.max_probs_diff", metrics.get(PROBS_DIFF), f"step {self.global_steps}: "
+        if found is None:
+            raise RuntimeError(f"{step}verl logged no {PROBS_DIFF}, which {key}={most:g} guards. Remove that key.")
+        if not found <= most:
+            raise RuntimeError(
+                f"{step}{PROBS_DIFF}={found:.4g} exceeds {key}={most:g}: the engine does not compute what the trainer "
+                "computes. Compare their settings (dtype, attention, quantization, rope), see whether "
+                f"{KEY_PREFIX}.verify=always finds more, or raise {key} if these kernels differ as much."
+            )
         return batch
 
     def on_step_end(self: Any, **more: Any) -> None:
@@ -78,22 +89,6 @@ class SyncTrainerMixin:
         if reports := take_reports(replicas):
             self.timing_raw.update(timing_of(reports))
             self._pending_sync_metrics.update(metrics_of(reports))
-
-
-def guard_probs(most: float | None, metrics: Mapping[str, Any], step: int) -> None:
-    """Stops a run whose engine samples with other probabilities than the trainer computes: raises RuntimeError where
-    verl's mean difference is above ``custom.sync.max_probs_diff``, or verl did not log it."""
-    if most is None or metrics.get(PROBS_VALID) == 0:  # no response has a token
-        return
-    key, found = f"{KEY_PREFIX}.max_probs_diff", metrics.get(PROBS_DIFF)
-    if found is None:
-        raise RuntimeError(f"step {step}: verl logged no {PROBS_DIFF}, which {key}={most:g} guards. Remove that key.")
-    if not found <= most:
-        raise RuntimeError(
-            f"step {step}: {PROBS_DIFF}={found:.4g} exceeds {key}={most:g}: the engine does not compute what the "
-            "trainer computes. Compare their settings (dtype, attention, quantization, rope), see whether "
-            f"{KEY_PREFIX}.verify=always finds more, or raise {key} if these kernels differ as much."
-        )
 
 
 def syncs_separate(rollout: Any) -> bool:
