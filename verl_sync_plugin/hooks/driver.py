@@ -76,8 +76,9 @@ def settle(config: DictConfig, overrides: Sequence[str] = (), program: str = "",
         leave_to_verl(rollout, resolved)
         return ""
     refuse_misplaced(config)
-    unserved = "" if program in WITHOUT_SYNC else stepping_aside(actor_rollout_ref, overrides)
-    if unserved or program in WITHOUT_SYNC or not syncs(actor_rollout_ref):
+    on = program not in WITHOUT_SYNC and syncs(actor_rollout_ref)
+    unserved = stepping_aside(actor_rollout_ref, overrides) if on else ""
+    if unserved or not on:
         if not resolved and not sync_config_of(rollout).enabled:  # by the user, and not by the line below
             refuse_unread_rank(actor_rollout_ref.model, OmegaConf.select(actor_rollout_ref, "actor.strategy"))
         leave_to_verl(rollout, resolved)
@@ -90,10 +91,8 @@ def settle(config: DictConfig, overrides: Sequence[str] = (), program: str = "",
 
 
 def syncs(actor_rollout_ref: Any) -> bool:
-    """True if the plugin is on for this trainer and rollout."""
+    """True if the plugin is on for this trainer and a rollout that it serves."""
     rollout = actor_rollout_ref.rollout
-    if not serves(rollout.get("name")):
-        return False
     separate, sync = backend_of(rollout) == SEPARATE_BACKEND, sync_config_of(rollout)
     if separate and not sync.enabled:
         raise ValueError(SWITCHED_OFF)
@@ -114,8 +113,6 @@ def stepping_aside(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
     """The line that says why stock verl moves the weights of a run that the plugin cannot serve; empty where it can.
     Raises ValueError where one of our keys was given, or stock verl would move wrong weights or train other parameters.
     """
-    if not syncs(actor_rollout_ref):
-        return ""
     rollout, strategy = actor_rollout_ref.rollout, OmegaConf.select(actor_rollout_ref, "actor.strategy")
     engine = rollout_of(rollout.name)
     cause = _unserved_trainer(actor_rollout_ref, strategy, engine.ENGINE)

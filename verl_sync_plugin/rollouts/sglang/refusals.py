@@ -86,10 +86,13 @@ SAME_WORDS = {"dtype": "dtype", "load_format": "load_format", "ep_size": "expert
 SAME_DTYPES = {"half": "float16", "float": "float32"}
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
+
+def _causal(names: str) -> list[str]:
+    return [f"{name}ForCausalLM" for name in names.split()]
+
+
 # Where SGLang builds experts into every layer, whatever the configuration says about dense ones
-EXPERTS_EVERYWHERE = (
-    "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen3VLMoeForConditionalGeneration",
-)  # fmt: skip
+EXPERTS_EVERYWHERE = (*_causal("Qwen2Moe Qwen3Moe Qwen3Next"), "Qwen3VLMoeForConditionalGeneration")
 # Whose tensors SGLang's class cannot take again and again, and why
 UNSYNCABLE = {
     "Llama4ForCausalLM": "its loader for the text model alone knows no experts",
@@ -99,38 +102,29 @@ UNSYNCABLE = {
 
 # What verl 0.9.1 and SGLang 0.5.12 make of ``rollout.quantization=fp8``: every parameter of a tiny model was compared
 # with the same class in bfloat16, on one rank. verl chooses what it quantizes by names, SGLang by its modules.
-_RIGHT = (
+FP8_RIGHT = _causal(
     "Apertus Arcee Cohere Cohere2 Gemma Ernie4_5 Ernie4_5_ Ernie4_5_Moe Gemma2 Gemma3 Glm4 Glm4Moe Granite "
     "HunYuanDenseV1 Olmo2 Olmoe Qwen2 Qwen3 Qwen3Moe SeedOss SmolLM3 Starcoder2"
 )
-FP8_RIGHT = frozenset(f"{name}ForCausalLM" for name in _RIGHT.split())
-FP8_RAISES = frozenset(
-    {
-        *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "GPT2LMHeadModel"),
-        *("GraniteMoeHybridForCausalLM", "Lfm2ForCausalLM", "OlmoForCausalLM", "StableLmForCausalLM"),
-    }
-)
-_DROPS_SCALES = "SGLang drops the scales of its weights"
+FP8_RAISES = (*_causal("DeepseekV2 DeepseekV3 Glm4MoeLite GraniteMoeHybrid Lfm2 Olmo StableLm"), "GPT2LMHeadModel")
 _BARE_EXPERTS = "verl does not quantize its experts, and SGLang holds them in fp8 without their scales"
 _QUANTIZED_GATE = "verl quantizes the gate of its shared expert, and SGLang holds it in bfloat16"
 _OTHER_TENSORS = "verl quantizes other tensors of it than SGLang holds in fp8"
+# Not tried are InternLM3, IQuestCoder and TeleFLM, SGLang's classes for which are its Llama with another name, and
+# Qwen3-Next, which has the gate of Qwen2-MoE
+_SCALELESS = _causal("Llama Mistral Ministral3 Phi3 InternLM3 IQuestCoder TeleFLM")
 FP8_WRONG = {
-    f"{name}ForCausalLM": why
-    for why, names in {
-        # Not tried are InternLM3, IQuestCoder and TeleFLM: SGLang's classes for these are its Llama with another name
-        _DROPS_SCALES: "Llama Mistral Ministral3 Phi3 InternLM3 IQuestCoder TeleFLM",
-        _BARE_EXPERTS: "Mixtral PhiMoE Phimoe GraniteMoe",
-        _OTHER_TENSORS: "Lfm2Moe OPT",
-        _QUANTIZED_GATE: "Qwen2Moe Qwen3Next",  # Qwen3-Next was not tried; it has the same gate
-    }.items()
-    for name in names.split()
+    **dict.fromkeys(_SCALELESS, "SGLang drops the scales of its weights"),
+    **dict.fromkeys(_causal("Mixtral PhiMoE Phimoe GraniteMoe"), _BARE_EXPERTS),
+    **dict.fromkeys(_causal("Lfm2Moe OPT"), _OTHER_TENSORS),
+    **dict.fromkeys(_causal("Qwen2Moe Qwen3Next"), _QUANTIZED_GATE),
 }
 
 # SGLang's classes (0.5.12) that cannot be launched untied: an adapter makes two weights of embedding and head, and
 # these have one, whatever tie_word_embeddings says
 _COMPUTES = (
-    *("CohereForCausalLM", "Cohere2ForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3nForCausalLM"),
-    *("Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration", "GPT2LMHeadModel", "GPTBigCodeForCausalLM"),
+    *_causal("Cohere Cohere2 Gemma Gemma2 Gemma3n GPTBigCode"),
+    *("Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration", "GPT2LMHeadModel"),
 )
 _SKIPS = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 ALWAYS_TIED = {
@@ -148,8 +142,7 @@ UNSERVABLE = (  # of these, use_rslora: it scales by alpha / r whatever that say
 # Families for which tests of this project show that a sync writes every parameter and persistent buffer; for the last
 # one a run on GPUs without the copy shows it too (mla-7b-2gpu-megatron-bridge-ep2-tp2-full in benchmarks/results).
 # The ledger checks it again in every run; an architecture outside this list keeps the copy.
-_COVERED = "Llama Qwen2 Qwen3 Qwen3Moe DeepseekV3"  # the last is Moonlight's, too
-COVERED_ARCHITECTURES = frozenset(f"{name}ForCausalLM" for name in _COVERED.split())
+COVERED = _causal("Llama Qwen2 Qwen3 Qwen3Moe DeepseekV3")  # the last is Moonlight's, too
 
 
 def refuse_keys(rollout: Any) -> None:
@@ -323,10 +316,10 @@ def refuse_fp8(path: str) -> str:
                 f"({name}), so SGLang would generate with wrong weights, without an error. Remove "
                 f"actor_rollout_ref.rollout.quantization, or {TURN_OFF}, which does not notice."
             )
-    if architectures and FP8_RIGHT.issuperset(architectures):
+    if architectures and set(architectures) <= set(FP8_RIGHT):
         return ""
     shown = ", ".join(architectures) or f"the model {path}, whose config.json cannot be read here,"
-    if FP8_RAISES.intersection(architectures):
+    if {*FP8_RAISES} & {*architectures}:
         return f"With {shown} SGLang is known to end at the first sync of verl's fp8"
     return (
         f"It is NOT KNOWN whether verl's fp8 puts the right weights of {shown} into SGLang; look at "
@@ -444,4 +437,4 @@ def keep_cpu_backup(rollout: Any, model: Any) -> bool:
 
 def covered(architectures: list[str]) -> bool:
     """True if a sync is known to write every parameter and persistent buffer of a model of these architectures."""
-    return bool(architectures) and COVERED_ARCHITECTURES.issuperset(architectures)
+    return bool(architectures) and set(architectures) <= set(COVERED)
