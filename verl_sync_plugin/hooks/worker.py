@@ -26,14 +26,9 @@ class SyncWorkerMixin:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self: Any, global_steps: int | None = None, mode: str = "auto", **more: Any) -> Any:
-        """verl's contract: the rollout sleeps before and is awake after; arguments and result as in the base class.
-
-        An adapter that the engine serves (``lora.merge=False``) and a base that it still needs are the sharding
-        manager's affair, so verl's ``sleep_level`` stays as it is.
-
-        Raises:
-            SyncError: any rank failed; the same text on every rank.
-        """
+        """verl's contract: the rollout sleeps before and is awake after. An adapter that the engine serves
+        (``lora.merge=False``) and a base that it still needs are the sharding manager's affair, so verl's
+        ``sleep_level`` stays as it is."""
         backend = mode if mode != "auto" else self.config.rollout.checkpoint_engine.backend
         rollout = self.rollout
         # Hazard: the adapter's class is not imported here. SGLang would come with it, before the actor's model is
@@ -62,11 +57,11 @@ class SyncWorkerMixin:
 
 
 class SyncActorRolloutRefWorker(SyncWorkerMixin, ActorRolloutRefWorker):
-    """The worker of trainers that are colocated with the rollout."""
+    """Of trainers that are colocated with the rollout."""
 
 
 class SyncDetachActorWorker(SyncWorkerMixin, DetachActorWorker):
-    """The worker of verl's ``separate_async`` trainer, whose hybrid replicas are colocated."""
+    """Of verl's ``separate_async`` trainer, whose hybrid replicas are colocated."""
 
 
 OURS: dict[type, type] = {ActorRolloutRefWorker: SyncActorRolloutRefWorker, DetachActorWorker: SyncDetachActorWorker}
@@ -90,9 +85,7 @@ def sending(engine: Any) -> Iterator[None]:
 
 def offload(engine: Any) -> None:
     """Moves what is on the device of an engine with ``param_offload`` to the host, where the next step expects it.
-
-    Usually nothing is: the sync reads offloaded parameters in host memory and never loads them. verl's own call would
-    then move nothing, but empty the cache.
+    Usually nothing is: the sync reads offloaded parameters in host memory. verl's own call would then empty the cache.
     """
     if not engine.is_param_offload_enabled:
         return

@@ -32,7 +32,7 @@ class WeightsGate:
         self._opened = asyncio.Event()  # for who waits now
 
     def begin(self) -> int:
-        """Closes the gate: a sync starts, and whoever enters now waits for its end. Returns its number."""
+        """Closes the gate: a sync starts. Returns its number."""
         self.number += 1
         self.syncing = True
         return self.number
@@ -88,8 +88,7 @@ class WeightsGate:
         return not self.syncing and (self._failure is not None or not closed)
 
     async def first_sync(self, seconds: float) -> None:
-        """Waits for the first sync of an engine that needs one. Raises HalfWrittenError where none has come within
-        ``seconds``."""
+        """Waits for the first sync of an engine that needs one; raises HalfWrittenError after ``seconds``."""
         try:
             async with asyncio.timeout(seconds):
                 while self._needs_sync:

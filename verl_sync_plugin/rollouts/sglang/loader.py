@@ -43,7 +43,7 @@ _sessions: dict[int, ReceiverSession] = {}
 
 
 def load(model: torch.nn.Module, named_tensors: NamedTensors) -> None:
-    """Receives one whole sync into ``model``, this tensor-parallel rank's; the request is a ``LoadRequest``."""
+    """Receives one whole sync into ``model``; the request is a ``LoadRequest``."""
     _load(model, named_tensors, forget=False)
 
 
@@ -92,8 +92,7 @@ def _receive(model: torch.nn.Module, channel: Channel, request: LoadRequest, for
 
 
 def _tell(channel: Channel, text: str, timeout: float) -> None:
-    """Reports a failure and waits for the trainer to hang up: closed at once, its next word would break the pipe
-    before it has read ours."""
+    """Waits for the trainer to hang up: closed at once, its next word would break the pipe before it has read ours."""
     with suppress(ChannelClosedError, ChannelTimeoutError, BadMessageError):
         channel.send(Failed(text))
         deadline = time.monotonic() + timeout
@@ -111,29 +110,22 @@ def admitted(header: Any) -> tuple[Any, ...]:
 
 
 def tensor_parallel_rank() -> int:
-    """This scheduler's rank among those of its engine."""
     from sglang.srt.distributed.parallel_state import get_tp_group
 
     return int(get_tp_group().rank_in_group)
 
 
 def wait_for_forwards(model: torch.nn.Module) -> None:
-    """Waits until no forward pass reads the weights any more.
-
-    Paused ``in_place`` with its overlapping schedule, SGLang leaves the last forward pass running on a stream of its
-    own. On an idle device this returns at once.
-    """
+    """Waits until no forward pass reads the weights any more: paused ``in_place`` with its overlapping schedule, SGLang
+    leaves the last one running on a stream of its own."""
     parameter = next(model.parameters(), None)
     if parameter is not None and parameter.is_cuda:
         torch.cuda.synchronize(parameter.device)
 
 
 def forget_images() -> None:
-    """Has SGLang forget what its vision tower made of images.
-
-    It keeps that by image (``SGLANG_VLM_CACHE_SIZE_MB``, 100 by default), and its ``flush_cache`` leaves it there
-    (sglang #36468): an image that was seen before would be answered with the earlier tower.
-    """
+    """Has SGLang forget what its vision tower made of images. It keeps that by image, and its ``flush_cache`` leaves it
+    there (sglang #36468): an image that was seen before would be answered with the earlier tower."""
     for name in ("mm_utils", "mm_schedule"):  # up to SGLang 0.5.17, and since
         cache = getattr(sys.modules.get(f"sglang.srt.managers.{name}"), "embedding_cache", None)
         if cache is not None:
@@ -145,9 +137,7 @@ def forget_prefixes() -> None:
 
     SGLang's ``retract`` gives back what a request has generated, but leaves its prompt in the prefix cache, where it
     finds it when it goes on; and ``flush_cache`` refuses while any request waits, as all retracted ones do (sglang
-    #33783). They hold nothing of the cache, so it is flushed with the queue out of sight. Every other condition of
-    SGLang's stays. Raises RuntimeError where SGLang could not flush, or this is not called from within its
-    scheduler."""
+    #33783). They hold nothing of the cache, so it is flushed with the queue out of sight."""
     scheduler = loading_scheduler()
     waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
     try:
@@ -176,10 +166,7 @@ def answer(folder: str, value: Any) -> None:
 
 
 def write_digests(model: torch.nn.Module, named_tensors: NamedTensors) -> None:
-    """A loader that loads nothing, for ``verl-sync prove``, whose engine alone lists it: answers with ``digests_of``.
-
-    Never raises, which would end the scheduler: then there is no answer.
-    """
+    """A loader that loads nothing, for ``verl-sync prove``, whose engine alone lists it."""
     try:
         (folder,) = admitted(named_tensors[0][0])
         answer(folder, digests_of(model))
@@ -188,15 +175,13 @@ def write_digests(model: torch.nn.Module, named_tensors: NamedTensors) -> None:
 
 
 def digests_of(model: torch.nn.Module) -> dict[str, str]:
-    """A digest of each parameter and persistent buffer of a model, tied ones once under their first name.
+    """A digest of each parameter and persistent buffer of a model, tied ones once under their first name. Shares
+    nothing with the code that moves weights: the standard library hashes the bytes that torch hands over."""
 
-    Shares nothing with the code that moves weights: the standard library hashes the bytes that torch hands over.
-    """
+    def digest(tensor: torch.Tensor) -> str:
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+        return hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()
+
     persistent = set(model.state_dict(keep_vars=True))
     named = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if n in persistent)]
-    return {name: _digest(tensor.detach()) for name, tensor in named if tensor.numel()}
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    data = tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
-    return hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()
+    return {name: digest(tensor) for name, tensor in named if tensor.numel()}

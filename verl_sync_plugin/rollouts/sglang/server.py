@@ -67,7 +67,7 @@ class Guarded:
 
     @property
     def busy(self) -> bool:
-        """True if SGLang has a request, or may still count one as running that it has just answered."""
+        """SGLang has a request, or may still count one as running that it has just answered."""
         return self.inside > 0 or time.monotonic() - self._ended < REST_SECONDS
 
     async def _generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
@@ -141,7 +141,6 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
     async def launch_server(
         self, master_address: str | None = None, master_port: int | None = None, **more: Any
     ) -> None:
-        """Launches SGLang with our loader and with or without its host copy of the weights."""
         sglang_kwargs = self.config.engine_kwargs.get("sglang", None) or {}
         self.config.engine_kwargs["sglang"] = sglang_kwargs
         loaders = list(sglang_kwargs.get("custom_weight_loader", None) or [])
@@ -176,12 +175,9 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
 
     @contextmanager
     def _decided(self, backup: bool) -> Iterator[None]:
-        """Context in which verl's launch takes the sync's decision on the CPU backup.
-
-        verl takes no argument for it: it turns the copy on in hybrid mode and with LoRA. So a server that needs none is
-        shown as standalone and, where LoRA is merged before the sync, without LoRA; the launch reads both for nothing
-        else.
-        """
+        """Context in which verl's launch takes the sync's decision on the CPU backup. It has no argument for that: it
+        turns the copy on in hybrid mode and with LoRA. So a server that needs none is shown as standalone and, where
+        LoRA is merged before the sync, without LoRA; the launch reads both for nothing else."""
         mode, model = self.rollout_mode, self.model_config
         if backup or mode != RolloutMode.HYBRID:
             yield
@@ -209,11 +205,8 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         await self._gate.enter()
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """verl's generate, after the gate that SGLang's requests pass, too.
-
-        A call that may span a sync says so in the fields that verl's client fills in otherwise: the version of the
-        weights when it began, and when it ended.
-        """
+        """verl's generate, after the gate that SGLang's requests pass, too. A call that may span a sync names the
+        version of the weights when it began, and when it ended, in the fields that verl's client fills in otherwise."""
         await self.admit()
         began = self.global_steps
         output = await super().generate(*args, **kwargs)
@@ -223,11 +216,8 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         return output
 
     async def abort_all_requests(self, **more: Any) -> None:
-        """verl's call before a sync: aborts the requests, or pauses SGLang with them inside.
-
-        SGLang handles requests to its scheduler in their order and runs no forward pass while paused, so a load that
-        is asked for after this finds none under way.
-        """
+        """verl's call before a sync: aborts the requests, or pauses SGLang with them inside. SGLang handles requests to
+        its scheduler in their order, so a load that is asked for after this finds no forward pass under way."""
         gated, before = self.node_rank == 0 and self._synced, self._paused
         if gated:
             self._gate.hold()
@@ -247,8 +237,7 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
 
     async def resume_generation(self, **more: Any) -> None:
         """verl's counterpart of ``abort_all_requests``. Of a separate rollout it waits for the sync under way. Raises
-        HalfWrittenError where the last sync of a separate rollout failed, or the one under way has not ended for as
-        long as ranks wait for each other; requests that wait in SGLang stay there."""
+        HalfWrittenError where that fails or does not end in time; requests that wait in SGLang stay there."""
         if self.separate:
             await self._gate.rest(together_seconds(self._sync.timeout_seconds))
         await super().resume_generation(**more)
@@ -258,8 +247,7 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
     # Memory
 
     async def sleep(self, **more: Any) -> None:
-        """verl's sleep, once per wake; a repeated call is harmless. Raises TimeoutError where SGLang did not answer in
-        time; names the key."""
+        """verl's sleep; a repeated call is harmless."""
         say_unused("sleep", more)
         if self.node_rank == 0 and self.config.free_cache_engine:
             started = time.perf_counter()
@@ -281,8 +269,7 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
             await self.wake([KV_CACHE])
 
     async def wake_up(self, **more: Any) -> None:
-        """verl's counterpart of ``sleep``. Raises ValueError, as verl's, for a colocated engine of the actor, which
-        wakes in the sync. Raises TimeoutError where SGLang did not answer in time; names the key."""
+        """verl's counterpart of ``sleep``; verl's own refuses it for a colocated engine, which wakes in the sync."""
         if self.rollout_mode == RolloutMode.HYBRID:
             await super().wake_up(**more)
             return
@@ -320,8 +307,7 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
 
         A separate rollout that its driver has not paused is paused until ``finish_sync``: that costs no longer than the
         load takes, and no round of verl's calls. After a failed sync it stays paused until one succeeds. Into a
-        colocated engine that is awake SGLang loads when all requests have ended. Raises RuntimeError where some
-        requests do not end, or the sync was given up meanwhile."""
+        colocated engine that is awake SGLang loads when all requests have ended."""
         number = self._gate.begin()
         self.loads += 1
         if not self.separate:
@@ -362,7 +348,7 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         return all(process.is_alive() for process in self._processes)
 
     async def put_sync_report(self, report: dict[str, Any]) -> None:
-        """The leader's report of the last sync."""
+        """The leader's, for ``take_sync_report``."""
         self._report = report
 
     async def take_sync_report(self) -> dict[str, Any] | None:
@@ -392,13 +378,14 @@ async def end_requests(tokenizer_manager: Any, seconds: float = ABORT_SECONDS) -
 
 
 def server_of_one_engine() -> Any:
-    """Our server class with a new token: verl makes the servers of all hosts from one class, and hands nothing else to
-    them."""
+    """Our server class with a new token; verl makes an engine's servers on all hosts from one class."""
     return type("SyncSGLangHttpServer", (SyncSGLangHttpServer,), {"engine_token": new_token()})
 
 
 class SyncSGLangReplica(SGLangReplica):
-    """Uses ``SyncSGLangHttpServer`` for the actor's rollout; reward and teacher models keep verl's server."""
+    """Uses ``SyncSGLangHttpServer`` for the actor's rollout. Reward and teacher models keep verl's server, as do
+    replicas whose weights come from one of verl's checkpoint engines, or that share a trainer's GPUs but not its
+    weights."""
 
     server_class: Any
 
@@ -411,20 +398,16 @@ class SyncSGLangReplica(SGLangReplica):
             say(f"task runner: replica {self.replica_rank} is ours")
 
     async def init_hybrid(self, *args: Any, **kwargs: Any) -> Any:
-        """Hybrid replicas share GPUs and weights with the trainer that makes them, in the trainer's process."""
         if self.syncs_weights:
             say_without_metrics()
         return await super().init_hybrid(*args, **kwargs)
 
     async def init_standalone(self, *args: Any, **kwargs: Any) -> Any:
-        """Standalone replicas get their weights from a checkpoint engine; if it is one of verl's, they keep verl's
-        server."""
         if self.config.checkpoint_engine.backend != SEPARATE_BACKEND:
             self._be_stock()
         return await super().init_standalone(*args, **kwargs)
 
     async def init_colocated(self, *args: Any, **kwargs: Any) -> Any:
-        """Colocated replicas share GPUs with a trainer but not its weights, and keep verl's server."""
         self._be_stock()
         return await super().init_colocated(*args, **kwargs)
 

@@ -65,8 +65,7 @@ class WeightUpdates:
     async def load_weights(self, request: tuple[Any, ...], weight_version: str | None) -> float:
         """Has every scheduler rank call our loader, and returns when all have left it. ``request``:
         ``LoadRequest.to_wire()``; ``weight_version``: what SGLang and verl report once ``finish_sync`` ends this sync.
-        Returns seconds the sleep before this sync took; 0.0 without one. Raises RuntimeError where SGLang refused the
-        update, or the server is not ready for one."""
+        Returns seconds the sleep before this sync took; 0.0 without one."""
         packed = pack_request(request)
         await self.begin_load()
         self._version, self._flushing = weight_version, None
@@ -75,8 +74,7 @@ class WeightUpdates:
         return slept
 
     async def _call_loader(self, loader: str, packed: bytes) -> None:
-        """Has every scheduler rank call one of our functions with a packed request. Raises RuntimeError where SGLang
-        refused it."""
+        """Has every scheduler rank call one of our functions with a packed request."""
         obj = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[packed] * int(self.tokenizer_manager.server_args.tp_size),
             load_format=loader,
@@ -97,8 +95,7 @@ class WeightUpdates:
             return [json.loads(path.read_text(encoding="utf-8")) for path in answers]
 
     async def check_adapter(self, adapter: str, sent: list[tuple[str, int, int]]) -> None:
-        """Has all ranks ``lora.look``. Raises ValueError where SGLang does not compute with all of the adapter; names a
-        module and the remedy. Raises RuntimeError where they have not answered."""
+        """Has all ranks ``lora.look``. Raises ValueError, which names a module and the remedy."""
         answers = await self.ask_ranks(ADAPTER_CHECK, adapter, sent)
         if not answers:
             raise RuntimeError("SGLang did not answer what it holds of the adapter; see its log")
@@ -113,8 +110,7 @@ class WeightUpdates:
 
     async def finish_sync(self, tags: list[str]) -> None:
         """Ends a committed sync: resumes ``tags``, flushes the prefix cache once, allows generation again. Raises
-        RuntimeError where the cache cannot be flushed because requests are running, or the sync was given up; the next
-        one may be under way."""
+        RuntimeError where the sync was given up; the next one may be under way."""
         number, version = self._gate.number, self._version
         try:
             await self.wake(tags)
