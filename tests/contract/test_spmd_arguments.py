@@ -18,7 +18,6 @@ from verl_sync_plugin.errors import RolloutError
 from verl_sync_plugin.rollouts import LocalSpec
 from verl_sync_plugin.rollouts.sglang import prepare_local
 from verl_sync_plugin.spmd.rollout import (
-    Place,
     SpmdRollout,
     check_groups,
     engine_ranks,
@@ -109,13 +108,13 @@ def test_settings_of_other_rollouts_are_refused() -> None:
 
 
 def test_engines_share_neither_ranks_nor_gpus_nor_span_hosts() -> None:
-    here = [Place("a", str(number)) for number in range(4)]
+    here = [("a", str(number)) for number in range(4)]
     check_groups([(0, 1), (0, 1), (2, 3), (2, 3)], here)
-    check_groups([(0, 2), (1, 3), (0, 2), (1, 3)], [Place("a", "")] * 4)
+    check_groups([(0, 2), (1, 3), (0, 2), (1, 3)], [("a", "")] * 4)
     for ranks, places, words in (
         ([(0, 1), (0, 1), (1, 2), (3,)], here, "disagree: rank 2"),
-        ([(0, 1), (0, 1), (2, 3), (2, 3)], [*here[:3], Place("b", "3")], "launches none on several"),
-        ([(0,), (1,), (2,), (3,)], [*here[:3], Place("a", "0")], "torch.cuda.set_device"),
+        ([(0, 1), (0, 1), (2, 3), (2, 3)], [*here[:3], ("b", "3")], "launches none on several"),
+        ([(0,), (1,), (2,), (3,)], [*here[:3], ("a", "0")], "torch.cuda.set_device"),
     ):
         with pytest.raises(ValueError, match=words):
             check_groups(ranks, places)

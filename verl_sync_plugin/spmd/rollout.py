@@ -18,7 +18,7 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ Prompts = Sequence[Sequence[int]] | torch.Tensor
 Answered = tuple[list[int], list[float], str]
 TP = "tp"  # the name of the mesh dimension over which an engine is sharded
 ROUND_SECONDS = 1.0
+Place = tuple[str, str]  # a rank's host, and its GPU as ``CUDA_VISIBLE_DEVICES`` calls it there ("" on a CPU)
 
 
 class SpmdShardingManager(ShardingManager):
@@ -56,6 +57,7 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
     rank is raised on all of them with the same text, and the next call works again; only a rank that died or did not
     answer in time (``RankLostError``) ends that. The first rank of each group owns the engine, which runs in a process
     of its own. Makes the process group ``WORLD`` if the script has not. On GPUs call ``torch.cuda.set_device`` before.
+    Raises RolloutError where an argument does not fit, or SGLang could not be launched.
 
     Args:
         model: folder with a ``config.json``, or a config of transformers with its ``architectures``.
@@ -67,9 +69,6 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
         sync: settings of the sync, a ``SyncConfig`` or its fields.
         update_weights_bucket_megabytes: size of a bucket in MiB.
         engine: more arguments for SGLang (``ServerArgs``).
-
-    Raises:
-        RolloutError: an argument does not fit, or SGLang could not be launched.
     """
 
     def __init__(
@@ -141,7 +140,6 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
             self._open.callback(self._manager.meeting.close)
 
     def _model(self, model: Any, random_weights: bool) -> tuple[str, Mapping[str, Any]]:
-        """A folder with the model's ``config.json``, and its content."""
         from transformers import AutoConfig, PretrainedConfig
 
         if isinstance(model, PretrainedConfig):
@@ -217,13 +215,11 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
         return self.report
 
     def release_weights(self) -> None:
-        """Gives the memory of the engine's weights back; CUDA graphs stay. The next sync resumes it. Raises
-        RolloutError where an engine failed, as the other three do."""
+        """Gives the memory of the engine's weights back; CUDA graphs stay. The next sync resumes it."""
         self._change_memory("release", "release_tags", WEIGHTS)
 
     def resume_weights(self) -> None:
-        """Takes the memory of the weights again, without their content; a sync does so by itself. Torch's cached memory
-        is handed back before."""
+        """Takes the memory of the weights again, without their content; a sync does so by itself."""
         self._change_memory("resume", "wake", WEIGHTS)
 
     def release_kv(self) -> None:
@@ -231,7 +227,7 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
         self._change_memory("release", "release_tags", KV_CACHE)
 
     def resume_kv(self) -> None:
-        """Takes the memory of the KV cache again. Torch's cached memory is handed back before."""
+        """Takes the memory of the KV cache again."""
         self._change_memory("resume", "wake", KV_CACHE)
 
     def _change_memory(self, action: str, method: str, tag: str) -> None:
@@ -284,14 +280,12 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
         return padded(request[0], answered[0], pad_token_id, self._version, self.device)
 
     def digests(self) -> list[dict[str, str]] | None:
-        """Digests of all parameters by name, for each rank of the engine; ``None`` on ranks that own no engine. Raises
-        RolloutError where an engine rank did not answer."""
+        """Digests of all parameters by name, for each rank of the engine; ``None`` on ranks that own no engine."""
         found: list[dict[str, str]] | None = self._call("asking for digests", "digests")
         return found
 
     def check_weights(self, action: str) -> dict[str, str] | None:
-        """An action of the engine's own checker of weights, and its answer for the first rank's parameters. Raises
-        RolloutError where the engine cannot do that here."""
+        """An action of the engine's own checker of weights, and its answer for the first rank's parameters."""
         found: dict[str, str] | None = self._call(action, "check_weights", action)
         return found
 
@@ -340,13 +334,6 @@ def errors(what: str) -> Iterator[None]:
         raise RolloutError(f"{what} failed.\n{str(error).partition(chr(10))[2] or error}") from error
 
 
-class Place(NamedTuple):
-    """The host of a rank, and its GPU as ``CUDA_VISIBLE_DEVICES`` calls it there ("" on a CPU)."""
-
-    host: str
-    device: str
-
-
 def engine_ranks(tensor_parallel_size: int | None, mesh: DeviceMesh | None) -> tuple[int, ...]:
     """The ranks of this rank's engine, in tensor-parallel order. Raises ValueError for arguments that do not fit."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -381,7 +368,7 @@ def make_groups(
     if device.type == "cuda":
         visible, index = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip(), device.index or 0
         name = visible.split(",")[index].strip() if visible else str(index)
-    gathered = agreement.gather("finding the engines' ranks", (ranks, Place(socket.gethostname(), name)))
+    gathered = agreement.gather("finding the engines' ranks", (ranks, (socket.gethostname(), name)))
     everywhere, places = zip(*gathered, strict=True)
     agreement.step("looking at the engines' ranks", lambda: check_groups(everywhere, places))
     mine: dist.ProcessGroup | None = None
@@ -390,7 +377,7 @@ def make_groups(
         if len(members) > 1:
             group = dist.new_group(list(members), backend="gloo", timeout=timeout)
             mine = group if members == ranks else mine
-    return [places[rank].device for rank in ranks if places[rank].device], mine
+    return [places[rank][1] for rank in ranks if places[rank][1]], mine
 
 
 def check_groups(everywhere: Sequence[tuple[int, ...]], places: Sequence[Place]) -> None:
@@ -398,16 +385,17 @@ def check_groups(everywhere: Sequence[tuple[int, ...]], places: Sequence[Place])
     for rank, ranks in enumerate(everywhere):
         if rank not in ranks or any(everywhere[other] != ranks for other in ranks):
             raise ValueError(f"the ranks of one engine disagree: rank {rank} says {ranks}. Use one mesh on all ranks.")
-        if len(hosts := {places[other].host for other in ranks}) > 1:
+        if len(hosts := {places[other][0] for other in ranks}) > 1:
             raise ValueError(
                 f"the engine of ranks {ranks} would be on the hosts {', '.join(sorted(hosts))}, and SpmdRollout "
                 "launches none on several. Use a tensor_parallel_size of at most the GPUs of one host."
             )
     taken: dict[Place, int] = {}
     for rank, place in enumerate(places):
-        if place.device and place in taken:
+        host, device = place
+        if device and place in taken:
             raise ValueError(
-                f"ranks {taken[place]} and {rank} are both on GPU {place.device} of {place.host}. Call "
+                f"ranks {taken[place]} and {rank} are both on GPU {device} of {host}. Call "
                 "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before SpmdRollout."
             )
         taken[place] = rank
