@@ -130,7 +130,13 @@ def test_variants_differ_in_bucket_key_and_switches_alone() -> None:
 def a_run(variant: str, syncs: list[Any], **settings: Any) -> dict[str, Any]:
     stages = {**dict.fromkeys(common.STAGES, 0.0), "phase": 1.0}
     peaks = {"bytes": 4_300_000_000, "peak_device_bytes": None, "peak_host_bytes": 1}
-    return {"variant": variant, "settings": settings, "stages": stages, "samples": {"syncs": syncs, "first_sync": syncs[0]}, **peaks}
+    return {
+        "variant": variant,
+        "settings": settings,
+        "stages": stages,
+        "samples": {"syncs": syncs, "first_sync": syncs[0]},
+        **peaks,
+    }
 
 
 def a_result(*runs: dict[str, Any], **more: Any) -> dict[str, Any]:

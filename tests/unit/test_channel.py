@@ -178,9 +178,7 @@ MAP = LoadMap(
 )  # fmt: skip
 LIVE = Live("key", (REGION, Region("shared_file", "/a", 1, ("/a",))), (b"\x01" * 40, b""))
 EXAMPLES = [
-    protocol.Hello(
-        "1", "digest", (STAGING, STAGING), 1, ("a", "b"), True, 1, True, "map", manifest(2, 3), (LIVE,)
-    ),
+    protocol.Hello("1", "digest", (STAGING, STAGING), 1, ("a", "b"), True, 1, True, "map", manifest(2, 3), (LIVE,)),
     protocol.Ready("PermissionError: ü", True),
     protocol.Ready(map=MAP),
     protocol.Load(protocol.ALL, 0),
