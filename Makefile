@@ -29,10 +29,10 @@ coverage: venv ## make test-all with coverage, which more than doubles the time 
 test-fast: venv ## without the tests that start verl, Ray or SGLang
 	$(PYTEST) -m "not gpu and not slow and not extended and not faults"
 
-families: venv ## syncs every model family and writes the table in docs/families.md anew
+families: venv ## syncs every model family and writes the table in docs/families.md again
 	FAMILIES=write $(PYTEST) tests/contract/test_families.py
 
-releases: venv ## trains with every SGLang release and writes the table in docs/releases.md anew
+releases: venv ## trains with every SGLang release and writes the table in docs/releases.md again
 	RELEASES=write $(PYTEST) tests/e2e/test_old_and_new_sglang.py
 
 lint: venv ## style, formatting, layers, types, size, licence lines, names of test modules
@@ -41,6 +41,7 @@ lint: venv ## style, formatting, layers, types, size, licence lines, names of te
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/python .ci/budget.py
+	VERL_PLATFORM=cpu $(BIN)/python -m benchmarks.report --check  # one commit in the README's table, and every figure's file
 	@without=$$(grep -rL --include='*.py' --include='*.sh' --include='*.yaml' SPDX-License-Identifier \
 		verl_sync_plugin cpu_stack configs tests benchmarks examples scripts setup.py); test -z "$$without" || \
 		{ echo "files without an SPDX line:" $$without; exit 1; }

@@ -60,7 +60,7 @@ class SyncReport:
     stages: dict[str, float] = field(default_factory=dict)  # seconds by name
     nbytes: int = 0  # of all buckets; an engine rank reads ``own_bytes + peer_bytes`` of them, hashing included
     buckets: int = 0  # number of transfers
-    bucket_bytes: int = 0  # bound on one of them; 0 when no base weights travelled
+    bucket_bytes: int = 0  # the size that the user sets; 0 when no base weights travelled
     tensors: int = 0  # number of HF tensors
     peak_device_bytes: int = 0  # most device memory that this rank allocated beyond what it held before
     device_used_bytes: dict[str, int] = field(default_factory=dict)  # of all processes, by moment
@@ -69,12 +69,12 @@ class SyncReport:
     peak_host_bytes: int = 0  # growth of this rank's peak resident set
     coverage_expected: int = 0  # parameters and persistent buffers of the engine's model
     coverage_missing: int = 0  # how many of them a sync does not write completely
-    replayed_tensors: int = 0  # HF tensors that went by the copy plan instead of the engine's ``load_weights``
+    replayed_tensors: int = 0  # HF tensors that went by the load map instead of the engine's ``load_weights``
     replayed_bytes: int = 0
     own_bytes: int = 0  # what the engine rank read on its own device, from its own trainer rank
     # what it read from the memory of other ranks; of a separate rollout all but what was sent to its own rollout rank
     peer_bytes: int = 0
-    gathered_bytes: int = 0  # what this rank received from others by all-gather (gathered delivery)
+    gathered_bytes: int = 0  # of buckets that were broadcast: what other ranks packed
     network_bytes: int = 0  # what this rank received of segments that ranks of other hosts packed
     direct_bytes: int = 0  # of own and peer: what the engine rank read from parameters where they lie
     # the most that the engine allocated beyond what it keeps since the sync before; 0 when unknown

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seam 2: the engines that generate. ``Rollout`` lists what the rest of the plugin asks of one.
+"""The engines that generate. ``Rollout`` lists what the rest of the plugin asks of one.
 
 An engine is a folder here, its line in ``ROLLOUTS``, and its pairs with trainers in ``sharding_manager.py``. Its
 ``__init__`` is its ``Rollout``. It also brings a server, a replica and an adapter for verl, ``EngineModel``

@@ -3,7 +3,8 @@
 
 The worker calls ``resume(["weights"])``, ``update_weights(stream)``, makes room and calls ``resume(["kv_cache"])``. The
 first resume is put off into ``update_weights``, where a failure can be agreed on by all ranks; nothing needs the
-weights earlier. verl's own worker makes these three calls alone, ours (``hooks/worker.py``) also those that make room.
+weights earlier. verl's own worker makes these three calls alone. Ours (``hooks/worker.py``) calls
+``make_room_for_weights`` first, and ``make_room_for_rest`` and ``end_sync`` in place of the last.
 """
 
 from __future__ import annotations
