@@ -19,7 +19,7 @@ class SyncError(RuntimeError):
 
 
 class HalfWrittenError(RuntimeError):
-    """A rollout engine has no whole weights: its last sync failed, or none has come. The next that succeeds ends that."""
+    """A rollout engine has no whole weights: its last sync failed, or none has come. The next one ends that."""
 
 
 class RankLostError(SyncError):
