@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,11 +35,11 @@ from transformers import (
 
 from contract.reading import CPU, TINY, State, planned
 from contract.reading import deliver as deliver_plan
-from contract.sources import Wanted
+from contract.sources import Wanted, reader_of
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.lora.peft import InUse, copies_in_use, lora_weights, merged_name, renamed_weights
-from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy
-from verl_sync_plugin.trainers.fsdp1 import FSDP1Source
-from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
+from verl_sync_plugin.sharding_manager import get_sharding_manager
+from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, WirePolicy
 from verl_sync_plugin.trainers.lora import MergingSource
 from verl_sync_plugin.trainers.naming import verl_rewrite
 
@@ -141,15 +142,27 @@ def shard(model: PreTrainedModel | PeftModel, layout: Layout) -> torch.nn.Module
     )
 
 
+def strategy_of(module: torch.nn.Module) -> str:
+    return "fsdp" if isinstance(module, FullyShardedDataParallel) else "fsdp2"
+
+
+def served_adapter(module: torch.nn.Module, source: ParameterSource) -> ServedAdapter:
+    """The adapter, as verl's trainer opens it for an engine that serves it."""
+    engine = SimpleNamespace(module=module, model_config=SimpleNamespace(lora={}))
+    backend = get_sharding_manager(strategy_of(module), "sglang").backend
+    assert backend is not None
+    return backend(engine, SyncConfig(), CPU, "bfloat16").open_adapter(source)
+
+
 def source_of(
     module: torch.nn.Module,
     policy: WirePolicy,
     rewrite: Any,
     rename: Callable[[Any], Any] = lambda state: state,
     unsaved: frozenset[str] = frozenset(),
-) -> FSDP1Source | FSDP2Source:
-    kind = FSDP1Source if isinstance(module, FullyShardedDataParallel) else FSDP2Source
-    return kind(module, policy, rewrite, rename, unsaved)
+) -> ParameterSource:
+    source: ParameterSource = reader_of(strategy_of(module))(module, policy, rewrite, rename, unsaved)
+    return source
 
 
 def open_source(module: torch.nn.Module, model_type: str) -> ParameterSource:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from verl_sync_plugin.layout.tensors import Shard
 from verl_sync_plugin.rollouts import rollout_of
+from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.ways import Sync, Way, Ways
 from verl_sync_plugin.trainers.base import ParameterSource
@@ -30,6 +31,17 @@ class WorldSource(ParameterSource):
 
     def shards(self) -> list[Shard]:
         return list(self._shards)
+
+
+def reader_of(strategy: str) -> Any:
+    """The class that reads verl's FSDP engine of this strategy."""
+    return get_sharding_manager(strategy, "sglang").backend.reader  # type: ignore[union-attr]
+
+
+def even_chunks(rows: int, world: int, numel: int) -> tuple[int, ...]:
+    """Elements per rank, where rows of so many elements are cut as ``torch.chunk`` cuts them."""
+    found = [len(chunk) * numel for chunk in torch.arange(rows).chunk(world)]
+    return (*found, *[0] * (world - len(found)))
 
 
 def everyone() -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from worlds import run_fresh
 
 from contract import sglang_models
 from contract.families import FAMILIES, Family
+from contract.sources import reader_of
 from contract.test_several_hosts import engine_of
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.rollouts.sglang import loader
@@ -35,7 +36,6 @@ from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.rollouts.sglang.refusals import refuse_checkpoint
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
-from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
 from verl_sync_plugin.trainers.naming import checkpoint_rewrite
 from verl_sync_plugin.verify import DERIVED, Comparison
 
@@ -144,7 +144,11 @@ class Trainer(TrainerBackend):
 
         module = self.engine.sharded
         rewrite, unsaved = checkpoint_rewrite(module), frozenset(module.all_tied_weights_keys)
-        return FSDP2Source(module, self.policy, rewrite, lambda state: convert_weight_keys(state, module), unsaved)
+        reader: Any = reader_of("fsdp2")
+        source: ParameterSource = reader(
+            module, self.policy, rewrite, lambda state: convert_weight_keys(state, module), unsaved
+        )
+        return source
 
 
 class Manager(ShardingManager):

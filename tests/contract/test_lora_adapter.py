@@ -15,7 +15,17 @@ import torch.distributed as dist
 from peft import get_peft_model_state_dict
 from worlds import run_world
 
-from contract.fsdp_models import Layout, Variant, change, fsdp1, merging_source, peft_model, shard, torchs_own_state
+from contract.fsdp_models import (
+    Layout,
+    Variant,
+    change,
+    fsdp1,
+    merging_source,
+    peft_model,
+    served_adapter,
+    shard,
+    torchs_own_state,
+)
 from contract.sources import StandIn, endpoint_of
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
@@ -23,7 +33,6 @@ from verl_sync_plugin.layout.tensors import Shard
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.adapter import AdapterSender
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
-from verl_sync_plugin.trainers.fsdp import PEFTAdapter
 from verl_sync_plugin.trainers.lora import MergingSource
 from verl_sync_plugin.transport.agreement import Agreement
 
@@ -33,9 +42,8 @@ VARIANT = Variant("all-linear", config={"target_modules": "all-linear"})
 def send_three_times(layout: Layout) -> None:
     reference = peft_model(VARIANT)
     module = shard(peft_model(VARIANT), layout)
-    config = reference.peft_config["default"]
     source = merging_source(module, "qwen2", merge=False)
-    sender = AdapterSender(PEFTAdapter(source, config), torch.bfloat16, SyncConfig())
+    sender = AdapterSender(served_adapter(module, source), torch.bfloat16, SyncConfig())
     agreement, server = Agreement(20.0), StandIn()
     engine = endpoint_of(server, leader=dist.get_rank() == 0)
     for version in (1, 2, 3):

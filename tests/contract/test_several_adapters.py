@@ -22,6 +22,7 @@ from contract.fsdp_models import (
     fsdp1,
     merging_source,
     peft_model,
+    served_adapter,
     shard,
     torchs_own_state,
 )
@@ -31,7 +32,6 @@ from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.lora.peft import copies_in_use, lora_weights
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.adapter import AdapterSender
-from verl_sync_plugin.trainers.fsdp import PEFTAdapter
 from verl_sync_plugin.transport.agreement import Agreement
 
 LAYOUTS = [Layout((1,)), Layout((2,)), fsdp1(2, True)]
@@ -144,9 +144,9 @@ def adapter_that_is_served() -> None:
     model: Any = get_peft_model(build("qwen2"), LoraConfig(r=3, target_modules=["q_proj"]))
     model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
     expected = get_peft_model_state_dict(model)
-    config, server = model.peft_config["default"], StandIn()
-    source = merging_source(shard(model, Layout((2,))), "qwen2", merge=False)
-    sender = AdapterSender(PEFTAdapter(source, config), torch.bfloat16, SyncConfig())
+    server, module = StandIn(), shard(model, Layout((2,)))
+    source = merging_source(module, "qwen2", merge=False)
+    sender = AdapterSender(served_adapter(module, source), torch.bfloat16, SyncConfig())
     asyncio.run(sender.send(Agreement(20.0), endpoint_of(server, leader=dist.get_rank() == 0), SyncReport(), None))
     for _, sent in server.adapters:
         assert sent.keys() == expected.keys()

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from worlds import run_fresh, run_world
 
 from contract import sglang_models as models
-from contract.sources import StandIn, WorldSource, endpoint_of
+from contract.sources import StandIn, WorldSource, endpoint_of, even_chunks
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.engine.load import ModelLoad
 from verl_sync_plugin.errors import SyncError
@@ -34,7 +34,6 @@ from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.sender import SLOTS
 from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
-from verl_sync_plugin.trainers.fsdp2 import even_chunks
 from verl_sync_plugin.transport.channel import connect
 from verl_sync_plugin.transport.protocol import LoadRequest
 

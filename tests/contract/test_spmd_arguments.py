@@ -15,8 +15,7 @@ from worlds import run_world
 from fresh_process import python
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import RolloutError
-from verl_sync_plugin.rollouts import LocalSpec
-from verl_sync_plugin.rollouts.sglang import prepare_local
+from verl_sync_plugin.rollouts import LocalSpec, rollout_of
 from verl_sync_plugin.spmd.rollout import (
     SpmdRollout,
     check_groups,
@@ -88,15 +87,19 @@ def spec(**given: Any) -> LocalSpec:
 )
 def test_what_the_engine_cannot_do_is_refused_by_name(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError) as caught:
-        prepare_local(spec(**given))
+        rollout_of("sglang").prepare_local(spec(**given))
     assert words in str(caught.value)
 
 
 def test_a_cpu_needs_the_cpu_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VERL_PLATFORM")
     with pytest.raises(ValueError, match="VERL_PLATFORM=cpu in the environment"):
-        prepare_local(spec())
-    unknown = prepare_local(spec(cuda=True, config={"architectures": ["Gemma2ForCausalLM"]})).arguments[0]
+        rollout_of("sglang").prepare_local(spec())
+    unknown = (
+        rollout_of("sglang")
+        .prepare_local(spec(cuda=True, config={"architectures": ["Gemma2ForCausalLM"]}))
+        .arguments[0]
+    )
     assert unknown["enable_weights_cpu_backup"], "of a family that is not known to be covered a copy is kept"
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from contract import sglang_models as models
+from contract.sources import even_chunks
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.copies.packing import Packer
 from verl_sync_plugin.engine.load import ModelLoad, refuse_rearranged
@@ -17,7 +18,6 @@ from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Base, Plan, Shard, View
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.trainers.base import dtype_name
-from verl_sync_plugin.trainers.fsdp2 import even_chunks
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed, Manifest
 from verl_sync_plugin.verify import Comparison, refuse_changed

@@ -9,8 +9,6 @@ from typing import Any
 
 import wrapt
 
-from verl_sync_plugin.log import say
-
 
 def _patch(module: ModuleType) -> None:
     server = module.SyncSGLangHttpServer
@@ -29,7 +27,7 @@ def _patch(module: ModuleType) -> None:
         stayed = getattr(self, "requests_inside", set()) & set(self.tokenizer_manager.rid_to_state)
         await resume(self)
         if self.separate:
-            say(f"test: {self.pause} by {who}, {len(stayed)} requests stayed")
+            module.say(f"test: {self.pause} by {who}, {len(stayed)} requests stayed")
 
     server.abort_all_requests, server.resume_generation = abort_all_requests, resume_generation
     server.generate = generating

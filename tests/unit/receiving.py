@@ -1,21 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine rank that receives two tensors into a model of the test's, without a channel."""
+"""Trainer ranks that bring tensors to the model of one engine rank, without a channel."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+import math
+import random
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import torch
 
+from verl_sync_plugin.copies.packing import Packer
 from verl_sync_plugin.engine.load import ModelLoad
 from verl_sync_plugin.engine.model import EngineModel
-from verl_sync_plugin.layout.load_map import LoadMap
+from verl_sync_plugin.layout.load_map import held_parts, owners_of, read_parts, weigh
 from verl_sync_plugin.layout.planner import plan_buckets
-from verl_sync_plugin.layout.tensors import Base, View
+from verl_sync_plugin.layout.tensors import Base, Plan, Shard, View, numbers_of
+from verl_sync_plugin.transport.memory import Live, LiveParameters, Regions
 from verl_sync_plugin.transport.protocol import Manifest
 
-CPU, BF16, LENGTH = torch.device("cpu"), torch.bfloat16, 64
+CPU, BF16, WORLD = torch.device("cpu"), torch.bfloat16, 3
 Weights = Iterable[tuple[str, torch.Tensor]]
+Tensors = dict[str, torch.Tensor]
 
 
 class Engine(EngineModel):
@@ -23,43 +30,108 @@ class Engine(EngineModel):
         self.module.load_weights(weights)
 
 
-class Pair(torch.nn.Module):
-    """Two parameters."""
+class Sender:
+    """Three ranks that share out tensors, each cut anywhere or held by all, trained in bf16 or fp32.
 
-    def __init__(self) -> None:
-        super().__init__()
-        for name in ("a", "b"):
-            self.register_parameter(name, torch.nn.Parameter(torch.zeros(LENGTH, dtype=BF16), requires_grad=False))
+    Args:
+        names: of each tensor; of a tied one several.
+        shape: of all of them.
+        bucket_bytes: small ones tear tensors apart.
+        seed: of the cuts.
+        folder: of files that hold the parameters, if these are to be read in place.
+    """
 
-    def load_weights(self, weights: Weights) -> None:
-        for name, tensor in weights:
-            getattr(self, name).data.copy_(tensor)
+    def __init__(
+        self,
+        names: Sequence[tuple[str, ...]],
+        shape: tuple[int, ...],
+        bucket_bytes: int = 1 << 20,
+        seed: int = 0,
+        folder: Path | None = None,
+    ) -> None:
+        chance, numel = random.Random(seed), math.prod(shape)
+        self.shape, self.names, self.shards = shape, names, [list[Shard]() for _ in range(WORLD)]
+        for number, tied in enumerate(names):
+            cuts = sorted(chance.randint(0, numel) for _ in range(WORLD - 1))
+            lengths = tuple(b - a for a, b in itertools.pairwise([0, *cuts, numel]))
+            lengths = chance.choice([lengths, lengths, (numel,)])
+            base = Base(tied[0], "bfloat16", 2, lengths, tuple(View(name, shape, 0, numel) for name in tied))
+            dtype = chance.choice([BF16, torch.float32])
+            for rank in range(WORLD):
+                path = folder and folder / f"{number}-{rank}"
+                run = memory_for(lengths[rank % len(lengths)], dtype, path, 16 * chance.randint(0, 3))
+                self.shards[rank].append(Shard(base, lambda run=run: run, run=run))  # type: ignore[misc]
+        self.plan: Plan = plan_buckets(tuple(shard.base for shard in self.shards[0]), bucket_bytes, True)
+        self._packers = [Packer(CPU, self.plan, rank) for rank in range(WORLD)]
+        self.parameters = [LiveParameters(CPU, self.plan, rank) for rank in range(WORLD)]
+
+    def receiver(self, engine: EngineModel) -> ModelLoad:
+        return ModelLoad(engine, Manifest.of(self.plan), CPU)
+
+    def train(self, seed: int) -> Tensors:
+        """Gives every tensor new values, and returns them by all names."""
+        generator, values = torch.Generator().manual_seed(seed), Tensors()
+        for place, tied in enumerate(self.names):
+            value = torch.randn(self.shape, generator=generator).to(BF16)
+            values |= dict.fromkeys(tied, value)
+            for rank, shards in enumerate(self.shards):
+                lengths = shards[place].base.lengths
+                first = sum(lengths[:rank]) if len(lengths) > 1 else 0
+                run = shards[place].local()
+                run.copy_(value.view(-1)[first : first + run.numel()])
+        return values
+
+    def staged(self, load: ModelLoad) -> None:
+        """One sync out of slots that are filled again and again."""
+        load.begin()
+        slots = [torch.zeros(self.plan.slot_bytes, dtype=torch.uint8) for _ in range(WORLD)]
+        for packer in self._packers:
+            packer.begin()
+        for index, bucket in enumerate(self.plan.buckets):
+            for packer, slot, shards in zip(self._packers, slots, self.shards, strict=True):
+                packer.pack(index, slot, shards)
+            load.load(index, slots if bucket.world > 1 else slots[:1])
+            for slot in slots:
+                slot.fill_(0xEE)
+        load.finish()
+
+    def in_place(self, load: ModelLoad, place: int, lives: Sequence[Live] = ()) -> None:
+        """One sync out of the parameters' own memory, as ``place`` reads it; ``lives``: what it is told of that."""
+        found = [mine.look(shards) for mine, shards in zip(self.parameters, self.shards, strict=True)]
+        regions = Regions()
+        regions.map(region for live in found for region in live.regions)
+        for packer, mine, shards in zip(self._packers, self.parameters, self.shards, strict=True):
+            packer.begin()
+            packer.read(shards, mine.found)
+        load.begin()
+        assert not load.obstacle
+        load.load_in_place(lives or found, place, regions)
+        load.finish()
+
+    def compared(self, load: ModelLoad) -> set[str]:
+        """Names of the tensors of which the parts make a whole, whose hashes are those of what was sent."""
+        buckets, names = load.manifest.buckets, list(numbers_of(load.manifest.buckets))
+        worlds = {entry.name: bucket.world for bucket in self.plan.buckets for entry in bucket.entries}
+        once = torch.tensor([[rank == 0 or worlds[name] > 1 for name in names] for rank in range(WORLD)])
+        sent = (torch.stack([packer.sums() for packer in self._packers]) * once).sum(0).tolist()
+        owners, found = owners_of(buckets), set[str]()
+        read = read_parts(load.map, buckets, owners)
+        held = [(number, move.box) for number, move in held_parts(load.map, ["bfloat16"] * len(names), owners)]
+        for parts, sums in ((read, load.sums()), (held, load.held().sums)):
+            times, (factors,) = weigh([math.prod(self.shape)] * len(names), [parts])
+            total = [0] * len(names)
+            for (number, _), factor, value in zip(parts, factors, memoryview(sums).cast("q"), strict=True):
+                total[number] += factor * value
+            for number, many in enumerate(times):
+                if many > 0:
+                    assert (total[number] - many * sent[number]) % (1 << 64) == 0, names[number]
+                    found.add(names[number])
+        return found
 
 
-class Receiver:
-    """The engine rank's half of syncs of two tensors, ``a`` and ``b``, without a channel."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        bases = [Base(name, "bfloat16", 2, (LENGTH,), (View(name, (LENGTH,), 0, LENGTH),)) for name in ("a", "b")]
-        self.plan = plan_buckets(tuple(bases), 1 << 20, False)
-        self._nbytes = self.plan.slot_bytes
-        self._manifest = Manifest.of(self.plan)
-        self.model = model
-        self.load = ModelLoad(Engine(self.model, 0), self._manifest, CPU)
-        self.introduced = 0  # how often something was found out
-
-    @torch.no_grad()
-    def sync(self, a: float, b: float) -> None:
-        sent = {"a": torch.full((LENGTH,), a, dtype=BF16), "b": torch.full((LENGTH,), b, dtype=BF16)}
-        slot = torch.zeros(self._nbytes, dtype=torch.uint8)
-        for entry in self._manifest.buckets[0]:
-            for piece in entry.pieces:
-                taken = sent[entry.name].view(torch.uint8)[piece.target : piece.target + piece.width]
-                slot[piece.source : piece.source + piece.width] = taken
-        before: LoadMap = self.load.map
-        self.load.begin()
-        self.introduced += self.load.map is not before
-        self.load.load(0, [slot])
-        self.load.finish()
-        for name, tensor in sent.items():
-            assert torch.equal(getattr(self.model, name).data, tensor), name
+def memory_for(numel: int, dtype: torch.dtype, path: Path | None, before: int = 0) -> torch.Tensor:
+    """Of a run; in a file, some bytes after its first."""
+    if path is None:
+        return torch.zeros(numel, dtype=dtype)
+    storage = torch.UntypedStorage.from_file(str(path), True, before + numel * dtype.itemsize)
+    return torch.empty(0, dtype=dtype).set_(storage, before // dtype.itemsize, (numel,))  # type: ignore[call-overload,no-any-return]

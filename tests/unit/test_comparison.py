@@ -40,10 +40,12 @@ def with_one_more(buffer: bool, name: str = "model.normalizer") -> LoadMap:
     return msgspec.structs.replace(COMPLETE, places=(*COMPLETE.places, more))
 
 
-def learned(found: LoadMap, restores: bool = True, layers: int = 0, loaded: bool = False, **config: Any) -> Comparison:
+def learned(
+    found: LoadMap, restores: bool = True, layers: int = 0, loaded: bool = False, plan: Plan = PLAN, **config: Any
+) -> Comparison:
     comparison = Comparison(SyncConfig(**config), Agreement(10.0, ranks=Alone()), (0,), restores)
     comparison.note(found)
-    comparison.learn(PLAN, loaded, layers, sent_by=1)
+    comparison.learn(plan, loaded, layers, sent_by=1)
     return comparison
 
 
@@ -54,52 +56,53 @@ def test_a_map_that_explains_everything() -> None:
     assert not comparison.knows(PLAN)
 
 
-@pytest.mark.parametrize("layers", [0, 3, 4])
-def test_what_the_engine_leaves_out_is_named(layers: int) -> None:
-    found = msgspec.structs.replace(COMPLETE, moves=COMPLETE.moves[:1], layers=3)
-    said = "has 4 layers, the engine's 3" if layers == 4 else ""
-    with pytest.raises(
-        SyncError, match=rf"Model leaves out 1 of the 2 .*: b \(128 of 128 bytes\)\. .*{said}.*It would"
-    ):
-        learned(found, layers=layers)
+ONE_LEFT_OUT = msgspec.structs.replace(COMPLETE, moves=COMPLETE.moves[:1], layers=3)
+IN_PART = msgspec.structs.replace(
+    with_one_more(buffer=True), moves=(*COMPLETE.moves, Move(1, 2, "bfloat16", Box(0, 0)))
+)
+UNKNOWN = LoadMap("Model", 3, left=tuple(Left(n, "raises", "", ()) for n in range(2)), unknown="KeyError: 7")
+LEAVES_OUT = r"Model leaves out 1 of the 2 .*: b \(128 of 128 bytes\)\. "
 
 
-@pytest.mark.parametrize("restores", [False, True])
-@pytest.mark.parametrize("name", ["lm_head.weight", "a"])
-def test_a_host_copy_is_no_excuse_for_a_parameter_nor_for_what_is_sent(restores: bool, name: str) -> None:
-    with pytest.raises(SyncError, match=rf"leaves 1 of 3 .*in part: {name} \(0 of 4 elements\)\. "):
-        learned(with_one_more(buffer=name == "a", name=name), restores)
-    found = msgspec.structs.replace(
-        with_one_more(buffer=True), moves=(*COMPLETE.moves, Move(1, 2, "bfloat16", Box(0, 0)))
-    )
-    with pytest.raises(SyncError, match=r"in part: model\.normalizer \(1 of 4 elements\)"):
-        learned(found, restores)
+@pytest.mark.parametrize(
+    ("found", "known", "text"),
+    [
+        *((ONE_LEFT_OUT, {"layers": layers}, LEAVES_OUT + ".*It would") for layers in (0, 3)),
+        (ONE_LEFT_OUT, {"layers": 4}, LEAVES_OUT + ".*has 4 layers, the engine's 3.*It would"),
+        # a host copy is no excuse for a parameter, nor for what is sent
+        *(
+            (
+                with_one_more(name == "a", name),
+                {"restores": restores},
+                rf"leaves 1 of 3 .*in part: {name} \(0 of 4 elem",
+            )
+            for name in ("lm_head.weight", "a")
+            for restores in (False, True)
+        ),
+        *((IN_PART, {"restores": each}, r"in part: model\.normalizer \(1 of 4 elements\)") for each in (False, True)),
+        (with_one_more(True), {"restores": False}, r"load_format=dummy: .*unwritten: model\.normalizer "),
+        (UNKNOWN, {"loaded": True}, "did not tell which of the tensors"),
+        (UNKNOWN, {"layers": 4}, "has 4 layers, the engine's 3 .*Give both the same"),
+    ],
+)
+def test_what_is_left_out_or_left_unwritten_is_named(found: LoadMap, known: dict[str, Any], text: str) -> None:
+    with pytest.raises(SyncError, match=text):
+        learned(found, **known)
 
 
 def test_constants_are_left_to_a_host_copy(capsys: pytest.CaptureFixture[str]) -> None:
     comparison = learned(with_one_more(buffer=True))
     assert [kept.name for kept, *_ in comparison.unwritten] == ["model.normalizer"]
     assert "model.normalizer (0 of 4 elements); the engine keeps what it loaded at its start" in capsys.readouterr().out
-    with pytest.raises(SyncError, match=r"load_format=dummy: .*unwritten: model\.normalizer "):
-        learned(with_one_more(buffer=True), restores=False)
-
-
-def test_an_engine_that_cannot_tell() -> None:
-    unknown = LoadMap("Model", 3, left=tuple(Left(n, "raises", "", ()) for n in range(2)), unknown="KeyError: 7")
-    assert not learned(unknown).knows(PLAN), "perhaps the load itself raises"
-    with pytest.raises(SyncError, match="did not tell which of the tensors"):
-        learned(unknown, loaded=True)
-    with pytest.raises(SyncError, match=r"has 4 layers, the engine's 3 .*Give both the same"):
-        learned(unknown, layers=4)
+    assert not learned(UNKNOWN).knows(PLAN), "perhaps the load itself raises"
 
 
 def test_every_reason_is_said_however_many_tensors_have_another(capsys: pytest.CaptureFixture[str]) -> None:
     names = [f"norm{number}" for number in range(9)] + ["odd"]
     moves = tuple(Move(n, 0, "bfloat16", WHOLE) for n in range(10))
     why = (*((n, "is computed") for n in range(9)), (9, "lies elsewhere"))
-    comparison = Comparison(SyncConfig(), Agreement(10.0, ranks=Alone()), (0,), True)
-    comparison.note(LoadMap(places=(Place("x", ()),), moves=moves, not_held=why, derives=True))
-    comparison.learn(plan_of(*names), loaded=False)
+    found = LoadMap(places=(Place("x", ()),), moves=moves, not_held=why, derives=True)
+    comparison = learned(found, plan=plan_of(*names))
     said = capsys.readouterr().out
     assert "norm4 and 5 more (is computed)" in said and "not comparable: odd (lies elsewhere)" in said
     assert comparison.left_out[DERIVED] == "is computed" and not comparison.compared

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from verl_sync_plugin.copies import plain, table
-from verl_sync_plugin.copies.copier import BucketMemory, Copier
 from verl_sync_plugin.copies.plain import Block
-from verl_sync_plugin.copies.table import ROW_BYTES, KernelTable, alternating
+from verl_sync_plugin.copies.table import ROW_BYTES, alternating
 
 CPU = torch.device("cpu")
 
@@ -40,9 +39,11 @@ def test_kernel_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     here = Path(__file__).parent
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", "--rootdir", str(here)]
-    files = [str(here / name) for name in ("test_copies.py", "test_packing.py", "test_direct_load.py")]
+    files = [str(here / name) for name in ("test_copies.py", "test_packing.py", "test_model_load.py")]
     env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([*command, *files], env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [*command, "-k", "not by_plain", *files], env=env, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stdout[-4000:]
     assert "1 skipped" in done.stdout, "everything but this test must have run"
 
@@ -155,24 +156,6 @@ def test_kernel_flags_what_is_not_finite(
     assert flags.tolist() == [0, 1, 0] and not sums.any()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_kernel_is_used_where_there_is_a_gpu() -> None:
-    assert Copier(torch.device("cuda", 0), []).kernel
-
-
-def test_plain_copies_where_there_is_none() -> None:
-    target = torch.zeros(64, dtype=torch.uint8)
-    memory = torch.arange(64, dtype=torch.uint8)
-    copier = Copier(CPU, [target])
-    assert not copier.kernel
-    block = Block(8, target.data_ptr() + 4, 8, 6, 3, 10, 7, 10)
-    sums = torch.zeros(1, dtype=torch.int64)
-    copier.prepare([block]).run(BucketMemory([memory], memory.numel(), 1), sums)
-    assert target[4:25].tolist() == [*range(8, 14), 0, *range(18, 24), 0, *range(28, 34), 0]
-    assert sums.item() == plain.hash_block(memory, 8, block).item()
-
-
 # In which order the rows of a copy are read that lie on several devices
 
 
@@ -196,17 +179,6 @@ def test_every_home_is_read_evenly_and_in_its_own_order(seed: int, shares: tuple
 
 def test_one_home_stays_as_it_is() -> None:
     assert (alternating(np.zeros(50, int), np.arange(1, 51)) == np.arange(50)).all()
-
-
-def test_a_table_reads_its_own_device_and_the_others_in_turn() -> None:
-    """Two allocations per device; this reader's own device is home 0."""
-    blocks = [Block(0, base * 8 * ROW_BYTES, 0, 8 * ROW_BYTES, base=base) for base in range(6)]
-    ((_, wide, narrow, count),) = KernelTable(blocks, CPU, homes=[2, 2, 0, 0, 1, 1])._parts
-    assert count == 48
-    assert narrow[0].tolist()[:12] == [2, 4, 0] * 4 and narrow[0].tolist()[-12:] == [3, 5, 1] * 4
-    assert wide[0].tolist()[:6] == [0, 0, 0, ROW_BYTES, ROW_BYTES, ROW_BYTES]
-    ((_, _, narrow, _),) = KernelTable(blocks, CPU)._parts
-    assert narrow[0].tolist() == [base for base in range(6) for _ in range(8)], "as the blocks come"
 
 
 # The hash in plain torch operations: what it is defined to be, and in little memory

@@ -205,18 +205,6 @@ def test_an_error_that_nobody_foresaw_ends_the_driver(monkeypatch: pytest.Monkey
     assert "cannot check the keys of this run: AttributeError: nobody foresaw this. Correct" in refused()
 
 
-def test_main_ppo_stops_before_ray(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "verl.trainer.main_ppo", f"{ROLL}.name=sglang", f"hydra.run.dir={tmp_path}",
-         f"{SHORT_BUCKET_KEY}=512", f"{LONG_BUCKET_KEY}=1024"],
-        cwd=tmp_path, env={**unmeasured.environment(), "HYDRA_FULL_ERROR": "0"}, capture_output=True, text=True,
-        timeout=120,
-    )  # fmt: skip
-    output = ended.stdout + ended.stderr
-    assert ended.returncode != 0 and "both given and differ" in output and "verl-sync-plugin: " in output
-    assert "Traceback" not in output and "Started a local Ray instance" not in output
-
-
 @pytest.mark.parametrize("key", [f"{ROLL}.update_weights_bucket_megabyte", f"{CUSTOM}.bogus", "bogus"])
 def test_other_bogus_keys_still_fail_in_hydra(key: str) -> None:
     with pytest.raises(ConfigCompositionException):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -227,16 +226,3 @@ def test_the_parts_of_each_tensor_are_weighed_alone() -> None:
     ranks = [[(0, HALVES[0]), (2, None), (1, ALL)], [(1, ALL), (0, HALVES[1]), (0, HALVES[1])]]
     times, factors = weigh([96, 96, 7, 96], ranks)
     assert times == [2, 2, 1, 0] and factors == [[2, 1, 1], [1, 1, 1]]
-
-
-def test_thousands_of_tensors_take_no_time() -> None:
-    """A model of 6000 experts on 8 ranks: a few kinds of them."""
-    entries = {f"{n:05}": replace(entry(f"{n:05}", 2048 * 64, BF16), shape=(2048, 64)) for n in range(6000)}
-    ranks = [
-        LoadMap(moves=tuple(Move(n, n, BF16, Box(8 * rank, 0, ((2048, 64, 8), (8, 1, 1)))) for n in range(6000)))
-        for rank in range(8)
-    ]
-    owners = {number: number for number in range(6000)}
-    assert not unused(entries, owners, ranks)
-    times, _ = weigh([2048 * 64] * 6000, [[(m.tensor, m.box) for m in found.moves] for found in ranks])
-    assert set(times) == {1}

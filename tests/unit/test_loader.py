@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
-import threading
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -23,7 +22,7 @@ from verl_sync_plugin.rollouts.sglang.request import TOKEN_VARIABLE, dumps, hand
 from verl_sync_plugin.rollouts.sglang.server import server_of_one_engine
 from verl_sync_plugin.transport import protocol
 from verl_sync_plugin.transport.channel import Listener
-from verl_sync_plugin.transport.protocol import Failed, LoadRequest
+from verl_sync_plugin.transport.protocol import LoadRequest
 
 WAIT = 10.0
 
@@ -47,19 +46,6 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
 def asked(*addresses: str) -> Any:
     """A request as SGLang hands it to the loader."""
     return MultiprocessingSerializer.deserialize(pack_request(LoadRequest("1", addresses, WAIT).to_wire()))
-
-
-def test_prefixes_are_forgotten_before_a_load_or_the_trainer_hears_why_not() -> None:
-    """Here no scheduler of SGLang's calls the loader; with one: ``tests/contract/test_pause_modes.py``."""
-    listener = Listener(WAIT)
-    thread = threading.Thread(target=loader.load_and_forget_prefixes, args=(Model(), asked(listener.address)))
-    thread.start()
-    channel = listener.accept(WAIT)
-    assert channel is not None
-    failed = channel.receive(WAIT)
-    assert isinstance(failed, Failed) and "no scheduler of SGLang's is loading weights here" in failed.text
-    channel.close()
-    thread.join()
 
 
 class Tower(torch.nn.Module):

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Pretra
 from verl.workers.rollout.sglang_rollout.utils import lora_rank_of
 
 from hydra_run import config_of, refused, rollout_of
-from verl_sync_plugin.config import refusals
 from verl_sync_plugin.lora.peft import build_peft_model, unties_embeddings
 from verl_sync_plugin.rollouts.sglang.refusals import ALWAYS_TIED
 
@@ -40,10 +39,17 @@ def adapted(*overrides: str, merge: bool = True, strategy: str = "fsdp2") -> lis
     return [*(f"{key}={value}" for key, value in keys.items() if not {key, LORA} & given), *overrides]
 
 
+def install(monkeypatch: pytest.MonkeyPatch, **packages: bool) -> None:
+    """Has packages be installed, or not, for who looks."""
+    find, named = importlib.util.find_spec, {name.replace("_", "."): there for name, there in packages.items()}
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: (named[name] or None) if name in named else find(name, *rest)
+    )
+
+
 @pytest.fixture
 def no_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "scipy" else find(name, *rest))
+    install(monkeypatch, scipy=False)
 
 
 REFUSED: list[tuple[str | tuple[str, ...], str, str]] = [
@@ -392,10 +398,10 @@ def test_fsdp2_with_a_saved_head_or_tied_factors(folder_of: Callable[..., str]) 
 @pytest.mark.parametrize("merge", [True, False])
 def test_lora_on_megatron_needs_the_bridge_and_no_dora(merge: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     given = ("model_engine=megatron", f"++{LORA}.rank=8", f"++{LORA}.merge={merge}")
-    monkeypatch.setattr(refusals, "_has_megatron_bridge", lambda: False)
+    install(monkeypatch, megatron_bridge=False)
     text = refused(*given)
     assert f"LoRA rank 8 with {STRATEGY}=megatron: the package megatron.bridge" in text and "is not installed" in text
-    monkeypatch.setattr(refusals, "_has_megatron_bridge", lambda: True)
+    install(monkeypatch, megatron_bridge=True)
     assert rollout_of(*given).custom.sync.enabled is True
     text = refused(*given, f"++{LORA}.type=dora")
     assert f"lora.type='dora' with {STRATEGY}=megatron: " in text and f"Set {LORA}.type=lora" in text

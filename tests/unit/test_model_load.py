@@ -1,31 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads of all kinds, however tensors are cut: exact, and with hashes that are those of what was packed."""
+"""Loads of all kinds, however tensors are cut, staged and in place: exact, with the hashes of what was packed."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from receiving import Engine
+from receiving import BF16, CPU, WORLD, Engine, Sender, Weights, memory_for
 from verl.workers.rollout.sglang_rollout.utils import DEEPSEEK_V4_FUSION_GROUPS
 
 from verl_sync_plugin.copies.copier import BucketMemory
-from verl_sync_plugin.copies.packing import Packer
-from verl_sync_plugin.engine.load import Assembler, ModelLoad
+from verl_sync_plugin.engine.load import Assembler
 from verl_sync_plugin.engine.model import partner_of
-from verl_sync_plugin.layout.load_map import held_parts, owners_of, read_parts, weigh
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.strided import Run
-from verl_sync_plugin.layout.tensors import Base, Entry, Shard, View
+from verl_sync_plugin.layout.tensors import Base, Entry, View
 from verl_sync_plugin.rollouts.sglang.model import FUSED_PAIRS
-from verl_sync_plugin.transport.protocol import Manifest
+from verl_sync_plugin.transport import memory
+from verl_sync_plugin.transport.memory import NotInPlaceError, Regions
 
-CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
+FP32 = torch.float32
 ROWS, COLUMNS = 24, 40
 Load = Callable[[torch.Tensor, torch.Tensor], object]
 LOADS: dict[str, tuple[tuple[int, ...], torch.dtype, Load]] = {
+    "apart": ((2 * ROWS, COLUMNS), BF16, lambda p, t: p[::2].copy_(t)),
     "columns": ((ROWS, COLUMNS // 2), BF16, lambda p, t: p.copy_(t[:, : COLUMNS // 2])),
     "computed": ((ROWS, COLUMNS), BF16, lambda p, t: p.copy_(t + 1)),
     "interleaved": ((ROWS, 2 * COLUMNS), BF16, lambda p, t: (p.fill_(5), p[:, ::2].copy_(t))),
@@ -36,7 +38,8 @@ LOADS: dict[str, tuple[tuple[int, ...], torch.dtype, Load]] = {
     "whole": ((ROWS, COLUMNS), BF16, lambda p, t: p.copy_(t)),
     "wide": ((ROWS, COLUMNS), FP32, lambda p, t: p.copy_(t)),
 }
-SCRATCH = {"interleaved", "transposed", "turned", "wide"}
+PLAIN = ("apart", "columns", "padded", "rows", "whole")  # what may be read in place
+IN_PART = {"columns", "rows"}
 
 
 class Model(torch.nn.Module):
@@ -45,125 +48,117 @@ class Model(torch.nn.Module):
         for name, (shape, dtype, _) in LOADS.items():
             self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False))
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Weights) -> None:
         for name, tensor in weights:
             LOADS[name][2](getattr(self, name).data, tensor)
 
 
-class Sender:
-    def __init__(self, seed: int, bucket_bytes: int, tied: bool) -> None:
-        rng = random.Random(seed)
-        self.bases, self.world = [], 3
-        names = [(name,) for name in LOADS if not tied or name not in ("rows", "whole")] + [("whole", "rows")] * tied
-        for each in names:
-            cut = sorted(rng.randint(0, ROWS * COLUMNS) for _ in range(self.world - 1))
-            lengths = tuple(b - a for a, b in zip([0, *cut], [*cut, ROWS * COLUMNS], strict=True))
-            views = tuple(View(name, (ROWS, COLUMNS), 0, ROWS * COLUMNS) for name in each)
-            self.bases.append(Base(each[0], "bfloat16", 2, lengths, views))
-        self.plan = plan_buckets(tuple(self.bases), bucket_bytes, True)
-        self.packers = [Packer(CPU, self.plan, rank) for rank in range(self.world)]
-        self.manifest = Manifest.of(self.plan)
+@pytest.fixture
+def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to copy; the kernel in Triton's interpreter, see ``test_copies.test_kernel_in_the_interpreter``."""
+    if request.param == "by_kernel":
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            pytest.skip("runs again in a process of its own")
+        for module in ("copier", "packing"):
+            monkeypatch.setattr(f"verl_sync_plugin.copies.{module}.kernel_works", lambda device: True)
 
-    def send(self, load: ModelLoad, seed: int) -> dict[str, torch.Tensor]:
-        generator, shards, sent = torch.Generator().manual_seed(seed), [list[Shard]() for _ in range(self.world)], {}
-        for base in self.bases:
-            value = torch.randn(ROWS, COLUMNS, generator=generator).bfloat16()
-            sent |= {view.name: value for view in base.views}
-            for rank in range(self.world):
-                run = value.view(-1)[sum(base.lengths[:rank]) :][: base.lengths[rank]]
-                shards[rank].append(Shard(base, lambda run=run: run))  # type: ignore[misc]
-        load.begin()
-        slots = [torch.zeros(self.plan.slot_bytes, dtype=torch.uint8) for _ in range(self.world)]
-        for packer in self.packers:
-            packer.begin()
-        for index in range(len(self.plan.buckets)):
-            for rank, packer in enumerate(self.packers):
-                packer.pack(index, slots[rank], shards[rank])
-            load.load(index, slots)
-            for slot in slots:
-                slot.fill_(0xEE)  # used again
-        load.finish()
-        return sent
 
-    @property
-    def sums(self) -> list[int]:
-        return list(sum(packer.sums() for packer in self.packers).tolist())  # type: ignore[attr-defined]
+def sender_of(loads: tuple[str, ...], tied: bool, *more: object) -> Sender:
+    names = [(name,) for name in loads if not tied or name not in ("rows", "whole")] + [("whole", "rows")] * tied
+    return Sender(names, (ROWS, COLUMNS), *more)  # type: ignore[arg-type]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("bucket_bytes", [1 << 20, 3000, 600])
-@pytest.mark.parametrize("seed", range(4))
-def test_what_arrives_is_what_the_model_would_load(seed: int, bucket_bytes: int, tied: bool) -> None:
-    model, reference, sender = Model(), Model(), Sender(seed, bucket_bytes, tied)
-    load = ModelLoad(Engine(model, 0), sender.manifest, CPU)
+@pytest.mark.parametrize("in_place", [False, True], ids=["staged", "in place"])
+@pytest.mark.parametrize(
+    ("copies", "seed", "bucket_bytes"),
+    [
+        *(("by_plain", seed, size) for seed in range(4) for size in (1 << 20, 3000, 600)),
+        *(("by_kernel", seed, size) for seed, size in enumerate((1 << 20, 3000))),  # the interpreter takes its time
+    ],
+    indirect=["copies"],
+)
+def test_what_arrives_is_what_the_model_would_load(
+    seed: int, bucket_bytes: int, in_place: bool, copies: None, tmp_path: Path
+) -> None:
+    loads = PLAIN if in_place else tuple(LOADS)
+    sender = sender_of(loads, bool(seed % 2), bucket_bytes, seed, tmp_path)
+    model, reference = Model(), Model()
+    load = sender.receiver(Engine(model, 0))
     for number in range(3):
-        for parameter in model.parameters():
+        for parameter in (each for kept in (model, reference) for each in kept.parameters()):
             parameter.view(torch.uint8).fill_(0xA5)  # what memory holds that was released
-        sent = sender.send(load, number)
-        reference.load_weights(sent.items())
+        values = sender.train(number)
+        if in_place:
+            sender.in_place(load, seed % WORLD)
+        else:
+            sender.staged(load)
+        reference.load_weights(values.items())
         for name, parameter in reference.named_parameters():
             assert torch.equal(getattr(model, name).view(torch.uint8), parameter.view(torch.uint8)), name
-        assert_hashes(load, sender)
-    assert [left.tensor for left in load.map.left] == [sorted(LOADS).index("computed")]
-    assert load._by_scratch >= SCRATCH and "itself" in load.obstacle
+        assert sender.compared(load) >= set(loads) - IN_PART - {"computed", "whole"}
+    left = [sorted(loads)[left.tensor] for left in load.map.left]
+    assert left == ([] if in_place else ["computed"]) and ("itself" in load.obstacle) is not in_place
 
 
-def assert_hashes(load: ModelLoad, sender: Sender) -> None:
-    """Every part that makes up a whole tensor has its hash."""
-    buckets, names = load.manifest.buckets, sorted(LOADS)
-    owners, numels = owners_of(buckets), [ROWS * COLUMNS] * len(names)
-    read = read_parts(load.map, buckets, owners)
-    held = [(number, move.box) for number, move in held_parts(load.map, ["bfloat16"] * len(names), owners)]
-    for parts, found in ((read, load.sums()), (held, load.held().sums)):
-        times, (factors,) = weigh(numels, [parts])
-        total = [0] * len(names)
-        for (number, _), factor, value in zip(parts, factors, memoryview(found).cast("q"), strict=True):
-            total[number] += factor * value
-        compared = {names[number] for number, many in enumerate(times) if many > 0}
-        assert compared >= {"interleaved", "padded", "transposed", "turned", "wide"}
-        for number, many in enumerate(times):
-            if many > 0:
-                assert (total[number] - many * sender.sums[number]) % (1 << 64) == 0, names[number]
+def test_says_where_parameters_lie_or_why_they_cannot_be_read_there(tmp_path: Path) -> None:
+    sender = sender_of(("whole",), False, 700, 0, tmp_path)
+    (mine,), run = sender.shards[0], sender.shards[0][0].local()
+    parameters = sender.parameters[0]
+    first = parameters.look([mine])
+    assert parameters.look([mine]) is first, "said again only when something has moved"
+    moved = memory_for(run.numel(), run.dtype, tmp_path / "moved")
+    assert parameters.look([replace(mine, run=moved)]).key != first.key
+    for why, spoiled in {
+        "private to the trainer's process": replace(mine, run=run.clone()),
+        "is merged with its adapter": replace(mine, merge=lambda part, begin: part),
+        "is torch.float64 and travels as bfloat16": replace(mine, run=run.double(), local=run.double),
+    }.items():
+        with pytest.raises(NotInPlaceError, match=f"'whole'.*{why}"):
+            parameters.look([spoiled])
 
 
-# The assembler: whole tensors out of buckets whose slot is overwritten as soon as a bucket has been loaded
+def test_bytes_that_nobody_named_and_memory_that_is_gone_are_an_error(tmp_path: Path) -> None:
+    sender = sender_of(PLAIN, False, 1 << 20, 0, tmp_path)
+    lives = [mine.look(shards) for mine, shards in zip(sender.parameters, sender.shards, strict=True)]
+    for broken in ([replace(lives[0], runs=(b"",) * len(lives[0].runs)), *lives[1:]], [lives[1], lives[0], lives[2]]):
+        with pytest.raises(ValueError, match="trainer rank"):
+            sender.in_place(sender.receiver(Engine(Model(), 0)), 0, broken)
+    with pytest.raises(FileNotFoundError, match="/gone"):
+        Regions().map([replace(lives[0].regions[0], key="gone", handle=("/gone",))])
 
 
-Loads = list[list[tuple[str, torch.Tensor]]]
+def test_without_a_cuda_driver_parameters_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on AMD's devices, which torch calls cuda as well: an error of the kind that exporters and regions expect."""
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: os.stat(f"/{name}"))
+    memory.driver.cache_clear()
+    with pytest.raises(RuntimeError, match="no CUDA driver"):
+        memory.driver()
 
 
-def base_of(name: str, tensor: torch.Tensor, views: tuple[View, ...] = (), world: int = 2) -> Base:
-    """A tensor cut over ranks, the first one holding the larger part."""
-    shares = [tensor.numel() // world] * world
-    shares[0] += tensor.numel() - sum(shares)
-    views = views or (View(name, tuple(tensor.shape), 0, tensor.numel()),)
-    return Base(name, str(tensor.dtype).removeprefix("torch."), tensor.element_size(), tuple(shares), views)
+# Whole tensors out of buckets whose slot is overwritten as soon as a bucket has been loaded
 
 
-def ship(tensors: list[torch.Tensor], bases: list[Base], bucket_bytes: int, assembler: Assembler) -> Loads:
-    """Sends all buckets through one slot; returns what each load call got, cloned while it was valid."""
-    plan = plan_buckets(tuple(bases), bucket_bytes)
-    memory = torch.zeros(plan.slot_bytes, dtype=torch.uint8)
-    loads: Loads = []
+def base_of(name: str, tensor: torch.Tensor, world: int = 2) -> Base:
+    return Base(name, "float32", 4, (tensor.numel() // world,) * world, (View(name, tuple(tensor.shape), 0, 32),))
+
+
+def shipped(names: list[str], tensors: list[torch.Tensor], world: int) -> list[list[tuple[str, torch.Tensor]]]:
+    """What each load call gets of small buckets that all go through one slot, cloned while it was valid."""
+    bases = [base_of(name, tensor, world) for name, tensor in zip(names, tensors, strict=True)]
+    plan, assembler, loads = plan_buckets(tuple(bases), 128), Assembler(pairs=FUSED_PAIRS), []
+    slot = torch.zeros(plan.slot_bytes, dtype=torch.uint8)
     for bucket in plan.buckets:
         for rank in range(bucket.world):
             for part in bucket.slices:
-                base, flat = bases[part.base], tensors[part.base].reshape(-1)
-                first = sum(base.lengths[:rank])
-                run = flat[first + part.begin : first + min(part.end, base.lengths[rank])].view(torch.uint8)
-                memory.narrow(0, rank * bucket.stride + part.offset, run.numel()).copy_(run)
-        arriving = assembler.tensors(BucketMemory([memory], bucket.stride, bucket.world), bucket.entries)
+                first = rank * 32 // world
+                run = tensors[part.base].reshape(-1)[first + part.begin : first + min(part.end, 32 // world)]
+                slot.narrow(0, rank * bucket.stride + part.offset, run.nbytes).copy_(run.view(torch.uint8))
+        arriving = assembler.tensors(BucketMemory([slot], bucket.stride, bucket.world), bucket.entries)
         loads.append([(name, tensor.clone()) for name, tensor in arriving])
-        memory.fill_(0xEE)
+        slot.fill_(0xEE)
+    assembler.finish()
     return loads
-
-
-def arrived(loads: Loads) -> dict[str, torch.Tensor]:
-    """All tensors of all loads; none may come twice."""
-    names = [name for load in loads for name, _ in load]
-    assert len(names) == len(set(names))
-    return {name: tensor for load in loads for name, tensor in load}
 
 
 def test_the_pairs_of_deepseek_v4_are_those_that_verl_keeps_together() -> None:
@@ -172,49 +167,45 @@ def test_the_pairs_of_deepseek_v4_are_those_that_verl_keeps_together() -> None:
         assert tuple(partner_of(name, FUSED_PAIRS) for name in names) == names[::-1]
 
 
-@pytest.mark.parametrize("pair", FUSED_PAIRS)
-@pytest.mark.parametrize("swapped", [False, True])
+FIRST, SECOND = FUSED_PAIRS[0]
+
+
 @pytest.mark.parametrize("world", [1, 2])  # with one rank the first half aliases the slot, with two it is joined
-def test_torn_pair_arrives_in_one_load(pair: tuple[str, str], swapped: bool, world: int) -> None:
-    names = [f"model.layers.3.self_attn.{suffix}" for suffix in (reversed(pair) if swapped else pair)]
-    ordered = [names[0], "model.between", names[1], "model.after"]
-    tensors = [torch.randn(8, 4) for _ in ordered]
-    assembler = Assembler(pairs=FUSED_PAIRS)
-    bases = [base_of(n, t, world=world) for n, t in zip(ordered, tensors, strict=True)]
-    loads = ship(tensors, bases, 128, assembler)
-    assembler.finish()
-    assert [[name for name, _ in load] for load in loads] == [[], ["model.between"], names, ["model.after"]]
-    got = arrived(loads)
-    assert all(torch.equal(got[name], tensor) for name, tensor in zip(ordered, tensors, strict=True))
-
-
-def test_pairs_of_different_layers_do_not_mix() -> None:
-    first, second = FUSED_PAIRS[0]
-    ordered = [f"layers.0.{first}", f"layers.1.{first}", f"layers.1.{second}", f"layers.0.{second}"]
-    tensors = [torch.randn(8, 4) for _ in ordered]
-    loads = ship(
-        tensors, [base_of(n, t) for n, t in zip(ordered, tensors, strict=True)], 128, Assembler(pairs=FUSED_PAIRS)
-    )
-    assert [[name for name, _ in load] for load in loads] == [[], [], ordered[1:3], [ordered[0], ordered[3]]]
+@pytest.mark.parametrize(
+    ("names", "together"),
+    [
+        *(
+            ([f"m.3.{one}", "m.between", f"m.3.{other}", "m.after"], [[], [1], [0, 2], [3]])
+            for pair in FUSED_PAIRS
+            for one, other in (pair, pair[::-1])
+        ),
+        ([f"l.0.{FIRST}", f"l.1.{FIRST}", f"l.1.{SECOND}", f"l.0.{SECOND}"], [[], [], [1, 2], [0, 3]]),
+    ],
+)
+def test_torn_pairs_arrive_in_one_load(names: list[str], together: list[list[int]], world: int) -> None:
+    tensors = [torch.randn(8, 4) for _ in names]
+    loads = shipped(names, tensors, world)
+    assert [[name for name, _ in load] for load in loads] == [[names[each] for each in load] for load in together]
+    for name, tensor in (each for load in loads for each in load):
+        assert torch.equal(tensor, tensors[names.index(name)])
 
 
 def test_finish_names_an_incomplete_tensor() -> None:
     assembler = Assembler()
-    memory = BucketMemory([torch.zeros(16, dtype=torch.uint8)], 16, 1)
-    assert list(assembler.tensors(memory, (Entry("half", "uint8", (32,), None, 32, (Run(0, 0, 16),)),))) == []
+    slot = BucketMemory([torch.zeros(16, dtype=torch.uint8)], 16, 1)
+    assert list(assembler.tensors(slot, (Entry("half", "uint8", (32,), None, 32, (Run(0, 0, 16),)),))) == []
     with pytest.raises(ValueError, match="incomplete tensors: half"):
         assembler.finish()
 
 
 def test_what_a_model_does_to_a_tensor_stays_away_from_other_readers() -> None:
     """SGLang's Gemma adds 1 to norms where they arrive, and its gpt-oss writes zeros; both ranks read this slot."""
-    whole = torch.arange(8, dtype=torch.float32)
+    whole = torch.arange(8, dtype=FP32)
     base = Base("norm.weight", "float32", 4, (0, 8), (View("norm.weight", (8,), 0, 8),))
     (bucket,) = plan_buckets((base,), 1 << 10, sharded=True).buckets
-    slots = [torch.zeros(bucket.stride, dtype=torch.uint8) for _ in range(2)]
+    slots = [torch.zeros(bucket.stride, dtype=torch.uint8, device=CPU) for _ in range(2)]
     slots[1][:32] = whole.view(torch.uint8)
     for _ in range(2):
-        memory = BucketMemory(slots, bucket.stride, bucket.world)
-        ((_, tensor),) = Assembler().tensors(memory, bucket.entries)
+        ((_, tensor),) = Assembler().tensors(BucketMemory(slots, bucket.stride, bucket.world), bucket.entries)
         assert torch.equal(tensor, whole)
         tensor += 1

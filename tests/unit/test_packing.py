@@ -147,19 +147,3 @@ def test_tables_find_what_is_not_finite(name: str, value: float, interpreted: No
         assert any(part.begin <= 200 < part.end for part in parts if part.base == place)
     packer.begin()
     assert packer.broken() == []
-
-
-def test_tables_are_kept_while_the_shards_stay(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the addresses of a moved shard are looked up anew; a shard of another kind makes a new table."""
-    made: list[object] = []
-    honest = packing.KernelTable
-
-    def counted(*args: object) -> object:
-        made.append(args)
-        return honest(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(packing, "KernelTable", counted)
-    packer = Packer(CPU, planned(1 << 20), 0)
-    for seed in range(3):
-        check(packer, seed, rank=0)
-    assert len(made) == len(packer.plan.buckets)

@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planner, against a simulation of ranks that fill their segments and a receiver that cuts them up again: bases
-that all ranks share, and then parts that different ranks hold."""
+that all ranks share, and parts that different ranks hold."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from dataclasses import dataclass
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_sync_plugin.copies.copier import BucketMemory
-from verl_sync_plugin.engine.load import Assembler
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import ALIGNMENT, Base, Bucket, Entry, Hull, Plan, View, hulls_of, numbers_of
@@ -46,9 +42,23 @@ def cut_into_views(draw: st.DrawFn, key: str, numel: int) -> tuple[View, ...]:
     return tuple(views)
 
 
+def parts_of(name: str, owners: tuple[int, ...], rows: int, columns: int, size: int, world: int) -> list[Base]:
+    """A tensor whose parts, side by side along dimension 1, are held by a rank each."""
+    numel, parts, found = rows * columns, len(owners), []
+    for part, owner in enumerate(owners):
+        lengths = tuple(numel if rank == owner else 0 for rank in range(world))
+        steps = (rows, columns, columns * parts) if rows > 1 else (1, 0, 0)
+        view = View(name, (rows, columns * parts), 0, numel * parts, None, (Run(0, part * columns, columns, *steps),))
+        found.append(Base(f"{name}.{part}", SIZES[size], size, lengths, (view,)))
+    return found
+
+
+Model = tuple[tuple[Base, ...], int, int]  # bases, bytes of a bucket, ranks
+
+
 @st.composite
-def models(draw: st.DrawFn) -> tuple[tuple[Base, ...], int]:
-    """(bases, bucket_bytes): sharded evenly, like ``torch.chunk``, arbitrarily, or replicated."""
+def shared(draw: st.DrawFn) -> Model:
+    """Bases sharded evenly, like ``torch.chunk``, arbitrarily, or replicated."""
     world = draw(st.integers(1, 8))
     bases = []
     for index in range(draw(st.integers(1, 5))):
@@ -62,7 +72,19 @@ def models(draw: st.DrawFn) -> tuple[tuple[Base, ...], int]:
                 lengths = (draw(st.integers(0, 120)),)
         views = cut_into_views(draw, f"base{index}", sum(lengths))
         bases.append(Base(f"base{index}", SIZES[itemsize], itemsize, lengths, views))
-    return tuple(bases), draw(st.integers(ALIGNMENT * world, 1500))
+    return tuple(bases), draw(st.integers(ALIGNMENT * world, 1500)), world
+
+
+@st.composite
+def joint(draw: st.DrawFn) -> Model:
+    """Parts that different ranks hold."""
+    world = draw(st.integers(1, 4))
+    ranks = st.lists(st.integers(0, world - 1), min_size=1, max_size=world, unique=True)
+    drawn = st.tuples(ranks, st.integers(1, 9), st.integers(1, 40), st.sampled_from([1, 2, 4]))
+    bases: list[Base] = []
+    for number, (owners, *sizes) in enumerate(draw(st.lists(drawn, min_size=1, max_size=12))):
+        bases += parts_of(f"w{number}", tuple(owners), *sizes, world)
+    return tuple(bases), draw(st.integers(ALIGNMENT * world, 2000)), world
 
 
 def content(base: Base, index: int) -> bytes:
@@ -92,6 +114,19 @@ def gathered(plan: Plan, bucket: Bucket, data: list[bytes]) -> bytes:
     return b"".join(segments)
 
 
+def expected_of(bases: tuple[Base, ...]) -> dict[str, bytes]:
+    """Every tensor, put together from the parts of its bases."""
+    found: dict[str, bytearray] = {}
+    for index, base in enumerate(bases):
+        data, size = content(base, index), base.itemsize
+        for view in base.views:
+            tensor = found.setdefault(view.name, bytearray(view.span * size))
+            for run in (plain for share in view.runs for plain in share.repeats()):
+                held = data[run.source * size : (run.source + run.width) * size]
+                tensor[run.target * size : (run.target + run.width) * size] = held
+    return {name: bytes(tensor) for name, tensor in found.items()}
+
+
 def received(plan: Plan) -> tuple[dict[str, bytes], dict[str, Counter[int]]]:
     """Every tensor put together from all buckets, and how often each of its bytes arrived."""
     data = [content(base, index) for index, base in enumerate(plan.bases)]
@@ -102,33 +137,28 @@ def received(plan: Plan) -> tuple[dict[str, bytes], dict[str, Counter[int]]]:
         for entry in bucket.entries:
             tensor = tensors.setdefault(entry.name, bytearray(entry.nbytes))
             assert [piece.target for piece in entry.pieces] == sorted(piece.target for piece in entry.pieces)
-            for piece in entry.pieces:
+            for piece in (plain for each in entry.pieces for plain in each.repeats()):
                 tensor[piece.target : piece.target + piece.width] = memory[piece.source : piece.source + piece.width]
                 places = range(piece.target, piece.target + piece.width)
                 arrivals.setdefault(entry.name, Counter()).update(places)
     return {name: bytes(tensor) for name, tensor in tensors.items()}, arrivals
 
 
-@settings(max_examples=150, deadline=None)
-@given(models())
-def test_every_byte_arrives_once_and_in_place(model: tuple[tuple[Base, ...], int]) -> None:
-    bases, bucket_bytes = model
-    plan = plan_buckets(bases, bucket_bytes)
-    tensors, arrivals = received(plan)
-    expected = {}
-    for index, base in enumerate(bases):
-        data = content(base, index)
-        for view in base.views:
-            expected[view.name] = data[view.start * base.itemsize : (view.start + view.span) * base.itemsize]
+@settings(max_examples=250, deadline=None)
+@given(shared() | joint())
+def test_every_byte_arrives_once_and_in_place(model: Model) -> None:
+    bases, bucket_bytes, _ = model
+    tensors, arrivals = received(plan_buckets(bases, bucket_bytes))
+    expected = expected_of(bases)
     assert tensors == expected
     for name, value in expected.items():
         assert arrivals[name] == Counter(range(len(value))), name
 
 
-@settings(max_examples=150, deadline=None)
-@given(models())
-def test_bounds_and_metadata(model: tuple[tuple[Base, ...], int]) -> None:
-    bases, bucket_bytes = model
+@settings(max_examples=250, deadline=None)
+@given(shared() | joint())
+def test_bounds_and_metadata(model: Model) -> None:
+    bases, bucket_bytes, _ = model
     plan = plan_buckets(bases, bucket_bytes)
     described = {view.name: (base.dtype, view.shape, view.strides) for base in bases for view in base.views}
     for bucket in plan.buckets:
@@ -142,6 +172,16 @@ def test_bounds_and_metadata(model: tuple[tuple[Base, ...], int]) -> None:
     assert plan.nbytes == sum(bucket.nbytes for bucket in plan.buckets)
     assert plan.tensor_count == len(described)
     assert plan == plan_buckets(tuple(bases), bucket_bytes), "planning is not deterministic"
+
+
+@settings(max_examples=100, deadline=None)
+@given(joint())
+def test_only_what_fits_no_bucket_is_torn(model: Model) -> None:
+    bases, bucket_bytes, world = model
+    times = Counter(entry.name for bucket in plan_buckets(bases, bucket_bytes).buckets for entry in bucket.entries)
+    for base in bases:
+        if base.numel * base.itemsize <= bucket_bytes // world // ALIGNMENT * ALIGNMENT:
+            assert times[base.views[0].name] == 1, base
 
 
 def simple(name: str = "w", numel: int = 8, dtype: str = "bfloat16", shape: tuple[int, ...] = (8,)) -> Base:
@@ -210,119 +250,22 @@ def test_bucket_too_small_for_the_ranks(world: int) -> None:
 
 
 def test_duplicate_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="both named 'w'"):
-        plan_buckets((simple("w"), simple("v"), simple("w")), 64)
+    for bases in ([simple("w"), simple("v"), simple("w")], [*dense("w", 0), *dense("v", 1), *dense("w", 0)]):
+        with pytest.raises(ValueError, match="both named 'w'"):
+            plan_buckets(tuple(bases), 1024)
 
 
-DTYPES = {"bfloat16": 2, "float32": 4, "uint8": 1}
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """``rows`` rows of all parts together make a tensor; the parts lie side by side (along dimension 1)."""
-
-    name: str
-    owners: tuple[int, ...]
-    rows: int
-    columns: int
-    dtype: str
-
-
-def bases_of(parameter: Parameter, world: int) -> list[Base]:
-    p, parts = parameter, len(parameter.owners)
-    numel, whole = p.rows * p.columns, p.rows * p.columns * parts
-    found = []
-    for part, owner in enumerate(p.owners):
-        lengths = tuple(numel if rank == owner else 0 for rank in range(world))
-        steps = (p.rows, p.columns, p.columns * parts) if p.rows > 1 else (1, 0, 0)
-        share = Run(0, part * p.columns, p.columns, *steps)
-        view = View(p.name, (p.rows, p.columns * parts), 0, whole, None, (share,))
-        found.append(Base(f"{p.name}.{part}", p.dtype, DTYPES[p.dtype], lengths, (view,)))
-    return found
-
-
-def ship(plan: Plan) -> dict[str, torch.Tensor]:
-    """All tensors as the engine's assembler makes them; the slot is overwritten after each bucket."""
-    data = [content(base, index) for index, base in enumerate(plan.bases)]
-    assembler = Assembler()
-    got: dict[str, torch.Tensor] = {}
-    # Not at the start of its storage, as the second slot
-    memory = torch.empty(plan.slot_bytes + 16, dtype=torch.uint8)[16:]
-    for bucket in plan.buckets:
-        arrived = torch.frombuffer(bytearray(gathered(plan, bucket, data)), dtype=torch.uint8)
-        memory.fill_(GARBAGE)[: len(arrived)].copy_(arrived)
-        for name, tensor in assembler.tensors(BucketMemory([memory], bucket.stride, bucket.world), bucket.entries):
-            assert name not in got
-            got[name] = tensor.clone()
-    assembler.finish()
-    return got
-
-
-@st.composite
-def joint_models(draw: st.DrawFn) -> tuple[list[Parameter], int, int]:
-    world = draw(st.integers(1, 4))
-    ranks = st.lists(st.integers(0, world - 1), min_size=1, max_size=world, unique=True)
-    sizes = (st.integers(1, 9), st.integers(1, 40))
-    drawn = draw(st.lists(st.tuples(ranks, *sizes, st.sampled_from(sorted(DTYPES))), min_size=1, max_size=12))
-    parameters = [Parameter(f"w{i}", tuple(o), r, c, d) for i, (o, r, c, d) in enumerate(drawn)]
-    return parameters, world, draw(st.integers(ALIGNMENT * world, 2000))
-
-
-@settings(max_examples=150, deadline=None)
-@given(joint_models())
-def test_parts_of_different_ranks_arrive_once_and_in_place(model: tuple[list[Parameter], int, int]) -> None:
-    parameters, world, bucket_bytes = model
-    bases = tuple(base for parameter in parameters for base in bases_of(parameter, world))
-    plan = plan_buckets(bases, bucket_bytes)
-    got = ship(plan)
-    index = 0
-    for p in parameters:
-        parts = []
-        for _ in p.owners:
-            flat = torch.frombuffer(bytearray(content(bases[index], index)), dtype=torch.uint8)
-            parts.append(flat.view(getattr(torch, p.dtype)).view(p.rows, p.columns))
-            index += 1
-        assert torch.equal(got[p.name].view(torch.uint8), torch.cat(parts, dim=1).view(torch.uint8)), p
-        assert got[p.name].shape == (p.rows, p.columns * len(p.owners))
-    assert plan.tensor_count == len(parameters) == len(got)
-    assert all(bucket.nbytes <= bucket_bytes and bucket.slices for bucket in plan.buckets)
-    assert plan == plan_buckets(tuple(bases), bucket_bytes), "planning is not deterministic"
-
-
-@settings(max_examples=100, deadline=None)
-@given(joint_models())
-def test_only_what_fits_no_bucket_is_torn(model: tuple[list[Parameter], int, int]) -> None:
-    parameters, world, bucket_bytes = model
-    bases = tuple(base for parameter in parameters for base in bases_of(parameter, world))
-    capacity = bucket_bytes // world // ALIGNMENT * ALIGNMENT
-    times: dict[str, int] = {}
-    for bucket in plan_buckets(bases, bucket_bytes).buckets:
-        for entry in bucket.entries:
-            times[entry.name] = times.get(entry.name, 0) + 1
-    for p in parameters:
-        if p.rows * p.columns * DTYPES[p.dtype] <= capacity:
-            assert times[p.name] == 1, p
-
-
-def dense(name: str, owners: tuple[int, ...], nbytes: int = 64) -> Parameter:
-    return Parameter(name, owners, 1, nbytes, "uint8")
+def dense(name: str, *owners: int, world: int = 4) -> list[Base]:
+    return parts_of(name, owners, 1, 64, 1, world)
 
 
 def test_stages_fill_the_same_bucket() -> None:
     """Two pipeline stages of two tensor-parallel ranks: no rank's segment stays empty."""
-    layers = [dense(f"layer{i}", (0, 1)) for i in range(4)] + [dense(f"layer{i}", (2, 3)) for i in range(4, 8)]
-    plan = plan_buckets(tuple(base for layer in layers for base in bases_of(layer, 4)), 4 * 128)
+    layers = [dense(f"layer{i}", *((0, 1) if i < 4 else (2, 3))) for i in range(8)]
+    plan = plan_buckets(tuple(base for layer in layers for base in layer), 4 * 128)
     assert len(plan.buckets) == 2 and plan.nbytes == 8 * 2 * 64, "padding"
     for bucket in plan.buckets:
-        assert {entry.name for entry in bucket.entries} & {f"layer{i}" for i in range(4)}
-        assert {entry.name for entry in bucket.entries} & {f"layer{i}" for i in range(4, 8)}
-
-
-def test_tensor_of_two_parameters_is_refused() -> None:
-    first, second = bases_of(dense("w", (0,)), 2), bases_of(dense("w", (0,)), 2)
-    between = bases_of(dense("v", (1,)), 2)
-    with pytest.raises(ValueError, match="both named 'w'"):
-        plan_buckets((*first, *between, *second), 1024)
+        assert {int(entry.name[-1]) < 4 for entry in bucket.entries} == {True, False}
 
 
 def entry(name: str, *pieces: tuple[int, int]) -> Entry:

@@ -8,7 +8,6 @@ import gc
 import pytest
 import torch
 
-from verl_sync_plugin.engine.session import Activations
 from verl_sync_plugin.memory import (
     FIRST,
     LEARNING_SYNCS,
@@ -22,7 +21,7 @@ from verl_sync_plugin.memory import (
     release_cache,
     reserve_of,
 )
-from verl_sync_plugin.rollouts.sglang import generating_bytes
+from verl_sync_plugin.rollouts import rollout_of
 
 GIB = 1 << 30
 H200 = 141 * GIB
@@ -40,7 +39,6 @@ def unknown(total: int) -> int:
         pytest.param(100 * GIB, 20 * GIB, 8 * GIB, False, id="plenty"),
         pytest.param(8 * GIB + EIGHTH, 20 * GIB, 8 * GIB, False, id="just enough"),
         pytest.param(8 * GIB + EIGHTH - 1, 20 * GIB, 8 * GIB, True, id="one byte less"),
-        pytest.param(8 * GIB, 20 * GIB, 8 * GIB, True, id="no reserve"),
         pytest.param(0, 20 * GIB, 0, True, id="an engine that resumes nothing still has to generate"),
         pytest.param(0, 0, 8 * GIB, False, id="no cache to hand back"),
         pytest.param(140 * GIB, 20 * GIB, None, True, id="need unknown"),
@@ -51,37 +49,25 @@ def test_decision(free: int, cached: int, need: int | None, goes: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("total", "chunk", "reserve"),
+    ("total", "given", "measured", "reserve"),
     [
-        (141 * GIB, None, 141 * GIB // 8),
-        (80 * GIB, None, 13 * GIB),  # SGLang's estimate for its chunks of 8192 tokens is more than an eighth
-        (40 * GIB, None, 7 * GIB),
-        (80 * GIB, 2048, 10 * GIB),
-        (141 * GIB, 32768, 49 * GIB),
-        (80 * GIB, -1, 25 * GIB),  # not chunked: as long as SGLang lets a prefill be
+        (141 * GIB, {}, 0, 141 * GIB // 8),
+        (80 * GIB, {}, 0, 13 * GIB),  # SGLang's estimate for its chunks of 8192 tokens is more than an eighth
+        (40 * GIB, {}, 0, 7 * GIB),
+        (80 * GIB, {"chunked_prefill_size": 2048}, 0, 10 * GIB),
+        (141 * GIB, {"chunked_prefill_size": 32768}, 0, 49 * GIB),
+        (80 * GIB, {"chunked_prefill_size": -1}, 0, 25 * GIB),  # not chunked: as long as SGLang lets a prefill be
+        # what the engine took: never less than a part, never more than what is estimated
+        (H200, None, 1, H200 // 32),
+        (H200, None, 3 * GIB, 7 * GIB),
+        (H200, None, 40 * GIB, H200 // 8),
     ],
 )
-def test_reserve(total: int, chunk: int | None, reserve: int) -> None:
-    given = {} if chunk is None else {"sglang": {"chunked_prefill_size": chunk}}
-    estimate = generating_bytes({"engine_kwargs": given})
-    assert reserve_of(total, estimate) == reserve
-    assert must_go(DeviceMemory(reserve - 1, total, GIB), 0, estimate)
-    assert not must_go(DeviceMemory(reserve, total, GIB), 0, estimate)
-
-
-@pytest.mark.parametrize(
-    ("measured", "reserve"),
-    [
-        (0, H200 // 8),  # unknown
-        (1, H200 // 32),  # never less
-        (3 * GIB, 7 * GIB),
-        (40 * GIB, H200 // 8),  # never more
-    ],
-)
-def test_reserve_by_what_the_engine_took(measured: int, reserve: int) -> None:
-    assert reserve_of(H200, unknown, measured) == reserve
+def test_reserve(total: int, given: dict[str, int] | None, measured: int, reserve: int) -> None:
+    estimate = unknown if given is None else rollout_of("sglang").generating_bytes({"engine_kwargs": {"sglang": given}})
+    assert reserve_of(total, estimate, measured) == reserve
     for free, went in ((reserve - 1, GIB), (reserve, None)):
-        room = Room(lambda free=free: DeviceMemory(free, H200, GIB), unknown)  # type: ignore[misc]
+        room = Room(lambda free=free: DeviceMemory(free, total, GIB), estimate)  # type: ignore[misc]
         room.note_activations(measured)
         room.note_activations(0)  # the most counts
         for _ in range(LEARNING_SYNCS):
@@ -169,25 +155,3 @@ def test_no_garbage_is_collected_in_a_sync_and_as_before_after_it(enabled: bool)
         assert gc.isenabled() == enabled
     finally:
         gc.enable()
-
-
-def test_most_beyond_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = {"current": 0, "peak": 0}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda: {"reserved_bytes": {"all": counts}})
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: counts.update(peak=counts["current"]))
-    activations = Activations()
-
-    def taken(current: int, peak: int) -> int:
-        counts.update(current=current, peak=max(peak, counts["peak"]))
-        return activations.take()
-
-    assert taken(110, 500) == 0, "the peak of the engine's start"
-    assert taken(100, 130) == 30, "the cache of the start is gone"
-    assert taken(120, 150) == 50, "what is still cached was taken, too"
-    assert taken(100, 105) == 20, "the peak counts from the last sync on"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
-def test_nothing_is_known_without_a_device() -> None:
-    assert [Activations().take(), Activations().take()] == [0, 0]

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl_sync_plugin.layout.tensors import Shard, View
+from contract.sources import reader_of
+from verl_sync_plugin.layout.tensors import Shard
 from verl_sync_plugin.trainers.base import WirePolicy, wire_policy
-from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
 from verl_sync_plugin.trainers.naming import verl_rewrite
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -60,28 +60,6 @@ def test_other_tensors_and_adapters_stay_what_they_are() -> None:
     assert policy.of_parameter(["steps"], torch.int64) == torch.int64
 
 
-def test_the_engine_names_what_a_checkpoint_has() -> None:
-    """A trainer may hold several tensors of a checkpoint in one of its own."""
-    module = torch.nn.ModuleDict({"fused": torch.nn.Linear(3, 4, bias=False), "other": torch.nn.Linear(3, 3)})
-    policy = WirePolicy(BF16)
-
-    def halves(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        parts = tensor.chunk(2) if name == "fused.weight" else ()
-        return [(f"part{number}.weight", part) for number, part in enumerate(parts)] or [(name, tensor)]
-
-    def dtypes() -> dict[str, str]:
-        source = FSDP2Source(module, policy, lambda pairs: (each for pair in pairs for each in halves(*pair)))
-        found: dict[str, str] = {}
-        for shard in source.shards():
-            views: tuple[View, ...] = shard.base.views
-            found.update((view.name, shard.base.dtype) for view in views)
-        return found
-
-    assert set(dtypes().values()) == {"bfloat16"}
-    assert policy.learn({"part1.weight": "float32"})
-    assert [name for name, dtype in dtypes().items() if dtype == "float32"] == ["part0.weight", "part1.weight"]
-
-
 # Which names share a storage is seen in every sync, although a source looks closely only when something changed
 
 
@@ -89,31 +67,19 @@ def names_of(shards: list[Shard]) -> list[list[str]]:
     return [[view.name for view in shard.base.views] for shard in shards]
 
 
-def three() -> torch.nn.Module:
-    return torch.nn.ModuleDict({name: torch.nn.Linear(3, 3, bias=False) for name in "abc"})
-
-
-def test_ties_made_and_undone_between_syncs() -> None:
-    module = three()
-    source = FSDP2Source(module, WirePolicy(torch.bfloat16), verl_rewrite("qwen2"))
+def test_ties_made_and_undone_between_syncs_and_a_parameter_that_was_replaced() -> None:
+    module = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3, bias=False) for name in "abc"})
+    source = reader_of("fsdp2")(module, WirePolicy(BF16), verl_rewrite("qwen2"))
     apart = [["a.weight"], ["b.weight"], ["c.weight"]]
     first = source.shards()
     assert names_of(first) == apart
     again = source.shards()
-    assert all(one.base is other.base for one, other in zip(first, again, strict=True)), "described anew"
+    assert all(one.base is other.base for one, other in zip(first, again, strict=True)), "described once more"
     module["c"].weight = module["a"].weight
     assert names_of(source.shards()) == [["a.weight", "c.weight"], ["b.weight"]]
-    module["c"].weight = torch.nn.Parameter(torch.ones(3, 3))
-    assert names_of(source.shards()) == apart
+    module["c"].weight = torch.nn.Parameter(torch.full((3, 3), 2.0))
+    *_, shard = found = source.shards()
+    assert names_of(found) == apart and shard.run is not None and not shard.run.requires_grad
+    assert shard.local().data_ptr() == shard.run.data_ptr() == module["c"].weight.data_ptr()
     module["b"].weight = torch.nn.Parameter(module["c"].weight.detach())  # one storage, two parameters
     assert names_of(source.shards()) == [["a.weight"], ["b.weight", "c.weight"]]
-
-
-def test_a_parameter_that_was_replaced_is_read_where_it_is() -> None:
-    module = three()
-    source = FSDP2Source(module, WirePolicy(torch.bfloat16), verl_rewrite("qwen2"))
-    source.shards()
-    module["b"].weight = torch.nn.Parameter(torch.full((3, 3), 2.0))
-    _, shard, _ = source.shards()
-    assert shard.run is not None and shard.local().data_ptr() == shard.run.data_ptr() == module["b"].weight.data_ptr()
-    assert not shard.run.requires_grad and bool((shard.local() == 2).all())

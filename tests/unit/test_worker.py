@@ -1,23 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our actor workers: in the place of verl's, called as verl calls its own, and silent until the model is there."""
+"""Our actor workers and clients: in the place of verl's where the plugin is on, and verl's own in all else."""
 
 from __future__ import annotations
 
 import asyncio
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import ray
 import verl
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from ray.exceptions import ActorDiedError, RayTaskError
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.trainer.ppo.utils import Role
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
 
 import unmeasured
 from verl_sync_plugin.config.settings import (
@@ -28,10 +33,13 @@ from verl_sync_plugin.config.settings import (
     SyncConfig,
     sync_config_of,
 )
-from verl_sync_plugin.hooks import trainer, worker
+from verl_sync_plugin.errors import HalfWrittenError
+from verl_sync_plugin.hooks.trainer import of_separate_rollout, reporting, take_workers
 
 CONFIG_DIR = Path(verl.__file__).parent / "trainer" / "config"
-PAIRS = [(ActorRolloutRefWorker, worker.SyncActorRolloutRefWorker), (DetachActorWorker, worker.SyncDetachActorWorker)]
+ROLLOUT, REWARD = "actor_rollout_ref.rollout", "reward.reward_model"
+SGLANG = f"{ROLLOUT}.name=sglang"
+OURS = "SyncActorRolloutRefWorker"
 
 
 def test_sglang_is_not_there_before_the_model() -> None:
@@ -39,34 +47,30 @@ def test_sglang_is_not_there_before_the_model() -> None:
     code = "import sys, verl_sync_plugin.hooks.worker, verl_sync_plugin.hooks.trainer; print('sglang' in sys.modules)"
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
-        env=unmeasured.environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+        env=unmeasured.environment(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
     assert ended.stdout.split()[-1:] == ["False"], ended.stdout + ended.stderr
 
 
 def test_roles_with_a_rollout_get_ours() -> None:
     stranger = type("Stranger", (ActorRolloutRefWorker,), {})
-    mapping: dict[Any, Any] = {
-        Role.ActorRollout: ray.remote(ActorRolloutRefWorker),
-        Role.ActorRolloutRef: ray.remote(DetachActorWorker),
-        Role.Rollout: ray.remote(stranger),
-        Role.Actor: ray.remote(ActorRolloutRefWorker),
-        Role.RefPolicy: ray.remote(ActorRolloutRefWorker),
-        Role.Critic: ray.remote(TrainingWorker),
+    expected = {
+        Role.ActorRollout: (ActorRolloutRefWorker, OURS),
+        Role.ActorRolloutRef: (DetachActorWorker, "SyncDetachActorWorker"),
+        Role.Rollout: (stranger, "Stranger"),
+        Role.Actor: (ActorRolloutRefWorker, "ActorRolloutRefWorker"),
+        Role.RefPolicy: (ActorRolloutRefWorker, "ActorRolloutRefWorker"),
+        Role.Critic: (TrainingWorker, "TrainingWorker"),
     }
-    before = dict(mapping)
-    trainer.take_workers(mapping)
-    assert mapping[Role.ActorRollout].__ray_actor_class__ is worker.SyncActorRolloutRefWorker
-    assert mapping[Role.ActorRolloutRef].__ray_actor_class__ is worker.SyncDetachActorWorker
-    for role in (Role.Rollout, Role.Actor, Role.RefPolicy, Role.Critic):
-        assert mapping[role] is before[role]
+    mapping: dict[Any, Any] = {role: ray.remote(verls) for role, (verls, _) in expected.items()}
+    take_workers(mapping)
+    assert {role: remote.__ray_actor_class__.__name__ for role, remote in mapping.items()} == {
+        role: name for role, (_, name) in expected.items()
+    }
 
 
 class Verls:
-    """The part of verl's trainer that our mixin extends."""
+    """The part of verl's trainer that ours extends."""
 
     def __init__(self, *overrides: str) -> None:
         with initialize_config_dir(str(CONFIG_DIR), version_base=None):
@@ -77,16 +81,19 @@ class Verls:
     def _init_resource_pool_mgr(self) -> None:
         self.role_worker_mapping = {Role.ActorRollout: ray.remote(ActorRolloutRefWorker)}
 
-
-class Ours(trainer.SyncTrainerMixin, Verls):
-    def worker(self) -> type:
-        self._init_resource_pool_mgr()
-        found: type = self.role_worker_mapping[Role.ActorRollout].__ray_actor_class__
-        return found
+    def get_llm_client(self) -> Any:
+        return FullyAsyncLLMServerClient(self.config, only_hybrid=True)
 
 
-ROLLOUT = "actor_rollout_ref.rollout"
-SGLANG = f"{ROLLOUT}.name=sglang"
+def begun(*overrides: str) -> Any:
+    """Our trainer, which has chosen its workers."""
+    ours: Any = reporting(Verls)(*overrides)
+    ours._init_resource_pool_mgr()
+    return ours
+
+
+def worker_of(trainer: Any) -> Any:
+    return trainer.role_worker_mapping[Role.ActorRollout].__ray_actor_class__
 
 
 @pytest.mark.parametrize(
@@ -100,31 +107,27 @@ SGLANG = f"{ROLLOUT}.name=sglang"
     ],
 )
 def test_only_a_plugin_that_is_on_takes_the_worker(overrides: tuple[str, ...], ours: bool) -> None:
-    assert Ours(*overrides).worker() is PAIRS[0][ours]
+    assert (worker_of(begun(*overrides)).__name__ == OURS) is ours
 
 
 def test_a_config_that_no_driver_has_settled_is_settled_by_the_trainer() -> None:
     """Composed by a program of the user's or by a multirun, and resolved by verl's task runner."""
-    ours = Ours(SGLANG, "actor_rollout_ref.model.lora.rank=8", "actor_rollout_ref.model.lora.merge=True")
-    ours.worker()
-    rollout = ours.config.actor_rollout_ref.rollout
-    assert ours.config.actor_rollout_ref.model.lora_rank == 8
+    config = begun(SGLANG, "actor_rollout_ref.model.lora.rank=8", "actor_rollout_ref.model.lora.merge=True").config
+    rollout = config.actor_rollout_ref.rollout
+    assert config.actor_rollout_ref.model.lora_rank == 8
     assert rollout.checkpoint_engine.update_weights_bucket_megabytes == DEFAULT_MEGABYTES
     with pytest.raises(ValueError, match=r"timeout_seconds=-1"):
-        Ours(SGLANG, f"{KEY_PREFIX}.timeout_seconds=-1").worker()
+        begun(SGLANG, f"{KEY_PREFIX}.timeout_seconds=-1")
 
 
 def test_verls_flat_reference_config_has_none_of_our_keys_and_runs() -> None:
-    ours = Ours(SGLANG)
-    flat: Any = OmegaConf.load(CONFIG_DIR / "_generated_ppo_veomni_trainer.yaml")
-    flat.actor_rollout_ref.rollout.name = "sglang"
-    ours.config = OmegaConf.create(flat)
+    ours: Any = reporting(Verls)(SGLANG)
+    ours.config = OmegaConf.load(CONFIG_DIR / "_generated_ppo_veomni_trainer.yaml")
+    ours.config.actor_rollout_ref.rollout.name = "sglang"
     OmegaConf.set_struct(ours.config, True)
-    assert ours.worker() is PAIRS[0][False]
+    ours._init_resource_pool_mgr()
+    assert worker_of(ours) is ActorRolloutRefWorker
     assert ours.config.actor_rollout_ref.rollout.custom.sync.enabled is False
-
-
-REWARD = "reward.reward_model"
 
 
 @pytest.mark.parametrize(
@@ -138,23 +141,104 @@ REWARD = "reward.reward_model"
 def test_another_engine_on_the_same_device_gets_the_cache_back(
     overrides: tuple[str, ...], setting: bool | None
 ) -> None:
-    ours = Ours(SGLANG, *overrides)
-    ours.worker()
-    assert OmegaConf.select(ours.config, f"{PREFIX}.custom.{SHARES_GPU}") is setting
-    assert sync_config_of(ours.config.actor_rollout_ref.rollout) == SyncConfig()
-
-
-class VerlsWorker:
-    async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> str:
-        return f"verl's: {global_steps} {mode}"
+    config = begun(SGLANG, *overrides).config
+    assert OmegaConf.select(config, f"{PREFIX}.custom.{SHARES_GPU}") is setting
+    assert sync_config_of(config.actor_rollout_ref.rollout) == SyncConfig()
 
 
 @pytest.mark.parametrize(
     ("ours", "backend", "mode"),
     [(False, "naive", "auto"), (True, "nccl", "auto"), (True, "naive", "nccl"), (True, "naive", "delta_sharded")],
 )
-def test_other_rollouts_and_checkpoint_engines_are_verls(ours: bool, backend: str, mode: str) -> None:
-    made: Any = type("Worker", (worker.SyncWorkerMixin, VerlsWorker), {})()
+def test_other_rollouts_and_checkpoint_engines_are_verls(
+    ours: bool, backend: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ActorRolloutRefWorker, "update_weights", AsyncMock(return_value="verl's"))
+    made = object.__new__(worker_of(begun(SGLANG)))
     made.rollout = SimpleNamespace(makes_room=ours)
     made.config = OmegaConf.create({"rollout": {"checkpoint_engine": {"backend": backend}, "free_cache_engine": True}})
-    assert asyncio.run(made.update_weights(7, mode)) == f"verl's: 7 {mode}"
+    assert asyncio.run(made.update_weights(7, mode)) == "verl's"
+
+
+# verl's client of separate rollouts, whose servers may die and may answer a call that spans a sync
+
+
+def client_of(parts: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Ours, of a server whose calls end for these reasons, with these fields."""
+
+    async def generate(**_: Any) -> TokenOutput:
+        reason, fields = parts.pop(0)
+        return TokenOutput(token_ids=[1], log_probs=[0.0], stop_reason=reason, extra_fields=dict(fields))
+
+    server = SimpleNamespace(generate=SimpleNamespace(remote=generate))
+    monkeypatch.setattr(LLMServerClient, "_acquire_server", AsyncMock(return_value=("server", server)))
+    monkeypatch.setattr(LLMServerClient, "_release_server", lambda *_, **__: None)
+    monkeypatch.setattr("verl.workers.rollout.llm_server.asyncio.sleep", AsyncMock())  # before it asks again
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "sglang"}}})
+    return of_separate_rollout(FullyAsyncLLMServerClient(config))
+
+
+SPANNING = {"global_steps": 7, "min_global_steps": 5, "max_global_steps": 7}
+WHOLE = {"global_steps": 8}
+
+
+@pytest.mark.parametrize(
+    ("parts", "versions"),
+    [
+        ([("length", SPANNING)], (5, 7)),
+        ([("abort", SPANNING), ("length", WHOLE)], (5, 8)),
+        ([("abort", WHOLE), ("length", {"global_steps": 9})], (8, 9)),
+        ([("length", {"global_steps": None})], (None, None)),
+    ],
+)
+def test_a_response_names_its_first_and_last_version(
+    parts: list[tuple[str, dict[str, Any]]], versions: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = asyncio.run(client_of(parts, monkeypatch).generate("request", prompt_ids=[1], sampling_params={}))
+    fields = output.extra_fields
+    assert (fields["min_global_steps"], fields["max_global_steps"]) == versions and not parts
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "pause", "kind"),
+    [
+        ("sglang", "sync_plugin", "retract", "SeparateLLMServerClient"),
+        ("sglang", "sync_plugin", "abort", "SeparateLLMServerClient"),
+        ("sglang", "nccl", "abort", "FullyAsyncLLMServerClient"),
+        ("sglang", "naive", "abort", "FullyAsyncLLMServerClient"),
+        ("vllm", "nccl", "retract", "FullyAsyncLLMServerClient"),
+    ],
+)
+def test_the_trainer_hands_out_ours_for_separate_rollouts(name: str, backend: str, pause: str, kind: str) -> None:
+    ours: Any = reporting(Verls)()
+    rollout = {"name": name, "checkpoint_engine": {"backend": backend}, "custom": {"sync": {"pause": pause}}}
+    ours.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
+    client = ours.get_llm_client()
+    assert type(client).__name__ == kind and client._only_hybrid
+    assert type(pickle.loads(pickle.dumps(client))) is type(client)
+
+
+@pytest.mark.parametrize(
+    ("error", "gone"),
+    [
+        (ActorDiedError(), ["first"]),
+        # As Ray raises it here: the driver runs such a sync once more, or ends the run
+        (RayTaskError("generate", "", HalfWrittenError("a replica died")).as_instanceof_cause(), []),
+    ],
+)
+def test_what_a_dead_server_or_a_failed_sync_leaves_unanswered_is_asked_again(
+    error: Exception, gone: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another server, and the router forgets the one that died."""
+    client = client_of([("length", WHOLE)], monkeypatch)
+    asked = AsyncMock(side_effect=error)
+    first = ("first", SimpleNamespace(generate=SimpleNamespace(remote=asked)))
+    acquired: Any = LLMServerClient._acquire_server
+    acquired.side_effect = [first, acquired.return_value]
+    remove, clear = AsyncMock(), AsyncMock()
+    client._load_balancer = SimpleNamespace(
+        remove_servers=SimpleNamespace(remote=remove), clear_sticky_cache=SimpleNamespace(remote=clear)
+    )
+    output = asyncio.run(client.generate("request", prompt_ids=[1], sampling_params={}))
+    assert output.token_ids == [1] and asked.await_count == 1
+    assert [each.args for each in remove.await_args_list] == [(gone,)] * len(gone) and clear.await_count == len(gone)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that another process sees: staging memory in a file, and allocations on a device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from verl_sync_plugin.copies.plain import Block, hash_bytes
+from verl_sync_plugin.copies.table import KernelTable, addresses
+from verl_sync_plugin.transport.memory import CudaExporter, Region, Regions, Staging, create_staging, open_staging
+
+CPU, SLOT_BYTES, NUMEL = torch.device("cpu"), 48, 3 << 20
+HOLDS = """
+import sys, torch
+from verl_sync_plugin.transport.memory import create_staging
+staging = create_staging(torch.device("cpu"), 2, 48)
+print(*staging.export().handle, flush=True)
+sys.stdin.readline()
+"""
+
+
+def verl_sync_files() -> set[str]:
+    folders = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+    return {str(file) for folder in folders for file in folder.glob("*verl-sync*")}
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_nothing_is_left_of_a_process_that_nobody_has_read_from(killed: bool) -> None:
+    before, pipe = verl_sync_files(), subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", HOLDS], stdin=pipe, stdout=pipe, text=True)
+    assert process.stdout is not None
+    path = process.stdout.readline().strip()
+    assert os.path.exists(path) and verl_sync_files() == before, "not even while it is there"
+    if killed:
+        process.kill()
+    process.communicate("\n")
+    assert verl_sync_files() == before and not os.path.lexists(path)
+
+
+def test_memory_outlives_its_owner_where_it_is_mapped() -> None:
+    staging = create_staging(CPU, 2, SLOT_BYTES)
+    memory, mapped = staging.memory, open_staging(staging.export())
+    staging.opened()
+    for _ in range(2):
+        staging.close()
+    assert staging.memory.numel() == 0
+    memory.fill_(3)
+    assert int(mapped.sum()) == 3 * 2 * SLOT_BYTES
+
+
+@pytest.mark.parametrize("act", [lambda staging: staging.close(), lambda staging: None], ids=["closed", "forgotten"])
+def test_its_file_is_closed_with_it(act: Callable[[Staging], None]) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    staging = create_staging(CPU, 1, SLOT_BYTES)
+    export = staging.export()
+    act(staging)
+    del staging
+    assert not os.path.lexists(export.handle[0]) and set(os.listdir("/proc/self/fd")) <= before
+    with pytest.raises(FileNotFoundError, match=f"trainer's {SLOT_BYTES} bytes is not visible here"):
+        open_staging(export)
+
+
+def test_other_memory_with_the_same_number_is_not_opened() -> None:
+    """As in a container of its own, where the number of the trainer's process is another one's."""
+    first, second = (create_staging(CPU, 1, SLOT_BYTES) for _ in range(2))
+    for other in ({"handle": second.export().handle}, {"nbytes": 2 * SLOT_BYTES}):
+        with pytest.raises(FileNotFoundError, match="is not visible here"):
+            open_staging(replace(first.export(), **other))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_another_user_cannot_open_it() -> None:
+    (path,) = create_staging(CPU, 1, SLOT_BYTES).export().handle
+    code = f"import os; os.setgid(65534); os.setuid(65534); open({path!r})"
+    assert "PermissionError" in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
+
+
+def test_device_without_mechanism() -> None:
+    with pytest.raises(ValueError, match=r"cannot share 'meta' memory.*enabled=False to run stock verl"):
+        create_staging(torch.device("meta"), 1, SLOT_BYTES)
+
+
+# Allocations of a device, which another process maps whole
+
+
+def read(rank: int, region: Region, offset: int, answers: object) -> None:
+    """What another process finds there, on its last device: the hash of the bytes as the kernel reads them."""
+    device = torch.device("cuda", torch.cuda.device_count() - 1)
+    torch.cuda.set_device(device)
+    regions, found = Regions(), []
+    for _ in range(2):
+        regions.map([region])
+        bases = addresses(0, [regions.address(region)], device)
+        sums = torch.zeros(1, dtype=torch.int64, device=device)
+        KernelTable([Block(offset, 0, 0, 4 * NUMEL)], device).run(bases, sums, copy=False)
+        found.append(sums.item())
+        regions.map([])  # and again: nothing counts how often
+    answers.put(found)  # type: ignore[attr-defined]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+class TestAllocations:
+    def test_another_process_reads_a_tensor_where_it_lies(self) -> None:
+        device = torch.device("cuda", 0)
+        first, second = (torch.randn(NUMEL, device=device) for _ in range(2))
+        exporter = CudaExporter()
+        allocation, offset = exporter.find(second)
+        region = exporter.export(allocation)
+        assert allocation + offset == second.data_ptr() and offset + second.nbytes <= region.nbytes
+        answers = mp.get_context("spawn").SimpleQueue()
+        mp.spawn(read, args=(region, offset, answers), nprocs=1)
+        expected = hash_bytes(second.cpu().view(torch.uint8), 0).item()
+        assert answers.get() == [expected, expected]
+        del first
+
+    def test_an_allocation_in_the_place_of_another_is_another(self) -> None:
+        torch.cuda.empty_cache()
+        exporter, tensor = CudaExporter(), torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
+        address, (allocation, _) = tensor.data_ptr(), exporter.find(tensor)
+        before, key = exporter.identities((allocation,)), exporter.export(allocation).key
+        assert exporter.identities((allocation,)) == before
+        del tensor
+        torch.cuda.empty_cache()
+        again = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
+        if again.data_ptr() == address:
+            assert exporter.identities((allocation,)) != before and exporter.export(allocation).key != key
+
+    def test_expandable_segments_cannot_be_exported(self) -> None:
+        torch.cuda.empty_cache()
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        try:
+            tensor = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
+        finally:
+            torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+        exporter = CudaExporter()
+        with pytest.raises(RuntimeError, match="cuIpcGetMemHandle"):
+            exporter.export(exporter.find(tensor)[0])
