@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -33,25 +32,12 @@ class Told:
         return {check: each["level"] for check, each in self.findings.items() if each["level"] != "ok"}
 
 
-def doctor(
-    folder: Path, *arguments: str, python: str = sys.executable, files: int | None = None, **environment: str
-) -> Told:
-    """Runs it away from the source tree.
-
-    Args:
-        python: of the environment that is looked at.
-        files: soft limit of open files.
-        environment: variables on top of this process's.
-    """
-
-    def limit() -> None:
-        if files is not None:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-
+def doctor(folder: Path, *arguments: str, **environment: str) -> Told:
+    """Runs it away from the source tree, with ``environment`` on top of this process's."""
     ended = subprocess.run(
-        [python, "-m", "verl_sync_plugin.cli", "doctor", "--json", *arguments],
+        [sys.executable, "-m", "verl_sync_plugin.cli", "doctor", "--json", *arguments],
         cwd=folder, env={**os.environ, "VERL_PLATFORM": "cpu", **environment},
-        capture_output=True, text=True, timeout=180, check=False, preexec_fn=limit,
+        capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
     assert ended.stdout.startswith("{"), ended.stderr[-3000:]
     return Told(ended.returncode, json.loads(ended.stdout), ended.stderr)

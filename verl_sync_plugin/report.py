@@ -88,7 +88,8 @@ class SyncReport:
     kept_staging_bytes: int = 0  # what of it stays until the next sync
     device_total_bytes: int = 0  # memory of the device, 0 for a CPU
     trainer_reserved_bytes: dict[str, int] = field(default_factory=dict)  # what this rank's allocator holds, by moment
-    # ``host``, ``pid``, ``rank``, ``device``, and ``epoch``, which added to a span's start gives seconds since 1970
+    # ``host``, ``pid``, ``rank``, ``device``, and ``epoch``, which added to a span's start gives seconds since 1970; of
+    # the run ``ranks`` and ``engine``, and where there is a trainer ``trainer`` and ``model``
     origin: dict[str, Any] = field(default_factory=dict)
     # (stage, start, seconds) in the order in which they ended; starts are seconds of the host's monotonic clock, which
     # all its processes share; stages of ``PHASE_STAGES`` hold others inside

@@ -44,7 +44,7 @@ def proven(command: list[str], model: str, *options: str, tp: int = 1) -> tuple[
 def test_a_sync_of_the_checkpoint_itself_is_proven(tiny_model: Callable[[str], str]) -> None:
     code, found = proven(["-m", "verl_sync_plugin.cli"], tiny_model("qwen2"), "--syncs", "2", "--tokens", "4")
     assert code == 0 and found["passed"], found
-    names = [check["check"] for check in found["checks"] if not check["skipped"]]
+    names = [check["check"] for check in found["checks"]]
     assert names[:4] == ["SGLang's own load", "reset 1", "sync 1 (replayed)", "sync 1, its own proof"]
     assert "sync 2 (replayed)" in names and names[-1] == "log-probabilities"
 
@@ -54,7 +54,7 @@ def test_an_engine_of_two_ranks_is_proven(tiny_model: Callable[[str], str]) -> N
     code, found = proven(["-m", "verl_sync_plugin.cli"], tiny_model("qwen2"), "--syncs", "2", "--tokens", "4", tp=2)
     assert code == 0 and found["passed"] and found["compared"] > 0 == found["not_comparable"], found
     found_by = {check["check"]: check["found"] for check in found["checks"]}
-    assert found_by["SGLang's own load"].endswith("parameters of 2 ranks")
+    assert "parameters of 2 ranks" in found_by["SGLang's own load"]
     assert "as SGLang loads them itself" in found_by["sync 2 (replayed)"]
 
 

@@ -70,7 +70,8 @@ def check(words: list[str], folder: Path) -> None:
     while words and ASSIGNMENT.match(words[0]) and words[0].partition("=")[0] not in OF_THE_CLUSTER:
         words = words[1:]
     if "verl-sync" in words:
-        cli.parser_of_all().parse_args(words[words.index("verl-sync") + 1 :])
+        own = words[words.index("verl-sync") + 1 :]
+        cli.parser_of(own).parse_args(own)
         return
     match words:
         case ["python", "-m", "verl.trainer.main_ppo", *overrides]:

@@ -106,63 +106,43 @@ def test_broken_plugin_stops_the_process(tmp_path: Path, module: str) -> None:
     assert "VERL_USE_EXTERNAL_PLUGINS=none" in ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("code", "what"),
-    [
-        (
-            """
-            from verl.workers.rollout.base import _ROLLOUT_REGISTRY
-            _ROLLOUT_REGISTRY["sglang", "async"] = "other.Adapter"
-            """,
-            "verl's rollout adapter for sglang is already taken by 'other.Adapter'",
-        ),
-        (
-            """
-            from verl.workers.rollout.replica import RolloutReplicaRegistry
-            RolloutReplicaRegistry.register("sglang", print)
-            """,
-            "verl's rollout replica for sglang is already taken by <built-in function print>",
-        ),
-    ],
-    ids=["rollout", "replica"],
-)
-def test_occupied_registry_key_stops_the_process(tmp_path: Path, code: str, what: str) -> None:
-    site = other_plugin(tmp_path, code)
-    ended = python(tmp_path, "import verl; print('went on')", PYTHONPATH=str(site))
-    assert "went on" not in ended.stdout
-    assert ended.returncode != 0
-    assert f"verl-sync-plugin cannot be loaded: RegistryConflictError: {what}" in ended.stderr
+def test_occupied_registry_key_stops_the_process(tmp_path: Path) -> None:
+    """The adapter's key: ``test_doctor.py``."""
+    code = """
+        from verl.workers.rollout.replica import RolloutReplicaRegistry
+        RolloutReplicaRegistry.register("sglang", print)
+        """
+    ended = python(tmp_path, "import verl; print('went on')", PYTHONPATH=str(other_plugin(tmp_path, code)))
+    assert ended.returncode != 0 and "went on" not in ended.stdout
+    text = (
+        "verl-sync-plugin cannot be loaded: RegistryConflictError: verl's rollout replica for sglang is already taken"
+    )
+    assert f"{text} by <built-in function print>" in ended.stderr
     assert ended.stderr.count("Uninstall one of the two plugins") == 1, "one message, not two"
 
 
-@pytest.mark.parametrize(
-    ("code", "what"),
-    [
-        ('base._ROLLOUT_REGISTRY["sglang", "async"] = "other.Adapter"', "rollout adapter"),
-        ('replica.RolloutReplicaRegistry.register("sglang", print)', "rollout replica"),
-    ],
-    ids=["rollout", "replica"],
-)
-def test_key_taken_later_is_noticed_by_the_rollout_config(tmp_path: Path, code: str, what: str) -> None:
+def test_a_key_taken_later_is_noticed_by_the_rollout_config(tmp_path: Path) -> None:
     ended = python(
         tmp_path,
-        f"""
+        """
         import verl
         from verl.workers.rollout import base, replica
         from verl_sync_plugin.hooks.driver import SyncRolloutConfig
         from verl_sync_plugin.errors import RegistryConflictError
-        arguments = dict(name="sglang", mode="async")
-        SyncRolloutConfig(**arguments)
-        {code}
-        SyncRolloutConfig(**arguments | dict(name="vllm"))
-        try:
-            SyncRolloutConfig(**arguments)
-        except RegistryConflictError as error:
-            print("refused:", error)
+        ours = base._ROLLOUT_REGISTRY["sglang", "async"]
+        SyncRolloutConfig(name="sglang", mode="async")
+        replica.RolloutReplicaRegistry.register("sglang", print)
+        for adapter in (ours, "other.Adapter"):
+            base._ROLLOUT_REGISTRY["sglang", "async"] = adapter
+            SyncRolloutConfig(name="vllm", mode="async")
+            try:
+                SyncRolloutConfig(name="sglang", mode="async")
+            except RegistryConflictError as error:
+                print("refused:", error)
         """,
     )
-    assert ended.returncode == 0, ended.stderr
-    assert f"refused: verl's {what} for sglang is already taken by" in ended.stdout
+    for what in ("rollout replica", "rollout adapter"):
+        assert f"refused: verl's {what} for sglang is already taken by" in ended.stdout, ended.stderr
 
 
 def test_a_missing_engine_is_named_where_it_is_needed(tmp_path: Path) -> None:

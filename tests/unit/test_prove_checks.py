@@ -31,7 +31,7 @@ def test_what_ends_the_run_for_want_of_memory_is_a_failed_check_with_a_remedy(
     assert "Tried to allocate 1.02 GiB. Give the trainer's model more room: --trainer-dtype bfloat16" in check["found"]
     assert main(["prove", str(tmp_path)]) == 1
     row, _, last = capsys.readouterr().out.splitlines()[-3:]
-    assert "  FAILED   " in row and last == "NOT proven"
+    assert "  FAILED  " in row and last == "NOT proven"
 
 
 @pytest.mark.parametrize(

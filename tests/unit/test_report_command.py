@@ -47,7 +47,8 @@ def line(step: int, rank: int = 0, pid: int = 7, **changes: Any) -> dict[str, An
         trainer_reserved_bytes={
             "asleep": 40 * GIB, "weights": 41 * GIB, "synced": 41 * GIB, "room": 38 * GIB, "awake": 38 * GIB,
         },
-        origin={"host": f"node{rank // 8}", "pid": pid, "rank": rank, "device": "NVIDIA H200", "epoch": 1.79e9},
+        origin={"host": f"node{rank // 8}", "pid": pid, "rank": rank, "device": "NVIDIA H200", "epoch": 1.79e9,
+                "ranks": 8, "engine": "SGLang", "trainer": "FSDP2", "model": "Tiny-7B"},
         spans=[
             ("connect", start + 0.0625, 0.0625),
             ("engine_load", start + 0.125, 0.125),
@@ -99,53 +100,66 @@ def page_of(file: Path, *options: str) -> tuple[str, Page]:
     return text, Page(text)
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line with which the command ends."""
-    with pytest.raises(SystemExit) as ended:
-        main(["report", *arguments])
-    assert ended.value.code == 2
-    (said,) = [text for text in capsys.readouterr().err.splitlines() if text.startswith("verl-sync report: ")]
-    return said
-
-
 def test_figures_are_those_of_the_file_and_nothing_points_elsewhere(tmp_path: Path) -> None:
     lines = [line(step) for step in range(5)]
     text, page = page_of(written(tmp_path, *lines))
     assert "<script" not in text and "@import" not in text and 'name="viewport"' in text
     links = re.findall(r'(?:src|href)="([^"]*)"|url\(([^)]*)\)', text)
     assert links and all(target.startswith("#") for pair in links for target in pair if target)
-    phases = [sum(each["stages"].get(stage, 0) for stage in PHASE_STAGES) for each in lines]
-    assert f"The first phase took {phases[0]:.2f} s" in page.text
-    assert f"{statistics.median(phases[1:]):.2f} s in the median and {phases[-1]:.2f} s at most (step 4)" in page.text
-    assert "Every sync wrote every parameter" in page.text and "on NVIDIA H200, 2026-" in page.text
-    assert page.cells["syncs"][0] == ["step", "phase", "sleep", "update_weights", "resume_kv"]
-    assert page.row("syncs", "2") == ["0.53 s", "0.12 s", "0.38 s", "31 ms"]
-    assert page.row("ends", "bytes sent") == ["16.00 GB"] * 2 and page.row("ends", "delivery") == ["direct"] * 2
-    assert page.row("ends", "tensors compared in the engine") == ["337", "337"]
-    assert "GiB in use of the reporting rank's GPU" in page.text and "engine_load  0.12 s" in page.text
-    _, page = page_of(written(tmp_path, line(0, device_used_bytes={}, trainer_reserved_bytes={})))
-    assert "the run had no GPU" in page.text
+    assert "Tiny-7B: FSDP2 → SGLang on 8 × NVIDIA H200, 2026-09-21" in page.text
+    times = [sum(each["stages"].get(stage, 0) for stage in PHASE_STAGES) for each in lines]
+    assert f"5 syncs, median {statistics.median(times[1:]):.2f} s, slowest {times[-1]:.2f} s (step 4), " in page.text
+    assert f"first {times[0]:.2f} s; all verified." in page.text
+    assert page.cells["syncs"][0] == ["step", "phase", "sleep", "update_weights", "resume_kv", "slowest reporter"]
+    assert page.row("syncs", "2")[:4] == ["0.53 s", "0.12 s", "0.38 s", "31 ms"]
+    assert page.row("numbers", "nbytes") == ["16.00 GB"] * 2 and page.row("numbers", "delivery") == ["direct"] * 2
+    assert page.row("numbers", "phase") == ["0.41 s", "0.56 s"]
+    for drawn in (
+        "moments of the last sync",
+        "engine_load  0.12 s",
+        "step 0, the first",
+        "step 4, the slowest",
+    ):
+        assert drawn in page.text
 
 
-def test_what_a_sync_does_not_write_and_texts_that_are_no_markup(tmp_path: Path) -> None:
-    spans = [('"><script>', 1.0, 1.0)]
-    text, page = page_of(written(tmp_path, line(0, manager="<script>", spans=spans), line(1, coverage_missing=3)))
-    assert 'class="bad">1 syncs, from step 1 on, left parameters unwritten.' in text and "<script" not in text
-    assert page.row("ends", "engine parameters not written whole") == ["0", "3"]
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"coverage_missing": 3}, "bad: 1 from step 1 on left parameters of the engine unwritten"),
+        ({"no_room": "full"}, "bad: 1 from step 1 on had no memory to compare the engine's parameters"),
+        ({"verified_tensors": 0}, "good: all hashed, 1 verified in the engine"),
+        ({"verified_tensors": 0, "hashed_tensors": 0}, "good: 1 hashed, 1 verified in the engine"),
+    ],
+)
+def test_the_verdict_says_what_is_wrong_and_how_syncs_were_proven(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    changed = line(1, device_used_bytes={}, manager="<script>", spans=[('"><script>', 1.0, 1.0)], **changes)
+    text, page = page_of(written(tmp_path, line(0), changed))
+    level, _, words = said.partition(": ")
+    assert f'<p class="{level}">' in text and f"; {words}." in page.text and "<script" not in text
+    assert "moments of the last sync" not in page.text
 
 
-def test_the_slowest_of_several_ranks_is_shown_and_all_are_named(tmp_path: Path) -> None:
-    _, page = page_of(written(tmp_path, *(line(step, rank) for step in range(3) for rank in (0, 8))))
-    assert page.row("syncs", "2")[2] == f"{line(2, 8)['stages']['update_weights']:.2f} s"
-    named = [row[0].split(", ")[1] for row in page.cells["reporter-numbers"][1:]]
-    assert named == ["rank 0 on node0", "rank 8 on node1"]
+def test_the_slowest_of_several_ranks_counts(tmp_path: Path) -> None:
+    """Of two hosts with a file each, in a folder with a file of somebody else."""
+    (tmp_path / "inner").mkdir()
+    written(tmp_path, *(line(step, 8) for step in range(3)), name="a.jsonl")
+    written(tmp_path / "inner", *(line(step, 0) for step in range(3)), name="b.jsonl")
+    written(tmp_path, {"event": "another"}, name="c.jsonl")
+    _, page = page_of(tmp_path)
+    assert [cells[0] for cells in page.cells["syncs"][1:]] == ["0", "1", "2"]
+    found = page.row("syncs", "2")
+    assert found[2] == f"{line(2, 8)['stages']['update_weights']:.2f} s" and "rank 8 on node1" in found[-1]
 
 
-def test_many_syncs_share_bars_and_the_slowest_stays_visible(tmp_path: Path) -> None:
+def test_many_syncs_share_bars_and_the_worst_is_drawn(tmp_path: Path) -> None:
     lines = [line(step) for step in range(500)]
-    lines[250]["stages"]["sleep"] = 60.0
+    lines[250]["stages"]["sleep"] = 600.0
     text, page = page_of(written(tmp_path, *lines))
-    assert "A bar is the mean of 5 syncs" in page.text and "slowest of a bar" in page.text
+    assert "each bar the mean of 5" in page.text and "slowest of a bar" in page.text
+    assert text.count(f"{lines[250]['stages']['update_weights'] + 600.03125:.2f} s, step 250<") == 1
     assert len(page.cells["syncs"]) == 501 and len(text) < 2_000_000
 
 
@@ -153,87 +167,84 @@ def test_two_runs_next_to_each_other(tmp_path: Path) -> None:
     file = written(tmp_path, *(line(step) for step in range(3)))
     slower = written(tmp_path, *(line(step, 16) for step in range(3)), name="other")
     _, page = page_of(file, "--against", str(slower))
-    assert page.row("medians", "update_weights") == ["0.34 s", "0.59 s"]
+    assert page.row("numbers", "update_weights") == ["0.25 s", "0.34 s", "0.50 s", "0.59 s"]
+    assert "3 syncs, median 0.75 s" in page.text and "median of the other run" in page.text
 
 
-def test_without_matplotlib(
+def test_what_a_leader_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install matplotlib" in refused(capsys, str(written(tmp_path, line(0))))
-
-
-def test_a_file_of_an_older_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kept = ("event", "global_steps", "manager", "stages", "nbytes", "tensors", "coverage_expected")
-    old = {key: value for key, value in line(0).items() if key in kept}
-    file = written(tmp_path, old, {**old, "global_steps": 1})
-    _, page = page_of(file)
-    assert page.row("syncs", "1")[0] == "0.41 s" and page.row("stages-of-0", "sleep") == ["0.12 s"]
-    assert "Versions: unknown" in page.text
-    assert "needs a run of this version" in refused(capsys, str(file), "--trace", str(tmp_path / "t.json"))
-
-
-def test_what_a_leader_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(REPORT_FILE_VARIABLE, str(tmp_path / "reports.jsonl"))
-    for step in range(2):
+    for step, folder in ((0, "nowhere/"), (0, ""), (1, "")):
+        monkeypatch.setenv(REPORT_FILE_VARIABLE, str(tmp_path / f"{folder}reports.jsonl"))
         report = SyncReport.begun(step, "M", 3)
         with report.stage("update_weights"), report.stage("pack"):
             pass
         write_report(report)
+    assert capsys.readouterr().out.count("is not written") == 1
     lines = [json.loads(text) for text in (tmp_path / "reports.jsonl").read_text().splitlines()]
     assert "versions" in lines[0] and "versions" not in lines[1]
     _, page = page_of(tmp_path)
-    assert f"torch {lines[0]['versions']['torch']}" in page.text
-    assert page.cells["reporter-numbers"][1][0].startswith("M, rank 3 on ")
-
-
-def test_a_folder_with_the_files_of_two_hosts(tmp_path: Path) -> None:
-    written(tmp_path, *(line(step, 8) for step in range(3)), name="a.jsonl")
-    (tmp_path / "inner").mkdir()
-    written(tmp_path / "inner", *(line(step, 0) for step in range(3)), name="b.jsonl")
-    written(tmp_path, {"event": "another"}, name="c.jsonl")
-    _, page = page_of(tmp_path)
-    assert [cells[0] for cells in page.cells["syncs"][1:]] == ["0", "1", "2"]
-    assert len(page.cells["reporter-numbers"]) == 3
+    assert f"torch {lines[0]['versions']['torch']}" in page.text and "Weight syncs on ? × CPU, 20" in page.text
+    assert page.row("syncs", "1")[-1].startswith("M, rank 3 on ")
 
 
 def test_of_several_runs_in_a_file_the_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = [line(step) for step in range(5)], [line(step, pid=8) for step in range(4, 6)]
     file = written(tmp_path, *first, *second, *(line(step, pid=9) for step in range(3)), json.dumps(line(3))[:70])
     _, page = page_of(file)
-    assert len(page.cells["syncs"]) == 4 and "Run 3 of 3" in page.text
+    assert len(page.cells["syncs"]) == 4 and "run 3 of 3" in page.text
     assert "reports.jsonl:11" in page.text and "reports.jsonl:11" in capsys.readouterr().out, "a line cut short"
     _, page = page_of(file, "--run", "2")
     assert [cells[0] for cells in page.cells["syncs"][1:]] == ["4", "5"]
-    assert "use --run 1 to 3" in refused(capsys, str(file), "--run", "4")
+
+
+HOW_TO = f"env_vars.{REPORT_FILE_VARIABLE}="
+GOOD = json.dumps(line(0)).encode()
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "options", "said"),
     [
-        (None, "no such file or folder"),
-        (b"\x00\xff\x93NUMPY", "no sync reports in it"),
-        (b'{"event": "another"}\n', "no sync reports in it"),
-        (b'{"event": "sync_report", "stages": 3}\n', "file:1: stages is 3, no dict; remove that line"),
+        (None, [], f"no such file or folder; .*{HOW_TO}"),
+        (b"\x00\xff\x93NUMPY", [], f"no sync reports in it; .*{HOW_TO}"),
+        (b'{"event": "another"}\n', [], "no sync reports in it"),
+        (
+            b'\n{"event": "sync_report", "stages": 3}\n',
+            [],
+            r"file:2: Expected `object`.* at `\$.stages`; remove that line",
+        ),
+        (b'{"event": "sync_report", "stages": {"sleep": 1}}\n', [], "file:1: it does not say who wrote it"),
+        (GOOD, ["--out", "{}/nowhere/page.html"], "name another place"),
+        (GOOD, ["--run", "2"], "use --run 1 to 1"),
+        (GOOD, ["--trace", "{}/t.json", "--step", "3"], "there are steps 0 to 0"),
+        (GOOD, ["--step", "3"], "--trace OUT.json"),
+        (GOOD, [], "pip install matplotlib"),
     ],
 )
-def test_a_bad_file_is_one_line_with_a_remedy(
-    content: bytes | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_done_is_one_line_with_a_remedy(
+    content: bytes | None, options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     if content is not None:
         (tmp_path / "file").write_bytes(content)
-    text = refused(capsys, str(tmp_path / "file"))
-    assert said in text and ("remove that line" in text or f"env_vars.{REPORT_FILE_VARIABLE}=" in text)
+    if "matplotlib" in said:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(tmp_path / "file"), *(option.format(tmp_path) for option in options)])
+    (text,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("verl-sync report: ")]
+    assert ended.value.code == 2 and re.search(said, text), text
+    assert {each.name for each in tmp_path.iterdir()} <= {"file"}
 
 
-def test_where_the_page_cannot_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = written(tmp_path, line(0))
-    assert "name another place" in refused(capsys, str(file), "--out", str(tmp_path / "nowhere" / "page.html"))
-
-
-def test_needs_no_torch() -> None:
-    code = "import sys; from verl_sync_plugin.cli import report; "
-    code += "assert not {'torch', 'verl', 'transformers'} & set(sys.modules)"
+def test_needs_no_torch_and_the_doctor_starts_without_it() -> None:
+    code = """
+import sys
+from verl_sync_plugin.cli import parser_of
+parser_of(["doctor"])
+assert "verl_sync_plugin.report" not in sys.modules
+parser_of([])
+assert not {"torch", "verl", "transformers"} & set(sys.modules)
+"""
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
@@ -252,21 +263,3 @@ def test_trace_has_the_spans_of_all_ranks_by_one_clock(tmp_path: Path) -> None:
     named = {event["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
     assert named == {"process_name", "thread_name"} and trace["otherData"]["spans_left_out"] == 2
     assert set(trace["otherData"]["sleep_seconds"].values()) == {0.125}
-
-
-def test_a_step_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, out = str(written(tmp_path, line(0))), str(tmp_path / "trace.json")
-    assert "there are steps 0 to 0" in refused(capsys, file, "--trace", out, "--step", "3")
-    assert "--trace OUT.json" in refused(capsys, file, "--step", "3")
-    assert not Path(out).exists()
-
-
-def test_a_report_file_that_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv(REPORT_FILE_VARIABLE, str(tmp_path / "nowhere" / "file"))
-    write_report(SyncReport())
-    assert "is not written" in capsys.readouterr().out
-    monkeypatch.setenv(REPORT_FILE_VARIABLE, str(tmp_path / "file"))
-    write_report(SyncReport())
-    assert '"event": "sync_report"' in (tmp_path / "file").read_text()

@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 import socket
@@ -21,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from platform import python_version
 from typing import Any
@@ -30,30 +32,27 @@ from verl_sync_plugin import build
 OK, WARNING, PROBLEM = LEVELS = ("ok", "warning", "problem")  # from harmless to grave
 SCHEMA = 2  # of the JSON; raised when a key changes its meaning or goes
 POINT, VALUE = "verl_sync_plugin", "verl_sync_plugin.plugin"  # name and value of our entry point
-POLICY, MODULES = "VERL_USE_EXTERNAL_PLUGINS", "VERL_USE_EXTERNAL_MODULES"
-REINSTALL = "install the plugin again: pip install --force-reinstall --no-deps . in its checkout"
-OF_THE_ENGINE = ("rollout-adapter", "rollout-replica", "engine-loader")  # hooks that import the rollout engine
+POLICY, MODULES, PLATFORM = "VERL_USE_EXTERNAL_PLUGINS", "VERL_USE_EXTERNAL_MODULES", "VERL_PLATFORM"
 PROBE_SECONDS, NODE_SECONDS, IPC_SECONDS, CONNECT_SECONDS = 600, 900, 120, 10
 PLUGIN, CPU_STACK = "verl-sync-plugin", "verl-sync-cpu-stack"
-PLATFORM = "VERL_PLATFORM"
 PACKAGES = (
     "verl", "sglang", "torch", "transformers", "ray", "hydra-core", "torch-memory-saver", "triton", "peft",
     "megatron-core", "megatron-bridge",
 )  # fmt: skip
 # Where nodes must have the same: what travels between their processes, or is computed alike on all
 SAME_EVERYWHERE = (PLUGIN, "python", "verl", "sglang", "torch", "transformers", "ray", "megatron-core")
-# What the plugin is made for, what of that its tests ran with, and the remedy for anything else
-UNTRIED_SGLANG = (15, 16, 17, 18, 19)  # of 0.5; see docs/releases.md
+TRIED_SGLANG = ">=0.5.12,<=0.5.23,!=0.5.15,!=0.5.16,!=0.5.17,!=0.5.18,!=0.5.19"  # docs/releases.md
+# What the plugin is made for, the same in words, what of that its tests ran with, and the remedy for anything else
 RANGES = {
-    "verl": (">=0.9,<0.11", ">=0.9,<=0.9.1", "pip install verl==0.9.1"),
+    "verl": (">=0.9,<0.11", "verl 0.9 or newer, and older than 0.11,", ">=0.9,<=0.9.1", "pip install verl==0.9.1"),
     "sglang": (
-        ">=0.5.12", f">=0.5.12,<=0.5.23,{','.join(f'!=0.5.{untried}' for untried in UNTRIED_SGLANG)}",
-        "pip install sglang==0.5.12, which verl 0.9.1 names itself",
+        ">=0.5.12", "sglang 0.5.12 or newer", TRIED_SGLANG, "pip install sglang==0.5.12, which verl 0.9.1 names itself",
     ),
 }  # fmt: skip
 ALLOCATOR_VARIABLES, CUMEM = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), "NCCL_CUMEM_ENABLE"
 SHM, LEAST_SHM_GIB = Path("/dev/shm"), 1.0  # Docker gives 64 MiB; NCCL and Ray's object store need more
 LEAST_FILES = 4096  # Ray warns below 65536; SGLang, Ray and the connections of a sync together need thousands
+NOT_LOADED = "importing verl does not load the plugin, so stock verl moves the weights"
 PATTERN = 0x5A
 OPEN_IPC = """
 import pickle, sys, torch
@@ -67,12 +66,10 @@ Versions = Mapping[str, str | None]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's. ``check`` is a stable name, such as ``hook/trainers`` (docs/doctor.md); ``level`` is
-    ``ok``, ``warning`` (a run works, but slower or only under a condition that the text names) or ``problem`` (a run
-    fails, or the plugin does not move its weights). ``remedy`` is empty where nothing is to be done."""
+    """One line of the doctor's, by docs/doctor.md. ``remedy`` is empty where nothing is to be done."""
 
-    check: str
     level: str
+    check: str
     text: str
     remedy: str = ""
 
@@ -80,16 +77,7 @@ class Finding:
         assert self.level in LEVELS and (self.remedy or self.level == OK), self
 
 
-def ok(check: str, text: str) -> Finding:
-    return Finding(check, OK, text)
-
-
-def warning(check: str, text: str, remedy: str) -> Finding:
-    return Finding(check, WARNING, text, remedy)
-
-
-def problem(check: str, text: str, remedy: str) -> Finding:
-    return Finding(check, PROBLEM, text, remedy)
+ok, warning, problem = (partial(Finding, level) for level in LEVELS)
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -122,26 +110,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 def check_node(overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Looks at this machine and environment. Returns ``versions`` by package, ``machine``, ``run`` (who moves the
-    weights of a run with the overrides; ``None`` without any, and where the plugin is not loaded) and ``findings``."""
-    versions, machine, entry = installed(), read_machine(), check_entry_points()
+    weights of a run with the overrides; ``None`` without any) and ``findings``."""
+    versions, machine = installed(), read_machine()
     platform = platform_of(os.environ.get(PLATFORM), machine)
     probed = probe(overrides, platform)
-    imported = {"verl": probed["verl"]["version"]} if probed.get("verl", {}).get("version") else {}
-    gpus, on_cpu = len(machine["gpus"]), platform == "cpu"
-    found = check_versions(versions, imported) + entry
-    # An entry point, or a verl that knows none, explains by itself why verl does not load the plugin
-    loadable = all(each.level != PROBLEM for each in entry) and not _too_old(versions["verl"] or "0")
-    found += check_hooks(probed, loadable, gpus, on_cpu, versions)
-    found += check_machine(machine, on_cpu)
-    if gpus and versions["torch-memory-saver"] is None:
+    found = [*check_versions(versions, {"verl": probed["verl"]}), *check_entry_points()]
+    # What keeps verl from loading the plugin explains by itself why it is not loaded
+    explained = any(each.level == PROBLEM and each.check != "version/sglang" for each in found)
+    found += [Finding(**each) for each in probed["findings"] if not (explained and each["text"] == NOT_LOADED)]
+    found += check_machine(machine, platform == "cpu")
+    if machine["gpus"] and versions["torch-memory-saver"] is None:
         text = "torch-memory-saver is not installed: the engine cannot give its memory to the trainer"
         found.append(problem("version/torch-memory-saver", text, "pip install torch-memory-saver"))
-    lint = probed.get("run")
-    if overrides and lint is None:
-        lint = {"line": "not looked at, since verl does not load the plugin here", "findings": []}
-    if lint is not None:
-        found += [Finding(**each) for each in lint["findings"]]
-    return {"versions": versions, "machine": machine, "run": lint, "findings": [asdict(each) for each in found]}
+    lint = probed["run"] or {"line": "not looked at, since verl does not load the plugin here", "findings": []}
+    found += [Finding(**each) for each in lint["findings"]]
+    run = lint if overrides else None
+    return {"versions": versions, "machine": machine, "run": run, "findings": [asdict(each) for each in found]}
 
 
 def platform_of(given: str | None, machine: Mapping[str, Any]) -> str:
@@ -155,8 +139,7 @@ def platform_of(given: str | None, machine: Mapping[str, Any]) -> str:
 def installed() -> dict[str, str | None]:
     """The version of each package, ``None`` where it is not installed; also this Python's, and the plugin's with its
     commit."""
-    own = {PLUGIN: build(), "python": python_version()}
-    return {**own, **{package: _version(package) for package in PACKAGES}}
+    return {PLUGIN: build(), "python": python_version(), **{package: _version(package) for package in PACKAGES}}
 
 
 def _version(package: str) -> str | None:
@@ -166,27 +149,24 @@ def _version(package: str) -> str | None:
         return None
 
 
-def check_versions(versions: Versions, imported: Versions) -> list[Finding]:
+def check_versions(versions: Versions, imported: Versions) -> Iterator[Finding]:
     """Judges the versions of the packages' metadata, and the ``__version__`` of what a fresh process imports."""
-    found = []
-    for package, (accepted, tried, remedy) in RANGES.items():
+    for package, (accepted, needed, tried, remedy) in RANGES.items():
         check, version = f"version/{package}", versions[package]
         if version is None:
-            found.append(problem(check, f"{package} is not installed", remedy))
+            yield problem(check, f"{package} is not installed", remedy)
             continue
-        if _public(version) != _public(imported.get(package) or version):
-            text = f"the metadata of {package} say {version}, and the code that is imported says {imported[package]}"
-            found.append(problem(check, text, f"keep one installation of {package}: {remedy}"))
-        if package == "verl" and _too_old(version):
-            found.append(problem(check, f"verl {version}: verl 0.9 or newer is needed", remedy))
-        elif not _within(accepted, version):
-            found.append(problem(check, f"{package} {version}: the plugin is made for {package}{accepted}", remedy))
+        code = imported.get(package) or version
+        if _public(version) != _public(code):
+            text = f"the metadata of {package} say {version}, and the code that is imported says {code}"
+            yield problem(check, text, f"keep one installation of {package}: {remedy}")
+        if not _within(accepted, version):
+            yield problem(check, f"{package} {version}: {needed} is needed", remedy)
         elif not _within(tried, version):
             text = f"{package} {version} is within {accepted}, and was not tried ({package}{tried} was)"
-            found.append(warning(check, text, f"run a few steps and look at sync/coverage_missing, or {remedy}"))
+            yield warning(check, text, f"run a few steps and look at sync/coverage_missing, or {remedy}")
         else:
-            found.append(ok(check, f"{package} {version}"))
-    return found
+            yield ok(check, f"{package} {version}")
 
 
 def canonical(version: str) -> str:
@@ -211,40 +191,28 @@ def _within(specifiers: str, version: str) -> bool:
         return False
 
 
-def _too_old(version: str) -> bool:
-    return _within("<0.9.dev0", version)
-
-
-def check_entry_points() -> list[Finding]:
-    """The ways by which verl finds the plugin: the entry point, verl's variables, and which other plugins there are."""
-    points = list(importlib.metadata.entry_points(group="verl.plugins"))
-    ours = [point for point in points if point.value == VALUE]
-    by_module = VALUE in os.environ.get(MODULES, "").split(",")
+def check_entry_points() -> Iterator[Finding]:
+    """The ways by which verl finds the plugin: the entry point, and verl's variables."""
+    ours = [point.name for point in importlib.metadata.entry_points(group="verl.plugins") if point.value == VALUE]
+    by_module, name = VALUE in os.environ.get(MODULES, "").split(","), ours[0] if ours else POINT
     if ours:
-        found = [ok("entry-point", f"{ours[0].name} = {VALUE} in verl.plugins")]
+        yield ok("entry-point", f"{name} = {VALUE} in verl.plugins")
     elif by_module:
         text = f"{MODULES} loads the plugin; it has no entry point in verl.plugins"
-        found = [warning("entry-point", text, f"pip install the plugin, or set {MODULES} on every node, too")]
+        yield warning("entry-point", text, f"pip install the plugin, or set {MODULES} on every node, too")
     else:
         text = "no entry point in the group verl.plugins: the plugin is importable, but was not installed with pip"
-        found = [problem("entry-point", text, "pip install . in its checkout, instead of PYTHONPATH")]
+        yield problem("entry-point", text, "pip install . in its checkout, instead of PYTHONPATH")
     value = os.environ.get(POLICY, "auto")
-    policy, name = value.strip().lower(), ours[0].name if ours else POINT  # read as verl reads it
-    allowed = [word.strip() for word in policy.split(",") if word.strip()]
-    if policy == "none" and not by_module:
-        found.append(problem("whitelist", f"{POLICY}={value}: verl loads no plugin", f"unset {POLICY}"))
-    elif policy != "auto" and name not in allowed and not by_module:
-        text = f"{POLICY}={value}: verl loads only these plugins, and {name} is not among them"
-        found.append(problem("whitelist", text, f"{POLICY}={','.join([*allowed, name])}, or unset it"))
-    for point in points:
-        if point.value != VALUE:
-            owner = f" (of {point.dist.name} {point.dist.version})" if point.dist is not None else ""
-            found.append(ok("other-plugins", f"verl also loads {point.value}{owner}"))
-    return found
+    allowed = [word.strip() for word in value.lower().split(",") if word.strip()]  # read as verl reads it
+    if not by_module and allowed != ["auto"] and name not in allowed:
+        also = ",".join([*(word for word in allowed if word != "none"), name])
+        text = f"{POLICY}={value}: verl loads only the plugins that it names, and {name} is not among them"
+        yield problem("whitelist", text, f"{POLICY}={also}, or unset {POLICY}")
 
 
 def probe(overrides: Sequence[str], platform: str) -> dict[str, Any]:
-    """Runs ``probe.py`` in a fresh process with this environment; ``crashed`` where it did not end well."""
+    """What ``probe.py`` finds in a fresh process with this environment."""
     environment = {**os.environ, **({PLATFORM: platform} if platform else {})}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "probe.json"
@@ -253,80 +221,20 @@ def probe(overrides: Sequence[str], platform: str) -> dict[str, Any]:
             ended = subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
             )
+            why = f"exit status {ended.returncode}: {_last_line(ended.stderr) or 'nothing on stderr'}"
         except subprocess.TimeoutExpired:
-            return {"crashed": f"importing verl took more than {PROBE_SECONDS} s"}
+            why = f"it took more than {PROBE_SECONDS} s"
         if path.is_file():
             return dict(json.loads(path.read_text()))
-        return {"crashed": f"exit status {ended.returncode}: {_last_line(ended.stderr) or 'nothing on stderr'}"}
+    text, remedy = (
+        f"a fresh process that imports verl ended: {why}",
+        "run python -c 'import verl' and look at its traceback",
+    )
+    return {"verl": None, "run": None, "findings": [asdict(problem("import", text, remedy))]}
 
 
 def _last_line(text: str) -> str:
     return next((line for line in reversed(text.splitlines()) if line.strip()), "")
-
-
-def check_hooks(
-    probed: Mapping[str, Any], loadable: bool, gpus: int, on_cpu: bool, versions: Versions
-) -> list[Finding]:
-    """One finding per hook, per cause that keeps several from being active, or for what keeps all from being loaded.
-
-    Args:
-        probed: what ``probe.py`` has found.
-        loadable: nothing that was found before explains why the plugin would not be loaded.
-        gpus: how many are visible.
-        on_cpu: verl's platform is the CPU.
-        versions: of the packages; of one that is not installed at all ``check_versions`` has said so.
-    """
-    if "crashed" in probed:
-        text = f"a fresh process that imports verl ended: {probed['crashed']}"
-        return [problem("import", text, "run python -c 'import verl' and look at its traceback")]
-    if error := probed["verl"].get("error"):
-        if versions.get("verl", "") is None:
-            return []
-        return [problem("import", f"verl cannot be imported: {error}", "mend that first: python -c 'import verl'")]
-    if error := probed["plugin"].get("error"):
-        reason = error.partition("cannot be loaded: ")[2]
-        if "already taken by" in reason:
-            remedy = f"uninstall one of the two plugins, or leave the other one out: {POLICY}={POINT}"
-            return [problem("import", f"another plugin was there first: {reason}", remedy)]
-        remedy = "pip install verl==0.9.1, which the plugin is made for" if "does not offer" in reason else REINSTALL
-        return [problem("import", f"the plugin cannot be loaded: {reason}", remedy)]
-    if not probed["plugin"]["loaded"]:
-        text = "importing verl does not load the plugin, so stock verl moves the weights"
-        return [problem("import", text, f"pip install the plugin, and unset {POLICY}")] if loadable else []
-    found = [ok("import", f"importing verl loads {probed['plugin']['file']}")]
-    alike: dict[str, list[str]] = {}  # hooks by what keeps them from being active
-    for name, hook in probed["hooks"].items():
-        missing = hook.get("missing", "").partition(".")[0]
-        if missing not in RANGES or versions[missing] is not None:
-            alike.setdefault(hook.get("cause") or name, []).append(name)
-    for first, *others in alike.values():
-        found.append(_judge_hook(first, probed["hooks"][first], others, bool(gpus or on_cpu)))
-    return found
-
-
-def _judge_hook(name: str, hook: Mapping[str, Any], others: Sequence[str], has_device: bool) -> Finding:
-    """Judges a hook, and with it ``others`` that the same cause keeps from being active."""
-    check, missing = f"hook/{name}", hook.get("missing", "")
-    if hook["active"]:
-        return ok(check, f"active: {hook['text']}")
-    if hook["holder"]:
-        other = hook["holder"].partition(" (of ")[2].rstrip(")")
-        remedy = f"pip uninstall {other}" if other else "uninstall the other plugin"
-        return problem(check, f"another plugin took its place: {hook['text']}", f"{remedy}, or {POLICY}={POINT}")
-    text = f"not active: {hook['text']}"
-    if others:
-        text = f"not active, nor {', '.join(others)}: {hook['cause']}"
-    if "already registed" in text or "already taken" in text:
-        return problem(check, text, f"uninstall one of the two plugins, or {POLICY}={POINT}")
-    if all(each in OF_THE_ENGINE for each in (name, *others)) and not has_device:
-        return warning(check, f"{text}; no GPU is visible here", "run the doctor on a node with GPUs")
-    if missing and not missing.startswith("verl_sync_plugin"):
-        return problem(check, text, f"install what {missing.partition('.')[0]!r} belongs to")
-    if "verl_sync_plugin" in hook.get("file", ""):
-        return problem(check, text, REINSTALL)
-    package = hook.get("package", "")
-    remedy = f"install a {package} that fits the torch here: python -c 'import {package}' has to work"
-    return problem(check, text, remedy if package else f"mend {hook.get('file') or 'it'} first")
 
 
 def read_machine() -> dict[str, Any]:
@@ -374,10 +282,45 @@ def _ipc_error() -> str:
         return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def check_machine(read: Mapping[str, Any], on_cpu: bool) -> list[Finding]:
+def check_machine(read: Mapping[str, Any], on_cpu: bool) -> Iterator[Finding]:
     """Judges what ``read_machine`` has read."""
-    gpus = _check_gpus(read) if read["gpus"] else [_no_gpu(read, on_cpu)]
-    return [*gpus, *_check_variables(read["variables"]), *_check_limits(read)]
+    if gpus := read["gpus"]:
+        kinds = ", ".join(f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus))
+        yield ok("gpu", f"{kinds}; CUDA {read['torch_device']}")
+        if missing := read["no_peer_access"]:
+            text = f"GPUs cannot read each other's memory ({', '.join(missing)}): syncs of several GPUs are slower"
+            yield warning("peer-access", text, "look at nvidia-smi topo -p2p r, and turn off ACS in the BIOS or the VM")
+        if read["cuda_ipc"]:
+            remedy = (
+                "share the host's IPC and PID namespace (Docker: --ipc=host), with trainer and engine in one container"
+            )
+            yield problem("cuda-ipc", f"another process cannot open memory of GPU 0: {read['cuda_ipc']}", remedy)
+        else:
+            yield ok("cuda-ipc", "another process read what this one wrote on GPU 0")
+    else:
+        yield _no_gpu(read, on_cpu)
+    variables, shm, files = read["variables"], read["shm_bytes"] or {"size": 0, "free": 0}, read["nofile"]
+    for name in ALLOCATOR_VARIABLES:
+        if re.search(r"expandable_segments:(true|1)\b", (variables[name] or "").replace(" ", "").lower()):
+            text = f"{name}={variables[name]}: the engine's memory saver does not work with expandable segments, and a "
+            text += "sync cannot read parameters where they lie"
+            yield problem("expandable-segments", text, f"take expandable_segments:True out of {name}, on every node")
+    if (value := variables[CUMEM]) not in (None, "0"):
+        text = f"{CUMEM}={value}: verl sets it to 0 for the engine, and both ends of an NCCL group have to agree"
+        yield warning("nccl-cumem", text, f"unset {CUMEM}, or set it to 0 on every node")
+    size, free = shm["size"] / 2**30, shm["free"] / 2**30
+    text = f"{SHM} has {size:.1f} GiB, {free:.1f} GiB of them free"
+    if size < LEAST_SHM_GIB:
+        yield problem("shm", text, "start the container with --shm-size=16g (Kubernetes: an emptyDir of medium Memory)")
+    elif free < LEAST_SHM_GIB:
+        yield warning("shm", text, f"remove what earlier runs left there: ls -la {SHM}")
+    else:
+        yield ok("shm", text)
+    if files is not None and files < LEAST_FILES:
+        text = f"ulimit: nofile is {files}, and the processes of a run need up to thousands"
+        yield warning("ulimit/nofile", text, "ulimit -n 65536, before ray start or the run")
+    else:
+        yield ok("ulimit/nofile", "unlimited" if files is None else str(files))
 
 
 def _no_gpu(read: Mapping[str, Any], on_cpu: bool) -> Finding:
@@ -394,61 +337,7 @@ def _no_gpu(read: Mapping[str, Any], on_cpu: bool) -> Finding:
     return problem("gpu", text, "look at CUDA_VISIBLE_DEVICES, at the container's --gpus, and at nvidia-smi")
 
 
-def _check_gpus(read: Mapping[str, Any]) -> Iterator[Finding]:
-    gpus = read["gpus"]
-    kinds = ", ".join(f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus))
-    yield ok("gpu", f"{kinds}; CUDA {read['torch_device']}")
-    if missing := read["no_peer_access"]:
-        text = f"GPUs cannot read each other's memory ({', '.join(missing)}): syncs of several GPUs are slower"
-        yield warning("peer-access", text, "look at nvidia-smi topo -p2p r, and turn off ACS in the BIOS or the VM")
-    else:
-        yield ok("peer-access", f"each of {len(gpus)} GPUs reaches the others' memory")
-    if read["cuda_ipc"]:
-        remedy = "share the host's IPC and PID namespace (Docker: --ipc=host), with trainer and engine in one container"
-        yield problem("cuda-ipc", f"another process cannot open memory of GPU 0: {read['cuda_ipc']}", remedy)
-    else:
-        yield ok("cuda-ipc", "another process read what this one wrote on GPU 0")
-
-
-def _check_variables(variables: Mapping[str, str | None]) -> Iterator[Finding]:
-    set_on = [name for name in ALLOCATOR_VARIABLES if _expandable(variables[name] or "")]
-    for name in set_on:
-        text = f"{name}={variables[name]}: the engine's memory saver does not work with expandable segments, and a "
-        text += "sync cannot read parameters where they lie"
-        yield problem("expandable-segments", text, f"take expandable_segments:True out of {name}, on every node")
-    if not set_on:
-        yield ok("expandable-segments", "not asked for by " + " or ".join(ALLOCATOR_VARIABLES))
-    value = variables[CUMEM]
-    if value in (None, "0"):
-        yield ok("nccl-cumem", f"{CUMEM}={value}" if value else f"{CUMEM} is not set; verl sets it to 0")
-    else:
-        text = f"{CUMEM}={value}: verl sets it to 0 for the engine, and both ends of an NCCL group have to agree"
-        yield warning("nccl-cumem", text, f"unset {CUMEM}, or set it to 0 on every node")
-
-
-def _expandable(setting: str) -> bool:
-    words = (part.partition(":") for part in setting.replace(" ", "").lower().split(","))
-    return any(key == "expandable_segments" and value in ("true", "1") for key, _, value in words)
-
-
-def _check_limits(read: Mapping[str, Any]) -> Iterator[Finding]:
-    shm, files = read["shm_bytes"] or {"size": 0, "free": 0}, read["nofile"]
-    size, free = shm["size"] / 2**30, shm["free"] / 2**30
-    text = f"{SHM} has {size:.1f} GiB, {free:.1f} GiB of them free"
-    if size < LEAST_SHM_GIB:
-        yield problem("shm", text, "start the container with --shm-size=16g (Kubernetes: an emptyDir of medium Memory)")
-    elif free < LEAST_SHM_GIB:
-        yield warning("shm", text, f"remove what earlier runs left there: ls -la {SHM}")
-    else:
-        yield ok("shm", text)
-    if files is not None and files < LEAST_FILES:
-        text = f"ulimit: nofile is {files}, and the processes of a run need up to thousands"
-        yield warning("ulimit/nofile", text, "ulimit -n 65536, before ray start or the run")
-    else:
-        yield ok("ulimit/nofile", "unlimited" if files is None else str(files))
-
-
-def check_cluster(address: str) -> list[dict[str, Any]]:
+def check_cluster(address: str) -> Iterator[dict[str, Any]]:
     """``check_node`` of every node alive of a Ray cluster, with its name (``node``) and ``address``. A node that cannot
     run it, because the plugin is not installed there for example, has a finding that says so. Raises
     ConnectionError, and says why, where there is no cluster, or it is of another version."""
@@ -465,21 +354,15 @@ def check_cluster(address: str) -> list[dict[str, Any]]:
     # Ray hides all GPUs from a task that asks for none. verl's workers set this variable, too
     environment = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
     try:
-        alive = [node for node in ray.nodes() if node["Alive"]]
-        hosts = [node["NodeManagerHostname"] for node in alive]
-        names = [
-            host if hosts.count(host) == 1 else f"{host} ({node['NodeID'][:6]})"
-            for host, node in zip(hosts, alive, strict=True)
-        ]
         remote: Any = ray.remote(num_cpus=0, max_retries=0, runtime_env=environment)(check_node)
         asked = [
-            remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote()
-            for node in alive
+            (node, remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], False)).remote())
+            for node in ray.nodes()
+            if node["Alive"]
         ]
-        return [
-            {"node": name, "address": node["NodeManagerAddress"], **_answer(ray, future)}
-            for name, node, future in zip(names, alive, asked, strict=True)
-        ]
+        for node, future in asked:
+            name = f"{node['NodeManagerHostname']} ({node['NodeID'][:6]})"
+            yield {"node": name, "address": node["NodeManagerAddress"], **_answer(ray, future)}
     finally:
         ray.shutdown()
 

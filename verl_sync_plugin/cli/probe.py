@@ -7,34 +7,177 @@ plugin's modules before verl had the chance to load them, so each is imported wh
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
 import io
 import json
+import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from verl_sync_plugin.cli import doctor
 from verl_sync_plugin.cli.doctor import Finding, ok, problem, warning
 
-CHECK = "overrides"
+REINSTALL = "install the plugin again: pip install --force-reinstall --no-deps . in its checkout"
+OTHER_PLUGIN = f"uninstall one of the two plugins, or leave the other one out: {doctor.POLICY}={doctor.POINT}"
+NOT_THERE = "not there"
+Entry = tuple[str, Any, Any]  # of a registry of verl's: its name, what it holds, and what it should
 
 
-class NotActiveError(Exception):
-    """A hook is not active; the text says why, ``holder`` who has its place, if anybody."""
+def _ours(where: str) -> Any:
+    module, _, name = where.rpartition(".")
+    return getattr(importlib.import_module(f"verl_sync_plugin.{module}"), name)
 
-    def __init__(self, text: str, holder: str = "") -> None:
-        super().__init__(text)
-        self.holder = holder
+
+def _imported(where: str) -> tuple[()]:
+    _ours(where)
+    return ()
+
+
+def hydra_keys() -> Iterator[Entry]:
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.config_source import ConfigSource
+    from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+    for base, name in ((ConfigSource, "SyncConfigSource"), (SearchPathPlugin, "SyncSearchPath")):
+        ours = _ours(f"config.hydra_source.{name}")
+        yield f"Hydra's {name}", ours if ours in Plugins.instance().discover(base) else None, ours
+
+
+def training_engines(strategies: tuple[str, ...], ours: str) -> Iterator[Entry]:
+    import verl.workers.engine  # noqa: F401  (registers)
+    from verl.workers.engine.base import EngineRegistry
+
+    for strategy in strategies:
+        known = EngineRegistry._engines.get("language_model", {}).get(strategy, {})
+        for vendor in _ours("trainers.shard_stream.VENDORS"):
+            name = f"verl's training engine for {strategy} on (cuda, {vendor})"
+            yield name, known.get(("cuda", vendor)), _ours(f"hooks.{ours}EngineWithLMHead")
+
+
+def megatron_engine() -> Iterator[Entry]:
+    if importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core"):
+        import verl.workers.engine.megatron  # noqa: F401  (registers; verl hides why it could not import it)
+
+        yield from training_engines(("megatron",), "megatron_engine.SyncMegatron")
+
+
+def checkpoint_engine() -> Iterator[Entry]:
+    from verl.checkpoint_engine.base import CheckpointEngineRegistry
+
+    backend, ours = _ours("config.settings.SEPARATE_BACKEND"), _ours("hooks.separate.SyncCheckpointEngine")
+    yield f"verl's checkpoint engine {backend}", CheckpointEngineRegistry._registry.get(backend), ours
+
+
+def trainers() -> Iterator[Entry]:
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+    ours = _ours("hooks.trainer.SyncTrainerMixin")
+    for name, found in TRAINER_REGISTRY.items():
+        yield f"verl's trainer {name}", found, found if isinstance(found, type) and issubclass(found, ours) else ours
+
+
+def _rollouts() -> list[tuple[str, Any]]:
+    return [(name, _ours("rollouts.rollout_of")(name)) for name in _ours("rollouts.ROLLOUTS")]
+
+
+def rollout_adapter() -> Iterator[Entry]:
+    from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+
+    for name, ours in _rollouts():
+        yield f"verl's rollout adapter for {name}", _ROLLOUT_REGISTRY.get((name, "async")), ours.ADAPTER
+        _ours(ours.ADAPTER.partition(".")[2])
+
+
+def rollout_replica() -> Iterator[Entry]:
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    for name, ours in _rollouts():
+        yield f"verl's rollout replica for {name}", RolloutReplicaRegistry._registry.get(name), ours.load_replica
+        ours.load_replica()
+
+
+def engine_loader() -> tuple[()]:
+    for _, ours in _rollouts():
+        importlib.import_module(ours.LOADER)
+    return ()
+
+
+# In the order in which a run meets them. The engine comes last: its import is the longest, and changes torch.
+HOOKS: dict[str, Callable[[], Iterable[Entry]]] = {
+    "hydra-keys": hydra_keys,
+    "rollout-config": partial(_imported, "hooks.driver.SyncRolloutConfig"),
+    "training-engines": partial(training_engines, ("fsdp", "fsdp2"), "engines.SyncFSDP"),
+    "megatron-engine": megatron_engine,
+    "checkpoint-engine": checkpoint_engine,
+    "trainers": trainers,
+    "workers": partial(_imported, "hooks.worker.OURS"),
+    "rollout-adapter": rollout_adapter,
+    "rollout-replica": rollout_replica,
+    "engine-loader": engine_loader,
+}
+OF_THE_ENGINE = {"rollout-adapter", "rollout-replica", "engine-loader"}  # hooks that import the rollout engine
+
+
+def probe(overrides: Sequence[str]) -> dict[str, Any]:
+    """Imports verl, then looks at every hook, and at overrides. Returns the ``__version__`` of ``verl``, ``run`` (of
+    ``lint``), and ``findings``: of each hook, or of what keeps the plugin from being loaded."""
+    result: dict[str, Any] = {"verl": None, "run": None}
+    spoken, found = io.StringIO(), list[Finding]()
+    try:
+        with contextlib.redirect_stderr(spoken):
+            result["verl"] = importlib.import_module("verl").__version__
+    except BaseException as error:  # the plugin ends the process with SystemExit; its reason is on stderr
+        if said := [line for line in spoken.getvalue().splitlines() if "verl-sync-plugin cannot be loaded" in line]:
+            found = [problem("import", said[-1], _known_remedy(said[-1]) or REINSTALL)]
+        elif doctor.installed()["verl"]:  # where it is not, its version says so
+            remedy = "mend that first: python -c 'import verl'"
+            found = [problem("import", f"verl cannot be imported: {_one_line(error)}", remedy)]
+    else:
+        if "verl_sync_plugin.plugin" in sys.modules:
+            loaded = ok("import", f"importing verl loads {sys.modules['verl_sync_plugin'].__file__}")
+            found = [loaded, *check_hooks(HOOKS, doctor.installed())]
+            result["run"] = lint(overrides) if overrides else None
+        else:
+            found = [problem("import", doctor.NOT_LOADED, f"pip install the plugin, and unset {doctor.POLICY}")]
+    return {**result, "findings": [asdict(each) for each in found]}
+
+
+def check_hooks(hooks: Mapping[str, Callable[[], Iterable[Entry]]], versions: doctor.Versions) -> Iterator[Finding]:
+    """A finding of each hook that is active, and of each cause that keeps hooks from being so. A package that is not
+    installed is none: its version says so."""
+    alike: dict[str, tuple[BaseException, list[str]]] = {}
+    for name, hook in hooks.items():
+        try:
+            wrong = [f"{what} is {describe(found)}" for what, found, ours in hook() if found != ours]
+        except BaseException as error:
+            first = _first(error)
+            alike.setdefault(f"{type(first).__name__}: {first}", (error, []))[1].append(name)
+        else:
+            text, remedy = (
+                "; ".join(wrong),
+                REINSTALL if any(each.endswith(NOT_THERE) for each in wrong) else OTHER_PLUGIN,
+            )
+            yield problem(f"hook/{name}", text, remedy) if wrong else ok(f"hook/{name}", "active")
+    for cause, names in alike.values():
+        missing = getattr(_first(cause), "name", None) if isinstance(_first(cause), ModuleNotFoundError) else None
+        package = (missing or "").partition(".")[0]
+        if package not in doctor.RANGES or versions[package] is not None:
+            yield _failed(cause, names, package)
 
 
 def describe(found: Any) -> str:
     """A class, function or dotted name of a registry, with the distribution that it comes from."""
+    if found is None:
+        return NOT_THERE
     name = found if isinstance(found, str) else f"{found.__module__}.{getattr(found, '__qualname__', found)}"
     package = name.partition(".")[0]
     owners = importlib.metadata.packages_distributions().get(package) or [
@@ -45,154 +188,37 @@ def describe(found: Any) -> str:
     return f"{name} (of {owners[0]})" if owners else name
 
 
-def _expect(found: Any, ours: Any, what: str) -> None:
-    if found is None:
-        raise NotActiveError(f"{what} is not there")
-    if found is not ours and found != ours:
-        raise NotActiveError(f"{what} is {describe(found)}", describe(found))
+def _failed(error: BaseException, names: list[str], missing: str) -> Finding:
+    """A finding of hooks that cannot be imported, for want of a package if it names one."""
+    check, also = f"hook/{names[0]}", f", nor {', '.join(names[1:])}" if names[1:] else ""
+    text = f"not active{also}: {_one_line(error)}"
+    files = [frame.filename for frame in traceback.extract_tb(_first(error).__traceback__)]
+    packages = [name.partition("site-packages/")[2].partition("/")[0] for name in files]
+    # What torch refuses is not torch's fault, but of the package that asked for it
+    package = next((each for each in reversed(packages) if each and each != "torch"), "")
+    if OF_THE_ENGINE.issuperset(names) and not _has_device():
+        return warning(check, f"{text}; no GPU is visible here", "run the doctor on a node with GPUs")
+    if missing and missing != "verl_sync_plugin":
+        remedy = f"install what {missing!r} belongs to"
+    elif files and "verl_sync_plugin" in files[-1]:
+        remedy = REINSTALL
+    elif package:
+        remedy = f"install a {package} that fits the torch here: python -c 'import {package}' has to work"
+    else:
+        remedy = f"mend {files[-1] if files else 'it'} first"
+    return problem(check, text, _known_remedy(text) or remedy)
 
 
-def _ours(where: str) -> Any:
-    module, _, name = where.rpartition(".")
-    return getattr(importlib.import_module(f"verl_sync_plugin.{module}"), name)
+def _known_remedy(text: str) -> str:
+    if "already taken" in text or "already registed" in text:
+        return OTHER_PLUGIN
+    return "pip install verl==0.9.1, which the plugin is made for" if "does not offer" in text else ""
 
 
-def hydra_keys() -> str:
-    from hydra.core.plugins import Plugins
-    from hydra.plugins.config_source import ConfigSource
-    from hydra.plugins.search_path_plugin import SearchPathPlugin
+def _has_device() -> bool:
+    import torch
 
-    for base, mine in ((ConfigSource, "SyncConfigSource"), (SearchPathPlugin, "SyncSearchPath")):
-        if _ours(f"config.hydra_source.{mine}") not in Plugins.instance().discover(base):
-            raise NotActiveError(f"Hydra does not know {mine}")
-    return "keys of the plugin, checks in the driver"
-
-
-def rollout_config() -> str:
-    return str(_ours("hooks.driver.SyncRolloutConfig").__name__)
-
-
-def training_engines(strategies: tuple[str, ...] = ("fsdp", "fsdp2"), ours: str = "engines.SyncFSDPEngine") -> str:
-    import verl.workers.engine  # noqa: F401  (registers)
-    from verl.workers.engine.base import EngineRegistry
-
-    mine = _ours(f"hooks.{ours}WithLMHead")
-    for strategy in strategies:
-        known = EngineRegistry._engines.get("language_model", {}).get(strategy, {})
-        for vendor in _ours("trainers.shard_stream.VENDORS"):
-            _expect(known.get(("cuda", vendor)), mine, f"verl's training engine for {strategy} on (cuda, {vendor})")
-    return ", ".join(strategies)
-
-
-def megatron_engine() -> str:
-    if not importlib.util.find_spec("megatron") or not importlib.util.find_spec("megatron.core"):
-        return "not needed: megatron-core is not installed"
-    import verl.workers.engine.megatron  # noqa: F401  (registers; verl.workers.engine hides why it could not import it)
-
-    return training_engines(("megatron",), "megatron_engine.SyncMegatronEngine")
-
-
-def checkpoint_engine() -> str:
-    from verl.checkpoint_engine.base import CheckpointEngineRegistry
-
-    backend = _ours("config.settings.SEPARATE_BACKEND")
-    ours = _ours("hooks.separate.SyncCheckpointEngine")
-    _expect(CheckpointEngineRegistry._registry.get(backend), ours, f"verl's checkpoint engine {backend}")
-    return f"backend {backend}"
-
-
-def trainers() -> str:
-    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
-
-    ours = _ours("hooks.trainer.SyncTrainerMixin")
-    for name, trainer in TRAINER_REGISTRY.items():
-        if not (isinstance(trainer, type) and issubclass(trainer, ours)):
-            raise NotActiveError(f"verl's trainer {name} is {describe(trainer)}", describe(trainer))
-    return ", ".join(sorted(TRAINER_REGISTRY))
-
-
-def workers() -> str:
-    from verl.workers.engine_workers import ActorRolloutRefWorker
-
-    if (ours := _ours("hooks.worker.OURS").get(ActorRolloutRefWorker)) is None:
-        raise NotActiveError("there is no worker of ours for verl's ActorRolloutRefWorker")
-    return str(ours.__name__)
-
-
-def llm_client() -> str:
-    return str(_ours("hooks.trainer.SeparateLLMServerClient").__name__)
-
-
-def _rollouts() -> dict[str, Any]:
-    return {name: _ours("rollouts.rollout_of")(name) for name in _ours("rollouts.ROLLOUTS")}
-
-
-def rollout_adapter() -> str:
-    from verl.workers.rollout.base import _ROLLOUT_REGISTRY
-
-    for name, ours in _rollouts().items():
-        _expect(_ROLLOUT_REGISTRY.get((name, "async")), ours.ADAPTER, f"verl's rollout adapter for {name}")
-        _ours(ours.ADAPTER.partition(".")[2])
-    return "for " + ", ".join(_rollouts())
-
-
-def rollout_replica() -> str:
-    from verl.workers.rollout.replica import RolloutReplicaRegistry
-
-    for name, ours in _rollouts().items():
-        _expect(RolloutReplicaRegistry._registry.get(name), ours.load_replica, f"verl's rollout replica for {name}")
-        ours.load_replica()
-    return "for " + ", ".join(_rollouts())
-
-
-def engine_loader() -> str:
-    for ours in _rollouts().values():
-        importlib.import_module(ours.LOADER)
-    return "what the engine calls in a sync"
-
-
-# In the order in which a run meets them. The engine comes last: its import is the longest, and changes torch.
-HOOKS: tuple[Callable[[], str], ...] = (
-    hydra_keys, rollout_config, training_engines, megatron_engine, checkpoint_engine, trainers, workers, llm_client,
-    rollout_adapter, rollout_replica, engine_loader,
-)  # fmt: skip
-
-
-def probe() -> dict[str, Any]:
-    """Imports verl, then looks at every hook. Returns ``verl`` (version and file of what was imported, or an error),
-    ``plugin`` (its file, and whether verl loaded it, or the error with which it ended the process) and ``hooks`` (by
-    name: active, text, holder)."""
-    result: dict[str, Any] = {"verl": {}, "plugin": {"loaded": False}, "hooks": {}}
-    spoken = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(spoken):
-            verl = importlib.import_module("verl")
-        result["verl"] = {"version": verl.__version__, "file": verl.__file__}
-    except BaseException as error:  # the plugin ends the process with SystemExit; its reason is on stderr
-        said = [line for line in spoken.getvalue().splitlines() if line.startswith("verl-sync-plugin cannot be loaded")]
-        result["plugin" if said else "verl"]["error"] = said[-1] if said else _one_line(error)
-        return result
-    if "verl_sync_plugin.plugin" in sys.modules:
-        result["plugin"].update(loaded=True, file=sys.modules["verl_sync_plugin"].__file__)
-        result["hooks"] = {hook.__name__.replace("_", "-"): _look(hook) for hook in HOOKS}
-    return result
-
-
-def _look(hook: Callable[[], str]) -> dict[str, Any]:
-    try:
-        return {"active": True, "text": hook(), "holder": ""}
-    except NotActiveError as error:
-        return {"active": False, "text": str(error), "holder": error.holder}
-    except BaseException as error:
-        first = _first(error)
-        frames = [frame.filename for frame in traceback.extract_tb(first.__traceback__)]
-        packages = [name.partition("site-packages/")[2].partition("/")[0] for name in frames]
-        # What torch refuses is not torch's fault, but of the package that asked for it
-        package = next((each for each in reversed(packages) if each and each != "torch"), "")
-        missing = getattr(first, "name", "") if isinstance(first, ModuleNotFoundError) else ""
-        where = {"missing": missing or "", "file": frames[-1] if frames else "", "package": package}
-        cause = " ".join(f"{type(first).__name__}: {first}".split())[:600]
-        return {"active": False, "text": _one_line(error), "holder": "", "cause": cause, **where}
+    return torch.cuda.is_available() or os.environ.get(doctor.PLATFORM, "").strip().lower() == "cpu"
 
 
 def _first(error: BaseException) -> BaseException:
@@ -208,36 +234,32 @@ def _one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}{because}".split())[:600]
 
 
-def parse(words: Sequence[str]) -> tuple[str, str, tuple[str, ...]]:
+def parse(words: Sequence[str]) -> tuple[str, str, list[str]]:
     """Takes a list of overrides apart, or a whole command that was pasted: the file name of the main without ``.py``,
-    the name of the config, Hydra's overrides. Raises ValueError with a word that is neither."""
-    rest, program, config = iter(words), "main_ppo", "ppo_trainer"
-    if "-m" in words:
-        rest = iter(words[words.index("-m") + 1 :])
-    overrides = []
-    for position, word in enumerate(rest):
-        option, _, value = word.partition("=")
-        if position == 0 and word.endswith(".py"):
-            program = Path(word).stem
-        elif position == 0 and word.startswith("verl."):
-            program = word.rpartition(".")[2]
-        elif option in ("--config-name", "-cn"):
-            config = value or next(rest, "")
-        elif word.startswith("-"):
-            raise ValueError(f"{word}: only overrides and --config-name can be checked; leave it out")
-        elif "=" in word or word.startswith("~"):
-            overrides.append(word)
-        else:
-            raise ValueError(f"{word}: not an override; use key=value")
-    return program, config.removesuffix(".yaml"), tuple(overrides)
+    the name of the config, Hydra's overrides. Raises ValueError for another option."""
+    rest, program = list(words[words.index("-m") + 1 :] if "-m" in words else words), "main_ppo"
+    if rest and (rest[0].startswith("verl.") or rest[0].endswith(".py")):
+        program = rest.pop(0).removesuffix(".py").replace("/", ".").rpartition(".")[2]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-name", "-cn", default="ppo_trainer")
+    given, overrides = parser.parse_known_args(rest)
+    if options := [word for word in overrides if word.startswith("-")]:
+        raise ValueError(f"{options[0]}: only overrides and --config-name can be checked. Leave it out.")
+    return program, given.config_name.removesuffix(".yaml"), overrides
 
 
 def lint(words: Sequence[str]) -> dict[str, Any]:
-    """Judges a run with these overrides: ``line`` says who moves the weights, ``findings`` are dictionaries."""
+    """Judges a run with these overrides as its driver does, and as every worker builds its rollout's config. ``line``
+    says who moves the weights, ``findings`` are dictionaries."""
     import hydra
     from hydra.core.global_hydra import GlobalHydra
+    from verl.utils.config import omega_conf_to_dataclass
 
-    line = ""
+    from verl_sync_plugin.config.settings import KEY_PREFIX, NOT_IN_USE
+    from verl_sync_plugin.hooks.driver import OFF, settle
+    from verl_sync_plugin.rollouts import ROLLOUTS
+
+    line, check, key = "", "overrides", "actor_rollout_ref.rollout.name"
     try:
         program, name, overrides = parse(words)
         hydra.version.setbase(None)  # as verl
@@ -245,93 +267,66 @@ def lint(words: Sequence[str]) -> dict[str, Any]:
         sys.argv = [f"{program}.py"]  # what Hydra names the job after
         configs = str(_ours("config.hydra_source.verl_configs")())
         with hydra.initialize_config_dir(configs, job_name=program, version_base=None):
-            line, found = judge(hydra.compose(name, list(overrides)), overrides, program)
-    except ValueError as error:
-        found = [problem(CHECK, str(error), "see docs/doctor.md")]
-    except Exception as error:  # Hydra's and omegaconf's, of which there are many
-        text = " ".join(f"{getattr(error, 'override', None) or ''} {error}".split())  # a parse error names none
-        found = [
-            problem(CHECK, text, "correct the key; one that verl's config does not have is added with a + before it")
-        ]
+            config = hydra.compose(name, overrides)
+        line = settle(config, overrides, program)
+        if line == OFF:
+            found = [warning(check, line, f"leave out {KEY_PREFIX}.enabled=False for the plugin to move them")]
+        elif line.startswith(NOT_IN_USE):
+            found = [problem(check, line, "leave that key out, or use another value, for the plugin to move them")]
+        elif not line:
+            text = f"{key}={config.actor_rollout_ref.rollout.name}: the plugin does not serve this rollout, stock verl "
+            found = [problem(check, f"{text}moves its weights", f"set {key} to one of: {', '.join(ROLLOUTS)}")]
+        else:
+            omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+            found = [ok(check, line), *check_model(config, overrides)]
+    except Exception as error:
+        found = [_refused(check, error)]
     return {"line": line, "findings": [asdict(each) for each in found]}
 
 
-def judge(config: Any, overrides: tuple[str, ...], program: str) -> tuple[str, list[Finding]]:
-    """Names who moves the weights of a run with this config, and lists what speaks against it: what its driver refuses,
-    and what verl's and our checks of the rollout's config refuse in every worker."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from verl.utils.config import omega_conf_to_dataclass
-
-    from verl_sync_plugin.config.settings import KEY_PREFIX, NOT_IN_USE
-    from verl_sync_plugin.hooks.driver import OFF, settle
-    from verl_sync_plugin.rollouts import ROLLOUTS
-
-    try:
-        line = settle(config, overrides, program)
-        if line == "weight sync on":
-            omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
-    except OmegaConfBaseException as error:
-        return "", [problem(CHECK, " ".join(str(error).split()), "correct the value")]
-    except Exception as error:
-        return "", [_refused(CHECK, error)]
-    if line == OFF:
-        return line, [warning(CHECK, line, f"leave out {KEY_PREFIX}.enabled=False for the plugin to move them")]
-    if line.startswith(NOT_IN_USE):
-        return line, [problem(CHECK, line, "leave that key out, or use another value, for the plugin to move them")]
-    if not line:
-        key = "actor_rollout_ref.rollout.name"
-        text = f"{key}={OmegaConf.select(config, key)}: the plugin does not serve this rollout, stock verl moves its "
-        return line, [problem(CHECK, f"{text}weights", f"set {key} to one of: {', '.join(ROLLOUTS)}")]
-    return line, [ok(CHECK, line), *check_model(config, overrides)]
-
-
 def _refused(check: str, error: Exception) -> Finding:
-    """A finding of an error. The plugin's refusals end with the remedy: a sentence, or what follows a semicolon."""
-    text, remedy = str(error), "correct the value"
-    if not isinstance(error, ValueError):
-        text = f"{type(error).__name__}: {error}"
-    else:
-        mark = ". " if text.rpartition(". ")[0] else "; "
-        text, _, remedy = text.rpartition(mark) if text.rpartition(mark)[0] else (text, "", remedy)
-    return problem(check, " ".join(text.split()), remedy.rstrip("."))
+    """A finding of an error, whose last sentence is the remedy where it is the plugin's."""
+    text = " ".join(f"{getattr(error, 'override', None) or ''} {error}".split())  # a parse error of Hydra's names none
+    refusal, _, remedy = text.removesuffix(".").rpartition(". ")
+    if type(error) is ValueError and refusal:
+        return problem(check, refusal, remedy)
+    return problem(
+        check, text, "correct key or value; a key that verl's config does not have is added with a + before it"
+    )
 
 
 def check_model(config: Any, overrides: Sequence[str]) -> list[Finding]:
     """Says of a composed config whether its model is served, and what a sync of it sends and takes. Its ``config.json``
     has to be on this machine, in a folder or in the cache of the Hugging Face Hub."""
-    key, model = "actor_rollout_ref.model.path", config.actor_rollout_ref.model
-    path = str(model.get("path"))
+    key, actor = "actor_rollout_ref.model.path", config.actor_rollout_ref
+    path = str(actor.model.get("path"))
     if not any(override.lstrip("+").startswith(f"{key}=") for override in overrides):
-        return [ok("model", f"not looked at, for {key} is not given")]
-    folder = _folder_of(path)
-    if folder is None and path.startswith(("/", "./", "../", "~")):
-        return [warning("model", f"{key}={path}: there is no such folder on this machine", "correct the path")]
-    if folder is None:
+        return []
+    if (folder := _folder_of(path)) is None:
+        if path.startswith(("/", "./", "../", "~")):
+            return [warning("model", f"{key}={path}: there is no such folder on this machine", "correct the path")]
         return [ok("model", f"{key}={path} is not on this machine, so its tensors are not known here")]
-    rollout = config.actor_rollout_ref.rollout
     try:
-        _ours("rollouts.rollout_of")(rollout.name).refuse_checkpoint(str(folder), model.get("override_config"), rollout)
+        engine = _ours("rollouts.rollout_of")(actor.rollout.name)
+        engine.refuse_checkpoint(folder, actor.model.get("override_config"), actor.rollout)
     except ValueError as error:
         return [_refused("model", error)]
     try:
-        return _sent(str(folder), config)
+        return _sent(folder, config)
     except Exception as error:  # whatever transformers makes of a config
         text = f"{key}={path}: no model can be built from its config: {_one_line(error)}"
         return [warning("model", text[:400], "is transformers new enough, and is its code transformers' own?")]
 
 
-def _folder_of(path: str) -> Path | None:
-    folder = Path(path).expanduser()
-    if (folder / "config.json").is_file():
-        return folder
+def _folder_of(path: str) -> str | None:
+    if (folder := Path(path).expanduser()).joinpath("config.json").is_file():
+        return str(folder)
     from huggingface_hub import try_to_load_from_cache
 
-    try:
-        found = try_to_load_from_cache(path, "config.json")
-    except ValueError:  # no name of the Hub's
-        return None
-    return Path(found).parent if isinstance(found, str) else None
+    with contextlib.suppress(ValueError):  # no name of the Hub's
+        if isinstance(found := try_to_load_from_cache(path, "config.json"), str):
+            return str(Path(found).parent)
+    return None
 
 
 def _sent(folder: str, config: Any) -> list[Finding]:
@@ -349,15 +344,13 @@ def _sent(folder: str, config: Any) -> list[Finding]:
     with torch.device("meta"):
         module = kind.from_config(given)
     tied = frozenset(getattr(module, "all_tied_weights_keys", None) or ())
-    policy = wire_policy(str(rollout.dtype))
-    source = StateDictSource(module.state_dict, policy, checkpoint_rewrite(module), tied)
+    source = StateDictSource(module.state_dict, wire_policy(str(rollout.dtype)), checkpoint_rewrite(module), tied)
     megabytes = int(rollout.checkpoint_engine.update_weights_bucket_megabytes)
     plan = source.plan(tuple(shard.base for shard in source.shards()), megabytes << 20)
     model, names = config.actor_rollout_ref.model, given.architectures or [type(module).__name__]
     served = bool(lora_rank_of(model)) and not model.lora.get("merge", False)
     what = "the first sync sends the base, and each an adapter: " if served else "a sync sends "
     sends = f"{plan.tensor_count} tensors, {_size(plan.nbytes)} as {rollout.dtype}, in buckets of {megabytes} MiB"
-    found = [ok("model", f"{', '.join(names)} is served; {what}{sends}")]
 
     tp, pp = (int(rollout.get(f"{each}_model_parallel_size", 1) or 1) for each in ("tensor", "pipeline"))
     each, staging = _size(plan.nbytes / (tp * pp)), _size(2 * max(bucket.nbytes for bucket in plan.buckets))
@@ -365,7 +358,7 @@ def _sent(folder: str, config: Any) -> list[Finding]:
     if rollout.checkpoint_engine.get("backend", "naive") == "naive" and not served:
         copied = not _ours("rollouts.rollout_of")(rollout.name).covered(names)
         takes += f"; on the host {f'a copy of {each} per GPU' if copied else 'no copy'} while the engine sleeps"
-    return [*found, ok("memory", takes)]
+    return [ok("model", f"{', '.join(names)} is served; {what}{sends}"), ok("memory", takes)]
 
 
 def _size(nbytes: float) -> str:
@@ -373,7 +366,4 @@ def _size(nbytes: float) -> str:
 
 
 if __name__ == "__main__":
-    (path, *overrides), result = sys.argv[1:], probe()
-    if overrides and result["plugin"]["loaded"]:
-        result["run"] = lint(overrides)
-    Path(path).write_text(json.dumps(result))
+    Path(sys.argv[1]).write_text(json.dumps(probe(sys.argv[2:])))

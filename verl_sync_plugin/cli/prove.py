@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -35,15 +35,11 @@ Sums = dict[str, str] | str | None
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the result. ``skipped``: it could not be looked at here. A sync's own proof has how many tensors it
-    ``compared`` in the engine, and how many were ``not_comparable``, of which it says nothing."""
+    """One line of the result."""
 
     check: str
     passed: bool
     found: str
-    skipped: bool = False
-    compared: int | None = None
-    not_comparable: int | None = None
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -81,16 +77,17 @@ def run(arguments: argparse.Namespace) -> int:
             f"--tp {tp} with {world} processes: start as many as the engine has ranks, with torchrun "
             f"--nproc-per-node {tp} -m verl_sync_plugin.cli prove {model} --tp {tp}"
         )
+    reports: list[SyncReport] = []
     with _output_for_json() if arguments.json else nullcontext():
-        checks = prove(arguments)
+        checks = prove(arguments, reports)
     passed = all(check.passed for check in checks)
     if os.environ.get("RANK", "0") == "0":
         found = {
             "model": model,
             "passed": passed,
             # of the syncs' own proofs, the one that shows least
-            "compared": min((check.compared for check in checks if check.compared is not None), default=0),
-            "not_comparable": max((check.not_comparable or 0 for check in checks), default=0),
+            "compared": min((report.verified_tensors for report in reports), default=0),
+            "not_comparable": max((report.not_comparable for report in reports), default=0),
             "checks": [asdict(check) for check in checks],
         }
         print(json.dumps(found, indent=2) if arguments.json else table(found))
@@ -114,11 +111,10 @@ def _output_for_json() -> Iterator[None]:
 def table(found: dict[str, Any]) -> str:
     """The checks, one a line, and what they prove."""
     width = max(len(check["check"]) for check in found["checks"])
-    lines = []
-    for check in found["checks"]:
-        held = "partly" if check["not_comparable"] else "ok"
-        result = "skipped" if check["skipped"] else (held if check["passed"] else "FAILED")
-        lines.append(f"{check['check']:{width}}  {result:7}  {check['found']}")
+    lines = [
+        f"{check['check']:{width}}  {'ok' if check['passed'] else 'FAILED':6}  {check['found']}"
+        for check in found["checks"]
+    ]
     verdict = "proven" if found["passed"] else "NOT proven"
     if found["passed"] and found["not_comparable"]:
         verdict += " by the digests of all parameters; the syncs themselves compared "
@@ -126,8 +122,9 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join([*lines, "", verdict])
 
 
-def prove(options: argparse.Namespace) -> list[Check]:
-    """Runs all checks; what fails ends them, and is the last one. Collective over the processes of torchrun."""
+def prove(options: argparse.Namespace, reports: list[SyncReport]) -> list[Check]:
+    """Runs all checks; what fails ends them, and is the last one. Appends the syncs' reports. Collective over the
+    processes of torchrun."""
     import torch
 
     from verl_sync_plugin.errors import RolloutError, SyncError
@@ -135,7 +132,7 @@ def prove(options: argparse.Namespace) -> list[Check]:
     checks: list[Check] = []
     with _world():
         try:
-            _prove(options, checks)
+            _prove(options, checks, reports)
         except (RolloutError, SyncError, torch.OutOfMemoryError, MemoryError) as error:
             text = " ".join(f"{error}".split()) or type(error).__name__
             memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or _OUT_OF_MEMORY.search(text)
@@ -161,7 +158,7 @@ def _world() -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def _prove(options: argparse.Namespace, checks: list[Check]) -> None:
+def _prove(options: argparse.Namespace, checks: list[Check], reports: list[SyncReport]) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -192,13 +189,12 @@ def _prove(options: argparse.Namespace, checks: list[Check]) -> None:
 
         loaded, sums = digests(), _checksums(rollout)
         found = f"{sum(map(len, loaded))} parameters of {len(loaded)} ranks"
-        checks.append(Check("SGLang's own load", True, found))
-        if isinstance(sums, str):
-            checks.append(Check("SGLang's checksums", True, f"digests of all parameters stand for them: {sums}", True))
+        without = f"; digests of all parameters stand for its checksums: {sums}" if isinstance(sums, str) else ""
+        checks.append(Check("SGLang's own load", True, found + without))
         for number in range(1, options.syncs + 1):
             rollout.check_weights("reset_tensors")
             checks.append(_reset(number, loaded, digests()))
-            report = rollout.sync_weights(model)
+            reports.append(report := rollout.sync_weights(model))
             checks += _synced(number, loaded, digests(), report)
             if not isinstance(sums, str):
                 checks += _same_sums(number, sums, _checksums(rollout))
@@ -208,7 +204,7 @@ def _prove(options: argparse.Namespace, checks: list[Check]) -> None:
 
 def _reset(number: int, loaded: Digests, now: Digests) -> Check:
     """Nothing is left of what the engine held."""
-    kept = _compared(loaded, now, lambda before, after: before == after)
+    kept = _names(loaded, now, same=True)
     found = f"unchanged: {_shown(kept)}" if kept else f"random numbers in all {sum(map(len, now))} parameters"
     return Check(f"reset {number}", not kept, found)
 
@@ -216,7 +212,7 @@ def _reset(number: int, loaded: Digests, now: Digests) -> Check:
 def _synced(number: int, loaded: Digests, now: Digests, report: SyncReport) -> list[Check]:
     """Every parameter is again what SGLang's own load of the checkpoint makes of it, and the sync's own proof holds."""
     way = "in place" if report.direct_bytes else ("replayed" if report.replayed_tensors else "the engine's own load")
-    other = _compared(loaded, now, lambda before, after: before != after)
+    other = _names(loaded, now, same=False)
     found = f"other: {_shown(other)}" if other else f"all {sum(map(len, now))} parameters as SGLang loads them itself"
     whole = Check(f"sync {number} ({way})", not other, f"{found}; {report.phase_seconds:.2f} s")
     return [whole, _own_proof(number, report)]
@@ -225,16 +221,14 @@ def _synced(number: int, loaded: Digests, now: Digests, report: SyncReport) -> l
 def _own_proof(number: int, report: SyncReport) -> Check:
     """Judges what the sync itself compared in the engine. It proves nothing where nothing could be compared, nor where
     an engine rank had no memory to find out what it holds."""
-    compared, left_out = report.verified_tensors, report.not_comparable
-    said = f"{compared} tensors compared in the engine, {left_out} not comparable"
+    said = f"{report.verified_tensors} tensors compared in the engine, {report.not_comparable} not comparable"
     if report.no_room:
         said += f", for want of memory ({report.no_room}). A lower --gpu-memory-utilization leaves room."
-    elif not compared:
+    elif not report.verified_tensors:
         said += ": this sync proves nothing itself"
-    elif left_out:
+    elif report.not_comparable:
         said += ": the log names these, and the digests alone judge them"
-    passed = compared > 0 and not report.no_room
-    return Check(f"sync {number}, its own proof", passed, said, compared=compared, not_comparable=left_out)
+    return Check(f"sync {number}, its own proof", report.verified_tensors > 0 and not report.no_room, said)
 
 
 def _checksums(rollout: Any) -> Sums:
@@ -276,12 +270,13 @@ def _logprobs(options: argparse.Namespace, rollout: Any, model: Any) -> list[Che
     return [Check("log-probabilities", mean <= options.threshold, found)]
 
 
-def _compared(one: Digests, other: Digests, wrong: Callable[[str, str | None], bool]) -> list[str]:
+def _names(one: Digests, other: Digests, same: bool) -> list[str]:
+    """The parameters of which both have the same digest, or not the same."""
     return [
         f"{name} of rank {rank}"
         for rank, (before, after) in enumerate(zip(one, other, strict=True))
         for name in before
-        if wrong(before[name], after.get(name))
+        if (before[name] == after.get(name)) is same
     ]
 
 

@@ -1,14 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``verl-sync report``: a page about the syncs of a run, and a trace of one of them, from its report file."""
+"""``verl-sync report``: reads report files (``verl_sync_plugin/report.py``) as runs and syncs, and makes a page about a
+run (``page.py``), or a trace of a sync in Chrome's format, for https://ui.perfetto.dev."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import msgspec
+
+from verl_sync_plugin.cli.page import page_of
+from verl_sync_plugin.report import EVENT, PHASE_STAGES, REPORT_FILE_VARIABLE, SyncReport
+
 PAGE = "sync-report.html"
+HOW_TO = (
+    f"a run writes one where {REPORT_FILE_VARIABLE} names a file in the environment of its workers, for example by "
+    f"+ray_kwargs.ray_init.runtime_env.env_vars.{REPORT_FILE_VARIABLE}=/shared/run/reports.jsonl"
+)
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -27,29 +41,21 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     """Writes the page and the trace, and returns the exit code. Raises ValueError, with the remedy, where the report
     file or an option cannot be used, or matplotlib is missing."""
-    # Here, so that the doctor also starts where the package is broken
-    from verl_sync_plugin.cli.page import page_of, read_run, sync_of_step, trace_of
-
     if arguments.step is not None and arguments.trace is None:
         raise ValueError("--step says of which sync the trace is; say where that goes with --trace OUT.json")
     source: Path = arguments.source
     found = read_run(source, arguments.number)
-    against = None if arguments.against is None else read_run(arguments.against)
     if arguments.trace is not None:
-        sync = sync_of_step(found, arguments.step)
+        sync = found.sync_of(arguments.step)
         _write(arguments.trace, json.dumps(trace_of(sync, found.versions)))
         print(f"{arguments.trace}: the sync of step {sync.step}; open it in https://ui.perfetto.dev")
-    whole = source.resolve()
-    page = arguments.out or (source if source.is_dir() else source.parent) / PAGE
     try:
-        text = page_of(found, whole.name if source.is_dir() else f"{whole.parent.name}/{whole.name}", against)
+        text = page_of([found, *([read_run(arguments.against)] if arguments.against else [])])
     except ModuleNotFoundError as error:
         raise ValueError(f"{error}: the page is drawn by matplotlib; pip install matplotlib") from error
+    page = arguments.out or (source if source.is_dir() else source.parent) / PAGE
     _write(page, text)
-    of = f", run {found.number} of {found.runs}" if found.runs > 1 else ""
-    print(f"{page}: {len(found.syncs)} syncs{of}")
-    if found.unread:
-        print(f"left out, for they are no JSON: {', '.join(found.unread)}")
+    print(f"{page}: {len(found.syncs)} syncs, {found.source}")
     return 0
 
 
@@ -58,3 +64,160 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{path}: cannot be written: {error.strerror}; name another place") from error
+
+
+@dataclass
+class Report(SyncReport):
+    """A line of a report file."""
+
+    versions: dict[str, str] = field(default_factory=dict)  # of packages; in a process's first line
+
+    @property
+    def reporter(self) -> str:
+        return f"{self.manager or 'sync'}, rank {self.origin['rank']} on {self.origin['host']}"
+
+    @property
+    def began(self) -> float:
+        """Seconds since 1970."""
+        return float(self.origin["epoch"] + min(start for _, start, _ in self.spans))
+
+
+@dataclass
+class Sync:
+    """One sync. ``step`` is verl's weight version, -1 when verl gave none; ``reports`` has one per reporter: the leader
+    of every engine, and with a separate rollout the trainer's first rank."""
+
+    step: int
+    reports: list[Report]
+
+    @cached_property
+    def slowest(self) -> Report:
+        """The report that a training step waited for."""
+        return max(self.reports, key=lambda report: report.phase_seconds)
+
+    @cached_property
+    def stages(self) -> dict[str, float]:
+        """Seconds of the whole phase, and of each of its stages."""
+        stages = {stage: self.slowest.stages.get(stage, 0.0) for stage in PHASE_STAGES}
+        return {"phase": sum(stages.values()), **stages}
+
+    @property
+    def seconds(self) -> float:
+        return self.stages["phase"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """At least one sync, in order; and in words, which run of which files it is."""
+
+    syncs: list[Sync]
+    source: str
+
+    @property
+    def reports(self) -> list[Report]:
+        return [report for sync in self.syncs for report in sync.reports]
+
+    @property
+    def versions(self) -> dict[str, str]:
+        return {name: text for report in self.reports for name, text in report.versions.items()}
+
+    @property
+    def later(self) -> list[Sync]:
+        """The syncs after the first, where there are any."""
+        return self.syncs[1:] or self.syncs
+
+    @property
+    def slowest(self) -> Sync:
+        return max(self.later, key=lambda sync: sync.seconds)
+
+    def median(self, stage: str = "phase") -> float:
+        return median(sync.stages[stage] for sync in self.later)
+
+    def sync_of(self, step: int | None) -> Sync:
+        """The last sync, or that of a step."""
+        for sync in reversed(self.syncs):
+            if step in (None, sync.step):
+                return sync
+        steps = [sync.step for sync in self.syncs]
+        raise ValueError(f"--step {step}: the run has no such sync; there are steps {min(steps)} to {max(steps)}")
+
+
+def read_run(path: Path, number: int | None = None) -> Run:
+    """Reads a run from a report file, or from those in a folder; the last, where several wrote it in turn."""
+    if not path.exists():
+        raise ValueError(f"{path}: no such file or folder; {HOW_TO}")
+    files, lines, unread = [], [], []
+    for file in sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]:
+        try:
+            texts = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError as error:
+            raise ValueError(f"{file}: cannot be read: {error.strerror}; give a file that you may read") from error
+        found = [_line(text, f"{file}:{place}") for place, text in enumerate(texts, 1) if text.strip()]
+        if reports := [each for each in found if isinstance(each, Report)]:
+            files.append(file)
+            lines += reports
+            unread += [each for each in found if isinstance(each, str)]
+    if not lines:
+        raise ValueError(f"{path}: no sync reports in it; {HOW_TO}")
+    if len(files) > 1:
+        lines.sort(key=lambda report: report.began)
+    runs = _split(lines)
+    chosen = len(runs) if number is None else number
+    if not 1 <= chosen <= len(runs):
+        raise ValueError(f"{path}: no run {chosen} in it, it holds {len(runs)}; use --run 1 to {len(runs)}")
+    source = f"run {chosen} of {len(runs)} in {', '.join(map(str, files))}"
+    return Run(runs[chosen - 1], f"{source}; left out, for they are no JSON: {', '.join(unread)}" if unread else source)
+
+
+def _line(text: str, place: str) -> Report | str | None:
+    """The report in a line; its place where the line is no JSON, and ``None`` where somebody else wrote it."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return place
+    if not isinstance(line, dict) or line.get("event") != EVENT:
+        return None
+    try:
+        report = msgspec.convert(line, Report)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{place}: {error}; remove that line") from error
+    if not (report.origin and report.spans):
+        raise ValueError(f"{place}: it does not say who wrote it and when, as lines of old versions; remove that line")
+    return report
+
+
+def _split(lines: list[Report]) -> list[list[Sync]]:
+    """The syncs of each run: several may have written a file in turn. A later one begins at an earlier step."""
+    runs: list[dict[tuple[int, int], Sync]] = [{}]
+    last: dict[str, tuple[int, int]] = {}  # step and process of each reporter's last report
+    seen: Counter[tuple[str, int]] = Counter()
+    for report in lines:
+        who, step, pid = report.reporter, report.global_steps, report.origin["pid"]
+        if who in last and (step < last[who][0] or (step == last[who][0] and pid != last[who][1])):
+            runs.append({})
+            last.clear()
+            seen.clear()
+        last[who] = step, pid
+        runs[-1].setdefault((step, seen[who, step]), Sync(step, [])).reports.append(report)
+        seen[who, step] += 1
+    return [list(syncs.values()) for syncs in runs]
+
+
+def trace_of(sync: Sync, versions: dict[str, str]) -> dict[str, Any]:
+    """The sync as a JSON object of Chrome's format; times in microseconds since its first span. ``sleep`` precedes the
+    training step, so that only its length is known: it stands in ``otherData``."""
+    zero, events = min(report.began for report in sync.reports), list[dict[str, Any]]()
+    for process, report in enumerate(sync.reports, 1):
+        names = ("process_name", 1, report.reporter), ("thread_name", 1, "trainer rank"), ("thread_name", 2, "engine")
+        events += [{"name": k, "ph": "M", "pid": process, "tid": t, "args": {"name": text}} for k, t, text in names]
+        for stage, start, length in report.spans:
+            kind, thread = "phase" if stage in PHASE_STAGES else "detail", 2 if stage == "engine_load" else 1
+            times = {"ts": round((start + report.origin["epoch"] - zero) * 1e6, 3), "dur": round(length * 1e6, 3)}
+            events.append({"name": stage, "cat": kind, "ph": "X", **times, "pid": process, "tid": thread})
+    other = {
+        "step": sync.step,
+        "sleep_seconds": {report.reporter: report.stages.get("sleep", 0.0) for report in sync.reports},
+        "spans_left_out": sum(report.spans_left_out for report in sync.reports),
+        "versions": versions,
+    }
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}

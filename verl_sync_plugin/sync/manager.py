@@ -165,7 +165,12 @@ class ShardingManager(BaseShardingManager):
         return not self._base_sent
 
     def _new_report(self, global_steps: int | None) -> SyncReport:
-        return SyncReport.begun(global_steps, type(self).__name__, self.agreement.ranks.rank)
+        ranks, trainer = self.agreement.ranks, getattr(self, "trainer", None)
+        report = SyncReport.begun(global_steps, type(self).__name__, ranks.rank)
+        report.origin |= {"ranks": ranks.size, "engine": self.endpoint.name}
+        if trainer is not None:
+            report.origin |= {"trainer": trainer.name, "model": trainer.model}
+        return report
 
     async def _send_weights(self, wake_tags: list[str], global_steps: int | None) -> None:
         sync_id, version = self.name_sync(global_steps), None if global_steps is None else str(global_steps)

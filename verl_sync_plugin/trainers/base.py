@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import PurePath
 from typing import Any, ClassVar
 
 import torch
@@ -124,9 +125,21 @@ class TrainerBackend(ABC):
         return wire_policy(self.rollout_dtype)
 
     @property
+    def name(self) -> str:
+        """Of the kind of trainer, for reports."""
+        return type(self).__name__.removesuffix("Trainer")
+
+    @property
+    def model(self) -> str:
+        """Name of the model's folder, else of its classes, for reports."""
+        path = getattr(getattr(self.engine, "model_config", None), "path", "")
+        return PurePath(path).name or ", ".join(self.architectures)
+
+    @property
     def architectures(self) -> tuple[str, ...]:
         """Names of the model's classes, as its config has them."""
-        return tuple(getattr(self.engine.model_config.hf_config, "architectures", None) or ())
+        config = getattr(getattr(self.engine, "model_config", None), "hf_config", None)
+        return tuple(getattr(config, "architectures", None) or ())
 
     def untied_end(self) -> str:
         """The adapted layer class on one side of the model (embedding or head) that makes the two sides differ; empty

@@ -136,6 +136,10 @@ class LiveTrainer(TrainerBackend):
         return PlacedSource(lambda: state_boxes(state, rewrite, unsaved, buffers), self.policy)
 
     @property
+    def name(self) -> str:
+        return "script"
+
+    @property
     def layers(self) -> int:
         return 0 if self._inner is None else self._inner.layers
 
