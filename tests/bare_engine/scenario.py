@@ -19,7 +19,7 @@ from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sync.manager import ShardingManager
-from verl_sync_plugin.trainers import shard_stream
+from verl_sync_plugin.trainers.base import take_over
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 
@@ -59,7 +59,7 @@ class Rank:
         self.engine = BareEngine(setup.model_path, setup.world) if rank == 0 else None
         unmeasured.start()  # all that is slow to import is there
         self.endpoint = endpoint_of(self.engine, tuple(range(setup.world)))
-        shard_stream.take_over(True)
+        take_over(True)
         self.stream, adapter = self.trainer.get_per_tensor_param()  # type: ignore[attr-defined]
         assert adapter is None
         manager_class = get_sharding_manager(self.stream.trainer, "sglang")

@@ -37,11 +37,11 @@ from contract.reading import CPU, TINY, State, planned
 from contract.reading import deliver as deliver_plan
 from contract.sources import Wanted, reader_of
 from verl_sync_plugin.config.settings import SyncConfig
-from verl_sync_plugin.lora.peft import InUse, copies_in_use, lora_weights, merged_name, renamed_weights
+from verl_sync_plugin.lora.peft import Adapters, merged_name
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, WirePolicy
 from verl_sync_plugin.trainers.lora import MergingSource
-from verl_sync_plugin.trainers.naming import verl_rewrite
+from verl_sync_plugin.trainers.naming import Naming, verl_rewrite
 
 KEEP = (r"\.gate\.weight$", r"layers\.0\.input_layernorm")
 # Odd, so that shards are uneven and some ranks hold nothing of a parameter
@@ -161,7 +161,7 @@ def source_of(
     rename: Callable[[Any], Any] = lambda state: state,
     unsaved: frozenset[str] = frozenset(),
 ) -> ParameterSource:
-    source: ParameterSource = reader_of(strategy_of(module))(module, policy, rewrite, rename, unsaved)
+    source: ParameterSource = reader_of(strategy_of(module))(module, Naming(policy, rewrite, rename, unsaved))
     return source
 
 
@@ -222,10 +222,11 @@ def merging_source(
     """As the manager opens it; so small that the factors of a few buckets are gathered at a time."""
     policy, rewrite = WirePolicy(torch.bfloat16), verl_rewrite(model_type)
     model = getattr(module, "_fsdp_wrapped_module", module)
-    renaming = partial(rename, in_use=copies_in_use(model))
+    adapters = Adapters(model)
+    renaming = partial(rename, in_use=adapters.copies)
     inner = source_of(module, policy, rewrite, renaming)
-    weights = renamed_weights(lora_weights(model), renaming)
-    return MergingSource(inner, weights, CPU, merge, gather_bytes, InUse(model).check, timeout_seconds)
+    weights = adapters.renamed(renaming)
+    return MergingSource(inner, weights, CPU, merge, gather_bytes, adapters.check, timeout_seconds)
 
 
 class BrokenOffError(Exception):

@@ -33,8 +33,7 @@ from verl_sync_plugin.rollouts.sglang.request import hand_down, new_token
 from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.manager import ShardingManager
-from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend, dtype_name
-from verl_sync_plugin.trainers.shard_stream import ShardStream
+from verl_sync_plugin.trainers.base import ParameterSource, ShardStream, TrainerBackend, dtype_name
 
 CPU = torch.device("cpu")
 SIZES = {"a.weight": (40, 30), "b.weight": (7,), "c.q.weight": (20, 30), "c.k.weight": (10, 30)}

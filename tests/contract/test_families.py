@@ -36,7 +36,7 @@ from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.rollouts.sglang.refusals import refuse_checkpoint
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
-from verl_sync_plugin.trainers.naming import checkpoint_rewrite
+from verl_sync_plugin.trainers.naming import Naming, checkpoint_rewrite
 from verl_sync_plugin.verify import DERIVED, Comparison
 
 pytestmark = pytest.mark.slow
@@ -145,9 +145,8 @@ class Trainer(TrainerBackend):
         module = self.engine.sharded
         rewrite, unsaved = checkpoint_rewrite(module), frozenset(module.all_tied_weights_keys)
         reader: Any = reader_of("fsdp2")
-        source: ParameterSource = reader(
-            module, self.policy, rewrite, lambda state: convert_weight_keys(state, module), unsaved
-        )
+        naming = Naming(self.policy, rewrite, lambda state: convert_weight_keys(state, module), unsaved)
+        source: ParameterSource = reader(module, naming)
         return source
 
 

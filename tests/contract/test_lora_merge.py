@@ -34,7 +34,7 @@ from contract.fsdp_models import (
     torchs_own_state,
 )
 from contract.reading import WAYS, State
-from verl_sync_plugin.lora.peft import Kind, is_adapter, lora_weights
+from verl_sync_plugin.lora.peft import Adapters, Kind, is_adapter
 from verl_sync_plugin.trainers.naming import verl_rewrite
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -160,7 +160,7 @@ def layers_that_are_units() -> None:
     source = merging_source(module, variant.model)
     expected = peft_merge(peft_model(variant), torchs_own_state(module))
     check_merged(deliver(source), expected)
-    weights = lora_weights(module)
+    weights = Adapters(module).weights
     assert weights and all(weight.plain is (weight.kind is Kind.LINEAR) for weight in weights)
 
 
@@ -182,14 +182,14 @@ def test_adapted_layers_that_are_fsdp_units() -> None:
 def test_what_cannot_be_merged_is_refused_by_name(config: dict[str, Any], model: str, text: str) -> None:
     adapted = get_peft_model(build(model), LoraConfig(r=3, **config))
     with pytest.raises(ValueError, match=text) as caught:
-        lora_weights(adapted)
+        Adapters(adapted)
     assert "LoRA module 'base_model" in str(caught.value)
 
 
 def test_trained_tokens_are_refused_by_name() -> None:
     adapted = get_peft_model(build("qwen2"), LoraConfig(r=3, target_modules=["q_proj"], trainable_token_indices=[1]))
     with pytest.raises(ValueError, match=r"adapter 'default' has trainable_token_indices=\[1\]"):
-        lora_weights(adapted)
+        Adapters(adapted)
 
 
 def test_two_active_adapters_are_refused_by_name() -> None:
@@ -197,7 +197,7 @@ def test_two_active_adapters_are_refused_by_name() -> None:
     adapted.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
     adapted.base_model.set_adapter(["default", "second"])
     with pytest.raises(ValueError, match="several active adapters"):
-        lora_weights(adapted)
+        Adapters(adapted)
 
 
 def test_a_loaded_adapter_brings_its_own_settings(tiny_model: Callable[[str], str], tmp_path: Path) -> None:

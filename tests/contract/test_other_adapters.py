@@ -18,7 +18,7 @@ from bare_engine import trainer
 from contract.fsdp_models import build
 from contract.sources import StandIn, endpoint_of
 from verl_sync_plugin.config.settings import SyncConfig
-from verl_sync_plugin.lora.peft import lora_weights
+from verl_sync_plugin.lora.peft import Adapters
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 
 TARGETS = {"target_modules": ["q_proj", "down_proj"]}
@@ -40,7 +40,7 @@ def other(kind: str) -> Any:
 
 def refusal(model: torch.nn.Module) -> str:
     with pytest.raises(ValueError) as caught:
-        lora_weights(model)
+        Adapters(model)
     assert "custom.sync.enabled=False" in str(caught.value), "names no remedy"
     return str(caught.value)
 

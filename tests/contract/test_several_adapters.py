@@ -29,7 +29,7 @@ from contract.fsdp_models import (
 from contract.reading import LARGE, planned
 from contract.sources import StandIn, endpoint_of
 from verl_sync_plugin.config.settings import SyncConfig
-from verl_sync_plugin.lora.peft import copies_in_use, lora_weights
+from verl_sync_plugin.lora.peft import Adapters
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.adapter import AdapterSender
 from verl_sync_plugin.transport.agreement import Agreement
@@ -97,14 +97,14 @@ def test_an_adapter_that_is_switched_off_is_refused_by_name() -> None:
     model = two_adapters("default")
     model.base_model.disable_adapter_layers()
     with pytest.raises(ValueError, match=r"q_proj' is switched off"):
-        lora_weights(model)
+        Adapters(model)
 
 
 def test_two_copies_of_a_module_in_use_are_refused_by_name() -> None:
     model: Any = two_adapters("default")
     model.get_output_embeddings()._active_adapter = ["default", "second"]
     with pytest.raises(ValueError, match=r"lm_head', one of modules_to_save, has several active adapters"):
-        copies_in_use(model)
+        Adapters(model)
 
 
 def one_copy_for_both_ends() -> None:

@@ -19,9 +19,9 @@ from megatron_cpu.stories import error_of, manager_of, one_sync
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.adapter import AdapterSender
-from verl_sync_plugin.trainers import shard_stream
+from verl_sync_plugin.trainers.base import take_over
 from verl_sync_plugin.trainers.megatron.stream import StreamSource
-from verl_sync_plugin.trainers.megatron.trainer import MegatronLoRASource, MegatronTrainer
+from verl_sync_plugin.trainers.megatron.trainer import MegatronSource, MegatronTrainer
 from verl_sync_plugin.transport.agreement import Agreement
 
 LORA: dict[str, Any] = {
@@ -83,7 +83,7 @@ def merged(model_path: str, layout: Layout, **lora: Any) -> list[str]:
         before, expected = expected, stock_export(engine)
         for manager in managers:
             check_close(one_sync(manager), expected)
-            assert isinstance(manager.source, MegatronLoRASource), "the bridge's own stream was used"
+            assert isinstance(manager.source, MegatronSource), "the bridge's own stream was used"
         changed = [name for name, tensor in expected.items() if not torch.equal(base[name], tensor)]
         assert not step or not any(torch.equal(before[name], expected[name]) for name in changed), "nothing was trained"
     return changed
@@ -110,7 +110,7 @@ def canonical(model_path: str, layout: Layout) -> None:
     engine = with_factors(
         model_path, layout, type="canonical_lora", target_modules=["linear_q", "linear_k", "linear_v", "linear_proj"]
     )
-    shard_stream.take_over(True)
+    take_over(True)
     manager = manager_of(engine, TINY, "bfloat16")
     for step in range(2):
         if step:
@@ -128,7 +128,7 @@ def refused(model_path: str) -> str:
 def served(model_path: str, layout: Layout) -> None:
     """Three adapters in a row: with PEFT they make of the checkpoint what the bridge merges."""
     engine = with_factors(model_path, layout, merge=False)
-    shard_stream.take_over(True)
+    take_over(True)
     trainer = MegatronTrainer(engine, SyncConfig(timeout_seconds=5), torch.device("cpu"), "float32")
     assert trainer.serves_adapter
     sender = AdapterSender(trainer.open_adapter(trainer.open_source()), torch.float32, trainer.config)

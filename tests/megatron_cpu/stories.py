@@ -30,7 +30,7 @@ from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.sender import STAGING_BUCKETS
-from verl_sync_plugin.trainers import shard_stream
+from verl_sync_plugin.trainers.base import take_over
 from verl_sync_plugin.trainers.megatron import model as megatron_model
 from verl_sync_plugin.trainers.megatron.model import unwrapped
 from verl_sync_plugin.trainers.megatron.stream import StreamSource
@@ -203,7 +203,7 @@ def _norms_are_computed() -> Any:
 def computed_in_the_stream(model_path: str, layout: Layout) -> None:
     """A model whose conversion computes: bit for bit the bridge's export, three times, with two bucket sizes."""
     engine = build(model_path, layout)
-    shard_stream.take_over(True)  # as verl's worker does: the engine hands out its stream unconsumed
+    take_over(True)  # as verl's worker does: the engine hands out its stream unconsumed
     with _norms_are_computed():
         for size in (TINY, LARGE):
             manager, keys = manager_of(engine, size), []
@@ -240,7 +240,7 @@ def failing_in_the_stream(model_path: str, layout: Layout, bucket_bytes: int, le
             end of what is learnt; else in the second sync, early.
     """
     engine = build(model_path, layout)
-    shard_stream.take_over(True)
+    take_over(True)
     manager = manager_of(engine, bucket_bytes)
     odd, calls = dist.get_rank() == dist.get_world_size() - 1, []
     last = 2 * engine.model_config.hf_config.num_hidden_layers  # two row-parallel weights in each layer

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Pretra
 from verl.workers.rollout.sglang_rollout.utils import lora_rank_of
 
 from hydra_run import config_of, refused, rollout_of
-from verl_sync_plugin.lora.peft import build_peft_model, unties_embeddings
+from verl_sync_plugin.lora.peft import build_peft_model
+from verl_sync_plugin.lora.settings import unties_embeddings
 from verl_sync_plugin.rollouts.sglang.refusals import ALWAYS_TIED
 
 MODEL = "actor_rollout_ref.model"

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from contract.fsdp_models import merging_source
 from verl_sync_plugin.layout.tensors import Shard
-from verl_sync_plugin.lora.peft import lora_weights
+from verl_sync_plugin.lora.peft import Adapters
 
 Sizes = tuple[int, int]
 
@@ -150,4 +150,4 @@ def test_a_trainer_that_allows_tf32_is_merged_without_it(newer: bool, dora: bool
 def test_a_grouped_convolution_is_refused_by_name() -> None:
     model = get_peft_model(Model(torch.nn.Conv1d(4, 4, 3, groups=2)), LoraConfig(r=2, target_modules=["layer"]))
     with pytest.raises(ValueError, match=r"'base_model.model.layer' is a convolution of 2 groups"):
-        lora_weights(model)
+        Adapters(model)

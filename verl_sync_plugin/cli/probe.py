@@ -58,7 +58,7 @@ def training_engines(strategies: tuple[str, ...], ours: str) -> Iterator[Entry]:
 
     for strategy in strategies:
         known = EngineRegistry._engines.get("language_model", {}).get(strategy, {})
-        for vendor in _ours("trainers.shard_stream.VENDORS"):
+        for vendor in _ours("trainers.base.VENDORS"):
             name = f"verl's training engine for {strategy} on (cuda, {vendor})"
             yield name, known.get(("cuda", vendor)), _ours(f"hooks.{ours}EngineWithLMHead")
 
@@ -337,14 +337,16 @@ def _sent(folder: str, config: Any) -> list[Finding]:
     from verl_sync_plugin.config.settings import lora_rank_of
     from verl_sync_plugin.trainers.base import wire_policy
     from verl_sync_plugin.trainers.fsdp2 import StateDictSource
-    from verl_sync_plugin.trainers.naming import checkpoint_rewrite
+    from verl_sync_plugin.trainers.naming import Naming, checkpoint_rewrite
 
     rollout, given = config.actor_rollout_ref.rollout, AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kind = AutoModelForImageTextToText if hasattr(given, "vision_config") else AutoModelForCausalLM
     with torch.device("meta"):
         module = kind.from_config(given)
     tied = frozenset(getattr(module, "all_tied_weights_keys", None) or ())
-    source = StateDictSource(module.state_dict, wire_policy(str(rollout.dtype)), checkpoint_rewrite(module), tied)
+    source = StateDictSource(
+        module.state_dict, Naming(wire_policy(str(rollout.dtype)), checkpoint_rewrite(module), unsaved=tied)
+    )
     megabytes = int(rollout.checkpoint_engine.update_weights_bucket_megabytes)
     plan = source.plan(tuple(shard.base for shard in source.shards()), megabytes << 20)
     model, names = config.actor_rollout_ref.model, given.architectures or [type(module).__name__]

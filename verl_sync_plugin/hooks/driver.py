@@ -42,8 +42,7 @@ from verl_sync_plugin.config.settings import (
     sync_config_of,
 )
 from verl_sync_plugin.log import say
-from verl_sync_plugin.lora.refusals import FLAT_LORA_TRAINERS, refuse_lora, refuse_unread_rank
-from verl_sync_plugin.lora.settings import PEFT_KEY, unify
+from verl_sync_plugin.lora.settings import FLAT_LORA_TRAINERS, PEFT_KEY, refuse_lora, refuse_unread_rank, unify
 from verl_sync_plugin.rollouts import rollout_of, serves
 from verl_sync_plugin.sharding_manager import known_trainers
 

@@ -12,7 +12,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_sync_plugin.lora.peft import build_peft_model
-from verl_sync_plugin.trainers.shard_stream import VENDORS, ShardExport
+from verl_sync_plugin.trainers.base import VENDORS, ShardExport
 
 
 @EngineRegistry.register("language_model", ["fsdp", "fsdp2"], device="cuda", vendor=VENDORS)

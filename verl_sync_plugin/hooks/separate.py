@@ -28,7 +28,7 @@ from verl_sync_plugin.config.settings import PREFIX, SEPARATE_BACKEND, SWITCHED_
 from verl_sync_plugin.log import say, say_unused
 from verl_sync_plugin.report import say_who_moves, sent, write_report
 from verl_sync_plugin.rollouts import rollout_of
-from verl_sync_plugin.trainers import shard_stream
+from verl_sync_plugin.trainers.base import ShardStream, refuse_plain_stream, take_over, trainer_device
 
 # Every process of verl's imports this module with verl's registry; the rest is imported by those that sync
 if TYPE_CHECKING:
@@ -67,12 +67,11 @@ class SyncCheckpointEngine(CheckpointEngine):
         self._membership: Membership | None = None
         self._manager: SeparateTrainer | None = None
         if self._trainer:
-            shard_stream.take_over(True)
+            take_over(True)
 
     def prepare(self, **more: Any) -> Member:
         say_unused("prepare", more)
         from verl_sync_plugin.sync.membership import Membership
-        from verl_sync_plugin.trainers.base import trainer_device
 
         if self._membership is None:
             seconds = self._config.timeout_seconds
@@ -110,8 +109,8 @@ class SyncCheckpointEngine(CheckpointEngine):
         with ExitStack() as later, self._membership.taking_part():
             # Hazard: a failed sync may leave NCCL hanging on the stream, where offloading would wait for it without a
             # bound. So `sending` ends last, when that is aborted.
-            if not isinstance(weights, shard_stream.ShardStream):
-                shard_stream.refuse_plain_stream()
+            if not isinstance(weights, ShardStream):
+                refuse_plain_stream()
             later.enter_context(sending(weights.engine))
             manager = self._manager_for(weights, self._membership.ranks)
             await manager.update_weights([], global_steps)
@@ -127,7 +126,6 @@ class SyncCheckpointEngine(CheckpointEngine):
         from verl_sync_plugin.sharding_manager import get_sharding_manager
         from verl_sync_plugin.sync.endpoint import RolloutEndpoint
         from verl_sync_plugin.sync.separate import SeparateTrainer
-        from verl_sync_plugin.trainers.base import trainer_device
 
         before = self._manager
         if before is not None and before.agreement.ranks is ranks:

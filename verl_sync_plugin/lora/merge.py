@@ -26,13 +26,14 @@ _NOTHING = nullcontext()
 
 
 class _Window(NamedTuple):
-    """The part of a run that lies in a target, and the rows of the target it touches."""
+    """The part ``[low, high)`` of a run that lies in a target, and the rows ``[begin, end)`` of the target it touches;
+    ``skip`` elements of the first lie before the part."""
 
     low: int
     high: int
     begin: int
     end: int
-    skip: int  # elements of row ``begin`` before the part
+    skip: int
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,7 @@ def delta_rows(weight: LoRAWeight, shape: tuple[int, ...], factors: Factors, beg
     ``(embedding_dim, r)``; of fused experts ``(E * r, in)`` and ``(out, r * E)``; of a convolution ``(r, in, *kernel)``
     and ``(out, r, 1, ...)``; of a bias only B, ``(out,)``.
 
-    Source: ``get_delta_weight`` of ``peft.tuners.lora.layer``'s ``Linear``, ``Embedding``, ``_ConvNd``,
-    ``ParamWrapper``, and the handling of ``lora_bias`` in ``Linear.merge``.
+    Source: ``get_delta_weight`` in ``peft.tuners.lora.layer``, and the handling of ``lora_bias`` in ``Linear.merge``.
     """
     b = factors[weight.b].float()
     if weight.kind is Kind.BIAS:
@@ -141,37 +141,34 @@ def merge_run(
 
     Source: ``DoraLinearVariant.merge_safe`` of ``peft.tuners.lora.variants`` for the scale.
     """
-    window = target.window(first, run.numel())
-    part = run[window.low : window.high]
+    low, high, begin, end, skip = target.window(first, run.numel())
+    part, inside = run[low:high], slice(skip, skip + high - low)
     assert isinstance(target.weight, LoRAWeight), "any other is plain"
-    delta = delta_rows(target.weight, target.shape, factors, window.begin, window.end)
-    part += delta.reshape(-1)[window.skip : window.skip + part.numel()]
+    delta = delta_rows(target.weight, target.shape, factors, begin, end)
+    part += delta.reshape(-1)[inside]
     if scale is not None:
-        if target.weight.transposed:
-            spread = scale.repeat(window.end - window.begin)
-        else:
-            spread = scale[window.begin : window.end].repeat_interleave(delta.shape[1])
-        part *= spread[window.skip : window.skip + part.numel()]
+        across = target.weight.transposed
+        spread = scale.repeat(end - begin) if across else scale[begin:end].repeat_interleave(delta.shape[1])
+        part *= spread[inside]
 
 
 def add_squares(run: torch.Tensor, first: int, target: Target, factors: Factors, sums: torch.Tensor) -> None:
     """Adds the squares of the merged elements in a run to ``sums`` by row (by column of a transposed weight), fp32 of
     length ``target.scales``. ``run``, see ``merge_run``, is overwritten."""
     merge_run(run, first, target, factors)
-    window = target.window(first, run.numel())
-    part = run[window.low : window.high]
-    rows = run.new_zeros((window.end - window.begin, target.columns))
-    rows.view(-1)[window.skip : window.skip + part.numel()] = part.square()
+    low, high, begin, end, skip = target.window(first, run.numel())
+    rows = run.new_zeros((end - begin, target.columns))
+    rows.view(-1)[skip : skip + high - low] = run[low:high].square()
     if target.weight.transposed:
         sums += rows.sum(0)
     else:
-        sums[window.begin : window.end] += rows.sum(1)
+        sums[begin:end] += rows.sum(1)
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A plain weight's delta on some rows of the memory in which a run is merged: ``offset`` of the first row there, in
-    elements, rows and columns, and the ``rows`` of the B factor (``None``: all)."""
+    """A plain weight's delta on some rows of the memory in which a run is merged: ``offset`` and ``shape`` there, and
+    the ``rows`` of the B factor (``None``: all)."""
 
     weight: Weight
     offset: int
@@ -181,8 +178,8 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The merge of one run, by its place and length alone: its first element in the base, its elements, the ``margin``
-    of memory on both sides for rows that it cuts, ``products`` of plain weights, and ``others``, left to PEFT."""
+    """The merge of one run: its first element in the base, its elements, the ``margin`` of memory on both sides for
+    rows that it cuts, ``products`` of plain weights, and ``others``, left to PEFT."""
 
     first: int
     count: int
@@ -198,17 +195,14 @@ def steps_of(targets: tuple[Target, ...], first: int, count: int) -> Steps:
     margin = -(-max((target.columns for target in plain), default=0) // _ALIGNED) * _ALIGNED
     products = []
     for target in plain:
-        window = target.window(first, count)
-        whole = window.begin == 0 and window.end == target.shape[0]
-        rows = None if whole else slice(window.begin, window.end)
-        shape = (window.end - window.begin, target.columns)
-        products.append(Product(target.weight, margin + window.low - window.skip, shape, rows))
+        low, _, begin, end, skip = target.window(first, count)
+        rows = None if (begin, end) == (0, target.shape[0]) else slice(begin, end)
+        products.append(Product(target.weight, margin + low - skip, (end - begin, target.columns), rows))
     return Steps(first, count, margin, tuple(products), tuple(target for target in inside if not target.weight.plain))
 
 
 class Scratch:
-    """The fp32 memory of one stream for merging on a device, kept from run to run: a run is read before the next
-    overwrites it."""
+    """The fp32 memory for merging on a device, kept from run to run: a run is read before the next overwrites it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -216,16 +210,13 @@ class Scratch:
         self._views: dict[tuple[int, ...], torch.Tensor] = {}  # a model has few shapes and many weights of each
 
     def release(self) -> None:
-        """Gives the memory back."""
-        self._views = {}
-        self._memory = None
+        self._views, self._memory = {}, None
 
     def merge(
         self, run: torch.Tensor, steps: Steps, factors: Factors, scales: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Returns a run with the deltas of all the weights in it added, fp32, 1-D; the next call overwrites it. ``run``
-        is 1-D, on the device, and not written; factors of plain weights are fp32; ``scales`` are DoRA's by name of the
-        weight.
+        """Returns a run, 1-D and on the device, with the deltas of all the weights in it added, in fp32; the next call
+        overwrites it. Factors of plain weights are fp32; ``scales`` are DoRA's by name of the weight.
 
         PEFT rounds ``B @ A``, then its product with ``scaling``, then the sum. Of a plain weight all three are rounded
         once, to fp32, in one launch; a row that the run cuts is multiplied whole, over the margins next to the run.
@@ -262,8 +253,7 @@ class Scratch:
 
 
 def full_precision() -> AbstractContextManager[None]:
-    """Returns a context in which products of fp32 matrices are computed in fp32, also where the trainer allows TF32 (10
-    bits)."""
+    """A context in which products of fp32 matrices are computed in fp32, also where the trainer allows TF32."""
     try:
         held = torch.get_float32_matmul_precision()
     except RuntimeError:  # the user has set torch's newer switch, and then torch refuses to read this one
@@ -273,7 +263,7 @@ def full_precision() -> AbstractContextManager[None]:
 
 @contextmanager
 def _without_tf32(held: str) -> Iterator[None]:
-    """Args: ``held``: what to go back to; empty where the newer switch is set."""
+    """``held``: to go back to; empty where the newer switch is set."""
     newer = "" if held else torch.backends.cuda.matmul.fp32_precision
     torch.set_float32_matmul_precision("highest")
     try:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA as PEFT defines it: its names, the model that carries it, which weights are adapted, and what weight sync has no
-part in."""
+"""LoRA as PEFT defines it: its names, the model that carries it, which weights are adapted, and what is refused."""
 
 from __future__ import annotations
 
@@ -16,17 +15,11 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from verl_sync_plugin.config.settings import lora_rank_of
 from verl_sync_plugin.layout.tensors import clean_name
-from verl_sync_plugin.lora.settings import PEFT_KEY
+from verl_sync_plugin.lora.settings import lora_config, refuse_config
 
 ADAPTER = "default"  # verl's name for its adapter
 REMEDY = "Merge the adapter yourself, or set actor_rollout_ref.rollout.custom.sync.enabled=False to run stock verl"
-# Input and output embeddings of the model families that tie them
-_TIED_NAMES = ("model.embed_tokens", "lm_head")
-
-State = tuple[tuple[str, ...], bool, bool]  # adapters that are active, whether they are switched off, and merged
-_NOTHING: Mapping[str, str | None] = {}
 
 
 def is_adapter(name: str) -> bool:
@@ -36,8 +29,7 @@ def is_adapter(name: str) -> bool:
 
 def adapter_of(name: str) -> str:
     """The adapter to which a factor's state-dict key belongs."""
-    _, _, rest = name.partition(".lora_")
-    return rest.split(".")[1]
+    return name.partition(".lora_")[2].split(".")[1]
 
 
 def served_name(key: str, adapter: str) -> str:
@@ -50,10 +42,9 @@ def plain_name(name: str) -> str:
     return name.removeprefix("base_model.model.")
 
 
-def merged_name(name: str, in_use: Mapping[str, str | None] = _NOTHING) -> str | None:
-    """The HF name of a PEFT state-dict key; ``None`` for what does not travel; adapters keep their key. ``in_use``, see
-    ``copies_in_use``, has the modules that PEFT copied and whose copy computes; of any other module each copy travels.
-    """
+def merged_name(name: str, in_use: Mapping[str, str | None]) -> str | None:
+    """The HF name of a PEFT state-dict key; ``None`` for what does not travel; adapters keep their key. ``in_use``: see
+    ``Adapters.copies``; of a module that is not there each copy travels."""
     if is_adapter(name):
         return name
     parts = plain_name(name).split(".")
@@ -68,34 +59,9 @@ def merged_name(name: str, in_use: Mapping[str, str | None] = _NOTHING) -> str |
     return ".".join(part for part in parts if part != "base_layer")
 
 
-def lora_config(model: Any) -> Any:
-    """PEFT's ``LoraConfig`` for verl's ``HFModelConfig``: the flat keys, ``lora.peft``, or the adapter that is loaded.
-    Raises ValueError where PEFT refuses the settings."""
-    from peft import LoraConfig, PeftConfig, TaskType
-    from verl.utils.fs import copy_to_local
-    from verl.utils.py_functional import convert_to_regular_types
-
-    path = getattr(model, "lora_adapter_path", None)
-    if path is not None:
-        return PeftConfig.from_pretrained(copy_to_local(path, use_shm=model.use_shm))
-    more = convert_to_regular_types(model.lora.get("peft", None) or {})
-    try:
-        return LoraConfig(
-            task_type=TaskType.CAUSAL_LM,
-            r=model.lora_rank,
-            lora_alpha=model.lora_alpha,
-            target_modules=convert_to_regular_types(model.target_modules),
-            target_parameters=convert_to_regular_types(model.target_parameters),
-            exclude_modules=convert_to_regular_types(model.exclude_modules),
-            **{"bias": "none", **more},
-        )
-    except (TypeError, ValueError, ImportError) as error:
-        raise ValueError(f"{PEFT_KEY}={more}: PEFT refuses it: {error}. Correct the setting.") from error
-
-
 def build_peft_model(module: torch.nn.Module, model: Any) -> torch.nn.Module:
-    """Adds the adapter to a model as verl's FSDP engine does, with all of ``lora.peft``, in the dtype of the base:
-    FSDP1 flattens parameters of one dtype only."""
+    """Adds the adapter as verl's FSDP engine does, with all of ``lora.peft``, in the dtype of the base: FSDP1 flattens
+    parameters of one dtype only."""
     from peft import get_peft_model
 
     module.enable_input_require_grads()  # type: ignore[operator]
@@ -105,28 +71,6 @@ def build_peft_model(module: torch.nn.Module, model: Any) -> torch.nn.Module:
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     return adapted
-
-
-def unties_embeddings(model: Any) -> bool:
-    """True if the merged model has two different weights where its checkpoint ties embedding and head: the adapter
-    changes one of them, or each in its own way. An engine that ties them cannot serve that."""
-    if lora_rank_of(model) == 0 or not getattr(model.hf_config, "tie_word_embeddings", False):
-        return False
-    config = lora_config(model)
-    targeted, saved = adapted_ends(config)
-    if saved:  # PEFT can save one module for both; the factors that it ties become parameters of their own in FSDP
-        return not getattr(config, "ensure_weight_tying", False)
-    return bool(targeted)
-
-
-def adapted_ends(config: Any) -> tuple[list[str], list[str]]:
-    """Names of embedding and head that have factors by PEFT's ``LoraConfig``, and of those that it trains whole."""
-    from peft.tuners.tuners_utils import check_target_module_exists
-
-    saved = [name for name in _TIED_NAMES for save in config.modules_to_save or () if f".{name}".endswith(f".{save}")]
-    if config.target_modules in (None, "all-linear"):  # PEFT leaves the head out of all-linear
-        return [], saved
-    return [name for name in _TIED_NAMES if check_target_module_exists(config, name)], saved
 
 
 def of_peft(module: torch.nn.Module) -> type | None:
@@ -142,8 +86,7 @@ def carries_adapter(model: torch.nn.Module) -> bool:
 
 
 def refuse_others(model: torch.nn.Module) -> None:
-    """Raises ValueError, with name and type, for adapters and PEFT layers that would reach the engine neither by
-    themselves nor merged: it would serve the bare base."""
+    """Raises ValueError, with name and type, for adapters and PEFT layers that would not reach the engine."""
     from peft import PeftMixedModel, PeftModel
     from peft.tuners.lora import LoraLayer, LoraModel
     from peft.utils import ModulesToSaveWrapper
@@ -160,82 +103,8 @@ def refuse_others(model: torch.nn.Module) -> None:
             )
 
 
-def refuse_config(where: str, settings: dict[str, Any], remedy: str) -> None:
-    """Raises ValueError for settings of PEFT's config that cannot be seen in any module; ``where`` and ``remedy`` are
-    for the message."""
-    kind = settings.get("peft_type", "LORA")
-    kind = str(getattr(kind, "value", kind))
-    if kind != "LORA":
-        raise ValueError(f"{where} has peft_type={kind}, and weight sync delivers LoRA only. {remedy}.")
-    if settings.get("trainable_token_indices"):
-        raise ValueError(
-            f"{where} has trainable_token_indices={settings['trainable_token_indices']}: weight sync does not merge "
-            f"single rows. Name the embedding in modules_to_save, which trains all of it. {remedy}."
-        )
-    if settings.get("layer_replication"):
-        raise ValueError(
-            f"{where} has layer_replication={settings['layer_replication']}: the trained model has other layers than "
-            "its config says, and the engine would serve those of the config. Write the model with its layers "
-            "replicated to a checkpoint, and train that one without layer_replication."
-        )
-
-
-def copies_in_use(model: torch.nn.Module) -> dict[str, str | None]:
-    """Maps each module that PEFT copied to train it whole (``modules_to_save``) to the adapter whose copy computes,
-    ``None`` where it is the module itself. Raises ValueError, with the module's name, where several adapters are
-    active."""
-    from peft.utils import ModulesToSaveWrapper
-
-    found: dict[str, str | None] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, ModulesToSaveWrapper):
-            active = [] if module.disable_adapters else module.active_adapters
-            if len(active) > 1:
-                raise ValueError(
-                    f"module {clean_name(name)!r}, one of modules_to_save, has several active adapters {active}. "
-                    "Activate one of them (set_adapter)."
-                )
-            found[plain_name(clean_name(name))] = next(
-                (each for each in active if each in module.modules_to_save), None
-            )
-    return found
-
-
-class InUse:
-    """Remembers which adapters compute; a later sync that finds others would send weights that nobody trains."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        from peft.tuners.lora import LoraLayer
-        from peft.utils import ModulesToSaveWrapper
-
-        self._modules: dict[str, Any] = {
-            clean_name(name): module
-            for name, module in model.named_modules()
-            if isinstance(module, LoraLayer | ModulesToSaveWrapper)
-        }
-        self._states = self._look()
-
-    def _look(self) -> dict[str, State]:
-        return {
-            name: (tuple(each.active_adapters), bool(each.disable_adapters), bool(each.merged_adapters))
-            for name, each in self._modules.items()
-        }
-
-    def check(self) -> None:
-        """Raises ValueError, with the name of a module, when other adapters are in use by now."""
-        states = self._look()
-        if states == self._states:
-            return
-        name = next(name for name, state in states.items() if state != self._states[name])
-        (active, off, merged), (now, now_off, now_merged) = self._states[name], states[name]
-        raise ValueError(
-            f"module {name!r}: in the first sync the active adapters were {active} (switched off: {off}, merged: "
-            f"{merged}), now they are {now} ({now_off}, {now_merged}), and the engine has the former. Go back to these."
-        )
-
-
 class Kind(Enum):
-    """Tells PEFT's ways apart to make a delta of factors."""
+    """PEFT's ways to make a delta of factors."""
 
     LINEAR = "linear"
     EMBEDDING = "embedding"
@@ -245,13 +114,8 @@ class Kind(Enum):
 
 
 class Weight(ABC):
-    """An adapted weight of any trainer.
-
-    Attributes:
-        name: in messages.
-        a, b: keys of the factors.
-        magnitude: key of DoRA's magnitude vector, if any.
-    """
+    """An adapted weight of any trainer: its ``name`` in messages, keys of its factors ``a`` and ``b``, and of DoRA's
+    ``magnitude`` vector, if any."""
 
     name: str
     a: str
@@ -285,9 +149,8 @@ class Weight(ABC):
 
 @dataclass(frozen=True)
 class LoRAWeight(Weight):
-    """One adapted weight or bias, by its HF name: PEFT's layer, the active adapter, how the factors make the delta, and
-    the state-dict keys of the factors (of a bias ``b`` alone, the bias of the B factor) and of DoRA's magnitude vector.
-    """
+    """One adapted weight or bias, by its HF name: PEFT's layer, the active adapter, and how the factors make the delta.
+    Keys are those of the state dict; of a bias there is ``b`` alone, the bias of the B factor."""
 
     name: str
     layer: Any
@@ -315,40 +178,78 @@ class LoRAWeight(Weight):
         return ordinary and self.kind is Kind.LINEAR and self.magnitude is None and not self.transposed
 
     def columns(self, shape: tuple[int, ...]) -> int:
-        if self.kind in (Kind.LINEAR, Kind.EMBEDDING):
-            return shape[-1]
-        return math.prod(shape[1:])
+        return shape[-1] if self.kind in (Kind.LINEAR, Kind.EMBEDDING) else math.prod(shape[1:])
 
 
-def renamed_weights(found: list[LoRAWeight], rename: Callable[[dict[str, Any]], dict[str, Any]]) -> list[LoRAWeight]:
-    """The weights under the names that ``rename`` gives to state-dict keys."""
-    return [replace(weight, name=name) for name, weight in rename({each.name: each for each in found}).items()]
+class Adapters:
+    """The adapters of a PEFT model that compute when this is made; a later sync that finds others would send weights
+    that nobody trains. Raises ValueError, with the module's name, for an adapter that cannot be merged, and where
+    several are active.
+
+    Attributes:
+        weights: all adapted weights, by the names of the state dict.
+        copies: of each module that PEFT copied to train it whole (``modules_to_save``), the adapter whose copy
+            computes; ``None`` where it is the module itself.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        from peft.tuners.lora import LoraLayer
+        from peft.utils import ModulesToSaveWrapper
+
+        refuse_others(model)
+        self.weights: list[LoRAWeight] = []
+        self.copies: dict[str, str | None] = {}
+        self._modules: list[tuple[str, Any]] = []
+        for wrapped, module in model.named_modules():
+            if isinstance(module, LoraLayer | ModulesToSaveWrapper):
+                name = clean_name(wrapped)
+                self._modules.append((name, module))
+                if isinstance(module, LoraLayer):
+                    self.weights += _of_layer(name, module)
+                else:
+                    self.copies[plain_name(name)] = _copy_in_use(name, module)
+        self._states = self._look()
+
+    def renamed(self, rename: Callable[[dict[str, Any]], dict[str, Any]]) -> list[LoRAWeight]:
+        """The weights under the names that ``rename`` gives to state-dict keys."""
+        named = rename({each.name: each for each in self.weights})
+        return [replace(weight, name=name) for name, weight in named.items()]
+
+    def _look(self) -> list[tuple[tuple[str, ...], bool, bool]]:
+        return [
+            (tuple(each.active_adapters), bool(each.disable_adapters), bool(each.merged_adapters))
+            for _, each in self._modules
+        ]
+
+    def check(self) -> None:
+        """Raises ValueError, with the name of a module, when other adapters are in use by now."""
+        for (name, _), (active, off, merged), now in zip(self._modules, self._states, self._look(), strict=True):
+            if now != (active, off, merged):
+                raise ValueError(
+                    f"module {name!r}: in the first sync the active adapters were {active} (switched off: {off}, "
+                    f"merged: {merged}), now they are {now[0]} ({now[1]}, {now[2]}), and the engine has the former. Go "
+                    "back to these."
+                )
 
 
-def lora_weights(model: torch.nn.Module) -> list[LoRAWeight]:
-    """All adapted weights of a PEFT model; names as PEFT's state dict has them, ``base_layer`` included. Raises
-    ValueError, with the module's name, for an adapter that cannot be merged."""
-    from peft.tuners.lora import LoraLayer
-
-    refuse_others(model)
-    found: list[LoRAWeight] = []
-    for wrapped, layer in model.named_modules():
-        if isinstance(layer, LoraLayer):
-            found.extend(_of_layer(clean_name(wrapped), layer))
-    return found
+def _copy_in_use(name: str, module: Any) -> str | None:
+    active = [] if module.disable_adapters else module.active_adapters
+    if len(active) > 1:
+        raise ValueError(
+            f"module {name!r}, one of modules_to_save, has several active adapters {active}. Activate one of them "
+            "(set_adapter)."
+        )
+    return next((each for each in active if each in module.modules_to_save), None)
 
 
 def refuse_incomplete(weights: Mapping[str, LoRAWeight], exported: Container[str], factors: Sequence[str]) -> None:
-    """Raises ValueError, with names, unless all that travels is merged with all that belongs to its adapters.
-    ``exported`` names the weights that are part of what travels; ``factors`` are the keys of all adapter parameters, of
-    adapters not in use too."""
+    """Raises ValueError, with names, unless all that travels (``exported`` names the weights in it) is merged with all
+    that belongs to its adapters; ``factors`` are the keys of all adapter parameters, of adapters not in use too."""
     merged = {key for weight in weights.values() for key in weight.keys}
-    lost = [name for name in weights if name not in exported] + list(merged.difference(factors))
-    if lost:
+    if lost := [name for name in weights if name not in exported] + list(merged.difference(factors)):
         raise ValueError(f"LoRA parameters without a counterpart in the trainer's state: {', '.join(sorted(lost)[:5])}")
     adapters = {weight.adapter for weight in weights.values()}
-    left = [key for key in factors if key not in merged and adapter_of(key) in adapters]
-    if left:
+    if left := [key for key in factors if key not in merged and adapter_of(key) in adapters]:
         raise ValueError(f"weight sync does not know the use of LoRA parameters: {', '.join(left[:5])}. {REMEDY}.")
 
 
@@ -383,8 +284,7 @@ def _kind(name: str, layer: Any) -> Kind:
     if found is ParamWrapper:
         return Kind.EXPERTS if layer.num_experts > 1 else Kind.LINEAR
     kinds = {Linear: Kind.LINEAR, Embedding: Kind.EMBEDDING, Conv1d: Kind.CONV, Conv2d: Kind.CONV, Conv3d: Kind.CONV}
-    kind = kinds.get(found)
-    if kind is None:
+    if (kind := kinds.get(found)) is None:
         raise ValueError(f"LoRA module {name!r} is a {found.__name__}: weight sync cannot merge it. {REMEDY}.")
     return kind
 

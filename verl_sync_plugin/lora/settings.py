@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One block of LoRA settings for all trainers: ``actor_rollout_ref.model.lora.*``. Imports no torch.
+"""One block of LoRA settings for all trainers: ``actor_rollout_ref.model.lora.*``. Imports no torch without LoRA.
 
 verl reads the block for Megatron and the flat keys (``lora_rank``, ``lora_alpha``, ...) for FSDP. With the plugin on,
-an FSDP trainer takes either. A value counts as given when it differs from verl's own default.
+an FSDP trainer takes either. A value counts as given when it differs from verl's own default. What of an FSDP trainer's
+adapter cannot be trained or served is refused in the driver, where its files can be read there; the trainer's ranks
+refuse the same in words that name modules (``peft.refuse_others``).
 """
 
 from __future__ import annotations
@@ -16,38 +18,41 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 
+from verl_sync_plugin.config.settings import lora_rank_of
+
 PREFIX = "actor_rollout_ref.model"
 PEFT_KEY = f"{PREFIX}.lora.peft"
+LEAVE_OUT = f"Leave embedding and head out (see {PREFIX}.exclude_modules)"
+FLAT_LORA_TRAINERS = ("fsdp", "fsdp2")  # verl's strategies that read the flat LoRA keys only
 
-# (key of the block, flat key)
-_PAIRS = (
-    ("target_modules", "target_modules"),
-    ("exclude_modules", "exclude_modules"),
-    ("target_parameters", "target_parameters"),
-    ("adapter_path", "lora_adapter_path"),
-)
+_MODULES = ("target_modules", "exclude_modules", "target_parameters")
+# Key of the block: flat key
+_PAIRS = {**dict(zip(_MODULES, _MODULES, strict=True)), "adapter_path": "lora_adapter_path"}
 # Fields of PEFT's LoraConfig that have a key of their own
-_OWN_KEY = {
-    "r": "rank",
-    "lora_rank": "rank",
-    "lora_alpha": "alpha",
-    "lora_dropout": "dropout",
-    **{key: key for key, _ in _PAIRS[:3]},
-}
+_OWN_KEY = {key: key for key in _MODULES} | {"lora_dropout": "dropout", "lora_alpha": "alpha"}
+_OWN_KEY |= dict.fromkeys(("r", "lora_rank"), "rank")
 _INITIAL_A = {"xavier": True, "kaiming": True, "gaussian": "gaussian", "normal": "gaussian"}
 # Fields of PEFT's that are annotated as a dict of anything
 _NARROWER = {"rank_pattern": dict[str, int] | None, "alpha_pattern": dict[str, float] | None}
-_MODULES = ("target_modules", "exclude_modules", "target_parameters")
 # What FSDP has no counterpart for: key of the block, the only value it can have
 _FIXED = {"dropout_position": "pre", "lora_B_init_method": "zero", "a2a_experimental": False, "dtype": None}
 
 # Refuses an adapter that the engine cannot serve itself: fields of PEFT's ``LoraConfig``, and the keys under which the
 # user gave them (``RolloutEndpoint.refuse_adapter``)
 RefuseAdapter = Callable[[Mapping[str, Any], Mapping[str, str]], None]
+# Refuses a model whose embedding and head the engine cannot hold apart: architectures, and what makes them differ
+# (``RolloutEndpoint.refuse_untied``)
+RefuseUntied = Callable[[Iterable[str], str], None]
+# Input and output embeddings of the model families that tie them
+_TIED_NAMES = ("model.embed_tokens", "lm_head")
+# Replaces fsdp2 where an untied embedding or head is adapted
+_FSDP1 = "actor_rollout_ref.actor.strategy=fsdp with actor_rollout_ref.actor.fsdp_config.use_orig_params=True"
 
 
 def _fail(key: str, value: Any, problem: str, remedy: str) -> ValueError:
@@ -55,10 +60,10 @@ def _fail(key: str, value: Any, problem: str, remedy: str) -> ValueError:
 
 
 def unify(model: Mapping[str, Any], stock: Mapping[str, Any], refuse_adapter: RefuseAdapter) -> dict[str, Any]:
-    """Returns the flat keys that an FSDP trainer needs, from the block and the flat keys together, and under
-    ``lora.peft`` more arguments for PEFT's ``LoraConfig``; empty without LoRA. ``stock`` are verl's defaults;
-    ``refuse_adapter`` is asked where the engine is to serve the adapter itself. Raises ValueError, with key, value and
-    remedy, where both are given and differ, and for a setting that FSDP, PEFT or the engine does not know."""
+    """Returns the flat keys that an FSDP trainer needs, and under ``lora.peft`` more arguments for PEFT's
+    ``LoraConfig``; empty without LoRA. ``stock`` are verl's defaults; ``refuse_adapter`` is asked where the engine is
+    to serve the adapter. Raises ValueError, with key, value and remedy, where block and flat keys differ, and for a
+    setting that FSDP, PEFT or the engine does not know."""
     block, stock_block = model.get("lora") or {}, stock.get("lora") or {}
     _refuse_pefts_own(block, stock_block)
     rank = _one(model, block, "rank", "lora_rank", 0, 0)
@@ -72,7 +77,7 @@ def unify(model: Mapping[str, Any], stock: Mapping[str, Any], refuse_adapter: Re
     if alpha is None:
         alpha = alphas[0] if block.get("rank") else alphas[1]
     found: dict[str, Any] = {"lora_rank": rank, "lora_alpha": alpha}
-    for key, flat in _PAIRS:
+    for key, flat in _PAIRS.items():
         given = _one(model, block, key, flat, stock_block.get(key), stock.get(flat))
         found[flat] = stock.get(flat) if given is None else given
     targets = found["target_modules"]
@@ -149,7 +154,7 @@ def _peft_arguments(block: Mapping[str, Any], path: str | None) -> dict[str, Any
 
 def _refuse_pefts_own(block: Mapping[str, Any], stock: Mapping[str, Any]) -> None:
     """Raises ValueError for a field of PEFT's that is given one level too high, where nothing reads it."""
-    for key in block.keys() - stock.keys() - {"peft", *(key for key, _ in _PAIRS)}:
+    for key in block.keys() - stock.keys() - {"peft", *_PAIRS}:
         if key in _OWN_KEY or key in _peft_fields():
             use = f"{PREFIX}.lora.{_OWN_KEY[key]}" if key in _OWN_KEY else f"{PEFT_KEY}.{key}"
             raise _fail(f"{PREFIX}.lora.{key}", block[key], "nothing reads it there", f"Use {use}.")
@@ -183,12 +188,10 @@ def _check_value(field: str, value: Any, block: Mapping[str, Any]) -> None:
 
 
 def _patterns(field: str, value: Any) -> Iterable[str]:
-    """Values of a field that PEFT reads as regular expressions."""
-    if field in ("target_modules", "exclude_modules"):  # a list has names
-        return [value] if isinstance(value, str) else []
-    if field == "layers_pattern":
-        return [value] if isinstance(value, str) else value or []
-    return value or [] if field in _NARROWER else []
+    """Values of a field that PEFT reads as regular expressions; a list of modules has names."""
+    if field in (*_MODULES[:2], "layers_pattern") and isinstance(value, str):
+        return [value]
+    return value or [] if field in (*_NARROWER, "layers_pattern") else []
 
 
 def _choices(kind: Any) -> tuple[Any, ...]:
@@ -213,3 +216,187 @@ def _fits(value: Any, kind: Any) -> bool:
     except (ValueError, msgspec.ValidationError):
         return False
     return True
+
+
+# ---- PEFT's ``LoraConfig`` of a run
+
+
+def lora_config(model: Any) -> Any:
+    """PEFT's ``LoraConfig`` for verl's ``HFModelConfig``: the flat keys, ``lora.peft``, or the adapter that is loaded.
+    Raises ValueError where PEFT refuses the settings."""
+    from peft import LoraConfig, PeftConfig, TaskType
+    from verl.utils.fs import copy_to_local
+    from verl.utils.py_functional import convert_to_regular_types
+
+    path = getattr(model, "lora_adapter_path", None)
+    if path is not None:
+        return PeftConfig.from_pretrained(copy_to_local(path, use_shm=model.use_shm))
+    more = convert_to_regular_types(model.lora.get("peft", None) or {})
+    modules = {key: convert_to_regular_types(getattr(model, key)) for key in _MODULES}
+    given = {"task_type": TaskType.CAUSAL_LM, "r": model.lora_rank, "lora_alpha": model.lora_alpha, **modules}
+    try:
+        return LoraConfig(**given, **{"bias": "none", **more})
+    except (TypeError, ValueError, ImportError) as error:
+        raise ValueError(f"{PEFT_KEY}={more}: PEFT refuses it: {error}. Correct the setting.") from error
+
+
+def unties_embeddings(model: Any) -> bool:
+    """True if the adapter changes one of embedding and head, or each in its own way, where the checkpoint ties them. An
+    engine that ties them cannot serve that."""
+    if lora_rank_of(model) == 0 or not getattr(model.hf_config, "tie_word_embeddings", False):
+        return False
+    config = lora_config(model)
+    targeted, saved = adapted_ends(config)
+    if saved:  # PEFT can save one module for both; the factors that it ties become parameters of their own in FSDP
+        return not getattr(config, "ensure_weight_tying", False)
+    return bool(targeted)
+
+
+def adapted_ends(config: Any) -> tuple[list[str], list[str]]:
+    """Names of embedding and head that have factors by PEFT's ``LoraConfig``, and of those that it trains whole."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    saved = [name for name in _TIED_NAMES for save in config.modules_to_save or () if f".{name}".endswith(f".{save}")]
+    if config.target_modules in (None, "all-linear"):  # PEFT leaves the head out of all-linear
+        return [], saved
+    return [name for name in _TIED_NAMES if check_target_module_exists(config, name)], saved
+
+
+def refuse_config(where: str, settings: dict[str, Any], remedy: str) -> None:
+    """Raises ValueError for settings of PEFT's config that cannot be seen in any module."""
+    kind = settings.get("peft_type", "LORA")
+    kind = str(getattr(kind, "value", kind))
+    if kind != "LORA":
+        raise ValueError(f"{where} has peft_type={kind}, and weight sync delivers LoRA only. {remedy}.")
+    if settings.get("trainable_token_indices"):
+        raise ValueError(
+            f"{where} has trainable_token_indices={settings['trainable_token_indices']}: weight sync does not merge "
+            f"single rows. Name the embedding in modules_to_save, which trains all of it. {remedy}."
+        )
+    if settings.get("layer_replication"):
+        raise ValueError(
+            f"{where} has layer_replication={settings['layer_replication']}: the trained model has other layers than "
+            "its config says, and the engine would serve those of the config. Write the model with its layers "
+            "replicated to a checkpoint, and train that one without layer_replication."
+        )
+
+
+# ---- what the driver refuses of an adapter and its model
+
+
+def refuse_lora(model: Any, strategy: str, refuse_untied: RefuseUntied, refuse_adapter: RefuseAdapter) -> None:
+    """Raises ValueError for what is wrong with an adapter and its model, whose LoRA keys are unified; reads local files
+    only. The engine's two refusals are asked where it would need an untied head, and where it is to serve an existing
+    adapter itself."""
+    if lora_rank_of(model) == 0:
+        return
+    from omegaconf import OmegaConf
+
+    plain: Any = OmegaConf.to_container(model, resolve=True)
+    path = plain.get("lora_adapter_path")
+    if path is not None:
+        where = f"{PREFIX}.lora_adapter_path={path!r}"
+        _refuse_absent(where, path, plain["path"])
+        try:
+            settings = json.loads((Path(path).expanduser() / "adapter_config.json").read_text())
+        except (OSError, ValueError):  # this machine cannot read it
+            return
+    else:
+        settings = plain["lora"].get("peft") or {}
+        where = f"{PEFT_KEY}={settings}"
+    refuse_config(where, settings, f"Give a LoRA adapter, or merge this one into the model of {PREFIX}.path")
+    if path is not None and not plain["lora"].get("merge"):
+        _refuse_existing(plain, where, settings, refuse_adapter)
+    _refuse_ends(plain, where if path is not None else None, strategy, refuse_untied)
+
+
+def refuse_unread_rank(model: Any, strategy: str, cause: str = "custom.sync.enabled=False") -> None:
+    """Raises ValueError for a run that stock verl (``cause`` says why) would train with all parameters where the plugin
+    trains an adapter. ``model`` is as given."""
+    block = model.get("lora") or {}
+    rank = block.get("rank") or 0
+    if strategy in FLAT_LORA_TRAINERS and rank and not model.get("lora_rank"):
+        alpha = block.get("alpha") or 32
+        raise ValueError(
+            f"{PREFIX}.lora.rank={rank} with {cause}: verl's own {strategy} engine does not read it, "
+            f"and would train all parameters. Give LoRA by verl's flat keys: {PREFIX}.lora_rank={rank} "
+            f"{PREFIX}.lora_alpha={alpha}, and {PREFIX}.target_modules; they mean the same with the plugin."
+        )
+
+
+def _refuse_absent(where: str, path: str, model: str) -> None:
+    """Raises ValueError for an adapter that is not where this machine would see it; a name of a hub's passes."""
+    folder, remedy = Path(path), "Give the whole path of a folder that PEFT has saved an adapter to"
+    if not folder.is_dir():
+        if path.startswith(("/", ".", "~")) and (folder.parent.is_dir() or Path(model).expanduser().is_dir()):
+            raise ValueError(f"{where}: there is no such folder. {remedy}.")
+    elif not (folder / "adapter_config.json").is_file():
+        raise ValueError(f"{where}: it holds no adapter_config.json. {remedy}.")
+
+
+def _refuse_existing(
+    plain: Mapping[str, Any], where: str, settings: Mapping[str, Any], refuse_adapter: RefuseAdapter
+) -> None:
+    """Raises ValueError for an adapter that the engine, launched for the rank and modules of the keys, cannot serve."""
+    keys = {field: f"{where}, which has {field}={value!r}" for field, value in settings.items()}
+    if isinstance(settings.get("target_modules"), str):
+        del keys["target_modules"]  # the engine gets the modules that have factors
+    refuse_adapter(settings, keys)
+    rank, room = settings.get("r") or 0, plain["lora_rank"]
+    if rank > room:
+        raise ValueError(f"{PREFIX}.lora_rank={room} with {where}, which has r={rank}. Set {PREFIX}.lora_rank={rank}.")
+    named, adapted = plain["target_modules"], settings.get("target_modules") or ()
+    if isinstance(named, list) and isinstance(adapted, list):
+        own = {name.rpartition(".")[2] for name in named}
+        if others := sorted(name for name in adapted if name.rpartition(".")[2] not in own):
+            raise ValueError(
+                f"{PREFIX}.target_modules={named!r} with {where}, which adapts {', '.join(others)}, too: the engine "
+                f"makes room for the former. Set {PREFIX}.target_modules=all-linear, and the adapter's own are adapted."
+            )
+
+
+def _refuse_ends(plain: Mapping[str, Any], where: str | None, strategy: str, refuse_untied: RefuseUntied) -> None:
+    """Raises ValueError for an adapted embedding or head that trainer or engine cannot have. ``where`` names the
+    adapter that is loaded, if one is."""
+    config = lora_config(SimpleNamespace(**{"use_shm": False, "target_parameters": None, **plain}))
+    targeted, saved = adapted_ends(config)
+    if not targeted and not saved:
+        return
+    said = f"{PREFIX}.target_modules={plain['target_modules']!r}" if targeted else ""
+    where = where or said or f"{PEFT_KEY}.modules_to_save={config.modules_to_save!r}"
+    if (hf_config := _hf_config(plain)) is None:
+        return
+    overrides = plain.get("override_config") or {}
+    overrides = overrides.get("model_config", overrides)
+    tied = bool(overrides.get("tie_word_embeddings", getattr(hf_config, "tie_word_embeddings", False)))
+    together = bool(getattr(config, "ensure_weight_tying", False))
+    if plain["lora"].get("merge") and not (tied and together and saved):
+        refuse_untied(getattr(hf_config, "architectures", None) or (), where)
+    if strategy != "fsdp2":
+        return
+    if tied and together and targeted:
+        raise ValueError(
+            f"{where} with {PEFT_KEY}.ensure_weight_tying=True: PEFT's factors of the head are transposed views, "
+            "which FSDP2 cannot shard. Leave ensure_weight_tying out: the engine is then launched untied."
+        )
+    # verl makes each an FSDP unit, by name, and every nn.Embedding too: of an adapted or copied embedding it shards the
+    # outer module before the one inside. And it reassigns a module's __class__, which Python rejects for PEFT's layers
+    if not tied and (targeted or "model.embed_tokens" in saved):
+        names = ", ".join(name.rpartition(".")[2] for name in (*targeted, *saved))
+        raise ValueError(
+            f"{where} with actor_rollout_ref.actor.strategy=fsdp2: verl shards embedding and head by themselves where "
+            f"the model does not tie them, and cannot where they are adapted ({names}). Set {_FSDP1}. Or: {LEAVE_OUT}."
+        )
+
+
+def _hf_config(plain: Mapping[str, Any]) -> Any:
+    """The model's config; ``None`` where it is not in a folder here, or needs code of its own."""
+    folder = Path(plain.get("hf_config_path") or plain["path"]).expanduser()
+    if not (folder / "config.json").is_file():
+        return None
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError):
+        return None

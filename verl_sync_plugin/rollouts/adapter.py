@@ -41,9 +41,7 @@ from verl_sync_plugin.sync.endpoint import Call, RolloutEndpoint, abandon
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.membership import Incoming
 from verl_sync_plugin.sync.separate import SeparateRollout
-from verl_sync_plugin.trainers import shard_stream
-from verl_sync_plugin.trainers.base import trainer_device
-from verl_sync_plugin.trainers.shard_stream import ShardStream, refuse_plain_stream
+from verl_sync_plugin.trainers.base import ShardStream, refuse_plain_stream, take_over, trainer_device
 from verl_sync_plugin.transport.agreement import TrainerWorld
 
 
@@ -67,7 +65,7 @@ class SyncAdapter:
         # Only the actor's workers, which train, have a mesh; all others are verl's ``CheckpointEngineWorker``
         synced = device_mesh is not None or backend == SEPARATE_BACKEND
         enabled = synced and sync_config_of(config).enabled
-        shard_stream.take_over(enabled)
+        take_over(enabled)
         if enabled:
             return super().__new__(cls)
         if synced:

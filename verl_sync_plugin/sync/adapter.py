@@ -16,26 +16,23 @@ import torch
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
-from verl_sync_plugin.trainers.base import ServedAdapter
+from verl_sync_plugin.trainers.base import ServedAdapter, dtype_name
 from verl_sync_plugin.trainers.lora import reached
 from verl_sync_plugin.transport.agreement import Agreement
 
 TARGETS = "actor_rollout_ref.model.lora.target_modules"
+Factors = dict[str, torch.Tensor]  # whole, by their names in an adapter checkpoint
 
 
 class AdapterSender:
-    """Sends one adapter, again and again.
+    """Sends the trainer's ``adapter`` again and again, in ``dtype``. ``settings`` are fields of PEFT's ``LoraConfig``.
 
     Peak memory: the whole adapter on the device of every rank in the trainer's and the wire dtype, and twice on the
     host of a leader.
-
-    Args:
-        adapter: of the trainer.
-        dtype: in which the factors travel.
-        sync: how long other ranks are waited for.
     """
 
     def __init__(self, adapter: ServedAdapter, dtype: torch.dtype, sync: SyncConfig) -> None:
+        self.settings = adapter.settings
         self._adapter = adapter
         self._dtype = dtype
         self._sync = sync
@@ -44,11 +41,8 @@ class AdapterSender:
     async def send(
         self, agreement: Agreement, endpoint: RolloutEndpoint, report: SyncReport, version: str | None
     ) -> None:
-        """Collective over all trainer ranks, each of which has an engine rank.
-
-        Raises:
-            SyncError: any rank or engine failed; the same text on every rank.
-        """
+        """Collective over all trainer ranks, each of which has an engine rank. Raises SyncError where any rank or
+        engine failed; the same text on every rank."""
         try:
             factors = self.gather(agreement, report)
             with report.stage("deliver_adapter"):
@@ -57,18 +51,9 @@ class AdapterSender:
         finally:
             self.release()
 
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """Fields of PEFT's ``LoraConfig``."""
-        return self._adapter.settings
-
-    def gather(self, agreement: Agreement, report: SyncReport) -> dict[str, torch.Tensor]:
-        """All factors by their names in an adapter checkpoint, whole, in the wire's dtype. Collective over the
-        trainer's ranks; ``release`` comes later.
-
-        Raises:
-            SyncError: any rank failed; the same text on every rank.
-        """
+    def gather(self, agreement: Agreement, report: SyncReport) -> Factors:
+        """All factors in the wire's dtype. Collective over the trainer's ranks; ``release`` comes later. Errors as of
+        ``send``."""
         self._gathered += 1
         with report.stage("plan"):
             agreement.step("planning the adapter", self._adapter.look)
@@ -82,7 +67,7 @@ class AdapterSender:
         """Drops every reference to the trainer's parameters."""
         self._adapter.release()
 
-    def _gather(self, run: str) -> Generator[None, None, dict[str, torch.Tensor]]:
+    def _gather(self, run: str) -> Generator[None, None, Factors]:
         found = yield from self._adapter.gather(run)
         if not found:
             raise ValueError(f"{TARGETS}: the trainer's adapter has no parameters. Name modules that the model has.")
@@ -94,24 +79,9 @@ class AdapterSender:
 
 
 async def deliver(
-    endpoint: RolloutEndpoint,
-    settings: Mapping[str, Any],
-    factors: Mapping[str, torch.Tensor],
-    report: SyncReport,
-    version: str | None,
+    endpoint: RolloutEndpoint, settings: Mapping[str, Any], factors: Factors, report: SyncReport, version: str | None
 ) -> None:
-    """The leader of an engine has its adapter replaced.
-
-    Args:
-        endpoint: this rank's engine.
-        settings: fields of PEFT's ``LoraConfig``.
-        factors: by their names in an adapter checkpoint, whole.
-        report: of the sync under way.
-        version: see ``RolloutEndpoint.start_load``.
-
-    Raises:
-        RuntimeError: the engine refused it.
-    """
+    """The leader of an engine has its adapter replaced. Raises RuntimeError where the engine refused it."""
     if not endpoint.leader:
         return
     # Cloned: a view would be pickled with the whole bucket it lies in
@@ -122,11 +92,11 @@ async def deliver(
     report.tensors += len(factors)
 
 
-def _refuse_broken(sent: Mapping[str, torch.Tensor], factors: Mapping[str, torch.Tensor]) -> None:
+def _refuse_broken(sent: Factors, factors: Factors) -> None:
     maxima = torch.stack([norm.float() for norm in torch._foreach_norm(list(sent.values()), float("inf"))])
     for key, fine in zip(sent, maxima.isfinite().tolist(), strict=True):
         if not fine:
-            wire = str(sent[key].dtype).removeprefix("torch.")
-            held = bool(factors[key].isfinite().all())
-            why = f"exceeds the range of {wire}, in which it travels" if held else "holds NaN or Inf in the trainer"
+            why = "holds NaN or Inf in the trainer"
+            if bool(factors[key].isfinite().all()):
+                why = f"exceeds the range of {dtype_name(sent[key].dtype)}, in which it travels"
             raise ValueError(f"parameter {key!r} {why}; the engine was not given it. Look at the last optimizer step")

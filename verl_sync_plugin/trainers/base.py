@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a parameter source, and the dtypes in which parameters travel."""
+"""The contract of a trainer: the weight stream that its engine hands out, its parameter source, and the dtypes in which
+parameters travel. Imports none of verl's engines: each of the plugin's is imported while verl's is."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import PurePath
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from verl.utils.device import get_device_name
 
-from verl_sync_plugin.config.settings import SyncConfig
+from verl_sync_plugin.config.settings import TRAINERS, TURN_OFF, SyncConfig
+from verl_sync_plugin.errors import RegistryConflictError
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.strided import Run, compose
 from verl_sync_plugin.layout.tensors import Base, Bucket, Plan, Shard, layers_of
@@ -26,14 +29,9 @@ _NAMES = {"auto": "bfloat16", "half": "float16", "float": "float32"}
 
 class ParameterSource(ABC):
     """Everything one trainer rank contributes to a sync. Lives as long as the trainer's model and keeps what it learned
-    of the layout, so that a later sync only looks up where the shards are now (offloading moves them).
+    of the layout, so that a later sync only looks up where the shards are now (offloading moves them). ``group``, known
+    once ``shards`` has been called, are the ranks among which bases with several owners are sharded."""
 
-    Attributes:
-        makes_all: nothing of what travels is there before it is prepared, nor afterwards.
-        group: the ranks among which bases with several owners are sharded; ``None`` when there are none.
-    """
-
-    makes_all: ClassVar[bool] = False
     group: dist.ProcessGroup | None = None
 
     @property
@@ -48,8 +46,7 @@ class ParameterSource(ABC):
 
     @abstractmethod
     def shards(self) -> list[Shard]:
-        """All bases in model order, the same on every rank. Raises ValueError, with its name, for a parameter of an
-        unknown layout."""
+        """All bases in model order, the same on every rank. Raises ValueError for a parameter of an unknown layout."""
 
     def plan(self, bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False) -> Plan:
         """Cuts the bases into buckets; the same on every rank of the group."""
@@ -58,14 +55,13 @@ class ParameterSource(ABC):
     def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
         """Collective over ``group``, where ``prepares``: makes what the shards of one bucket's ``bases`` need from
         other ranks; what earlier calls prepared may be gone when this returns. Yields right before each collective,
-        where all ranks settle (``Agreement.run``). Of the buckets ``ahead``, in order, some may be prepared as well, to
-        save rounds; every rank decides alike which. ``shards`` and ``release`` drop them."""
+        where all ranks settle (``Agreement.run``). Some of the buckets ``ahead``, in order and the same on all ranks,
+        may be prepared as well. ``shards`` and ``release`` drop them."""
         yield from ()  # most sources need nothing
 
     def release(self) -> None:  # noqa: B027  (most sources hold nothing)
-        """Drops every reference to the trainer's parameters, so that an offloaded model is not kept in memory;
-        ``shards`` finds them again. Where offloading keeps the parameters and takes their memory away (Megatron), they
-        may be kept."""
+        """Drops every reference to the trainer's parameters, so that an offloaded model is not kept in memory. Where
+        offloading keeps the parameters and takes their memory away (Megatron), they may be kept."""
 
     def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:
         """Names and this rank's part of what is merged into these bases; for messages."""
@@ -88,15 +84,13 @@ class ServedAdapter(ABC):
         """Whole factors by their names in an adapter checkpoint, in the trainer's dtype. Collective; yields right
         before each collective, where all ranks settle. ``run`` names this time, alike on all ranks and used once."""
 
-    @abstractmethod
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027
         """Drops every reference to the trainer's parameters."""
 
 
 class TrainerBackend(ABC):
-    """Opens the sources of one of verl's training engines, on one rank, whose ``device`` computes. ``rollout_dtype`` is
-    ``rollout.dtype``; ``serves_adapter``: the engine serves the trainer's LoRA adapter itself, else it
-    gets merged weights."""
+    """Opens the sources of one of verl's training engines, on one rank, whose ``device`` computes. ``serves_adapter``:
+    the engine serves the trainer's LoRA adapter itself, else it gets merged weights."""
 
     serves_adapter: bool = False
 
@@ -108,8 +102,8 @@ class TrainerBackend(ABC):
 
     @abstractmethod
     def open_source(self) -> ParameterSource:
-        """Opens the parameter source at the first sync, and again if the engine asks for other dtypes. Raises
-        ValueError, with key, value and remedy, for an engine that cannot be synced."""
+        """Called at the first sync, and again if the engine asks for other dtypes. Raises ValueError, with key, value
+        and remedy, for an engine that cannot be synced."""
 
     def open_adapter(self, source: ParameterSource) -> ServedAdapter:
         """Opens the adapter to serve, once, where ``serves_adapter``; ``source`` is what ``open_source`` returned."""
@@ -137,22 +131,19 @@ class TrainerBackend(ABC):
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """Names of the model's classes, as its config has them."""
         config = getattr(getattr(self.engine, "model_config", None), "hf_config", None)
         return tuple(getattr(config, "architectures", None) or ())
 
     def untied_end(self) -> str:
-        """The adapted layer class on one side of the model (embedding or head) that makes the two sides differ; empty
-        when there is none."""
+        """The adapted layer class of embedding or head that makes the two differ; empty when there is none."""
         return ""
 
 
 @dataclass
 class WirePolicy:
     """The dtypes in which a trainer's parameters travel: the widest that an engine rank keeps, never wider than the
-    trainer's. One object for all its sources. ``dtype`` is that of floating-point parameters of which the engine has
-    not said anything; ``kept`` is what it said, by HF name, empty for a tensor of which it wants whatever the trainer
-    has."""
+    trainer's. ``kept`` is what the engine said, by HF name, empty for a tensor of which it wants whatever the trainer
+    has; ``dtype`` is that of other floating-point parameters."""
 
     dtype: torch.dtype
     kept: dict[str, str] = field(default_factory=dict)
@@ -179,8 +170,7 @@ class WirePolicy:
 
 
 def wire_policy(rollout_dtype: str) -> WirePolicy:
-    """The policy of a trainer at first. ``rollout_dtype`` is ``rollout.dtype``, in which engines keep most parameters;
-    ``auto`` is that of the checkpoint. Raises ValueError for a name of no dtype of torch's."""
+    """The policy of a trainer at first. Raises ValueError for a name of no dtype of torch's."""
     dtype = getattr(torch, _NAMES.get(rollout_dtype, rollout_dtype), None)
     if not isinstance(dtype, torch.dtype):
         key = "actor_rollout_ref.rollout.dtype"
@@ -204,9 +194,8 @@ def trainer_device() -> torch.device:
 
 
 def name_culprit(bucket: Bucket, shards: list[Shard], source: ParameterSource, rank: int) -> str | None:
-    """A sentence that names the parameter that made a packed bucket NaN or Inf, found in the trainer's own values;
-    ``None``: none there. ``shards`` are all of this rank, whose place among the owners of a sharded base is ``rank``.
-    """
+    """A sentence on the parameter that made a packed bucket NaN or Inf, found in the trainer's own values; ``None``:
+    none there. ``rank`` is this rank's place among the owners of a sharded base."""
     merged = []
     for part in bucket.slices:
         shard = shards[part.base]
@@ -218,11 +207,13 @@ def name_culprit(bucket: Bucket, shards: list[Shard], source: ParameterSource, r
         if not run.numel() or not run.is_floating_point():
             continue
         first = sum(shard.base.lengths[: rank if len(shard.base.lengths) > 1 else 0]) + part.begin
-        if (where := _first(~run.isfinite())) is not None:
-            return f"{_name(shard.base, first + where)!r} holds NaN or Inf in the trainer"
-        wire = shard.base.dtype
-        if (where := _first(~run.to(getattr(torch, wire)).isfinite())) is not None:
-            return f"{_name(shard.base, first + where)!r} exceeds the range of {wire}, in which it travels"
+        for dtype, problem in (
+            (run.dtype, "holds NaN or Inf in the trainer"),
+            (getattr(torch, shard.base.dtype), f"exceeds the range of {shard.base.dtype}, in which it travels"),
+        ):
+            broken = ~run.to(dtype).isfinite()
+            if bool(broken.any()):
+                return f"{_name(shard.base, first + int(broken.int().argmax()))!r} {problem}"
         if shard.merge is not None:
             merged.append(part.base)
     if not merged:
@@ -234,11 +225,90 @@ def name_culprit(bucket: Bucket, shards: list[Shard], source: ParameterSource, r
     return f"one of {names[:5]} is NaN or Inf once its adapter is merged"
 
 
-def _first(flags: torch.Tensor) -> int | None:
-    return int(flags.int().argmax()) if bool(flags.any()) else None
-
-
 def _name(base: Base, element: int) -> str:
     here = Run(element, element, 1)
     held = (view.name for view in base.views if any(compose(here, run) for run in view.runs))
     return next(held, base.key)
+
+
+# ---- the weight stream
+
+WeightStream = Iterable[tuple[str, torch.Tensor]]
+
+# verl registers its engines for a device only; a (device, vendor) entry is looked up before it
+VENDORS = ["nvidia", "amd"]
+
+# verl builds engine and rollout adapter in one worker process but gives the rollout config only to the adapter, which
+# therefore says here what it was configured to do
+_taken_over = False
+
+
+def take_over(enabled: bool) -> None:
+    """Sets whether the plugin's rollout adapter takes this process's weight stream."""
+    global _taken_over
+    _taken_over = enabled
+
+
+class ShardStream:
+    """The weight stream of the plugin's engines. The sharding manager takes the engine from it, whose ``trainer`` is
+    verl's strategy; anyone else, such as a checkpoint engine of a disaggregated run, iterates verl's own stream."""
+
+    def __init__(self, engine: Any, stock: Callable[[], WeightStream]) -> None:
+        self.engine = engine
+        self._stock = stock
+
+    @property
+    def trainer(self) -> str:
+        return str(self.engine.engine_config.strategy)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._stock())
+
+
+class ShardExport:
+    """The weight export of both training engines; comes before verl's class among the bases."""
+
+    def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any] | None]:
+        """verl's contract: ``(weight stream, adapter config or None)``. Moves nothing when the plugin is on: offloaded
+        parameters stay in host memory and are read there."""
+        stock: Any = super().get_per_tensor_param  # type: ignore[misc]
+        if not _taken_over:
+            found: tuple[Any, dict[str, Any] | None] = stock(*args, **kwargs)
+            return found
+        return ShardStream(self, lambda: stock(*args, **kwargs)[0]), None
+
+
+def refuse_plain_stream() -> None:
+    """Raises RegistryConflictError where verl's registry holds somebody else's engine for one of our strategies, else
+    ValueError: the trainer's strategy is another."""
+    engines = defaultdict(list)
+    for strategy in TRAINERS:
+        if (engine := _chosen(strategy)) is not None:
+            engines[engine].append(strategy)
+    for engine, strategies in engines.items():
+        what = f"verl's training engine for {', '.join(strategies)} is {engine.__module__}.{engine.__qualname__} here"
+        if engine.__module__.startswith("verl."):
+            raise RegistryConflictError(
+                f"{what}, verl's own: verl-sync-plugin registers its engines for the vendors {' and '.join(VENDORS)}. "
+                f"Set VERL_ENGINE_VENDOR={VENDORS[0]} in the environment of every node, or {TURN_OFF}."
+            )
+        raise RegistryConflictError(
+            f"{what}, where verl-sync-plugin needs its own: another plugin has taken the key. Uninstall one of the two "
+            f"plugins, or {TURN_OFF}."
+        )
+    raise ValueError(
+        "the training engine exports a plain weight stream: no sharding manager knows it "
+        f"(actor_rollout_ref.actor.strategy other than {', '.join(TRAINERS)}). Use one of these, or {TURN_OFF}."
+    )
+
+
+def _chosen(strategy: str) -> type | None:
+    """The engine that verl chooses in this process; ``None`` when it is ours or a subclass, or there is none."""
+    from verl.workers.engine.base import EngineRegistry
+
+    try:
+        engine: type = EngineRegistry.get_engine_cls("language_model", strategy)
+    except (AssertionError, ValueError):  # not installed, or not for this device
+        return None
+    ours = any(base.__module__.startswith("verl_sync_plugin.") for base in engine.__mro__)
+    return None if ours else engine

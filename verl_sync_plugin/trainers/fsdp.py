@@ -12,26 +12,23 @@ from verl.utils.model import convert_weight_keys
 from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.lora.peft import (
     ADAPTER,
-    InUse,
+    Adapters,
     adapter_of,
     carries_adapter,
-    copies_in_use,
     is_adapter,
-    lora_weights,
     merged_name,
-    renamed_weights,
     served_name,
-    unties_embeddings,
 )
+from verl_sync_plugin.lora.settings import unties_embeddings
 from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, TrainerBackend
 from verl_sync_plugin.trainers.fsdp1 import FSDP1Source
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
 from verl_sync_plugin.trainers.lora import MergingSource
-from verl_sync_plugin.trainers.naming import checkpoint_rewrite
+from verl_sync_plugin.trainers.naming import Naming, checkpoint_rewrite
 
 
 class FSDPTrainer(TrainerBackend):
-    """The part that both FSDP generations share; ``reader`` yields all bases, adapters included."""
+    """Both FSDP generations; ``reader`` yields all bases, adapters included."""
 
     reader: ClassVar[type[FSDP1Source] | type[FSDP2Source]]
 
@@ -52,26 +49,25 @@ class FSDPTrainer(TrainerBackend):
         return (getattr(self._model, "peft_config", None) or {}).get(ADAPTER)
 
     def open_source(self) -> ParameterSource:
-        """With an adapter a ``MergingSource``."""
         if getattr(self.engine, "_qat_enabled", False):
             raise ValueError(f"actor.fsdp_config.qat.enable=True: weight sync does not quantize; {TURN_OFF}.")
         if not self._peft:
             return self._plain_source()
-        found = lora_weights(self._model)
-        self._copies = copies_in_use(self._model)
+        found = Adapters(self._model)
+        self._copies = found.copies
         if not self.serves_adapter:
             self._refuse_tied()
-        elif (adapters := {weight.adapter for weight in found}) != {ADAPTER} or self.adapter_config is None:
+        elif (adapters := {weight.adapter for weight in found.weights}) != {ADAPTER} or self.adapter_config is None:
             raise ValueError(
                 f"actor_rollout_ref.model.lora.merge=False: the engine serves the adapter {ADAPTER!r}, and in use are "
                 f"{sorted(adapters)}. Set actor_rollout_ref.model.lora.merge=True, which serves them merged."
             )
         return MergingSource(
             self._plain_source(),
-            renamed_weights(found, self._rename),
+            found.renamed(self._rename),
             self.device,
             merge=not self.serves_adapter,
-            still=InUse(self._model).check,
+            still=found.check,
             timeout_seconds=self.config.timeout_seconds,
         )
 
@@ -79,12 +75,12 @@ class FSDPTrainer(TrainerBackend):
         assert isinstance(source, MergingSource), "an adapter is served"
         return PEFTAdapter(source, self.adapter_config)
 
-    def untied_end(self) -> str:
-        return next(iter(self._untied_ends()), "")
-
     @property
     def _tied(self) -> bool:
         return bool(getattr(self.engine.model_config.hf_config, "tie_word_embeddings", False))
+
+    def untied_end(self) -> str:
+        return next(iter(self._untied_ends()), "")
 
     def _untied_ends(self) -> list[str]:
         """Classes of embedding and head, where adapted; none where PEFT trains one module for both."""
@@ -111,12 +107,12 @@ class FSDPTrainer(TrainerBackend):
         unsaved = frozenset(getattr(model, "all_tied_weights_keys", None) or ())
         if unties_embeddings(self.engine.model_config):
             unsaved = frozenset()  # the engine unties them, too: what was tied travels twice
-        return self.reader(self.engine.module, self.policy, checkpoint_rewrite(model), self._rename, unsaved)
+        return self.reader(self.engine.module, Naming(self.policy, checkpoint_rewrite(model), self._rename, unsaved))
 
     def _rename(self, state: dict[str, Any]) -> dict[str, Any]:
-        if self._peft:
-            named = ((merged_name(name, self._copies), value) for name, value in state.items())
-            state = {name: value for name, value in named if name is not None}
+        if not self._peft:
+            return dict(convert_weight_keys(state, self._model))
+        state = {hf: value for name, value in state.items() if (hf := merged_name(name, self._copies)) is not None}
         # Adapters never reach the engine under these names, and PEFT's layers know them by their own
         adapters = {name: value for name, value in state.items() if is_adapter(name)}
         served = {name: value for name, value in state.items() if name not in adapters}
@@ -124,14 +120,10 @@ class FSDPTrainer(TrainerBackend):
 
 
 class FSDP2Trainer(FSDPTrainer):
-    """Reads DTensor shards."""
-
     reader = FSDP2Source
 
 
 class FSDP1Trainer(FSDPTrainer):
-    """Reads flat-parameter shards."""
-
     reader = FSDP1Source
 
 

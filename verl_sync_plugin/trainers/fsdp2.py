@@ -7,18 +7,19 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 
-from verl_sync_plugin.layout.tensors import Base, Member, Shard, View
-from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy, dtype_name
-from verl_sync_plugin.trainers.naming import Rename, Rewrite, hf_views, saved_names
+from verl_sync_plugin.config.settings import KEY_PREFIX
+from verl_sync_plugin.layout.tensors import Base, Member, Shard
+from verl_sync_plugin.trainers.base import ParameterSource
+from verl_sync_plugin.trainers.naming import Naming, Rename
 
-Identity = tuple[Any, ...]
+State = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -32,29 +33,13 @@ class _Known:
 
 
 class StateDictSource(ParameterSource):
-    """Reads a plain state dict: nothing gathered, nothing copied.
+    """Reads a plain state dict. ``given`` returns all tensors or DTensors of a sync by the trainer's names, in model
+    order; tied ones are views of the same memory. ``parameters`` are names whose tensors travel in the wire dtype;
+    ``None``: all, for a state dict does not tell buffers from parameters."""
 
-    Args:
-        given: returns all tensors or DTensors of a sync by the trainer's names, in model order; tied ones are views of
-            the same memory.
-        rewrite: verl's.
-        unsaved: see ``naming.saved_names``.
-        parameters: names whose tensors travel in the wire dtype; ``None``: all, for a state dict does not tell buffers
-            from parameters.
-    """
-
-    def __init__(
-        self,
-        given: Callable[[], Mapping[str, torch.Tensor]],
-        policy: WirePolicy,
-        rewrite: Rewrite,
-        unsaved: frozenset[str] = frozenset(),
-        parameters: Container[str] | None = None,
-    ) -> None:
+    def __init__(self, given: Callable[[], State], naming: Naming, parameters: Container[str] | None = None) -> None:
         self._given = given
-        self._policy = policy
-        self._rewrite = rewrite
-        self._unsaved = unsaved
+        self._naming = naming
         self._parameters = parameters
         self._groups: list[list[str]] = []
         self._known: dict[str, _Known] = {}
@@ -76,25 +61,18 @@ class StateDictSource(ParameterSource):
 
     def _learn(self, names: list[str], tensor: torch.Tensor, layout: object) -> _Known:
         lengths = self._lengths(names[0], tensor) if isinstance(tensor, DTensor) else (tensor.numel(),)
-        parameters = names if self._parameters is None else [each for each in names if each in self._parameters]
-        members = tuple(Member(each, tuple(tensor.shape), 0) for each in parameters)
-        views: list[View] = []
-        for name in saved_names(names, self._unsaved):
-            views.extend(hf_views(name, tuple(tensor.shape), tensor.dtype, 0, self._rewrite))
-        wire = tensor.dtype
-        if members:
-            wire = self._policy.of_parameter([*names, *(view.name for view in views)], tensor.dtype)
-        base = Base(names[0], dtype_name(wire), wire.itemsize, lengths, tuple(views))
-        return _Known(layout, names, base, members)
+        held = [Member(name, tuple(tensor.shape), 0) for name in names]
+        members = tuple(each for each in held if self._parameters is None or each.name in self._parameters)
+        return _Known(
+            layout, names, self._naming.base_of(names[0], held, tensor.dtype, lengths, bool(members)), members
+        )
 
     def _lengths(self, name: str, tensor: DTensor) -> tuple[int, ...]:
         mesh, placements = tensor.device_mesh, tensor.placements
-        *outer, last = placements
-        sharded = isinstance(last, ShardPlacement) and last.dim == 0
-        if not all(isinstance(p, Replicate) for p in outer) or not (sharded or isinstance(last, Replicate)):
+        if (sharded := cut(tensor)) is None:
             raise ValueError(
                 f"parameter {name!r} has placements {placements}; weight sync knows dimension-0 shards over the last "
-                "mesh dimension. Set actor_rollout_ref.rollout.custom.sync.enabled=False to run stock verl."
+                f"mesh dimension. Set {KEY_PREFIX}.enabled=False to run stock verl."
             )
         world = mesh.size(mesh.ndim - 1)
         if not sharded or world == 1:
@@ -107,24 +85,39 @@ class StateDictSource(ParameterSource):
         return lengths
 
 
+def cut(tensor: DTensor) -> bool | None:
+    """True if a DTensor is cut along dimension 0, over the last dimension of its mesh, as FSDP2 and HSDP do; False if
+    every rank holds it whole; ``None`` if it is placed otherwise."""
+    *outer, last = tensor.placements
+    sharded = type(last) is ShardPlacement and last.dim == 0
+    known = all(isinstance(each, Replicate) for each in outer) and (sharded or isinstance(last, Replicate))
+    return sharded if known else None
+
+
+def even_chunks(rows: int, world: int, row_numel: int) -> tuple[int, ...]:
+    """Elements per rank when ``rows`` are cut like ``torch.chunk``: equal chunks, the last ones shorter or empty."""
+    step = -(-rows // world)
+    return tuple(max(min(step, rows - rank * step), 0) * row_numel for rank in range(world))
+
+
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def identity(tensor: torch.Tensor) -> Identity:
+def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     local = _local(tensor)
     return local.untyped_storage()._cdata, local.storage_offset(), tuple(tensor.shape), local.stride()
 
 
-def _tied(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
+def _tied(state: State) -> list[list[str]]:
     """Names by storage: tied parameters (embedding and head) travel once, under all their names."""
-    groups: dict[Identity, list[str]] = {}
+    groups: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in state.items():
         groups.setdefault(identity(tensor), []).append(name)
     return list(groups.values())
 
 
-def _tied_alike(state: Mapping[str, torch.Tensor], groups: list[list[str]]) -> bool:
+def _tied_alike(state: State, groups: list[list[str]]) -> bool:
     """True if ``_tied`` would surely group the same names; quicker than asking each tensor for its storage."""
     if {name for names in groups for name in names} != state.keys():
         return False
@@ -134,66 +127,54 @@ def _tied_alike(state: Mapping[str, torch.Tensor], groups: list[list[str]]) -> b
     return len(set(places)) == len(places)
 
 
-def even_chunks(rows: int, world: int, row_numel: int) -> tuple[int, ...]:
-    """Elements per rank when ``rows`` are cut like ``torch.chunk``: equal chunks, the last ones shorter or empty."""
-    step = -(-rows // world)
-    return tuple(max(min(step, rows - rank * step), 0) * row_numel for rank in range(world))
+class _Module:
+    """The tensors of a module by the names of its state dict, which is asked once: with hundreds of modules that costs
+    more than moving the weights."""
 
-
-class _Slot(NamedTuple):
-    """A module's place for a tensor. Offloading may put another one there."""
-
-    module: torch.nn.Module
-    held: str  # as what: ``_parameters`` or ``_buffers``
-    attribute: str
-
-
-class FSDP2Source(StateDictSource):
-    """Walks a ``fully_shard``-ed module: parameters and persistent buffers. ``state_dict()`` is asked once, for the
-    names, which ``rename`` changes as verl does; with hundreds of modules it costs more than moving the weights."""
-
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        policy: WirePolicy,
-        rewrite: Rewrite,
-        rename: Rename = lambda state: state,
-        unsaved: frozenset[str] = frozenset(),
-    ) -> None:
-        parameters = set(rename(dict(module.named_parameters(remove_duplicate=False))))
-        super().__init__(self._state, policy, rewrite, unsaved, parameters)
+    def __init__(self, module: torch.nn.Module, rename: Rename) -> None:
         self._module = module
         self._rename = rename
-        self._slots: dict[str, _Slot] = {}
-        self._units: list[FSDPModule] = []
+        # A module's ``_parameters`` or ``_buffers`` and the attribute, by name; offloading may put another tensor there
+        self._slots: dict[str, tuple[dict[str, Any], str]] = {}
+        self._units = [each for each in module.modules() if isinstance(each, FSDPModule)]
         self._sharded: list[str] = []
 
-    def _state(self) -> dict[str, torch.Tensor]:
+    def state(self) -> State:
+        if self._slots:
+            for unit in self._units:
+                unit.reshard()  # as a hook of state_dict() does: after a forward pass the root is still gathered
+            state = {name: place[attribute] for name, (place, attribute) in self._slots.items()}
+            if _sharded(state) == self._sharded:
+                return state
+        # A forward pass that raised leaves the root gathered, and only the hook of state_dict() gets past that
+        named: State = self._rename(dict(self._module.state_dict()))
         if not self._slots:
-            named = self._rename(dict(self._module.state_dict()))
             self._find_slots(named)
-            return named
-        for unit in self._units:
-            unit.reshard()  # as a hook of state_dict() does: after a forward pass the root is still gathered
-        state: dict[str, torch.Tensor] = {
-            name: module.__dict__[held][attribute] for name, (module, held, attribute) in self._slots.items()
-        }
-        if [name for name, tensor in state.items() if isinstance(tensor, DTensor)] != self._sharded:
-            # A forward pass that raised leaves the root gathered, and only the hook of state_dict() gets past that
-            return self._rename(dict(self._module.state_dict()))
-        return state
+        return named
 
-    def _find_slots(self, state: Mapping[str, torch.Tensor]) -> None:
+    def _find_slots(self, state: State) -> None:
         """Finds where modules keep the tensors; finds none when a hook made any, and then the state dict is asked every
         time."""
-        places: dict[Identity, _Slot] = {}
-        for module in self._module.modules():
-            for held in ("_parameters", "_buffers"):
-                for attribute, tensor in module.__dict__[held].items():
-                    if tensor is not None:
-                        places[identity(tensor)] = _Slot(module, held, attribute)
+        places = {
+            identity(tensor): (place, attribute)
+            for module in self._module.modules()
+            for place in (module._parameters, module._buffers)
+            for attribute, tensor in place.items()
+            if tensor is not None
+        }
         found = {name: places.get(identity(tensor)) for name, tensor in state.items()}
         if None not in found.values():
             self._slots = {name: slot for name, slot in found.items() if slot is not None}
-            self._sharded = [name for name, tensor in state.items() if isinstance(tensor, DTensor)]
-            self._units = [module for module in self._module.modules() if isinstance(module, FSDPModule)]
+            self._sharded = _sharded(state)
+
+
+def _sharded(state: State) -> list[str]:
+    return [name for name, tensor in state.items() if isinstance(tensor, DTensor)]
+
+
+class FSDP2Source(StateDictSource):
+    """Reads parameters and persistent buffers of a ``fully_shard``-ed module."""
+
+    def __init__(self, module: torch.nn.Module, naming: Naming) -> None:
+        parameters = set(naming.rename(dict(module.named_parameters(remove_duplicate=False))))
+        super().__init__(_Module(module, naming.rename).state, naming, parameters)

@@ -2,9 +2,9 @@
 """Trainers whose ranks hold different parts of their tensors: Megatron, DTensors of any placement, verl's
 ``ShardSpec``.
 
-Every rank says once what it holds; from then on each knows which of its bytes go where, and a bucket carries parts of
-all ranks that hold the model together, whatever the mix of parallel layouts. Of each part one holder sends, chosen so
-that all send about as much. What the parts leave out of a tensor, or hold of it twice, is refused by name.
+Every rank says once what it holds. A bucket then carries parts of all ranks that hold the model together, whatever the
+mix of parallel layouts. Of each part one holder sends, chosen so that all send about as much. What the parts leave out
+of a tensor, or hold of it twice, is refused by name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from math import prod
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,18 +28,10 @@ from verl_sync_plugin.transport.agreement import Agreement
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's part of one parameter.
-
-    Attributes:
-        name: the trainer's, the same on all ranks.
-        place: ranks with equal places hold the same part.
-        shape, dtype: of the part, in the trainer's dtype.
-        views: the HF tensors that the parameter yields, with this part's shares of them.
-        common: what all parts of the parameter agree in.
-        text: all of that in words, for messages.
-        buffer: it keeps its dtype.
-        adapter: of a weight with a LoRA adapter, which ranks its factors are split over, and its rank.
-    """
+    """One rank's part of the parameter of this ``name``; ranks with equal places hold the same part. ``views`` are the
+    HF tensors that it yields, with this part's shares of them; all parts agree in ``common``, which ``text`` says in
+    words. A ``buffer`` keeps its dtype. ``adapter``: which ranks the factors of an adapted weight are split over, and
+    the adapter's rank."""
 
     name: str
     place: tuple[int, ...]
@@ -48,11 +42,6 @@ class Part:
     text: str = ""
     buffer: bool = False
     adapter: tuple[str, int] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        itemsize: int = getattr(torch, self.dtype).itemsize
-        return prod(self.shape) * itemsize
 
 
 @dataclass(frozen=True)
@@ -65,8 +54,7 @@ class RankLayout:
     computed: str = ""
 
 
-@dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """One parameter in one replica of the model: its parts, and the ranks of the world that hold each."""
 
     parts: tuple[Part, ...]
@@ -91,7 +79,7 @@ class JointSource(ParameterSource):
     @abstractmethod
     def read(self, run: str) -> RankLayout:
         """This rank's layout, as it was when last looked at; ``run`` names this reading alike on all ranks. Raises
-        ValueError, with its name, for a parameter that is stored in a way that cannot be sent."""
+        ValueError for a parameter that cannot be sent as it is stored."""
 
     @abstractmethod
     def shard(self, base: Base, name: str) -> Shard:
@@ -116,8 +104,7 @@ class JointSource(ParameterSource):
         run = f"layout {agreement.number}.{self._readings}"
         layout = agreement.step("reading the layout of the trainer", lambda: self.read(run))
         layouts = agreement.gather("exchanging the layout of the trainer", layout)
-        other = self.instead(layouts)
-        if other is not None:
+        if (other := self.instead(layouts)) is not None:
             return other.agree_on_layout(agreement)
         bases = agreement.step("matching the layouts of all ranks", lambda: self._match(layouts))
         self.group = self._group_of(replicas(layouts))
@@ -130,13 +117,10 @@ class JointSource(ParameterSource):
         return not self._bases
 
     def _match(self, layouts: list[RankLayout]) -> list[Base]:
-        """Works out who sends what, from the layouts of all ranks in rank order. Raises ValueError, the same on every
-        rank, where the ranks disagree."""
-        units_of = match(layouts)
-        for units in units_of.values():
-            for unit in units:
-                self.check_whole(unit.parts)
-        rank = dist.get_rank()
+        """Works out who sends what. Raises ValueError, the same on every rank, where the ranks disagree."""
+        units_of, rank = match(layouts), dist.get_rank()
+        for unit in chain(*units_of.values()):
+            self.check_whole(unit.parts)
         ranks, units = next((ranks, units) for ranks, units in units_of.items() if rank in ranks)
         bases: list[Base] = []
         self._parts, self._mine = [], {}
@@ -190,9 +174,8 @@ def replicas(layouts: list[RankLayout]) -> list[tuple[int, ...]]:
 
 
 def match(layouts: list[RankLayout]) -> dict[tuple[int, ...], list[Unit]]:
-    """The parameters of each replica, in model order, from the layouts of all ranks in rank order; the same on every
-    rank. Raises ValueError, with parameter and ranks, where ranks disagree on one, or hold less or more than all of it.
-    """
+    """The parameters of each replica, in model order, from the layouts of all ranks in rank order. Raises ValueError,
+    with parameter and ranks, where ranks disagree on one, or hold less or more than all of it."""
     found: dict[str, dict[int, Part]] = defaultdict(dict)  # name -> rank -> part
     for rank, layout in enumerate(layouts):
         for part in layout.parts:
@@ -207,7 +190,8 @@ def match(layouts: list[RankLayout]) -> dict[tuple[int, ...], list[Unit]]:
 def _check_alike(name: str, parts: dict[int, Part]) -> None:
     kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for rank, part in parts.items():
-        kinds[part.dtype, part.buffer, part.adapter, part.common].append(rank)
+        products = tuple((view.name, view.shape) for view in part.views)
+        kinds[part.dtype, part.buffer, part.adapter, part.common, products].append(rank)
     if len(kinds) > 1:
         said = {_ranks(ranks): parts[ranks[0]].text for ranks in kinds.values()}
         if len(set(said.values())) == 1:  # then what it becomes differs
@@ -217,21 +201,21 @@ def _check_alike(name: str, parts: dict[int, Part]) -> None:
 
 
 def _unit(ranks: tuple[int, ...], name: str, found: dict[int, Part]) -> Unit:
-    by_place: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    holders: dict[tuple[int, ...], list[int]] = defaultdict(list)  # by place
     for rank in ranks:
         if rank in found:
-            by_place[found[rank].place].append(rank)
-    parts = [found[by_place[place][0]] for place in sorted(by_place)]
+            holders[found[rank].place].append(rank)
+    places = sorted(holders)
+    parts = tuple(found[holders[place][0]] for place in places)
     like, who = next(iter(found.values())), f"{_ranks(ranks)} {'hold' if len(ranks) > 1 else 'holds'}"
+    of = f"of parameter {name!r} ({like.text}), which {_ranks(found)} hold"
     if not parts:
-        raise ValueError(f"{who} no copy of parameter {name!r} ({like.text}), which {_ranks(found)} hold")
+        raise ValueError(f"{who} no copy {of}")
     for number, view in enumerate(like.views):
         held = sum(run.width * run.count for part in parts for run in part.views[number].shares)
         if held != view.span:
-            raise ValueError(
-                f"{who} {held} of {view.span} elements of parameter {name!r} ({like.text}), which {_ranks(found)} hold"
-            )
-    return Unit(tuple(parts), tuple(tuple(by_place[part.place]) for part in parts))
+            raise ValueError(f"{who} {held} of {view.span} elements {of}")
+    return Unit(parts, tuple(tuple(holders[place]) for place in places))
 
 
 def _ranks(ranks: Iterable[int]) -> str:
@@ -243,10 +227,10 @@ def choose_owners(units: list[Unit], ranks: tuple[int, ...]) -> list[tuple[int, 
     """The rank of a replica that sends each part of its units, so that all ranks send about as much."""
     load = dict.fromkeys(ranks, 0)
     chosen = [[0] * len(unit.parts) for unit in units]
-    places = [(index, number) for index, unit in enumerate(units) for number in range(len(unit.parts))]
+    places = [(unit, number) for unit, of in enumerate(units) for number in range(len(of.parts))]
     # What only one rank holds comes first: the others' choice evens it out
     for index, number in sorted(places, key=lambda place: len(units[place[0]].holders[place[1]]) > 1):
-        rank = min(units[index].holders[number], key=lambda rank: (load[rank], rank))
-        load[rank] += units[index].parts[number].nbytes
-        chosen[index][number] = rank
+        part, holders = units[index].parts[number], units[index].holders[number]
+        chosen[index][number] = rank = min(holders, key=lambda rank: (load[rank], rank))
+        load[rank] += prod(part.shape) * getattr(torch, part.dtype).itemsize
     return [tuple(picked) for picked in chosen]

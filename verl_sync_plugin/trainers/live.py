@@ -13,26 +13,25 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from verl.utils.model import convert_weight_keys
 
+from verl_sync_plugin.config.settings import TRAINERS
 from verl_sync_plugin.lora.peft import carries_adapter
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
 from verl_sync_plugin.trainers.fsdp import FSDP1Trainer, FSDP2Trainer
 from verl_sync_plugin.trainers.fsdp2 import StateDictSource
-from verl_sync_plugin.trainers.naming import checkpoint_rewrite, verl_rewrite
+from verl_sync_plugin.trainers.naming import Naming, checkpoint_rewrite, verl_rewrite
 from verl_sync_plugin.trainers.placed import PlacedSource, ShardSpecTrainer, simple, state_boxes
 
 LiveSource = torch.nn.Module | Mapping[str, torch.Tensor]
 STATE_DICT = "state dict"
 # With DTensors of other placements than FSDP2's
 PLACED_STATE_DICT, PLACED = "placed state dict", "placed module"
-ENGINES = ("fsdp", "fsdp2", "megatron")
 KINDS = "an FSDP2, FSDP1, DDP or plain module of transformers, a state dict, or one of verl's training engines"
 
 
 class Live:
     """Holds what the next sync reads, in the place of verl's training engine; ``config`` is that of the served model,
-    as in ``config.json``. ``source`` is what the script gave last, and ``kind`` its kind: ``fsdp2`` (DDP and plain
-    modules too), ``fsdp``, ``state dict``; ``placed module`` and ``placed state dict`` where DTensors have other
-    placements than FSDP2's; or a strategy of verl's."""
+    as in ``config.json``. ``source`` is what the script gave last, and ``kind`` its kind: a strategy of verl's
+    (``fsdp2`` for DDP and plain modules, too), or one of the names above."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
@@ -40,14 +39,13 @@ class Live:
         self.kind = ""
 
     def take(self, source: Any) -> bool:
-        """Notes what a sync is to read; returns True if it is another module or kind than before. Raises TypeError for
-        what cannot be read, and ValueError, with name and remedy, for a module that cannot."""
+        """Notes what a sync is to read; returns True if it is another module or kind than before. Raises TypeError or,
+        for a module, ValueError for what cannot be read."""
         if source is self.source and not isinstance(source, Mapping):
             return False
-        kind = kind_of(source)
-        same = kind == self.kind and isinstance(source, Mapping)
-        self.source, self.kind = source, kind
-        return not same
+        before, self.kind = self.kind, kind_of(source)
+        self.source = source
+        return self.kind != before or not isinstance(source, Mapping)
 
     def let_go(self) -> None:
         """Drops a state dict, which the script may have made for this sync alone."""
@@ -59,8 +57,8 @@ def kind_of(source: Any) -> str:
     """The kind of what a script trains; see ``Live`` for the kinds and ``Live.take`` for the errors."""
     strategy = getattr(getattr(source, "engine_config", None), "strategy", None)
     if strategy is not None:
-        if strategy not in ENGINES and not hasattr(source, "get_per_tensor_param_shard"):
-            raise ValueError(f"the training engine's strategy {strategy!r}: use one of {', '.join(ENGINES)}.")
+        if strategy not in TRAINERS and not hasattr(source, "get_per_tensor_param_shard"):
+            raise ValueError(f"the training engine's strategy {strategy!r}: use one of {', '.join(TRAINERS)}.")
         return str(strategy)
     if isinstance(source, Mapping):
         if not source or not all(isinstance(tensor, torch.Tensor) for tensor in source.values()):
@@ -99,24 +97,26 @@ class LiveTrainer(TrainerBackend):
     _inner: TrainerBackend | None = None
 
     def open_source(self) -> ParameterSource:
-        live = self.engine
-        self._inner = None
-        if live.kind in (STATE_DICT, PLACED_STATE_DICT):
+        live, self._inner = self.engine, None
+        if isinstance(live.source, Mapping):
             tied = frozenset(("lm_head.weight",) if live.config.get("tie_word_embeddings") else ())
             given, rewrite = partial(getattr, live, "source"), verl_rewrite(live.config.get("model_type"))
             if live.kind == STATE_DICT:
-                return StateDictSource(given, self.policy, rewrite, tied)
+                return StateDictSource(given, Naming(self.policy, rewrite, unsaved=tied))
             return PlacedSource(lambda: state_boxes(given, rewrite, tied), self.policy)
         if live.kind == PLACED:
             return self._placed(unwrapped(live.source))
         engine: Any = live.source
         if isinstance(engine, torch.nn.Module):
             module = engine.module if isinstance(engine, DistributedDataParallel) else engine
-            engine = SimpleNamespace(module=module, model_config=_ModelConfig(unwrapped(module).config))
+            # verl's ``HFModelConfig`` as its FSDP backends ask for it; the adapter's settings are in the module
+            lora, hf_config = {"merge": True}, unwrapped(module).config
+            config = SimpleNamespace(lora=lora, hf_config=hf_config, get=lambda key, default=None: default)
+            engine = SimpleNamespace(module=module, model_config=config)
         backend: type[TrainerBackend] = ShardSpecTrainer
         if live.kind == "megatron":
             from verl_sync_plugin.trainers.megatron.trainer import MegatronTrainer as backend
-        elif live.kind in ENGINES:
+        elif live.kind in TRAINERS:
             backend = FSDP1Trainer if live.kind == "fsdp" else FSDP2Trainer
         self._inner = backend(engine, self.config, self.device, self.rollout_dtype)
         self._inner.policy = self.policy
@@ -149,12 +149,3 @@ class LiveTrainer(TrainerBackend):
 
     def untied_end(self) -> str:
         return "" if self._inner is None else self._inner.untied_end()
-
-
-class _ModelConfig(dict[str, Any]):
-    """verl's ``HFModelConfig`` as its FSDP backends ask for it; the adapter's settings are in the module."""
-
-    def __init__(self, hf_config: Any) -> None:
-        super().__init__(lora={"merge": True})
-        self.hf_config = hf_config
-        self.lora = self["lora"]

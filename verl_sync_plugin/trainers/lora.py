@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA weights merged while they are packed.
 
-Only the small factors are gathered, whole, for the weights of a few buckets at a time; the base stays sharded and is
-never written. So there is nothing to back up or restore, and a failure leaves the trainer as it was. ``Merging`` is
-what all trainers share; ``MergingSource`` wraps the source of a PEFT model under FSDP.
+Only the small factors are gathered, whole, for the weights of a few buckets at a time. The base stays sharded and is
+never written, so a failure leaves the trainer as it was. All trainers share ``Merging``; ``MergingSource`` wraps the
+source of a PEFT model under FSDP.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from verl_sync_plugin.config.settings import TURN_OFF, SyncConfig
 from verl_sync_plugin.copies.packing import chunks_of
 from verl_sync_plugin.layout.tensors import Base, Member, Shard, View
-from verl_sync_plugin.lora.merge import Scratch, Steps, Target, add_squares, full_precision, steps_of
+from verl_sync_plugin.lora.merge import Scratch, Target, add_squares, full_precision, steps_of
 from verl_sync_plugin.lora.peft import LoRAWeight, Weight, is_adapter, refuse_incomplete
 from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
 
@@ -37,8 +37,7 @@ Merge = Callable[[torch.Tensor, int], torch.Tensor]  # see ``Shard.merge``
 
 def take_part(work: dist.Work, device: torch.device, seconds: float) -> None:
     """Waits for a collective that was started with ``async_op=True``; raises RuntimeError where another rank did not
-    take part in time. On a GPU this only orders streams; who waits for the result there has a bound (``reached``,
-    ``BucketSender.drain``)."""
+    take part in time. On a GPU this only orders streams; who waits for the result there has a bound."""
     if device.type == "cuda":
         work.wait()
     else:
@@ -46,8 +45,8 @@ def take_part(work: dist.Work, device: torch.device, seconds: float) -> None:
 
 
 def reached(device: torch.device, seconds: float) -> None:
-    """Waits until a device has done all that was given to it, with a bound, since a rank that died leaves NCCL hanging;
-    raises TimeoutError."""
+    """Waits until a device has done all that was given to it; a rank that died leaves NCCL hanging. Raises
+    TimeoutError."""
     if device.type != "cuda":
         return
     event = torch.cuda.Event()
@@ -107,8 +106,7 @@ class FactorStore:
         self, keys: tuple[str, ...], group: dist.ProcessGroup | None, dtype: torch.dtype | None = None
     ) -> Gathering:
         """Whole factors, in ``dtype`` or the trainer's. Collective over ``group``, their owners, with the same keys on
-        all ranks; yields right before each collective. Peak device memory: the factors twice in the trainer's dtype and
-        this rank's part of them; or, where they are cast, once in each dtype."""
+        all ranks; yields right before each collective. Peak device memory: the factors twice, and this rank's part."""
         found: dict[str, torch.Tensor] = {}
         for world, factors in self._laid_out(keys):
             joined = yield from self._join(world, factors, group)
@@ -154,21 +152,25 @@ class FactorStore:
 
 
 class Merging(ParameterSource):
-    """A source that merges while it is packed; every trainer's. ``factors`` are those of this sync, as shards;
-    ``gathered`` are whole factors that are there now, by state-dict key."""
+    """A source that merges while it is packed, if it ``merges`` at all; every trainer's. ``factors`` are those of this
+    sync, as shards; ``gathered`` are whole factors that are there now, by state-dict key."""
 
     def __init__(
-        self, device: torch.device, timeout_seconds: float, gather_bytes: int = GATHER_BYTES, **source: Any
+        self, device: torch.device, timeout_seconds: float, merges: bool, gather_bytes: int = GATHER_BYTES
     ) -> None:
-        super().__init__(**source)
         self._device = device
         self._timeout = timeout_seconds
+        self._merges = merges
         self._gather_bytes = gather_bytes
         self._scratch = Scratch(device)
         self.factors = FactorStore(device, timeout_seconds)
         self._prepared: frozenset[int] = frozenset()
         self.gathered: dict[str, torch.Tensor] = {}
         self._scales: dict[str, torch.Tensor] = {}
+
+    @property
+    def prepares(self) -> bool:
+        return self._merges
 
     @abstractmethod
     def weights_in(self, base: int) -> Sequence[Weight]:
@@ -197,13 +199,12 @@ class Merging(ParameterSource):
         self._prepared, self.gathered, self._scales = frozenset(), {}, {}
 
     def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
-        """Collective: gathers the factors of every adapted weight in these bases, and DoRA's norms; those of the next
-        buckets as well, as long as all of them stay within ``gather_bytes``."""
+        """Gathers the factors of every adapted weight in these bases, and DoRA's norms; those of the next buckets as
+        well, as long as all of them stay within ``gather_bytes``."""
         if self._prepared.issuperset(bases):
             return
         self._forget()  # before more is taken
-        together = set(bases)
-        total = sum(map(self.factor_bytes, bases))
+        together, total = set(bases), sum(map(self.factor_bytes, bases))
         for bucket in ahead:
             new = set(bucket) - together
             total += sum(map(self.factor_bytes, new))
@@ -222,14 +223,10 @@ class Merging(ParameterSource):
     def merger(self, targets: tuple[Target, ...], first: int) -> Merge:
         """Returns what merges ``targets`` into parts of a run that begins at element ``first`` of the base (see
         ``Shard.merge``). How each part is merged is worked out once."""
-        known: dict[tuple[int, int], Steps] = {}
+        steps = cache(partial(steps_of, targets))
 
         def merge(part: torch.Tensor, begin: int) -> torch.Tensor:
-            place = begin, part.numel()
-            steps = known.get(place)
-            if steps is None:
-                steps = known[place] = steps_of(targets, first + begin, part.numel())
-            return self._scratch.merge(part, steps, self.gathered, self._scales)
+            return self._scratch.merge(part, steps(first + begin, part.numel()), self.gathered, self._scales)
 
         return merge
 
@@ -239,8 +236,8 @@ class Merging(ParameterSource):
 
 @dataclass(frozen=True)
 class Excerpt:
-    """Some or all elements of a base, as a base with its members. Made once; the shards it is applied to change with
-    every sync. ``offset`` and ``count`` are of this rank's run in its run of the old base."""
+    """Some or all elements of a base, as a base with its members. ``offset`` and ``count`` are of this rank's run in
+    its run of the old base."""
 
     base: Base
     members: tuple[Member, ...]
@@ -251,39 +248,29 @@ class Excerpt:
         """This part of a shard of the old base, which has no ``merge``."""
         if self.base is shard.base:
             return shard
-        return Shard(self.base, partial(_narrow, shard, self.offset, self.count), members=self.members)
+        first = self.offset if self.count else 0
+        return Shard(self.base, lambda: shard.local()[first : first + self.count], members=self.members)
 
 
-def excerpt(base: Base, rank: int, key: str, member: Member, views: Sequence[View], keep: bool = True) -> Excerpt:
-    """The elements of one member of a base as a new one with this key, and with the member if ``keep``. ``rank`` is
-    this rank's place among the owners; ``views``, of the old base, lie inside the member."""
+def excerpt(base: Base, rank: int, key: str, member: Member, views: Sequence[View]) -> Excerpt:
+    """The elements of one member of a base as a new one with this key. ``rank`` is this rank's place among the owners;
+    ``views``, of the old base, lie inside the member."""
     start, stop = member.start, member.start + math.prod(member.shape)
     firsts = [0, *accumulate(base.lengths)]
     cuts = [(max(first, start), min(end, stop)) for first, end in pairwise(firsts)]
     lengths = tuple(max(end - first, 0) for first, end in cuts)
     moved = tuple(replace(view, start=view.start - start) for view in views)
     part = Base(key, base.dtype, base.itemsize, lengths, moved)
-    alone = (replace(member, start=0),) if keep else ()
-    return Excerpt(part, alone, cuts[rank][0] - firsts[rank], lengths[rank])
+    return Excerpt(part, (replace(member, start=0),), cuts[rank][0] - firsts[rank], lengths[rank])
 
 
-def _narrow(shard: Shard, offset: int, count: int) -> torch.Tensor:
-    return shard.local()[offset : offset + count] if count else shard.local()[:0]
-
-
-def adapter_parts(shard: Shard, rank: int) -> tuple[tuple[str, Excerpt], ...]:
-    """The adapter parameters in a shard; FSDP1 may flatten them together with others."""
-    found = []
-    for member in shard.members:
-        if is_adapter(member.name):
-            whole = View(member.name, member.shape, member.start, math.prod(member.shape), member.strides)
-            part = excerpt(shard.base, rank, member.name, member, (whole,), keep=False)
-            dtype = shard.local().dtype  # the base's is what served weights travel in
-            base = replace(part.base, dtype=dtype_name(dtype), itemsize=dtype.itemsize)
-            if base == shard.base:
-                base = shard.base  # then the shard itself will do
-            found.append((member.name, replace(part, base=base)))
-    return tuple(found)
+def adapter_part(shard: Shard, rank: int, member: Member) -> Excerpt:
+    """An adapter parameter in a shard; FSDP1 may flatten it together with others."""
+    whole = View(member.name, member.shape, member.start, math.prod(member.shape), member.strides)
+    part = excerpt(shard.base, rank, member.name, member, (whole,))
+    dtype = shard.local().dtype  # the base's is what served weights travel in
+    base = replace(part.base, dtype=dtype_name(dtype), itemsize=dtype.itemsize)
+    return replace(part, base=shard.base if base == shard.base else base)  # an equal one: the shard itself will do
 
 
 def served_parts(base: Base, members: Sequence[Member], rank: int, weights: dict[str, LoRAWeight]) -> list[Excerpt]:
@@ -306,8 +293,7 @@ def served_parts(base: Base, members: Sequence[Member], rank: int, weights: dict
 
 
 def _views_of(member: Member, base: Base, members: Sequence[Member]) -> list[View]:
-    """The HF tensors of a parameter; a checkpoint's name for it may be another than the trainer's. Tied parameters have
-    equally many views over the same elements, in the order of the members."""
+    """The HF tensors of a parameter. Tied ones have equally many views of the same elements, in the members' order."""
     tied = [each for each in members if each.start == member.start]
     end = member.start + math.prod(member.shape)
     views = [view for view in base.views if member.start <= view.start < end]
@@ -315,27 +301,23 @@ def _views_of(member: Member, base: Base, members: Sequence[Member]) -> list[Vie
     return views[place * each : (place + 1) * each]
 
 
-@dataclass(frozen=True)
-class _Recipe:
-    """The parts of one base of the trainer, as long as that base stays what it is: the adapter parameters in it, and
-    what travels, with the adapted weights inside and what merges them."""
+class _Recipe(NamedTuple):
+    """The parts of one base of the trainer: the adapter parameters in it, and what travels, with the adapted weights
+    inside and what merges them."""
 
     base: Base
-    factors: tuple[tuple[str, Excerpt], ...]
-    exported: tuple[tuple[Excerpt, tuple[Target, ...], Merge | None], ...]
+    factors: list[tuple[str, Excerpt]]
+    exported: list[tuple[Excerpt, tuple[Target, ...], Merge | None]]
 
 
 class MergingSource(Merging):
-    """Wraps ``inner``, the source of a PEFT model, whose ``weights`` are named like it names them.
+    """Wraps ``inner``, the source of a PEFT model, whose ``weights`` are named like it names them. ``merge`` is False
+    for an engine that serves the adapter itself, and gets the base as it is; ``still`` raises when ``weights`` are not
+    what the trainer adapts any more.
 
     Peak device memory besides the buckets: ``gather_bytes``, or the factors of one bucket's weights where those are
     larger, twice, and this rank's part of them once more; in fp32 ``LONGEST_CHUNK`` elements and two rows; of weights
     that are not ``plain`` three times ``LONGEST_CHUNK`` elements, and of fused experts at least one whole expert.
-
-    Args:
-        merge: False yields the base as it is, for an engine that serves the adapter itself.
-        gather_bytes: of whole factors in fp32, gathered ahead; the same on all ranks.
-        still: raises when ``weights`` are not what the trainer adapts any more; asked in every sync.
     """
 
     def __init__(
@@ -348,19 +330,14 @@ class MergingSource(Merging):
         still: Callable[[], None] = lambda: None,
         timeout_seconds: float = SyncConfig.timeout_seconds,
     ) -> None:
-        super().__init__(device, timeout_seconds, gather_bytes)
+        super().__init__(device, timeout_seconds, merge, gather_bytes)
         self._inner = inner
         self._weights = {weight.name: weight for weight in weights}
-        self._merges = merge
         self._still = still
         self.exported: list[tuple[Shard, tuple[Target, ...]]] = []  # what travels, and what is merged into it
         self._recipes: dict[str, _Recipe] = {}
         self._sizes: dict[str, int] = {}
         self._checked = False
-
-    @property
-    def prepares(self) -> bool:
-        return self._merges
 
     def release(self) -> None:
         super().release()
@@ -370,20 +347,18 @@ class MergingSource(Merging):
     def shards(self) -> list[Shard]:
         self.release()
         self._still()
-        shards: list[Shard] = []
-        found = self._inner.shards()
+        found, shards = self._inner.shards(), []
         self.group = self._inner.group
         for shard in found:
             recipe = self._recipes.get(shard.base.key)
             if recipe is None or recipe.base is not shard.base:
                 recipe = self._recipes[shard.base.key] = self._recipe(shard)
                 self._checked, self._sizes = False, {}
-            for name, part in recipe.factors:
-                self.factors.shards[name] = part.of(shard)
+            self.factors.shards.update((name, part.of(shard)) for name, part in recipe.factors)
             for piece, targets, merge in recipe.exported:
                 served = piece.of(shard)
                 self.exported.append((served, targets))
-                if merge is not None:
+                if merge is not None:  # not by replace(), which takes longer
                     served = Shard(served.base, served.local, merge, served.members, served.run)
                 shards.append(served)
         if not self._checked:
@@ -393,13 +368,16 @@ class MergingSource(Merging):
         return shards
 
     def _recipe(self, shard: Shard) -> _Recipe:
-        rank, exported = self._rank(shard.base), []
+        recipe, rank = _Recipe(shard.base, [], []), self._rank(shard.base)
+        for member in shard.members:
+            if is_adapter(member.name):
+                recipe.factors.append((member.name, adapter_part(shard, rank, member)))
         for part in served_parts(shard.base, shard.members, rank, self._weights):
             if part.base.views:
                 targets = self._targets(part)
                 merge = self.merger(targets, self._first(part.base)) if targets and self._merges else None
-                exported.append((part, targets, merge))
-        return _Recipe(shard.base, adapter_parts(shard, rank), tuple(exported))
+                recipe.exported.append((part, targets, merge))
+        return recipe
 
     def _targets(self, part: Excerpt) -> tuple[Target, ...]:
         found: dict[int, Target] = {}
@@ -453,9 +431,8 @@ class MergingSource(Merging):
     def _add_squares(self, shard: Shard, target: Target, sums: torch.Tensor) -> None:
         run, first = shard.local(), self._first(shard.base)
         for begin, count in chunks_of(run.numel()):
-            chunk = run[begin : begin + count]
-            if target.overlaps(first + begin, chunk.numel()):
-                copied = chunk.to(self._device, torch.float32, copy=True)
+            if target.overlaps(first + begin, count):
+                copied = run[begin : begin + count].to(self._device, torch.float32, copy=True)
                 with full_precision():
                     add_squares(copied, first + begin, target, self.gathered, sums)
 

@@ -4,40 +4,63 @@
 An engine's loader knows the tensors of a checkpoint. The trainer's model may hold them under other names and fused:
 transformers 5 keeps Mixtral's experts ``block_sparse_moe.experts.N.w1`` and ``w3`` as one ``mlp.experts.gate_up_proj``,
 and puts ``model.language_model.`` before the layers of many multimodal models. It undoes that when it saves a model;
-verl's stream unfuses experts, but always into the names of Qwen's. Both functions run here once, on meta tensors: a
-meta view keeps its storage, offset and strides, so what they do to the real tensor can be read off without one.
+verl's stream unfuses experts, but always into the names of Qwen's. Both functions run here once, on meta tensors, which
+keep storage, offset and strides: so what they do to the real tensor can be read off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from verl_sync_plugin.layout.tensors import View
+from verl_sync_plugin.layout.tensors import Base, Member, View
 from verl_sync_plugin.lora.peft import is_adapter
+from verl_sync_plugin.trainers.base import WirePolicy, dtype_name
 
 Rewrite = Callable[[Iterable[tuple[str, torch.Tensor]]], Iterator[tuple[str, torch.Tensor]]]
 Rename = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def saved_names(names: list[str], unsaved: frozenset[str]) -> list[str]:
-    """The names of one parameter, tied or not, under which a checkpoint holds it. ``unsaved`` are those that
-    transformers leaves out, since the model ties them to others. So does an engine, and some of SGLang's classes (Gemma
-    3) know no such name."""
+    """The names of one parameter, tied or not, under which a checkpoint holds it. ``unsaved`` are those that the model
+    ties to others: transformers leaves them out, and some of SGLang's classes (Gemma 3) do not know them."""
     return [name for name in names if name not in unsaved] or names
+
+
+@dataclass(frozen=True)
+class Naming:
+    """How the tensors of a trainer travel: in which dtype, under which names of a checkpoint, and in how many parts.
+    ``rewrite`` and ``rename``, of a state dict's names, are verl's; ``unsaved``: see ``saved_names``."""
+
+    policy: WirePolicy
+    rewrite: Rewrite
+    rename: Rename = dict
+    unsaved: frozenset[str] = frozenset()
+
+    def base_of(
+        self, key: str, held: Sequence[Member], dtype: torch.dtype, lengths: tuple[int, ...], parameter: bool = True
+    ) -> Base:
+        """The base that holds these tensors, tied ones under each of their names. Where any is a ``parameter`` it
+        travels in the wire dtype, else as it is."""
+        views: list[View] = []
+        for member in held:
+            if member.name in saved_names([each.name for each in held if each.start == member.start], self.unsaved):
+                views += hf_views(member.name, member.shape, dtype, member.start, self.rewrite, member.strides)
+        names = [*(member.name for member in held), *(view.name for view in views)]
+        wire = self.policy.of_parameter(names, dtype) if parameter else dtype
+        return Base(key, dtype_name(wire), wire.itemsize, lengths, tuple(views))
 
 
 class _Uncopied(TorchFunctionMode):
     """Context in which ``contiguous`` returns a meta tensor as it is: transformers >= 5.14 calls it on every part of a
     fused tensor, and only the copy that is packed for the engine has to be contiguous."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.contiguous and args[0].is_meta:
             return args[0]
         return func(*args, **(kwargs or {}))
@@ -67,14 +90,10 @@ def hf_views(
                 "support this model. Set actor_rollout_ref.rollout.custom.sync.enabled=False to run stock verl."
             )
         if tensor.numel():
-            views.append(_view(hf_name, tensor, start))
+            span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            held = None if tensor.is_contiguous() else tuple(tensor.stride())
+            views.append(View(hf_name, tuple(tensor.shape), start + int(tensor.storage_offset()), span, held))
     return views
-
-
-def _view(name: str, tensor: torch.Tensor, start: int) -> View:
-    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    strides = None if tensor.is_contiguous() else tuple(tensor.stride())
-    return View(name, tuple(tensor.shape), start + int(tensor.storage_offset()), span, strides)
 
 
 def verl_rewrite(model_type: str | None) -> Rewrite:
@@ -85,8 +104,8 @@ def verl_rewrite(model_type: str | None) -> Rewrite:
 
 
 def checkpoint_rewrite(model: Any) -> Rewrite:
-    """The names and shapes that transformers would save a model under, and then verl's own rewriting. Only a model that
-    ``from_pretrained`` made tells under which names its checkpoint holds what; any other keeps its own names."""
+    """The names and shapes that transformers would save a model under, and then verl's own rewriting. A model that
+    ``from_pretrained`` did not make keeps its own names."""
     streamed = verl_rewrite(model.config.model_type)
     # Qwen3-VL-MoE's transposes a checkpoint's tensor unless it is shaped as the model's, which its own always are
     conversions = [

@@ -7,30 +7,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from verl_sync_plugin.layout.strided import Run, box_runs, compose
 from verl_sync_plugin.layout.tensors import NOTHING, Base, Shard, View
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend, WirePolicy, dtype_name
+from verl_sync_plugin.trainers.fsdp2 import cut
 from verl_sync_plugin.trainers.joint import JointSource, Part, RankLayout
 from verl_sync_plugin.trainers.naming import Rewrite, hf_views
 
-Place = tuple[tuple[int, ...], tuple[int, ...]]  # size and offset
 Export = Iterable[tuple[str, torch.Tensor, Any]]
 
 
 @dataclass(frozen=True, eq=False)
 class Box:
-    """One tensor on this rank: the local part, perhaps without elements, at ``offset`` in the ``whole`` shape.
-    ``rewrite`` makes the checkpoint's tensors of the whole one, by slicing alone; a ``parameter`` travels in the dtype
-    of parameters, a buffer keeps its own."""
+    """One tensor on this rank: the local part, perhaps without elements, at ``offset`` in the ``whole`` shape. A
+    ``parameter`` travels in the dtype of parameters, a buffer keeps its own."""
 
     name: str
     whole: tuple[int, ...]
@@ -52,15 +51,13 @@ class Box:
                 )
             shares = tuple(share for run in runs for share in compose(run, Run(view.start, 0, view.span)))
             views.append(View(view.name, view.shape, 0, view.span, None, shares or (NOTHING,)))
-        common = (self.whole, tuple((view.name, view.shape) for view in views))
-        text = f"{dtype_name(dtype)} of shape {self.whole}"
-        place = (*self.offset, *size)
-        return Part(self.name, place, size, dtype_name(dtype), tuple(views), common, text, not self.parameter)
+        text, place = f"{dtype_name(dtype)} of shape {self.whole}", (*self.offset, *size)
+        return Part(self.name, place, size, dtype_name(dtype), tuple(views), self.whole, text, not self.parameter)
 
 
 class PlacedSource(JointSource):
-    """Reads boxes. ``boxes`` yields, for one sync, all tensors of which this rank may hold something, in model order,
-    and raises ValueError, with its name, for one laid out in no box."""
+    """``boxes`` yields, for one sync, all tensors of which this rank may hold something, in model order, and raises
+    ValueError, with its name, for one laid out in no box."""
 
     def __init__(self, boxes: Callable[[], Iterator[Box]], policy: WirePolicy) -> None:
         super().__init__(policy)
@@ -70,11 +67,11 @@ class PlacedSource(JointSource):
 
     def look(self) -> bool:
         self._now = {box.name: box for box in self._boxes() if box.local.numel()}
-        kinds: list[tuple[object, ...]] = [
+        before = self._kinds
+        self._kinds = [
             (box.name, box.local.dtype, box.whole, box.local.shape, box.offset) for box in self._now.values()
         ]
-        changed, self._kinds = kinds != self._kinds, kinds
-        return changed
+        return self._kinds != before
 
     def read(self, run: str) -> RankLayout:
         everyone = tuple(range(dist.get_world_size()))
@@ -101,23 +98,15 @@ class PlacedSource(JointSource):
 
 
 def simple(tensors: Iterable[torch.Tensor]) -> bool:
-    """True if all DTensors are cut along dimension 0 alone, over the last dimension of one mesh, as FSDP2 and HSDP do:
-    what ``trainers/fsdp2.py`` reads."""
-    meshes = set()
-    for tensor in tensors:
-        if not isinstance(tensor, DTensor):
-            continue
-        *outer, last = tensor.placements
-        cut = type(last) is ShardPlacement and last.dim == 0
-        if not all(placement.is_replicate() for placement in outer) or not (cut or last.is_replicate()):
-            return False
-        if cut:
-            meshes.add(tensor.device_mesh)
-    return len(meshes) <= 1
+    """True if all DTensors are cut as ``trainers/fsdp2.py`` reads them, over one mesh."""
+    cuts = [(cut(tensor), tensor.device_mesh) for tensor in tensors if isinstance(tensor, DTensor)]
+    return all(each is not None for each, _ in cuts) and len({mesh for each, mesh in cuts if each}) <= 1
 
 
-def place_of(name: str, whole: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Any, ...]) -> Place:
-    """This rank's box by DTensor placements: any mix of ``Shard`` and ``Replicate`` over any mesh dimensions. Raises
+def place_of(
+    name: str, whole: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Any, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Size and offset of this rank's box by DTensor placements, any mix of ``Shard`` and ``Replicate``. Raises
     ValueError, with the remedy, where the local parts are sums (``Partial``) or no boxes."""
     for number, placement in enumerate(placements):
         if isinstance(placement, Partial):
@@ -128,11 +117,9 @@ def place_of(name: str, whole: tuple[int, ...], mesh: DeviceMesh, placements: tu
         factor = getattr(placement, "split_factor", 1)
         if factor == 1:
             continue
-        cuts = [mesh.size(at) for at, other in enumerate(placements) if getattr(other, "dim", None) == placement.dim]
-        inner = 1
-        for at in range(number + 1, len(placements)):
-            inner *= mesh.size(at) if getattr(placements[at], "dim", None) == placement.dim else 1
-        if factor != inner or whole[placement.dim] % int(torch.tensor(cuts).prod()):
+        same = [at for at, other in enumerate(placements) if getattr(other, "dim", None) == placement.dim]
+        inner = prod(mesh.size(at) for at in same if at > number)
+        if factor != inner or whole[placement.dim] % prod(mesh.size(at) for at in same):
             raise ValueError(
                 f"parameter {name!r} of shape {whole} has placements {placements}: a strided shard that is no box. "
                 "Use an even one, as fully_shard makes it over tensor parallelism, or redistribute it."
@@ -142,17 +129,17 @@ def place_of(name: str, whole: tuple[int, ...], mesh: DeviceMesh, placements: tu
 
 
 def box_of(name: str, tensor: torch.Tensor, rewrite: Rewrite, parameter: bool = True) -> Box:
-    """This rank's part of a tensor or DTensor. Raises ValueError: see ``place_of``, or torch holds another part than
-    the placements say."""
+    """This rank's part of a tensor or DTensor. Raises ValueError as ``place_of``, and where it holds another part."""
     whole = tuple(tensor.shape)
-    if not isinstance(tensor, DTensor):
-        return Box(name, whole, (0,) * len(whole), tensor, rewrite, parameter)
-    local = tensor.to_local().detach()
-    if tensor.device_mesh.get_coordinate() is None:
-        return Box(name, whole, (0,) * len(whole), local.reshape(-1)[:0], rewrite, parameter)
-    size, offset = place_of(name, whole, tensor.device_mesh, tensor.placements)
-    if tuple(local.shape) != size:
-        raise ValueError(f"parameter {name!r}: this rank holds shape {tuple(local.shape)}, not {size}")
+    offset, local = (0,) * len(whole), tensor
+    if isinstance(tensor, DTensor):
+        local = tensor.to_local().detach()
+        if tensor.device_mesh.get_coordinate() is None:
+            local = local.reshape(-1)[:0]
+        else:
+            size, offset = place_of(name, whole, tensor.device_mesh, tensor.placements)
+            if tuple(local.shape) != size:
+                raise ValueError(f"parameter {name!r}: this rank holds shape {tuple(local.shape)}, not {size}")
     return Box(name, whole, offset, local, rewrite, parameter)
 
 
@@ -162,8 +149,8 @@ def state_boxes(
     unsaved: frozenset[str] = frozenset(),
     buffers: frozenset[str] = frozenset(),
 ) -> Iterator[Box]:
-    """Boxes of a state dict whose DTensors have any placements. ``given`` returns that of the sync under way, by the
-    trainer's names; ``buffers`` are names whose tensors keep their dtype; ``unsaved``: see ``naming.saved_names``."""
+    """Boxes of a state dict whose DTensors have any placements; ``given`` returns that of the sync under way.
+    ``buffers`` are names whose tensors keep their dtype; ``unsaved``: see ``naming.saved_names``."""
     for name, tensor in given().items():
         if name not in unsaved:
             yield box_of(name, tensor, rewrite, name not in buffers)
@@ -173,38 +160,29 @@ def spec_boxes(export: Callable[[], Export]) -> Iterator[Box]:
     """Boxes of what a training engine of verl exports as ``(name, local part, ShardSpec)``. verl makes that export for
     each sync, in bf16, so meanwhile a rank holds its parts twice."""
     for name, local, spec in export():
-        size, offset, whole = _place_of_spec(name, local, spec)
-        yield Box(name, whole, offset, local.detach().reshape(size), _products(spec))
+        whole = tuple(spec.full_shape)
+        size, offset = whole, (0,) * len(whole)
+        if spec.place is None and spec.mesh is not None:
+            size, offset = place_of(name, whole, spec.mesh, tuple(spec.placements))
+        elif isinstance(spec.place, int) and (spec.place or local.numel() != prod(whole)):
+            raise ValueError(
+                f"parameter {name!r}: verl's ShardSpec places a flat part at {spec.place}, which is no box"
+            )
+        elif spec.place:
+            block = spec.place
+            size, offset, whole = map(tuple, (block.local_shape, block.global_offset, block.full_shape))
+        yield Box(name, whole, offset, local.detach().reshape(size), partial(_products, spec))
 
 
-def _place_of_spec(
-    name: str, local: torch.Tensor, spec: Any
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Size, offset, and shape of the whole."""
-    whole = tuple(spec.full_shape)
-    if spec.place is None and spec.mesh is not None:
-        return *place_of(name, whole, spec.mesh, tuple(spec.placements)), whole
-    if spec.place is None or (spec.place == 0 and local.numel() == torch.Size(whole).numel()):
-        return whole, (0,) * len(whole), whole
-    if isinstance(spec.place, int):
-        raise ValueError(f"parameter {name!r}: verl's ShardSpec places a flat part at {spec.place}, which is no box")
-    return tuple(spec.place.local_shape), tuple(spec.place.global_offset), tuple(spec.place.full_shape)
-
-
-def _products(spec: Any) -> Rewrite:
+def _products(spec: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """The checkpoint's tensors of a whole one: itself, a slot for every row, or what verl's converter slices."""
-
-    def rewrite(pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, whole in pairs:
-            if spec.to_hf_chunk is not None:
-                yield from spec.to_hf_chunk(0, whole)
-            elif spec.hf_slots is not None:
-                for row, (slot, _) in enumerate(spec.hf_slots):
-                    yield slot, whole[row]
-            else:
-                yield name, whole
-
-    return rewrite
+    for name, whole in pairs:
+        if spec.to_hf_chunk is not None:
+            yield from spec.to_hf_chunk(0, whole)
+        elif spec.hf_slots is not None:
+            yield from ((slot, whole[row]) for row, (slot, _) in enumerate(spec.hf_slots))
+        else:
+            yield name, whole
 
 
 class ShardSpecTrainer(TrainerBackend):
@@ -213,8 +191,5 @@ class ShardSpecTrainer(TrainerBackend):
     def open_source(self) -> ParameterSource:
         if not hasattr(self.engine, "get_per_tensor_param_shard"):
             raise ValueError(f"{type(self.engine).__name__} has no get_per_tensor_param_shard to read")
-        return PlacedSource(partial(spec_boxes, self._export), self.policy)
-
-    def _export(self) -> Export:
-        stream, _ = self.engine.get_per_tensor_param_shard()
-        return stream
+        export = self.engine.get_per_tensor_param_shard
+        return PlacedSource(lambda: spec_boxes(lambda: export()[0]), self.policy)

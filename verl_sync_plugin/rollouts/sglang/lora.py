@@ -24,27 +24,19 @@ Sent = tuple[str, int, int]  # a factor that was sent: its name, its elements, a
 MODULUS = 1 << 64
 # Modules of the trainer that SGLang computes in one, or under another name
 HELD_IN: Mapping[str, str] = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-    "w1": "gate_up_proj",
-    "w3": "gate_up_proj",
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate_up_proj"),
     "w2": "down_proj",
-    "q_a_proj": "fused_qkv_a_proj_with_mqa",
-    "kv_a_proj_with_mqa": "fused_qkv_a_proj_with_mqa",
+    **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj_with_mqa"),
 }
 # What the path of a language model's layers is made of; that of a tower has other words
 _LANGUAGE_MODEL = frozenset({"base_model", "model", "language_model", "text_model", "backbone"})
 
 
 def served_settings(settings: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """``adapter_config.json`` of an adapter as builtins.
-
-    SGLang refuses one that names a module which it does not serve, also where that is left out of the adapter.
-    ``settings``: fields of PEFT's ``LoraConfig``; ``names``: of the adapter's factors; their modules are named for
-    ``target_modules``."""
+    """``adapter_config.json`` of an adapter as builtins: ``settings`` are fields of PEFT's ``LoraConfig``, and
+    ``target_modules`` those of the factors (``names``): SGLang refuses a module that it does not serve, also where the
+    adapter leaves it out."""
     modules = {name.partition(".lora_")[0].rpartition(".")[2] for name in names}
     plain = {key: getattr(value, "value", value) for key, value in settings.items()}  # some of PEFT's are enums
     plain.setdefault("peft_type", "LORA")  # which SGLang requires, and verl 0.9.0 leaves out of a Megatron adapter's
@@ -65,20 +57,23 @@ def sum_of_bits(factor: torch.Tensor) -> int:
 
 
 class LostFactorsError(ValueError):
-    """SGLang does not compute with all factors of an adapter."""
+    """SGLang does not compute with the factors of some modules."""
+
+    def __init__(self, names: Sequence[str], why: str) -> None:
+        modules = list(dict.fromkeys(names))
+        kinds = ", ".join(sorted({name.rpartition(".")[2] for name in modules}))
+        more = f" (and {len(modules) - 1} modules more, of {kinds})" if len(modules) > 1 else ""
+        super().__init__(
+            f"{PREFIX}.lora.merge=False: the adapter has factors of {modules[0]}{more}, and {why}. Set "
+            f"{PREFIX}.lora.merge=True, which serves it merged, or choose other modules by {PREFIX}.target_modules or "
+            f"{PREFIX}.exclude_modules."
+        )
 
 
 @dataclass(frozen=True)
 class _Place:
-    """The place in which SGLang holds one kind of factor of one of its modules.
-
-    Attributes:
-        module: that computes with it.
-        leaf: the module's own name.
-        layer: its number; ``None`` for embedding and head.
-        first: whether these are factors A.
-        sent: what was sent for it.
-    """
+    """The place in which SGLang holds one kind of factor (``first``: A) of one of its modules, whose own name is
+    ``leaf``, in a ``layer`` (``None``: embedding or head)."""
 
     module: Any
     leaf: str
@@ -98,8 +93,7 @@ def module_of(name: str) -> str:
 
 def check(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]]) -> None:
     """A loader of SGLang's that loads nothing. Rank 0 answers for all ranks of the engine: what is wrong, or nothing.
-    ``model``: unused; ``named_tensors``: one pair; its name is a packed request of folder, adapter and sent (see
-    ``look``)."""
+    ``named_tensors`` is one pair, whose name is a packed request of folder, adapter and sent (see ``look``)."""
     try:
         folder, adapter, sent = admitted(named_tensors[0][0])
     except Exception as error:  # of whoever can reach SGLang's port
@@ -121,14 +115,11 @@ def check(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]])
 
 
 def look(manager: Any, adapter: str, sent: Sequence[Sent]) -> None:
-    """Compares what a rank's layers read with what was sent. Raises LostFactorsError, which names a module whose
-    factors SGLang does not compute with, and the remedy.
+    """Compares what a rank's layers read with what was sent (see ``summary``); without a name of an adapter only sees
+    that there is a layer for each factor. ``manager`` is SGLang's ``LoRAManager``. Raises LostFactorsError, which names
+    a module whose factors SGLang does not compute with, and the remedy."""
+    from sglang.srt.lora.utils import LoRAType
 
-    Args:
-        manager: SGLang's ``LoRAManager``.
-        adapter: its name; without one only sees that there is a layer for each factor.
-        sent: see ``summary``.
-    """
     places = _places(manager, sent)
     if not adapter:
         return
@@ -138,15 +129,20 @@ def look(manager: Any, adapter: str, sent: Sequence[Sent]) -> None:
     weights.update(held.embedding_layers)
     for key, place in places.items():
         if key not in weights or not _is_sum(weights[key], place.sent):
-            raise LostFactorsError(_refusal([place.name], "SGLang has taken other ones than it was sent"))
+            raise LostFactorsError([place.name], "SGLang has taken other ones than it was sent")
     manager.fetch_new_loras({uid})
     slot, rank = manager.memory_pool.get_buffer_id(uid), manager.memory_pool.tp_rank
     for key, place in places.items():
         cut = place.module.slice_lora_a_weights if place.first else place.module.slice_lora_b_weights
         part = cut(weights[key], rank)
-        read = _buffer(manager.memory_pool, place)[slot][: part.shape[0], : part.shape[1]]
+        kind = LoRAType.LORA_A if place.first else LoRAType.LORA_B
+        if place.layer is None:
+            buffer = manager.memory_pool.get_embedding_tensor(place.leaf, kind)
+        else:
+            buffer = manager.memory_pool.get_tensor(place.leaf, place.layer, kind)
+        read = buffer[slot][: part.shape[0], : part.shape[1]]
         if not torch.equal(*(each.contiguous().view(torch.int16) for each in (read, part.to(read.device, read.dtype)))):
-            raise LostFactorsError(_refusal([place.name], "SGLang computes with other ones than it was sent"))
+            raise LostFactorsError([place.name], "SGLang computes with other ones than it was sent")
 
 
 def _places(manager: Any, sent: Sequence[Sent]) -> dict[str, _Place]:
@@ -169,7 +165,7 @@ def _places(manager: Any, sent: Sequence[Sent]) -> dict[str, _Place]:
         if place.leaf not in {name.rpartition(".")[2] for name in names} and (why := lacking(names)):
             without.setdefault(why, []).extend(names)
     for why, names in without.items():
-        raise LostFactorsError(_refusal(names, why))
+        raise LostFactorsError(names, why)
     return found
 
 
@@ -206,28 +202,6 @@ def _is_sum(weight: torch.Tensor, sent: Sequence[Sent]) -> bool:
     elements, bits = sum(each[1] for each in sent), sum(each[2] for each in sent) % MODULUS
     times = weight.numel() // elements
     return times > 0 and sum_of_bits(weight) in (bits, bits * times % MODULUS)
-
-
-def _buffer(pool: Any, place: _Place) -> torch.Tensor:
-    from sglang.srt.lora.utils import LoRAType
-
-    kind = LoRAType.LORA_A if place.first else LoRAType.LORA_B
-    if place.layer is None:
-        found: torch.Tensor = pool.get_embedding_tensor(place.leaf, kind)
-    else:
-        found = pool.get_tensor(place.leaf, place.layer, kind)
-    return found
-
-
-def _refusal(names: Sequence[str], why: str) -> str:
-    modules = list(dict.fromkeys(names))
-    kinds = ", ".join(sorted({name.rpartition(".")[2] for name in modules}))
-    more = f" (and {len(modules) - 1} modules more, of {kinds})" if len(modules) > 1 else ""
-    return (
-        f"{PREFIX}.lora.merge=False: the adapter has factors of {modules[0]}{more}, and {why}. Set "
-        f"{PREFIX}.lora.merge=True, which serves it merged, or choose other modules by {PREFIX}.target_modules or "
-        f"{PREFIX}.exclude_modules."
-    )
 
 
 def _first_of_all(why: str) -> str:

@@ -15,8 +15,7 @@ from typing import Any
 
 from verl_sync_plugin.config import refusals
 from verl_sync_plugin.config.settings import PREFIX, TURN_OFF, given_value, lora_rank_of, section
-from verl_sync_plugin.lora.refusals import LEAVE_OUT
-from verl_sync_plugin.lora.settings import PEFT_KEY
+from verl_sync_plugin.lora.settings import LEAVE_OUT, PEFT_KEY
 from verl_sync_plugin.lora.settings import PREFIX as MODEL
 
 ARGUMENTS = f"{PREFIX}.engine_kwargs.sglang"

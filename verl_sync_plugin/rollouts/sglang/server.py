@@ -28,7 +28,7 @@ from verl_sync_plugin import compat
 from verl_sync_plugin.config.settings import SEPARATE_BACKEND, TURN_OFF, sync_config_of
 from verl_sync_plugin.errors import HalfWrittenError
 from verl_sync_plugin.log import say, say_unused
-from verl_sync_plugin.lora.peft import unties_embeddings
+from verl_sync_plugin.lora.settings import unties_embeddings
 from verl_sync_plugin.report import say_without_metrics
 from verl_sync_plugin.rollouts.gate import KV_CACHE, WEIGHTS, WeightsGate
 from verl_sync_plugin.rollouts.sglang.refusals import (

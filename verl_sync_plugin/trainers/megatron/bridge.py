@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron-Bridge, verl's default bridge, read as a description: which Megatron parameters make up which HF tensors.
 
-Megatron-Bridge names for each parameter a mapping, an object that gathers the parts of all ranks and converts them.
-Here a copy of it that cannot communicate runs once on meta tensors (``CopyTrace``): where it would gather, it gets all
-parts; where it would broadcast, it keeps what it has. Layers differ only in their numbers, so each kind of parameter is
-traced once.
+Megatron-Bridge names for each parameter a mapping, which gathers the parts of all ranks and converts them. Here a copy
+of it that cannot communicate runs once on meta tensors (``CopyTrace``): where it would gather, it gets all parts; where
+it would broadcast, it keeps what it has. Layers differ only in their numbers, so each kind of parameter is traced once.
 
-Source: that a mapping tells its layout when its helpers for communication are replaced, is the method of
-``verl.workers.engine.megatron.delta_export``, which marks elements with NaN.
+Source: ``verl.workers.engine.megatron.delta_export`` replaces a mapping's helpers for communication, too, and marks
+elements with NaN.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import NOTHING, View
@@ -36,17 +36,16 @@ from verl_sync_plugin.trainers.megatron.stream import Guard
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=weight)\d+$|(?<=bias)\d+$")
 _VOCABULARY = ("word_embeddings.weight", "output_layer.weight")  # padded where tensor parallelism does not divide it
 _COMPUTED_BY_ENGINES = ".rotary_emb.inv_freq"  # some checkpoints hold it; no engine reads it
-_UNKNOWN = -1
-# A table longer than this means a conversion that shuffles single elements of a large weight
-_LONGEST_TABLE = 1 << 26
+# More runs than this mean a conversion that shuffles single elements of a large weight
+_MOST_RUNS = 1 << 26
+_NONE = np.empty(0, dtype=np.int64)
 AllParts = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class _Product:
-    """One HF tensor that a Megatron parameter yields: the key of its name in the mapping's ``hf_param`` (empty where
-    that is a single name, ``None`` where it is none of them), name and shape, and what each part of the parameter
-    contributes."""
+    """One HF tensor that a Megatron parameter yields, and what each part of the parameter contributes. ``key`` is that
+    of its name among ``_names``; ``None`` where the bridge gave it another."""
 
     key: str | None
     name: str
@@ -66,8 +65,7 @@ class _Kind:
 
 class BridgeReader:
     """Reads one rank's weights as Megatron-Bridge's ``AutoBridge`` would convert them; keeps what it has traced. The
-    bridge makes no conversion task for a tied head, so the embedding comes once. ``chunks`` are Megatron's as the
-    bridge is given them."""
+    bridge makes no conversion task for a tied head, so the embedding comes once."""
 
     def __init__(self, bridge: Any, chunks: list[torch.nn.Module], timeout_seconds: float) -> None:
         self._bridge = bridge
@@ -79,8 +77,7 @@ class BridgeReader:
     def read(self, model: ModelTensors, run: str) -> dict[int, Part]:
         """This rank's weights by their places in ``model.tensors``, without what the bridge does not export. All ranks
         read at the same time: the bridge's list of tasks takes one exchange of names in the pipeline group. ``run``:
-        see ``Guard.begin``. Raises NotACopyError, with its name, for a parameter that becomes no copy of itself, or of
-        which that is not known."""
+        see ``Guard.begin``. Raises NotACopyError, with its name, for a parameter that may become no copy of itself."""
         self._guard.begin(run)
         with self._guard.watching():
             listed = self._bridge.get_conversion_tasks(self._chunks)
@@ -104,7 +101,7 @@ class BridgeReader:
         if getattr(mapping, "is_grouped_export", False):
             raise NotACopyError(f"parameter {name!r} is stacked with those of other experts ({type(mapping).__name__})")
         kind = self._kind_of(task, tensor)
-        names = mapping.hf_param if isinstance(mapping.hf_param, dict) else {"": mapping.hf_param}
+        names = _names(mapping)
         part, parts = (mapping.tp_rank, mapping.tp_size) if kind.split else (0, 1)
         views = tuple(
             View(names.get(each.key or "", each.name), each.shape, 0, math.prod(each.shape), None, each.shares[part])
@@ -112,9 +109,8 @@ class BridgeReader:
         )
         dim = int(getattr(tensor, "partition_dim", 0)) if parts > 1 else 0
         shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
-        common = shape, parts, dim, tuple((view.name, view.shape) for view in views), kind.digest
         text = f"{dtype} {shape}" + (f", part {part + 1} of {parts} along dimension {dim}" if parts > 1 else "")
-        return Part(name, (part,), shape, dtype, views, common, text, held.buffer)
+        return Part(name, (part,), shape, dtype, views, (shape, parts, dim, kind.digest), text, held.buffer)
 
     def _kind_of(self, task: Any, tensor: torch.Tensor) -> _Kind:
         mapping, module = task.mapping, task.megatron_module
@@ -123,7 +119,7 @@ class BridgeReader:
         key = (
             *(type(mapping), type(module), id(config), *marks, tuple(tensor.shape), tensor.dtype),
             NUMBER.sub("#", task.global_param_name),
-            NUMBER.sub("#", str(mapping.hf_param)) if isinstance(mapping.hf_param, str) else tuple(mapping.hf_param),
+            NUMBER.sub("#", mapping.hf_param) if isinstance(mapping.hf_param, str) else tuple(mapping.hf_param),
         )
         kind = self._kinds.get(key)
         if kind is None:
@@ -148,17 +144,17 @@ class BridgeReader:
             try:
                 silent = _silent(mapping, task.megatron_module, all_parts)
                 converted = self._modified(task, dict(silent.megatron_to_hf(mine, task.megatron_module)))
-                found = [
-                    (name, tuple(cropped.shape), trace.shares(cropped, mapping.tp_size if gathered else 1))
-                    for name, cropped in ((name, self._cropped(task, whole)) for name, whole in converted.items())
-                ]
+                wholes = {name: self._cropped(task, whole) for name, whole in converted.items()}
+                shares = {name: trace.shares(whole) for name, whole in wholes.items()}
             except Exception as error:  # foreign code, on tensors and groups that it was not written for
                 refused.append(str(error) if isinstance(error, NotACopyError) else repr(error))
         if refused:  # a mapping may swallow an error
             raise NotACopyError(f"parameter {task.global_param_name!r}: {refused[0]} ({type(mapping).__name__})")
-        keys = {name: key for key, name in mapping.hf_param.items()} if isinstance(mapping.hf_param, dict) else {}
-        keys = keys or {mapping.hf_param: ""}
-        products = tuple(_Product(keys.get(name), name, shape, shares) for name, shape, shares in found)
+        keys = {name: key for key, name in _names(mapping).items()}
+        parts = slice(None) if gathered else slice(mapping.tp_rank, mapping.tp_rank + 1)
+        products = tuple(
+            _Product(keys.get(name), name, tuple(whole.shape), shares[name][parts]) for name, whole in wholes.items()
+        )
         digest = hashlib.sha256(repr([product.shares for product in products]).encode()).hexdigest()[:16]
         return _Kind(bool(gathered), products, digest)
 
@@ -188,9 +184,13 @@ class BridgeReader:
         return tensor[:rows] if padded else tensor
 
 
+def _names(mapping: Any) -> dict[str, str]:
+    """The HF names of a mapping by its keys for them; a single one has none."""
+    return mapping.hf_param if isinstance(mapping.hf_param, dict) else {"": mapping.hf_param}
+
+
 class _Ranks:
-    """Stands for a process group: its size and this rank's place in it. torch does not know it, and refuses to
-    communicate over it."""
+    """Stands for a process group, with its size and this rank; torch refuses to communicate over it."""
 
     def __init__(self, size: int, rank: int) -> None:
         self._size, self._rank = size, rank
@@ -203,8 +203,8 @@ class _Ranks:
 
 
 def _silent(mapping: Any, module: torch.nn.Module, all_parts: AllParts) -> Any:
-    """A copy of a mapping, and of the mappings in it, that computes with the sizes of the groups and communicates
-    nothing; ``all_parts`` answers where it would gather the tensor-parallel parts."""
+    """A copy of a mapping, and of the mappings in it, that communicates nothing; ``all_parts`` answers where it would
+    gather the tensor-parallel parts."""
     from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
     from megatron.core.utils import get_pg_rank, get_pg_size
 
@@ -226,23 +226,13 @@ def _silent(mapping: Any, module: torch.nn.Module, all_parts: AllParts) -> Any:
 
 
 # ---- the origin of a tensor's elements, read off a function that only slices, joins and reorders. Views of meta
-# tensors keep their storage, offset and strides, and the few operations that make a new storage without computing
-# (``cat``, ``clone``, rows taken by number) are followed by a table: which element of which input each part of the new
-# storage holds. So no memory is needed however large the tensors are, and what a function does is known exactly, or it
-# is refused.
+# tensors keep their storage, offset and strides. The few operations that make a new storage without computing (``cat``,
+# ``clone``, rows taken by number) are followed by runs: which elements of which input they hold. So it takes no memory,
+# and what a function does is known exactly, or it is refused.
 
 
 class NotACopyError(ValueError):
     """The function computes new values, or shuffles single elements; its result is no plain copy of its inputs."""
-
-
-@dataclass(frozen=True)
-class _Table:
-    """Content of one storage: elements ``[i * grain, (i + 1) * grain)`` are those from ``origin[i]`` on, in the space
-    in which all inputs lie one after another, a gap of one element between them so that no run crosses."""
-
-    grain: int
-    origin: np.ndarray
 
 
 class CopyTrace(TorchDispatchMode):
@@ -251,20 +241,20 @@ class CopyTrace(TorchDispatchMode):
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, count: int) -> None:
         super().__init__()
         self._numel = math.prod(shape)
-        self._tables: dict[int, _Table] = {}
+        # By storage: where runs of the inputs begin in it, and where in the inputs; these lie one after another, a gap
+        # of one element between them so that no run crosses
+        self._runs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._alive: list[torch.Tensor] = []  # a storage's identity is reused when it dies
         self.inputs = [torch.empty(shape, dtype=dtype, device="meta") for _ in range(count)]
         for index, tensor in enumerate(self.inputs):
-            self._learn(tensor, _Table(max(self._numel, 1), np.array([index * (self._numel + 1)], dtype=np.int64)))
+            self._runs[_identity(tensor)] = np.array([0]), np.array([index * (self._numel + 1)])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(tensor, torch.Tensor):
-                self._alive.append(tensor)
+        self._alive += _tensors(result)
         if func._schema.is_mutable:
             for tensor in _tensors(args):
-                self._tables.pop(_identity(tensor), None)  # overwritten by something that is not followed
+                self._runs.pop(_identity(tensor), None)  # overwritten by something that is not followed
         elif func is torch.ops.aten.cat.default:
             self._cat(result, args[0], args[1] if len(args) > 1 else 0)
         elif func in (torch.ops.aten.clone.default, torch.ops.aten.contiguous.default):
@@ -273,51 +263,35 @@ class CopyTrace(TorchDispatchMode):
             self._select(result, args[0], args[1])
         return result
 
-    def runs(self, result: torch.Tensor) -> list[tuple[int, Run]]:
-        """The origin of the elements of ``result``: numbers of inputs and runs from the flat input to the flat result,
-        in ascending order of target. Raises NotACopyError where it is not the inputs alone."""
-        grain, origin = self._read(result)
-        if not len(origin):
-            return []
-        first = np.concatenate(([0], np.flatnonzero(np.diff(origin) != grain) + 1, [len(origin)]))
-        by_input: dict[int, list[Run]] = {}
-        for a, b in pairwise(first):
-            number, source = divmod(int(origin[a]), self._numel + 1)
-            by_input.setdefault(number, []).append(Run(source, int(a) * grain, int(b - a) * grain))
-        found = [(number, run) for number, alike in by_input.items() for run in _repetitions(alike)]
-        return sorted(found, key=lambda each: each[1].target)
-
-    def shares(self, result: torch.Tensor, parts: int) -> tuple[tuple[Run, ...], ...]:
-        """By input what it contributes to ``result``, ``NOTHING`` where that is nothing; any input is the only part."""
-        found: list[list[Run]] = [[] for _ in range(parts)]
-        for part, run in self.runs(result):
-            found[part if parts > 1 else 0].append(run)
-        return tuple(tuple(each) or (NOTHING,) for each in found)
-
-    def _learn(self, tensor: torch.Tensor, table: _Table) -> None:
-        self._alive.append(tensor)
-        self._tables[_identity(tensor)] = table
+    def shares(self, result: torch.Tensor) -> tuple[tuple[Run, ...], ...]:
+        """By input the runs from it, flat, to ``result``, flat, in ascending order of target; ``NOTHING`` where it
+        contributes nothing. Raises NotACopyError where the result is not the inputs alone."""
+        targets, origins = self._read(result)
+        found: list[list[Run]] = [[] for _ in self.inputs]
+        for (target, end), origin in zip(pairwise([*targets.tolist(), result.numel()]), origins.tolist(), strict=True):
+            number, source = divmod(origin, self._numel + 1)
+            found[number].append(Run(source, target, end - target))
+        return tuple(tuple(_repetitions(each)) or (NOTHING,) for each in found)
 
     def _cat(self, result: torch.Tensor, parts: list[torch.Tensor], dim: int) -> None:
-        if any(part.dtype != result.dtype or _identity(part) not in self._tables for part in parts):
+        if any(part.dtype != result.dtype or _identity(part) not in self._runs for part in parts):
             return  # unknown stays unknown
-        writes, position = [], 0
+        places, origins, position = list[np.ndarray](), list[np.ndarray](), 0
         for part in parts:
-            size = part.shape[dim] if part.dim() else 1
-            region = result.narrow(dim, position, size) if part.dim() else result
-            position += size
             if part.numel():
-                writes.append((_addresses(region), self._read(part)))
-        if not writes:
-            return
-        grain = math.gcd(*(math.gcd(length, source[0], _gcd(starts)) for (starts, length), source in writes))
-        grain = math.gcd(grain, result.numel())
-        _bounded(result.numel() // grain)
-        origin = np.full(result.numel() // grain, _UNKNOWN, dtype=np.int64)
-        for (starts, length), source in writes:
-            places = (starts[:, None] + np.arange(0, length, grain)).reshape(-1) // grain
-            origin[places] = (source[1][:, None] + np.arange(0, source[0], grain)).reshape(-1)
-        self._learn(result, _Table(grain, origin))
+                region = result.narrow(dim, position, part.shape[dim]) if part.dim() else result
+                rows, length = _addresses(region)
+                targets, origin = self._read(part)
+                cuts = np.union1d(targets, np.arange(0, part.numel(), length))
+                at = np.searchsorted(targets, cuts, "right") - 1
+                places.append(rows[cuts // length] + cuts % length)
+                origins.append(origin[at] + cuts - targets[at])
+            position += part.shape[dim] if part.dim() else 1
+        if places:
+            firsts = np.concatenate(places)
+            order = np.argsort(firsts)
+            self._alive.append(result)
+            self._runs[_identity(result)] = firsts[order], np.concatenate(origins)[order]
 
     def _select(self, result: torch.Tensor, source: torch.Tensor, indices: list[torch.Tensor | None]) -> None:
         """``source[rows]``, with the numbers of the rows on the CPU, is the rows one after another."""
@@ -325,48 +299,36 @@ class CopyTrace(TorchDispatchMode):
         if rows is not None and rows.dim() == 1 and rows.dtype == torch.int64 and rows.device.type == "cpu":
             self._cat(result, [source.narrow(0, int(row), 1) for row in rows.tolist()], 0)
 
-    def _read(self, tensor: torch.Tensor) -> tuple[int, np.ndarray]:
-        """(grain, origin of each grain) in the tensor's own row-major order."""
-        table = self._tables.get(_identity(tensor))
-        if table is None:
+    def _read(self, tensor: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Where runs of the inputs begin in the tensor's own row-major order, and where in the inputs."""
+        if _identity(tensor) not in self._runs:
             raise NotACopyError("its values are computed")
         if not tensor.numel():
-            return 1, np.empty(0, dtype=np.int64)
-        starts, length = _addresses(tensor)
-        grain = math.gcd(table.grain, length, _gcd(starts))
-        _bounded(len(starts) * (length // grain))
-        places = (starts[:, None] + np.arange(0, length, grain)).reshape(-1)
-        origin = table.origin[places // table.grain]
-        if (origin == _UNKNOWN).any():
-            raise NotACopyError("some of its values are computed")
-        origin = origin + places % table.grain
-        # The same content with the largest grain whose multiples all breaks between runs are
-        breaks = np.flatnonzero(np.diff(origin) != grain) + 1
-        factor = math.gcd(_gcd(breaks), len(origin))
-        return grain * factor, origin[::factor]
+            return _NONE, _NONE
+        firsts, origins = self._runs[_identity(tensor)]
+        rows, length = _addresses(tensor)
+        low, high = (np.searchsorted(firsts, rows + at, "right") - 1 for at in (0, length - 1))
+        counts = high - low + 1
+        _bounded(int(counts.sum()))
+        row = np.repeat(np.arange(len(rows)), counts)
+        run = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts) + low[row]
+        begin = np.maximum(firsts[run], rows[row])
+        targets, found = row * length + begin - rows[row], origins[run] + begin - firsts[run]
+        fresh = np.append(True, np.diff(found) != np.diff(targets))
+        return targets[fresh], found[fresh]
 
 
 def _identity(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _tensors(args: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for value in args:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found.extend(_tensors(value))
-    return found
+def _tensors(nested: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(nested) if isinstance(leaf, torch.Tensor)]
 
 
-def _bounded(entries: int) -> None:
-    if entries > _LONGEST_TABLE:
+def _bounded(runs: int) -> None:
+    if runs > _MOST_RUNS:
         raise NotACopyError("its elements are shuffled one by one")
-
-
-def _gcd(values: np.ndarray) -> int:
-    return int(np.gcd.reduce(values)) if len(values) else 0
 
 
 def _addresses(tensor: torch.Tensor) -> tuple[np.ndarray, int]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ class Held(NamedTuple):
     name: str
     tensor: torch.Tensor
     buffer: bool
-    place: int = -1
+    place: int
 
 
 class _Slot(NamedTuple):
@@ -28,39 +29,31 @@ class _Slot(NamedTuple):
     place: dict[str, Any]
     attribute: str
 
-    def tensor(self) -> torch.Tensor:
-        found = self.place[self.attribute]
-        assert isinstance(found, torch.Tensor)
-        return found
-
 
 class _Walk:
-    """Every weight of the chunks, found by going through all modules; holds as long as ``structure`` does."""
+    """Every weight of the chunks, found by going through all modules."""
 
     def __init__(self, chunks: list[torch.nn.Module]) -> None:
         self.chunks = chunks
-        self.modules = [module for chunk in chunks for module in chunk.modules()]
-        self.structure = _structure(self.modules)
-        places: dict[int, tuple[dict[str, Any], str]] = {}  # by identity, each tensor's first place
-        several: set[int] = set()
-        for module in self.modules:
-            for place in (module.__dict__["_parameters"], module.__dict__["_buffers"]):
-                for attribute, tensor in place.items():
-                    if id(tensor) in places:
-                        several.add(id(tensor))
-                    elif tensor is not None:
-                        places[id(tensor)] = (place, attribute)
+        self._modules = [module for chunk in chunks for module in chunk.modules()]
+        self._structure = _structure(self._modules)
+        self._tied = False  # of tied weights each may be replaced alone
         self.slots: list[_Slot] = []
-        self.empty: list[_Slot] = []
+        places: dict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)  # by identity
+        for module in self._modules:
+            for place in (module._parameters, module._buffers):
+                for attribute, tensor in place.items():
+                    places[id(tensor)].append((place, attribute))
         for number, chunk in enumerate(chunks):
-            for held in held_by(chunk):
-                slot = _Slot(number, held.name, held.buffer, *places[id(held.tensor)])
-                (self.slots if held.tensor.numel() else self.empty).append(slot)
-        self.tied = any(id(slot.tensor()) in several for slot in (*self.slots, *self.empty))
+            for name, weight, buffer in held_by(chunk):
+                first, *more = places[id(weight)]
+                self._tied = self._tied or bool(more)
+                self.slots.append(_Slot(number, name, buffer, *first))
 
-    def look(self) -> tuple[list[torch.Tensor], list[tuple[str, torch.Size, torch.dtype]]]:
-        tensors = [slot.place[slot.attribute] for slot in self.slots]
-        return tensors, [(slot.name, t.shape, t.dtype) for slot, t in zip(self.slots, tensors, strict=True)]
+    def holds(self, chunks: list[torch.nn.Module]) -> bool:
+        """True if no module or weight has come, gone or changed its name."""
+        same = not self._tied and all(a is b for a, b in zip(chunks, self.chunks, strict=True))
+        return same and self._structure == _structure(self._modules)
 
 
 def _structure(modules: list[torch.nn.Module]) -> list[object]:
@@ -76,9 +69,8 @@ def _structure(modules: list[torch.nn.Module]) -> list[object]:
 
 
 class ModelTensors:
-    """The weights of all chunks, wrapped or not. Walks the modules once; later it looks where they were, as long as no
-    module or weight has come, gone or changed its name: with thousands of experts a walk takes as long as moving them.
-    ``tensors`` are in the order of ``named``, as they were when last looked up."""
+    """The weights of all chunks, wrapped or not. Walks the modules once and later looks where they were: with thousands
+    of experts a walk takes as long as moving them. ``tensors`` are as they were when last looked up."""
 
     def __init__(self, chunks: list[torch.nn.Module]) -> None:
         self._chunks = chunks
@@ -89,35 +81,28 @@ class ModelTensors:
     def look(self) -> tuple[bool, bool]:
         """Looks the tensors up; a failure leaves everything as it was. Returns True, first, if names, shapes or dtypes
         are others than the last time, and second, if any tensor is another object."""
-        walk = self._walk
-        if walk is None or self._stale(walk):
-            walk = _Walk([unwrapped(chunk) for chunk in self._chunks])
-        tensors, kinds = walk.look()
-        if walk is self._walk and kinds != self._kinds:
-            walk = _Walk(walk.chunks)  # one may be empty now, and then does not count
-            tensors, kinds = walk.look()
+        walk, chunks = self._walk, [unwrapped(chunk) for chunk in self._chunks]
+        if walk is None or not walk.holds(chunks):
+            walk = _Walk(chunks)
+        tensors = [slot.place[slot.attribute] for slot in walk.slots]
+        kinds = [(slot.name, t.shape, t.dtype) for slot, t in zip(walk.slots, tensors, strict=True)]
         other = kinds != self._kinds
         moved = other or any(a is not b for a, b in zip(tensors, self.tensors, strict=True))
         self._walk, self._kinds, self.tensors = walk, kinds, tensors
         return other, moved
 
-    def _stale(self, walk: _Walk) -> bool:
-        if walk.tied or any(unwrapped(a) is not b for a, b in zip(self._chunks, walk.chunks, strict=True)):
-            return True  # of tied weights each may be replaced alone
-        return walk.structure != _structure(walk.modules) or any(slot.tensor().numel() for slot in walk.empty)
-
     def named(self) -> Iterator[tuple[int, torch.nn.Module, list[Held]]]:
-        """Each chunk's number, the chunk without its wrappers, and what it held when it was last looked at."""
+        """Each chunk's number, the chunk without its wrappers, and its weights as last looked up, no empty ones."""
         assert self._walk is not None, "look() comes first"
         found: list[list[Held]] = [[] for _ in self._walk.chunks]
         for place, (slot, tensor) in enumerate(zip(self._walk.slots, self.tensors, strict=True)):
-            found[slot.chunk].append(Held(slot.name, tensor, slot.buffer, place))
+            if tensor.numel():
+                found[slot.chunk].append(Held(slot.name, tensor, slot.buffer, place))
         for number, module in enumerate(self._walk.chunks):
             yield number, module, found[number]
 
     def offloaded(self) -> dict[int, torch.Tensor]:
-        """The flat buffers, in which Megatron's DDP keeps parameters, whose content verl has moved to host memory; by
-        the identity of the storage."""
+        """Flat buffers of Megatron's DDP whose content verl has moved to host memory, by identity of the storage."""
         from megatron.core.distributed import DistributedDataParallel
 
         found = {}
@@ -139,14 +124,11 @@ def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def held_by(module: torch.nn.Module) -> Iterator[Held]:
-    """Everything that is a weight of the HF model, empty ones too. Of the buffers that is the router's ``expert_bias``,
-    which Megatron has in its state dict but not among its parameters."""
-    for name, parameter in module.named_parameters():
-        yield Held(name, parameter, False)
-    for name, buffer in module.named_buffers():
-        if "expert_bias" in name:
-            yield Held(name, buffer, True)
+def held_by(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Everything that is a weight of the HF model, and whether it is a buffer. Of these that is the router's
+    ``expert_bias``, which Megatron has in its state dict but not among its parameters."""
+    yield from ((name, parameter, False) for name, parameter in module.named_parameters())
+    yield from ((name, buffer, True) for name, buffer in module.named_buffers() if "expert_bias" in name)
 
 
 def flat(tensor: torch.Tensor, home: torch.Tensor | None) -> torch.Tensor:

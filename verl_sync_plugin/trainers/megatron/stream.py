@@ -3,8 +3,8 @@
 
 The stream gathers and converts tensor by tensor, with collectives of its own. A rank that fails between two of them
 would leave the others in one until the process group times out, which ends the run. So before each of them its ranks
-meet in torch's store (``Guard``): who failed says so there, and who waits goes on, hears of the failure, or gives up in
-time. No collective has begun then, and the groups stay as good as they were.
+meet in torch's store (``Guard``): who waits there goes on, hears of a failure, or gives up in time. No collective has
+begun then, and the groups stay as good as they were.
 
 Device memory beyond the two buckets: the tensors of one bucket, and what the stream itself needs for one tensor.
 """
@@ -12,6 +12,7 @@ Device memory beyond the two buckets: the tensors of one bucket, and what the st
 from __future__ import annotations
 
 import hashlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -48,15 +49,13 @@ class Guard:
         self._last: dict[str, str] = {}  # key of the last meeting, by group
 
     def begin(self, run: str) -> None:
-        """Begins a new run; what was left of the last one is over. Its name is the same on all ranks and used once in
-        the life of the process group."""
+        """Begins a new run, by a name that is the same on all ranks and used once."""
         self._run, self._counts = f"verl_sync_plugin/guard/{run}", {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Collectives that this thread calls inside by their names in ``torch.distributed`` wait for all their ranks.
-        Raises RuntimeError with the error of a rank that failed in its part of the run, and TimeoutError where one did
-        not come."""
+        Raises RuntimeError with the error of a rank that failed in the run, and TimeoutError where one did not come."""
         thread = threading.get_ident()
 
         def met(collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,20 +120,17 @@ class StreamSource(ParameterSource):
     ``open_stream`` starts it, and yields full HF tensors in the same order on every rank and every time; its argument:
     the one before was broken off, so that nothing which ranks have exchanged in part is used again."""
 
-    makes_all = True
-
     def __init__(self, open_stream: Callable[[bool], Stream], policy: WirePolicy, timeout_seconds: float) -> None:
         super().__init__()
         self._open = open_stream
         self._policy = policy
         self._guard = Guard(timeout_seconds)
-        self._sync, self._runs = "", 0  # name of the sync, and runs of the stream in it; the same on all ranks
         self._syncs = 0
+        self._run_names: Iterator[str] = iter(())  # of this sync, the same on all ranks
         self._unfinished = False  # the last run of the stream did not come to its end
-        self._afresh = True
-        self._bases: list[Base] = []
-        self._order: list[int | None] = []  # base of each tensor of the stream; a second time is None
-        self._known: list[tuple[str, torch.Size, torch.dtype]] = []
+        self._bases: list[Base] = []  # empty until the stream is learnt
+        # Of each tensor of the stream: name, shape, dtype, and its base (``None`` where it came before)
+        self._known: list[tuple[str, torch.Size, torch.dtype, int | None]] = []
         self._stream: Iterator[tuple[Any, ...]] | None = None
         self._passed = 0
         self._held: dict[int, torch.Tensor] = {}
@@ -142,9 +138,10 @@ class StreamSource(ParameterSource):
     def agree_on_layout(self, agreement: Agreement) -> ParameterSource:
         """Has all ranks learn the stream if one has to, so that they go through it alike."""
         self._syncs += 1
-        self._sync, self._runs = f"stream {agreement.number}.{self._syncs}", 0
+        sync = f"stream {agreement.number}.{self._syncs}"
+        self._run_names = (f"{sync}.{run}" for run in itertools.count(1))
         if agreement.any("looking at the trainer's stream", lambda: self._unfinished or not self._bases):
-            self._bases, self._unfinished, self._afresh = [], False, True
+            self._bases, self._unfinished = [], False
         return self
 
     def shards(self) -> list[Shard]:
@@ -165,54 +162,47 @@ class StreamSource(ParameterSource):
     def _running(self) -> Iterator[Iterator[tuple[Any, ...]]]:
         """The stream, begun or gone on with. The ranks that wait for this one hear of a failure inside."""
         if self._stream is None:
-            self._runs += 1
-            self._guard.begin(f"{self._sync}.{self._runs}")
+            self._guard.begin(next(self._run_names))
             self._unfinished = True
         with self._guard.watching():
             if self._stream is None:
-                afresh, self._afresh = self._afresh, False
-                self._stream = iter(self._open(afresh))
+                self._stream = iter(self._open(not self._bases))
             yield self._stream
 
     def _learn(self) -> None:
-        places: dict[str, int] = {}
-        bases: list[Base] = []
-        self._order, self._known = [], []
+        bases: dict[str, Base] = {}
+        self._known = []
         with self._running() as stream:
             for name, tensor, *_ in stream:  # some releases of Megatron-Bridge add its own name
-                self._known.append((name, tensor.shape, tensor.dtype))
                 # Tied weights come under one name from the first and from the last pipeline stage
-                self._order.append(None if name in places else len(bases))
-                if name not in places:
-                    places[name] = len(bases)
+                self._known.append((name, tensor.shape, tensor.dtype, None if name in bases else len(bases)))
+                if name not in bases:
                     wire = self._policy.of_parameter([name], tensor.dtype)
                     view = View(name, tuple(tensor.shape), 0, tensor.numel())
-                    bases.append(Base(name, dtype_name(wire), wire.itemsize, (tensor.numel(),), (view,)))
+                    bases[name] = Base(name, dtype_name(wire), wire.itemsize, (tensor.numel(),), (view,))
         self.release()
-        self._bases, self._unfinished = bases, False
+        self._bases, self._unfinished = list(bases.values()), False
 
     def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
-        """Runs the stream up to the last of these bases, and keeps these; its collectives are its own. Raises
-        ValueError where the stream has changed since it was learnt."""
+        """Runs the stream up to the last of these bases, and keeps these. Raises ValueError where it has changed."""
         for index in [index for index in self._held if index < bases[0]]:
             del self._held[index]
         if self._held.keys() >= set(bases):
             return
         yield
         with self._running() as stream:
-            while self._passed < len(self._order) and not self._held.keys() >= set(bases):
+            while self._passed < len(self._known) and not self._held.keys() >= set(bases):
                 self._take(*next(stream, ("", torch.empty(0)))[:2])
-        self._unfinished = self._passed < len(self._order)
+        self._unfinished = self._passed < len(self._known)
 
     def _take(self, name: str, tensor: torch.Tensor) -> None:
-        known = self._known[self._passed]
-        if (name, tensor.shape, tensor.dtype) != known:
+        known, shape, dtype, place = self._known[self._passed]
+        if (name, tensor.shape, tensor.dtype) != (known, shape, dtype):
             self._bases = []  # the next sync learns it again
             raise ValueError(
-                f"the trainer's weight stream has changed: {known[0]!r} {known[2]} {tuple(known[1])} is now "
+                f"the trainer's weight stream has changed: {known!r} {dtype} {tuple(shape)} is now "
                 f"{name!r} {tensor.dtype} {tuple(tensor.shape)}; the next sync takes it as it is then"
             )
-        place = self._order[self._passed]
         self._passed += 1
         if place is not None:
             self._held[place] = tensor.detach().reshape(-1)

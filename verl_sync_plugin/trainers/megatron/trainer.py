@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's Megatron engine: tensor, pipeline, virtual pipeline, expert, expert-tensor, context and data parallel.
 
-No collective and no object exchange per tensor: what ranks hold is said once, see ``trainers/joint.py``.
-
 LoRA weights are merged while they are packed, each rank its own parts. A part of a weight needs one factor whole and of
 the other the rows or columns that match it, which the rank has: of a column-parallel weight A is gathered, of a
-row-parallel one B. What is gathered comes from the tensor-parallel ranks only, for the weights of a few buckets at a
-time. The base is never written, and no weight is ever whole.
+row-parallel one B, from the tensor-parallel ranks only. No weight is ever whole.
 
 Source: ``LoRAMerge.merge`` of ``megatron.bridge.peft.lora`` for which factor is gathered.
 """
@@ -54,25 +51,19 @@ class MegatronTrainer(TrainerBackend):
 
     def open_source(self) -> ParameterSource:
         refuse_engine(self.engine)
-        policy, chunks, bound = self.policy, self.engine.module, self.config.timeout_seconds
-        reader, stream = BridgeReader(self.engine.bridge, chunks, bound), StreamSource(self.stream, policy, bound)
-        if self._peft and not self.serves_adapter:
-            source = {"chunks": chunks, "reader": reader, "policy": policy, "otherwise": stream}
-            return MegatronLoRASource(self.device, bound, **source)
-        return MegatronSource(chunks, reader, policy, stream)
+        chunks, bound, merges = self.engine.module, self.config.timeout_seconds, self._peft and not self.serves_adapter
+        reader = BridgeReader(self.engine.bridge, chunks, bound)
+        stream = StreamSource(self.stream, self.policy, bound)
+        return MegatronSource(chunks, reader, self.policy, stream, self.device, bound, merges)
 
     def open_adapter(self, source: ParameterSource) -> ServedAdapter:
         lora, bound = self.engine.model_config.lora, self.config.timeout_seconds
-        return BridgeAdapter(self.engine.module, self._adapter_stream, lora, bound)
-
-    def _adapter_stream(self) -> Stream:
-        stream, _ = self.engine.get_per_tensor_param(base_sync_done=True)
-        return iter(stream)
+        export = partial(self.engine.get_per_tensor_param, base_sync_done=True)
+        return BridgeAdapter(self.engine.module, lambda: export()[0], lora, bound)
 
     def stream(self, afresh: bool = False) -> Stream:
         """Megatron-Bridge's export; LoRA merged, or left out where the engine serves it. ``afresh``: the last one may
-        have been broken off. The bridge's tasks keep what they have heard from other ranks, which may then have heard
-        nothing, so new ones are made."""
+        have been broken off, and the bridge's tasks keep what only some ranks have heard, so new ones are made."""
         if afresh:
             self.engine._hf_export_tasks = None
         stream, _ = self.engine.get_per_tensor_param()
@@ -81,79 +72,28 @@ class MegatronTrainer(TrainerBackend):
 
 def refuse_engine(engine: Any) -> None:
     """Raises ValueError when a Megatron engine cannot be synced; names key, value and remedy."""
-    megatron = "actor_rollout_ref.actor.megatron"
-    if engine.vanilla_bridge:
-        raise ValueError(
-            f"{megatron}.vanilla_mbridge=True: weight sync serves Megatron-Bridge, verl's default, and not the "
-            f"deprecated mbridge. Set it to False, or {TURN_OFF}."
-        )
-    if getattr(engine, "_qat_enabled", False):
-        raise ValueError(f"{megatron}.qat.enable=True: weight sync does not quantize; {TURN_OFF}.")
-    if getattr(engine.engine_config, "use_megatron_fsdp", False):
-        raise ValueError(f"{megatron}.use_megatron_fsdp=True: weight sync does not read its shards; {TURN_OFF}.")
-    if any(getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False) for chunk in engine.module):
-        # Megatron then gathers updated parameters in the next forward pass, which comes after the sync
-        raise ValueError(
-            f"{megatron}.override_ddp_config.overlap_param_gather=True: the parameters are not up to date when verl "
-            "syncs. Set it to False."
-        )
+    # With the last Megatron gathers updated parameters in the next forward pass, which comes after the sync
+    overlaps = (getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False) for chunk in engine.module)
+    for given, text in (
+        (
+            engine.vanilla_bridge,
+            "vanilla_mbridge=True: weight sync serves Megatron-Bridge, verl's default, and not the deprecated mbridge. "
+            f"Set it to False, or {TURN_OFF}.",
+        ),
+        (getattr(engine, "_qat_enabled", False), f"qat.enable=True: weight sync does not quantize; {TURN_OFF}."),
+        (
+            getattr(engine.engine_config, "use_megatron_fsdp", False),
+            f"use_megatron_fsdp=True: weight sync does not read its shards; {TURN_OFF}.",
+        ),
+        (
+            any(overlaps),
+            "override_ddp_config.overlap_param_gather=True: the parameters are not up to date when verl syncs. Set it "
+            "to False.",
+        ),
+    ):
+        if given:
+            raise ValueError(f"actor_rollout_ref.actor.megatron.{text}")
     refuse_megatron_lora(engine.engine_config, engine.model_config)
-
-
-class MegatronSource(JointSource):
-    """Walks the model chunks of one rank (one per virtual pipeline stage), wrapped or not. ``otherwise`` is the
-    bridge's own stream, for a model whose conversion computes."""
-
-    def __init__(
-        self, chunks: list[torch.nn.Module], reader: BridgeReader, policy: WirePolicy, otherwise: ParameterSource
-    ) -> None:
-        super().__init__(policy)
-        self._model = ModelTensors(chunks)
-        self._reader = reader
-        self._otherwise = otherwise
-        self._places: dict[str, int] = {}  # of this rank's parameters, by name
-        self._shards: list[Shard] = []  # as long as every tensor stays the object it is, and on the device
-        self._offloaded: dict[int, torch.Tensor] = {}
-
-    def look(self) -> bool:
-        other, moved = self._model.look()
-        if other or moved:
-            self._shards = []
-        return other
-
-    def read(self, run: str) -> RankLayout:
-        self._shards = []
-        groups = tuple(tuple(dist.get_process_group_ranks(group)) for group in self.groups())
-        try:
-            found = self._reader.read(self._model, run)
-        except NotACopyError as error:
-            return RankLayout((), groups, str(error))
-        self._places = {part.name: place for place, part in found.items()}
-        return RankLayout(tuple(found.values()), groups)
-
-    def instead(self, layouts: list[RankLayout]) -> ParameterSource | None:
-        computed = next((layout.computed for layout in layouts if layout.computed), "")
-        if not computed:
-            return None
-        log.say(f"this model goes through the trainer's own weight stream, which is slower: {computed}")
-        return self._otherwise
-
-    def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        from megatron.core import parallel_state as mpu
-
-        return mpu.get_model_parallel_group(), mpu.get_expert_tensor_model_pipeline_parallel_group()
-
-    def shards(self) -> list[Shard]:
-        self._offloaded = self._model.offloaded()
-        if self._offloaded:
-            return super().shards()
-        self._shards = self._shards or super().shards()
-        return self._shards
-
-    def shard(self, base: Base, name: str) -> Shard:
-        tensor = self._model.tensors[self._places[name]]
-        home = self._offloaded.get(tensor.untyped_storage()._cdata)
-        return Shard(base, partial(flat, tensor, home), run=None if home is not None else tensor)
 
 
 @dataclass(frozen=True)
@@ -181,59 +121,92 @@ class AdaptedWeight(Weight):
         return float(self.adapter.alpha / self.adapter.dim)
 
 
-class MegatronLoRASource(Merging, MegatronSource):
-    """A ``MegatronSource`` that merges; arguments as of both base classes."""
+class MegatronSource(Merging, JointSource):
+    """Walks the model chunks of one rank (one per virtual pipeline stage), wrapped or not. ``otherwise`` is the
+    bridge's own stream, for a model whose conversion computes."""
 
-    def __init__(self, device: torch.device, timeout_seconds: float, **source: Any) -> None:
-        super().__init__(device, timeout_seconds, **source)
+    def __init__(
+        self, chunks: list[torch.nn.Module], reader: BridgeReader, policy: WirePolicy, otherwise: ParameterSource,
+        device: torch.device, timeout_seconds: float, merges: bool,
+    ) -> None:  # fmt: skip
+        Merging.__init__(self, device, timeout_seconds, merges)
+        JointSource.__init__(self, policy)
+        self._model = ModelTensors(chunks)
+        self._reader = reader
+        self._otherwise = otherwise
+        self._places: dict[str, int] = {}  # of this rank's parameters, by name
         self._weights: dict[str, AdaptedWeight] = {}  # of this rank, by name
         self._mergers: dict[str, Merge] = {}
+        self._shards: list[Shard] = []  # as long as every tensor stays the object it is, and on the device
+        self._offloaded: dict[int, torch.Tensor] = {}
+
+    def look(self) -> bool:
+        other, moved = self._model.look()
+        if other or moved:
+            self._shards = []
+        return other
 
     def read(self, run: str) -> RankLayout:
-        layout, self._mergers = super().read(run), {}
-        if layout.computed:
-            return layout
-        names = {place: name for name, place in self._places.items()}
+        self._shards, self._mergers = [], {}
+        groups = tuple(tuple(dist.get_process_group_ranks(group)) for group in self.groups())
         try:
-            self._weights = {weight.name: weight for weight in adapted_weights(self._model, names)}
+            found = self._reader.read(self._model, run)
+            names = {place: part.name for place, part in found.items()}
+            adapted = adapted_weights(self._model, names) if self.prepares else ()
+            self._weights = {weight.name: weight for weight in adapted}
         except NotACopyError as error:
-            return replace(layout, parts=(), computed=str(error))
+            return RankLayout((), groups, str(error))
+        self._places = {name: place for place, name in names.items()}
         parts = (
             replace(part, adapter=(_kind(weight), weight.rank)) if (weight := self._weights.get(part.name)) else part
-            for part in layout.parts
+            for part in found.values()
         )
-        return replace(layout, parts=tuple(parts))
+        return RankLayout(tuple(parts), groups)
+
+    def instead(self, layouts: list[RankLayout]) -> ParameterSource | None:
+        computed = next((layout.computed for layout in layouts if layout.computed), "")
+        if not computed:
+            return None
+        log.say(f"this model goes through the trainer's own weight stream, which is slower: {computed}")
+        return self._otherwise
+
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        from megatron.core import parallel_state as mpu
+
+        return mpu.get_model_parallel_group(), mpu.get_expert_tensor_model_pipeline_parallel_group()
 
     def shards(self) -> list[Shard]:
         self.release()
-        offloaded = self._model.offloaded()
+        self._offloaded = self._model.offloaded()
         for weight in self._weights.values():
             for key, place in ((weight.a, weight.place_a), (weight.b, weight.place_b)):
                 if key not in self.factors.shards:
-                    self.factors.shards[key] = self._factor(weight, key, place, offloaded)
-        return super().shards()
+                    self.factors.shards[key] = self._factor(weight, key, self._model.tensors[place])
+        if self._offloaded:
+            return super().shards()
+        self._shards = self._shards or super().shards()
+        return self._shards
 
-    def _factor(self, weight: AdaptedWeight, key: str, place: int, offloaded: dict[int, torch.Tensor]) -> Shard:
+    def _home(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return self._offloaded.get(tensor.untyped_storage()._cdata)
+
+    def _factor(self, weight: AdaptedWeight, key: str, tensor: torch.Tensor) -> Shard:
         """This rank's part of a factor; parts are rows, so one after another they are the whole."""
-        tensor = self._model.tensors[place]
-        home = offloaded.get(tensor.untyped_storage()._cdata)
         each = tensor if weight.expert is None else tensor[weight.expert]
         rows, columns = each.shape
         whole = weight.rank if key == weight.a else self._model.tensors[self._places[weight.name]].shape[0]
         size = whole // rows
         view = View(key, (rows * size, columns), 0, rows * size * columns)
         base = Base(key, dtype_name(tensor.dtype), tensor.dtype.itemsize, (rows * columns,) * size, (view,))
-        return Shard(base, partial(flat, each, home))
+        return Shard(base, partial(flat, each, self._home(tensor)))
 
     def shard(self, base: Base, name: str) -> Shard:
-        shard = super().shard(base, name)
-        weight = self._weights.get(name)
-        if weight is not None:
-            if name not in self._mergers:
-                shape = tuple(self._model.tensors[self._places[name]].shape)
-                self._mergers[name] = self.merger((Target(weight, 0, shape),), 0)
-            shard.merge = self._mergers[name]
-        return shard
+        tensor, weight = self._model.tensors[self._places[name]], self._weights.get(name)
+        home = self._home(tensor)
+        if weight is not None and name not in self._mergers:
+            self._mergers[name] = self.merger((Target(weight, 0, tuple(tensor.shape)),), 0)
+        run = None if home is not None else tensor
+        return Shard(base, partial(flat, tensor, home), self._mergers.get(name), run=run)
 
     def weights_in(self, base: int) -> list[AdaptedWeight]:
         weight = self._weights.get(self._mine.get(base, ""))
@@ -244,8 +217,7 @@ class MegatronLoRASource(Merging, MegatronSource):
         return 0 if part.adapter is None else part.adapter[1] * sum(part.shape) * torch.float32.itemsize
 
     def gather(self, bases: tuple[int, ...]) -> Gathering:
-        """Gathers for the weights that this rank and its group hold parts of. Every rank yields once for each kind of
-        which any has something to gather."""
+        """Every rank yields once for each kind of which any has something to gather."""
         found: dict[str, torch.Tensor] = {}
         parts = [self._parts[base] for base in bases]
         for kind in _KINDS:
@@ -287,9 +259,8 @@ def _kind(weight: AdaptedWeight) -> str:
 
 
 def adapted_weights(model: ModelTensors, names: dict[int, str]) -> Iterator[AdaptedWeight]:
-    """The adapted weights of a rank; ``names`` are Megatron's global ones of what travels, by place. Raises ValueError
-    for a trained parameter that would never arrive, and NotACopyError for an adapter that only the bridge's own stream
-    merges."""
+    """The adapted weights of a rank; ``names`` are the global ones of what travels, by place. Raises ValueError for a
+    trained parameter that would never arrive, and NotACopyError for an adapter that only the bridge's stream merges."""
     for _, chunk, all_held in model.named():
         held = {each.name: each for each in all_held}
         factors: set[int] = set()
@@ -325,9 +296,8 @@ def _of(path: str, adapter: Any, held: dict[str, Held], names: dict[int, str]) -
 
 
 class BridgeAdapter(ServedAdapter):
-    """The bridge's own export of an adapter, once per sync: the factors are small, and which rows of them belong to
-    which HF module is the bridge's knowledge. ``open_stream`` yields the adapter's tensors by HF name; ``lora`` is
-    ``actor_rollout_ref.model.lora``."""
+    """The bridge's own export of an adapter, once per sync: which rows of the small factors belong to which HF module
+    is the bridge's knowledge. ``open_stream`` yields them by HF name; ``lora`` is ``actor_rollout_ref.model.lora``."""
 
     def __init__(
         self, chunks: list[torch.nn.Module], open_stream: Callable[[], Stream], lora: Any, timeout_seconds: float
@@ -356,6 +326,3 @@ class BridgeAdapter(ServedAdapter):
         self._guard.begin(run)
         with self._guard.watching():
             return {f"base_model.model.{name}": tensor.detach() for name, tensor, *_ in self._open()}
-
-    def release(self) -> None:
-        """Does nothing: nothing is kept."""
