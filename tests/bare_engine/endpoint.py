@@ -75,7 +75,6 @@ class BareEngine(WeightUpdates):
         return asyncio.run_coroutine_threadsafe(coroutine, self.engine.loop)
 
     def call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """What a coroutine in the engine's loop returns."""
         return self.start(coroutine).result(CALL_SECONDS)
 
     async def abandon_sync(self, why: str) -> None:

@@ -26,23 +26,12 @@ PROMPT = [5, 6, 7, 8, 9, 10]
 
 @dataclass(frozen=True)
 class Setup:
-    """One scenario.
-
-    Attributes:
-        model_path: tiny HF checkpoint with tokenizer.
-        strategy: verl's actor strategy; with Megatron its default bridge.
-        world: trainer ranks, which is also the engine's tensor-parallel size.
-        bucket_bytes: small ones make tensors split.
-        settings: for ``FSDPEngineConfig``, or of a Megatron ``Layout``.
-        logprob_bound: how far the engine's log-probabilities may be from transformers', both computed in bfloat16.
-    """
-
-    model_path: str
-    strategy: str
-    world: int
-    bucket_bytes: int
-    settings: tuple[tuple[str, object], ...] = ()
-    logprob_bound: float = 0.06
+    model_path: str  # a tiny HF checkpoint with tokenizer
+    strategy: str  # verl's, of the actor
+    world: int  # trainer ranks, which is also the engine's tensor-parallel size
+    bucket_bytes: int  # small ones make tensors split
+    settings: tuple[tuple[str, object], ...] = ()  # for FSDPEngineConfig, or of a Megatron Layout
+    logprob_bound: float = 0.06  # how far the engine's may be from transformers', both computed in bfloat16
 
 
 class Rank:
@@ -79,7 +68,6 @@ class Rank:
         asyncio.run(self._sync(version, *(([], []) if awake else (["weights"], ["kv_cache"]))))
 
     def failing(self, version: int) -> str:
-        """The error of a sync that must fail."""
         with pytest.raises(SyncError) as caught:
             self.sync(version)
         return str(caught.value)
@@ -91,52 +79,36 @@ class Rank:
 
     def check_exact(self, tag: str) -> None:
         """Engine parameters after our sync equal those after SGLang's own load of the same weights from disk."""
-        from safetensors.torch import save_file
-
         full = trainer.full_state(self.trainer)
         if self.engine is None:
             return
         synced = self.engine.state(self.folder / f"{tag}-synced")
-        checkpoint = _checkpoint(self.setup.model_path, self.folder / f"{tag}-checkpoint")
-        # A router's bias is kept, travels and is used in float32, as in published checkpoints
-        cast = {n: t if n.endswith("e_score_correction_bias") else t.to(torch.bfloat16) for n, t in full.items()}
-        tensors = {name: tensor.contiguous() for name, tensor in cast.items()}
-        save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
-        self._check_tokens(checkpoint)
+        checkpoint = trainer.save(full, self.setup.model_path, self.folder / f"{tag}-checkpoint")
+        off = far(self.engine.generate(PROMPT, 4), checkpoint)
+        assert off < self.setup.logprob_bound, off
         self.engine.load_from_disk(str(checkpoint))
         loaded = self.engine.state(self.folder / f"{tag}-loaded")
         for rank, (ours, theirs) in enumerate(zip(synced, loaded, strict=True)):
             different = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
             assert ours.keys() == theirs.keys() and not different, f"rank {rank} differs in {different}"
 
-    def _check_tokens(self, checkpoint: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        assert self.engine is not None
-        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
-        tokens, logprobs = self.engine.generate(PROMPT, 4)
-        logits = model(torch.tensor([PROMPT + tokens])).logits[0].float()
-        expected = torch.log_softmax(logits, -1)[len(PROMPT) - 1 : -1]
-        for position, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
-            off = abs(expected[position, token].item() - logprob)
-            assert off < self.setup.logprob_bound, (position, token, logprob, off)
-
     def close(self) -> None:
         if self.engine is not None:
             self.engine.shutdown()
 
 
-def _checkpoint(source: str, target: Path) -> Path:
-    """A copy of a checkpoint folder without its weights."""
-    target.mkdir()
-    for file in Path(source).iterdir():
-        if ".safetensors" not in file.name:
-            (target / file.name).write_bytes(file.read_bytes())
-    return target
+def far(words: tuple[list[int], list[float]], checkpoint: Path) -> float:
+    """How far the log-probabilities of an engine's words are from those of transformers, with a checkpoint."""
+    from transformers import AutoModelForCausalLM
+
+    tokens, logprobs = words
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    logits = model(torch.tensor([PROMPT + tokens])).logits[0].float()
+    expected = torch.log_softmax(logits, -1)[len(PROMPT) - 1 : -1]
+    return max(abs(expected[i, t].item() - p) for i, (t, p) in enumerate(zip(tokens, logprobs, strict=True)))
 
 
 def run_rank(rank: int, setup: Setup, folder: str, port: int, story: Callable[[Rank], None]) -> None:
-    """Entry of a spawned process."""
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(setup.world), MASTER_ADDR="127.0.0.1")
     os.environ.update(MASTER_PORT=str(port), SGLANG_CPU_OMP_THREADS_BIND="|".join(map(str, range(setup.world))))
     dist.init_process_group("cpu:gloo", rank=rank, world_size=setup.world)

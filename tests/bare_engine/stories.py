@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from bare_engine import trainer
 from bare_engine.scenario import Rank
+from contract.sources import same_everywhere
 from unseen import reads_unseen
 from verl_sync_plugin.copies.packing import Found
 from verl_sync_plugin.layout.tensors import Shard
@@ -101,12 +102,6 @@ def three_syncs_and_failures(member: Rank) -> None:
     for number, fail in enumerate((a_nan_is_gone_again, experts_are_left_out), start=4):
         same_everywhere(fail(member))
         synced(member, number)
-
-
-def same_everywhere(text: str) -> None:
-    texts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
-    assert len(set(texts)) == 1, texts
 
 
 def a_nan_is_gone_again(member: Rank) -> str:

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -94,7 +95,6 @@ def part_of_last_rank(engine: object) -> tuple[str, torch.Tensor]:
 
 
 def local_state(engine: object) -> list[torch.Tensor]:
-    """A copy of what this rank holds."""
     return [local.detach().clone() for local in _local_weights(engine)]
 
 
@@ -112,3 +112,16 @@ def full_state(engine: object) -> dict[str, torch.Tensor]:
     state = {n: (t.full_tensor() if isinstance(t, DTensor) else t) for n, t in module.state_dict().items()}
     named = revert_weight_conversion(getattr(module, "_fsdp_wrapped_module", module), state)
     return {name: tensor.detach().clone() for name, tensor in named.items()}
+
+
+def save(tensors: Mapping[str, torch.Tensor], model_path: str, target: Path) -> Path:
+    """Writes a checkpoint like that of a model, with these weights in bfloat16; a router's bias is kept, travels and is
+    used in float32, as in published checkpoints."""
+    target.mkdir()
+    for file in Path(model_path).iterdir():
+        if ".safetensors" not in file.name:
+            (target / file.name).write_bytes(file.read_bytes())
+    cast = {n: t if n.endswith("e_score_correction_bias") else t.to(torch.bfloat16) for n, t in tensors.items()}
+    contiguous = {name: tensor.contiguous() for name, tensor in cast.items()}
+    save_file(contiguous, target / "model.safetensors", metadata={"format": "pt"})
+    return target

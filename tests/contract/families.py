@@ -57,26 +57,14 @@ QWEN2_VISION = {"depth": 2, "in_chans": 3, "embed_dim": 32, "hidden_size": 64, "
 
 @dataclass(frozen=True)
 class Family:
-    """One row of the table.
-
-    Attributes:
-        model_type: transformers' name.
-        config: what its configuration is given.
-        hub: pattern and replacement of names that published checkpoints have other than what transformers saves for a
-            model that was not loaded from one.
-        transposed: names of tensors that published checkpoints hold transposed; transformers saves them as it has them.
-        architecture: what published checkpoints call it, where that is not transformers' own name.
-        attention: an attention backend that SGLang accepts for it; nothing is computed with it here.
-        padded: SGLang pads experts on a CPU; ``False`` loads them as on a GPU, where that code is wrong.
-    """
-
-    model_type: str
+    model_type: str  # transformers' name
     config: dict[str, Any] = field(default_factory=dict)
+    # Pattern and replacement of names in published checkpoints, unlike those of a model that was not loaded from one
     hub: tuple[str, str] | None = None
-    transposed: str = ""
-    architecture: str = ""
-    attention: str = "torch_native"
-    padded: bool = True
+    transposed: str = ""  # names of tensors that published checkpoints hold transposed
+    architecture: str = ""  # what published checkpoints call it, where that is not transformers' own name
+    attention: str = "torch_native"  # a backend that SGLang accepts for it; nothing is computed with it here
+    padded: bool = True  # as SGLang does experts on a CPU; else they are loaded as on a GPU, where that code is wrong
 
     def tied(self, tied: bool) -> Family:
         """The same with embedding and head tied, or not."""

@@ -22,7 +22,7 @@ from sglang.srt.utils import MultiprocessingSerializer
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import RolloutMode
 
-from faults.actor import Reference
+from faults.actor import Reference, worker_calls
 from verl_sync_plugin.config.settings import sync_config_of
 from verl_sync_plugin.layout.tensors import Base, Shard, View
 from verl_sync_plugin.rollouts import rollout_of
@@ -150,7 +150,6 @@ class Actor:
         return reference
 
     def wait(self, call: Any) -> Any:
-        """What a call of the server's returns."""
         return self._ask(call).answer.result(TIMEOUT)
 
     def close(self) -> None:
@@ -192,16 +191,8 @@ class OneProcess:
         self._version = 0
 
     def sync(self) -> None:
-        """The worker's calls, in their order."""
-        asyncio.run(self._sync())
-
-    async def _sync(self) -> None:
         self._version += 1
-        self.adapter.make_room_for_weights(False)
-        await self.adapter.resume(["weights"])
-        await self.adapter.update_weights(ShardStream(None, list), global_steps=self._version, ends=False)
-        await self.adapter.make_room_for_rest(lambda: None)
-        await self.adapter.end_sync()
+        asyncio.run(worker_calls(self.adapter, ShardStream(None, list), self._version))
 
     def train(self) -> None:
         for tensor in self.source.weights.values():

@@ -6,19 +6,250 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
 
-from bare_engine.endpoint import BareEngine
-from contract.pause_world import PROMPTS, STALL, Models, Play, Requests, Run, check_cut_off, check_spanning
+from bare_engine.endpoint import PLAIN, BareEngine
+from verl_sync_plugin.config.settings import SEPARATE_BACKEND
 from verl_sync_plugin.errors import HalfWrittenError
 from verl_sync_plugin.rollouts.gate import KV_CACHE, WEIGHTS
+from verl_sync_plugin.rollouts.sglang import updates
+from verl_sync_plugin.rollouts.sglang.request import FORGETTING_LOADER, dumps
+from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
 
-pytest_plugins = ("contract.pause_world",)
 pytestmark = pytest.mark.slow
+
+SLOW, STALL = "bare_engine.loaders.slow_down", "bare_engine.loaders.arm"
+PROMPTS = [[(7 * i + 3 * place) % 90 + 5 for i in range(40)] for place in range(3)]
+TOKENS = 120
+PRODUCED = 12  # tokens of the request that sets the pace, when generation is paused
+PAUSED_SECONDS = 0.3
+# How far below the largest logit a token may be that an engine in bfloat16 took for it
+NEAR = 0.08
+
+
+class Models:
+    """The model with its weights as in the checkpoint (version 1), and with others of another seed (version 2)."""
+
+    def __init__(self, path: str, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.path = path
+        first = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+        with torch.random.fork_rng():
+            torch.manual_seed(11)
+            second = AutoModelForCausalLM.from_config(first.config, dtype=torch.bfloat16)
+        second.save_pretrained(folder)
+        self.of = {1: first, 2: second}
+        self.checkpoints = {1: Path(path), 2: folder}
+
+    def packed(self, version: int) -> bytes:
+        return dumps([(name, tensor.detach().clone()) for name, tensor in self.of[version].named_parameters()])
+
+    def chosen_until(self, prompt: list[int], tokens: list[int]) -> int:
+        """How many of the tokens version 1 chose, before the first that it did not."""
+        logits = self.of[1](torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+        return next((at for at, token in enumerate(tokens) if not near(logits[at], token)), len(tokens))
+
+    def chosen_by_second(self, prompt: list[int], tokens: list[int], since: int, cached: int) -> bool:
+        """Whether version 2 chose the tokens from ``since`` on, with so much of the KV cache computed by version 1."""
+        whole = torch.tensor([prompt + tokens])
+        past = self.of[1](whole[:, :cached], use_cache=True).past_key_values if cached else None
+        logits = self.of[2](whole[:, cached:], past_key_values=past, use_cache=True).logits[0].float()
+        at = len(prompt) - 1 - cached
+        return all(near(logits[at + each], tokens[each]) for each in range(since, len(tokens)))
+
+
+def near(logits: torch.Tensor, token: int) -> bool:
+    return bool(logits.max() - logits[token] < NEAR * logits.std())
+
+
+@pytest.fixture(scope="session")
+def models(tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tiny_model("qwen2"), tmp_path_factory.mktemp("second") / "model")
+
+
+@pytest.fixture(scope="session")
+def engine(models: Models) -> Iterator[BareEngine]:
+    engine = BareEngine(models.path, 1, "auto", loaders=(FORGETTING_LOADER, SLOW, STALL))
+    engine.call(engine.ask_loader(SLOW, ""))
+    yield engine
+    engine.shutdown()
+
+
+class PlainServer(SyncSGLangHttpServer):
+    """Ours, whose loads bring whole tensors."""
+
+    @property
+    def loader(self) -> str:
+        return PLAIN[super().loader == FORGETTING_LOADER]
+
+
+def serving(engine: BareEngine, model: str, pause: str, separate: bool = True) -> Any:
+    """Our server actor of a rollout on the engine, before its first sync; ``CUDA_VISIBLE_DEVICES`` must be there."""
+    from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
+    from verl.workers.rollout.replica import RolloutMode
+
+    config = RolloutConfig(
+        name="sglang",
+        custom={"sync": {"pause": pause, "timeout_seconds": 20.0}},
+        checkpoint_engine=CheckpointEngineConfig(backend=SEPARATE_BACKEND if separate else "naive"),
+        max_model_len=256,
+    )
+    mode = RolloutMode.STANDALONE if separate else RolloutMode.HYBRID
+    server = PlainServer(config, HFModelConfig(path=model), mode, [], 0, 0, 1, "", 0)
+    server.tokenizer_manager = engine.tokenizer_manager
+    server.guard_requests()
+    return server
+
+
+@asynccontextmanager
+async def client_of(engine: BareEngine) -> Any:
+    """SGLang's own HTTP endpoints, without the socket before them."""
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
+
+    inside, app = engine.engine, http_server.app
+    state = http_server._GlobalState(inside.tokenizer_manager, inside.template_manager, {})
+    http_server.set_global_state(state)
+    app.state.openai_serving_completion = OpenAIServingCompletion(inside.tokenizer_manager, inside.template_manager)
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=60) as client:
+        yield client
+
+
+Play = Callable[..., None]
+
+
+@pytest.fixture
+def play(engine: BareEngine, models: Models, monkeypatch: pytest.MonkeyPatch) -> Iterator[Play]:
+    """Runs a story in the engine's loop, on a server of a mode; of a separate rollout from version 1 on. A load asks
+    for a version of the model instead of a bucket."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(updates, "pack_request", lambda request: models.packed(request[0]))
+
+    def run(pause: str, story: Callable[[Run], Any], separate: bool = True, synced: bool = True) -> None:
+        async def whole() -> None:
+            async with client_of(engine) as client:
+                run = Run(serving(engine, models.path, pause, separate), client)
+                if synced:
+                    await run.server.abort_all_requests()
+                    await run.sync(1)
+                    await run.server.resume_generation()
+                await story(run)
+
+        engine.call(asyncio.wait_for(whole(), 120))
+
+    yield run
+    vars(engine.tokenizer_manager).pop("generate_request", None)  # the next server marks requests in its own way
+
+
+class Requests:
+    """Of one server, from verl as over HTTP."""
+
+    def __init__(self, server: Any) -> None:
+        self.server = server
+        self.paced = 0
+        self.told: tuple[list[str] | None, str] | None = None  # of the request that sets the pace: its versions
+
+    async def ask(self, prompt: list[int], tokens: int = TOKENS) -> Any:
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        return await self.server.generate(prompt, sampling, f"{id(sampling)}-{prompt[1]}-{tokens}")
+
+    async def in_flight(self) -> list[asyncio.Task[Any]]:
+        """Requests that generate, and one more whose tokens are counted; all are under way when this returns."""
+        asked = [asyncio.ensure_future(self.ask(prompt)) for prompt in PROMPTS]
+        asked.append(asyncio.ensure_future(self.pace()))
+        while self.paced < PRODUCED:
+            assert not any(each.done() for each in asked), "nothing is in flight any more"
+            await asyncio.sleep(0.001)
+        return asked
+
+    async def pace(self, tokens: int = TOKENS) -> None:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        request = GenerateReqInput(input_ids=[5, 6, 7], sampling_params=sampling, stream=True)
+        async with aclosing(self.server.tokenizer_manager.generate_request(request, None)) as answers:
+            async for answer in answers:
+                self.paced = answer["meta_info"]["completion_tokens"]
+                meta = answer["meta_info"]
+                versions = meta.get("weight_versions")
+                # SGLang >= 0.5.19 says itself which tokens are of which
+                counted = versions and [each["version"] if isinstance(each, dict) else each for each in versions]
+                self.told = counted, meta["weight_version"]
+
+    async def stand_still(self, asked: Sequence[asyncio.Task[Any]]) -> None:
+        """Nothing is generated for a while."""
+        await asyncio.sleep(0.1)  # what SGLang had generated before may still be on its way
+        paced = self.paced
+        await asyncio.sleep(PAUSED_SECONDS)
+        assert self.paced == paced and not any(each.done() for each in asked)
+
+
+class Run(Requests):
+    """Also the calls that verl makes of a server around a sync, and a client of its HTTP server."""
+
+    def __init__(self, server: Any, client: httpx.AsyncClient) -> None:
+        super().__init__(server)
+        self.client = client
+
+    async def load(self, version: int) -> None:
+        await self.server.load_weights((version,), str(version))
+
+    async def sync(self, version: int) -> None:
+        """Of a separate rollout whose driver has paused it."""
+        await self.server.release_kv_cache()
+        await self.load(version)
+        await self.server.finish_sync([])
+        await self.server.resume_kv_cache()
+
+    async def wake(self, version: int) -> None:
+        """Of a colocated rollout, up to the load."""
+        await self.server.resume_tags([WEIGHTS])
+        await self.load(version)
+
+    async def sleep_and_wake(self, version: int) -> None:
+        await self.server.sleep()
+        await self.wake(version)
+        await self.server.finish_sync([KV_CACHE])
+
+    def asking(self, tokens: int = 20) -> asyncio.Task[httpx.Response]:
+        """A request that comes past verl, over HTTP."""
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        body = {"input_ids": PROMPTS[0], "sampling_params": sampling}
+        return asyncio.ensure_future(self.client.post("/generate", json=body))
+
+    async def waits(self, *asked: asyncio.Task[httpx.Response]) -> None:
+        await asyncio.sleep(0.5)  # an answer takes less
+        assert not any(each.done() for each in asked)
+
+
+def check_spanning(models: Models, prompt: list[int], output: Any, pause: str) -> None:
+    """An answer that version 1 began and version 2 ended, with the KV cache that the mode promises."""
+    tokens, fields = output.token_ids, output.extra_fields
+    assert (len(tokens), output.stop_reason) == (TOKENS, "length"), "it came back early"
+    assert (fields["min_global_steps"], fields["max_global_steps"], fields["global_steps"]) == (1, 2, 2)
+    old = models.chosen_until(prompt, tokens)
+    assert 0 < old < TOKENS, "either weights chose all of it"
+    # The first that version 2 chose may by chance be version 1's choice too
+    pure = any(models.chosen_by_second(prompt, tokens, since, 0) for since in (old, old - 1))
+    kept = any(models.chosen_by_second(prompt, tokens, since, len(prompt) + since - 1) for since in (old, old - 1))
+    assert (pure, kept) == ((True, False) if pause == "retract" else (False, True))
+
+
+def check_cut_off(models: Models, prompt: list[int], output: Any) -> None:
+    """An answer that was aborted, with what version 1 had chosen by then."""
+    assert 0 < len(output.token_ids) < TOKENS and output.stop_reason == "abort"
+    assert models.chosen_until(prompt, output.token_ids) == len(output.token_ids)
+    assert "min_global_steps" not in output.extra_fields, "verl's client fills it in"
+
 
 EVERY = pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
 

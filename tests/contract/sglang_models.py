@@ -43,7 +43,6 @@ def _built(family: Family) -> Any:
 
 
 def config_of(kind: str) -> dict[str, Any]:
-    """As the checkpoint's ``config.json`` has it."""
     found: dict[str, Any] = json.loads(_built(KINDS[kind]).config.to_json_string())
     return found
 

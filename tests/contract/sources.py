@@ -45,13 +45,20 @@ def even_chunks(rows: int, world: int, numel: int) -> tuple[int, ...]:
 
 
 def everyone() -> tuple[int, ...]:
-    """All ranks: what a ``WorldSource`` shares bases out over."""
     return tuple(range(dist.get_world_size()))
 
 
 def chosen(ways: Ways, agreement: Agreement, sync: Sync) -> Way:
     """The way that the ranks vote for."""
     return ways.take(sync, agreement.vote("choosing the way", ways.votes(sync)).tolist())
+
+
+def same_everywhere(text: str) -> str:
+    """A text that all ranks have."""
+    texts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    assert len(set(texts)) == 1, texts
+    return text
 
 
 class Wanted(dict[str, str]):

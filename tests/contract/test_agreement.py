@@ -1,21 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks come to the same end, in real process groups."""
+"""All ranks come to the same end, in real process groups: also where the engine resumes while the trainer packs, or is
+silent, and then is asked and waited for once."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
 import torch.distributed as dist
 from worlds import run_world
 
+from contract.sources import everyone
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.layout.load_map import Box, Kept, LoadMap, Move, Place
+from verl_sync_plugin.layout.planner import plan_buckets
+from verl_sync_plugin.layout.tensors import Base, View
+from verl_sync_plugin.report import SyncReport
+from verl_sync_plugin.rollouts import rollout_of
+from verl_sync_plugin.rollouts.gate import Occupation
+from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
+from verl_sync_plugin.sync.manager import ShardingManager
+from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.transport.agreement import Agreement
+from verl_sync_plugin.transport.protocol import LoadRequest
+from verl_sync_plugin.verify import Comparison
 
-RANKS = 3
+CPU = torch.device("cpu")
+SECONDS = 0.3
+WAIT = 5.0
 
 
 def settled(agreement: Agreement, what: str) -> str:
-    """The error of ``settle``, empty when there is none."""
     try:
         agreement.settle(what)
     except SyncError as error:
@@ -78,3 +98,196 @@ def test_a_cancelled_rank_is_cancelled_and_the_others_hear_of_it() -> None:
     assert (leader, other) == ("CancelledError", "SyncError")
     assert "rank 0: RuntimeError: this rank was cancelled" in text
     assert later == same == "", "nothing is left of it for the next stage"
+
+
+def without_room_on_one() -> str:
+    """Why a sync that is to be proven on two engines fails, of which one had no memory for marks."""
+    plan = plan_buckets((Base("a", "bfloat16", 2, (64,), (View("a", (64,), 0, 64),)),), 1 << 10)
+    whole, lacks = Box(0, 0, ((64, 1, 1),)), "full" if dist.get_rank() else ""
+    places, moves = (Place("x", (Kept("x", "bfloat16", whole, False),)),), (Move(0, 0, "bfloat16", whole),)
+    comparison = Comparison(SyncConfig(verify="always"), Agreement(20.0), (dist.get_rank(),), True)
+    comparison.note(LoadMap("Model", places=places, moves=moves, no_room=lacks))
+    comparison.learn(plan, loaded=False)
+    with pytest.raises(SyncError) as caught:
+        comparison.refuse_unproven()
+    return str(caught.value)
+
+
+def test_an_engine_without_room_for_marks_fails_the_proof_of_all() -> None:
+    first, second = run_world(2, without_room_on_one, timeout=60)
+    assert first == second and "not every engine rank could find out what it holds (full)" in first
+
+
+# The engine
+
+
+class Engine(RolloutEndpoint):
+    """Rank 0 leads."""
+
+    def __init__(self) -> None:
+        super().__init__(rollout_of("sglang"), None, everyone())
+        self.leader = dist.get_rank() == 0
+
+
+class Sleeper(Engine):
+    """Takes its time to resume, in a thread, as a server actor would."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.fails = fails
+        self.order: list[str] = []
+
+    async def resume(self, tags: list[str]) -> None:
+        self.order.append(f"asked for {','.join(tags)}")
+        await asyncio.to_thread(time.sleep, SECONDS)
+        self.order.append("resumed")
+        if self.fails:
+            raise RuntimeError("injected: out of memory")
+
+
+def resume(engine: Sleeper, manager: ShardingManager, failing: int = -1) -> tuple[str, SyncReport]:
+    """The error and the report of one call."""
+    agreement, manager.endpoint, manager.report = manager.agreement, engine, SyncReport()
+
+    def pack() -> None:
+        engine.order.append("packed")
+        time.sleep(SECONDS)
+        with agreement.attempt():
+            if dist.get_rank() == failing:
+                raise MemoryError("injected: cannot pack")
+        agreement.settle("packing")
+
+    try:
+        asyncio.run(manager.wake(["weights"], pack))
+        agreement.settle("connecting to the engine")
+    except SyncError as error:
+        return str(error), manager.report
+    return "", manager.report
+
+
+def wake_four_times() -> tuple[list[str], dict[str, float], list[tuple[str, int]]]:
+    """The order and the report of a good wake, then the error and the answers of the engine of four more."""
+    engine = Sleeper()
+    manager = ShardingManager(None, engine, SyncConfig(timeout_seconds=20.0), 1 << 20, CPU)
+    _, report = resume(engine, manager)
+    found = []
+    for fails, failing in ((False, 1), (True, -1), (True, 0), (False, -1)):
+        other = Sleeper(fails)
+        text, _ = resume(other, manager, failing)
+        found.append((text, other.order.count("resumed")))
+    return engine.order, report.stages, found
+
+
+def test_packs_while_the_engine_resumes_and_a_failure_of_either_is_everybodys() -> None:
+    (leader, stages, first), (other, _, second) = run_world(2, wake_four_times, timeout=60)
+    assert leader == ["asked for weights", "packed", "resumed"] and other == ["packed"]
+    assert stages["update_weights"] >= SECONDS
+    assert 0 <= stages["resume_weights"] < SECONDS, "only what the wait for the engine costs beyond the packing"
+    assert [text for text, _ in first] == [text for text, _ in second]
+    packing, waking, both, none = (text for text, _ in first)
+    assert "failed at 'packing'" in packing and "rank 1: MemoryError: injected: cannot pack" in packing
+    assert "failed at 'connecting to the engine'" in waking and "rank 0: RuntimeError: injected: out" in waking
+    assert "rank 0: MemoryError" in both and "out of memory" not in both
+    assert none == "", "nothing is left over from the failures"
+    assert [answers for _, answers in first] == [1, 1, 1, 1], "no resume is left under way"
+
+
+class SilentLoad(PendingLoad):
+    def __init__(self) -> None:
+        """Without a call of a server's."""
+
+    def finished(self) -> bool:
+        return False
+
+    async def outcome(self, timeout: float) -> LoadOutcome:
+        await asyncio.sleep(timeout)
+        raise TimeoutError
+
+
+class Silent(Engine):
+    """A server that answers nothing of what it is asked; ``asked`` has all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    async def _no_answer(self, question: str) -> None:
+        self.asked.append(question)
+        await asyncio.sleep(WAIT)
+        raise TimeoutError(f"no answer to {question}")
+
+    async def resume(self, tags: list[str]) -> None:
+        await self._no_answer("resume")
+
+    async def finish(self, tags: list[str]) -> None:
+        await self._no_answer("finish")
+
+    async def abandon(self, why: str) -> None:
+        await self._no_answer(f"abandon: {why}")
+
+    def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
+        self.asked.append("load")
+        return SilentLoad()
+
+
+class WithoutSource(ShardingManager):
+    def open_source(self) -> ParameterSource:
+        raise ValueError("no source")
+
+
+class Serving(WithoutSource):
+    """Its engine is to get an adapter, after its base."""
+
+    def __init__(self, *args: Any) -> None:
+        self.trainer: Any = SimpleNamespace(serves_adapter=True, device=CPU)
+        super().__init__(*args)
+
+
+def fail(where: str) -> tuple[str, list[str], float]:
+    """The error of one call of a manager, what the engine was asked for meanwhile, and the seconds it took."""
+    engine = Silent()
+    kind = Serving if where in ("adapter", "base") else WithoutSource
+    manager: Any = kind(None, engine, SyncConfig(timeout_seconds=WAIT), 1 << 20, CPU)
+    manager._base_sent = where == "adapter"
+    started = time.monotonic()
+    with pytest.raises(SyncError) as caught:
+        asyncio.run(manager.finish(["kv_cache"]) if where == "finish" else manager.update_weights([], 1))
+    seconds = time.monotonic() - started
+    dist.barrier()
+    return str(caught.value), engine.asked, seconds
+
+
+@pytest.mark.parametrize(
+    ("where", "asked"), [("plan", ["load"]), ("base", ["load"]), ("adapter", []), ("finish", ["finish"])]
+)
+def test_a_silent_engine_hears_of_a_failure_once_and_is_waited_for_once(where: str, asked: list[str]) -> None:
+    """While it also does not end the load that it was asked for."""
+    (text, leader, seconds), (same, other, _) = run_world(2, fail, where, timeout=60)
+    assert text == same and other == []
+    assert leader == [*asked, f"abandon: {text}"]
+    assert seconds < (2.5 if where == "finish" else 1.5) * WAIT
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_an_engine_failed_to_do_is_asked_again(late: bool) -> None:
+    """At once, or after whoever asked had given up."""
+
+    async def story() -> None:
+        asked: list[list[str]] = []
+        there: list[bool] = []
+        occupation = Occupation("the engine", 0.1, there.append)
+
+        async def ask(tags: list[str]) -> None:
+            asked.append(tags)
+            if len(asked) == 1:
+                await asyncio.sleep(0.15 * late)
+                raise RuntimeError("injected")
+
+        with pytest.raises(TimeoutError if late else RuntimeError):
+            await occupation.change("release", ["weights"], ask)
+        for _ in range(2):
+            await occupation.change("release", ["weights"], ask)
+        assert asked == [["weights"]] * 2 and occupation.released == {"weights"}
+        assert there == [False, True, False, False], "none of its memory is touched until it has answered"
+
+    asyncio.run(story())

@@ -8,6 +8,7 @@ the real ones without a channel: ``Packer`` fills the buckets of every trainer r
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,6 +26,7 @@ from worlds import run_fresh
 from contract import sglang_models as models
 from contract.families import FAMILIES
 from contract.sglang_models import check_same, weights_of
+from contract.sources import same_everywhere
 from contract.wire import CPU, Wire
 from unseen import reads_unseen
 from verl_sync_plugin.copies.copier import Memory, _PlainPrepared
@@ -44,7 +46,7 @@ READ, HELD = "changed on the way to the engine", "do not hold what was sent of"
 CUTS = ((3, 20_000, True, False), (1, 1 << 30, False, True), (2, 1 << 16, False, True), (3, 20_000, True, True))
 # What cannot be compared: DeepSeek's attention has weights of its own, derived from others
 LEFT_OUT = {"deepseek-v2": {DERIVED: "is computed"}, "deepseek-v3": {DERIVED: "is computed"}}
-NORM = "model.norm.weight"
+NORM, OTHER_DTYPE = "model.norm.weight", "is copied through a view of another dtype"
 
 
 def copies_are_exact(kind: str, config: Any) -> Wire:
@@ -76,9 +78,8 @@ def every_flipped_bit_is_found(kind: str, wire: Wire) -> None:
             flat[at] ^= flipped
             with pytest.raises(SyncError) as caught:
                 wire.compare()
-            texts: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(texts, str(caught.value))
-            assert len(set(texts)) == 1 and (HELD in texts[0] or "hold what no load puts there" in texts[0]), texts
+            text = same_everywhere(str(caught.value))
+            assert HELD in text or "hold what no load puts there" in text, text
             flat[at] ^= flipped
             found += 1
     assert found > 30
@@ -113,50 +114,22 @@ def test_every_model(world: int, tmp_path: Path) -> None:
     run_fresh(world, every_model, tmp_path)
 
 
-# Loaders that a model may give a parameter of its own: each does more, or another thing, than to copy
-
-
-def plus_one(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
-    parameter.data.copy_(loaded + 1)
-
-
-def last_row_cleared(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
-    parameter.data.copy_(loaded)
-    parameter.data[-1].zero_()
-
-
-def cleared_first(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
-    parameter.data.zero_()
-    parameter.data.copy_(loaded)
-
-
-def as_words(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
-    parameter.data.view(torch.int16).copy_(loaded.view(torch.int16))
-
-
-def negated(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
-    parameter.data.copy_(torch._neg_view(loaded))
-
-
-def changed_where_it_lies(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
-    loaded *= 2  # as SGLang's Gemma adds one to its norms
-    parameter.data.copy_(loaded)
-
-
-# Each by why its tensor is left to the model; empty if it is copied
-LOADERS = {
-    plus_one: "goes through aten.add.Tensor",
-    last_row_cleared: "is overwritten by a constant in part",
-    as_words: "is copied through a view of another dtype",
-    negated: "is copied through a view of another dtype",
-    changed_where_it_lies: "goes through aten.mul_.Tensor",
-    cleared_first: "",
+# Loaders that a model may give a parameter of its own, each of which does more, or another thing, than to copy; and why
+# its tensor is left to the model, empty if it is copied
+LOADERS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], str]] = {
+    "plus one": (lambda p, t: p.data.copy_(t + 1), "goes through aten.add.Tensor"),
+    "last row cleared": (lambda p, t: (p.data.copy_(t), p.data[-1].zero_()), "is overwritten by a constant in part"),
+    "as words": (lambda p, t: p.data.view(torch.int16).copy_(t.view(torch.int16)), OTHER_DTYPE),
+    "negated": (lambda p, t: p.data.copy_(torch._neg_view(t)), OTHER_DTYPE),
+    # as SGLang's Gemma adds one to its norms
+    "changed where it lies": (lambda p, t: p.data.copy_(t.mul_(2)), "goes through aten.mul_.Tensor"),
+    "cleared first": (lambda p, t: (p.data.zero_(), p.data.copy_(t)), ""),
 }
 
 
 def what_a_copy_would_get_wrong_is_left_to_the_model(config: Any) -> None:
     """By what the load does, not by values: those of the first sync are such that a wrong copy gives them, too."""
-    for loader, why in LOADERS.items():
+    for called, (loader, why) in LOADERS.items():
         model, reference = models.build(config), models.build(config)
         for each in (model, reference):
             each.model.norm.weight.weight_loader = loader
@@ -165,23 +138,38 @@ def what_a_copy_would_get_wrong_is_left_to_the_model(config: Any) -> None:
             weights = [(n, t * 0 if n == NORM and seed == 1 else t) for n, t in weights_of("qwen2", seed)]
             assert wire.sync(weights)[0] == len(weights) - bool(why)
             reference.load_weights((n, t.clone()) for n, t in weights)
-            check_same(model, reference, f"sync {seed}, {loader.__name__},")
-        assert wire.left == ({NORM: why} if why else {}), loader.__name__
+            check_same(model, reference, f"sync {seed}, {called},")
+        assert wire.left == ({NORM: why} if why else {}), called
 
 
 def moved_parameters_start_over(config: Any) -> None:
-    """``param.data = tensor`` makes no operation, yet the sync after it finds out again what the model does."""
+    """None of it makes an operation, yet the sync after it finds out again what the model does."""
     model, reference = models.build(config), models.build(config)
-    wire, maps = Wire(model, weights_of("qwen2", 0), 2, 1 << 16), []
-    for seed in range(1, 5):
-        if seed == 3:
-            moved = model.model.layers[1].mlp.gate_up_proj.weight
-            moved.data = moved.data.clone()
-        wire.sync(weights_of("qwen2", seed))
-        maps.append(wire.load.map)
-        reference.load_weights(iter(weights_of("qwen2", seed)))
-        check_same(model, reference, f"sync {seed}")
-    assert maps[0] is maps[1] is not maps[2] is maps[3] and maps[1] == maps[2]
+    wire, mlp, known = Wire(model, weights_of("qwen2", 0), 2, 1 << 16), model.model.layers[1].mlp, None
+
+    def memory() -> None:
+        mlp.gate_up_proj.weight.data = mlp.gate_up_proj.weight.data.clone()
+
+    def parameter(of: Any = mlp.gate_up_proj) -> None:
+        before = of._parameters["weight"]
+        of._parameters["weight"] = torch.nn.Parameter(before.data.clone(), requires_grad=False)
+        of.weight.__dict__.update(before.__dict__)
+
+    def module() -> None:
+        mlp.down_proj = copy.copy(mlp.down_proj)
+        mlp.down_proj.__dict__["_parameters"] = dict(mlp.down_proj._parameters)
+        parameter(mlp.down_proj)
+
+    for number, move in enumerate((lambda: None, memory, parameter, module)):
+        move()
+        for seed in (2 * number + 1, 2 * number + 2):
+            before = wire.load.map
+            wire.sync(weights_of("qwen2", seed))
+            reference.load_weights(iter(weights_of("qwen2", seed)))
+            check_same(model, reference, f"sync {seed}")
+            assert (wire.load.map is before) == (seed % 2 == 0), move
+        assert known in (None, wire.load.map)
+        known = wire.load.map
 
 
 def moved_experts_start_over(config: Any) -> None:

@@ -7,7 +7,6 @@ import asyncio
 import time
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from contract.fsdp_models import (
     shard,
     torchs_own_state,
 )
-from contract.sources import StandIn, endpoint_of
+from contract.sources import StandIn, endpoint_of, same_everywhere
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.tensors import Shard
@@ -71,10 +70,7 @@ def fail_and_recover(
     def failing(sender: AdapterSender = sender) -> str:
         with pytest.raises(SyncError) as caught:
             asyncio.run(sender.send(agreement, engine, SyncReport(), None))
-        texts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(texts, str(caught.value))
-        assert len(set(texts)) == 1, texts
-        return str(caught.value)
+        return same_everywhere(str(caught.value))
 
     last = dist.get_world_size() - 1
     if dist.get_rank() == last:

@@ -60,9 +60,7 @@ def test_a_model_whose_conversion_computes_goes_through_the_bridges_stream(
 
 @pytest.mark.parametrize("layout", [Layout(2, tp=2), Layout(2, pp=2)], ids=str)
 @pytest.mark.parametrize(
-    ("bucket_bytes", "learning"),
-    [(TINY, False), (LARGE, False), (LARGE, True)],
-    ids=["torn", "one-bucket", "learning"],
+    ("bucket_bytes", "learning"), [(TINY, False), (LARGE, False), (LARGE, True)], ids=["torn", "one-bucket", "learning"]
 )
 def test_a_rank_that_fails_inside_the_stream_is_everybodys_error_and_recovered_from(
     layout: Layout, bucket_bytes: int, learning: bool, checkpoint: Callable[[str], str]

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,17 +19,23 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from one_process import Model, OneProcess, Source
+from one_process import TIMEOUT, Model, OneProcess, Source
+from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
 from worlds import run_world
 
 from faults import points
-from verl_sync_plugin.config.settings import TURN_OFF
+from verl_sync_plugin.config.settings import SEPARATE_BACKEND, TURN_OFF
+from verl_sync_plugin.engine import session
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.tensors import Shard
 from verl_sync_plugin.memory import FIRST, REST
 from verl_sync_plugin.rollouts.sglang import loader
+from verl_sync_plugin.rollouts.sglang.adapter import SyncServerAdapter
 from verl_sync_plugin.trainers.base import dtype_name
+from verl_sync_plugin.transport.agreement import together_seconds
+from verl_sync_plugin.transport.channel import Channel
 from verl_sync_plugin.transport.memory import Live, LiveParameters
+from verl_sync_plugin.transport.protocol import Committed
 
 # What can fail where one process is trainer, engine and server; SGLang's own processes are in tests/faults
 FAULTS = (
@@ -294,31 +301,18 @@ def test_what_the_engine_keeps_wider_travels_wider(tiny_model: Callable[[str], s
 # An engine that rearranges weights once they are loaded from a checkpoint is refused by name, not served wrongly
 
 
-class InOrder:
-    """A stand-in for SGLang's quantization method of a module: what it does after a load of a checkpoint."""
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        layer.c.data = layer.c.data.view(30, 30)  # the same bytes where they were, as many methods do
-
-
-class Reordered:
-    """As the Mixture-of-Experts backends of Blackwell and AMD."""
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        layer.c.copy_(layer.c.flip(0))
+# Stand-ins for what SGLang's quantization method of a module does after a load of a checkpoint
+METHODS: dict[str, Callable[[Any], object]] = {
+    "the same bytes where they were, as many do": lambda layer: setattr(layer.c, "data", layer.c.data.view(30, 30)),
+    "reordered, as experts for Blackwell and AMD": lambda layer: layer.c.copy_(layer.c.flip(0)),
+    "moved, in the same order": lambda layer: setattr(layer.c, "data", layer.c.data.clone()),
+}
 
 
-class Moved:
-    """Into memory of its own, in the same order."""
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        layer.c.data = layer.c.data.clone()
-
-
-def syncs_of_a_method(checkpoint: str, folder: str, method: Any, verify: str) -> list[str]:
+def syncs_of_a_method(checkpoint: str, folder: str, method: str, verify: str) -> list[str]:
     """What each of two syncs says of an engine whose module has this method."""
     place, said = OneProcess(checkpoint, Path(folder), verify=verify), []
-    place.model.quant_method = method()
+    place.model.quant_method = SimpleNamespace(process_weights_after_loading=METHODS[method])
     for _ in range(2):
         try:
             place.sync()
@@ -332,15 +326,53 @@ def syncs_of_a_method(checkpoint: str, folder: str, method: Any, verify: str) ->
 
 @pytest.mark.parametrize(
     ("method", "verify", "changed"),
-    [
-        (InOrder, "first", ""),
-        (Reordered, "never", "SGLang changes c once"),
-        (Moved, "first", "the places of parameters"),
-    ],
+    zip(METHODS, ("first", "never", "first"), ("", "SGLang changes c once", "the places of parameters"), strict=True),
 )
 def test_weights_that_are_rearranged_behind_every_load(
-    method: Any, verify: str, changed: str, tiny_model: Callable[[str], str], tmp_path: Path
+    method: str, verify: str, changed: str, tiny_model: Callable[[str], str], tmp_path: Path
 ) -> None:
     (said,) = run_world(1, syncs_of_a_method, tiny_model("qwen2"), str(tmp_path), method, verify)
     for text in said:
         assert (changed in text and "moe_runner_backend=triton" in text and TURN_OFF in text) if changed else not text
+
+
+# What else the engine rank promises the trainer rank
+
+
+def ends_of(checkpoint: str, folder: str) -> tuple[list[list[str]], list[float]]:
+    """What the engine rank does at the end of each of two syncs, the first of which leaves much in its allocator's
+    cache, and how long its waits for a word may be."""
+    place, ends, waits = OneProcess(checkpoint, Path(folder)), list[list[str]](), list[float]()
+    reserved, receive = iter([0, session.LEAST_BYTES, 0, session.LEAST_BYTES - 1]), Channel.receive
+    with (
+        mock.patch.object(session, "_reserved_bytes", lambda: ends.append([]) or next(reserved)),
+        mock.patch.object(torch.cuda, "empty_cache", lambda: ends[-1].append("emptied")),
+        mock.patch.object(session, "Committed", lambda *args: ends[-1].append("committed") or Committed(*args)),
+        mock.patch.object(Channel, "receive", lambda channel, wait: waits.append(wait) or receive(channel, wait)),
+    ):
+        place.sync()
+        place.sync()
+    place.close()
+    return ends[1::2], waits
+
+
+def test_the_cache_goes_back_before_the_trainer_hears_of_the_end(
+    tiny_model: Callable[[str], str], tmp_path: Path
+) -> None:
+    """For it has the KV cache resumed next. Its first word may take as long as trainer ranks wait for each other, as an
+    engine that is awake comes while they plan."""
+    ((ends, waits),) = run_world(1, ends_of, tiny_model("qwen2"), str(tmp_path))
+    assert ends == [["emptied", "committed"], ["committed"]]
+    assert waits.count(together_seconds(TIMEOUT)) == 2
+
+
+@pytest.mark.parametrize(
+    ("backend", "adapter"), [("nccl", SyncServerAdapter.stock), (SEPARATE_BACKEND, SyncServerAdapter)]
+)
+def test_what_verls_checkpoint_engines_move_is_left_to_verls_adapter(
+    backend: str, adapter: type, tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("RAY_LOCAL_WORLD_SIZE", "1")
+    config = RolloutConfig(name="sglang", checkpoint_engine=CheckpointEngineConfig(backend=backend), max_model_len=64)
+    assert type(SyncServerAdapter(config, HFModelConfig(path=tiny_model("qwen2")), None)) is adapter

@@ -5,10 +5,8 @@ classes in real receiver sessions. Hosts are names that the tests give to their 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,8 @@ import torch.distributed as dist
 from worlds import run_fresh, run_world
 
 from contract import sglang_models as models
-from contract.sources import StandIn, WorldSource, endpoint_of, even_chunks
+from contract.sources import StandIn, WorldSource, endpoint_of, even_chunks, same_everywhere
 from verl_sync_plugin.config.settings import SyncConfig
-from verl_sync_plugin.engine.load import ModelLoad
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.strided import Run
@@ -70,19 +67,12 @@ def engine_of(model: torch.nn.Module, tp: int, restores: bool = False) -> Rollou
 
 @dataclass(frozen=True)
 class Case:
-    """Ranks on hosts, and how they hold the model.
-
-    Attributes:
-        hosts: of each rank.
-        joint: every tensor has one owner, as with pipeline and expert parallelism; else all ranks share out all.
-        bucket_bytes: small ones make many buckets.
-        failing: failures and recoveries follow.
-    """
+    """Ranks on hosts, and how they hold the model."""
 
     hosts: tuple[str, ...]
-    joint: bool = False
+    joint: bool = False  # every tensor has one owner, as with pipeline parallelism; else all ranks share out all
     bucket_bytes: int = 60_000
-    failing: bool = False
+    failing: bool = False  # failures and recoveries follow
 
 
 class Source(WorldSource):
@@ -186,9 +176,7 @@ def story(member: Member, case: Case) -> None:
         assert member.crossing() == report.nbytes // len(case.hosts) * (len(case.hosts) ** 2 - alike)
     if case.failing:
         if several:
-            texts: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(texts, a_byte_changes_on_the_network(member))
-            assert len(set(texts)) == 1, texts
+            same_everywhere(a_byte_changes_on_the_network(member))
             member.sync()
             member.exact()
         else:
@@ -250,16 +238,13 @@ def test_two_ranks_on_two_hosts(tmp_path: Path) -> None:
     run_fresh(2, play, tmp_path, 2, (Case(("a", "b"), failing=True), Case(("a", "b"), joint=True)), timeout=280)
 
 
-# Staged delivery packs, sends and loads successive buckets at once. Nothing is measured that another process could
-# delay: the load of a bucket does not end before a later one is being packed, and that is not packed before the load
-# has begun. A delivery that waits for either would wait in vain. Then the spans of the report must show it
+# Staged delivery packs, sends and loads successive buckets at once: what a rank does with each of them, in its order
 
 BUCKETS, SHAPE = 8, (64, 64)
-BUCKET_BYTES = {"staged": 13_000, "broadcast": 25_000}  # for one tensor in each
-# How many buckets after the one being loaded the one being packed is; between them is the one that is being sent
-APART = {"staged": 1, "broadcast": 2}
-WAIT = 30.0
-Spans = list[tuple[float, float]]
+# Ranks, bytes of a bucket for one tensor in each, and how far the one being packed is ahead of the one being loaded;
+# between them is the one that is being sent, or that waits in its slot
+DELIVERIES = {"alone": (1, 25_000, 2), "staged": (2, 13_000, 1), "broadcast": (2, 25_000, 2)}
+Events = list[tuple[str, int]]
 
 
 class Model(torch.nn.Module):
@@ -275,106 +260,69 @@ class Model(torch.nn.Module):
             getattr(self, name).copy_(tensor)
 
 
-class AtOnce:
-    """Holds the load of a bucket until a later one is being packed, and the other way round."""
-
-    def __init__(self, manager: Manager, apart: int) -> None:
-        self._apart = apart
-        self._loading: defaultdict[int, threading.Event] = defaultdict(threading.Event)
-        self._packing: defaultdict[int, threading.Event] = defaultdict(threading.Event)
-        self._sent: list[int] = []  # slots with a bucket that is on its way
-        self.sent_meanwhile: list[bool] = []
-        self._sender = manager.sender
-        self._pack, self._broadcast, self._drain = self._sender.pack, self._sender.broadcast, self._sender.drain
-        self._load = ModelLoad.load
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        with (
-            mock.patch.multiple(self._sender, pack=self.pack, broadcast=self.broadcast, drain=self.drain),
-            mock.patch.object(ModelLoad, "load", lambda *args: self.load(*args)),
-        ):
-            yield
-
-    def pack(self, index: int, slot: int, shards: list[Shard]) -> None:
-        self._packing[index].set()
-        if index >= SLOTS:  # the first ones are packed before anything is handed over
-            loaded = index - self._apart
-            assert self._loading[loaded].wait(WAIT), f"bucket {index} is packed before {loaded} is being loaded"
-            self.sent_meanwhile.append((index - 1) % SLOTS in self._sent)
-        self._pack(index, slot, shards)
-
-    def load(self, load: ModelLoad, index: int, slots: Sequence[torch.Tensor]) -> None:
-        self._loading[index].set()
-        packed = index + self._apart
-        if packed < len(load.manifest.buckets):
-            assert self._packing[packed].wait(WAIT), f"bucket {packed} waits until {index} has been loaded"
-        self._load(load, index, slots)
-
-    def broadcast(self, bucket: Any, slot: int, *args: Any) -> None:
-        self._broadcast(bucket, slot, *args)
-        self._sent.append(slot)
-
-    def drain(self, slot: int) -> None:
-        if slot in self._sent:
-            self._sent.remove(slot)
-        self._drain(slot)
-
-
-def two_syncs(delivery: str) -> list[tuple[SyncReport, list[bool]]]:
-    """One rank's reports, and whether a bucket was on its way whenever one was packed and another one loaded."""
-    rank, model, source, found = dist.get_rank(), Model(), Source(joint=False), []
+def two_syncs(delivery: str) -> list[tuple[str, Events]]:
+    """One rank's delivery of each sync, and what it did."""
+    rank, model, source = dist.get_rank(), Model(), Source(joint=False)
     host = f"host {rank}" if delivery == "broadcast" else "host"
     loader._sessions.clear()
+    found: list[tuple[str, Events]] = []
+
+    def noted(owner: Any, name: str, number: Callable[..., int] = lambda index, *_: index) -> Any:
+        honest = getattr(owner, name)
+
+        def note(*args: Any, **more: Any) -> Any:
+            found[-1][1].append((name, number(*args)))
+            return honest(*args, **more)
+
+        return mock.patch.object(owner, name, note)
+
     with (
         mock.patch.object(loader, "tensor_parallel_rank", lambda: rank),
         mock.patch.object(ways, "host_name", lambda: host),
     ):
         settings = SyncConfig(timeout_seconds=TIMEOUT, delivery="staged")
-        manager = Manager(source, engine_of(model, 2), settings, BUCKET_BYTES[delivery], CPU)
+        endpoint = engine_of(model, dist.get_world_size())
+        manager = Manager(source, endpoint, settings, DELIVERIES[delivery][1], CPU)
+        sender, agreement = manager.sender, manager.agreement
         for version in range(2):
             generator = torch.Generator().manual_seed(version)
             source.weights = [(f"w{i}", torch.randn(SHAPE, generator=generator)) for i in range(BUCKETS)]
-            together = AtOnce(manager, APART[delivery])
-            with together.held():
+            found.append(("", []))
+            with (
+                noted(sender, "pack"),
+                noted(sender, "load"),
+                noted(sender, "wait_loaded"),
+                noted(sender, "drain"),
+                noted(sender, "broadcast", lambda bucket, *_: manager.planned.buckets.index(bucket)),
+                noted(agreement, "settle", lambda what, *_: int(re.sub(r"\D*(\d*).*", r"\1", what) or 0) - 1),
+            ):
                 asyncio.run(manager.update_weights([], version))
             assert all(torch.equal(getattr(model, name), tensor) for name, tensor in source.weights)
-            found.append((manager.report, together.sent_meanwhile))
+            found[-1] = manager.report.delivery, found[-1][1]
         manager.sender.close()
         manager.meeting.close()
     loader._sessions.clear()
     return found
 
 
-def spans_of(report: SyncReport, stage: str) -> Spans:
-    """When every bucket was in a stage, from its begin to its end."""
-    return [(start, start + seconds) for name, start, seconds in report.spans if name == stage]
-
-
-def check_order(reports: list[SyncReport]) -> None:
-    """No bucket is read before all ranks have packed it, and none is overwritten while any rank reads it."""
-    packs, loads = ([spans_of(report, stage) for report in reports] for stage in ("pack", "engine_load"))
-    for index in range(BUCKETS):
-        first_read = min(of_rank[index][0] for of_rank in loads)
-        assert max(of_rank[index][0] for of_rank in packs) < first_read, f"bucket {index} was read before it was packed"
-        if index + SLOTS < BUCKETS:
-            last_read = max(of_rank[index][1] for of_rank in loads)
-            refilled = min(of_rank[index + SLOTS][1] for of_rank in packs)
-            assert last_read < refilled, f"the slot of bucket {index} was filled again while it was read"
-
-
-@pytest.mark.parametrize("delivery", ["staged", "broadcast"])
+@pytest.mark.parametrize("delivery", DELIVERIES)
 def test_a_bucket_is_packed_while_another_one_is_loaded(delivery: str) -> None:
-    ranks = run_world(2, two_syncs, delivery)
-    for found in zip(*ranks, strict=True):
-        check_order([report for report, _ in found])
-    for report, sent_meanwhile in (each for of_rank in ranks for each in of_rank):
-        packs, loads = spans_of(report, "pack"), spans_of(report, "engine_load")
-        assert report.delivery == delivery and len(packs) == len(loads) == report.buckets == BUCKETS, report
-        for index in range(1, BUCKETS):
-            assert packs[index][0] < loads[index - 1][1], f"bucket {index} was packed when the last one was loaded"
-        for index in range(SLOTS, BUCKETS):
-            pack, load = packs[index], loads[index - APART[delivery]]
-            assert max(pack[0], load[0]) < min(pack[1], load[1]), f"bucket {index}: not at the same time"
-        if delivery == "broadcast":
-            assert sent_meanwhile == [True] * (BUCKETS - SLOTS), "no bucket was on its way between the two"
+    world, _, ahead = DELIVERIES[delivery]
+    for said, events in (each for of_rank in run_world(world, two_syncs, delivery) for each in of_rank):
+        assert said == delivery or (delivery, said) == ("alone", "staged")
+        at = {event: place for place, event in enumerate(events)}
+        for index in range(BUCKETS):
+            packed, read = at["pack", index], at["wait_loaded", index]
+            assert packed < at["settle", index] < at["load", index] < read, "read before it was packed everywhere"
+            if SLOTS <= index + ahead < BUCKETS:
+                assert at["load", index] < at["pack", index + ahead] < read, "not at the same time"
+            if (later := index + SLOTS) < BUCKETS:
+                assert read < at["pack", later], "overwritten before it was read"
+                if delivery == "alone":  # nobody else reads the slot, so it is filled before the next bucket is loaded
+                    assert at["pack", later] < at["load", index + 2]
+                else:
+                    assert read < at["settle", index + 2] < at["pack", later], "another rank may still read it"
+            if delivery == "broadcast" and SLOTS <= index + ahead < BUCKETS:
+                sent = at["broadcast", index + 1]
+                assert sent < at["load", index] < at["pack", index + ahead]
+                assert events.index(("drain", (index + 1) % SLOTS), sent) > at["pack", index + ahead], "not on its way"

@@ -146,21 +146,25 @@ def test_ranks_of_a_mesh_or_neighbours() -> None:
         assert found == [mine, mine, neighbours, (rank,), (0, 1, 2, 3), *("tensor_parallel_size",) * 2, "mesh"]
 
 
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"]}
+# What each rank gives, the first and the second: the model, or "" for a folder without a config.json, and arguments
+GIVEN: list[tuple[Any, dict[str, tuple[Any, Any]], str]] = [
+    ("", {}, "Give a folder with a config.json"),
+    ({}, {}, "names no architectures"),
+    (QWEN2, {"random_weights": (False, False)}, "a config has no weights"),
+    (QWEN2, {"gpu_memory_utilization": (0.4, 40)}, "rank 1: ValueError: gpu_memory_utilization=40"),
+    (QWEN2, {"dtype": ("bfloat16", "float16")}, "the ranks disagree on the arguments"),
+    (QWEN2, {"sync": (None, {"pause": "in_place"})}, "rank 1: ValueError: sync.pause='in_place'"),
+    (QWEN2, {"update_weights_bucket_megabytes": (0, 0)}, "a bucket must hold at least 1 MiB"),
+]
+
+
 def refused_on_one_rank(folder: str) -> list[str]:
-    rank = torch.distributed.get_rank()
     texts = []
-    given: list[tuple[Any, dict[str, Any]]] = [
-        (folder, {}),  # no config.json
-        (Qwen2Config(), {}),
-        (Qwen2Config(architectures=["Qwen2ForCausalLM"]), {"random_weights": False}),
-        (Qwen2Config(architectures=["Qwen2ForCausalLM"]), {"gpu_memory_utilization": 40 if rank else 0.4}),
-        (Qwen2Config(architectures=["Qwen2ForCausalLM"]), {"dtype": "float16" if rank else "bfloat16"}),
-        (Qwen2Config(architectures=["Qwen2ForCausalLM"]), {"sync": {"pause": "in_place"} if rank else None}),
-        (Qwen2Config(architectures=["Qwen2ForCausalLM"]), {"update_weights_bucket_megabytes": 0}),
-    ]
-    for model, more in given:
+    for model, more, _ in GIVEN:
         with pytest.raises(RolloutError) as caught:
-            SpmdRollout(model, **more)
+            given = {key: values[torch.distributed.get_rank()] for key, values in more.items()}
+            SpmdRollout(folder if model == "" else Qwen2Config(**model), **given)
         texts.append(str(caught.value))
     return texts
 
@@ -168,19 +172,7 @@ def refused_on_one_rank(folder: str) -> list[str]:
 def test_an_argument_that_does_not_fit_is_every_ranks_error(tmp_path: Path) -> None:
     first, second = run_world(2, refused_on_one_rank, str(tmp_path), timeout=180)
     assert first == second
-    for text, words in zip(
-        first,
-        (
-            "Give a folder with a config.json",
-            "names no architectures",
-            "a config has no weights",
-            "rank 1: ValueError: gpu_memory_utilization=40",
-            "the ranks disagree on the arguments",
-            "rank 1: ValueError: sync.pause='in_place'",
-            "a bucket must hold at least 1 MiB",
-        ),
-        strict=True,
-    ):
+    for text, (*_, words) in zip(first, GIVEN, strict=True):
         assert words in text, text
 
 

@@ -41,28 +41,16 @@ _NUMPY = re.compile(r"^np\.\w+\((.*)\)$")
 
 @dataclass(frozen=True)
 class Setup:
-    """What differs from the quickstart.
+    """What differs from the quickstart."""
 
-    Attributes:
-        overrides: Hydra overrides after the quickstart's own.
-        ranks: trainer ranks.
-        steps: training steps.
-        model: checkpoint; ``None`` for the quickstart's.
-        modules: test-only modules that verl imports in each of its processes before it loads plugins.
-        path: folders that come first in ``PYTHONPATH``.
-        megatron: tensor, pipeline and expert parallel size of a Megatron trainer; ``None`` for FSDP2.
-        replicas: rollout engines, among which the ranks are shared out.
-        main: the module of verl's main.
-    """
-
-    overrides: tuple[str, ...] = ()
-    ranks: int = 1
+    overrides: tuple[str, ...] = ()  # of Hydra, after the quickstart's own
+    ranks: int = 1  # of the trainer
     steps: int = 1
-    model: Path | None = None
-    modules: tuple[str, ...] = ()
-    path: tuple[str, ...] = ()
-    megatron: tuple[int, int, int] | None = None
-    replicas: int = 1
+    model: Path | None = None  # the quickstart's
+    modules: tuple[str, ...] = ()  # that verl imports in each of its processes before it loads plugins
+    path: tuple[str, ...] = ()  # folders that come first in PYTHONPATH
+    megatron: tuple[int, int, int] | None = None  # tensor, pipeline and expert parallel size; FSDP2 without
+    replicas: int = 1  # rollout engines, among which the ranks are shared out
     main: str = "verl.trainer.main_ppo"
 
 
@@ -76,25 +64,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended.
+    """A run that has ended."""
 
-    Attributes:
-        returncode: of ``run.sh``, so of ``main_ppo``, unless a step is missing.
-        seconds: from start to end.
-        timed_out: it had to be killed.
-        lines: stdout and stderr of the driver; Ray forwards those of all workers.
-        logged: metrics by step, from verl's file logger.
-        reports: the lines of ``VERL_SYNC_REPORT_FILE``.
-        leftovers: command lines of processes that outlived the run and had to be killed.
-    """
-
-    returncode: int
+    returncode: int  # of run.sh, so of main_ppo, unless a step is missing
     seconds: float
-    timed_out: bool
-    lines: tuple[Line, ...]
-    logged: dict[int, dict[str, Any]]
-    reports: tuple[dict[str, Any], ...]
-    leftovers: tuple[str, ...]
+    timed_out: bool  # it had to be killed
+    lines: tuple[Line, ...]  # stdout and stderr of the driver; Ray forwards those of all workers
+    logged: dict[int, dict[str, Any]]  # metrics by step, from verl's file logger
+    reports: tuple[dict[str, Any], ...]  # the lines of VERL_SYNC_REPORT_FILE
+    leftovers: tuple[str, ...]  # command lines of processes that outlived the run and had to be killed
 
     @cached_property
     def text(self) -> str:
@@ -126,14 +104,11 @@ def _numbers(pairs: str) -> dict[str, float]:
 
 
 def main_ppo(setup: Setup, folder: Path) -> Run:
-    """Runs a main of verl's through the quickstart's script to its end, at the latest to ``TIMEOUT_SECONDS``.
+    """Runs a main of verl's through the quickstart's script to its end, at the latest to ``TIMEOUT_SECONDS``; in an
+    empty folder, for everything that it writes.
 
     verl asks the system for a free port and listens on it seconds later. Where another connection has it by then, the
     run is started once more.
-
-    Args:
-        setup: what to run.
-        folder: an existing, empty folder for everything the run writes.
     """
     run = _run(setup, folder)
     if run.returncode and "EADDRINUSE" in run.text and not run.reports:

@@ -75,7 +75,7 @@ def test_answers_that_span_a_sync_tell_so(release: str, folder_of_release: Path)
     """In a pytest of its own, as ``contract/test_pause_modes.py``, which does the same with the installed release."""
     if release == INSTALLED:
         return
-    tests = ["-p", "contract.pause_world", "contract/pause_modes.py", "-k", "go_on_with_new_weights"]
+    tests = ["contract/pause_modes.py", "-k", "go_on_with_new_weights"]
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(folder_of_release))))
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],

@@ -15,6 +15,15 @@ from typing import Any
 from ray.exceptions import ActorDiedError
 
 
+async def worker_calls(adapter: Any, stream: Any, version: int) -> None:
+    """What verl's worker, and ours, calls of the rollout adapter for a sync."""
+    adapter.make_room_for_weights(False)
+    await adapter.resume(["weights"])
+    await adapter.update_weights(stream, global_steps=version, ends=False)
+    await adapter.make_room_for_rest(lambda: None)
+    await adapter.end_sync()
+
+
 class Reference:
     """Stands for ``ray.ObjectRef``."""
 

@@ -31,19 +31,10 @@ LOADED = ("verify", "compare", "finish")  # the engine has all weights by then
 
 @dataclass(frozen=True)
 class Cell:
-    """One fault.
-
-    Attributes:
-        place: whose process it happens in.
-        stage: of the phase.
-        kind: ``error`` and ``oom`` are raised, ``slow`` sleeps, ``kill`` and ``stop`` are signals to itself.
-        sync: ``first`` loads the model's own way, ``second`` replays out of staging memory, ``direct`` reads in place.
-    """
-
-    place: str
+    place: str  # whose process it happens in
     stage: str
-    kind: str
-    sync: str
+    kind: str  # "error" and "oom" are raised, "slow" sleeps, "kill" and "stop" are signals to itself
+    sync: str  # "first" loads the model's own way, "second" replays out of staging memory, "direct" reads in place
 
     def __str__(self) -> str:
         return "-".join((self.kind, self.stage.replace(" ", "_"), self.place, self.sync))

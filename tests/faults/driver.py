@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +17,6 @@ from separate.driver import Failure, Member
 
 RESTART = "restart"
 SYNCS_BEFORE = {"first": 0, "second": 1, "direct": 2}
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a cell came to, for the table of the docs.
-
-    Attributes:
-        seconds: the sync took, on the rank that took longest.
-        text: its error; empty when it succeeded.
-        holds: what the engine held then; empty when it is gone.
-        request: what a request got.
-    """
-
-    seconds: float
-    text: str
-    holds: str
-    request: str
 
 
 class World:
@@ -112,7 +94,7 @@ class World:
         assert [*self._trainers("begin", delivery), self.server.ask("reset").answer()] == [None] * 3
         self._trainers("put", weights)
 
-    def run(self, cell: Cell) -> Outcome:
+    def run(self, cell: Cell) -> None:
         """Plays a cell and checks all that is promised of it."""
         self._begin_run("auto" if cell.sync == "direct" else "staged", "A")
         ways = [self._healthy() for _ in range(SYNCS_BEFORE[cell.sync])]
@@ -125,13 +107,12 @@ class World:
         started = time.monotonic()
         answers = self._faulty(cell)
         seconds = time.monotonic() - started
-        outcome = self._check(cell, answers, seconds, {old, self._new})
+        text = self._check(cell, answers, seconds, {old, self._new})
         if cell.must_restart:
             self.whole = False
-            self._check_restart(cell, outcome.text)
+            self._check_restart(cell, text)
         else:
             self._check_next()
-        return outcome
 
     def _healthy(self) -> str:
         """A sync that must succeed, as verl makes it."""
@@ -174,7 +155,8 @@ class World:
         assert [each.status() for each in stopped] == [psutil.STATUS_STOPPED], f"{cell}: the fault did not happen"
         stopped[0].resume()
 
-    def _check(self, cell: Cell, answers: list[Any], seconds: float, allowed: set[str]) -> Outcome:
+    def _check(self, cell: Cell, answers: list[Any], seconds: float, allowed: set[str]) -> str:
+        """Returns the error of the sync; empty when it succeeded."""
         print(f"{cell}: {seconds:.1f} s {answers}", flush=True)
         assert seconds < cell.bound, f"{seconds:.1f} s of {cell.bound:.1f}"
         present = [answer for rank, answer in enumerate(answers) if not (cell.group_is_lost and rank == cell.heard_by)]
@@ -200,7 +182,7 @@ class World:
         elif request:
             assert request == "a refusal" or untold, request
         assert text or (holds, request) == (self._new, "an answer")
-        return Outcome(seconds, text, holds, request)
+        return text
 
     def _check_text(self, cell: Cell, failure: Failure) -> None:
         """It names the place and the stage as closely as those who are left can know them."""

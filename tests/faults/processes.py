@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from bare_engine import trainer
-from bare_engine.scenario import PROMPT, _checkpoint
+from bare_engine.scenario import PROMPT
 from faults import points
+from faults.actor import worker_calls
 from faults.cells import GROUP_SECONDS, SLACK_SECONDS, T
 
 BUCKET_BYTES, GATE_SECONDS = 40_000, 3.0
@@ -104,15 +105,10 @@ class Trainer:
 
     def save(self, name: str) -> str:
         """Writes a checkpoint of a set; collective."""
-        from safetensors.torch import save_file
-
         self.put(name)
-        tensors = {
-            key: value.to(torch.bfloat16).contiguous() for key, value in trainer.full_state(self.trainer).items()
-        }
-        target = self.folder / f"checkpoint-{name}"
+        full, target = trainer.full_state(self.trainer), self.folder / f"checkpoint-{name}"
         if dist.get_rank() == 0:
-            save_file(tensors, _checkpoint(self.model, target) / "model.safetensors", metadata={"format": "pt"})
+            trainer.save(full, self.model, target)
         return str(target)
 
     def arm(self, stage: str, kind: str) -> None:
@@ -122,21 +118,12 @@ class Trainer:
         return points.fired()
 
     def sync(self, version: int) -> str:
-        """The worker's calls, in their order; returns how the delivery went."""
-        asyncio.run(self._sync(version))
+        """A sync of the worker's; returns how the delivery went."""
         assert self._adapter is not None
+        asyncio.run(worker_calls(self._adapter, self._stream(), version))
         report = self._adapter._manager.report
         assert report.verified_tensors > 0 == report.not_comparable, "the engine's memory is not proven whole"
         return "direct" if report.direct_bytes else "staged"
-
-    async def _sync(self, version: int) -> None:
-        adapter = self._adapter
-        assert adapter is not None
-        adapter.make_room_for_weights(False)
-        await adapter.resume(["weights"])
-        await adapter.update_weights(self._stream(), global_steps=version, ends=False)
-        await adapter.make_room_for_rest(lambda: None)
-        await adapter.end_sync()
 
     def end(self) -> None:
         """The pipes close with the process."""

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-MAKE_MODEL = Path(__file__).resolve().parents[2] / "examples" / "cpu_quickstart" / "make_model.py"
+from tiny_models import MAKE_MODEL
 
 COMMON: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8,

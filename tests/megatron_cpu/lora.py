@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from contract.reading import LARGE, TINY, State
 from contract.sources import StandIn, endpoint_of
 from megatron_cpu.engines import Layout, build, stock_export, train_step
-from megatron_cpu.stories import error_of, manager_of, one_sync
+from megatron_cpu.stories import error_of, manager_of, one_sync, syncs_offloaded
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.adapter import AdapterSender
@@ -90,19 +90,8 @@ def merged(model_path: str, layout: Layout, **lora: Any) -> list[str]:
 
 
 def offloaded(model_path: str, layout: Layout) -> None:
-    """Factors lie in buffers that verl has moved to host memory; they are not brought back for the sync."""
-    from verl.utils.megatron_utils import load_megatron_model_to_gpu, offload_megatron_model_to_cpu
-
-    engine = with_factors(model_path, layout)
-    manager = manager_of(engine, LARGE, "bfloat16")
-    for _ in range(3):
-        load_megatron_model_to_gpu(engine.module)
-        train_step(engine)
-        expected = stock_export(engine)
-        offload_megatron_model_to_cpu(engine.module)
-        got = one_sync(manager)
-        assert sum(b.param_data.untyped_storage().size() for chunk in engine.module for b in chunk.buffers) == 0
-        check_close(got, expected)
+    """So are factors."""
+    syncs_offloaded(with_factors(model_path, layout), check_close)
 
 
 def canonical(model_path: str, layout: Layout) -> None:
@@ -120,7 +109,6 @@ def canonical(model_path: str, layout: Layout) -> None:
 
 
 def refused(model_path: str) -> str:
-    """DoRA of Megatron-Bridge."""
     engine = build(model_path, Layout(dist.get_world_size(), tp=2), {**LORA, "type": "dora"})
     return error_of(lambda: one_sync(manager_of(engine, LARGE)))[0]
 

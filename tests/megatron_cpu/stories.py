@@ -112,27 +112,27 @@ def syncs(model_path: str, layout: Layout, wire: str = "bfloat16") -> list[str]:
     return digests
 
 
-def device_bytes(engine: Any) -> int:
-    """What Megatron's parameter buffers occupy on the device."""
-    return sum(b.param_data.untyped_storage().size() for chunk in engine.module for b in chunk.buffers)
-
-
 def offloaded(model_path: str, layout: Layout) -> None:
+    syncs_offloaded(build(model_path, layout), check_same)
+
+
+def syncs_offloaded(engine: Any, check: Callable[[State, State], None]) -> None:
     """Parameters are in host memory while they are sent, and are not brought to the device for it."""
     from verl.utils.megatron_utils import load_megatron_model_to_gpu, offload_megatron_model_to_cpu
 
-    engine = build(model_path, layout)
+    def on_the_device() -> int:
+        return sum(b.param_data.untyped_storage().size() for chunk in engine.module for b in chunk.buffers)
+
     manager = manager_of(engine, LARGE)
     for step in range(SYNCS):
         load_megatron_model_to_gpu(engine.module)
         if step:
             train_step(engine)
-        expected = stock_export(engine)
-        assert device_bytes(engine) > 100_000
+        expected, held = stock_export(engine), on_the_device()
         offload_megatron_model_to_cpu(engine.module)
         got = one_sync(manager)
-        assert device_bytes(engine) == 0, "the sync loaded the parameters"
-        check_same(got, expected)
+        assert held > on_the_device() == 0, "the sync loaded the parameters"
+        check(got, expected)
 
 
 def padded(model_path: str, layout: Layout) -> int:

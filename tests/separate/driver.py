@@ -23,8 +23,6 @@ from ports import free_port
 
 @dataclass(frozen=True)
 class Failure:
-    """What a process answers when its call raised."""
-
     kind: str
     text: str
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from bare_engine import trainer
-from bare_engine.scenario import _checkpoint
 from verl_sync_plugin.transport.joint import JointRanks
 
 if TYPE_CHECKING:
@@ -44,8 +43,6 @@ class CountedRanks(JointRanks):
 
 
 class Host:
-    """What both kinds of process do."""
-
     def __init__(self, rank: int, world: int, port: int, is_master: bool | None) -> None:
         os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
         os.environ.update(MASTER_PORT=str(port), SGLANG_CPU_OMP_THREADS_BIND="|".join(map(str, range(world))))
@@ -76,7 +73,6 @@ class Host:
         return dict(ranks.came), self.report()["network_bytes"]
 
     def report(self) -> dict[str, Any]:
-        """Of the last sync."""
         manager = self.manager()
         assert manager is not None
         return manager.report.as_dict()
@@ -149,7 +145,6 @@ class Trainer(Host):
         trainer.perturb(self.trainer, seed)
 
     def share(self, folder: Path) -> None:
-        """See ``trainer.share``."""
         trainer.share(self.trainer, folder)
 
     def hide_staging(self) -> None:
@@ -166,12 +161,9 @@ class Trainer(Host):
 
     def save(self, folder: Path) -> None:
         """Writes the trainer's weights as a checkpoint; collective over the trainer's ranks."""
-        from safetensors.torch import save_file
-
         full = trainer.full_state(self.trainer)
         if dist.get_rank() == 0:
-            tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in full.items()}
-            save_file(tensors, _checkpoint(self.model, folder) / "model.safetensors", metadata={"format": "pt"})
+            trainer.save(full, self.model, folder)
 
 
 class FSDP1Trainer(Trainer):
@@ -205,12 +197,10 @@ class LoRATrainer(Trainer):
 
     def save(self, folder: Path) -> None:
         """Writes base and adapter, merged by hand, as a checkpoint; collective over the trainer's ranks."""
-        from safetensors.torch import save_file
-
         state = self.trainer.module.state_dict()  # type: ignore[attr-defined]
         full = {n: (t.full_tensor() if isinstance(t, DTensor) else t).float() for n, t in state.items()}
         if dist.get_rank() == 0:
-            save_file(_merged(full), _checkpoint(self.model, folder) / "model.safetensors", metadata={"format": "pt"})
+            trainer.save(_merged(full), self.model, folder)
 
 
 def _merged(full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -221,7 +211,7 @@ def _merged(full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             if of != name:
                 tensor = tensor + SCALING * full[of.format("lora_B")] @ full[of.format("lora_A")]
             plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
-            found[plain] = tensor.to(torch.bfloat16).contiguous()
+            found[plain] = tensor
     return found
 
 

@@ -13,14 +13,12 @@ import torch.distributed as dist
 
 from bare_engine.endpoint import BareEngine, endpoint_of
 from bare_engine.scenario import PROMPT
+from contract.reading import State, within_one_ulp
 from separate.processes import RANK, TARGETS, Host
 from verl_sync_plugin.rollouts.adapter import SeparateReceiver
 from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK
 from verl_sync_plugin.rollouts.sglang.server import SGLANG_LORA_NAME, SyncSGLangHttpServer
 from verl_sync_plugin.sync.separate import SeparateManager, SeparateRollout
-
-TINY = 4e-6  # see tests/contract/test_lora_merge.py, which judges by the same measure
-State = dict[str, torch.Tensor]
 
 
 class Rollout(Host):
@@ -76,7 +74,6 @@ class Rollout(Host):
         return synced, self.sglang.state(folder / "loaded")
 
     def nbytes(self, path: Path) -> list[int]:
-        """What the parameters of every engine rank take."""
         return [sum(tensor.nbytes for tensor in held.values()) for held in self.sglang.state(path)]
 
     def spoil(self, parameter: str) -> None:
@@ -155,13 +152,8 @@ class JudgingRollout(Rollout):
         off, adapted, equal, total = [], [], 0, 0
         for ours, theirs, unmerged in zip(synced, by_hand, plain, strict=True):
             assert ours.keys() == theirs.keys() == unmerged.keys()
-            off += [name for name in ours if not _within_one_ulp(ours[name], theirs[name])]
+            off += [name for name in ours if not within_one_ulp(ours[name], theirs[name])]
             adapted += [name for name in ours if not torch.equal(ours[name], unmerged[name])]
             equal += sum(int((ours[name] == theirs[name]).sum()) for name in ours)
             total += sum(tensor.numel() for tensor in ours.values())
         return off, adapted, equal / total
-
-
-def _within_one_ulp(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    ulp = torch.nextafter(expected.abs(), torch.tensor(torch.inf, dtype=expected.dtype)) - expected.abs()
-    return got.dtype == expected.dtype and bool(((got - expected).abs() <= ulp.clamp(min=TINY)).all())

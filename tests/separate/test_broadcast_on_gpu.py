@@ -10,8 +10,7 @@ import asyncio
 import os
 import pickle
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 DEVICE = "cuda"
 BOUND, BUCKET_BYTES = 20.0, 4 << 20
 SYNC = {"timeout_seconds": BOUND, "verify": "always"}
-TRAINER, STAYING, DYING = range(3)
+TRAINER, DYING = 0, 2
 SYNCS = ((1, 3), (2, 3), (3, 3), (4, 2), (5, 2))  # version, and how many ranks take part
 FAILING = 3  # in its second bucket
 
@@ -81,7 +80,9 @@ def rollout(rank: int, calls: Calls, folder: Path) -> list[Any]:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store-{rank}", rank=0, world_size=1)
     calls.all_say("model", None)
     options = ("--mem-fraction-static", "0.2")
-    with stopping(Server(folder / "small", DEVICE, folder / f"server-{rank}.log", options)) as server:
+    with ExitStack() as last:
+        server = Server(folder / "small", DEVICE, folder / f"server-{rank}.log", options)
+        last.callback(server.stop)
         engine, receive = receiving(server, BUCKET_BYTES, SYNC)
         calls.all_say("ready", None)
 
@@ -92,14 +93,6 @@ def rollout(rank: int, calls: Calls, folder: Path) -> list[Any]:
             return digest(server) if DEVICE == "cuda" else str(server.tokens())
 
         return [outcome(calls, engine, version, ranks, lambda v=version: take(v)) for version, ranks in SYNCS]
-
-
-@contextmanager
-def stopping(server: Any) -> Iterator[Any]:
-    try:
-        yield server
-    finally:
-        server.stop()
 
 
 def die_in_second_bucket() -> None:

@@ -31,17 +31,6 @@ def filled(value: int) -> torch.Tensor:
     return torch.full((NBYTES,), value, dtype=torch.uint8, device=GPU)
 
 
-def everything_arrives(rank: int, folder: Path) -> str:
-    ranks = joint(rank, folder, "store")
-    for number in range(3):
-        memory = filled(number * 3 + rank)
-        ranks.broadcast(memory, number).wait()
-        assert torch.equal(memory, filled(number * 3 + number)), "the root's bytes are everywhere"
-    ranks.gather(None)  # what this rank has sent may still be on its way
-    ranks.close()
-    return "all"
-
-
 def what_runs_beside_broadcasts(rank: int, folder: Path) -> bool:
     """Rank 0 begins two to which the others come late; whether neither it nor its own stream waits for them."""
     ranks = joint(rank, folder, "beside")
@@ -97,10 +86,6 @@ def the_last_dies(rank: int, folder: Path, when: str) -> tuple[str, float]:
     assert torch.equal(memory[0], filled(0)), "the next group is whole"
     ranks.gather(None)
     return text, seconds
-
-
-def test_bytes_of_three_ranks_arrive(tmp_path: Path) -> None:
-    assert play(3, everything_arrives, tmp_path, seconds=SECONDS) == ["all"] * 3
 
 
 def test_a_rank_goes_on_while_its_bytes_are_on_their_way(tmp_path: Path) -> None:

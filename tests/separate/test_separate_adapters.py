@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bare_engine.scenario import PROMPT
+from bare_engine.scenario import far
 from megatron_cpu.engines import megatron_environment
 from separate.driver import Driver, Member, failed_alike, members, none_failed, together
 
@@ -19,18 +19,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 # Of log-probabilities in bfloat16: the engine adds the adapter's share to a layer's output, transformers to its weight
 BOUND = 0.1
 Words = tuple[list[int], list[float]]
-
-
-def far(words: Words, checkpoint: Path) -> float:
-    """How far the log-probabilities of an engine's words are from those of transformers, with a checkpoint."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    tokens, logprobs = words
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
-    logits = model(torch.tensor([PROMPT + tokens])).logits[0].float()
-    expected = torch.log_softmax(logits, -1)[len(PROMPT) - 1 : -1]
-    return max(abs(expected[i, t].item() - p) for i, (t, p) in enumerate(zip(tokens, logprobs, strict=True)))
 
 
 def serves(driver: Driver, rollout: Member, folder: Path) -> Words:

@@ -21,7 +21,6 @@ SECONDS = 400
 
 
 def torchrun(ranks: int, script: Path, *arguments: str) -> str:
-    """The output of a script that must end well."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     run = subprocess.run(
         [*command, str(script), *arguments],

@@ -8,9 +8,10 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -102,6 +103,21 @@ def test_a_message_that_nobody_takes_ends_in_a_timeout() -> None:
     with bounded(BOUND), pytest.raises(ChannelTimeoutError, match=r"did not take a Failed of \d{7} bytes"):
         channel.send(protocol.Failed("x" * (4 << 20)))
     bare.close()
+
+
+def test_a_message_that_trickles_in_does_not_outlive_the_bound() -> None:
+    bare, channel = pair()
+
+    def trickle() -> None:
+        with suppress(OSError):
+            for part in (struct.pack("!IB", 1000, 0), *[b"x"] * 60):
+                bare.sendall(part)
+                time.sleep(BOUND / 10)
+
+    threading.Thread(target=trickle).start()
+    with bounded(BOUND), pytest.raises(ChannelTimeoutError, match=r"but \d+ bytes of one"):
+        channel.receive(BOUND)
+    channel.close()
 
 
 @pytest.mark.parametrize(

@@ -105,13 +105,15 @@ def test_any_part_equals_pefts_merge(kind: str, data: st.DataObject) -> None:
 
 
 class Precisions(TorchDispatchMode):
-    """In which precision fp32 is multiplied meanwhile."""
+    """In which precision fp32 is multiplied meanwhile, and torch's operations in their order, without views."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: set[str] = set()
+        self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names += [] if func.is_view else [func._schema.name]
         if "mm" in func._schema.name:
             self.found.add(torch.get_float32_matmul_precision())
         return func(*args, **(kwargs or {}))
@@ -145,6 +147,7 @@ def test_a_trainer_that_allows_tf32_is_merged_without_it(newer: bool, dora: bool
         else:
             assert torch.get_float32_matmul_precision() == "high"
     assert precisions.found == {"highest"}
+    assert dora or precisions.names[-2:] == ["aten::copy_", "aten::addmm_"], "each more costs the host time"
 
 
 def test_a_grouped_convolution_is_refused_by_name() -> None:

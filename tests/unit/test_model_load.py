@@ -7,13 +7,14 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from receiving import BF16, CPU, WORLD, Engine, Sender, Weights, memory_for
 from verl.workers.rollout.sglang_rollout.utils import DEEPSEEK_V4_FUSION_GROUPS
 
-from verl_sync_plugin.copies.copier import BucketMemory
+from verl_sync_plugin.copies.copier import BucketMemory, Copier
 from verl_sync_plugin.engine.load import Assembler
 from verl_sync_plugin.engine.model import partner_of
 from verl_sync_plugin.layout.planner import plan_buckets
@@ -128,6 +129,18 @@ def test_bytes_that_nobody_named_and_memory_that_is_gone_are_an_error(tmp_path: 
         Regions().map([replace(lives[0].regions[0], key="gone", handle=("/gone",))])
 
 
+@pytest.mark.parametrize("place", range(WORLD))
+def test_rows_are_read_from_all_ranks_in_turn_the_own_one_first(
+    place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, homes, honest = sender_of(PLAIN, False, 1 << 20, 0, tmp_path), list[Any](), Copier.prepare
+    monkeypatch.setattr(Copier, "prepare", lambda copier, blocks, *of: homes.extend(of) or honest(copier, blocks))
+    sender.in_place(sender.receiver(Engine(Model(), 0)), place)
+    lives = [mine.look(shards) for mine, shards in zip(sender.parameters, sender.shards, strict=True)]
+    expected = [(rank - place) % WORLD for rank, live in enumerate(lives) for _ in live.regions]
+    assert homes == [expected] * 2 and set(expected) == set(range(WORLD))
+
+
 def test_without_a_cuda_driver_parameters_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on AMD's devices, which torch calls cuda as well: an error of the kind that exporters and regions expect."""
     monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: os.stat(f"/{name}"))
@@ -188,6 +201,13 @@ def test_torn_pairs_arrive_in_one_load(names: list[str], together: list[list[int
     assert [[name for name, _ in load] for load in loads] == [[names[each] for each in load] for load in together]
     for name, tensor in (each for load in loads for each in load):
         assert torch.equal(tensor, tensors[names.index(name)])
+
+
+def test_half_of_a_pair_does_not_wait_for_one_that_is_not_sent() -> None:
+    memory = BucketMemory([torch.zeros(16, dtype=torch.uint8)], 16, 1)
+    half = Entry(f"l.0.{FIRST}", "uint8", (16,), None, 16, (Run(0, 0, 16),))
+    ((name, _),) = Assembler(frozenset({half.name}), FUSED_PAIRS).tensors(memory, (half,))
+    assert name == half.name
 
 
 def test_finish_names_an_incomplete_tensor() -> None:

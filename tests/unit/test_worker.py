@@ -14,6 +14,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 import ray
+import torch
 import verl
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
@@ -34,6 +35,7 @@ from verl_sync_plugin.config.settings import (
     sync_config_of,
 )
 from verl_sync_plugin.errors import HalfWrittenError
+from verl_sync_plugin.hooks import worker
 from verl_sync_plugin.hooks.trainer import of_separate_rollout, reporting, take_workers
 
 CONFIG_DIR = Path(verl.__file__).parent / "trainer" / "config"
@@ -242,3 +244,28 @@ def test_what_a_dead_server_or_a_failed_sync_leaves_unanswered_is_asked_again(
     output = asyncio.run(client.generate("request", prompt_ids=[1], sampling_params={}))
     assert output.token_ids == [1] and asked.await_count == 1
     assert [each.args for each in remove.await_args_list] == [(gone,)] * len(gone) and clear.await_count == len(gone)
+
+
+class Offloaded:
+    """verl's training engine with ``param_offload``."""
+
+    is_param_offload_enabled = True
+
+    def __init__(self, *parameters: torch.Tensor, listed: bool = False) -> None:
+        module = torch.nn.ParameterList(parameters)
+        self.module, self.moves = [module] if listed else module, 0
+
+    def to(self, device: str, model: bool, optimizer: bool, grad: bool) -> None:
+        assert (device, model, optimizer, grad) == ("cpu", True, False, False)
+        self.moves += 1
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("place", ["meta", "cpu"])  # a meta tensor is on no host, which is all that is asked
+def test_only_what_is_on_the_device_is_offloaded(place: str, listed: bool) -> None:
+    engine = Offloaded(torch.empty(4, device=place), listed=listed)
+    worker.offload(engine)
+    assert engine.moves == (place == "meta")
+    engine.is_param_offload_enabled = False
+    worker.offload(engine)
+    assert engine.moves == (place == "meta")
