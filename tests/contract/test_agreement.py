@@ -239,7 +239,7 @@ class Serving(WithoutSource):
     """Its engine is to get an adapter, after its base."""
 
     def __init__(self, *args: Any) -> None:
-        self.trainer: Any = SimpleNamespace(serves_adapter=True, device=CPU)
+        self.trainer: Any = SimpleNamespace(serves_adapter=True, device=CPU, name="", model="")
         super().__init__(*args)
 
 
