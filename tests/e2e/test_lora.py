@@ -15,7 +15,7 @@ import pytest
 
 import tiny_models
 from e2e import checks
-from e2e.runs import DUMMY, MODEL, ROLLOUT, SHORT_WAIT, SMALL_BUCKETS, Run, Setup, main_ppo
+from e2e.runs import DUMMY, MODEL, ROLLOUT, SHORT_WAIT, SMALL_BUCKETS, Setup, main_ppo
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
@@ -31,51 +31,35 @@ TENSOR_PARALLEL = (2, 1, 1)
 END_TOKENS = [1, *range(200, 240)]
 
 
-@pytest.fixture(scope="session")
-def stopping_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stopping_model(folder: Path) -> Path:
     """Ties embedding and head, and ends its responses anywhere."""
-    folder = tiny_models.write("qwen2-tied", tmp_path_factory.mktemp("stopping") / "model")
-    file = folder / "generation_config.json"
+    file = tiny_models.write("qwen2-tied", folder) / "generation_config.json"
     config = json.loads(file.read_text())
     config.pop("_from_model_config", None)
     file.write_text(json.dumps({**config, "eos_token_id": END_TOKENS}))
     return folder
 
 
-@pytest.fixture(scope="session")
-def merged(stopping_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def test_a_merged_run(tmp_path: Path) -> None:
     """DoRA on projections and on the tied embedding; two ranks, three steps, so four syncs."""
     overrides = (
         *(*COMMON, *MERGED),
         f"{MODEL}.lora.type=dora",
         f"{MODEL}.lora.target_modules=[q_proj,v_proj,down_proj,embed_tokens]",
     )
-    return main_ppo(Setup(overrides, 2, 3, stopping_model), tmp_path_factory.mktemp("merged"))
-
-
-def test_merged_run_reaches_its_steps(merged: Run) -> None:
+    model, run = stopping_model(tmp_path / "model"), tmp_path / "run"
+    run.mkdir()
+    merged = main_ppo(Setup(overrides, 2, 3, model), run)
     checks.reached(merged, steps=3)
     checks.reported(merged, steps=3)
     assert merged.matching("embedding and head untied"), merged.tail
-
-
-def test_staging_memory_is_given_back_where_no_room_is_known(merged: Run) -> None:
-    """As on a CPU."""
+    # As where no room is known, which it is not on a CPU
     assert all(each["staging_bytes"] > 0 and each["kept_staging_bytes"] == 0 for each in merged.reports), merged.reports
-
-
-def test_engine_has_the_merged_weights(merged: Run) -> None:
-    """Unmerged ones would show: correlation 0.0, probabilities apart by 0.009 to 0.025 from the second step on."""
+    # Unmerged ones would show: correlation 0.0, probabilities apart by 0.009 to 0.025 from the second step on
     checks.same_weights(merged)
-
-
-def test_the_adapter_has_moved_the_model(merged: Run) -> None:
-    """The reference is the same model without its adapter, so this is how far unmerged weights would be off."""
+    # The reference is the same model without its adapter, so this is how far unmerged weights would be off
     assert all(merged.logged[step]["actor/kl_loss"] > 0.1 for step in (2, 3)), merged.logged
-
-
-def test_old_reference_and_current_agree_on_padded_sequences(merged: Run) -> None:
-    """Prompts are padded on the left, responses on the right; before the first update all three models are the same."""
+    # Prompts are padded on the left, responses on the right; before the first update all three models are the same
     first: dict[str, Any] = merged.logged[1]
     assert first["prompt_length/min"] < first["prompt_length/max"]
     assert first["response_length/min"] < first["response_length/max"]
@@ -84,24 +68,20 @@ def test_old_reference_and_current_agree_on_padded_sequences(merged: Run) -> Non
     assert all(metrics["actor/pg_clipfrac"] == 0 for metrics in merged.logged.values())
 
 
-@pytest.fixture(scope="module", params=[pytest.param("fsdp2", marks=pytest.mark.extended), "megatron"])
-def served(
-    request: pytest.FixtureRequest, tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
-) -> Run:
+@pytest.mark.parametrize("strategy", [pytest.param("fsdp2", marks=pytest.mark.extended), "megatron"])
+def test_the_base_of_a_served_adapter_travels_once(
+    strategy: str, tiny_model: Callable[[str], str], tmp_path: Path
+) -> None:
     """The engine serves the adapter; it starts with the checkpoint and gets the base all the same, or with random
     weights, so that the base must have travelled.
 
     Not the larger model: SGLang pads its layers on a CPU, and its adapters' memory, but not the adapters.
     """
-    megatron = TENSOR_PARALLEL if request.param == "megatron" else None
+    megatron = TENSOR_PARALLEL if strategy == "megatron" else None
     start = () if megatron else (f"{ROLLOUT}.load_format=auto",)
     setup = Setup((*COMMON, *start, *SERVED), 2, 2, Path(tiny_model("qwen2")), megatron=megatron)
-    return main_ppo(setup, tmp_path_factory.mktemp("served"))
-
-
-def test_served_run_reaches_its_steps_and_the_base_travels_once(served: Run, request: pytest.FixtureRequest) -> None:
+    served = main_ppo(setup, tmp_path)
     checks.reached(served, steps=2)
-    megatron = request.node.callspec.params["served"] == "megatron"
     checks.reported(served, steps=2, **({"manager": MEGATRON} if megatron else {}))
     checks.same_weights(served)
     first, *later = served.reports

@@ -28,23 +28,13 @@ def trained(larger_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run
     return main_ppo(setup, tmp_path_factory.mktemp("trained"))
 
 
-def test_every_process_uses_the_plugin(trained: Run) -> None:
+def test_every_process_uses_the_plugin_and_the_engine_has_the_weights_at_every_step(trained: Run) -> None:
     checks.plugin_ran(trained, RANKS)
-
-
-def test_engine_has_the_weights_of_the_trainer_at_every_step(trained: Run) -> None:
-    assert len(trained.logged) == 2, trained.tail
-    checks.same_weights(trained)
-
-
-def test_metrics_reach_every_logger_at_every_step(trained: Run) -> None:
     assert sorted(trained.logged) == sorted(trained.printed) == [1, 2], trained.tail
+    checks.same_weights(trained)
     for step in (1, 2):
         checks.metrics_complete(trained.logged[step], step)
         checks.metrics_complete(trained.printed[step], step)
-
-
-def test_reports_name_every_sync(trained: Run) -> None:
     checks.reported(trained, steps=2)
     for report in trained.reports:  # the first three, so all
         assert report["verified_tensors"] == report["tensors"] and report["not_comparable"] == 0, report
@@ -74,23 +64,14 @@ def test_an_engine_that_computes_otherwise_stops_the_run(tmp_path: Path) -> None
     assert not run.logged and not run.leftovers, run.tail
 
 
-@pytest.fixture(scope="session")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """One step with the plugin installed and switched off, of the model that the quickstart makes for itself."""
-    setup = Setup((DUMMY, SMALL_BUCKETS, f"{ROLLOUT}.custom.sync.enabled=False"))
-    return main_ppo(setup, tmp_path_factory.mktemp("stock"))
-
-
-def test_switched_off_it_is_stock_verl(stock: Run) -> None:
+def test_switched_off_it_is_stock_verl_and_leaves_no_trace(tmp_path: Path) -> None:
+    """One step of the model that the quickstart makes for itself."""
+    stock = main_ppo(Setup((DUMMY, SMALL_BUCKETS, f"{ROLLOUT}.custom.sync.enabled=False")), tmp_path)
     checks.reached(stock, steps=1)
     checks.same_weights(stock)
     assert stock.matching(r"driver: weight sync off, stock verl moves the weights")
     assert stock.matching(r"\(WorkerDict pid=\d+\) .*custom\.sync\.enabled=False: stock verl moves the weights")
     assert stock.matching(r"\(SGLangHttpServer pid=\d+\)")
-
-
-def test_switched_off_it_leaves_no_trace(stock: Run) -> None:
-    assert stock.logged, stock.tail
     assert "SyncSGLangHttpServer" not in stock.text
     assert checks.OUR_WORKER not in stock.text
     assert "loader active" not in stock.text and "is ours" not in stock.text

@@ -23,11 +23,7 @@ from packages import folder_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1000)]
 
-OVERRIDES = (
-    DUMMY,
-    SMALL_BUCKETS,
-    f"+{ROLLOUT}.engine_kwargs.sglang.grammar_backend=none",
-)
+OVERRIDES = (DUMMY, SMALL_BUCKETS, f"+{ROLLOUT}.engine_kwargs.sglang.grammar_backend=none")
 
 
 @pytest.fixture(scope="session", params=list(RELEASES))
@@ -53,17 +49,13 @@ def trained(
     return main_ppo(setup, tmp_path_factory.mktemp("trained"))
 
 
-def test_release_trains(trained: Run, release: str, folder_of_release: Path) -> None:
+def test_release_trains_with_the_weights_of_the_plugin(trained: Run, release: str, folder_of_release: Path) -> None:
     checks.reached(trained, steps=2)
     server = re.search(r"\(SyncSGLangHttpServer pid=(\d+)\)", trained.text)
     assert server is not None, trained.tail
     # Ray prints "(pid=…)" alone until it knows the actor's name
     said = rf"\((\w+ )?pid={server[1]}\) \[e2e\] SGLang {re.escape(release)} from {re.escape(str(folder_of_release))}/"
     assert trained.matching(said), trained.tail
-
-
-def test_release_gets_the_weights_from_the_plugin(trained: Run) -> None:
-    assert trained.logged, trained.tail
     checks.plugin_ran(trained, ranks=1)
     checks.same_weights(trained)
     for step in (1, 2):

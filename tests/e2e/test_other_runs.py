@@ -24,124 +24,75 @@ pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1000)]
 Tiny = Callable[[str], str]
 
 
-@pytest.fixture(scope="module")
-def colocated(tiny_model: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def test_every_step_of_colocate_async_is_synced_and_answers_go_on_after_it(tiny_model: Tiny, tmp_path: Path) -> None:
     """verl's ``colocate_async`` trainer: one GPU for both, and requests that a sync cuts off. Three steps; a batch more
-    than a step takes is in flight whenever verl aborts."""
+    than a step takes is in flight whenever verl aborts, so a step trains on answers that the weights of the step before
+    have begun."""
     trainer = ("trainer.v1.trainer_mode=colocate_async", "trainer.v1.colocate_async.num_warmup_batches=1")
-    setup = Setup((*trainer, DUMMY, SMALL_BUCKETS), 1, 3, Path(tiny_model("qwen2")))
-    return main_ppo(setup, tmp_path_factory.mktemp("colocate-async"))
-
-
-def test_every_step_of_colocate_async_is_synced(colocated: Run) -> None:
-    checks.reached(colocated, steps=3)
-    checks.plugin_ran(colocated, ranks=1)
-    checks.reported(colocated, steps=3)
+    run = main_ppo(Setup((*trainer, DUMMY, SMALL_BUCKETS), 1, 3, Path(tiny_model("qwen2"))), tmp_path)
+    checks.reached(run, steps=3)
+    checks.plugin_ran(run, ranks=1)
+    checks.reported(run, steps=3)
     for step in (1, 2, 3):
-        checks.metrics_complete(colocated.logged[step], step)
-
-
-def test_answers_go_on_behind_the_sync_that_cut_them_off(colocated: Run) -> None:
-    """A step trains on answers that the weights of the step before have begun."""
-    found = [colocated.logged[step]["training/off_policy/trajectory_staleness/max"] for step in (1, 2, 3)]
+        checks.metrics_complete(run.logged[step], step)
+    found = [run.logged[step]["training/off_policy/trajectory_staleness/max"] for step in (1, 2, 3)]
     assert max(found) >= 1, found
 
 
-LEGACY = ("trainer.use_v1=False", DUMMY, SMALL_BUCKETS)
-
-
-@pytest.fixture(scope="module")
-def legacy(tiny_model: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def test_the_legacy_trainer_and_a_mixtral_are_synced_and_reported(tiny_model: Tiny, tmp_path: Path) -> None:
     """verl's legacy trainer, whose task runner resolves the config before it loads plugins; two steps of a Mixtral,
     whose trainer holds other tensors than its checkpoint: stock verl sends the router and all experts under names that
     SGLang skips. Embedding and head are tied, and SGLang's class has a head of its own."""
-    setup = Setup(LEGACY, steps=2, model=Path(tiny_model("mixtral-tied")))
-    return main_ppo(setup, tmp_path_factory.mktemp("legacy"))
-
-
-def test_the_plugin_moves_the_weights_of_the_legacy_trainer(legacy: Run) -> None:
-    checks.reached(legacy, steps=2)
-    checks.same_weights(legacy)
-    assert legacy.matching("Legacy trainer `main_ppo_v0.py` is deprecated"), legacy.tail
-    assert legacy.matching(r"\(WorkerDict pid=\d+\) .*sharding manager FSDP2SGLangShardingManager, buckets of 1 MiB")
-
-
-def test_its_syncs_are_reported_beside_its_metrics(legacy: Run) -> None:
-    checks.reported(legacy, steps=2)
-    assert len(legacy.matching(r"\(TaskRunner pid=\d+\) .*NO SYNC METRICS: .*legacy trainer")) == 1, legacy.tail
+    overrides = ("trainer.use_v1=False", DUMMY, SMALL_BUCKETS)
+    run = main_ppo(Setup(overrides, steps=2, model=Path(tiny_model("mixtral-tied"))), tmp_path)
+    checks.reached(run, steps=2)
+    checks.same_weights(run)
+    assert run.matching("Legacy trainer `main_ppo_v0.py` is deprecated"), run.tail
+    assert run.matching(r"\(WorkerDict pid=\d+\) .*sharding manager FSDP2SGLangShardingManager, buckets of 1 MiB")
+    checks.reported(run, steps=2)
+    assert len(run.matching(r"\(TaskRunner pid=\d+\) .*NO SYNC METRICS: .*legacy trainer")) == 1, run.tail
     for step in (0, 1, 2):
-        assert legacy.matching(rf"\(WorkerDict pid=\d+\) .*sync of step {step}: [0-9.]+ s, "), legacy.tail
-    for metrics in legacy.logged.values():
-        assert not [name for name in metrics if "sync/" in name], (
-            "verl's legacy trainer has learned to log them: say so"
-        )
-
-
-def test_every_parameter_of_mixtral_is_written_and_replayed(legacy: Run) -> None:
-    assert len(legacy.reports) == 3, legacy.tail
-    for report in legacy.reports:
+        assert run.matching(rf"\(WorkerDict pid=\d+\) .*sync of step {step}: [0-9.]+ s, "), run.tail
+    for metrics in run.logged.values():
+        assert not [name for name in metrics if "sync/" in name], "verl's legacy trainer logs them now: say so"
+    for report in run.reports:
         assert report["coverage_missing"] == 0 and report["tensors"] > 24, report
-    assert legacy.reports[-1]["replayed_tensors"] == legacy.reports[-1]["tensors"], legacy.reports
+    assert run.reports[-1]["replayed_tensors"] == run.reports[-1]["tensors"], run.reports
 
 
-def test_the_legacy_trainer_switched_off_is_stock_verl(tmp_path: Path) -> None:
-    stock = main_ppo(Setup((*LEGACY, f"{ROLLOUT}.custom.sync.enabled=False")), tmp_path)
-    checks.reached(stock, steps=1)
-    checks.same_weights(stock)
-    assert stock.matching(r"\(SGLangHttpServer pid=\d+\)") and not stock.reports
-    assert "SyncSGLangHttpServer" not in stock.text and "is ours" not in stock.text
-
-
-@pytest.fixture(scope="module")
-def awake(tiny_model: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Two rollout engines that keep their memory (``free_cache_engine=False``), next to an FSDP1 trainer of two ranks;
-    two steps, so three syncs of two engines."""
+def test_engines_that_keep_their_memory_are_synced_once_a_step(tiny_model: Tiny, tmp_path: Path) -> None:
+    """Two rollout engines with ``free_cache_engine=False``, next to an FSDP1 trainer of two ranks; two steps, so three
+    syncs of two engines, in which nothing is resumed."""
     overrides = ("actor_rollout_ref.actor.strategy=fsdp", "+sync=colocated_resident", DUMMY, SMALL_BUCKETS)
-    setup = Setup(overrides, 2, 2, Path(tiny_model("qwen2")), replicas=2)
-    return main_ppo(setup, tmp_path_factory.mktemp("awake"))
-
-
-def test_both_engines_have_the_weights_of_the_trainer_at_every_step(awake: Run) -> None:
-    checks.reached(awake, steps=2)
-    checks.same_weights(awake)
+    run = main_ppo(Setup(overrides, 2, 2, Path(tiny_model("qwen2")), replicas=2), tmp_path)
+    checks.reached(run, steps=2)
+    checks.same_weights(run)
     for replica in (0, 1):
-        assert awake.matching(rf"task runner: replica {replica} is ours"), awake.tail
-    loaders = awake.matching(r"\[verl-sync-plugin\] pid \d+ loader active, rank 0 of Qwen2ForCausalLM")
-    assert len(loaders) == 2, awake.tail
-    assert {report["manager"] for report in awake.reports} == {"FSDPSGLangShardingManager"}
-
-
-def test_each_engine_is_synced_once_a_step_and_nothing_is_resumed(awake: Run) -> None:
-    steps = [report["global_steps"] for report in awake.reports]
+        assert run.matching(rf"task runner: replica {replica} is ours"), run.tail
+    loaders = run.matching(r"\[verl-sync-plugin\] pid \d+ loader active, rank 0 of Qwen2ForCausalLM")
+    assert len(loaders) == 2, run.tail
+    assert {report["manager"] for report in run.reports} == {"FSDPSGLangShardingManager"}
+    steps = [report["global_steps"] for report in run.reports]
     assert sorted(steps) == [0, 0, 1, 1, 2, 2], steps
-    for report in awake.reports:
+    for report in run.reports:
         assert report["stages"]["sleep"] == 0 and "resume_weights" not in report["stages"], report
         assert report["replayed_tensors"] == report["tensors"] > 0, report
         # Every engine holds the whole model, of which each trainer rank packs a half
         assert report["own_bytes"] == report["peer_bytes"] == report["nbytes"] // 2, report
     for step in (1, 2):
-        both = [report["nbytes"] for report in awake.reports if report["global_steps"] == step]
-        assert awake.logged[step]["sync/bytes"] == sum(both)
+        both = [report["nbytes"] for report in run.reports if report["global_steps"] == step]
+        assert run.logged[step]["sync/bytes"] == sum(both)
 
 
 class Family(NamedTuple):
-    """One whose sync is not that of Qwen2.
+    """One whose sync is not that of Qwen2."""
 
-    Attributes:
-        kind: of model, as ``make_model.py`` names it.
-        model: SGLang's class for it.
-        ranks: trainer ranks, and tensor-parallel ranks of the engine.
-        overrides: what it needs.
-        replayed: from the second sync on all its tensors are replayed, or none.
-        missing: parameters and buffers that no sync writes.
-    """
-
-    kind: str
-    model: str
-    ranks: int
+    kind: str  # as make_model.py names it
+    model: str  # SGLang's class for it
+    ranks: int  # of the trainer, and tensor-parallel ones of the engine
     overrides: tuple[str, ...]
-    replayed: bool
-    missing: int
+    replayed: bool  # from the second sync on all its tensors are, or none
+    missing: int  # parameters and buffers that no sync writes
 
 
 # Only eager attention caps its logits in the trainer. A buffer that is in no checkpoint forbids random weights, so
@@ -169,21 +120,13 @@ def test_the_syncs_of_a_family_are_what_the_table_says(family: Family, tiny_mode
 
 
 class Layout(NamedTuple):
-    """One way to train with Megatron.
+    """One way to train with Megatron."""
 
-    Attributes:
-        sizes: tensor, pipeline and expert parallel size.
-        kind: of model.
-        model: SGLang's class for it.
-        parameters: as many as SGLang has.
-        padded: how many times the model's bytes may travel: all ranks' segments of a bucket are as long as the longest.
-    """
-
-    sizes: tuple[int, int, int]
+    sizes: tuple[int, int, int]  # tensor, pipeline and expert parallel size
     kind: str = "qwen2"
-    model: str = "Qwen2ForCausalLM"
-    parameters: int = 17
-    padded: float = 1.05
+    model: str = "Qwen2ForCausalLM"  # SGLang's class for it
+    parameters: int = 17  # as many as SGLang has
+    padded: float = 1.05  # how often the model's bytes may travel: all segments of a bucket are as long as the longest
 
 
 LAYOUTS = {

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's ``separate_async`` trainer in ``main_ppo``: engines on the trainer's GPUs and one that shares none with it."""
+"""Engines that share no GPU with the trainer: of verl's ``separate_async`` trainer in ``main_ppo``, which has others on
+its own GPUs, too; of ``one_step_off`` and ``fully_async``, whose mains, workers, managers and clients are their own."""
 
 from __future__ import annotations
 
@@ -24,8 +25,21 @@ COMMON = (
     SHORT_WAIT,
 )
 LONG = 900  # tokens of every response; a batch of them takes longer than a step
-# the versions that each side reports: two replicas, and one of them since the second step
-SEPARATE = {"SeparateTrainer": [0, 1, 2, 3], "SeparateRollout": [0, 0, 1, 1, 2, 3]}
+EVERY = [0, 1, 2, 3]  # versions of three steps
+
+
+def synced(run: Run, versions: list[int]) -> None:
+    """The plugin has moved the weights of every version, all of them, and the engines held what was sent; ``versions``:
+    in the order in which replicas report them."""
+    assert run.reports, run.tail
+    for name, expected in (("SeparateTrainer", EVERY), ("SeparateRollout", versions)):
+        found = [report for report in run.reports if report["manager"] == name]
+        assert [report["global_steps"] for report in found] == expected, run.reports
+    for report in found:
+        assert report["coverage_expected"] > 10 and report["coverage_missing"] == 0, report
+        assert report["replayed_tensors"] == report["tensors"] > 0, report
+        assert report["gathered_bytes"] == 0 < report["own_bytes"] + report["peer_bytes"], report
+    assert not run.matching("stock verl moves the weights|stock loading"), run.tail
 
 
 @pytest.fixture(
@@ -48,18 +62,7 @@ def test_the_run_reaches_its_steps(separate: Run) -> None:
         assert separate.matching(rf"rollout rank {rank}: engine rank 0 of 1, separate from the trainer"), separate.tail
     for replica in (0, 1, 2, 3):
         assert separate.matching(rf"task runner: replica {replica} is ours"), separate.tail
-    assert not separate.matching("stock verl moves the weights|stock loading"), separate.tail
-
-
-def test_the_separate_engine_is_synced_before_the_first_step_and_after_each(separate: Run) -> None:
-    for name, versions in SEPARATE.items():
-        found = [report for report in separate.reports if report["manager"] == name]
-        assert [report["global_steps"] for report in found] == versions, separate.reports
-    for report in separate.reports:
-        if report["manager"] == "SeparateRollout":
-            assert report["coverage_expected"] > 10 and report["coverage_missing"] == 0, report
-            assert report["replayed_tensors"] == report["tensors"] > 0, report
-            assert report["gathered_bytes"] == 0 < report["own_bytes"] + report["peer_bytes"], report
+    synced(separate, [0, 0, 1, 1, 2, 3])  # one replica of two is there since the second step
 
 
 def test_a_replica_that_dies_in_a_sync_costs_that_sync_alone(separate: Run) -> None:
@@ -78,63 +81,91 @@ def test_engines_on_the_trainers_gpus_are_synced_as_ever(separate: Run) -> None:
     assert colocated and all(report["coverage_missing"] == 0 for report in colocated), separate.reports
 
 
-@pytest.fixture(scope="module")
-def megatron(even_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+@pytest.mark.extended
+def test_a_megatron_trainer_syncs_the_separate_engine(even_model: Path, tmp_path: Path) -> None:
     """Three steps of two tensor-parallel ranks of Megatron, an engine on their GPUs and one on GPUs of its own."""
     on_policy = "trainer.v1.separate_async.num_warmup_batches=0"  # answers are of the version that the trainer holds
     overrides = (*COMMON, on_policy, f"{ROLLOUT}.n_gpus_per_node=2", "++ray_kwargs.ray_init.num_gpus=4")
-    setup = Setup(overrides, 2, 3, even_model, megatron=(2, 1, 1))
-    return main_ppo(setup, tmp_path_factory.mktemp("megatron"))
-
-
-@pytest.mark.extended
-def test_a_megatron_trainer_syncs_the_separate_engine(megatron: Run) -> None:
+    megatron = main_ppo(Setup(overrides, 2, 3, even_model, megatron=(2, 1, 1)), tmp_path)
     checks.reached(megatron, steps=3)
-    assert not megatron.matching("stock verl moves the weights|stock loading"), megatron.tail
-    for name in ("SeparateTrainer", "SeparateRollout"):
-        found = [report for report in megatron.reports if report["manager"] == name]
-        assert [report["global_steps"] for report in found] == [0, 1, 2, 3], megatron.reports
-        assert all(report["coverage_missing"] == 0 < report["hashed_tensors"] for report in found), found
+    synced(megatron, EVERY)
     assert any(report["manager"] == "MegatronSGLangShardingManager" for report in megatron.reports), megatron.reports
     for step in (1, 2, 3):
         assert megatron.logged[step]["sync/weight_version"] == step, megatron.logged[step]
     checks.same_weights(megatron)
 
 
-@pytest.fixture(scope="module", params=["retract", "in_place"])
-def spanning(
-    request: pytest.FixtureRequest, tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
-) -> Run:
+@pytest.mark.extended  # of the same without verl's trainer: tests/contract/test_pause_modes.py
+@pytest.mark.parametrize("pause", ["retract", "in_place"])
+def test_responses_span_the_syncs_of_an_engine_that_keeps_its_requests(
+    pause: str, tiny_model: Callable[[str], str], tmp_path: Path
+) -> None:
     """Three steps with requests that stay in the separate engine while it is synced; all responses are long."""
     overrides = (
-        *COMMON,
-        f"{ROLLOUT}.custom.sync.pause={request.param}",
-        f"{ROLLOUT}.n_gpus_per_node=1",
-        "++ray_kwargs.ray_init.num_gpus=2",
-        f"data.max_response_length={LONG}",
+        *(*COMMON, f"{ROLLOUT}.custom.sync.pause={pause}", f"{ROLLOUT}.n_gpus_per_node=1"),
+        *("++ray_kwargs.ray_init.num_gpus=2", f"data.max_response_length={LONG}"),
         f"{ROLLOUT}.max_num_seqs=8",  # one batch, so the next one is in flight whenever a step has its own
         "trainer.v1.separate_async.num_warmup_batches=2",
     )
     setup = Setup(overrides, 1, 3, Path(tiny_model("qwen2")), modules=("e2e.noting_pauses",))
-    return main_ppo(setup, tmp_path_factory.mktemp(request.param))
-
-
-@pytest.mark.extended  # of the same without verl's trainer: tests/contract/test_pause_modes.py
-def test_responses_span_the_syncs_of_an_engine_that_keeps_its_requests(
-    spanning: Run, request: pytest.FixtureRequest
-) -> None:
+    spanning = main_ppo(setup, tmp_path)
     checks.reached(spanning, steps=3)
-    pause = request.node.callspec.params["spanning"]
     loader = FORGETTING_LOADER if pause == "retract" else LOADER
     assert spanning.matching(rf"rollout server: {re.escape(loader)}, "), spanning.tail
-    assert not spanning.matching("stock verl moves the weights|stock loading"), spanning.tail
-    for name in ("SeparateTrainer", "SeparateRollout"):
-        found = [report for report in spanning.reports if report["manager"] == name]
-        assert [report["global_steps"] for report in found] == [0, 1, 2, 3], spanning.reports
-        assert all(report["coverage_missing"] == 0 for report in found), spanning.reports
+    synced(spanning, EVERY)
     assert len(spanning.matching(rf"test: {pause} by a driver, 0 requests stayed")) == 1, spanning.tail
     loads = spanning.matching(rf"test: {pause} by its load, \d+ requests stayed")
     stayed = [line for line in loads if " 0 requests" not in line.text]
     assert len(loads) == 3 and stayed, "the sync behind each step pauses by itself, with requests in flight"
     spans = [spanning.logged[step]["training/off_policy/trajectory_spans/max"] for step in (1, 2, 3)]
     assert max(spans) >= 2, f"no response spans a sync: {spans}"
+
+
+# verl's experimental mains
+
+
+EXPERIMENTAL = (
+    *(f"{ROLLOUT}.checkpoint_engine.backend=sync_plugin", "rollout.nnodes=1", "rollout.n_gpus_per_node=1"),
+    *("actor_rollout_ref.hybrid_engine=False", DUMMY, SMALL_BUCKETS, SHORT_WAIT, "++ray_kwargs.ray_init.num_gpus=2"),
+    "ray_kwargs.ray_init.num_cpus=64",  # their actors ask for ten each
+)
+
+
+def of_experimental(main: str, overrides: tuple[str, ...], model: str, folder: Path) -> Run:
+    """Three steps of one trainer rank and a replica with a GPU of its own."""
+    run = main_ppo(Setup((*EXPERIMENTAL, *overrides), 1, 3, Path(model), main=f"verl.experimental.{main}"), folder)
+    synced(run, EVERY)
+    of_engine = [report for report in run.reports if report["manager"] == "SeparateRollout"]
+    assert [report["verified_tensors"] for report in of_engine] == [of_engine[0]["tensors"]] * 3 + [0], of_engine
+    assert run.matching("replica 0 is ours"), run.tail
+    assert run.matching(r"rollout rank 1: engine rank 0 of 1, separate from the trainer"), run.tail
+    return run
+
+
+@pytest.mark.extended
+def test_one_step_off_is_synced_in_every_step_and_logs_what_that_cost(
+    tiny_model: Callable[[str], str], tmp_path: Path
+) -> None:
+    # verl's own search path is a folder relative to a checkout of verl
+    overrides = ("hydra.searchpath=[pkg://verl.trainer.config]",)
+    run = of_experimental("one_step_off_policy.main_ppo", overrides, tiny_model("qwen2"), tmp_path)
+    checks.reached(run, steps=3)
+    for step in (1, 2, 3):
+        for metrics in (run.logged[step], run.printed[step]):
+            assert metrics["sync/active"] == 1 and metrics["sync/weight_version"] == step, metrics
+            assert metrics["timing_s/sync/phase"] > 0 < metrics["sync/bytes"], metrics
+
+
+@pytest.mark.extended
+def test_fully_async_is_synced_before_the_first_step_and_after_each(
+    tiny_model: Callable[[str], str], tmp_path: Path
+) -> None:
+    overrides = (
+        *("rollout.n=2", "rollout.total_rollout_steps=12"),  # prompts, of which a step takes four
+        *("data.train_batch_size=0", "async_training.trigger_parameter_sync_step=1"),
+        "async_training.staleness_threshold=0.5",
+    )
+    run = of_experimental("fully_async_policy.fully_async_main", overrides, tiny_model("qwen2"), tmp_path)
+    assert run.returncode == 0 and not run.timed_out and not run.leftovers, (run.tail, run.leftovers)
+    for step in (1, 2, 3):
+        assert run.matching(rf"FullyAsyncTrainer\] global_steps: {step} "), run.tail

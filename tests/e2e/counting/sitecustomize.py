@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """For ``PYTHONPATH``, by which all processes of a run load it: counts what takes part in each sync from the third on.
 
-Notes files of the package that run, collectives of the trainer, and kinds of messages (these in all syncs). Parameters
-are moved to files at the start, which SGLang's processes can map as they can all device memory.
+Notes files of the package that run, and collectives of the trainer. Parameters are moved to files at the start, which
+SGLang's processes can map as they can all device memory.
 """
 
 from __future__ import annotations
@@ -151,39 +151,7 @@ def _shared(module: ModuleType) -> None:
     module.FSDPEngine.initialize = sharing
 
 
-def _messages(msgspec: ModuleType) -> None:
-    known: set[str] = set()
-
-    def note(message: Any) -> None:
-        kind = type(message)
-        if kind.__module__.startswith("verl_sync_plugin") and kind.__name__ not in known:
-            known.add(kind.__name__)
-            with open(RUN / "kinds", "a") as output:
-                output.write(kind.__name__ + "\n")
-
-    class Encoder:
-        def __init__(self, *args: Any, **more: Any) -> None:
-            self._honest = honest(*args, **more)
-
-        def encode(self, message: Any) -> bytes:
-            note(message)
-            return self._honest.encode(message)  # type: ignore[no-any-return]
-
-        def encode_into(self, message: Any, *into: Any) -> None:
-            note(message)
-            self._honest.encode_into(message, *into)
-
-    honest, encode = msgspec.msgpack.Encoder, msgspec.msgpack.encode
-
-    def encoding(message: Any, **more: Any) -> bytes:
-        note(message)
-        return encode(message, **more)  # type: ignore[no-any-return]
-
-    msgspec.msgpack.Encoder, msgspec.msgpack.encode = Encoder, encoding
-
-
 if RUN.is_dir():
     wrapt.register_post_import_hook(_in_the_trainer, "verl.workers.engine_workers")
     wrapt.register_post_import_hook(_shared, "verl.workers.engine.fsdp.transformer_impl")
     wrapt.register_post_import_hook(_in_the_engine, "sglang.srt.managers.scheduler")
-    wrapt.register_post_import_hook(_messages, "msgspec")
