@@ -16,6 +16,7 @@ from verl_sync_plugin.rollouts.sglang.updates import WeightUpdates, resolved
 
 NEVER_SYNCED = "the engine has random weights: call sync_weights first"
 RELEASED = "the engine's weights were released, and SGLang keeps no copy of them: call sync_weights first"
+IDLE_SECONDS = 10.0
 
 Answered = tuple[list[int], list[float], str]  # tokens, their log-probabilities, why the response ended
 
@@ -43,6 +44,11 @@ class ScriptServer(WeightUpdates):
     async def _release(self, tags: list[str]) -> None:
         if WEIGHTS in tags and not self._keeps_copy:
             self._unready = self._unready or RELEASED
+        if not self._asleep:
+            # SGLang answers a request a moment before it is idle, and ends itself when asked to release before that
+            flushed = await self.tokenizer_manager.flush_cache(timeout_s=IDLE_SECONDS)
+            if not flushed.success:
+                raise RuntimeError(f"the engine still generates: {flushed.message}")
         await super()._release(tags)
 
     async def generate(self, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> list[Answered]:
