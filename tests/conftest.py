@@ -17,7 +17,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Each SGLang rank would start a C++ compiler for a function of the vocabulary; nothing of the plugin is compiled
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
-# What spawned ranks and SGLang's schedulers import by name lives in packages beside the tests
+# Spawned ranks and SGLang's schedulers import packages of this folder by name
 TESTS = str(Path(__file__).resolve().parent)
 sys.path.insert(0, TESTS)
 # The root comes last: it holds "benchmarks", and before site-packages it would shadow the installed package

@@ -22,7 +22,7 @@ class Told:
 
     @property
     def findings(self) -> dict[str, dict[str, str]]:
-        """Of the first node, and of all together, by check."""
+        """Lists the findings on the first node, and on all together, by check."""
         every = [*self.found["nodes"][0]["findings"], *self.found["findings"]]
         return {each["check"]: each for each in every}
 

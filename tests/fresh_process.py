@@ -24,7 +24,7 @@ def python(folder: Path, code: str, **environment: str) -> subprocess.CompletedP
 
 
 def other_plugin(folder: Path, code: str) -> Path:
-    """Installs another plugin of verl beside ours; it is found, and loaded, before ours."""
+    """Installs another plugin of verl, which is found and loaded before ours."""
     site = folder / "site"
     metadata = site / "other_plugin-1.0.dist-info"
     metadata.mkdir(parents=True)

@@ -71,7 +71,7 @@ def multirun(folder: Path, *overrides: str, name: str = "ppo_trainer") -> list[D
 
 @cache
 def _composed(name: str, config_dir: Path, program: str, groups: tuple[str, ...]) -> DictConfig:
-    """What ``run`` composes from choices of groups alone, before any callback has seen it."""
+    """Composes the config of ``run`` from choices of groups alone, before any callback has seen it."""
     try:
         found: DictConfig = _hydra(config_dir, program).compose_config(
             name, ["hydra.output_subdir=null", *groups], run_mode=RunMode.RUN, with_log_configuration=False

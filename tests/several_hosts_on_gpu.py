@@ -54,7 +54,7 @@ def _member(
 
 
 def play(world: int, story: Callable[..., Any], *given: Any, seconds: float = SECONDS) -> list[Any]:
-    """What ``story(rank, *given)`` returned on every rank, or the traceback; None of a rank that died or was silent."""
+    """Returns the result of ``story(rank, *given)`` or its traceback by rank; None for one that died or was silent."""
     context = multiprocessing.get_context("spawn")
     port = free_port()
     members: list[tuple[Any, Connection]] = []

@@ -49,7 +49,7 @@ def mains(package: Path) -> list[Main]:
 
 
 def cases(package: Path) -> Iterator[tuple[str, Path, str, tuple[str, ...]]]:
-    """(program, folder, config, overrides): every main with its own config, and every config beside it."""
+    """Yields (program, folder, config, overrides): every main with its own config, and every config in its folder."""
     seen = set()
     for main in mains(package):
         program = main.module.rpartition(".")[2]

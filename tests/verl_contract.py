@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin imports, overrides and calls of verl, with the signatures that it was written for.
+"""Lists what the plugin imports, overrides and calls of verl, with the signatures that it was written for.
 
 ``python tests/verl_contract.py [FOLDER]`` compares ``verl_contract.txt`` with the verl that is installed, or lies in a
-folder, without importing it, and prints each difference. ``CONTRACT=write`` writes the file anew from that verl.
+folder, without importing it, and prints each difference. ``CONTRACT=write`` rewrites the file from that verl.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def found(root: Path, names: list[str]) -> dict[str, str]:
 
 
 def differences(root: Path) -> dict[str, str]:
-    """What in the sources beneath ``root`` differs from the file."""
+    """Returns what differs from the file in the sources beneath ``root``."""
     expected = stored()
     now = found(root, list(expected))
     return {name: f"{now[name]}, was {text}" for name, text in expected.items() if now[name] != text}

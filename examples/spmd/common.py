@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both examples share: a random model, one training step, a rollout, and what is measured and checked of it."""
+"""Holds what both examples share: a random model, one training step, a rollout, and how it is measured and checked."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace, model: torch.nn.Module, config: Any, device
 
 @torch.no_grad()
 def log_probs(model: torch.nn.Module, generated: Generated) -> torch.Tensor:
-    """What the trainer gives the tokens that the rollout chose: float32 of shape ``(N, R)``."""
+    """Returns log-probabilities by the trainer of the tokens that the rollout chose: float32 of shape ``(N, R)``."""
     positions = (generated.mask.cumsum(1) - 1).clamp(min=0)
     logits = model(generated.ids, generated.mask.long(), positions, use_cache=False).logits
     chosen = torch.log_softmax(logits[:, generated.prompt_ids.shape[1] - 1 : -1].float(), -1)

@@ -92,7 +92,7 @@ class BareEngine(WeightUpdates):
         await self._call_loader(loader, dumps([(given, torch.empty(0))]))
 
     def state(self, path: Path) -> list[dict[str, torch.Tensor]]:
-        """What every rank really holds."""
+        """Returns what every rank really holds."""
         self.call(self.ask_loader(DUMP, str(path)))
         return [torch.load(f"{path}.{rank}") for rank in range(self.tp)]
 

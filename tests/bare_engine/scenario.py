@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one trainer rank does in the bare-engine tests; runs in a spawned process beside its peers."""
+"""Plays one trainer rank of the bare-engine tests; each rank runs in a spawned process of its own."""
 
 from __future__ import annotations
 

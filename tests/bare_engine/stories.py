@@ -91,7 +91,7 @@ def check_report(member: Rank) -> None:
     if world > 1:
         read = report.own_bytes + report.peer_bytes
         assert report.replayed_bytes / world < read < 0.8 * report.replayed_bytes, report
-        # Tensor-parallel trainer ranks hold what the engine ranks beside them need, others only by chance
+        # Tensor-parallel trainer ranks hold what the engine ranks next to them need, others only by chance
         most = 0.2 if ("tp", world) in member.setup.settings else 0.7
         assert report.peer_bytes < most * read, report
 
@@ -105,7 +105,7 @@ def three_syncs_and_failures(member: Rank) -> None:
 
 
 def a_nan_is_gone_again(member: Rank) -> str:
-    """What was packed is what counts, also when the parameter has changed back before anybody looks it up."""
+    """Checks that what was packed counts, even if the parameter has changed back before anybody looks it up."""
     victim, part = trainer.part_of_last_rank(member.trainer)
     honest = member.manager.sender.pack
 
@@ -159,7 +159,7 @@ def read_in_place(member: Rank) -> None:
     with mock.patch.object(
         LiveParameters, "look", gone(LiveParameters.look) if is_last(member) else LiveParameters.look
     ):
-        delivered(member, 5, in_place=False)  # the engine cannot map what it is told of: the same sync is staged
+        delivered(member, 5, in_place=False)  # the engine cannot map this memory: the same sync is staged
         assert not manager.sender.staged
         delivered(member, 6, in_place=False)  # and it says so from then on
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One bit flips between a trainer's weights and a real engine on a GPU: in a staged bucket, in the trainer's memory
-behind its hash, where the engine reads that in place, and in the engine's own parameter behind the copies.
+"""Flips one bit between a trainer's weights and a real engine on a GPU: in a staged bucket, in the trainer's memory
+after its hash, where the engine reads that in place, and in the engine's own parameter after the copies.
 
 On CPUs: ``contract/test_engine_models.py``, ``stories.py`` and ``separate/test_separate_syncs.py``.
 """
@@ -88,7 +88,7 @@ class Flips:
 
     @contextmanager
     def _in_staging(self) -> Iterator[None]:
-        """In the second bucket, when it is packed and before the engine is told to load it."""
+        """Flips a bit of the second bucket, between its packing and the engine's load."""
         sender, flipped = self._manager.sender, []
         honest = sender.load
 
@@ -143,7 +143,7 @@ class Flips:
 
 
 def synchronize(device: str) -> None:
-    """What runs on a GPU has ended, so that a flip lies between two steps and not beside them."""
+    """Waits for the GPU, so that a flip lies between two steps."""
     import torch
 
     if device == "cuda":
@@ -151,7 +151,7 @@ def synchronize(device: str) -> None:
 
 
 def trainer(rank: int, folder: Path, device: str) -> dict[tuple[str, str, bool, str], str]:
-    """What was found in every case of ``FOUND_BY``."""
+    """Returns what was found in every case of ``FOUND_BY``."""
     from benchmarks import transfer
 
     paths = {"PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")))}

@@ -49,7 +49,7 @@ def _modules(engine: object) -> list[torch.nn.Module]:
 
 
 def _local_weights(engine: object) -> Iterator[torch.Tensor]:
-    """What this rank holds of all parameters and router biases, which are buffers."""
+    """Yields this rank's part of all parameters and of router biases, which are buffers."""
     for module in _modules(engine):
         biases = [buffer for name, buffer in module.named_buffers() if name.endswith("expert_bias")]
         for tensor in (*module.parameters(), *biases):

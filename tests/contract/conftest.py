@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the contract tests of Megatron trainers share."""
+"""Holds the fixtures that the contract tests of Megatron trainers share."""
 
 from __future__ import annotations
 

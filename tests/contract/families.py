@@ -36,7 +36,7 @@ GEMMA_3 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
-# SGLang on a CPU pads the heads of these layers and keeps the numbers beside
+# SGLang on a CPU pads the heads of these layers and keeps their numbers in fields of their own
 LINEAR_ATTENTION = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "linear_num_value_heads_cpu": 4, "linear_num_key_heads_cpu": 2, "full_attention_interval": 2,

@@ -191,7 +191,7 @@ def change(module: torch.nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Variant:
-    """What users configure: keyword arguments of PEFT's ``LoraConfig``."""
+    """Holds what users configure: keyword arguments of PEFT's ``LoraConfig``."""
 
     name: str
     model: str = "qwen2"

@@ -89,7 +89,7 @@ class Source(ParameterSource):
 
 
 class Trainer(TrainerBackend):
-    """Of a ``Source``, which gets the policy of dtypes."""
+    """Opens a ``Source`` and gives it the policy of dtypes."""
 
     def open_source(self) -> ParameterSource:
         self.engine.policy = self.policy
@@ -202,7 +202,7 @@ class OneProcess:
         self.actor.wait(self.server.sleep())
 
     def request(self) -> str:
-        """What a request would get now."""
+        """Returns what a request would get now."""
         try:
             self.actor.wait(asyncio.wait_for(self.server.admit(), 0.05))
         except TimeoutError:

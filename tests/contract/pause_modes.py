@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of requests in a real SGLang engine while our server actor's calls sync its weights: of requests in
-flight by the mode, paused by a driver or by the load itself, and of those that come over SGLang's HTTP endpoints."""
+"""Checks requests in a real SGLang engine while our server actor's calls sync its weights: those in flight by the mode,
+paused by a driver or by the load itself, and those that come over SGLang's HTTP endpoints."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Models:
         return next((at for at, token in enumerate(tokens) if not near(logits[at], token)), len(tokens))
 
     def chosen_by_second(self, prompt: list[int], tokens: list[int], since: int, cached: int) -> bool:
-        """Whether version 2 chose the tokens from ``since`` on, with so much of the KV cache computed by version 1."""
+        """True if version 2 chose the tokens from ``since`` on, with ``cached`` tokens in version 1's KV cache."""
         whole = torch.tensor([prompt + tokens])
         past = self.of[1](whole[:, :cached], use_cache=True).past_key_values if cached else None
         logits = self.of[2](whole[:, cached:], past_key_values=past, use_cache=True).logits[0].float()
@@ -151,7 +151,7 @@ def play(engine: BareEngine, models: Models, monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Requests:
-    """Of one server, from verl as over HTTP."""
+    """Sends requests to one server, as verl does and as SGLang's HTTP endpoint does."""
 
     def __init__(self, server: Any) -> None:
         self.server = server
@@ -204,14 +204,14 @@ class Run(Requests):
         await self.server.load_weights((version,), str(version))
 
     async def sync(self, version: int) -> None:
-        """Of a separate rollout whose driver has paused it."""
+        """Syncs a separate rollout whose driver has paused it."""
         await self.server.release_kv_cache()
         await self.load(version)
         await self.server.finish_sync([])
         await self.server.resume_kv_cache()
 
     async def wake(self, version: int) -> None:
-        """Of a colocated rollout, up to the load."""
+        """Wakes the weights of a colocated rollout and loads new ones."""
         await self.server.resume_tags([WEIGHTS])
         await self.load(version)
 
@@ -297,7 +297,7 @@ def test_aborted_requests_come_back_with_what_they_have(play: Play, models: Mode
 
 
 async def check_answers(run: Run, models: Models, pause: str, asked: list[asyncio.Task[Any]]) -> None:
-    """What became of the requests in flight, and that the engine goes on with new weights, by itself."""
+    """Checks what became of the requests in flight, and that the engine goes on with new weights by itself."""
     outputs = await asyncio.gather(*asked[:-1])
     await asked[-1]
     for prompt, output in zip(PROMPTS, outputs, strict=True):

@@ -27,7 +27,7 @@ State = dict[str, torch.Tensor]
 
 
 class Reader:
-    """What the engine rank next to this trainer rank sees. Collective over the group where the plan is sharded."""
+    """Reads as the engine rank next to this trainer rank. All ranks of a sharded plan's group call it together."""
 
     def __init__(self, plan: Plan, source: ParameterSource, sender: BucketSender) -> None:
         sender.reserve(plan)

@@ -133,7 +133,7 @@ def build(config: Any) -> Any:
 
 @torch.no_grad()
 def poison(model: torch.nn.Module) -> None:
-    """What released memory comes back with."""
+    """Fills the parameters with rubbish, as released memory comes back."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         parameter.data.view(torch.uint8).fill_(0x5A)

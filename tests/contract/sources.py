@@ -62,7 +62,7 @@ def same_everywhere(text: str) -> str:
 
 
 class Wanted(dict[str, str]):
-    """What an engine says that takes tensors of these patterns as the trainer has them; ``WirePolicy.kept``."""
+    """Acts as ``WirePolicy.kept`` of an engine that takes tensors of these patterns as the trainer has them."""
 
     def __init__(self, *patterns: str) -> None:
         super().__init__()

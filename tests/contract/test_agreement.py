@@ -44,7 +44,7 @@ def settled(agreement: Agreement, what: str) -> str:
 
 
 def steps() -> list[object]:
-    """What one rank hears of steps of which the last rank fails in some."""
+    """Returns what one rank hears of steps, some of which fail on the last rank."""
     agreement, last = Agreement(20.0), dist.get_rank() == dist.get_world_size() - 1
     heard: list[object] = []
     begun: list[str] = []
@@ -76,7 +76,7 @@ def test_every_rank_takes_a_step_or_none() -> None:
 
 
 def cancelled() -> tuple[str, str, str]:
-    """What ends a step that rank 0 is cancelled in, its text, and a later agreement."""
+    """Returns the error that ends a step in which rank 0 is cancelled, its text, and a later agreement."""
     agreement, first = Agreement(20.0), dist.get_rank() == 0
 
     async def ended() -> tuple[str, str]:

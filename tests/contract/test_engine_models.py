@@ -505,7 +505,7 @@ def test_experts(tmp_path: Path) -> None:
     run_fresh(2, experts, tmp_path)
 
 
-# Families that drop the head's weight though they are told to untie
+# Families that drop the head's weight even with tie_word_embeddings=False
 
 TIED, FREE = ("Gemma", "Gemma 2", "Cohere", "Cohere 2", "GPT-2"), ("Llama", "Qwen2")
 

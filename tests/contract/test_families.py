@@ -137,7 +137,7 @@ class Pair:
 
 
 class Trainer(TrainerBackend):
-    """Of a ``Pair``."""
+    """Reads the sharded model of a ``Pair``."""
 
     def open_source(self) -> ParameterSource:
         from verl.utils.model import convert_weight_keys
@@ -245,7 +245,7 @@ def _how(refused: dict[str, str], total: int) -> str:
 
 
 def _not_compared(comparison: Comparison, total: int) -> list[str]:
-    """What of the parameters is not compared with what was sent."""
+    """Says how many parameters are not compared with what was sent, and why."""
     found = {name: why for name, why in comparison.left_out.items() if name != DERIVED}
     why = "; ".join(sorted(set(found.values())))
     return [f"{len(found)} of {total} not compared in the engine: {why}"] if found else []
@@ -294,7 +294,7 @@ def test_some_families_are_what_the_table_says(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What became of each, without those that are refused in the driver."""
+    """Returns the outcome of each kind, without those that are refused in the driver."""
     every = ("tied", "untied", "-1", "+1")
     (found,) = run_fresh(1, outcomes, tmp_path_factory.mktemp("kinds"), tuple(FAMILIES), every, timeout=1800.0)
     return {name: what for name, what in found.items() if not what.startswith("refused: ")}

@@ -217,7 +217,7 @@ def built(checkpoint: str, adapter: str, strategy: str) -> tuple[Built, list[lis
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 def test_two_ranks_start_as_one(strategy: str, tmp_path: Path) -> None:
-    """Of a model that is not tied, verl loads the weights on rank 0 alone."""
+    """Covers that verl loads the weights of an untied model on rank 0 alone."""
     checkpoint, adapter = str(tiny_models.write("qwen2", tmp_path / "model")), str(tmp_path / "adapter")
     config = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, init_lora_weights="pissa", task_type="CAUSAL_LM")
     get_peft_model(base_of(checkpoint), config).save_pretrained(adapter)

@@ -46,7 +46,7 @@ BUCKET, SECONDS, SOON = 64 << 10, 5.0, 5.0
 
 
 def count_collectives(layout: Layout, gather_bytes: int) -> tuple[list[int], list[int]]:
-    """What each bucket's preparation yields before, and the bytes of factors that are there after it."""
+    """Counts the collectives of each bucket's preparation, and the bytes of factors that are there after it."""
     source = merging_source(shard(peft_model(LINEAR), layout), LINEAR.model, gather_bytes=gather_bytes)
     plan, _ = planned(source, 30_001)
     bases = [bucket.bases for bucket in plan.buckets]
@@ -191,6 +191,6 @@ def absent_after(collectives: int) -> float:
 @pytest.mark.parametrize("collectives", [0, 1], ids=["factors", "norms"])
 def test_an_absent_rank_is_waited_for_no_longer_than_the_bound(collectives: int) -> None:
     """Whatever the process group's own timeout is."""
-    stop()  # fresh processes: behind many other tests, one of these did not get what the other had gathered
+    stop()  # fresh processes: after many other tests, one of these did not get what the other had gathered
     waited, _ = run_world(2, absent_after, collectives, timeout=60)
     assert SECONDS * 0.5 < waited < SECONDS + 1, waited

@@ -158,8 +158,8 @@ def test_the_engine_serves_what_the_model_says(tiny_model: Callable[[str], str])
 
 
 def kept(checkpoint: str, folder: str, short: list[bool], failing: int = 0) -> list[tuple[bool, bool, bool]]:
-    """Whether, after each sync, the trainer has staging memory and the engine maps it; and whether before it room was
-    made for staging memory that is to come.
+    """Tells for each sync whether the trainer has staging memory after it, whether the engine maps that memory, and
+    whether room for staging memory was made before the sync.
 
     Args:
         short: of each sync, whether the trainer has to hand its cache back before the KV cache is resumed.
@@ -310,7 +310,7 @@ METHODS: dict[str, Callable[[Any], object]] = {
 
 
 def syncs_of_a_method(checkpoint: str, folder: str, method: str, verify: str) -> list[str]:
-    """What each of two syncs says of an engine whose module has this method."""
+    """Returns what each of two syncs says of an engine whose module has this method."""
     place, said = OneProcess(checkpoint, Path(folder), verify=verify), []
     place.model.quant_method = SimpleNamespace(process_weights_after_loading=METHODS[method])
     for _ in range(2):
@@ -340,8 +340,8 @@ def test_weights_that_are_rearranged_behind_every_load(
 
 
 def ends_of(checkpoint: str, folder: str) -> tuple[list[list[str]], list[float]]:
-    """What the engine rank does at the end of each of two syncs, the first of which leaves much in its allocator's
-    cache, and how long its waits for a word may be."""
+    """Returns what the engine rank does at the end of each of two syncs, and how long its waits for a word may be. The
+    first sync leaves much in its allocator's cache."""
     place, ends, waits = OneProcess(checkpoint, Path(folder)), list[list[str]](), list[float]()
     reserved, receive = iter([0, session.LEAST_BYTES, 0, session.LEAST_BYTES - 1]), Channel.receive
     with (

@@ -160,7 +160,7 @@ def in_the_way_of_rubbish(manager: Any, factors: Factors) -> None:
 
 
 def lost(home: Path) -> None:
-    """What becomes of adapters that SGLang takes without a word and does not serve, and what is said of them."""
+    """Checks adapters that SGLang takes without a word and does not serve, and what is said of them."""
     vision = {"target_modules": r"model\.visual.*attn\.(qkv|proj)|model\.language_model.*\.(q_proj|v_proj)"}
     settings, factors = adapter_of(FAMILIES["Qwen2.5-VL"], **vision)
     manager = manager_of(FAMILIES["Qwen2.5-VL"], home / "vision", {"all"})

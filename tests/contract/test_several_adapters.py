@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of several adapters, each with modules of its own to save, what arrives is the one in use; everything that cannot be
-merged, and all of PEFT that is no LoRA layer, is refused by module and type before anything is sent."""
+"""Checks that the adapter in use arrives, of several with modules of their own to save. What cannot be merged, and all
+of PEFT that is no LoRA layer, is refused by module and type before anything is sent."""
 
 from __future__ import annotations
 
@@ -324,7 +324,7 @@ def adapter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(checkpoint: str, model: dict[str, Any], strategy: str) -> str:
-    """What stops the first step of the first sync of verl's own engine."""
+    """Returns the error of the first step of the first sync of verl's own engine."""
     settings = {"use_orig_params": True} if strategy == "fsdp" else {}
     engine = trainer.build(checkpoint, strategy, model={"lora_rank": 4, **model}, **settings)
     manager = get_sharding_manager(strategy, "sglang")

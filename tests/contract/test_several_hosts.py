@@ -248,7 +248,7 @@ Events = list[tuple[str, int]]
 
 
 class Model(torch.nn.Module):
-    """Of an engine; holds the tensors as they are sent."""
+    """Stands for an engine's model; it holds the tensors as they are sent."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a script gives to ``SpmdRollout`` before any engine runs: prompts, groups, arguments, what is refused."""
+"""Checks what a script gives to ``SpmdRollout`` before any engine runs: prompts, groups, arguments, refusals."""
 
 from __future__ import annotations
 

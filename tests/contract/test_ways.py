@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which way bytes go, and that parameters are read where they lie by all ranks or by none; decided by real groups."""
+"""Checks which way bytes go, and that all ranks or none read parameters where they lie; real groups decide."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_hosts_of_a_group_decide(hosts: tuple[str, ...], group_size: int, ex
 
 
 def said_of_the_choice(choice: str, hosts: tuple[str, str]) -> str:
-    """What rank 0 says in the log when the way is chosen for the first time."""
+    """Returns what rank 0 says in the log when the way is chosen for the first time."""
     agreement, sender, rank = Agreement(20), BucketSender(torch.device("cpu"), 20), dist.get_rank()
     both = Ways(SyncConfig(delivery=choice), agreement, sender, torch.device("cpu"))
     shards = [Shard(Base("w", "uint8", 1, (64, 64), (View("w", (128,), 0, 128),)), lambda: torch.zeros(64))]

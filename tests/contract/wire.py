@@ -50,7 +50,7 @@ class Wire:
 
     @property
     def left(self) -> dict[str, str]:
-        """What the model loads itself, and why."""
+        """Lists what the model loads itself, and why."""
         names = sorted(self.plan.names)
         return {names[left.tensor]: left.why for left in self.load.map.left}
 
@@ -72,12 +72,10 @@ class Wire:
         spoil: Callable[[torch.Tensor], None] = lambda memory: None,
         behind: Callable[[], None] = lambda: None,
     ) -> tuple[int, int]:
-        """One sync into memory that holds rubbish; returns what was replayed.
+        """Sends ``weights`` into memory that holds rubbish; returns what was replayed.
 
-        Args:
-            weights: what is sent.
-            spoil: is given every bucket between its packing and its load.
-            behind: is called between the last copy and the proof of what the parameters hold.
+        ``spoil`` gets every bucket between its packing and its load. The last argument is called between the last
+        copy and the proof of what the parameters hold.
         """
         models.poison(self.model)
         self._sent = [self._shards(weights, rank) for rank in range(self._ranks)]

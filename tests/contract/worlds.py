@@ -5,7 +5,7 @@
 
 ``function`` must be importable from a test module. Every run has a time limit, after which its processes are killed;
 the stacks that they had shortly before are in the test's stderr. The limit begins when all ranks have imported what
-they run: that takes a second or, beside a training on two cores, a minute.
+they run: that takes a second or, during a training on two cores, a minute.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run in which the plugin moved the weights leaves behind."""
+"""Checks what a run leaves in which the plugin moved the weights."""
 
 from __future__ import annotations
 

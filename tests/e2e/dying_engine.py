@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import wrapt
 
-LAST_REPLICA, SYNC = 3, 3  # the sync behind the second step
+LAST_REPLICA, SYNC = 3, 3  # the sync after the second step
 
 
 def _patch(module: ModuleType) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import wrapt
 
-LAST_RANK, SYNC = 4, 3  # of two trainer ranks and two replicas; the sync behind the second step
+LAST_RANK, SYNC = 4, 3  # of two trainer ranks and two replicas; the sync after the second step
 
 
 def _patch(module: ModuleType) -> None:

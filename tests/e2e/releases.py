@@ -22,7 +22,7 @@ def pinned(package: str) -> str:
 
 
 INSTALLED = pinned("sglang")
-# A release, and what it needs beside the installed packages to start on a CPU
+# A release, and the packages that it needs on top of the installed ones to start on a CPU
 RELEASES: dict[str, tuple[str, ...]] = {
     INSTALLED: (),
     "0.5.13": (),
@@ -35,7 +35,7 @@ RELEASES: dict[str, tuple[str, ...]] = {
 
 
 def row(release: str, reports: tuple[dict[str, Any], ...], difference: float, bound: float) -> str:
-    """One row of the table, from what a run left behind.
+    """Writes one row of the table from what a run left.
 
     Args:
         release: of SGLang.

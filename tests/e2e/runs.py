@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs verl's real ``main_ppo`` in processes of its own and reads what it left behind."""
+"""Runs verl's real ``main_ppo`` in processes of its own and reads what it left."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NUMPY = re.compile(r"^np\.\w+\((.*)\)$")
 
 @dataclass(frozen=True)
 class Setup:
-    """What differs from the quickstart."""
+    """Lists what differs from the quickstart."""
 
     overrides: tuple[str, ...] = ()  # of Hydra, after the quickstart's own
     ranks: int = 1  # of the trainer

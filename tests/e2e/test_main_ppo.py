@@ -55,7 +55,7 @@ def test_whole_model_travels_in_buckets_smaller_than_its_tensors(trained: Run, l
 
 
 def test_an_engine_that_computes_otherwise_stops_the_run(tmp_path: Path) -> None:
-    """What kernels and dtypes make of it, about 1e-4, exceeds so small a bound; ``trained`` keeps to its own."""
+    """Kernels and dtypes make a difference of about 1e-4, above so small a bound; ``trained`` keeps to its own."""
     setup = Setup((DUMMY, SMALL_BUCKETS, f"{ROLLOUT}.custom.sync.max_probs_diff=1e-9"), steps=2)
     run = main_ppo(setup, tmp_path)
     assert run.returncode != 0 and not run.timed_out, run.tail

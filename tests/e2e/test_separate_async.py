@@ -48,9 +48,9 @@ def synced(run: Run, versions: list[int]) -> None:
 def separate(
     request: pytest.FixtureRequest, tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
 ) -> Run:
-    """Three steps of two trainer ranks, each of which shares its GPU with an engine, and of two replicas with GPUs of
-    their own. Of one of these a process dies in the sync behind the second step: verl's beside the engine, or a
-    scheduler of SGLang's."""
+    """Runs three steps of two trainer ranks, each of which shares its GPU with an engine, and of two replicas with GPUs
+    of their own. A process of one replica dies in the sync after the second step: verl's process next to the engine,
+    or a scheduler of SGLang's."""
     overrides = (*COMMON, f"{ROLLOUT}.n_gpus_per_node=2", "++ray_kwargs.ray_init.num_gpus=4")
     setup = Setup(overrides, 2, 3, Path(tiny_model("qwen2")), modules=(request.param,), replicas=2)
     return main_ppo(setup, tmp_path_factory.mktemp("separate"))

@@ -16,7 +16,7 @@ from ray.exceptions import ActorDiedError
 
 
 async def worker_calls(adapter: Any, stream: Any, version: int) -> None:
-    """What verl's worker, and ours, calls of the rollout adapter for a sync."""
+    """Calls the rollout adapter for a sync as verl's worker does, and ours."""
     adapter.make_room_for_weights(False)
     await adapter.resume(["weights"])
     await adapter.update_weights(stream, global_steps=version, ends=False)

@@ -10,7 +10,7 @@ T = 8.0  # custom.sync.timeout_seconds
 SLACK_SECONDS = 4.0  # of the ranks, in place of a minute
 GROUP_SECONDS = 34.0  # how long torch.distributed waits in a collective of the trainer's own
 SLOW_SECONDS = 1.5
-SPARE_SECONDS = 5.0  # of a busy machine, beside what the product's own bounds add up to
+SPARE_SECONDS = 5.0  # for a busy machine, on top of what the product's own bounds add up to
 
 KINDS = ("error", "oom", "slow", "kill", "stop")
 SYNCS = ("first", "second", "direct")
@@ -67,7 +67,7 @@ class Cell:
     @property
     def bound(self) -> float:
         """Seconds that the sync may take: see the table in docs/failures.md."""
-        leaving = T + SPARE_SECONDS  # the server is told, and the engine leaves the load
+        leaving = T + SPARE_SECONDS  # the server hears of it, and the engine leaves the load
         together = 3 * T + SLACK_SECONDS
         more = together if self.group_is_lost else T if self.unheard or self.kind in ("stop", "kill") else 0
         return leaving + more

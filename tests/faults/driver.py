@@ -72,7 +72,7 @@ class World:
             member.process.join()
 
     def restarted(self, folder: Path) -> World:
-        """All processes anew, once these are closed: the trainer begins with the checkpoint of the last weights."""
+        """Starts all processes again, once these are closed; the trainer loads the checkpoint of the last weights."""
         return World(str(self._folder / f"checkpoint-{self._new}"), folder, self._version)
 
     def first_sync(self) -> None:
@@ -202,7 +202,7 @@ class World:
                     assert each.ask("fired").answer() is True, f"{cell}: the fault did not happen"
 
     def _served(self, cell: Cell) -> tuple[str, str]:
-        """What the engine holds, and what a request gets; nothing of an engine that is gone."""
+        """Returns what the engine holds, and what a request gets; empty texts for an engine that is gone."""
         if cell.must_restart and cell.place in ("engine", "server"):
             return "", ""
         request = self.server.ask("answers").answer()

@@ -101,7 +101,7 @@ def arm(place: str, stage: str, kind: str) -> None:
 
 
 def fired() -> bool:
-    """Whether what was armed has happened."""
+    """True if what was armed has happened."""
     return not _armed
 
 

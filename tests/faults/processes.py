@@ -100,7 +100,7 @@ class Trainer:
             local.copy_(kept)
 
     def holds(self, name: str) -> bool:
-        """Whether this rank's weights are that set, bit for bit."""
+        """True if this rank's weights are that set, bit for bit."""
         return all(map(torch.equal, trainer.local_state(self.trainer), self._states[name]))
 
     def save(self, name: str) -> str:
@@ -143,7 +143,7 @@ class Server:
         self.dumps = 0
 
     def learn(self, checkpoints: dict[str, str]) -> None:
-        """What the engine holds after its own load of each set, and from here on the server serves."""
+        """Notes what the engine holds after its own load of each set; starts the server."""
         for name, path in checkpoints.items():
             self.bare.load_from_disk(path)
             self._references[name] = self._state()
@@ -196,7 +196,7 @@ class Server:
         return self.bare.state(self.folder / f"state{self.dumps}")
 
     def answers(self) -> str:
-        """What a request gets: "an answer", "a refusal", or nothing in time: "no word"."""
+        """Sends a request; returns "an answer", "a refusal", or "no word" when nothing comes in time."""
         return str(self.bare.call(self._answer()))
 
     async def _answer(self) -> str:
@@ -213,7 +213,7 @@ class Server:
         return "an answer"
 
     def told(self) -> Told:
-        """Of which weights the last answer was: as SGLang tells its clients, and as verl is told."""
+        """Returns the weights' version of the last answer, as SGLang gives it to clients and as verl gets it."""
         return self._told
 
     def end(self) -> None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Megatron tests share; in a package, so that spawned ranks can import it by name."""
+"""Holds what the Megatron tests share, in a package, so that spawned ranks can import it by name."""

@@ -116,7 +116,7 @@ def train_step(engine: Any) -> None:
 
 
 def stock_export(engine: Any) -> dict[str, torch.Tensor]:
-    """What verl itself would send: the bridge's own export, LoRA merged. Collective."""
+    """Returns what verl itself would send: the bridge's own export, LoRA merged. All ranks call it together."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in engine.bridge.export_hf_weights(engine.module, cpu=True, show_progress=False):
         if name == "lm_head.weight" and engine.model_config.hf_config.tie_word_embeddings:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks do with LoRA adapters of Megatron-Bridge: merged, against the bridge's own merge and by hand."""
+"""Plays the ranks that merge LoRA adapters of Megatron-Bridge, against the bridge's own merge and by hand."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of the contract tests do; module-level functions, so that spawned processes can import them.
+"""Plays the ranks of the contract tests, in module-level functions that spawned processes can import.
 
 Real verl engines, megatron-core and Megatron-Bridge over gloo, the real sharding manager up to the plan, real staging
 memory.
@@ -78,8 +78,8 @@ def on_disk(folder: str) -> State:
 
 
 def on_the_wire(state: State, wire: torch.dtype) -> State:
-    """What must arrive as long as no engine has said in which dtypes it keeps them: never wider than the trainer has
-    it, and the router's bias, a buffer, as it is."""
+    """Returns what must arrive as long as no engine has said in which dtypes it keeps them: no tensor is wider than in
+    the trainer, and the router's bias, a buffer, stays as it is."""
     return {
         name: tensor if name.endswith("bias") and "gate" in name else tensor.to(min(wire, tensor.dtype, key=_size))
         for name, tensor in state.items()
@@ -219,7 +219,7 @@ def computed_in_the_stream(model_path: str, layout: Layout) -> None:
 
 
 def _failing_once(fails: Callable[[], bool]) -> Any:
-    """The bridge's row-parallel mappings raise on this rank when told to."""
+    """Makes the bridge's row-parallel mappings raise on this rank when ``fails`` says so."""
     from megatron.bridge.models.conversion.param_mapping import RowParallelMapping
 
     stock = RowParallelMapping.megatron_to_hf

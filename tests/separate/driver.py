@@ -45,7 +45,7 @@ class Member:
         return self
 
     def answer(self, seconds: float = 240.0) -> Any:
-        """What the call returned, a ``Failure``, or ``None`` when the process is dead."""
+        """Returns what the call returned, a ``Failure``, or ``None`` when the process is dead."""
         try:
             if not self._pipe.poll(seconds):
                 raise TimeoutError("no answer")
@@ -94,7 +94,7 @@ def end(members: Sequence[Member]) -> None:
 
 
 class Driver:
-    """What verl's ``CheckpointEngineManager`` does around a sync."""
+    """Does what verl's ``CheckpointEngineManager`` does around a sync."""
 
     def __init__(self, trainers: list[Member]) -> None:
         self.trainers = trainers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all processes of a separate run do, and its trainer ranks of every kind; they are called by ``driver.py``."""
+"""Defines the processes of a separate run, and its trainer ranks of every kind; ``driver.py`` calls them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Host:
         membership.JointRanks = CountedRanks  # type: ignore[misc]
 
     def came(self) -> tuple[dict[int, int], int]:
-        """What has come since there is the group, by sender, and ``network_bytes`` of the last sync; see ``place``."""
+        """Returns the bytes that came since the group began, by sender, and ``network_bytes`` of the last sync."""
         assert self.engine._membership is not None
         ranks = self.engine._membership.ranks
         assert isinstance(ranks, CountedRanks)
@@ -131,7 +131,7 @@ class Trainer(Host):
         return [sum(b.stride for b in buckets if place < b.world) for place in range(dist.get_world_size())]
 
     def packed(self) -> int:
-        """Bytes of all segments, without what fills them up behind their last tensor."""
+        """Counts the bytes of all segments, without the padding after their last tensor."""
         plan = self.plan
         ends = {(b, place): 0 for b in range(len(plan.buckets)) for place in range(plan.buckets[b].world)}
         for b, place in ends:
@@ -226,7 +226,7 @@ class MegatronLoRATrainer(LoRATrainer):
 
     @torch.no_grad()
     def train(self, seed: int) -> None:
-        """See ``LoRATrainer``; ranks that hold the same factor change it alike."""
+        """Changes the adapter alone; ranks that hold the same factor change it alike."""
         generator = torch.Generator().manual_seed(seed)
         for chunk in self.trainer.module:  # type: ignore[attr-defined]
             for name, parameter in chunk.named_parameters():

@@ -68,7 +68,7 @@ class Rollout(Host):
         return [name for ours, theirs in pairs for name in theirs if not torch.equal(ours[name], theirs[name])]
 
     def held(self, checkpoint: Path, folder: Path) -> tuple[list[State], list[State]]:
-        """What the engine's ranks hold, and what they hold after SGLang's own load of a checkpoint."""
+        """Returns what the engine's ranks hold, and what they hold after SGLang's own load of a checkpoint."""
         synced = self.sglang.state(folder / "synced")
         self.sglang.load_from_disk(str(checkpoint))
         return synced, self.sglang.state(folder / "loaded")
@@ -81,7 +81,7 @@ class Rollout(Host):
         self.sglang.spoil_next(parameter)
 
     def flip_arriving(self) -> None:
-        """The next bucket that comes to this rank has another bit when the engine rank is told to load it."""
+        """Flips a bit of the next bucket that comes to this rank, before the engine rank loads it."""
         manager = self.receiver._manager
         assert manager is not None
         sender, honest = manager.sender, manager.sender.load

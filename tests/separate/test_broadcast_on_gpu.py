@@ -37,7 +37,7 @@ class Calls:
         self._rank, self._store = rank, dist.FileStore(str(folder / "calls"), 3)
 
     def all_say(self, what: str, said: Any, ranks: int = 3) -> list[Any]:
-        """What every rank has to say, at most once per ``what``."""
+        """Returns what every rank has to say; call it at most once per ``what``."""
         self._store.set(f"{what}-{self._rank}", pickle.dumps(said))
         return [pickle.loads(self._store.get(f"{what}-{rank}")) for rank in range(ranks)]
 
@@ -114,7 +114,7 @@ def die_in_second_bucket() -> None:
 
 
 def outcome(calls: Calls, engine: Any, version: int, ranks: int, sync: Any) -> Any:
-    """What a sync returned, or its error, and the seconds that it took."""
+    """Returns what a sync returned, or its error and the seconds that it took."""
     calls.join(engine, version, ranks)
     started = time.monotonic()
     try:

@@ -176,7 +176,7 @@ def memory(rollout: SpmdRollout, source: torch.nn.Module, expected: torch.nn.Mod
 
 
 def failures(rollout: SpmdRollout, source: torch.nn.Module, expected: torch.nn.Module) -> None:
-    """What fails on one rank fails on all; the engine generates nothing until a sync succeeds, as the next one does."""
+    """Checks that a failure on one rank fails all, and that the engine generates only after a sync that succeeds."""
     weight = source.model.layers[1].mlp.up_proj.weight
     held = weight.to_local().detach().view(-1)
     kept = held[3].item()

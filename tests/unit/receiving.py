@@ -96,7 +96,7 @@ class Sender:
         load.finish()
 
     def in_place(self, load: ModelLoad, place: int, lives: Sequence[Live] = ()) -> None:
-        """One sync out of the parameters' own memory, as ``place`` reads it; ``lives``: what it is told of that."""
+        """Syncs once from the parameters' own memory, as ``place`` reads it; ``lives`` replaces what was found."""
         found = [mine.look(shards) for mine, shards in zip(self.parameters, self.shards, strict=True)]
         regions = Regions()
         regions.map(region for live in found for region in live.regions)
@@ -130,7 +130,7 @@ class Sender:
 
 
 def memory_for(numel: int, dtype: torch.dtype, path: Path | None, before: int = 0) -> torch.Tensor:
-    """Of a run; in a file, some bytes after its first."""
+    """Returns memory for a run; in a file, it begins ``before`` bytes after the first."""
     if path is None:
         return torch.zeros(numel, dtype=dtype)
     storage = torch.UntypedStorage.from_file(str(path), True, before + numel * dtype.itemsize)

@@ -34,7 +34,7 @@ class Process:
 
 
 class Replica:
-    """What the manager looks at of one of verl's."""
+    """Holds what the manager reads of one of verl's replicas."""
 
     def __init__(self, rank: int) -> None:
         self.replica_rank, self.server_address = rank, f"server-{rank}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trainer makes of load maps: what it refuses before anything is sent, and what it compares after."""
+"""Checks what a trainer makes of load maps: what it refuses before anything is sent, and what it compares after."""
 
 from __future__ import annotations
 

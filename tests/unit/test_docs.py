@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the documentation names is there: files, links, keys, results, commands."""
+"""Checks that what the documentation names is there: files, links, keys, results, commands."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Model(torch.nn.Module):
 
 
 class Engine(EngineModel):
-    """What another engine would implement; ``places`` stands for what it may move without the receiver's knowledge."""
+    """Acts as another engine; ``places`` stands for what it may move without the receiver's knowledge."""
 
     engine = "Another"
     fused_pairs = (("left.weight", "right.weight"),)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine rank finds out about odd loads of small models, and that syncs are exact all the same."""
+"""Checks what an engine rank finds out about odd loads of small models, and that syncs are exact all the same."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def layered(model: Any, name: str, tensor: torch.Tensor) -> None:
 
 
 def random(model: Any, name: str, tensor: torch.Tensor) -> None:
-    """Of one of them nothing is taken, and something else is written each time."""
+    """Takes ``a`` alone; writes other random numbers to the other parameter each time."""
     model.a.data.copy_(tensor) if name == "a" else model.b.data.random_(0, 99)
 
 

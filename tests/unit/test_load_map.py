@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows from load maps, against sets of single elements."""
+"""Checks what follows from load maps, against sets of single elements."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_device_without_mechanism() -> None:
 
 
 def read(rank: int, region: Region, offset: int, answers: object) -> None:
-    """What another process finds there, on its last device: the hash of the bytes as the kernel reads them."""
+    """Answers, in another process, the hash of the bytes as the kernel reads them on the last device."""
     device = torch.device("cuda", torch.cuda.device_count() - 1)
     torch.cuda.set_device(device)
     regions, found = Regions(), []

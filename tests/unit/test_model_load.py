@@ -157,7 +157,7 @@ def base_of(name: str, tensor: torch.Tensor, world: int = 2) -> Base:
 
 
 def shipped(names: list[str], tensors: list[torch.Tensor], world: int) -> list[list[tuple[str, torch.Tensor]]]:
-    """What each load call gets of small buckets that all go through one slot, cloned while it was valid."""
+    """Returns what each load call gets of small buckets that all go through one slot, cloned while it was valid."""
     bases = [base_of(name, tensor, world) for name, tensor in zip(names, tensors, strict=True)]
     plan, assembler, loads = plan_buckets(tuple(bases), 128), Assembler(pairs=FUSED_PAIRS), []
     slot = torch.zeros(plan.slot_bytes, dtype=torch.uint8)

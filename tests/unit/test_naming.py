@@ -35,7 +35,7 @@ def made(model: PreTrainedModel, folder: Path) -> tuple[PreTrainedModel, dict[st
 
 
 def sent(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What views of the state dict hold."""
+    """Returns what views of the state dict hold."""
     rewrite, found = checkpoint_rewrite(model), {}
     for name, tensor in model.state_dict().items():
         flat = tensor.reshape(-1)

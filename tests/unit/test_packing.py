@@ -139,7 +139,7 @@ def test_tables_find_what_is_not_finite(name: str, value: float, interpreted: No
     run[200] = value
     if name == "handed-out":
         mine[place] = replace(mine[place], local=run.clone)
-    for _ in range(2):  # a broken sync leaves nothing behind
+    for _ in range(2):  # a broken sync leaves no traces
         packer.begin()
         for index, bucket in enumerate(packer.plan.buckets):
             packer.pack(index, torch.zeros(bucket.nbytes, dtype=torch.uint8), mine)

@@ -93,7 +93,7 @@ def content(base: Base, index: int) -> bytes:
 
 
 def gathered(plan: Plan, bucket: Bucket, data: list[bytes]) -> bytes:
-    """What the all-gather of one bucket leaves: the segments of all ranks; checks that slices do not overlap."""
+    """Returns the segments of all ranks, as one bucket's all-gather leaves them; checks that slices do not overlap."""
     segments = []
     for rank in range(bucket.world):
         segment = bytearray([GARBAGE] * bucket.stride)

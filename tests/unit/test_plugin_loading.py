@@ -290,7 +290,7 @@ STRANGE_TRAINERS = """
 
 
 def test_a_trainer_of_another_plugin_reports_too(tmp_path: Path) -> None:
-    """In the place of one of verl's or beside them, by a plugin that is loaded before ours."""
+    """Covers a plugin, loaded before ours, that replaces one of verl's trainers or adds one."""
     site = other_plugin(tmp_path, textwrap.dedent(STRANGE_TRAINERS) + "take('sync')\ntake('theirs')\n")
     ended = python(
         tmp_path,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``verl-sync prove`` refuses, and what it says where memory is short; its proofs: ``tests/e2e/test_prove.py``."""
+"""Checks the refusals of ``verl-sync prove`` and its advice on memory; ``tests/e2e/test_prove.py`` has its proofs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the quickstart's script shows and leaves behind; ``main_ppo`` is a stand-in here, and real in ``tests/e2e``."""
+"""Checks what the quickstart's script shows and leaves; ``main_ppo`` is a stand-in here, and real in ``tests/e2e``."""
 
 from __future__ import annotations
 

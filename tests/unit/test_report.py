@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sync reports: its line, verl's metrics, lines that are said once or while it lasts, and the guard on verl's
-difference of probabilities."""
+"""Checks what a sync reports: its line, verl's metrics, lines that are said once or while it lasts, and the guard on
+verl's difference of probabilities."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def test_the_verdict_says_what_is_wrong_and_how_syncs_were_proven(
 
 
 def test_the_slowest_of_several_ranks_counts(tmp_path: Path) -> None:
-    """Of two hosts with a file each, in a folder with a file of somebody else."""
+    """Covers two hosts with a file each, in a folder with a file of somebody else."""
     (tmp_path / "inner").mkdir()
     written(tmp_path, *(line(step, 8) for step in range(3)), name="a.jsonl")
     written(tmp_path / "inner", *(line(step, 0) for step in range(3)), name="b.jsonl")

@@ -107,7 +107,7 @@ class Trainer:
         self.room = Room(lambda: self.memory, unknown, always)
 
     def empties(self, resume: tuple[str, str], more: int = 0) -> bool:
-        """Whether the cache goes for a resume, in the present state of the device."""
+        """True if the cache goes for a resume, in the present state of the device."""
         went = self.room.make(resume, lambda: self.memory.cached, more)
         assert went in (None, self.memory.cached)
         return went is not None

@@ -48,7 +48,7 @@ def bare(code: str) -> str:
 
 
 def leaks(code: str, file: str) -> list[str]:
-    """What code outside of ``HOMES`` knows of SGLang, as ``file: line``."""
+    """Lists what code outside of ``HOMES`` knows of SGLang, as ``file: line``."""
     if any(file == home or (home.endswith("/") and file.startswith(home)) for home in HOMES):
         return []
     text = bare(code)

@@ -53,7 +53,7 @@ def story(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]
 
 
 class Manager:
-    """Notes what it is asked for; a request is answered when it is told to."""
+    """Notes what it is asked for; it answers requests once ``answers`` is set."""
 
     server_args = SimpleNamespace(tp_size=1, weight_version="", enable_weights_cpu_backup=False)
 
@@ -109,7 +109,7 @@ async def loaded(server: Any, version: int) -> None:
 
 
 async def soon(what: Any) -> Any:
-    """What has been begun, and has come as far as it can alone."""
+    """Begins it, and returns its task when that has come as far as it can alone."""
     begun = asyncio.ensure_future(what)
     await asyncio.sleep(0.01)
     return begun

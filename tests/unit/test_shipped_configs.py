@@ -28,13 +28,13 @@ Found = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found]:
-    """What a process with the plugin finds, and one without; both run at once."""
+    """Returns what a process with the plugin finds, and one without; both run at once."""
     running = []
     for plugins in ("auto", "none"):
         folder = tmp_path_factory.mktemp(plugins)
         environment = {**unmeasured.environment(), "VERL_USE_EXTERNAL_PLUGINS": plugins}
         command = [sys.executable, "-W", "ignore", "-m", "shipped_configs", str(folder)]
-        # Beside the package: verl's experimental configs name its folder relative to there
+        # Next to the package: verl's experimental configs name its folder relative to there
         log = (folder / "log").open("w")
         running.append((folder, subprocess.Popen(command, cwd=PACKAGE.parent, env=environment, stderr=log, stdout=log)))
     results = []

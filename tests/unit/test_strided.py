@@ -94,7 +94,7 @@ def test_repetitions_that_overlap_are_nobodys(stride: int) -> None:
 
 
 def written(size: list[int], offset: list[int], whole: list[int]) -> torch.Tensor:
-    """What the runs make of a box of numbers from 1 on."""
+    """Returns what the runs make of a box of numbers from 1 on."""
     box = torch.arange(1, 1 + int(torch.Size(size).numel()))
     target = torch.zeros(int(torch.Size(whole).numel()), dtype=torch.int64)
     for run in box_runs(size, offset, whole):

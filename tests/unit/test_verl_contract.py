@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin imports, overrides and calls of verl, against the signatures that it was written for."""
+"""Checks what the plugin imports, overrides and calls of verl against the signatures that it was written for."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def overrides() -> Iterator[tuple[type, str, type]]:
 
 
 def imports() -> Iterator[str]:
-    """What the package imports of verl, as ``module:name`` of where verl defines it."""
+    """Yields what the package imports of verl, as ``module:name`` of where verl defines it."""
     for file in PACKAGE.rglob("*.py"):
         if file.parent.name == "cpu":
             continue

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plain ``pip install`` brings: modules, configs and entry points."""
+"""Checks what a plain ``pip install`` brings: modules, configs and entry points."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """A wheel of a copy of the sources: building leaves folders behind that a later build would pick up."""
+    """Builds a wheel of a copy of the sources, since building leaves folders that a later build would pick up."""
     source = tmp_path_factory.mktemp("source") / "project"
     source.mkdir()
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md"):
@@ -49,8 +49,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 
 class TestWheel:
-    """What a plain ``pip install`` puts into site-packages."""
-
     def test_holds_every_module_and_config(self, wheel: zipfile.ZipFile) -> None:
         names = set(wheel.namelist())
         modules = {str(path.relative_to(ROOT)) for path in (ROOT / "verl_sync_plugin").rglob("*.py")}

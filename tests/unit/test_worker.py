@@ -231,7 +231,7 @@ def test_the_trainer_hands_out_ours_for_separate_rollouts(name: str, backend: st
 def test_what_a_dead_server_or_a_failed_sync_leaves_unanswered_is_asked_again(
     error: Exception, gone: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of another server, and the router forgets the one that died."""
+    """Another server gets the request, and the router forgets the one that died."""
     client = client_of([("length", WHOLE)], monkeypatch)
     asked = AsyncMock(side_effect=error)
     first = ("first", SimpleNamespace(generate=SimpleNamespace(remote=asked)))

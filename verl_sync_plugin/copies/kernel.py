@@ -142,6 +142,6 @@ def move_rows(  # type: ignore[no-untyped-def]
     group = tl.load(narrow + rows + row)
     if HASH:
         tl.atomic_add(sums + group, tl.sum(total, 0).to(tl.int64))
-    if EXPONENT:  # apart from the next run: this one is decided when the kernel is compiled  # noqa: SIM102
+    if EXPONENT:  # an ``if`` of its own, which is decided when the kernel is compiled  # noqa: SIM102
         if tl.sum(((broken & (EXPONENT + LOWEST)) != 0).to(tl.int32), 0) > 0:
             tl.store(flags + group, 1)

@@ -94,7 +94,7 @@ def hash_block(flat: torch.Tensor, start: int, block: Block) -> torch.Tensor:
         start: first byte of the block in ``flat``; runs follow each other by ``block.source_stride``.
         block: its width, count and position count.
     """
-    # Runs so far apart begin at the same byte of a word
+    # After so many runs, one begins at the same byte of a word as the first
     apart = 8 // math.gcd(block.position_stride, 8) if block.count > 1 else 1
     if apart == 1:
         return _hash_runs(flat, start, block)

@@ -46,7 +46,7 @@ _FIXED = {"dropout_position": "pre", "lora_B_init_method": "zero", "a2a_experime
 # Refuses an adapter that the engine cannot serve itself: fields of PEFT's ``LoraConfig``, and the keys under which the
 # user gave them (``RolloutEndpoint.refuse_adapter``)
 RefuseAdapter = Callable[[Mapping[str, Any], Mapping[str, str]], None]
-# Refuses a model whose embedding and head the engine cannot hold apart: architectures, and what makes them differ
+# Refuses a model whose embedding and head the engine cannot hold separately: architectures, and what makes them differ
 # (``RolloutEndpoint.refuse_untied``)
 RefuseUntied = Callable[[Iterable[str], str], None]
 # Input and output embeddings of the model families that tie them

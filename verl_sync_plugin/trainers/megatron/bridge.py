@@ -72,7 +72,7 @@ class BridgeReader:
         self._chunks = chunks
         self._guard = Guard(timeout_seconds)
         self._kinds: dict[tuple[object, ...], _Kind] = {}
-        self._configs: list[object] = []  # held, since their identities tell kinds apart
+        self._configs: list[object] = []  # kept alive, since their ids are part of the keys of kinds
 
     def read(self, model: ModelTensors, run: str) -> dict[int, Part]:
         """This rank's weights by their places in ``model.tensors``, without what the bridge does not export. All ranks
