@@ -212,7 +212,7 @@ def check_entry_points() -> Iterator[Finding]:
 
 
 def probe(overrides: Sequence[str], platform: str) -> dict[str, Any]:
-    """What ``probe.py`` finds in a fresh process with this environment."""
+    """Runs ``probe.py`` in a fresh process with this environment; returns what it finds."""
     environment = {**os.environ, **({PLATFORM: platform} if platform else {})}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "probe.json"

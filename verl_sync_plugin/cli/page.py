@@ -67,7 +67,7 @@ def title_of(run: Run) -> str:
 
 
 def verdict_of(run: Run) -> str:
-    """What went wrong, or how the syncs were proven, and how long they took."""
+    """Says what went wrong, or how the syncs were proven, and how long they took."""
     steps = {
         name: [sync.step for sync in run.syncs if any(getattr(report, name) for report in sync.reports)]
         for name in (*WRONG, "hashed_tensors", "verified_tensors")

@@ -57,11 +57,11 @@ class SyncWorkerMixin:
 
 
 class SyncActorRolloutRefWorker(SyncWorkerMixin, ActorRolloutRefWorker):
-    """Of trainers that are colocated with the rollout."""
+    """The worker of trainers that are colocated with the rollout."""
 
 
 class SyncDetachActorWorker(SyncWorkerMixin, DetachActorWorker):
-    """Of verl's ``separate_async`` trainer, whose hybrid replicas are colocated."""
+    """The worker of verl's ``separate_async`` trainer, whose hybrid replicas are colocated."""
 
 
 OURS: dict[type, type] = {ActorRolloutRefWorker: SyncActorRolloutRefWorker, DetachActorWorker: SyncDetachActorWorker}

@@ -120,7 +120,7 @@ class TrainerBackend(ABC):
 
     @property
     def name(self) -> str:
-        """Of the kind of trainer, for reports."""
+        """The kind of trainer, for reports."""
         return type(self).__name__.removesuffix("Trainer")
 
     @property
