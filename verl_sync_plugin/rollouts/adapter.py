@@ -35,7 +35,6 @@ from verl_sync_plugin.memory import FIRST, REST, Room, growth, note_device_memor
 from verl_sync_plugin.report import SyncReport, say_who_moves, write_report
 from verl_sync_plugin.rollouts import Rollout
 from verl_sync_plugin.rollouts.gate import KV_CACHE, WEIGHTS
-from verl_sync_plugin.rollouts.process import uncancellable
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sync.endpoint import Call, RolloutEndpoint, abandon
 from verl_sync_plugin.sync.manager import ShardingManager
@@ -310,7 +309,8 @@ def calls_of(server: Any, after_death: str) -> Call:
     """Calls of a server actor, by its handle; ``after_death`` ends the error of a server that has died."""
 
     def call(method: str, *arguments: Any) -> Future[Any]:
-        answer = uncancellable()
+        answer: Future[Any] = Future()
+        answer.set_running_or_notify_cancel()  # as in ``process.py``
 
         def settle(done: Future[Any]) -> None:
             try:
