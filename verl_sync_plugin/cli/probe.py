@@ -235,7 +235,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def parse(words: Sequence[str]) -> tuple[str, str, list[str]]:
-    """Takes a list of overrides apart, or a whole command that was pasted: the file name of the main without ``.py``,
+    """Reads a list of overrides, or a whole command that was pasted: the file name of the main without ``.py``,
     the name of the config, Hydra's overrides. Raises ValueError for another option."""
     rest, program = list(words[words.index("-m") + 1 :] if "-m" in words else words), "main_ppo"
     if rest and (rest[0].startswith("verl.") or rest[0].endswith(".py")):

@@ -103,7 +103,7 @@ class PackTable:
         self, plan: Plan, buckets: Sequence[Bucket], rank: int, tensors: dict[str, int], device: torch.device,
         found: Found | None = None,
     ) -> None:  # fmt: skip
-        self._plan, self._buckets, self.rank, self._device = plan, tuple(buckets), rank, device
+        self._plan, self._buckets, self._rank, self._device = plan, tuple(buckets), rank, device
         self._tensors, self._read_alone = tensors, found is None
         self.found = found or Found(list(dict.fromkeys(part.base for each in buckets for part in each.slices)), device)
         self._version = -1
@@ -124,7 +124,7 @@ class PackTable:
             blocks = [block for bucket in self._buckets for block in self._blocks(bucket)]
             self._table = KernelTable(blocks, self._device)
 
-    def run(self, slot: int, sums: torch.Tensor, hashed: bool, flags: torch.Tensor | None, copy: bool = True) -> None:
+    def run(self, slot: int, sums: torch.Tensor, flags: torch.Tensor, copy: bool = True) -> None:
         """Starts the copies into a slot, or only reads.
 
         Args:
@@ -135,17 +135,17 @@ class PackTable:
             sources = [*(address for address, _ in self.found.places), slot]
             self._slot, self._addresses = slot, addresses(slot, sources, self._device)
         assert self._table is not None, "refresh() comes first"
-        self._table.run(self._addresses, sums, copy, hashed, flags)
+        self._table.run(self._addresses, sums, copy, flags=flags)
 
     def _blocks(self, bucket: Bucket) -> Iterator[Block]:
         """Only bytes that belong to a tensor are packed. What was packed alone is copied onto itself, to be read."""
         places = {base: place for place, base in enumerate(self.found.bases)}
-        hulls = hulls_in_segment(bucket, self.rank)
+        hulls = hulls_in_segment(bucket, self._rank)
         partition = Partition([Run(hull.first, hull.first, hull.end - hull.first) for hull in hulls])
-        segment = segment_of(bucket, self.rank)
+        segment = segment_of(bucket, self._rank)
         for part in bucket.slices:
             base, kind = self._plan.bases[part.base], self.found.kinds.get(part.base)
-            count = part.count(base, self.rank)
+            count = part.count(base, self._rank)
             if count <= 0 or (kind == ALONE and not self._read_alone):
                 continue
             grow, dtype = 2 if kind == CAST else 1, base.dtype if "float" in base.dtype else ""
@@ -212,7 +212,7 @@ class Packer:
         table.refresh()
         segment = memory.narrow(0, segment_of(bucket, self.rank) * bucket.stride - origin, bucket.stride)
         pack_slices(segment, table.alone, shards)
-        table.run(memory.data_ptr() - origin, self._sums, True, self._flags)
+        table.run(memory.data_ptr() - origin, self._sums, self._flags)
 
     def read(self, shards: list[Shard], found: Found) -> None:
         """Hashes and checks everything where it lies, for engine ranks that read it there; may return early.
@@ -230,7 +230,7 @@ class Packer:
             parts = (self.plan, self.plan.buckets, self.rank, self._tensors, self._device)
             self._whole = PackTable(*parts, found)
         self._whole.refresh()
-        self._whole.run(0, self._sums, True, self._flags, copy=False)
+        self._whole.run(0, self._sums, self._flags, copy=False)
 
     def _read_plain(self, index: int, memory: torch.Tensor, origin: int) -> None:
         for hull in hulls_in_segment(self.plan.buckets[index], self.rank):

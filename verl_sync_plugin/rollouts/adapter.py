@@ -310,7 +310,7 @@ def calls_of(server: Any, after_death: str) -> Call:
 
     def call(method: str, *arguments: Any) -> Future[Any]:
         answer: Future[Any] = Future()
-        answer.set_running_or_notify_cancel()  # as in ``process.py``
+        answer.set_running_or_notify_cancel()  # who gives up waiting must not keep its answer out
 
         def settle(done: Future[Any]) -> None:
             try:

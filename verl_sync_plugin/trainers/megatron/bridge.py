@@ -300,7 +300,7 @@ class CopyTrace(TorchDispatchMode):
             self._cat(result, [source.narrow(0, int(row), 1) for row in rows.tolist()], 0)
 
     def _read(self, tensor: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Where runs of the inputs begin in the tensor's own row-major order, and where in the inputs."""
+        """Returns where runs of the inputs begin in the tensor's own row-major order, and where in the inputs."""
         if _identity(tensor) not in self._runs:
             raise NotACopyError("its values are computed")
         if not tensor.numel():
@@ -350,7 +350,7 @@ def _addresses(tensor: torch.Tensor) -> tuple[np.ndarray, int]:
 
 
 def _repetitions(runs: list[Run]) -> list[Run]:
-    """Runs of one input, joined while they are equally wide and equally far apart."""
+    """Runs of one input, joined while they are equally wide and at one distance."""
     found: list[Run] = []
     for run in runs:
         last = found[-1] if found else None
