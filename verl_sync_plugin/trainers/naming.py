@@ -34,7 +34,7 @@ def saved_names(names: list[str], unsaved: frozenset[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Naming:
-    """Decides how the tensors of a trainer travel: in which dtype, under which names of a checkpoint, in how many parts.
+    """Decides how each tensor of a trainer travels: its dtype, its names in a checkpoint, its number of parts.
     ``rewrite`` and ``rename``, of a state dict's names, are verl's; ``unsaved``: see ``saved_names``."""
 
     policy: WirePolicy
