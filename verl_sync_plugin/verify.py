@@ -37,7 +37,7 @@ from verl_sync_plugin.layout.load_map import (
     weigh,
     wire_dtypes,
 )
-from verl_sync_plugin.layout.tensors import Plan, numbers_of
+from verl_sync_plugin.layout.tensors import SCALE, Plan, numbers_of
 from verl_sync_plugin.log import say
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed
@@ -64,6 +64,7 @@ class Comparison:
         left_out: by name, tensors that are not on every engine rank, with the reason.
         kept, unwritten: how many parameters and buffers its model has, and those that no sync writes whole.
         no_room: why an engine rank could not find out what it does with the tensors; empty where all could.
+        blocks: of tensors to be sent in fp8, by name, rows and columns of a block.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Comparison:
         self.left_out: dict[str, str] = {}
         self.kept, self.unwritten = 0, list[tuple[Kept, int, int]]()
         self.no_room = ""
+        self.blocks: dict[str, tuple[int, int]] = {}
 
     def knows(self, plan: Plan) -> bool:
         """True if the maps for a plan are known; the same on all ranks."""
@@ -115,6 +117,10 @@ class Comparison:
         maps = [self._maps[digest] for digest, _ in everywhere if digest]
         maps_of_all = [self._maps.get(everywhere[rank][0]) for rank in self._agreement.ranks.rollouts]
         known = all(each is not None and not each.unknown for each in maps_of_all)
+        names = list(numbers_of(bucket.entries for bucket in plan.buckets))
+        if blocks := {names[number]: (rows, columns) for each in maps for number, rows, columns in each.fp8}:
+            self.blocks |= blocks
+            return {}
         with self._agreement.attempt():
             differ = _layers_differ(next((n for _, n in everywhere if n), 0), maps)
             tensors = _Tensors(plan)
@@ -160,6 +166,12 @@ class Comparison:
         names = tensors.names
         if found := unused(tensors.entries, tensors.owners, maps):
             shown = ", ".join(f"{names[number]} ({lacks} of {of} bytes)" for number, lacks, of in found[:NAMED])
+            if all(names[number].endswith(SCALE) for number, *_ in found):
+                raise ValueError(
+                    f"{maps[0].model} drops the scales of {len(found)} weights that it keeps in fp8: {shown}"
+                    f"{_more(found)}. It would compute with random ones, and so it would with stock verl, which does "
+                    "not notice. Remove actor_rollout_ref.rollout.quantization, or use another model."
+                )
             raise ValueError(
                 f"{maps[0].model} leaves out {len(found)} of the {len(names)} tensors that the trainer sends: "
                 f"{shown}{_more(found)}. {layers}It would generate from other weights than are trained, and so it "

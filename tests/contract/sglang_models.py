@@ -118,11 +118,12 @@ class _Replicas(int):
 def build(config: Any) -> Any:
     """A model as SGLang's scheduler holds it, with rubbish for weights."""
     from sglang.srt.configs.load_config import LoadConfig
-    from sglang.srt.model_loader.loader import _initialize_model
+    from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
     from sglang.srt.model_loader.utils import set_default_torch_dtype
 
     with set_default_torch_dtype(config.dtype), torch.device("cpu"):
-        model = _initialize_model(config, LoadConfig(load_format="dummy")).eval()
+        quantization = _get_quantization_config(config, LoadConfig(load_format="dummy"))
+        model = _initialize_model(config, LoadConfig(load_format="dummy"), quantization).eval()
     poison(model)
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -136,7 +137,8 @@ def poison(model: torch.nn.Module) -> None:
     """Fills the parameters with rubbish, as released memory comes back."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-        parameter.data.view(torch.uint8).fill_(0x5A)
+        if parameter.dim():  # else SGLang asks what a KV cache's scale is
+            parameter.data.view(torch.uint8).fill_(0x5A)
 
 
 def held(model: torch.nn.Module) -> dict[str, torch.Tensor]:

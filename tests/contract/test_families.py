@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,7 @@ from verl_sync_plugin.rollouts.sglang import loader
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.rollouts.sglang.refusals import refuse_checkpoint
 from verl_sync_plugin.sync.manager import ShardingManager
-from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
+from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend, WirePolicy
 from verl_sync_plugin.trainers.naming import Naming, checkpoint_rewrite
 from verl_sync_plugin.verify import DERIVED, Comparison
 
@@ -115,7 +116,8 @@ def poisoned(config: Any, family: Family, byte: int) -> Any:
     """SGLang's model, every byte of its parameters the same rubbish."""
     model = sglang_models.build(config)
     for parameter in model.parameters():
-        parameter.data.view(torch.uint8).fill_(byte)
+        if parameter.dim() or byte == POISON[0]:  # SGLang's load does not write the scales of a KV cache
+            parameter.data.reshape(-1).view(torch.uint8).fill_(byte)
     for module in model.modules():
         if not family.padded and hasattr(type(module), "use_padded_loading"):
             module.use_padded_loading = False
@@ -154,9 +156,9 @@ class Manager(ShardingManager):
     backend = Trainer
 
 
-def load_saved(reference: Any, trained: PreTrainedModel, file: Path) -> None:
+def load_saved(reference: Any, trained: PreTrainedModel, file: Path, change: Change) -> None:
     """SGLang's own load of a checkpoint. A tied one has no head, which some classes hold all the same."""
-    reference.load_weights(iter(load_file(file).items()))
+    reference.load_weights(change(load_file(file)))
     own = dict(reference.named_parameters())
     if "lm_head.weight" in own and "lm_head.weight" in trained.all_tied_weights_keys:
         reference.load_weights(iter([("lm_head.weight", trained.get_input_embeddings().weight.detach())]))
@@ -177,13 +179,21 @@ def with_layers(config: Path, more: int, folder: Path) -> Path:
     return folder
 
 
-def outcome(family: Family, folder: Path, more_layers: int = 0) -> str:
+Change = Callable[[dict[str, torch.Tensor]], Iterator[tuple[str, torch.Tensor]]]
+
+
+def outcome(
+    family: Family, folder: Path, more_layers: int = 0, arguments: dict[str, Any] | None = None,
+    change: Callable[[WirePolicy], Change] = lambda policy: lambda saved: iter(saved.items()),
+) -> str:  # fmt: skip
     """One cell of the table. Collective.
 
     Args:
         family: the model.
         folder: for checkpoints.
         more_layers: of the engine than of the trainer.
+        arguments: more of SGLang's.
+        change: makes of a saved checkpoint what SGLang loads to be compared with, by what the trainer knows by then.
     """
     rank = dist.get_rank()
     if rank == 0:
@@ -197,7 +207,7 @@ def outcome(family: Family, folder: Path, more_layers: int = 0) -> str:
     home = folder / "published"
     if more_layers:
         home = with_layers(home, more_layers, folder / "other-layers")
-    config = sglang_models.start_from(home, family.attention)
+    config = sglang_models.start_from(home, family.attention, **arguments or {})
     engine, reference = (poisoned(config, family, byte) for byte in POISON)
     settings = SyncConfig(timeout_seconds=20.0, verify="always", delivery="staged")
     endpoint = engine_of(engine, dist.get_world_size(), restores=True)
@@ -208,9 +218,10 @@ def outcome(family: Family, folder: Path, more_layers: int = 0) -> str:
             if rank == 0:
                 save(pair.whole, family, folder / f"step-{seed}")
             dist.barrier()
-            if not more_layers:
-                load_saved(reference, pair.whole, folder / f"step-{seed}" / "model.safetensors")
             asyncio.run(manager.update_weights([], seed))
+            if not more_layers:
+                saved = folder / f"step-{seed}" / "model.safetensors"
+                load_saved(reference, pair.whole, saved, change(manager.trainer.policy))
             sglang_models.check_same(engine, reference, f"sync {seed}")
     finally:
         manager.sender.close()

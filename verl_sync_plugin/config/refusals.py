@@ -39,8 +39,6 @@ def left_to_verl(rollout: Any) -> str:
     on = section(rollout, "disaggregation", f"{PREFIX}.disaggregation").get("enabled", False)
     if on not in (None, False):
         return f"{PREFIX}.disaggregation.enabled={on!r}: weight sync serves one engine per rank"
-    if (value := given_value(rollout, "quantization", f"{PREFIX}.quantization")) is not None:
-        return f"{PREFIX}.quantization={value!r}: weight sync sends plain weights"
     mtp = section(rollout, "mtp", f"{PREFIX}.mtp")
     if mtp.get("enable", False) and mtp.get("enable_rollout", False):
         return f"{PREFIX}.mtp.enable_rollout=True: weight sync has no draft model"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,11 +42,13 @@ from verl_sync_plugin.layout.load_map import (
     spans_of,
     without,
 )
+from verl_sync_plugin.layout.tensors import SCALE
 
 CHUNK_BYTES = 256 << 20  # of marks given to the model in one call; bounds the memory that they take
 ON_DEVICE = 1 << 30  # bytes to be compared of what is left to the model; more are kept on the host
 SEED = 20_251
 ALIGNMENT = 16  # bytes, of every tensor of marks
+FP8 = torch.float8_e4m3fn
 FINITE = -0x4001  # clears the highest bit of every exponent, in bf16, fp16 and the upper half of fp32
 MOST_RUNS = 1 << 14  # of one copy
 SHORT_RUN = 32  # bytes; what lies in shorter ones is brought into the tensor's order before it is hashed
@@ -105,6 +108,19 @@ def introduce(
     return _Introduction(model, sources, owners, device).run()
 
 
+def kept_in_fp8(model: EngineModel, sources: Sequence[Source]) -> tuple[str, ...]:
+    """The matrices, by name, that the model keeps in fp8 and the trainer sends in another dtype. A dry load is offered
+    all of them in fp8: for a parameter in fp8 many of SGLang's loaders take nothing else."""
+    if not any(parameter.dtype == FP8 for parameter in model.module.parameters()):
+        return ()
+    sent = {source.name for source in sources}
+    matrices = (each for each in sources if len(each.shape) == 2 and each.dtype.is_floating_point)
+    offered = {each.name for each in matrices if each.name + SCALE not in sent}
+    dry = [replace(source, dtype=FP8) if source.name in offered else source for source in sources]
+    kept = {write.name for write in record(model, dry).writes if write.target.dtype == FP8}
+    return tuple(sorted(offered & kept))
+
+
 class _Introduction:
     def __init__(
         self, model: EngineModel, sources: Sequence[Source], owners: Mapping[str, str], device: torch.device
@@ -145,6 +161,7 @@ class _Introduction:
             self._not_held = dict(self._left)
             self._theirs = [(each.place, each.spans) for each in self._writes]
             self._moves, self._constants, touched = [], [], None
+        self._add_constants()
         unknown = failed if failed and not recording.ended else ""
         found = LoadMap(
             f"{model.engine}'s {model.name}", model.layers, self._places.table, tuple(self._moves),
@@ -279,6 +296,17 @@ class _Introduction:
                 self._model.load_weights(iter(tensors))
                 touched.lend(())
         self._places.refresh()
+
+    def _add_constants(self) -> None:
+        """Those of parameters that the engine sets where no checkpoint has them, and this one has not."""
+        written = {move.place for move in self._moves} | {place for place, _ in self._theirs}
+        for name, value in self._model.constants.items():
+            tensor = self._model.module.get_parameter(name)
+            place = self._places.of(tensor)
+            if place is not None and place not in written:
+                bits = torch.full((1,), value, dtype=tensor.dtype).view(torch.uint8).numpy().tobytes()
+                span = box_spans(box_between(tensor, tensor), False, tensor.element_size())
+                self._constants.append(Constant(place, pairs_of(spans_of([span])), bits))
 
     def _look_at_writes_from_nowhere(self) -> None:
         """Makes constants of those that are the same after a load of other marks."""

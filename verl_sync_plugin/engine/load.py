@@ -18,7 +18,15 @@ import torch
 
 from verl_sync_plugin.copies.copier import BucketMemory, Copier, Memory, Prepared
 from verl_sync_plugin.copies.plain import Block
-from verl_sync_plugin.engine.introduce import Places, in_box, introduce, is_turned, memory_of, unturned
+from verl_sync_plugin.engine.introduce import (
+    Places,
+    in_box,
+    introduce,
+    is_turned,
+    kept_in_fp8,
+    memory_of,
+    unturned,
+)
 from verl_sync_plugin.engine.model import EngineModel, FusedPairs, partner_of
 from verl_sync_plugin.engine.recorder import Source, model_tensors
 from verl_sync_plugin.layout.load_map import (
@@ -167,7 +175,11 @@ class ModelLoad:
         numbers = self._numbers
         owners = {name: self._names[o] if (o := self._owners[n]) >= 0 else name for name, n in numbers.items()}
         sources = [Source.of(entry) for entry in self._entries.values()]
-        self.map, self._places, unfixed = introduce(self._model, sources, owners, self.device)
+        if in_fp8 := kept_in_fp8(self._model, sources):
+            rows, columns = self._model.fp8_block
+            self.map, unfixed = LoadMap(fp8=tuple((numbers[name], rows, columns) for name in in_fp8)), frozenset[str]()
+        else:
+            self.map, self._places, unfixed = introduce(self._model, sources, owners, self.device)
         self._key = LayoutKey(self._model, unfixed)
         self._layout, self._compiled = self._key.now(), False
 

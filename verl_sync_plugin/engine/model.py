@@ -57,6 +57,17 @@ class EngineModel(ABC):
         """
 
     @property
+    def fp8_block(self) -> tuple[int, int]:
+        """Rows and columns of a block of weights kept in fp8, each with one scale, where a model keeps any. Raises
+        ValueError for another layout of scales."""
+        raise ValueError(f"{self.engine}'s {self.name} keeps weights in fp8, and weight sync does not know how")
+
+    @property
+    def constants(self) -> dict[str, float]:
+        """The parameters that no checkpoint has, by name, and the value that each holds then."""
+        return {}
+
+    @property
     def can_derive(self) -> bool:
         """True if the engine has a ``derive_after_load``."""
         return False

@@ -211,6 +211,7 @@ def settle_trainer(actor_rollout_ref: Any) -> None:
     rollout = actor_rollout_ref.rollout
     engine = rollout_of(rollout.name)
     if moves(rollout):
+        engine.refuse_quantization(rollout, model)
         engine.refuse_checkpoint(str(model.get("path")), model.get("override_config"), rollout)
     stock: Any = OmegaConf.to_container(OmegaConf.load(hydra_source.verl_configs() / "model" / "hf_model.yaml"))
     lora = section(model, "lora", f"{MODEL}.lora")

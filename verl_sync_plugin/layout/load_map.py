@@ -167,6 +167,8 @@ class LoadMap(msgspec.Struct, frozen=True, array_like=True, dict=True):
     derives: the model computes something from parameters after a load.
     unknown: why it is not known what the model uses of the tensors; else empty.
     no_room: why the map could not be proven for want of memory, so that everything is left; else empty.
+    fp8: tensors that the model keeps in fp8 and was sent in another dtype, with rows and columns of a block. The map
+        then says nothing else: they have to be sent quantized.
     """
 
     model: str = ""
@@ -181,6 +183,7 @@ class LoadMap(msgspec.Struct, frozen=True, array_like=True, dict=True):
     derives: bool = False
     unknown: str = ""
     no_room: str = ""
+    fp8: tuple[tuple[int, int, int], ...] = ()
 
     @cached_property
     def left_numbers(self) -> frozenset[int]:

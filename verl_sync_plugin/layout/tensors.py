@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 16  # bytes; lets any dtype be viewed in place and 16-byte loads be used
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # in names, by FSDP1 and activation checkpointing
+SCALE = "_scale_inv"  # after the name of a weight in fp8: its scales, as checkpoints name them
 NOTHING = Run(0, 0, 0)  # the share of a tensor of which a base holds no element
 
 

@@ -78,6 +78,9 @@ class Rollout(Protocol):
         """Refuses what stock verl would put wrong weights into the engine with; returns a warning without its full
         stop, or ""."""
 
+    def refuse_quantization(self, rollout: Any, model: Any) -> None:
+        """Refuses a ``rollout.quantization`` that the engine cannot follow, with this model's keys."""
+
     def refuse_checkpoint(self, path: str, override_config: Any = None, rollout: Any = None) -> None:
         """Refuses a model whose checkpoint lies in a folder of this machine, also where ``model.override_config`` and
         verl's rollout config give trainer and engine different numbers of layers."""

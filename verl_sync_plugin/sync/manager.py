@@ -27,6 +27,7 @@ from verl_sync_plugin.sync.endpoint import MeetingPoint, RolloutEndpoint, abando
 from verl_sync_plugin.sync.sender import BucketSender, slot_limit
 from verl_sync_plugin.sync.ways import PeersUnreachableError, Sync, Way, Ways
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
+from verl_sync_plugin.trainers.fp8 import QuantizingSource
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed
 from verl_sync_plugin.verify import Cadence, Comparison, refuse_changed
@@ -118,6 +119,8 @@ class ShardingManager(BaseShardingManager):
             self.endpoint.refuse_adapter(self.trainer.open_adapter(source).settings)
         elif source.prepares and (end := self.trainer.untied_end()):
             self.endpoint.refuse_untied(self.trainer.architectures, f"the adapter's {end}")
+        if blocks := self.trainer.policy.blocks:
+            return QuantizingSource(source, blocks, self._device, self.config.timeout_seconds)
         return source
 
     @property
@@ -353,7 +356,10 @@ class ShardingManager(BaseShardingManager):
         trainer = getattr(self, "trainer", None)
         self.comparison.note(found)
         kept = self.comparison.learn(plan, loaded=False, layers=trainer.layers if trainer else 0)
-        if kept and self.agreement.any("learning dtypes", lambda: trainer is not None and trainer.policy.learn(kept)):
+        blocks = self.comparison.blocks
+        if (kept or blocks) and self.agreement.any(
+            "learning dtypes", lambda: trainer is not None and trainer.policy.learn(kept, blocks)
+        ):
             if self.agreement.ranks.rank == 0:
                 say("some tensors travel in the dtype in which the engine keeps them; the sync is planned once more")
             raise OtherDtypesError

@@ -20,7 +20,7 @@ from verl_sync_plugin.config.settings import TRAINERS, TURN_OFF, SyncConfig
 from verl_sync_plugin.errors import RegistryConflictError
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.strided import Run, compose
-from verl_sync_plugin.layout.tensors import Base, Bucket, Plan, Shard, layers_of
+from verl_sync_plugin.layout.tensors import SCALE, Base, Bucket, Plan, Shard, layers_of
 from verl_sync_plugin.lora.peft import is_adapter
 from verl_sync_plugin.transport.agreement import Agreement
 
@@ -143,10 +143,12 @@ class TrainerBackend(ABC):
 class WirePolicy:
     """The dtypes in which a trainer's parameters travel: the widest that an engine rank keeps, never wider than the
     trainer's. ``kept`` is what the engine said, by HF name, empty for a tensor of which it wants whatever the trainer
-    has; ``dtype`` is that of other floating-point parameters."""
+    has; ``dtype`` is that of other floating-point parameters, and of those that are quantized before they are.
+    ``blocks``: rows and columns of a block of each tensor that the engine keeps in fp8."""
 
     dtype: torch.dtype
     kept: dict[str, str] = field(default_factory=dict)
+    blocks: dict[str, tuple[int, int]] = field(default_factory=dict)
     _asked: dict[tuple[str, ...], torch.dtype] = field(default_factory=dict)
 
     def of_parameter(self, names: Sequence[str], dtype: torch.dtype) -> torch.dtype:
@@ -156,17 +158,19 @@ class WirePolicy:
         served = [name for name in names if not is_adapter(name)]
         if not served or not dtype.is_floating_point:
             return dtype
-        kept = {self.kept[name] for name in served if name in self.kept}
+        kept = {self.kept[name] for name in served if name in self.kept and name not in self.blocks}
         if "" in kept:
             return dtype
         wanted: list[torch.dtype] = [found for name in kept if (found := getattr(torch, name)).is_floating_point]
         return min(max(wanted or [self.dtype], key=lambda each: each.itemsize), dtype, key=lambda each: each.itemsize)
 
-    def learn(self, kept: Mapping[str, str]) -> bool:
+    def learn(self, kept: Mapping[str, str], blocks: Mapping[str, tuple[int, int]]) -> bool:
         """Takes in what the engine keeps; returns whether anything that was asked for travels otherwise now."""
         before = {names: self.of_parameter(names, dtype) for names, dtype in list(self._asked.items())}
+        more = not blocks.keys() <= self.blocks.keys()
+        self.blocks |= blocks
         self.kept |= kept
-        return any(self.of_parameter(names, self._asked[names]) != wire for names, wire in before.items())
+        return more or any(self.of_parameter(names, self._asked[names]) != wire for names, wire in before.items())
 
 
 def wire_policy(rollout_dtype: str) -> WirePolicy:
@@ -211,9 +215,9 @@ def name_culprit(bucket: Bucket, shards: list[Shard], source: ParameterSource, r
             (run.dtype, "holds NaN or Inf in the trainer"),
             (getattr(torch, shard.base.dtype), f"exceeds the range of {shard.base.dtype}, in which it travels"),
         ):
-            broken = ~run.to(dtype).isfinite()
+            broken = ~run.to(dtype if dtype.itemsize > 1 else run.dtype).isfinite()  # fp8 has a scale for any range
             if bool(broken.any()):
-                return f"{_name(shard.base, first + int(broken.int().argmax()))!r} {problem}"
+                return f"{_name(shard.base, first + int(broken.int().argmax())).removesuffix(SCALE)!r} {problem}"
         if shard.merge is not None:
             merged.append(part.base)
     if not merged:

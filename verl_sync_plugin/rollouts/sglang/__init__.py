@@ -41,6 +41,7 @@ from verl_sync_plugin.rollouts.sglang.refusals import (  # noqa: F401  (some are
     refuse_experts,
     refuse_family,
     refuse_keys,
+    refuse_quantization,
     refuse_stock,
     refuse_untied,
 )

@@ -91,6 +91,31 @@ class SGLangModel(EngineModel):
                 method.process_weights_after_loading(module)
 
     @property
+    def fp8_block(self) -> tuple[int, int]:
+        modules = list(self.module.modules())
+        if any(getattr(each, "format_ue8m0", False) for module in modules for each in module._parameters.values()):
+            raise ValueError(
+                "SGLang computes with its fp8 weights by DeepGEMM here and has rounded their scales to powers of two, "
+                f"which no sync does. Set SGLANG_ENABLE_JIT_DEEPGEMM=0 in the environment of every node, or {TURN_OFF}."
+            )
+        configs = (getattr(getattr(module, "quant_method", None), "quant_config", None) for module in modules)
+        blocks = {tuple(block) for config in configs if (block := getattr(config, "weight_block_size", None))}
+        if len(blocks) != 1:
+            return super().fp8_block
+        ((rows, columns),) = blocks
+        return rows, columns
+
+    @property
+    def constants(self) -> dict[str, float]:
+        """Scales of a KV cache: SGLang makes them parameters of every attention of a model in fp8."""
+        return {
+            f"{path}.{key}": 1.0
+            for path, module in self.module.named_modules()
+            for key in ("k_scale", "v_scale")
+            if key in module._parameters and hasattr(module, f"{key}_float")
+        }
+
+    @property
     def can_derive(self) -> bool:
         return hasattr(self._model, "post_load_weights")
 

@@ -73,6 +73,8 @@ REFUSED: Rows = {
         "weight sync sends plain weights. Give it without quantization_config, or {remedy}",
     ),
 }
+# What a launched SGLang resolved where verl's ``rollout.quantization`` is fp8
+IN_FP8: Rows = {**REFUSED, "quantization": (only("fp8"), UNSERVED), "json_model_override_args": (but(None), UNSERVED)}
 # Arguments that verl finds out by itself
 VERLS_OWN: Rows = {
     "model_path": (only(None), "verl sets it by itself. Remove it, and set actor_rollout_ref.model.path"),
@@ -97,26 +99,6 @@ UNSYNCABLE = {
     "Llama4ForCausalLM": "its loader for the text model alone knows no experts",
     # apply_ape_hotfix of its compressor
     "DeepseekV4ForCausalLM": "its loader rearranges a parameter after its first load, and after no other",
-}
-
-# What verl 0.9.1 and SGLang 0.5.12 make of ``rollout.quantization=fp8``: every parameter of a tiny model was compared
-# with the same class in bfloat16, on one rank. verl chooses what it quantizes by names, SGLang by its modules.
-FP8_RIGHT = _causal(
-    "Apertus Arcee Cohere Cohere2 Gemma Ernie4_5 Ernie4_5_ Ernie4_5_Moe Gemma2 Gemma3 Glm4 Glm4Moe Granite "
-    "HunYuanDenseV1 Olmo2 Olmoe Qwen2 Qwen3 Qwen3Moe SeedOss SmolLM3 Starcoder2"
-)
-FP8_RAISES = (*_causal("DeepseekV2 DeepseekV3 Glm4MoeLite GraniteMoeHybrid Lfm2 Olmo StableLm"), "GPT2LMHeadModel")
-_BARE_EXPERTS = "verl does not quantize its experts, and SGLang holds them in fp8 without their scales"
-_QUANTIZED_GATE = "verl quantizes the gate of its shared expert, and SGLang holds it in bfloat16"
-_OTHER_TENSORS = "verl quantizes other tensors of it than SGLang holds in fp8"
-# Not tried are InternLM3, IQuestCoder and TeleFLM, SGLang's classes for which are its Llama with another name, and
-# Qwen3-Next, which has the gate of Qwen2-MoE
-_SCALELESS = _causal("Llama Mistral Ministral3 Phi3 InternLM3 IQuestCoder TeleFLM")
-FP8_WRONG = {
-    **dict.fromkeys(_SCALELESS, "SGLang drops the scales of its weights"),
-    **dict.fromkeys(_causal("Mixtral PhiMoE Phimoe GraniteMoe"), _BARE_EXPERTS),
-    **dict.fromkeys(_causal("Lfm2Moe OPT"), _OTHER_TENSORS),
-    **dict.fromkeys(_causal("Qwen2Moe Qwen3Next"), _QUANTIZED_GATE),
 }
 
 # SGLang's classes (0.5.12) that cannot be launched untied: an adapter makes two weights of embedding and head, and
@@ -245,7 +227,9 @@ def _parsed(text: Any) -> Mapping[str, Any]:
 
 def refuse_checkpoint(path: str, override_config: Any = None, rollout: Any = None) -> None:
     config = _config_in(path)
-    refuse_family(path, config)
+    in_fp8 = (rollout or {}).get("quantization", None) == "fp8"  # verl's fp8 takes the place of the checkpoint's own
+    same = in_fp8 and (config.get("quantization_config") or {}).get("quant_method") == "fp8"
+    refuse_family(path, {key: value for key, value in config.items() if not same or key != "quantization_config"})
     overrides = override_config or {}
     changed = _parsed(engine_arguments(rollout or {}).get("json_model_override_args", None))
     ours, theirs = _layers(config, overrides.get("model_config", overrides)), _layers(config, changed)
@@ -276,11 +260,22 @@ def _layers(config: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
 
 def refuse_stock(rollout: Any, model: Any) -> str:
     refuse_arguments(engine_arguments(rollout).get, ARGUMENTS, TURN_OFF)
-    quantization = given_value(rollout, "quantization", f"{PREFIX}.quantization")
-    path = str(model.get("path", None))
-    if quantization is None:
-        refuse_checkpoint(path)
+    refuse_quantization(rollout, model)
+    refuse_checkpoint(str(model.get("path", None)), rollout=rollout)
+    if rollout.get("quantization", None) is None:
         return ""
+    return (
+        f"verl chooses by names what it quantizes: {PREFIX}.quantization=fp8 puts wrong weights of some families (Llama, "
+        "Mistral, Mixtral) into SGLang, without an error. Look at training/rollout_probs_diff_mean "
+        "(rollout.calculate_log_probs=True) of the first step"
+    )
+
+
+def refuse_quantization(rollout: Any, model: Any) -> None:
+    """Raises ValueError where ``rollout.quantization`` is another than fp8, or does not go together with other keys."""
+    quantization = given_value(rollout, "quantization", f"{PREFIX}.quantization")
+    if quantization is None:
+        return
     key = f"{PREFIX}.quantization={quantization!r}"
     if quantization != "fp8":
         raise ValueError(f"{key}: verl quantizes for SGLang to fp8 alone. Use fp8, or remove it.")
@@ -289,52 +284,12 @@ def refuse_stock(rollout: Any, model: Any) -> str:
             f"{ARGUMENTS}.json_model_override_args={overrides!r} with {key}: it replaces what verl says there of its "
             "fp8 weights. Remove one of the two."
         )
-    merge = section(model, "lora", "actor_rollout_ref.model.lora").get("merge", False)
+    merge = section(model, "lora", f"{MODEL}.lora").get("merge", False)
     if (rank := lora_rank_of(model)) and not merge:
         raise ValueError(
-            f"{key} with actor_rollout_ref.model.lora.merge=False and LoRA rank {rank}: under an adapter that SGLang "
-            "serves it does not find the scales of the base's fp8 weights. Set actor_rollout_ref.model.lora.merge=True."
+            f"{key} with {MODEL}.lora.merge=False and LoRA rank {rank}: under an adapter that SGLang "
+            f"serves it does not find the scales of the base's fp8 weights. Set {MODEL}.lora.merge=True."
         )
-    return refuse_fp8(path)
-
-
-def refuse_fp8(path: str) -> str:
-    """Refuses a model of which stock verl's ``rollout.quantization=fp8`` puts wrong weights into SGLang; returns what
-    else is to be said of it."""
-    config = _config_in(path) or _config_on_hub(path)
-    plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    # verl's fp8 takes the place of the checkpoint's own
-    same = (config.get("quantization_config") or {}).get("quant_method") == "fp8"
-    refuse_family(path, plain if same else config)
-    architectures = [str(name) for name in config.get("architectures") or ()]
-    for name in architectures:
-        why = _OTHER_TENSORS if "vision_config" in config else FP8_WRONG.get(name)
-        if why:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.quantization='fp8' with actor_rollout_ref.model.path={path}: {why} "
-                f"({name}), so SGLang would generate with wrong weights, without an error. Remove "
-                f"actor_rollout_ref.rollout.quantization, or {TURN_OFF}, which does not notice."
-            )
-    if architectures and set(architectures) <= set(FP8_RIGHT):
-        return ""
-    shown = ", ".join(architectures) or f"the model {path}, whose config.json cannot be read here,"
-    if {*FP8_RAISES} & {*architectures}:
-        return f"With {shown} SGLang is known to end at the first sync of verl's fp8"
-    return (
-        f"It is NOT KNOWN whether verl's fp8 puts the right weights of {shown} into SGLang; look at "
-        "training/rollout_probs_diff_mean (rollout.calculate_log_probs=True) of the first step"
-    )
-
-
-def _config_on_hub(path: str) -> dict[str, Any]:
-    """``config.json`` of a name on the Hub; empty where it cannot be had."""
-    from transformers import PretrainedConfig
-
-    try:
-        config: dict[str, Any] = PretrainedConfig.get_config_dict(path)[0]
-    except (OSError, ValueError):  # verl says so
-        return {}
-    return config
 
 
 def refuse_family(path: str, config: Mapping[str, Any]) -> None:
@@ -429,8 +384,6 @@ def keep_cpu_backup(rollout: Any, model: Any) -> bool:
 
     if lora_served_as_adapter(model):
         return True  # the weights stay resident, so no copy is ever made; and verl's launch insists
-    if rollout.get("quantization", None) is not None:
-        return True
     return not covered(getattr(model.hf_config, "architectures", None) or [])
 
 

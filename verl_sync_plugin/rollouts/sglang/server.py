@@ -34,6 +34,8 @@ from verl_sync_plugin.rollouts.gate import KV_CACHE, WEIGHTS, WeightsGate
 from verl_sync_plugin.rollouts.sglang.refusals import (
     ARGUMENTS,
     AT_LAUNCH,
+    IN_FP8,
+    REFUSED,
     draft_of,
     keep_cpu_backup,
     refuse_arguments,
@@ -162,7 +164,8 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         # SGLang's schedulers and its detokenizer; what these start themselves, to compile kernels, comes and goes
         self._processes = multiprocessing.active_children()
         if self.node_rank == 0:
-            refuse_arguments(resolved(self.tokenizer_manager), ARGUMENTS, TURN_OFF, AT_LAUNCH)
+            rows = IN_FP8 if self.config.quantization == "fp8" else REFUSED
+            refuse_arguments(resolved(self.tokenizer_manager), ARGUMENTS, TURN_OFF, AT_LAUNCH, rows)
             launched = bool(self.tokenizer_manager.server_args.enable_weights_cpu_backup)
             if launched and not backup and self.rollout_mode == RolloutMode.HYBRID:
                 raise RuntimeError(

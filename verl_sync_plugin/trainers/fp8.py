@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that the engine keeps in fp8 are quantized where they are packed.
+
+Each travels as ``float8_e4m3fn``, with one fp32 scale per block of rows and columns, which the name with ``_scale_inv``
+carries, as in DeepSeek's checkpoints. The engine names the weights and the size of a block. The arithmetic is that of
+verl's ``fp8_kernel``: ``scale = max(largest magnitude, 1e-10) / 448``, and values times the scale's inverse, after a
+cast to the dtype in which they would travel otherwise. Ranks that hold parts of a block exchange its magnitude, so
+the bytes are those of the whole tensor, however it is cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from verl_sync_plugin.config.settings import TURN_OFF
+from verl_sync_plugin.copies.packing import chunks_of
+from verl_sync_plugin.layout.strided import Run, compose
+from verl_sync_plugin.layout.tensors import SCALE, Base, Member, Shard, View
+from verl_sync_plugin.trainers.base import ParameterSource, dtype_name, rank_in
+from verl_sync_plugin.trainers.lora import Excerpt, Merge, excerpt, take_part
+from verl_sync_plugin.transport.agreement import Agreement
+
+FP8 = torch.float8_e4m3fn
+MOST = torch.finfo(FP8).max
+LEAST = 1e-10  # of a block's largest magnitude
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A matrix of ``shape`` in blocks of ``block``; ``first``: of its scales, among those of all weights."""
+
+    shape: tuple[int, int]
+    block: tuple[int, int]
+    first: int
+
+    @property
+    def scales(self) -> tuple[int, int]:
+        return -(-self.shape[0] // self.block[0]), -(-self.shape[1] // self.block[1])
+
+    @property
+    def end(self) -> int:
+        return self.first + math.prod(self.scales)
+
+    def of(self, scales: torch.Tensor) -> torch.Tensor:
+        return scales[self.first : self.end].view(self.scales)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A base that travels, which is a part of base ``inner`` of the trainer, with the weights in it; of tied ones one
+    stands for all."""
+
+    inner: int
+    part: Excerpt
+    weights: tuple[tuple[View, _Weight], ...]
+
+
+class _Rectangle(NamedTuple):
+    """Elements of a weight that lie in some values in the same columns of every row.
+
+    Attributes:
+        weight: which.
+        rows: of its scales: int64 of shape ``(n,)``.
+        columns: of its scales, ``m`` of them.
+        values: of shape ``(n, m, columns of a block)``, with zeros where a block goes on.
+        before: how many of these zeros precede the columns.
+        size, stride, first: where the rectangle lies in what was cut.
+    """
+
+    weight: _Weight
+    rows: torch.Tensor
+    columns: slice
+    values: torch.Tensor
+    before: int
+    size: tuple[int, int]
+    stride: tuple[int, int]
+    first: int
+
+
+@dataclass
+class _Unit:
+    """Weights that lie in the same bases: the parts of one parameter. ``scales`` are ``[first, end)`` of all."""
+
+    pieces: list[_Piece] = field(default_factory=list)
+    first: int = 0
+    end: int = 0
+
+
+class QuantizingSource(ParameterSource):
+    """Wraps ``inner``. ``blocks``: rows and columns of a block of each weight that is quantized, by name.
+
+    Peak device memory besides the buckets: 12 bytes per block, and 7 per element of ``LONGEST_CHUNK``.
+    """
+
+    prepares = True
+
+    def __init__(
+        self, inner: ParameterSource, blocks: Mapping[str, tuple[int, int]], device: torch.device, seconds: float
+    ) -> None:
+        self._inner, self._blocks, self._device, self._seconds = inner, blocks, device, seconds
+        self._bases: tuple[Base, ...] = ()
+        self._found: list[Shard] = []
+        self._travels: list[tuple[_Unit | None, _Piece | tuple[Base, int]]] = []
+        self._done: set[int] = set()  # units whose scales are those of this sync, by identity
+        self._largest = self._scales = self._inverse = torch.empty(0)
+
+    def agree_on_layout(self, agreement: Agreement) -> ParameterSource:
+        self._inner = self._inner.agree_on_layout(agreement)
+        return self
+
+    def release(self) -> None:
+        self._found = []
+        self._done.clear()
+        self._inner.release()
+
+    def shards(self) -> list[Shard]:
+        self._done.clear()
+        self._found = self._inner.shards()
+        self.group = self._inner.group
+        if (bases := tuple(shard.base for shard in self._found)) != self._bases:
+            self._lay_out(bases)
+            self._bases = bases
+        return [self._shard(each) for _, each in self._travels]
+
+    def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:
+        return self._inner.merged_with(self._inner_of(bases))
+
+    # ---- which bases travel
+
+    def _lay_out(self, bases: tuple[Base, ...]) -> None:
+        self._travels, before, unit, after, end = [], list[str](), _Unit(), 0, 0
+        for number, base in enumerate(bases):
+            for part in _parts(base, rank_in(self.group) if len(base.lengths) > 1 else 0, self._blocks):
+                views = [view for view in part.base.views if view.name in self._blocks]
+                if not views:
+                    self._travels.append((None, _Piece(number, part, ())))
+                    continue
+                names, shared = [view.name for view in views], any(view.shares for view in views)
+                if not (shared and names == before):  # else one more part of the same weights
+                    before, unit, after = names, _Unit(first=end), len(self._travels)
+                alike: dict[object, list[View]] = {}
+                for view in views:
+                    self._refuse(view)
+                    alike.setdefault(view.name if shared else view.start, []).append(view)
+                weights, end = list[tuple[View, _Weight]](), unit.first
+                for tied in alike.values():
+                    (rows, columns), name = tied[0].shape, tied[0].name
+                    weights.append((tied[0], _Weight((rows, columns), self._blocks[name], end)))
+                    end = weights[-1][1].end
+                    if not unit.pieces:
+                        self._travels.append((unit, (_scale_base(base, tied, weights[-1][1]), weights[-1][1].first)))
+                in_fp8 = replace(part.base, dtype=dtype_name(FP8), itemsize=FP8.itemsize)
+                unit.pieces.append(_Piece(number, replace(part, base=in_fp8), tuple(weights)))
+                unit.end = end
+                self._travels.insert(after, (unit, unit.pieces[-1]))  # the scales come after the last part
+                after += 1
+        self._largest = torch.zeros(end, dtype=torch.float32, device=self._device)
+        self._scales, self._inverse = torch.empty_like(self._largest), torch.empty_like(self._largest)
+
+    def _refuse(self, view: View) -> None:
+        if len(view.shape) != 2 or view.strides is not None:
+            raise ValueError(
+                f"{view.name!r} of shape {view.shape} lies transposed or in another shape in the trainer, and the "
+                "engine keeps it in fp8: weight sync quantizes contiguous matrices. Remove "
+                f"actor_rollout_ref.rollout.quantization, or {TURN_OFF}."
+            )
+
+    def _shard(self, each: _Piece | tuple[Base, int]) -> Shard:
+        if not isinstance(each, _Piece):
+            base, first = each
+            held = base.numel if len(base.lengths) == 1 or rank_in(self.group) == 0 else 0
+            scales = self._scales[first : first + held]
+            return Shard(base, lambda: scales, run=scales)
+        shard, part = self._found[each.inner], each.part
+        if part.base is shard.base:
+            return shard
+        first = part.offset if part.count else 0
+        merge = _shifted(shard.merge, first)
+        if each.weights:
+            merge = partial(self._quantized, each, merge)
+        return Shard(part.base, lambda: shard.local()[first : first + part.count], merge)
+
+    # ---- the scales
+
+    def _inner_of(self, bases: Sequence[int]) -> tuple[int, ...]:
+        pieces = (each for _, each in (self._travels[base] for base in bases))
+        return tuple(dict.fromkeys(each.inner for each in pieces if isinstance(each, _Piece)))
+
+    def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
+        """Finds the scales of all weights in these bases; of all that are to come, where ``inner`` prepares nothing."""
+        wanted = [*bases] if self._inner.prepares else [*bases, *(base for bucket in ahead for base in bucket)]
+        found = {id(unit): unit for base in wanted if (unit := self._travels[base][0]) and id(unit) not in self._done}
+        units = sorted(found.values(), key=lambda unit: unit.first)
+        if self._inner.prepares:
+            needed = {*self._inner_of(bases), *(piece.inner for unit in units for piece in unit.pieces)}
+            yield from self._inner.prepare(tuple(sorted(needed)), [self._inner_of(bucket) for bucket in ahead])
+        if not units:
+            return
+        spans = list[tuple[int, int]]()
+        for unit in units:
+            if spans and spans[-1][1] == unit.first:
+                spans[-1] = spans[-1][0], unit.end
+            else:
+                spans.append((unit.first, unit.end))
+        for first, end in spans:
+            self._largest[first:end].zero_()
+        for piece in (piece for unit in units for piece in unit.pieces):
+            self._measure(piece)
+        largest = torch.cat([self._largest[first:end] for first, end in spans])
+        if self.group is not None:
+            yield
+            work = dist.all_reduce(largest, dist.ReduceOp.MAX, self.group, async_op=True)
+            take_part(work, self._device, self._seconds)
+        # Divided by a number, a GPU would multiply with its inverse
+        scales = largest.clamp(min=LEAST) / torch.full((1,), MOST, device=self._device)
+        for (first, end), part in zip(spans, scales.split([end - first for first, end in spans]), strict=True):
+            self._scales[first:end], self._inverse[first:end] = part, 1.0 / part
+        self._done.update(map(id, units))  # last: what a failure leaves is no preparation
+
+    def _measure(self, piece: _Piece) -> None:
+        """Adds what this rank holds of a base to the largest magnitudes. NaN and Inf make a scale infinite, which is
+        found where it is packed."""
+        shard = self._found[piece.inner]
+        first = piece.part.offset if piece.part.count else 0
+        run = shard.local()[first : first + piece.part.count]
+        for begin, count in chunks_of(run.numel()):
+            values = run[begin : begin + count].to(self._device, non_blocking=True)
+            values = self._cast(piece, values if shard.merge is None else shard.merge(values, first + begin))
+            for each in self._cut(piece, values, begin):
+                found = each.values.abs().amax(-1).float()
+                found = torch.where(found.isfinite(), found, torch.inf)
+                each.weight.of(self._largest)[:, each.columns].index_reduce_(0, each.rows, found, "amax")
+
+    # ---- the weights
+
+    def _quantized(self, piece: _Piece, merge: Merge | None, values: torch.Tensor, begin: int) -> torch.Tensor:
+        """See ``Shard.merge``."""
+        values = self._cast(piece, values if merge is None else merge(values, begin))
+        result = torch.empty(values.shape, dtype=FP8, device=values.device)
+        for each in self._cut(piece, values, begin):
+            inverse = each.weight.of(self._inverse)[:, each.columns][each.rows]
+            made = (each.values.float() * inverse.unsqueeze(-1)).clamp_(-MOST, MOST).to(FP8).flatten(1)
+            result.as_strided(each.size, each.stride, each.first).copy_(made[:, each.before :][:, : each.size[1]])
+        return result
+
+    def _cast(self, piece: _Piece, values: torch.Tensor) -> torch.Tensor:
+        return values.to(getattr(torch, self._bases[piece.inner].dtype))
+
+    def _cut(self, piece: _Piece, values: torch.Tensor, begin: int) -> Iterator[_Rectangle]:
+        """Cuts values, from element ``begin`` of this rank's run of a base on."""
+        base = piece.part.base
+        begin += sum(base.lengths[: rank_in(self.group) if len(base.lengths) > 1 else 0])
+        for view, weight in piece.weights:
+            (high, wide), length = weight.block, weight.shape[1]
+            held = (each for run in view.runs for each in compose(Run(0, begin, values.numel()), run))
+            for run in (part for each in held for part in _rectangles(each, length)):
+                row, column = divmod(run.target, length)
+                size, stride = (run.count, run.width), (run.source_stride, 1)
+                part = values.as_strided(size, stride, values.storage_offset() + run.source)
+                before, after = column % wide, -(column + run.width) % wide
+                if before or after:
+                    part = torch.nn.functional.pad(part, (before, after))
+                rows = (torch.arange(run.count, device=self._device) * (run.target_stride // length) + row) // high
+                columns = slice(column // wide, -(-(column + run.width) // wide))
+                blocks = part.unflatten(1, (-1, wide))
+                yield _Rectangle(weight, rows, columns, blocks, before, size, stride, run.source)
+
+
+def _scale_base(base: Base, tied: Sequence[View], weight: _Weight) -> Base:
+    """All scales of a weight, which are known on every rank, are sent by the first one."""
+    numel = math.prod(weight.scales)
+    views = tuple(View(view.name + SCALE, weight.scales, 0, numel) for view in tied)
+    return Base(views[0].name, "float32", 4, (numel, *(0 for _ in base.lengths[1:])), views)
+
+
+def _rectangles(run: Run, columns: int) -> Iterator[Run]:
+    """Cuts what goes into a matrix into runs of which every repetition lies in a row of its own."""
+    if run.target_stride % columns == 0 and run.target % columns + run.width <= columns:
+        yield run
+        return
+    for plain in run.repeats():
+        source, target, left = plain.source, plain.target, plain.width
+        while left:
+            column = target % columns
+            count, width = (left // columns, columns) if column == 0 and left >= columns else (1, 0)
+            width = width or min(left, columns - column)
+            yield Run(source, target, width, count, columns, columns)
+            source, target, left = source + count * width, target + count * width, left - count * width
+
+
+def _shifted(merge: Merge | None, first: int) -> Merge | None:
+    if merge is None or not first:
+        return merge
+    return lambda part, begin: merge(part, first + begin)
+
+
+def _parts(base: Base, rank: int, blocks: Mapping[str, tuple[int, int]]) -> Iterator[Excerpt]:
+    """A base whole, where all of its tensors are quantized or none, else each stretch of it that tensors share."""
+    quantized = {view.name in blocks for view in base.views}
+    if len(quantized) == 1:
+        yield Excerpt(base, (), 0, base.lengths[rank])
+        return
+    stretches = list[tuple[int, int, list[View]]]()
+    for view in sorted(base.views, key=lambda view: view.start):
+        if view.shares:
+            raise ValueError(f"{base.key!r} holds {view.name!r}, and the engine keeps only a part of it in fp8")
+        if stretches and view.start < stretches[-1][1]:
+            start, end, views = stretches.pop()
+            stretches.append((start, max(end, view.start + view.span), [*views, view]))
+        else:
+            stretches.append((view.start, view.start + view.span, [view]))
+    for start, end, views in stretches:
+        if len({view.name in blocks for view in views}) > 1:
+            names = ", ".join(view.name for view in views)
+            raise ValueError(f"{names} share their bytes, and the engine keeps only some of them in fp8")
+        yield excerpt(base, rank, f"{base.key} ({views[0].name})", Member(views[0].name, (end - start,), start), views)
