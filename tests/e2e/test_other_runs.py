@@ -253,7 +253,8 @@ def test_a_rollout_in_fp8(tmp_path: Path) -> None:
     """Two trainer ranks quantize, and every sync is verified; only SGLang's product with fp8 weights is a stand-in, for
     want of a GPU."""
     # SGLang shares out whole blocks of 128
-    model = tiny_models.write("qwen2", tmp_path / "model", hidden_size=256, intermediate_size=512)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 4}
+    model = tiny_models.write("qwen2", tmp_path / "model", **sizes)
     path = (str(Path(__file__).parent / "fp8_on_cpu"),)
     overrides = (f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.custom.sync.verify=always", DUMMY)
     run = main_ppo(Setup(overrides, ranks=2, steps=2, model=model, path=path), tmp_path)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed import distributed_c10d
 
+from contract.fp8 import check_quantized, projections
 from contract.reading import CPU, LARGE, TINY, State, check_same, deliver
 from megatron_cpu.engines import Layout, build, stock_export, train_step
 from verl_sync_plugin.config.settings import SyncConfig
@@ -110,6 +111,18 @@ def syncs(model_path: str, layout: Layout, wire: str = "bfloat16") -> list[str]:
             assert isinstance(manager.source, MegatronSource), "the bridge's own stream was used"
             digests.append(manager.agreed_digest)
     return digests
+
+
+def in_fp8(model_path: str, layout: Layout) -> None:
+    """Parts that the ranks hold are quantized as whole tensors are, and again after a training step."""
+    engine = build(model_path, layout)
+    for size, sharded in ((TINY, False), (LARGE, True)):
+        manager = manager_of(engine, size)
+        manager.plan("the ranks agree on the layout")
+        source, expected = manager.source, on_the_wire(stock_export(engine), torch.bfloat16)
+        assert isinstance(source, MegatronSource)
+        check_quantized(source, expected, projections(expected, (16, 8)), size, sharded)
+        train_step(engine)
 
 
 def offloaded(model_path: str, layout: Layout) -> None:

@@ -85,8 +85,8 @@ class Rollout(Protocol):
         """Refuses a model whose checkpoint lies in a folder of this machine, also where ``model.override_config`` and
         verl's rollout config give trainer and engine different numbers of layers."""
 
-    def refuse_family(self, path: str, config: Mapping[str, Any]) -> None:
-        """Refuses a model by the content of its ``config.json``."""
+    def refuse_family(self, path: str, config: Mapping[str, Any], rollout: Any = None) -> None:
+        """Refuses a model by the content of its ``config.json``, with verl's rollout config."""
 
     def refuse_untied(self, architectures: Iterable[str], where: str) -> None:
         """Refuses a model whose embedding and head the engine cannot hold separately; ``where``: what adapts or trains

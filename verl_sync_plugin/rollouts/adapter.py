@@ -266,7 +266,7 @@ class SyncAdapter:
         return SeparateRollout(membership.ranks, endpoint, self._sync, trainer_device())
 
     def _refuse_family(self) -> None:  # the driver may have had no checkpoint
-        self.rollout.refuse_family(str(self.model_config.path), self.model_config.hf_config.to_dict())
+        self.rollout.refuse_family(str(self.model_config.path), self.model_config.hf_config.to_dict(), self.config)
 
 
 class SeparateReceiver:

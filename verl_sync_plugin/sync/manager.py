@@ -119,8 +119,8 @@ class ShardingManager(BaseShardingManager):
             self.endpoint.refuse_adapter(self.trainer.open_adapter(source).settings)
         elif source.prepares and (end := self.trainer.untied_end()):
             self.endpoint.refuse_untied(self.trainer.architectures, f"the adapter's {end}")
-        if blocks := self.trainer.policy.blocks:
-            return QuantizingSource(source, blocks, self._device, self.config.timeout_seconds)
+        if self.trainer.policy.blocks:
+            return QuantizingSource(source, self.trainer.policy, self._device, self.config.timeout_seconds)
         return source
 
     @property

@@ -23,7 +23,7 @@ from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.copies.packing import chunks_of
 from verl_sync_plugin.layout.strided import Run, compose
 from verl_sync_plugin.layout.tensors import SCALE, Base, Member, Shard, View
-from verl_sync_plugin.trainers.base import ParameterSource, dtype_name, rank_in
+from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy, dtype_name, rank_in
 from verl_sync_plugin.trainers.lora import Excerpt, Merge, excerpt, take_part
 from verl_sync_plugin.transport.agreement import Agreement
 
@@ -63,21 +63,21 @@ class _Piece:
 
 
 class _Rectangle(NamedTuple):
-    """Elements of a weight that lie in some values in the same columns of every row.
+    """Elements of a weight that lie in some values, in the same columns of every row.
 
     Attributes:
         weight: which.
-        rows: of its scales: int64 of shape ``(n,)``.
-        columns: of its scales, ``m`` of them.
-        values: of shape ``(n, m, columns of a block)``, with zeros where a block goes on.
-        before: how many of these zeros precede the columns.
+        rows, columns: of its scales, ``n`` and ``m`` of them.
+        values: of shape ``(n, rows of a block, m, columns of a block)``, with zeros where a block goes on.
+        above, before: how many rows and columns of zeros precede them.
         size, stride, first: where the rectangle lies in what was cut.
     """
 
     weight: _Weight
-    rows: torch.Tensor
+    rows: slice
     columns: slice
     values: torch.Tensor
+    above: int
     before: int
     size: tuple[int, int]
     stride: tuple[int, int]
@@ -94,7 +94,7 @@ class _Unit:
 
 
 class QuantizingSource(ParameterSource):
-    """Wraps ``inner``. ``blocks``: rows and columns of a block of each weight that is quantized, by name.
+    """Wraps ``inner``; the policy names what is quantized, and the dtype to which values are cast before.
 
     Peak device memory besides the buckets: 12 bytes per block, and 7 per element of ``LONGEST_CHUNK``.
     """
@@ -102,9 +102,10 @@ class QuantizingSource(ParameterSource):
     prepares = True
 
     def __init__(
-        self, inner: ParameterSource, blocks: Mapping[str, tuple[int, int]], device: torch.device, seconds: float
+        self, inner: ParameterSource, policy: WirePolicy, device: torch.device, timeout_seconds: float
     ) -> None:
-        self._inner, self._blocks, self._device, self._seconds = inner, blocks, device, seconds
+        self._inner, self._device, self._timeout = inner, device, timeout_seconds
+        self._blocks, self._dtype = dict(policy.blocks), policy.dtype
         self._bases: tuple[Base, ...] = ()
         self._found: list[Shard] = []
         self._travels: list[tuple[_Unit | None, _Piece | tuple[Base, int]]] = []
@@ -217,7 +218,7 @@ class QuantizingSource(ParameterSource):
         if self.group is not None:
             yield
             work = dist.all_reduce(largest, dist.ReduceOp.MAX, self.group, async_op=True)
-            take_part(work, self._device, self._seconds)
+            take_part(work, self._device, self._timeout)
         # Divided by a number, a GPU would multiply with its inverse
         scales = largest.clamp(min=LEAST) / torch.full((1,), MOST, device=self._device)
         for (first, end), part in zip(spans, scales.split([end - first for first, end in spans]), strict=True):
@@ -232,26 +233,25 @@ class QuantizingSource(ParameterSource):
         run = shard.local()[first : first + piece.part.count]
         for begin, count in chunks_of(run.numel()):
             values = run[begin : begin + count].to(self._device, non_blocking=True)
-            values = self._cast(piece, values if shard.merge is None else shard.merge(values, first + begin))
+            values = (values if shard.merge is None else shard.merge(values, first + begin)).to(self._dtype)
             for each in self._cut(piece, values, begin):
-                found = each.values.abs().amax(-1).float()
+                found = each.values.abs().amax((1, 3)).float()
                 found = torch.where(found.isfinite(), found, torch.inf)
-                each.weight.of(self._largest)[:, each.columns].index_reduce_(0, each.rows, found, "amax")
+                largest = each.weight.of(self._largest)[each.rows, each.columns]
+                torch.maximum(largest, found, out=largest)
 
     # ---- the weights
 
     def _quantized(self, piece: _Piece, merge: Merge | None, values: torch.Tensor, begin: int) -> torch.Tensor:
         """See ``Shard.merge``."""
-        values = self._cast(piece, values if merge is None else merge(values, begin))
+        values = (values if merge is None else merge(values, begin)).to(self._dtype)
         result = torch.empty(values.shape, dtype=FP8, device=values.device)
         for each in self._cut(piece, values, begin):
-            inverse = each.weight.of(self._inverse)[:, each.columns][each.rows]
-            made = (each.values.float() * inverse.unsqueeze(-1)).clamp_(-MOST, MOST).to(FP8).flatten(1)
-            result.as_strided(each.size, each.stride, each.first).copy_(made[:, each.before :][:, : each.size[1]])
+            inverse = each.weight.of(self._inverse)[each.rows, None, each.columns, None]
+            made = (each.values.float() * inverse).clamp_(-MOST, MOST).to(FP8).flatten(2).flatten(0, 1)
+            made = made[each.above :, each.before :][: each.size[0], : each.size[1]]
+            result.as_strided(each.size, each.stride, each.first).copy_(made)
         return result
-
-    def _cast(self, piece: _Piece, values: torch.Tensor) -> torch.Tensor:
-        return values.to(getattr(torch, self._bases[piece.inner].dtype))
 
     def _cut(self, piece: _Piece, values: torch.Tensor, begin: int) -> Iterator[_Rectangle]:
         """Cuts values, from element ``begin`` of this rank's run of a base on."""
@@ -264,13 +264,19 @@ class QuantizingSource(ParameterSource):
                 row, column = divmod(run.target, length)
                 size, stride = (run.count, run.width), (run.source_stride, 1)
                 part = values.as_strided(size, stride, values.storage_offset() + run.source)
-                before, after = column % wide, -(column + run.width) % wide
-                if before or after:
-                    part = torch.nn.functional.pad(part, (before, after))
-                rows = (torch.arange(run.count, device=self._device) * (run.target_stride // length) + row) // high
-                columns = slice(column // wide, -(-(column + run.width) // wide))
-                blocks = part.unflatten(1, (-1, wide))
-                yield _Rectangle(weight, rows, columns, blocks, before, size, stride, run.source)
+                (above, below), (before, after) = _room(row, run.count, high), _room(column, run.width, wide)
+                if above or below or before or after:
+                    part = torch.nn.functional.pad(part, (before, after, above, below))
+                rows, columns = part.shape[0] // high, part.shape[1] // wide
+                yield _Rectangle(
+                    weight, slice(row // high, row // high + rows), slice(column // wide, column // wide + columns),
+                    part.reshape(rows, high, columns, wide), above, before, size, stride, run.source,
+                )  # fmt: skip
+
+
+def _room(first: int, count: int, block: int) -> tuple[int, int]:
+    """How far ``count`` rows or columns from ``first`` on are from the next borders of blocks."""
+    return first % block, -(first + count) % block
 
 
 def _scale_base(base: Base, tied: Sequence[View], weight: _Weight) -> Base:
@@ -281,8 +287,8 @@ def _scale_base(base: Base, tied: Sequence[View], weight: _Weight) -> Base:
 
 
 def _rectangles(run: Run, columns: int) -> Iterator[Run]:
-    """Cuts what goes into a matrix into runs of which every repetition lies in a row of its own."""
-    if run.target_stride % columns == 0 and run.target % columns + run.width <= columns:
+    """Cuts what goes into a matrix into runs whose repetitions lie in the same columns of rows that follow on."""
+    if run.count > 1 and run.target_stride == columns and run.target % columns + run.width <= columns:
         yield run
         return
     for plain in run.repeats():

@@ -227,9 +227,7 @@ def _parsed(text: Any) -> Mapping[str, Any]:
 
 def refuse_checkpoint(path: str, override_config: Any = None, rollout: Any = None) -> None:
     config = _config_in(path)
-    in_fp8 = (rollout or {}).get("quantization", None) == "fp8"  # verl's fp8 takes the place of the checkpoint's own
-    same = in_fp8 and (config.get("quantization_config") or {}).get("quant_method") == "fp8"
-    refuse_family(path, {key: value for key, value in config.items() if not same or key != "quantization_config"})
+    refuse_family(path, config, rollout)
     overrides = override_config or {}
     changed = _parsed(engine_arguments(rollout or {}).get("json_model_override_args", None))
     ours, theirs = _layers(config, overrides.get("model_config", overrides)), _layers(config, changed)
@@ -292,7 +290,11 @@ def refuse_quantization(rollout: Any, model: Any) -> None:
         )
 
 
-def refuse_family(path: str, config: Mapping[str, Any]) -> None:
+def refuse_family(path: str, config: Mapping[str, Any], rollout: Any = None) -> None:
+    # verl's fp8 takes the place of the checkpoint's own
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    if method == "fp8" and (rollout or {}).get("quantization", None) == "fp8":
+        config = {key: value for key, value in config.items() if key != "quantization_config"}
     for architecture in config.get("architectures") or ():
         why = reason_against(architecture, config)
         if why:

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole checkpoints in fp8, by the formula of verl's kernel, and what a trainer's ranks make of their shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from contract.reading import CPU, State, check_same, deliver, planned
+from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy
+from verl_sync_plugin.trainers.fp8 import QuantizingSource
+
+Blocks = Mapping[str, tuple[int, int]]
+
+
+def quantized(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix in fp8 and its scales, of blocks of so many rows and columns."""
+    (rows, columns), (high, wide) = weight.shape, block
+    whole = torch.nn.functional.pad(weight.float(), (0, -columns % wide, 0, -rows % high))
+    parts = whole.view(whole.shape[0] // high, high, whole.shape[1] // wide, wide)
+    scales = parts.abs().amax((1, 3)).clamp(min=1e-10) / torch.tensor([448.0])
+    values = (parts * (1.0 / scales)[:, None, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return values.view(whole.shape)[:rows, :columns].contiguous(), scales
+
+
+def checkpoint(state: State, blocks: Blocks) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a state, those with blocks in fp8; what travels in bf16 is cast to it first."""
+    for name, tensor in state.items():
+        if name in blocks:
+            values, scales = quantized(tensor.to(torch.bfloat16), blocks[name])
+            yield name, values
+            yield f"{name}_scale_inv", scales
+        else:
+            yield name, tensor
+
+
+def projections(state: State, block: tuple[int, int]) -> Blocks:
+    """The weights that an engine keeps in fp8, experts among them."""
+    return {name: block for name, tensor in state.items() if tensor.dim() == 2 and name.endswith("_proj.weight")}
+
+
+def check_quantized(source: ParameterSource, expected: State, blocks: Blocks, bucket_bytes: int, sharded: bool) -> None:
+    """Syncs what ``source`` reads in fp8: it must be that of the whole tensors. Collective."""
+    quantizing = QuantizingSource(source, WirePolicy(torch.bfloat16, blocks=dict(blocks)), CPU, 30.0)
+    got = deliver(quantizing, *planned(quantizing, bucket_bytes, sharded))
+    bits = {name: t.view(torch.uint8) if t.dtype.itemsize == 1 else t for name, t in got.items()}
+    wanted = {n: t.view(torch.uint8) if t.dtype.itemsize == 1 else t for n, t in checkpoint(expected, blocks)}
+    check_same(bits, wanted)
+    quantizing.release()
