@@ -54,9 +54,9 @@ def load_as_on_a_gpu() -> None:
     import sglang.srt.layers.quantization.fp8  # noqa: F401
 
     for name, module in list(sys.modules.items()):
-        if name.startswith("sglang.srt.") and (name.endswith(LOADERS) or ".models." in name):
-            if getattr(module, "_is_cpu", False):
-                module._is_cpu = False  # type: ignore[attr-defined]
+        ours = name.startswith("sglang.srt.") and (name.endswith(LOADERS) or ".models." in name)
+        if ours and getattr(module, "_is_cpu", False):
+            module._is_cpu = False  # type: ignore[attr-defined]
 
 
 def whole_blocks(family: Family) -> Family:

@@ -225,6 +225,7 @@ class QuantizingSource(ParameterSource):
             self._scales[first:end], self._inverse[first:end] = part, 1.0 / part
         self._done.update(map(id, units))  # last: what a failure leaves is no preparation
 
+    @torch.no_grad()
     def _measure(self, piece: _Piece) -> None:
         """Adds what this rank holds of a base to the largest magnitudes. NaN and Inf make a scale infinite, which is
         found where it is packed."""

@@ -263,8 +263,8 @@ def refuse_stock(rollout: Any, model: Any) -> str:
     if rollout.get("quantization", None) is None:
         return ""
     return (
-        f"verl chooses by names what it quantizes: {PREFIX}.quantization=fp8 puts wrong weights of some families (Llama, "
-        "Mistral, Mixtral) into SGLang, without an error. Look at training/rollout_probs_diff_mean "
+        f"With {PREFIX}.quantization=fp8 verl chooses by names what it quantizes, which puts wrong weights of some "
+        "families (Llama, Mistral, Mixtral) into SGLang without an error: look at training/rollout_probs_diff_mean "
         "(rollout.calculate_log_probs=True) of the first step"
     )
 
