@@ -29,8 +29,8 @@ coverage: venv ## make test-all with coverage, which more than doubles the time 
 test-fast: venv ## without the tests that start verl, Ray or SGLang
 	$(PYTEST) -m "not gpu and not slow and not extended and not faults"
 
-families: venv ## syncs every model family and writes the table in docs/families.md again
-	FAMILIES=write $(PYTEST) tests/contract/test_families.py
+families: venv ## syncs every model family and writes the tables of docs/families.md and docs/fp8.md again
+	FAMILIES=write $(PYTEST) tests/contract/test_families.py tests/contract/test_fp8.py
 
 releases: venv ## trains with every SGLang release and writes the table in docs/releases.md again
 	RELEASES=write $(PYTEST) tests/e2e/test_old_and_new_sglang.py

@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from worlds import run_fresh, run_world
 
+from contract import fp8
 from contract.families import FAMILIES
-from contract.fp8 import check_quantized, checkpoint, projections
+from contract.fp8 import check_quantized, projections
 from contract.fsdp_models import (
     LAYOUTS,
     Layout,
@@ -38,7 +39,7 @@ from contract.reading import CPU, LARGE, WAYS, State, planned
 from contract.reading import deliver as deliver_plan
 from contract.sglang_models import build as build_engine
 from contract.sglang_models import start, weights_of
-from contract.test_families import outcome
+from contract.test_families import check_table, found_by, outcome
 from contract.test_lora_syncs import out_of_memory
 from contract.wire import Wire
 from megatron_cpu import stories
@@ -90,7 +91,7 @@ def in_fp8(policy: WirePolicy, saved: State) -> Iterator[tuple[str, torch.Tensor
         for number in range(len(stacked)):
             for projection, part in zip(projections, parts, strict=True):
                 saved[f"{prefix}.{number}.{projection}.weight"] = part[number].T.contiguous()
-    return checkpoint(saved, policy.blocks)
+    return fp8.checkpoint(saved, policy.blocks)
 
 
 def outcomes(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
@@ -118,6 +119,21 @@ def _said(error: str) -> str:
     return f"SGLang does not build it: {error}"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_in_fp8_holds_what_its_own_load_makes_of_the_checkpoint(ranks: int, tmp_path: Path) -> None:
+    found = found_by((ranks,), SOME, tmp_path, outcomes)[ranks]
+    assert found.pop("Llama") == "refused: drops the scales of 14 weights", found
+    assert found.pop("Gemma").startswith("exact, 5 of 34 tensors by the model's own path"), found
+    assert set(found.values()) == {"exact, replayed"}, found
+
+
+@pytest.mark.extended
+@pytest.mark.slow
+def test_every_family_in_fp8_is_what_the_table_says(tmp_path: Path) -> None:
+    check_table(TABLE, found_by((1, 2), tuple(FAMILIES), tmp_path, outcomes))
+
+
 @torch.no_grad()
 def flips(folder: Path) -> None:
     """One bit on the way, then one in every parameter: of what travels all is compared, and the next sync is right."""
@@ -125,8 +141,8 @@ def flips(folder: Path) -> None:
     model = build_engine(start(folder, "qwen3-moe", **ARGUMENTS))
     whole = dict(weights_of("qwen3-moe", 0))
     blocks = projections(whole, (SIZE, SIZE))
-    wire = Wire(model, list(checkpoint(whole, blocks)), 1, 1 << 20)
-    wire.sync(list(checkpoint(whole, blocks)))
+    wire = Wire(model, list(fp8.checkpoint(whole, blocks)), 1, 1 << 20)
+    wire.sync(list(fp8.checkpoint(whole, blocks)))
     names = [name for name, each in model.named_parameters() if each.dtype.itemsize == 1 or "scale" in name]
     assert len(names) == 16, names
     for seed, name in enumerate(names):
@@ -135,7 +151,7 @@ def flips(folder: Path) -> None:
         def flip(parameter: torch.Tensor = parameter) -> None:
             parameter.data.view(torch.uint8).view(-1)[-1] ^= 1
 
-        sent = list(checkpoint(dict(weights_of("qwen3-moe", seed)), blocks))
+        sent = list(fp8.checkpoint(dict(weights_of("qwen3-moe", seed)), blocks))
         with pytest.raises(SyncError, match="the engine's parameters do not hold what was sent of "):
             wire.sync(sent, behind=flip)
         wire.sync(sent)
@@ -224,10 +240,16 @@ def test_merged_adapters_are_quantized_after_the_merge() -> None:
 
 @pytest.mark.usefixtures("bridge_processes")
 @pytest.mark.parametrize(
-    ("kind", "layout"),
-    [("qwen2", MegatronLayout(4, tp=2, pp=2)), ("qwen3-moe", MegatronLayout(2, tp=2, ep=2, etp=1))],
+    ("kind", "layout", "computed"),
+    [
+        ("qwen2", MegatronLayout(4, tp=2, pp=2), False),
+        ("qwen3-moe", MegatronLayout(2, tp=2, ep=2, etp=1), False),
+        ("qwen3-moe", MegatronLayout(2, ep=2), True),
+    ],
     ids=str,
 )
-def test_megatron_quantizes_parts_as_the_whole_tensor(kind: str, layout: MegatronLayout, request: Any) -> None:
-    model = request.getfixturevalue("checkpoint")(kind)
-    run_world(layout.world, stories.in_fp8, model, layout, timeout=180)
+def test_megatron_quantizes_parts_as_the_whole_tensor(
+    kind: str, layout: MegatronLayout, computed: bool, checkpoint: Callable[[str], str]
+) -> None:
+    """Where the bridge's conversion computes, the ranks have whole tensors of its stream, one after the other."""
+    run_world(layout.world, stories.in_fp8, checkpoint(kind), layout, computed, timeout=180)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,16 +114,19 @@ def syncs(model_path: str, layout: Layout, wire: str = "bfloat16") -> list[str]:
     return digests
 
 
-def in_fp8(model_path: str, layout: Layout) -> None:
-    """Parts that the ranks hold are quantized as whole tensors are, and again after a training step."""
+def in_fp8(model_path: str, layout: Layout, computed: bool) -> None:
+    """Parts that the ranks hold, or whole tensors of the bridge's stream, are quantized as whole tensors are, and again
+    after a training step."""
     engine = build(model_path, layout)
-    for size, sharded in ((TINY, False), (LARGE, True)):
-        manager = manager_of(engine, size)
-        manager.plan("the ranks agree on the layout")
-        source, expected = manager.source, on_the_wire(stock_export(engine), torch.bfloat16)
-        assert isinstance(source, MegatronSource)
-        check_quantized(source, expected, projections(expected, (16, 8)), size, sharded)
-        train_step(engine)
+    take_over(True)
+    with _norms_are_computed() if computed else nullcontext():
+        for size, sharded in ((TINY, False), (LARGE, True)):
+            manager = manager_of(engine, size)
+            manager.plan("the ranks agree on the layout")
+            source, expected = manager.source, on_the_wire(stock_export(engine), torch.bfloat16)
+            assert isinstance(source, StreamSource if computed else MegatronSource)
+            check_quantized(source, expected, projections(expected, (16, 8)), size, sharded)
+            train_step(engine)
 
 
 def offloaded(model_path: str, layout: Layout) -> None:

@@ -96,7 +96,7 @@ class _Unit:
 class QuantizingSource(ParameterSource):
     """Wraps ``inner``; the policy names what is quantized, and the dtype to which values are cast before.
 
-    Peak device memory besides the buckets: 12 bytes per block, and 7 per element of ``LONGEST_CHUNK``.
+    Peak device memory besides the buckets: 12 bytes per block, and 14 per element of ``LONGEST_CHUNK``.
     """
 
     prepares = True
@@ -199,8 +199,8 @@ class QuantizingSource(ParameterSource):
         wanted = [*bases] if self._inner.prepares else [*bases, *(base for bucket in ahead for base in bucket)]
         found = {id(unit): unit for base in wanted if (unit := self._travels[base][0]) and id(unit) not in self._done}
         units = sorted(found.values(), key=lambda unit: unit.first)
-        if self._inner.prepares:
-            needed = {*self._inner_of(bases), *(piece.inner for unit in units for piece in unit.pieces)}
+        needed = {*self._inner_of(bases), *(piece.inner for unit in units for piece in unit.pieces)}
+        if self._inner.prepares and needed:
             yield from self._inner.prepare(tuple(sorted(needed)), [self._inner_of(bucket) for bucket in ahead])
         if not units:
             return
