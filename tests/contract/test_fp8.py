@@ -129,7 +129,7 @@ def test_an_engine_in_fp8_holds_what_its_own_load_makes_of_the_checkpoint(ranks:
 
 
 @pytest.mark.extended
-@pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_every_family_in_fp8_is_what_the_table_says(tmp_path: Path) -> None:
     check_table(TABLE, found_by((1, 2), tuple(FAMILIES), tmp_path, outcomes))
 
