@@ -20,7 +20,6 @@ from bare_engine import trainer
 from verl_sync_plugin.transport.joint import JointRanks
 
 if TYPE_CHECKING:
-    from verl_sync_plugin.layout.tensors import Plan
     from verl_sync_plugin.sync.separate import SeparateManager
 
 TIMEOUT = 20.0
@@ -65,12 +64,12 @@ class Host:
         ways.host_name = lambda: host
         membership.JointRanks = CountedRanks  # type: ignore[misc]
 
-    def came(self) -> tuple[dict[int, int], int]:
-        """Returns the bytes that came since the group began, by sender, and ``network_bytes`` of the last sync."""
+    def came(self) -> tuple[dict[int, int], dict[str, Any]]:
+        """Returns the bytes that came since the group began, by sender, and the report of the last sync."""
         assert self.engine._membership is not None
         ranks = self.engine._membership.ranks
         assert isinstance(ranks, CountedRanks)
-        return dict(ranks.came), self.report()["network_bytes"]
+        return dict(ranks.came), self.report()
 
     def report(self) -> dict[str, Any]:
         manager = self.manager()
@@ -100,46 +99,24 @@ class Host:
 class Trainer(Host):
     """A trainer rank with verl's own FSDP2 engine."""
 
+    strategy, lora = "fsdp2", dict[str, Any]()
+
     def __init__(self, rank: int, world: int, port: int, model: str) -> None:
         super().__init__(rank, world, port, is_master=rank == 0)
-        self.trainer = self._build(model)
+        self.trainer: Any = self._build(model)
         self.model = model
 
     def _build(self, model: str) -> object:
-        return trainer.build(model, "fsdp2")
+        return trainer.build(model, self.strategy, self.lora)
 
-    def sync(self, version: int) -> list[int]:
-        """Sends; returns the hashes of what this rank packed."""
-        stream, _ = self.trainer.get_per_tensor_param()  # type: ignore[attr-defined]
+    def sync(self, version: int) -> dict[str, Any]:
+        """Sends; returns the report."""
+        stream, _ = self.trainer.get_per_tensor_param()
         asyncio.run(self.engine.send_weights(stream, version))
-        manager = self.engine._manager
-        assert manager is not None
-        return [int(value) for value in manager.sender.sums(self.plan)]
+        return self.report()
 
     def manager(self) -> SeparateManager | None:
         return self.engine._manager
-
-    @property
-    def plan(self) -> Plan:
-        manager = self.engine._manager
-        assert manager is not None and manager.planned is not None
-        return manager.planned
-
-    def sends(self) -> list[int]:
-        """Bytes of every trainer rank's segments, with what fills them up."""
-        buckets = self.plan.buckets
-        return [sum(b.stride for b in buckets if place < b.world) for place in range(dist.get_world_size())]
-
-    def packed(self) -> int:
-        """Counts the bytes of all segments, without the padding after their last tensor."""
-        plan = self.plan
-        ends = {(b, place): 0 for b in range(len(plan.buckets)) for place in range(plan.buckets[b].world)}
-        for b, place in ends:
-            for part in plan.buckets[b].slices:
-                base = plan.bases[part.base]
-                if (count := part.count(base, place)) > 0:
-                    ends[b, place] = max(ends[b, place], part.offset + count * base.itemsize)
-        return sum(ends.values())
 
     def train(self, seed: int) -> None:
         trainer.perturb(self.trainer, seed)
@@ -169,35 +146,26 @@ class Trainer(Host):
 class FSDP1Trainer(Trainer):
     """A trainer rank with verl's own FSDP1 engine, which holds runs of flat parameters."""
 
-    def _build(self, model: str) -> object:
-        return trainer.build(model, "fsdp")
+    strategy = "fsdp"
 
 
 class LoRATrainer(Trainer):
     """A rank of verl's own FSDP2 engine with an adapter that is not merged."""
 
-    def _build(self, model: str) -> object:
-        lora = {"lora_rank": RANK, "lora_alpha": RANK * SCALING, "target_modules": TARGETS}
-        return trainer.build(model, "fsdp2", lora)
-
-    def sync(self, version: int) -> dict[str, Any]:  # type: ignore[override]
-        """Sends; returns the report."""
-        stream, _ = self.trainer.get_per_tensor_param()  # type: ignore[attr-defined]
-        asyncio.run(self.engine.send_weights(stream, version))
-        return self.report()
+    lora = {"lora_rank": RANK, "lora_alpha": RANK * SCALING, "target_modules": TARGETS}
 
     @torch.no_grad()
     def train(self, seed: int) -> None:
         """Changes the adapter alone, as training does."""
         generator = torch.Generator().manual_seed(seed)
-        for name, parameter in self.trainer.module.named_parameters():  # type: ignore[attr-defined]
+        for name, parameter in self.trainer.module.named_parameters():
             if "lora_" in name:
                 local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
                 local.add_(torch.randn(local.shape, generator=generator, dtype=local.dtype) * 0.1)
 
     def save(self, folder: Path) -> None:
         """Writes base and adapter, merged by hand, as a checkpoint; collective over the trainer's ranks."""
-        state = self.trainer.module.state_dict()  # type: ignore[attr-defined]
+        state = self.trainer.module.state_dict()
         full = {n: (t.full_tensor() if isinstance(t, DTensor) else t).float() for n, t in state.items()}
         if dist.get_rank() == 0:
             trainer.save(_merged(full), self.model, folder)
@@ -228,7 +196,7 @@ class MegatronLoRATrainer(LoRATrainer):
     def train(self, seed: int) -> None:
         """Changes the adapter alone; ranks that hold the same factor change it alike."""
         generator = torch.Generator().manual_seed(seed)
-        for chunk in self.trainer.module:  # type: ignore[attr-defined]
+        for chunk in self.trainer.module:
             for name, parameter in chunk.named_parameters():
                 if ".adapter." in name:
                     noise = torch.randn(parameter.shape, generator=generator)
@@ -242,9 +210,7 @@ class MegatronLoRATrainer(LoRATrainer):
 class MergedLoRATrainer(LoRATrainer):
     """A rank of verl's own FSDP2 engine whose adapter is merged on the way."""
 
-    def _build(self, model: str) -> object:
-        lora = {"lora_rank": RANK, "lora_alpha": RANK * SCALING, "target_modules": TARGETS, "lora": {"merge": True}}
-        return trainer.build(model, "fsdp2", lora)
+    lora = {**LoRATrainer.lora, "lora": {"merge": True}}
 
     def sync(self, version: int) -> dict[str, Any]:
         """Sends, which changes neither base nor adapter; returns the report."""
