@@ -10,35 +10,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from bare_engine import trainer
-from verl_sync_plugin.transport.joint import JointRanks
-
-if TYPE_CHECKING:
-    from verl_sync_plugin.sync.separate import SeparateManager
 
 TIMEOUT = 20.0
 BUCKET_BYTES = 60_000
 RANK, SCALING = 8, 2  # of adapters
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # SGLang fuses some
-
-
-class CountedRanks(JointRanks):
-    """Counts what broadcasts have brought since there is the group, by the rank that sent it."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.came: Counter[int] = Counter()
-
-    def broadcast(self, memory: torch.Tensor, root: int) -> dist.Work:
-        if root != self.rank:
-            self.came[root] += memory.nbytes
-        return super().broadcast(memory, root)
 
 
 class Host:
@@ -47,36 +30,41 @@ class Host:
         os.environ.update(MASTER_PORT=str(port), SGLANG_CPU_OMP_THREADS_BIND="|".join(map(str, range(world))))
         dist.init_process_group("cpu:gloo", rank=rank, world_size=world)
         from verl_sync_plugin.hooks.separate import SyncCheckpointEngine
+        from verl_sync_plugin.sync.membership import JointRanks
 
         sync = {"timeout_seconds": TIMEOUT}
-        self.engine = SyncCheckpointEngine(BUCKET_BYTES, is_master, sync=sync, rollout="sglang")
+        self.engine: Any = SyncCheckpointEngine(BUCKET_BYTES, is_master, sync=sync, rollout="sglang")
+        self._came: Counter[int] = Counter()
+        honest = JointRanks.broadcast
+
+        def counting(ranks: JointRanks, memory: torch.Tensor, root: int) -> dist.Work:
+            self._came[root] += memory.nbytes * (root != ranks.rank)
+            return honest(ranks, memory, root)
+
+        JointRanks.broadcast = counting  # type: ignore[method-assign]
 
     def prepare(self) -> Any:
         return self.engine.prepare()
 
     def join(self, rank: int, members: Any) -> None:
+        self._came.clear()
         self.engine.init_process_group(rank, members)
 
     def place(self, host: str) -> None:
-        """From the next group on this process is on a host of that name, and counts what is broadcast to it."""
-        from verl_sync_plugin.sync import membership, ways
+        """From the next group on this process is on a host of that name."""
+        from verl_sync_plugin.sync import ways
 
         ways.host_name = lambda: host
-        membership.JointRanks = CountedRanks  # type: ignore[misc]
 
     def came(self) -> tuple[dict[int, int], dict[str, Any]]:
-        """Returns the bytes that came since the group began, by sender, and the report of the last sync."""
-        assert self.engine._membership is not None
-        ranks = self.engine._membership.ranks
-        assert isinstance(ranks, CountedRanks)
-        return dict(ranks.came), self.report()
+        """Returns the bytes that were broadcast to this rank since the group began, by sender, and the last report."""
+        return dict(+self._came), self.report()
 
     def report(self) -> dict[str, Any]:
-        manager = self.manager()
-        assert manager is not None
-        return manager.report.as_dict()
+        report: dict[str, Any] = self.manager().report.as_dict()
+        return report
 
-    def manager(self) -> SeparateManager | None:
+    def manager(self) -> Any:
         """The one of the last group, if there was one."""
         raise NotImplementedError
 
@@ -115,7 +103,7 @@ class Trainer(Host):
         asyncio.run(self.engine.send_weights(stream, version))
         return self.report()
 
-    def manager(self) -> SeparateManager | None:
+    def manager(self) -> Any:
         return self.engine._manager
 
     def train(self, seed: int) -> None:

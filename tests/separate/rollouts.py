@@ -19,7 +19,7 @@ from verl_sync_plugin.rollouts.adapter import SeparateReceiver
 from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK
 from verl_sync_plugin.rollouts.sglang.server import SGLANG_LORA_NAME, SyncSGLangHttpServer
 from verl_sync_plugin.sync.sender import BucketSender
-from verl_sync_plugin.sync.separate import SeparateManager, SeparateRollout
+from verl_sync_plugin.sync.separate import SeparateRollout
 
 
 class Rollout(Host):
@@ -54,7 +54,7 @@ class Rollout(Host):
         asyncio.run(self.receiver.receive(self.engine.receive_weights(version), version))
         return self.sglang.reports[-1] if self.sglang else self.report()
 
-    def manager(self) -> SeparateManager | None:
+    def manager(self) -> Any:
         return self.receiver._manager
 
     def generate(self) -> tuple[list[int], list[float]]:
@@ -79,15 +79,14 @@ class Rollout(Host):
 
     def _at_next_load(self, act: Callable[[BucketSender, int, int], None]) -> None:
         """Does something right before a bucket that has come to this rank is loaded, of the next sync."""
-        manager = self.receiver._manager
-        assert manager is not None
-        sender, honest = manager.sender, manager.sender.load
+        sender = self.manager().sender
+        honest = sender.load
 
         def acting(index: int, slot: int) -> None:
             act(sender, index, slot)
             honest(index, slot)
 
-        sender.load = acting  # type: ignore[method-assign]
+        sender.load = acting
 
     def flip_arriving(self) -> None:
         """Flips a bit of the next bucket that comes to this rank, before the engine rank loads it."""
