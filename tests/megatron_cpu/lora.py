@@ -18,9 +18,9 @@ from megatron_cpu.engines import Layout, build, stock_export, train_step
 from megatron_cpu.stories import error_of, manager_of, one_sync, synced, syncs_offloaded, trained_steps
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.report import SyncReport
+from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sync.adapter import AdapterSender
 from verl_sync_plugin.trainers.base import take_over
-from verl_sync_plugin.trainers.megatron.trainer import MegatronTrainer
 from verl_sync_plugin.transport.agreement import Agreement
 
 LORA: dict[str, Any] = {
@@ -110,7 +110,8 @@ def served(model_path: str, layout: Layout) -> None:
     """Three adapters in a row: with PEFT they make of the checkpoint what the bridge merges."""
     engine = with_factors(model_path, layout, merge=False)
     take_over(True)
-    trainer = MegatronTrainer(engine, SyncConfig(timeout_seconds=5), torch.device("cpu"), "float32")
+    backend: Any = get_sharding_manager("megatron", "sglang").backend
+    trainer = backend(engine, SyncConfig(timeout_seconds=5), torch.device("cpu"), "float32")
     assert trainer.serves_adapter
     sender = AdapterSender(trainer.open_adapter(trainer.open_source()), torch.float32, trainer.config)
     agreement, server = Agreement(5.0), StandIn()

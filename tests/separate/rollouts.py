@@ -18,7 +18,6 @@ from separate.processes import RANK, TARGETS, Host
 from verl_sync_plugin.rollouts.adapter import SeparateReceiver
 from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK
 from verl_sync_plugin.rollouts.sglang.server import SGLANG_LORA_NAME, SyncSGLangHttpServer
-from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.sync.separate import SeparateRollout
 
 
@@ -77,7 +76,7 @@ class Rollout(Host):
         """The engine flips a bit of a parameter after the copies of the next sync."""
         self.sglang.spoil_next(parameter)
 
-    def _at_next_load(self, act: Callable[[BucketSender, int, int], None]) -> None:
+    def _at_next_load(self, act: Callable[[Any, int, int], object]) -> None:
         """Does something right before a bucket that has come to this rank is loaded, of the next sync."""
         sender = self.manager().sender
         honest = sender.load
@@ -91,7 +90,7 @@ class Rollout(Host):
     def flip_arriving(self) -> None:
         """Flips a bit of the next bucket that comes to this rank, before the engine rank loads it."""
 
-        def flip(sender: BucketSender, index: int, slot: int) -> None:
+        def flip(sender: Any, index: int, slot: int) -> None:
             del sender.load
             sender._slot(slot)[7] ^= 2
 

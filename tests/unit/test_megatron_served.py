@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from peft import PeftType, TaskType
 
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.rollouts import rollout_of
-from verl_sync_plugin.trainers.megatron.trainer import BridgeAdapter
-
-LORA = {"rank": 4, "alpha": 8}
+from verl_sync_plugin.sharding_manager import get_sharding_manager
 
 
 def chunk(trains_norm: bool = False, biased: bool = False) -> Any:
@@ -29,7 +29,10 @@ def chunk(trains_norm: bool = False, biased: bool = False) -> Any:
 
 def look(monkeypatch: pytest.MonkeyPatch, **changes: bool) -> None:
     monkeypatch.setattr("verl_sync_plugin.trainers.megatron.trainer.unwrapped", lambda module: module)
-    BridgeAdapter([chunk(**changes)], lambda: iter(()), LORA, 5).look()
+    engine = Mock(module=[chunk(**changes)])
+    engine.model_config.lora = {"rank": 4, "alpha": 8, "merge": False}
+    backend: Any = get_sharding_manager("megatron", "sglang").backend
+    backend(engine, SyncConfig(), torch.device("cpu"), "bfloat16").open_adapter(None).look()
 
 
 @pytest.mark.parametrize(("change", "name"), [("trains_norm", "norm.weight"), ("biased", "expert_bias")])

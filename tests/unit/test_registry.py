@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from hydra_run import rollout_of
 from verl_sync_plugin import sharding_manager
+from verl_sync_plugin.config.settings import SHORT_BUCKET_KEY
 from verl_sync_plugin.errors import RegistryConflictError
 from verl_sync_plugin.sharding_manager import get_sharding_manager, register_sharding_manager
 from verl_sync_plugin.sync.manager import ShardingManager
@@ -36,6 +38,8 @@ def test_one_class_for_a_pair_and_any_number_of_pairs_for_a_class() -> None:
         text = f"trainer='{trainer}', rollout='sglang' is already {taken}; Theirs cannot take its place"
         assert text in str(caught.value)
     assert get_sharding_manager("mine", "sglang") is Mine
+    register_sharding_manager(trainer="veomni", rollout="sglang")(Mine)
+    assert rollout_of("model_engine=veomni", f"{SHORT_BUCKET_KEY}=64").custom.sync.enabled is True, "it serves the run"
 
 
 def test_what_is_no_manager_or_not_there_is_refused() -> None:

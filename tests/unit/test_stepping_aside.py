@@ -20,8 +20,6 @@ from verl_sync_plugin.config.settings import KEY_PREFIX, SHORT_BUCKET_KEY, TURN_
 from verl_sync_plugin.hooks.driver import settle
 from verl_sync_plugin.rollouts import rollout_of as engine_of
 from verl_sync_plugin.rollouts.sglang.adapter import SyncServerAdapter
-from verl_sync_plugin.sharding_manager import _managers, register_sharding_manager
-from verl_sync_plugin.sync.manager import ShardingManager
 
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
@@ -241,14 +239,6 @@ def test_what_verl_moves_by_itself_is_not_refused_for_its_model(tmp_path: Path) 
     """Another checkpoint engine than ``naive`` has nothing of ours, so a quantized checkpoint is verl's affair."""
     path = checkpoint(tmp_path, "LlamaForCausalLM", quantization_config={"bits": 4})
     assert rollout_of(path, f"{ROLLOUT}.checkpoint_engine.backend=nccl").name == "sglang"
-
-
-def test_a_registered_manager_makes_its_strategy_ours() -> None:
-    register_sharding_manager(trainer="veomni", rollout="sglang")(type("Mine", (ShardingManager,), {}))
-    try:
-        assert rollout_of(VEOMNI, SHORT).custom.sync.enabled is True
-    finally:
-        del _managers["veomni", "sglang"]
 
 
 @pytest.mark.parametrize(
