@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Composes every config that a main of verl can be given, and has every main print its own, in one process.
+"""Imports every main of verl, and composes every config that one can be given, in one process.
 
 Run as ``python -m shipped_configs FOLDER`` in the folder that holds the package ``verl``, since verl's experimental
 configs name theirs relative to it; leaves ``FOLDER/found.json``.
@@ -8,12 +8,9 @@ configs name theirs relative to it; leaves ``FOLDER/found.json``.
 from __future__ import annotations
 
 import ast
-import contextlib
+import importlib
 import json
-import os
-import runpy
 import sys
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,33 +77,21 @@ def composed(folder: Path, program: str, config_dir: Path, name: str, overrides:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def printed(folder: Path, main: Main) -> dict[str, Any]:
-    """``python -m MODULE --cfg job``, in a fork: what verl imports is imported once."""
-    out = folder / f"{main.module}.out"
-    child = os.fork()
-    if child == 0:
-        code = 1
-        with out.open("w") as file, contextlib.redirect_stdout(file):
-            sys.argv = [main.module, "--cfg", "job"]
-            try:
-                runpy.run_module(main.module, run_name="__main__", alter_sys=True)
-                code = 0
-            except SystemExit as ended:
-                code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-            except BaseException:
-                traceback.print_exc()
-        os._exit(code)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return {"code": status, "yaml": out.read_text()}
+def imported(module: str) -> str:
+    """The error of an import, if any."""
+    try:
+        importlib.import_module(module)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def collect(folder: Path) -> None:
     import verl
-    import verl.trainer.main_ppo  # what the forks share
 
     package = Path(verl.__file__).resolve().parent
     found = {
-        "mains": {main.module: printed(folder, main) for main in mains(package)},
+        "mains": {main.module: imported(main.module) for main in mains(package)},
         "configs": {
             " ".join([program, str(config_dir.relative_to(package)), name, *overrides]): composed(
                 folder, program, config_dir, name, overrides

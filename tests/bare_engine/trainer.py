@@ -83,7 +83,7 @@ def part_of_last_rank(engine: object) -> tuple[str, torch.Tensor]:
     module = _modules(engine)[0]
     name = "model.layers.1.mlp.up_proj.weight"
     if isinstance(engine.module, list):  # type: ignore[attr-defined]
-        from verl_sync_plugin.trainers.megatron.model import unwrapped
+        from megatron_cpu.engines import unwrapped
 
         # With experts over two ranks, the last one's first is number 2 of 4
         name, module = "model.layers.1.mlp.experts.2.gate_proj.weight", unwrapped(module)

@@ -101,15 +101,20 @@ def build(model_path: str, layout: Layout, lora: dict[str, Any] | None = None, *
     return built
 
 
-def train_step(engine: Any) -> None:
-    """A real optimizer step that changes every parameter and router bias."""
+def unwrapped(chunk: torch.nn.Module) -> Any:
+    """The model inside Megatron's wrappers."""
     from verl.utils.megatron_utils import unwrap_model
 
+    return unwrap_model(chunk)
+
+
+def train_step(engine: Any) -> None:
+    """A real optimizer step that changes every parameter and router bias."""
     for chunk in engine.module:
         for parameter in chunk.parameters():
             if parameter.requires_grad:
                 parameter.main_grad.fill_(0.5)
-        for name, buffer in unwrap_model(chunk).named_buffers():
+        for name, buffer in unwrapped(chunk).named_buffers():
             if "expert_bias" in name:
                 buffer.add_(1)
     engine.optimizer_step()

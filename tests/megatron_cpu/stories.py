@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d
 
 from contract.fp8 import check_quantized, projections
 from contract.reading import CPU, LARGE, TINY, State, check_same, deliver
-from megatron_cpu.engines import Layout, build, stock_export, train_step
+from megatron_cpu.engines import Layout, build, stock_export, train_step, unwrapped
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.rollouts import rollout_of
@@ -33,10 +33,6 @@ from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.sender import STAGING_BUCKETS
 from verl_sync_plugin.trainers.base import take_over
-from verl_sync_plugin.trainers.megatron import model as megatron_model
-from verl_sync_plugin.trainers.megatron.model import unwrapped
-from verl_sync_plugin.trainers.megatron.stream import StreamSource
-from verl_sync_plugin.trainers.megatron.trainer import MegatronSource
 
 SYNCS = 3
 
@@ -64,6 +60,24 @@ def one_sync(manager: ShardingManager) -> State:
     return got
 
 
+def synced(
+    manager: ShardingManager, kind: str = "MegatronSource", check: Callable[[State, State], None] = check_same
+) -> State:
+    """A sync brings what the bridge itself exports, which is returned, read by a source of this kind."""
+    expected = stock_export(manager.engine)
+    check(one_sync(manager), expected)
+    assert type(manager.source).__name__ == kind
+    return expected
+
+
+def trained_steps(engine: Any) -> Iterator[int]:
+    """The numbers of syncs, between which the engine is trained."""
+    for step in range(SYNCS):
+        if step:
+            train_step(engine)
+        yield step
+
+
 def error_of(work: Callable[[], object]) -> tuple[str, float]:
     """The text of a sync that must fail, and the seconds until then."""
     started = time.monotonic()
@@ -83,13 +97,13 @@ def on_the_wire(state: State, wire: torch.dtype) -> State:
     """Returns what must arrive as long as no engine has said in which dtypes it keeps them: no tensor is wider than in
     the trainer, and the router's bias, a buffer, stays as it is."""
     return {
-        name: tensor if name.endswith("bias") and "gate" in name else tensor.to(min(wire, tensor.dtype, key=_size))
+        name: tensor.to(wire) if wire.itemsize < tensor.itemsize and not is_router_bias(name) else tensor
         for name, tensor in state.items()
     }
 
 
-def _size(dtype: torch.dtype) -> int:
-    return dtype.itemsize
+def is_router_bias(name: str) -> bool:
+    return name.endswith("_bias") and "gate" in name
 
 
 def syncs(model_path: str, layout: Layout, wire: str = "bfloat16") -> list[str]:
@@ -100,16 +114,15 @@ def syncs(model_path: str, layout: Layout, wire: str = "bfloat16") -> list[str]:
     ]
     disk, digests = on_disk(model_path), []
     # The checkpoint is all in bfloat16; the router's biases become float32
-    expected = {n: t.float() if n.endswith("_bias") and "gate" in n else t for n, t in disk.items()}
-    for step in range(SYNCS):
+    expected = {n: t.float() if is_router_bias(n) else t for n, t in disk.items()}
+    for step in trained_steps(engine):
         if step:
-            train_step(engine)
             last, expected = expected, stock_export(engine)
             same = [name for name, tensor in expected.items() if torch.equal(tensor, last[name])]
             assert not same, f"training must have changed everything: {same}"
         for manager in managers:
             check_same(one_sync(manager), on_the_wire(expected, getattr(torch, wire)))
-            assert isinstance(manager.source, MegatronSource), "the bridge's own stream was used"
+            assert type(manager.source).__name__ == "MegatronSource"
             digests.append(manager.agreed_digest)
     return digests
 
@@ -124,7 +137,7 @@ def in_fp8(model_path: str, layout: Layout, computed: bool) -> None:
             manager = manager_of(engine, size)
             manager.plan("the ranks agree on the layout")
             source, expected = manager.source, on_the_wire(stock_export(engine), torch.bfloat16)
-            assert isinstance(source, StreamSource if computed else MegatronSource)
+            assert source is not None and type(source).__name__ == ("StreamSource" if computed else "MegatronSource")
             check_quantized(source, expected, projections(expected, (16, 8)), size, sharded)
             train_step(engine)
 
@@ -141,15 +154,13 @@ def syncs_offloaded(engine: Any, check: Callable[[State, State], None]) -> None:
         return sum(b.param_data.untyped_storage().size() for chunk in engine.module for b in chunk.buffers)
 
     manager = manager_of(engine, LARGE)
-    for step in range(SYNCS):
-        load_megatron_model_to_gpu(engine.module)
-        if step:
-            train_step(engine)
+    for _ in trained_steps(engine):
         expected, held = stock_export(engine), on_the_device()
         offload_megatron_model_to_cpu(engine.module)
         got = one_sync(manager)
         assert held > on_the_device() == 0, "the sync loaded the parameters"
         check(got, expected)
+        load_megatron_model_to_gpu(engine.module)
 
 
 def padded(model_path: str, layout: Layout) -> int:
@@ -198,7 +209,7 @@ def disagreeing(model_path: str, layout: Layout, change: str) -> tuple[str, floa
     text, seconds = error_of(lambda: one_sync(manager))
     module.weight = honest
     train_step(engine)
-    check_same(one_sync(manager), stock_export(engine))
+    synced(manager)
     return text, seconds
 
 
@@ -224,11 +235,8 @@ def computed_in_the_stream(model_path: str, layout: Layout) -> None:
     with _norms_are_computed():
         for size in (TINY, LARGE):
             manager, keys = manager_of(engine, size), []
-            for step in range(SYNCS):
-                if step:
-                    train_step(engine)
-                check_same(one_sync(manager), stock_export(engine))
-                assert isinstance(manager.source, StreamSource), "a computed norm was taken for a copy"
+            for _ in trained_steps(engine):
+                synced(manager, "StreamSource")
                 dist.barrier()
                 store = distributed_c10d._get_default_store()
                 keys.append(sorted(key for key in store.list_keys() if "verl_sync_plugin" in key))
@@ -263,13 +271,12 @@ def failing_in_the_stream(model_path: str, layout: Layout, bucket_bytes: int, le
     last = 2 * engine.model_config.hf_config.num_hidden_layers  # two row-parallel weights in each layer
     with _norms_are_computed():
         if not learning:
-            check_same(one_sync(manager), stock_export(engine))
+            synced(manager, "StreamSource")
             train_step(engine)
         with _failing_once(lambda: odd and (calls.append(1) or len(calls) == (last if learning else 3))):
             text, seconds = error_of(lambda: one_sync(manager))
-        for _ in range(2):
-            check_same(one_sync(manager), stock_export(engine))
-            train_step(engine)
+        for _ in trained_steps(engine):
+            synced(manager, "StreamSource")
     return text, seconds
 
 
@@ -281,28 +288,28 @@ def rearranged(model_path: str, layout: Layout) -> None:
     happens, the model is not walked again."""
     engine = build(model_path, layout)
     manager = manager_of(engine, LARGE)
-    check_same(one_sync(manager), stock_export(engine))
-    with mock.patch.object(megatron_model, "held_by", side_effect=AssertionError("walked again")):
+    synced(manager)
+    with mock.patch("verl_sync_plugin.trainers.megatron.model.held_by", side_effect=AssertionError("walked again")):
         train_step(engine)
-        check_same(one_sync(manager), stock_export(engine))
+        synced(manager)
     layers = unwrapped(engine.module[0]).decoder.layers
     for _ in range(2):
         moved = layers[0].self_attention.linear_proj.weight
         moved.data = moved.data + 1
-        check_same(one_sync(manager), stock_export(engine))
+        synced(manager)
         replaced = layers[0].self_attention.linear_qkv
         replaced.weight = _more(replaced.weight)
-        check_same(one_sync(manager), stock_export(engine))
+        synced(manager)
         module = copy.copy(layers[0].mlp.linear_fc2)
         module.__dict__["_parameters"] = {"weight": _more(module.weight)}
         layers[0].mlp.linear_fc2 = module
-        check_same(one_sync(manager), stock_export(engine))
+        synced(manager)
         wrapper = engine.module[0]
         while not hasattr(wrapper.module, "decoder"):
             wrapper = wrapper.module
         wrapper.module = _copied(wrapper.module)
         layers = unwrapped(engine.module[0]).decoder.layers
-        check_same(one_sync(manager), stock_export(engine))
+        synced(manager)
 
 
 def _copied(module: torch.nn.Module) -> torch.nn.Module:
@@ -378,6 +385,6 @@ def syncs_as_transformer_engine(model_path: str, layout: Layout) -> set[str]:
     for size in (TINY, LARGE):
         manager = manager_of(engine, size)
         got = one_sync(manager)
-        assert isinstance(manager.source, MegatronSource), "the bridge's own stream was used"
+        assert type(manager.source).__name__ == "MegatronSource"
         check_same({n: t.to(disk[n].dtype) for n, t in got.items()}, disk)
     return names

@@ -10,36 +10,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from bare_engine import trainer
-from verl_sync_plugin.transport.joint import JointRanks
-
-if TYPE_CHECKING:
-    from verl_sync_plugin.layout.tensors import Plan
-    from verl_sync_plugin.sync.separate import SeparateManager
 
 TIMEOUT = 20.0
 BUCKET_BYTES = 60_000
 RANK, SCALING = 8, 2  # of adapters
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # SGLang fuses some
-
-
-class CountedRanks(JointRanks):
-    """Counts what broadcasts have brought since there is the group, by the rank that sent it."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.came: Counter[int] = Counter()
-
-    def broadcast(self, memory: torch.Tensor, root: int) -> dist.Work:
-        if root != self.rank:
-            self.came[root] += memory.nbytes
-        return super().broadcast(memory, root)
 
 
 class Host:
@@ -48,36 +30,41 @@ class Host:
         os.environ.update(MASTER_PORT=str(port), SGLANG_CPU_OMP_THREADS_BIND="|".join(map(str, range(world))))
         dist.init_process_group("cpu:gloo", rank=rank, world_size=world)
         from verl_sync_plugin.hooks.separate import SyncCheckpointEngine
+        from verl_sync_plugin.sync.membership import JointRanks
 
         sync = {"timeout_seconds": TIMEOUT}
-        self.engine = SyncCheckpointEngine(BUCKET_BYTES, is_master, sync=sync, rollout="sglang")
+        self.engine: Any = SyncCheckpointEngine(BUCKET_BYTES, is_master, sync=sync, rollout="sglang")
+        self._came: Counter[int] = Counter()
+        honest = JointRanks.broadcast
+
+        def counting(ranks: JointRanks, memory: torch.Tensor, root: int) -> dist.Work:
+            self._came[root] += memory.nbytes * (root != ranks.rank)
+            return honest(ranks, memory, root)
+
+        JointRanks.broadcast = counting  # type: ignore[method-assign]
 
     def prepare(self) -> Any:
         return self.engine.prepare()
 
     def join(self, rank: int, members: Any) -> None:
+        self._came.clear()
         self.engine.init_process_group(rank, members)
 
     def place(self, host: str) -> None:
-        """From the next group on this process is on a host of that name, and counts what is broadcast to it."""
-        from verl_sync_plugin.sync import membership, ways
+        """From the next group on this process is on a host of that name."""
+        from verl_sync_plugin.sync import ways
 
         ways.host_name = lambda: host
-        membership.JointRanks = CountedRanks  # type: ignore[misc]
 
-    def came(self) -> tuple[dict[int, int], int]:
-        """Returns the bytes that came since the group began, by sender, and ``network_bytes`` of the last sync."""
-        assert self.engine._membership is not None
-        ranks = self.engine._membership.ranks
-        assert isinstance(ranks, CountedRanks)
-        return dict(ranks.came), self.report()["network_bytes"]
+    def came(self) -> tuple[dict[int, int], dict[str, Any]]:
+        """Returns the bytes that were broadcast to this rank since the group began, by sender, and the last report."""
+        return dict(+self._came), self.report()
 
     def report(self) -> dict[str, Any]:
-        manager = self.manager()
-        assert manager is not None
-        return manager.report.as_dict()
+        report: dict[str, Any] = self.manager().report.as_dict()
+        return report
 
-    def manager(self) -> SeparateManager | None:
+    def manager(self) -> Any:
         """The one of the last group, if there was one."""
         raise NotImplementedError
 
@@ -100,46 +87,24 @@ class Host:
 class Trainer(Host):
     """A trainer rank with verl's own FSDP2 engine."""
 
+    strategy, lora = "fsdp2", dict[str, Any]()
+
     def __init__(self, rank: int, world: int, port: int, model: str) -> None:
         super().__init__(rank, world, port, is_master=rank == 0)
-        self.trainer = self._build(model)
+        self.trainer: Any = self._build(model)
         self.model = model
 
     def _build(self, model: str) -> object:
-        return trainer.build(model, "fsdp2")
+        return trainer.build(model, self.strategy, self.lora)
 
-    def sync(self, version: int) -> list[int]:
-        """Sends; returns the hashes of what this rank packed."""
-        stream, _ = self.trainer.get_per_tensor_param()  # type: ignore[attr-defined]
+    def sync(self, version: int) -> dict[str, Any]:
+        """Sends; returns the report."""
+        stream, _ = self.trainer.get_per_tensor_param()
         asyncio.run(self.engine.send_weights(stream, version))
-        manager = self.engine._manager
-        assert manager is not None
-        return [int(value) for value in manager.sender.sums(self.plan)]
+        return self.report()
 
-    def manager(self) -> SeparateManager | None:
+    def manager(self) -> Any:
         return self.engine._manager
-
-    @property
-    def plan(self) -> Plan:
-        manager = self.engine._manager
-        assert manager is not None and manager.planned is not None
-        return manager.planned
-
-    def sends(self) -> list[int]:
-        """Bytes of every trainer rank's segments, with what fills them up."""
-        buckets = self.plan.buckets
-        return [sum(b.stride for b in buckets if place < b.world) for place in range(dist.get_world_size())]
-
-    def packed(self) -> int:
-        """Counts the bytes of all segments, without the padding after their last tensor."""
-        plan = self.plan
-        ends = {(b, place): 0 for b in range(len(plan.buckets)) for place in range(plan.buckets[b].world)}
-        for b, place in ends:
-            for part in plan.buckets[b].slices:
-                base = plan.bases[part.base]
-                if (count := part.count(base, place)) > 0:
-                    ends[b, place] = max(ends[b, place], part.offset + count * base.itemsize)
-        return sum(ends.values())
 
     def train(self, seed: int) -> None:
         trainer.perturb(self.trainer, seed)
@@ -169,35 +134,26 @@ class Trainer(Host):
 class FSDP1Trainer(Trainer):
     """A trainer rank with verl's own FSDP1 engine, which holds runs of flat parameters."""
 
-    def _build(self, model: str) -> object:
-        return trainer.build(model, "fsdp")
+    strategy = "fsdp"
 
 
 class LoRATrainer(Trainer):
     """A rank of verl's own FSDP2 engine with an adapter that is not merged."""
 
-    def _build(self, model: str) -> object:
-        lora = {"lora_rank": RANK, "lora_alpha": RANK * SCALING, "target_modules": TARGETS}
-        return trainer.build(model, "fsdp2", lora)
-
-    def sync(self, version: int) -> dict[str, Any]:  # type: ignore[override]
-        """Sends; returns the report."""
-        stream, _ = self.trainer.get_per_tensor_param()  # type: ignore[attr-defined]
-        asyncio.run(self.engine.send_weights(stream, version))
-        return self.report()
+    lora = {"lora_rank": RANK, "lora_alpha": RANK * SCALING, "target_modules": TARGETS}
 
     @torch.no_grad()
     def train(self, seed: int) -> None:
         """Changes the adapter alone, as training does."""
         generator = torch.Generator().manual_seed(seed)
-        for name, parameter in self.trainer.module.named_parameters():  # type: ignore[attr-defined]
+        for name, parameter in self.trainer.module.named_parameters():
             if "lora_" in name:
                 local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
                 local.add_(torch.randn(local.shape, generator=generator, dtype=local.dtype) * 0.1)
 
     def save(self, folder: Path) -> None:
         """Writes base and adapter, merged by hand, as a checkpoint; collective over the trainer's ranks."""
-        state = self.trainer.module.state_dict()  # type: ignore[attr-defined]
+        state = self.trainer.module.state_dict()
         full = {n: (t.full_tensor() if isinstance(t, DTensor) else t).float() for n, t in state.items()}
         if dist.get_rank() == 0:
             trainer.save(_merged(full), self.model, folder)
@@ -228,7 +184,7 @@ class MegatronLoRATrainer(LoRATrainer):
     def train(self, seed: int) -> None:
         """Changes the adapter alone; ranks that hold the same factor change it alike."""
         generator = torch.Generator().manual_seed(seed)
-        for chunk in self.trainer.module:  # type: ignore[attr-defined]
+        for chunk in self.trainer.module:
             for name, parameter in chunk.named_parameters():
                 if ".adapter." in name:
                     noise = torch.randn(parameter.shape, generator=generator)
@@ -242,9 +198,7 @@ class MegatronLoRATrainer(LoRATrainer):
 class MergedLoRATrainer(LoRATrainer):
     """A rank of verl's own FSDP2 engine whose adapter is merged on the way."""
 
-    def _build(self, model: str) -> object:
-        lora = {"lora_rank": RANK, "lora_alpha": RANK * SCALING, "target_modules": TARGETS, "lora": {"merge": True}}
-        return trainer.build(model, "fsdp2", lora)
+    lora = {**LoRATrainer.lora, "lora": {"merge": True}}
 
     def sync(self, version: int) -> dict[str, Any]:
         """Sends, which changes neither base nor adapter; returns the report."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,11 @@ import torch.distributed as dist
 
 from bare_engine.endpoint import BareEngine, endpoint_of
 from bare_engine.scenario import PROMPT
-from contract.reading import State, within_one_ulp
 from separate.processes import RANK, TARGETS, Host
 from verl_sync_plugin.rollouts.adapter import SeparateReceiver
 from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK
 from verl_sync_plugin.rollouts.sglang.server import SGLANG_LORA_NAME, SyncSGLangHttpServer
-from verl_sync_plugin.sync.separate import SeparateManager, SeparateRollout
+from verl_sync_plugin.sync.separate import SeparateRollout
 
 
 class Rollout(Host):
@@ -53,7 +53,7 @@ class Rollout(Host):
         asyncio.run(self.receiver.receive(self.engine.receive_weights(version), version))
         return self.sglang.reports[-1] if self.sglang else self.report()
 
-    def manager(self) -> SeparateManager | None:
+    def manager(self) -> Any:
         return self.receiver._manager
 
     def generate(self) -> tuple[list[int], list[float]]:
@@ -62,16 +62,12 @@ class Rollout(Host):
 
     def differs(self, checkpoint: Path, folder: Path) -> list[str]:
         """Names of what the engine holds otherwise than after SGLang's own load of a checkpoint."""
-        synced, loaded = self.held(checkpoint, folder)
+        synced = self.sglang.state(folder / "synced")
+        self.sglang.load_from_disk(str(checkpoint))
+        loaded = self.sglang.state(folder / "loaded")
         assert [ours.keys() for ours in synced] == [theirs.keys() for theirs in loaded]
         pairs = zip(synced, loaded, strict=True)
         return [name for ours, theirs in pairs for name in theirs if not torch.equal(ours[name], theirs[name])]
-
-    def held(self, checkpoint: Path, folder: Path) -> tuple[list[State], list[State]]:
-        """Returns what the engine's ranks hold, and what they hold after SGLang's own load of a checkpoint."""
-        synced = self.sglang.state(folder / "synced")
-        self.sglang.load_from_disk(str(checkpoint))
-        return synced, self.sglang.state(folder / "loaded")
 
     def nbytes(self, path: Path) -> list[int]:
         return [sum(tensor.nbytes for tensor in held.values()) for held in self.sglang.state(path)]
@@ -80,34 +76,32 @@ class Rollout(Host):
         """The engine flips a bit of a parameter after the copies of the next sync."""
         self.sglang.spoil_next(parameter)
 
-    def flip_arriving(self) -> None:
-        """Flips a bit of the next bucket that comes to this rank, before the engine rank loads it."""
-        manager = self.receiver._manager
-        assert manager is not None
-        sender, honest = manager.sender, manager.sender.load
+    def _at_next_load(self, act: Callable[[Any, int, int], object]) -> None:
+        """Does something right before a bucket that has come to this rank is loaded, of the next sync."""
+        sender = self.manager().sender
+        honest = sender.load
 
-        def flipping(index: int, slot: int) -> None:
-            sender.load = honest  # type: ignore[method-assign]
-            sender._slot(slot)[7] ^= 2
+        def acting(index: int, slot: int) -> None:
+            act(sender, index, slot)
             honest(index, slot)
 
-        sender.load = flipping  # type: ignore[method-assign]
+        sender.load = acting
+
+    def flip_arriving(self) -> None:
+        """Flips a bit of the next bucket that comes to this rank, before the engine rank loads it."""
+
+        def flip(sender: Any, index: int, slot: int) -> None:
+            del sender.load
+            sender._slot(slot)[7] ^= 2
+
+        self._at_next_load(flip)
 
     def abandoned(self) -> list[str]:
         return list(self.sglang.abandoned)
 
     def die_in_second_bucket(self) -> None:
         """Like a machine that is switched off while weights are on their way."""
-        manager = self.receiver._manager
-        assert manager is not None
-        honest = manager.sender.load
-
-        def dying(index: int, slot: int) -> None:
-            if index == 1:
-                os._exit(9)
-            honest(index, slot)
-
-        manager.sender.load = dying  # type: ignore[method-assign]
+        self._at_next_load(lambda sender, index, slot: index == 1 and os._exit(9))
 
     def end(self) -> None:
         if self.sglang:
@@ -135,25 +129,3 @@ class ServingRollout(Rollout):
 
     def generate_with_base(self) -> tuple[list[int], list[float]]:
         return super().generate()
-
-
-class JudgingRollout(Rollout):
-    """A rollout rank whose engine is compared with a checkpoint merged by hand."""
-
-    def judged(self, merged: Path, base: Path, folder: Path) -> tuple[list[str], list[str], float]:
-        """The engine then holds the base.
-
-        Returns:
-            What is not, within a unit in the last place, as SGLang loads it from a checkpoint merged by hand; what is
-            not, bit for bit, as in the base; and how much of all elements is bit for bit as merged by hand.
-        """
-        synced, by_hand = self.held(merged, folder)
-        _, plain = self.held(base, folder)
-        off, adapted, equal, total = [], [], 0, 0
-        for ours, theirs, unmerged in zip(synced, by_hand, plain, strict=True):
-            assert ours.keys() == theirs.keys() == unmerged.keys()
-            off += [name for name in ours if not within_one_ulp(ours[name], theirs[name])]
-            adapted += [name for name in ours if not torch.equal(ours[name], unmerged[name])]
-            equal += sum(int((ours[name] == theirs[name]).sum()) for name in ours)
-            total += sum(tensor.numel() for tensor in ours.values())
-        return off, adapted, equal / total

@@ -54,7 +54,7 @@ class Sender:
         for number, tied in enumerate(names):
             cuts = sorted(chance.randint(0, numel) for _ in range(WORLD - 1))
             lengths = tuple(b - a for a, b in itertools.pairwise([0, *cuts, numel]))
-            lengths = chance.choice([lengths, lengths, (numel,)])
+            lengths = chance.choice([lengths, lengths, (numel,), (0, numel, 0)])
             base = Base(tied[0], "bfloat16", 2, lengths, tuple(View(name, shape, 0, numel) for name in tied))
             dtype = chance.choice([BF16, torch.float32])
             for rank in range(WORLD):
@@ -81,19 +81,22 @@ class Sender:
                 run.copy_(value.view(-1)[first : first + run.numel()])
         return values
 
-    def staged(self, load: ModelLoad) -> None:
-        """One sync out of slots that are filled again and again."""
-        load.begin()
+    def staged(self, *loads: ModelLoad) -> None:
+        """One sync of engine ranks that read the same slots, which are filled again and again."""
+        for load in loads:
+            load.begin()
         slots = [torch.zeros(self.plan.slot_bytes, dtype=torch.uint8) for _ in range(WORLD)]
         for packer in self._packers:
             packer.begin()
         for index, bucket in enumerate(self.plan.buckets):
             for packer, slot, shards in zip(self._packers, slots, self.shards, strict=True):
                 packer.pack(index, slot, shards)
-            load.load(index, slots if bucket.world > 1 else slots[:1])
+            for place, load in enumerate(loads):
+                load.load(index, slots if bucket.world > 1 else slots[place : place + 1])
             for slot in slots:
                 slot.fill_(0xEE)
-        load.finish()
+        for load in loads:
+            load.finish()
 
     def in_place(self, load: ModelLoad, place: int, lives: Sequence[Live] = ()) -> None:
         """Syncs once from the parameters' own memory, as ``place`` reads it; ``lives`` replaces what was found."""

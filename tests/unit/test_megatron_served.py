@@ -5,16 +5,15 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from peft import PeftType, TaskType
 
-from verl_sync_plugin.rollouts.sglang.lora import served_settings
-from verl_sync_plugin.rollouts.sglang.refusals import refuse_experts
-from verl_sync_plugin.trainers.megatron.trainer import BridgeAdapter
-
-LORA = {"rank": 4, "alpha": 8}
+from verl_sync_plugin.config.settings import SyncConfig
+from verl_sync_plugin.rollouts import rollout_of
+from verl_sync_plugin.sharding_manager import get_sharding_manager
 
 
 def chunk(trains_norm: bool = False, biased: bool = False) -> Any:
@@ -30,29 +29,26 @@ def chunk(trains_norm: bool = False, biased: bool = False) -> Any:
 
 def look(monkeypatch: pytest.MonkeyPatch, **changes: bool) -> None:
     monkeypatch.setattr("verl_sync_plugin.trainers.megatron.trainer.unwrapped", lambda module: module)
-    BridgeAdapter([chunk(**changes)], lambda: iter(()), LORA, 5).look()
-
-
-def test_an_adapter_and_nothing_else_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    look(monkeypatch)
+    engine = Mock(module=[chunk(**changes)])
+    engine.model_config.lora = {"rank": 4, "alpha": 8, "merge": False}
+    backend: Any = get_sharding_manager("megatron", "sglang").backend
+    backend(engine, SyncConfig(), torch.device("cpu"), "bfloat16").open_adapter(None).look()
 
 
 @pytest.mark.parametrize(("change", "name"), [("trains_norm", "norm.weight"), ("biased", "expert_bias")])
 def test_what_else_is_trained_is_refused(change: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    look(monkeypatch)
     with pytest.raises(ValueError, match=rf"lora\.merge=False: '{name}' changes in training.*lora\.merge=True"):
         look(monkeypatch, **{change: True})
 
 
-def test_factors_of_experts_are_refused() -> None:
-    refuse_experts(["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"])
-    with pytest.raises(ValueError, match=r"lora\.merge=False: .* factors of experts .*lora\.merge=True"):
-        refuse_experts(["base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_B.weight"])
-
-
 def test_an_adapter_says_what_sglang_requires() -> None:
     """verl 0.9.0's config of a Megatron adapter has no ``peft_type``, and PEFT's own has enums and sets."""
-    names = [f"base_model.model.model.layers.0.self_attn.{each}.lora_A.weight" for each in ("v_proj", "q_proj")]
+    layer, pack = "base_model.model.model.layers.0.", rollout_of("sglang").pack_adapter
+    factors = {f"{layer}self_attn.{name}.lora_A.weight": torch.ones(2, 2) for name in ("v_proj", "q_proj")}
     settings = {"task_type": TaskType.CAUSAL_LM, "r": 8, "target_modules": {"all-linear"}}
-    expected = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "target_modules": ["q_proj", "v_proj"]}
-    assert served_settings(settings, names) == expected
-    assert served_settings({**settings, "peft_type": PeftType.LORA}, names) == expected
+    for given in (settings, {**settings, "peft_type": PeftType.LORA}):
+        (told, *_), _ = pack(given, factors)
+        assert told == {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "target_modules": ["q_proj", "v_proj"]}
+    with pytest.raises(ValueError, match=r"lora\.merge=False: .* factors of experts .*lora\.merge=True"):
+        pack(settings, {f"{layer}mlp.experts.3.up_proj.lora_B.weight": torch.ones(2, 2)})

@@ -11,16 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from receiving import BF16, CPU, WORLD, Engine, Sender, Weights, memory_for
+from receiving import BF16, WORLD, Engine, Sender, Weights, memory_for
 from verl.workers.rollout.sglang_rollout.utils import DEEPSEEK_V4_FUSION_GROUPS
 
-from verl_sync_plugin.copies.copier import BucketMemory, Copier
-from verl_sync_plugin.engine.load import Assembler
-from verl_sync_plugin.engine.model import partner_of
-from verl_sync_plugin.layout.planner import plan_buckets
-from verl_sync_plugin.layout.strided import Run
-from verl_sync_plugin.layout.tensors import Base, Entry, View
-from verl_sync_plugin.rollouts.sglang.model import FUSED_PAIRS
+from verl_sync_plugin.copies.copier import Copier
+from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.transport import memory
 from verl_sync_plugin.transport.memory import NotInPlaceError, Regions
 
@@ -103,7 +98,7 @@ def test_what_arrives_is_what_the_model_would_load(
 
 
 def test_says_where_parameters_lie_or_why_they_cannot_be_read_there(tmp_path: Path) -> None:
-    sender = sender_of(("whole",), False, 700, 0, tmp_path)
+    sender = sender_of(("whole",), False, 700, 1, tmp_path)
     (mine,), run = sender.shards[0], sender.shards[0][0].local()
     parameters = sender.parameters[0]
     first = parameters.look([mine])
@@ -149,83 +144,63 @@ def test_without_a_cuda_driver_parameters_are_staged(monkeypatch: pytest.MonkeyP
         memory.driver()
 
 
-# Whole tensors out of buckets whose slot is overwritten as soon as a bucket has been loaded
+# Whole tensors out of buckets, for models that load them by themselves
 
 
-def base_of(name: str, tensor: torch.Tensor, world: int = 2) -> Base:
-    return Base(name, "float32", 4, (tensor.numel() // world,) * world, (View(name, tuple(tensor.shape), 0, 32),))
+class Adding(torch.nn.Module):
+    """Changes what it is given, as SGLang's Gemma adds 1 to norms where they arrive."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.held = torch.nn.ParameterDict({name.replace(".", "/"): torch.zeros(8, 4, dtype=BF16) for name in names})
+        self.calls: list[set[str]] = []
+
+    def load_weights(self, weights: Weights) -> None:
+        self.calls.append(set())
+        for name, tensor in weights:
+            self.calls[-1].add(name)
+            self.held[name.replace(".", "/")].data.copy_(tensor.add_(1))
 
 
-def shipped(names: list[str], tensors: list[torch.Tensor], world: int) -> list[list[tuple[str, torch.Tensor]]]:
-    """Returns what each load call gets of small buckets that all go through one slot, cloned while it was valid."""
-    bases = [base_of(name, tensor, world) for name, tensor in zip(names, tensors, strict=True)]
-    plan, assembler, loads = plan_buckets(tuple(bases), 128), Assembler(pairs=FUSED_PAIRS), []
-    slot = torch.zeros(plan.slot_bytes, dtype=torch.uint8)
-    for bucket in plan.buckets:
-        for rank in range(bucket.world):
-            for part in bucket.slices:
-                first = rank * 32 // world
-                run = tensors[part.base].reshape(-1)[first + part.begin : first + min(part.end, 32 // world)]
-                slot.narrow(0, rank * bucket.stride + part.offset, run.nbytes).copy_(run.view(torch.uint8))
-        arriving = assembler.tensors(BucketMemory([slot], bucket.stride, bucket.world), bucket.entries)
-        loads.append([(name, tensor.clone()) for name, tensor in arriving])
-        slot.fill_(0xEE)
-    assembler.finish()
-    return loads
+PAIRS = [("q_a_proj.weight", "kv_a_proj_with_mqa.weight"), *((a[1:], b[1:]) for a, b in DEEPSEEK_V4_FUSION_GROUPS)]
+FIRST, SECOND = PAIRS[0]
 
 
-def test_the_pairs_of_deepseek_v4_are_those_that_verl_keeps_together() -> None:
-    for one, other in DEEPSEEK_V4_FUSION_GROUPS:
-        names = f"model.layers.0{one}", f"model.layers.0{other}"
-        assert tuple(partner_of(name, FUSED_PAIRS) for name in names) == names[::-1]
-
-
-FIRST, SECOND = FUSED_PAIRS[0]
-
-
-@pytest.mark.parametrize("world", [1, 2])  # with one rank the first half aliases the slot, with two it is joined
+@pytest.mark.parametrize(("seed", "bucket_bytes"), [(seed, size) for size in (16, 64) for seed in range(3)])
 @pytest.mark.parametrize(
     ("names", "together"),
     [
         *(
-            ([f"m.3.{one}", "m.between", f"m.3.{other}", "m.after"], [[], [1], [0, 2], [3]])
-            for pair in FUSED_PAIRS
+            ([f"m.3.{one}", "m.between", f"m.3.{other}", "m.after"], [{0, 2}, {1}, {3}])
+            for pair in PAIRS
             for one, other in (pair, pair[::-1])
         ),
-        ([f"l.0.{FIRST}", f"l.1.{FIRST}", f"l.1.{SECOND}", f"l.0.{SECOND}"], [[], [], [1, 2], [0, 3]]),
+        ([f"l.0.{FIRST}", f"l.1.{FIRST}", f"l.1.{SECOND}", f"l.0.{SECOND}"], [{0, 3}, {1, 2}]),
+        ([f"l.0.{FIRST}", "m.after"], [{0}, {1}]),  # it does not wait for a half that is not sent
     ],
 )
-def test_torn_pairs_arrive_in_one_load(names: list[str], together: list[list[int]], world: int) -> None:
-    tensors = [torch.randn(8, 4) for _ in names]
-    loads = shipped(names, tensors, world)
-    assert [[name for name, _ in load] for load in loads] == [[names[each] for each in load] for load in together]
-    for name, tensor in (each for load in loads for each in load):
-        assert torch.equal(tensor, tensors[names.index(name)])
+def test_torn_tensors_arrive_whole_and_pairs_in_one_load(
+    names: list[str], together: list[set[int]], seed: int, bucket_bytes: int
+) -> None:
+    """In every engine rank that reads the slots, whatever another one's model does to them."""
+    sender = Sender([(name,) for name in names], (8, 4), bucket_bytes, seed)
+    models = [Adding(names), Adding(names)]
+    loads = [sender.receiver(SGLangModel(model, 0)) for model in models]
+    for number in range(2):
+        for model in models:
+            model.calls.clear()
+        values = sender.train(number)
+        sender.staged(*loads)
+        for model in models:
+            assert all(torch.equal(model.held[name.replace(".", "/")], values[name] + 1) for name in names)
+    for some in together:
+        assert all(any({names[each] for each in some} <= call for call in model.calls) for model in models)
 
 
-def test_half_of_a_pair_does_not_wait_for_one_that_is_not_sent() -> None:
-    memory = BucketMemory([torch.zeros(16, dtype=torch.uint8)], 16, 1)
-    half = Entry(f"l.0.{FIRST}", "uint8", (16,), None, 16, (Run(0, 0, 16),))
-    ((name, _),) = Assembler(frozenset({half.name}), FUSED_PAIRS).tensors(memory, (half,))
-    assert name == half.name
-
-
-def test_finish_names_an_incomplete_tensor() -> None:
-    assembler = Assembler()
-    slot = BucketMemory([torch.zeros(16, dtype=torch.uint8)], 16, 1)
-    assert list(assembler.tensors(slot, (Entry("half", "uint8", (32,), None, 32, (Run(0, 0, 16),)),))) == []
-    with pytest.raises(ValueError, match="incomplete tensors: half"):
-        assembler.finish()
-
-
-def test_what_a_model_does_to_a_tensor_stays_away_from_other_readers() -> None:
-    """SGLang's Gemma adds 1 to norms where they arrive, and its gpt-oss writes zeros; both ranks read this slot."""
-    whole = torch.arange(8, dtype=FP32)
-    base = Base("norm.weight", "float32", 4, (0, 8), (View("norm.weight", (8,), 0, 8),))
-    (bucket,) = plan_buckets((base,), 1 << 10, sharded=True).buckets
-    slots = [torch.zeros(bucket.stride, dtype=torch.uint8, device=CPU) for _ in range(2)]
-    slots[1][:32] = whole.view(torch.uint8)
-    for _ in range(2):
-        ((_, tensor),) = Assembler().tensors(BucketMemory(slots, bucket.stride, bucket.world), bucket.entries)
-        assert torch.equal(tensor, whole)
-        tensor += 1
+def test_a_tensor_that_does_not_come_whole_is_named() -> None:
+    sender = Sender([("torn",)], (8, 4), 16)
+    load = sender.receiver(SGLangModel(Adding(["torn"]), 0))
+    load.begin()
+    load.load(0, [torch.zeros(sender.plan.slot_bytes, dtype=torch.uint8) for _ in range(WORLD)])
+    with pytest.raises(ValueError, match="incomplete tensors: torn"):
+        load.finish()

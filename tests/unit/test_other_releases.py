@@ -34,12 +34,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("folder", [("verl==0.9.0",)], indirect=True, ids=["0.9.0"])
-def test_what_differs_in_an_older_verl_is_known(folder: Path) -> None:
+def test_what_differs_in_an_older_verl_is_known_and_the_doctor_finds_every_hook(folder: Path, tmp_path: Path) -> None:
     assert verl_contract.differences(folder).keys() == SINCE_0_9_0
-
-
-@pytest.mark.parametrize("folder", [("verl==0.9.0",)], indirect=True, ids=["0.9.0"])
-def test_the_doctor_finds_every_hook_in_it(folder: Path, tmp_path: Path) -> None:
     told = doctor(tmp_path, PYTHONPATH=first_in_path(folder))
     assert told.code == 0 and not told.bad, told.bad
     assert told.findings["version/verl"]["text"] == "verl 0.9.0"

@@ -72,40 +72,27 @@ def planned(bucket_bytes: int, sharded: bool = False) -> Plan:
     return plan_buckets(tuple(shard.base for shard in shards(0)), bucket_bytes, sharded)
 
 
-def check(packer: Packer, seed: int, rank: int) -> None:
-    mine = shards(rank, seed)
-    packer.begin()
-    numbers = numbers_of(bucket.entries for bucket in packer.plan.buckets)
-    sums = torch.zeros(len(numbers), dtype=torch.int64)
-    for index, bucket in enumerate(packer.plan.buckets):
-        place = rank if bucket.world > 1 else 0
-        origin, staged = (place * bucket.stride, bucket.stride) if packer.plan.sharded else (0, bucket.nbytes)
-        memory, expected = (torch.zeros(staged + 16, dtype=torch.uint8) for _ in range(2))
-        memory, expected = (m[-m.data_ptr() % 16 :][:staged] for m in (memory, expected))
-        packer.pack(index, memory, mine)
-        pack_segment(expected, bucket, mine, place, origin)
-        for hull in hulls_of(bucket.entries, place * bucket.stride, (place + 1) * bucket.stride):
-            part = slice(hull.first - origin, hull.end - origin)
-            assert torch.equal(memory[part], expected[part]), (bucket.entries, hull)
-            sums[numbers[hull.names[0]]] += plain.hash_bytes(expected[part].clone(), hull.first)
-    assert torch.equal(packer.sums(), sums) and packer.broken() == []
-
-
 @pytest.mark.parametrize("rank", range(WORLD))
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [1 << 20, 3000, 800])
 def test_tables_pack_what_slices_pack(rank: int, bucket_bytes: int, sharded: bool, interpreted: None) -> None:
     packer = Packer(CPU, planned(bucket_bytes, sharded), rank)
+    numbers = numbers_of(bucket.entries for bucket in packer.plan.buckets)
     for seed in range(3):  # other addresses each time
-        check(packer, seed, rank)
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("bucket_bytes", [1 << 20, 800])
-def test_without_the_kernel(bucket_bytes: int, sharded: bool) -> None:
-    packer = Packer(CPU, planned(bucket_bytes, sharded), 1)
-    for seed in range(2):
-        check(packer, seed, rank=1)
+        mine, sums = shards(rank, seed), torch.zeros(len(numbers), dtype=torch.int64)
+        packer.begin()
+        for index, bucket in enumerate(packer.plan.buckets):
+            place = rank if bucket.world > 1 else 0
+            origin, staged = (place * bucket.stride, bucket.stride) if sharded else (0, bucket.nbytes)
+            memory, expected = (torch.zeros(staged + 16, dtype=torch.uint8) for _ in range(2))
+            memory, expected = (m[-m.data_ptr() % 16 :][:staged] for m in (memory, expected))
+            packer.pack(index, memory, mine)
+            pack_segment(expected, bucket, mine, place, origin)
+            for hull in hulls_of(bucket.entries, place * bucket.stride, (place + 1) * bucket.stride):
+                part = slice(hull.first - origin, hull.end - origin)
+                assert torch.equal(memory[part], expected[part]), (bucket.entries, hull)
+                sums[numbers[hull.names[0]]] += plain.hash_bytes(expected[part].clone(), hull.first)
+        assert torch.equal(packer.sums(), sums) and packer.broken() == []
 
 
 @pytest.mark.parametrize("chunk", [64, 100, 250])

@@ -161,13 +161,20 @@ def test_bounds_and_metadata(model: Model) -> None:
     bases, bucket_bytes, _ = model
     plan = plan_buckets(bases, bucket_bytes)
     described = {view.name: (base.dtype, view.shape, view.strides) for base in bases for view in base.views}
+    travels: Counter[int] = Counter()
     for bucket in plan.buckets:
         assert bucket.slices, "an empty bucket"
         assert bucket.nbytes == bucket.world * bucket.stride <= bucket_bytes
         assert bucket.stride % ALIGNMENT == 0
-        assert {len(plan.bases[part.base].lengths) for part in bucket.slices} == {bucket.world}
+        assert {len(plan.bases[part.base].lengths) for part in bucket.slices} == {bucket.world}, (
+            "no replica is gathered"
+        )
+        for part in bucket.slices:
+            base = plan.bases[part.base]
+            travels[part.base] += sum(max(part.count(base, rank), 0) for rank in range(bucket.world))
         for entry in bucket.entries:
             assert (entry.dtype, entry.shape, entry.strides) == described[entry.name]
+    assert travels == {n: base.numel for n, base in enumerate(bases) if base.numel}, "also what has two names"
     assert plan.slot_bytes == max((bucket.nbytes for bucket in plan.buckets), default=0)
     assert plan.nbytes == sum(bucket.nbytes for bucket in plan.buckets)
     assert plan.tensor_count == len(described)
@@ -203,41 +210,15 @@ def test_digest_tells_layouts_apart(other: Base) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    world=st.integers(1, 8),
-    experts=st.integers(1, 24),
-    span=st.integers(1, 30),
-    spare=st.integers(0, 400),
-    before=st.integers(0, 60),
-)
+@given(st.integers(1, 8), st.integers(1, 24), st.integers(1, 30), st.integers(0, 400), st.integers(0, 60))
 def test_fused_experts_are_cut_between_experts(world: int, experts: int, span: int, spare: int, before: int) -> None:
     views = tuple(View(f"experts.{index}.weight", (span,), index * span, span) for index in range(experts))
     fused = Base("experts", "bfloat16", 2, chunk_lengths(experts, world, span), views)
     dense = Base("dense", "bfloat16", 2, chunk_lengths(before, world, 1), (View("dense", (before,), 0, before),))
-    bases = (dense, fused) if before else (fused,)
     per_rank = -(-span * 2 // ALIGNMENT) * ALIGNMENT + spare
-    plan = plan_buckets(bases, per_rank * world)
-    whole = [entry for bucket in plan.buckets for entry in bucket.entries if entry.name.startswith("experts.")]
-    assert sorted(entry.name for entry in whole) == sorted(view.name for view in views)
-    assert all(sum(piece.width for piece in entry.pieces) == entry.nbytes == span * 2 for entry in whole)
-
-
-def test_aliases_travel_once_under_both_names() -> None:
-    views = (View("embed", (10, 4), 0, 40), View("head", (10, 4), 0, 40))
-    plan = plan_buckets((Base("embed", "bfloat16", 2, (20, 20), views),), 1024)
-    (bucket,) = plan.buckets
-    assert [entry.name for entry in bucket.entries] == ["embed", "head"]
-    assert bucket.entries[0].pieces == bucket.entries[1].pieces
-    assert plan.nbytes == 96, "40 elements of 2 bytes once, padded to 48 per rank"
-
-
-def test_replicated_bases_are_not_gathered() -> None:
-    sharded = Base("w", "bfloat16", 2, (4, 4), (View("w", (8,), 0, 8),))
-    plan = plan_buckets((simple("buffer"), sharded), 64)
-    assert [(bucket.world, [entry.name for entry in bucket.entries]) for bucket in plan.buckets] == [
-        (2, ["w"]),
-        (1, ["buffer"]),
-    ]
+    plan = plan_buckets((dense, fused) if before else (fused,), per_rank * world)
+    times = Counter(entry.name for bucket in plan.buckets for entry in bucket.entries)
+    assert all(times[view.name] == 1 for view in views)
 
 
 @pytest.mark.parametrize("world", [1, 2, 8])
@@ -249,37 +230,31 @@ def test_bucket_too_small_for_the_ranks(world: int) -> None:
     assert "raise actor_rollout_ref.rollout.update_weights_bucket_megabytes" in str(caught.value)
 
 
+def dense(name: str, *owners: int) -> list[Base]:
+    return parts_of(name, owners, 1, 64, 1, 4)
+
+
 def test_duplicate_names_are_refused() -> None:
     for bases in ([simple("w"), simple("v"), simple("w")], [*dense("w", 0), *dense("v", 1), *dense("w", 0)]):
         with pytest.raises(ValueError, match="both named 'w'"):
             plan_buckets(tuple(bases), 1024)
 
 
-def dense(name: str, *owners: int, world: int = 4) -> list[Base]:
-    return parts_of(name, owners, 1, 64, 1, world)
-
-
 def test_stages_fill_the_same_bucket() -> None:
     """Two pipeline stages of two tensor-parallel ranks: no rank's segment stays empty."""
-    layers = [dense(f"layer{i}", *((0, 1) if i < 4 else (2, 3))) for i in range(8)]
-    plan = plan_buckets(tuple(base for layer in layers for base in layer), 4 * 128)
+    layers = [base for i in range(8) for base in dense(f"layer{i}", *((0, 1) if i < 4 else (2, 3)))]
+    plan = plan_buckets(tuple(layers), 4 * 128)
     assert len(plan.buckets) == 2 and plan.nbytes == 8 * 2 * 64, "padding"
     for bucket in plan.buckets:
         assert {int(entry.name[-1]) < 4 for entry in bucket.entries} == {True, False}
 
 
-def entry(name: str, *pieces: tuple[int, int]) -> Entry:
-    parts = tuple(Run(offset, 0, nbytes) for offset, nbytes in pieces)
-    return Entry(name, "uint8", (64,), None, 64, parts)
-
-
 def test_hulls() -> None:
-    entries = (
-        entry("a", (0, 16), (64, 16)),
-        entry("b", (16, 8)),
-        entry("tied", (0, 16), (64, 16)),
-        entry("c", (20, 9)),
-    )
+    pieces = {"a": [(0, 16), (64, 16)], "b": [(16, 8)], "tied": [(0, 16), (64, 16)], "c": [(20, 9)]}
+    entries = [
+        Entry(name, "uint8", (64,), None, 64, tuple(Run(at, 0, nbytes) for at, nbytes in parts))
+        for name, parts in pieces.items()
+    ]
     assert hulls_of(entries) == [
         Hull(0, 16, ("a", "tied")),
         Hull(16, 29, ("b", "c"), equal=False),
@@ -287,13 +262,9 @@ def test_hulls() -> None:
     ]
 
 
-def planned(sharded: bool) -> Plan:
-    views = (View("w", (64,), 0, 64),)
-    return plan_buckets((Base("w", "uint8", 1, (32, 32), views),), 64, sharded)
-
-
 def test_a_sharded_bucket_is_bounded_by_what_a_rank_stages() -> None:
-    gathered, sharded = planned(False), planned(True)
+    base = Base("w", "uint8", 1, (32, 32), (View("w", (64,), 0, 64),))
+    gathered, sharded = (plan_buckets((base,), 64, each) for each in (False, True))
     assert (gathered.slot_bytes, gathered.buckets[0].nbytes) == (64, 64)
     assert (sharded.slot_bytes, sharded.buckets[0].nbytes) == (32, 64)
     assert gathered.digest != sharded.digest

@@ -38,13 +38,7 @@ def run(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     stand_in = folder / "python"
     stand_in.write_text(STAND_IN.format(python=sys.executable, reports=folder / "given.jsonl", line=report.line()))
     stand_in.chmod(0o755)
-    given = {
-        "PYTHON": str(stand_in),
-        "WORK": str(folder / "work"),
-        "SYNCS": "yes",
-        "WORDS": "step:2 - a/b:1",
-        "ENDS": "0",
-    }
+    given = {"PYTHON": str(stand_in), "WORK": f"{folder}/work", "SYNCS": "yes", "WORDS": "step:2 - a/b:1", "ENDS": "0"}
     return subprocess.run(
         ["bash", str(RUN_SH)], env={**os.environ, **given, **environment}, capture_output=True, text=True, timeout=100
     )

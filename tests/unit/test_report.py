@@ -14,6 +14,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_sync_plugin import report as module
+from verl_sync_plugin.hooks import trainer
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Base, View
 from verl_sync_plugin.report import (
@@ -23,7 +24,6 @@ from verl_sync_plugin.report import (
     metrics_of,
     progress,
     progress_line,
-    say_who_moves,
     timing_of,
 )
 from verl_sync_plugin.transport.protocol import ALL
@@ -74,7 +74,7 @@ def test_the_line_fits_a_terminal() -> None:
         nbytes=61 * 10**9,
         delivery="broadcast",
         verified_tensors=18867,
-        no_room="full",
+        no_room="all",
     )
     assert longest.line().endswith("GB, broadcast, verified 18867, no memory to verify") and len(longest.line()) <= 100
     assert report(verified_tensors=5, not_comparable=2).line().endswith("verified 5, 2 not comparable")
@@ -97,17 +97,6 @@ def test_of_several_replicas_bytes_add_up_and_the_worst_of_the_rest_counts() -> 
     assert {name: found[f"sync/{name}"] for name in expected} == expected
     zeros = set(found) - {f"sync/{name}" for name in expected}
     assert len(zeros) == 8 and not any(found[name] for name in zeros), zeros
-
-
-def test_one_line_says_who_moves_the_weights(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(module, "_said", set())
-    for steps in (0, 1):
-        say_who_moves(report(global_steps=steps, manager="SomeManager", delivery="sharded", nbytes=3 << 29))
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("[verl-sync-plugin] ")
-    assert line.endswith("moves the weights of this run: SomeManager, delivery sharded, 7 tensors, 1.50 GiB")
 
 
 def test_a_sync_that_takes_long_says_how_far_it_is(
@@ -133,7 +122,6 @@ def test_a_sync_that_takes_long_says_how_far_it_is(
 
 def test_active_in_every_step_of_a_run_that_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in a step without a sync, as verl's separate trainers have them, and never without a replica of ours."""
-    from verl_sync_plugin.hooks import trainer
 
     class Steps:
         def on_step_end(self) -> None:
@@ -150,34 +138,38 @@ def test_active_in_every_step_of_a_run_that_is_ours(monkeypatch: pytest.MonkeyPa
         assert stepped._pending_sync_metrics == expected and not stepped.timing_raw
     pending.append(report().as_dict())
     stepped.on_step_end()
-    assert stepped._pending_sync_metrics["sync/active"] == 1.0 and stepped._pending_sync_metrics["sync/tensors"] == 7.0
-    assert stepped.timing_raw["sync/phase"] == 2.875
+    assert stepped._pending_sync_metrics["sync/tensors"] == 7.0 and stepped.timing_raw["sync/phase"] == 2.875
 
 
-def test_a_difference_of_probabilities_beyond_the_key_stops_the_run() -> None:
-    """Before verl's update of the actor, with step, value and key; never where the key is off or there is no token."""
-    from verl_sync_plugin.hooks import trainer
+@pytest.mark.parametrize(
+    ("most", "mean", "valid", "said"),
+    [
+        (None, 0.9, 1, ""),
+        (0.02, 0.02, 1, ""),
+        (0.02, math.nan, 0, ""),  # there is no token
+        *(
+            (0.02, mean, 1, rf"{trainer.PROBS_DIFF}={mean} .*\.max_probs_diff=0.02.*raise")
+            for mean in (0.021, math.nan)
+        ),
+        (0.02, None, 1, f"verl logged no {trainer.PROBS_DIFF}, which .*max_probs_diff=0.02"),
+    ],
+)
+def test_a_difference_of_probabilities_beyond_the_key_stops_the_run(
+    most: float | None, mean: float | None, valid: int, said: str
+) -> None:
+    """Before verl's update of the actor, with step, value and key."""
 
     class Steps:
         global_steps = 7
+        config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"custom": {"sync": {"max_probs_diff": most}}}}})
 
         def _compute_old_log_prob(self, batch: str, metrics: dict[str, Any]) -> str:
-            metrics.update(self.computed)  # type: ignore[attr-defined]
+            metrics.update({} if mean is None else {trainer.PROBS_DIFF: mean, trainer.PROBS_VALID: valid})
             return batch + " scored"
 
     stepped: Any = trainer.reporting(Steps)()
-
-    def step(most: float | None, mean: float | None, valid: int = 1) -> None:
-        sync = {} if most is None else {"max_probs_diff": most}
-        stepped.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"custom": {"sync": sync}}}})
-        stepped.computed = {} if mean is None else {trainer.PROBS_DIFF: mean, trainer.PROBS_VALID: valid}
+    if said:
+        with pytest.raises(RuntimeError, match=f"step 7: {said}"):
+            stepped._compute_old_log_prob("batch", metrics={})
+    else:
         assert stepped._compute_old_log_prob("batch", metrics={}) == "batch scored"
-
-    step(None, 0.9)
-    step(0.02, 0.02)
-    step(0.02, math.nan, valid=0)
-    for mean in (0.021, math.nan):
-        with pytest.raises(RuntimeError, match=rf"step 7: {trainer.PROBS_DIFF}={mean} .*\.max_probs_diff=0.02.*raise"):
-            step(0.02, mean)
-    with pytest.raises(RuntimeError, match=f"step 7: verl logged no {trainer.PROBS_DIFF}, which .*max_probs_diff=0.02"):
-        step(0.02, None)

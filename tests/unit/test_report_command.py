@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import statistics
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +31,12 @@ def line(step: int, rank: int = 0, pid: int = 7, **changes: Any) -> dict[str, An
         },
         nbytes=16_000_000_000,
         tensors=339,
-        coverage_expected=199,
-        own_bytes=6_000_000_000,
-        peer_bytes=2_000_000_000,
-        direct_bytes=8_000_000_000,
         delivery="direct",
         hashed_tensors=339,
-        verified_tensors=337,
-        not_comparable=2,
-        staging_bytes=GIB,
+        verified_tensors=339,
         device_total_bytes=140 * GIB,
-        device_used_bytes={
-            "asleep": 50 * GIB, "weights": 58 * GIB, "synced": 58 * GIB, "room": 55 * GIB, "awake": 95 * GIB,
-        },
-        trainer_reserved_bytes={
-            "asleep": 40 * GIB, "weights": 41 * GIB, "synced": 41 * GIB, "room": 38 * GIB, "awake": 38 * GIB,
-        },
+        device_used_bytes={"asleep": 50 * GIB, "weights": 58 * GIB, "awake": 95 * GIB},
+        trainer_reserved_bytes={"asleep": 40 * GIB, "weights": 41 * GIB, "awake": 38 * GIB},
         origin={"host": f"node{rank // 8}", "pid": pid, "rank": rank, "device": "NVIDIA H200", "epoch": 1.79e9,
                 "ranks": 8, "engine": "SGLang", "trainer": "FSDP2", "model": "Tiny-7B"},
         spans=[
@@ -59,32 +49,24 @@ def line(step: int, rank: int = 0, pid: int = 7, **changes: Any) -> dict[str, An
     return {"event": "sync_report", **report.as_dict(), **changes}
 
 
-class Page(HTMLParser):
+class Page:
     """The cells of a page's tables by the table's id, and its text without markup."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.cells: dict[str, list[list[str]]] = {}
-        self.text = ""
-        self._table = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag == "table":
-            self._table = dict(attrs).get("id") or ""
-        elif tag == "tr":
-            self.cells.setdefault(self._table, []).append([])
-        elif tag in ("td", "th"):
-            self.cells[self._table][-1].append("")
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-        if self.lasttag in ("td", "th"):
-            self.cells[self._table][-1][-1] += data
+        self.text = bare(text)
+        tables = re.findall(r'<table[^>]*id="(\w+)"[^>]*>(.*?)</table>', text, re.DOTALL)
+        self.cells = {
+            name: [list(map(bare, re.findall(r"<t[dh].*?>(.*?)</t[dh]>", row))) for row in table.split("<tr>")[1:]]
+            for name, table in tables
+        }
 
     def row(self, table: str, heading: str) -> list[str]:
         (found,) = [cells for cells in self.cells[table] if cells[0] == heading]
         return found[1:]
+
+
+def bare(markup: str) -> str:
+    return html.unescape(re.sub("<[^>]*>", "", markup))
 
 
 def written(folder: Path, *lines: Any, name: str = "reports.jsonl") -> Path:
@@ -114,12 +96,7 @@ def test_figures_are_those_of_the_file_and_nothing_points_elsewhere(tmp_path: Pa
     assert page.row("syncs", "2")[:4] == ["0.53 s", "0.12 s", "0.38 s", "31 ms"]
     assert page.row("numbers", "nbytes") == ["16.00 GB"] * 2 and page.row("numbers", "delivery") == ["direct"] * 2
     assert page.row("numbers", "phase") == ["0.41 s", "0.56 s"]
-    for drawn in (
-        "moments of the last sync",
-        "engine_load  0.12 s",
-        "step 0, the first",
-        "step 4, the slowest",
-    ):
+    for drawn in ("moments of the last sync", "engine_load  0.12 s", "step 0, the first", "step 4, the slowest"):
         assert drawn in page.text
 
 
@@ -211,7 +188,7 @@ GOOD = json.dumps(line(0)).encode()
         (
             b'\n{"event": "sync_report", "stages": 3}\n',
             [],
-            r"file:2: Expected `object`.* at `\$.stages`; remove that line",
+            r"file:2: Expected `object`.*; remove that line",
         ),
         (b'{"event": "sync_report", "stages": {"sleep": 1}}\n', [], "file:1: it does not say who wrote it"),
         (GOOD, ["--out", "{}/nowhere/page.html"], "name another place"),

@@ -32,13 +32,6 @@ def members(**last: Any) -> list[Any]:
     return [*trainers, replace(one, **{"key": "r", "trainer": False, "device": "gpu-2", **last})]  # type: ignore[arg-type]
 
 
-def test_trainer_ranks_come_first_and_everybody_hears_of_all() -> None:
-    everybody = members()
-    trainer, rollout = SyncCheckpointEngine.build_topology(2, 1, everybody)
-    assert trainer["rank"] == [0, 1] and rollout["rank"] == [2]
-    assert {*trainer["members"], *rollout["members"]} == {tuple(everybody)}
-
-
 @pytest.mark.parametrize(
     ("last", "text"),
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 import verl
-from omegaconf import OmegaConf
 
 import unmeasured
 
@@ -43,23 +41,19 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found]:
         results.append(json.loads((folder / "found.json").read_text()))
     ours, stock = results
     assert ours["plugin"] and not stock["plugin"]
-    assert ours["configs"].keys() == stock["configs"].keys() and ours["mains"].keys() == stock["mains"].keys()
+    assert ours["configs"].keys() == stock["configs"].keys()
     return ours, stock
 
 
-def test_all_are_there(found: tuple[Found, Found]) -> None:
-    _, stock = found
+def test_all_are_there_and_end_alike(found: tuple[Found, Found]) -> None:
+    ours, stock = found
     for main in ("main_ppo", "main_generation_server", "main_eval", "sft_trainer", "sft_trainer_ray"):
         assert f"verl.trainer.{main}" in stock["mains"]
     assert len([name for name in stock["mains"] if name.startswith("verl.experimental.")]) >= 2
+    assert ours["mains"] == stock["mains"] == dict.fromkeys(stock["mains"], "")
     assert len(stock["configs"]) > 30
-    assert not [result for result in stock["configs"].values() if "error" in result]
-
-
-def test_every_config_ends_alike(found: tuple[Found, Found]) -> None:
-    ours, stock = found
     for case, result in stock["configs"].items():
-        assert ours["configs"][case].get("error") == result.get("error"), case
+        assert "error" not in result and "error" not in ours["configs"][case], case
 
 
 def test_every_config_holds_verls_values(found: tuple[Found, Found]) -> None:
@@ -95,21 +89,3 @@ def without_ours(case: str, mine: dict[str, Any], verls: dict[str, Any]) -> bool
         for key in keys:
             section.pop(key)
     return True
-
-
-def test_every_main_starts_alike(found: tuple[Found, Found]) -> None:
-    """Up to the printing of its config, of which nothing needs the plugin to be read."""
-    ours, stock = found
-    for module, result in stock["mains"].items():
-        mine = ours["mains"][module]
-        assert mine["code"] == result["code"] == 0, (module, mine["yaml"][-2000:], result["yaml"][-2000:])
-        resolvers = set(re.findall(r"\$\{([\w.]+):", mine["yaml"]))
-        assert resolvers <= {*re.findall(r"\$\{([\w.]+):", result["yaml"]), "oc.decode"}, "one that only we have"
-        config, verls = OmegaConf.create(mine["yaml"]), OmegaConf.create(result["yaml"])
-        if "actor_rollout_ref" in config:
-            OmegaConf.resolve(config)
-            for key in ("custom", "update_weights_bucket_megabytes", "multi_stage_wake_up", "_target_"):
-                config.actor_rollout_ref.rollout.pop(key)
-                verls.actor_rollout_ref.rollout.pop(key, None)
-            OmegaConf.resolve(verls)
-        assert config == verls, module

@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 import verl_contract
@@ -46,8 +45,6 @@ def overrides() -> Iterator[tuple[type, str, type]]:
 def imports() -> Iterator[str]:
     """Yields what the package imports of verl, as ``module:name`` of where verl defines it."""
     for file in PACKAGE.rglob("*.py"):
-        if file.parent.name == "cpu":
-            continue
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("verl."):
                 for alias in node.names:
@@ -67,12 +64,9 @@ def test_the_list_has_all_that_is_imported_and_overridden() -> None:
     assert used - verl_contract.stored().keys() == set()
 
 
-METHODS = {f"{ours.__name__}.{name}": vars(ours)[name] for ours, name, _ in overrides() if not name.startswith("__")}
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_an_override_takes_arguments_that_it_does_not_know(name: str) -> None:
-    """Newer releases of verl pass more of them; what becomes of each is the next test's affair."""
-    method = getattr(METHODS[name], "__func__", METHODS[name])
-    kinds = {parameter.kind for parameter in inspect.signature(method).parameters.values()}
-    assert inspect.Parameter.VAR_KEYWORD in kinds
+def test_an_override_takes_arguments_that_it_does_not_know() -> None:
+    """Newer releases of verl pass more of them; what becomes of each: ``test_server.py``."""
+    for ours, name, _ in overrides():
+        method = getattr(vars(ours)[name], "__func__", vars(ours)[name])
+        kinds = {parameter.kind for parameter in inspect.signature(method).parameters.values()}
+        assert name.startswith("__") or inspect.Parameter.VAR_KEYWORD in kinds, (ours, name)

@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tomllib
 import zipfile
 from pathlib import Path
 
@@ -31,71 +30,45 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     (source / "verl_sync_plugin" / "COMMIT").write_text("1a2b3c4d5e6f")  # as in a source distribution
     target = source.parent / "wheels"
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(target),
-        str(source),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(target)]
+    done = subprocess.run([*command, str(source)], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = target.glob("*.whl")
     return zipfile.ZipFile(path)
 
 
-class TestWheel:
-    def test_holds_every_module_and_config(self, wheel: zipfile.ZipFile) -> None:
-        names = set(wheel.namelist())
-        modules = {str(path.relative_to(ROOT)) for path in (ROOT / "verl_sync_plugin").rglob("*.py")}
-        configs = {f"verl_sync_plugin/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.yaml")}
-        assert configs
-        assert modules | configs | {"verl_sync_plugin/py.typed"} <= names
-
-    def test_installs_nothing_beside_the_package(self, wheel: zipfile.ZipFile) -> None:
-        roots = {name.split("/")[0] for name in wheel.namelist() if ".dist-info" not in name}
-        assert roots == {"verl_sync_plugin"}  # no .pth: nothing runs while Python starts
-
-    def test_entry_points(self, wheel: zipfile.ZipFile) -> None:
-        (name,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
-        entries = configparser.ConfigParser()
-        entries.read_string(wheel.read(name).decode())
-        assert dict(entries["verl.plugins"]) == {"verl_sync_plugin": "verl_sync_plugin.plugin"}
-        assert dict(entries["console_scripts"]) == {"verl-sync": "verl_sync_plugin.cli:main"}
-
-    def test_version_is_the_package_s(self, wheel: zipfile.ZipFile) -> None:
-        assert f"verl_sync_plugin-{verl_sync_plugin.__version__}-" in Path(wheel.filename or "").name
-
-    def test_says_the_commit_that_it_was_built_from(self, wheel: zipfile.ZipFile, tmp_path: Path) -> None:
-        wheel.extractall(tmp_path)
-        command = [sys.executable, "-m", "verl_sync_plugin.cli", "--version"]
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
-        assert said == f"verl-sync {verl_sync_plugin.__version__} (1a2b3c4d5e6f)\n"
-
-    def test_metadata_are_those_that_an_index_shows(self, wheel: zipfile.ZipFile) -> None:
-        (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
-        found = email.message_from_bytes(wheel.read(name))
-        assert found["License-Expression"] == "Apache-2.0" and found["Keywords"] and found["Summary"]
-        assert found["Description-Content-Type"] == "text/markdown"
-        assert "Typing :: Typed" in found.get_all("Classifier", [])
-        needed = found.get_all("Requires-Dist", [])
-        assert set(found.get_all("Provides-Extra", [])) == {"verl", "sglang", "megatron", "report"}
-        assert 'sglang<0.5.15,>=0.5.12; extra == "sglang"' in needed
-        assert not [each for each in needed if "pytest" in each], "the tools of the tests are a dependency group"
+def read(wheel: zipfile.ZipFile, ending: str) -> bytes:
+    (name,) = (name for name in wheel.namelist() if name.endswith(ending))
+    return wheel.read(name)
 
 
-def test_the_group_of_test_tools_is_what_the_set_up_installs(tmp_path: Path) -> None:
-    """The function of the script that reads the group, since the pip of a fresh Python 3.11 does not know groups."""
-    text = (ROOT / "scripts" / "setup_venv.sh").read_text()
-    function = text[text.index("test_tools() {") : text.index("\n}\n", text.index("test_tools() {")) + 3]
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").symlink_to(sys.executable)
-    command = ["bash", "-c", f"{function}\ntest_tools"]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "VENV": str(tmp_path)}, capture_output=True, text=True)
-    group = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["test"]
-    assert done.stdout.splitlines() == group and "pytest" in done.stdout, done.stderr
+def test_holds_every_module_and_config_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    names = {name for name in wheel.namelist() if ".dist-info" not in name}
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "verl_sync_plugin").rglob("*.py")}
+    configs = {f"verl_sync_plugin/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.yaml")}
+    assert configs and modules | configs | {"verl_sync_plugin/py.typed"} <= names
+    assert {name.split("/")[0] for name in names} == {"verl_sync_plugin"}  # no .pth: nothing runs while Python starts
+
+
+def test_metadata_are_those_that_an_index_shows(wheel: zipfile.ZipFile) -> None:
+    entries = configparser.ConfigParser()
+    entries.read_string(read(wheel, "entry_points.txt").decode())
+    assert dict(entries["verl.plugins"]) == {"verl_sync_plugin": "verl_sync_plugin.plugin"}
+    assert dict(entries["console_scripts"]) == {"verl-sync": "verl_sync_plugin.cli:main"}
+    found = email.message_from_bytes(read(wheel, ".dist-info/METADATA"))
+    assert found["License-Expression"] == "Apache-2.0" and found["Keywords"] and found["Summary"]
+    assert found["Description-Content-Type"] == "text/markdown"
+    assert "Typing :: Typed" in found.get_all("Classifier", [])
+    needed = found.get_all("Requires-Dist", [])
+    assert set(found.get_all("Provides-Extra", [])) == {"verl", "sglang", "megatron", "report"}
+    assert 'sglang<0.5.15,>=0.5.12; extra == "sglang"' in needed
+    assert not [each for each in needed if "pytest" in each], "the tools of the tests are a dependency group"
+
+
+def test_says_its_version_and_the_commit_that_it_was_built_from(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    assert f"verl_sync_plugin-{verl_sync_plugin.__version__}-" in Path(wheel.filename or "").name
+    wheel.extractall(tmp_path)
+    command = [sys.executable, "-m", "verl_sync_plugin.cli", "--version"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+    assert said == f"verl-sync {verl_sync_plugin.__version__} (1a2b3c4d5e6f)\n"

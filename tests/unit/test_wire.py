@@ -27,16 +27,20 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
         ("half", FP32, "float16", FP16, FP16),
         ("auto", FP32, "float32", BF16, FP32),
         ("bfloat16", FP32, "int32", BF16, BF16),
+        ("bfloat16", torch.int64, "float32", torch.int64, torch.int64),
     ],
 )
 def test_what_the_engine_keeps(
     rollout: str, trained: torch.dtype, kept: str, before: torch.dtype, travels: torch.dtype
 ) -> None:
+    """Tensors of other names stay what they are."""
     policy = wire_policy(rollout)
-    assert policy.of_parameter(["a", "b"], trained) == before
+    for names in (["a", "b"], ["a"], ["c"]):
+        assert policy.of_parameter(names, trained) == before
+    assert not policy.learn({"d": kept})
     assert policy.learn({"b": kept}) == (travels != before)
     assert policy.of_parameter(["a", "b"], trained) == travels
-    assert policy.of_parameter(["c"], trained) == before
+    assert policy.of_parameter(["a"], trained) == policy.of_parameter(["c"], trained) == before
     assert not policy.learn({"b": kept}), "nothing new"
 
 
@@ -50,14 +54,6 @@ def test_the_widest_of_what_lies_in_one_storage() -> None:
 def test_a_name_that_is_no_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match=r"rollout\.dtype='bf16': not a torch dtype\. Set .*rollout\.dtype=bfloat16\."):
         wire_policy("bf16")
-
-
-def test_other_tensors_and_adapters_stay_what_they_are() -> None:
-    policy = WirePolicy(BF16)
-    for name in ("a", "base_model.model.a.lora_A.default.weight"):
-        policy.of_parameter([name], FP32)
-    assert not policy.learn({"b": "float32"})
-    assert policy.of_parameter(["steps"], torch.int64) == torch.int64
 
 
 # Which names share a storage is seen in every sync, although a source looks closely only when something changed

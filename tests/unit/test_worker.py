@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock, call
 
 import pytest
 import ray
@@ -25,7 +23,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-import unmeasured
+from fresh_process import python
 from verl_sync_plugin.config.settings import (
     DEFAULT_MEGABYTES,
     KEY_PREFIX,
@@ -44,13 +42,10 @@ SGLANG = f"{ROLLOUT}.name=sglang"
 OURS = "SyncActorRolloutRefWorker"
 
 
-def test_sglang_is_not_there_before_the_model() -> None:
+def test_sglang_is_not_there_before_the_model(tmp_path: Path) -> None:
     """Once SGLang is imported, transformers builds models with uninitialized rotary frequencies."""
     code = "import sys, verl_sync_plugin.hooks.worker, verl_sync_plugin.hooks.trainer; print('sglang' in sys.modules)"
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env=unmeasured.environment(), capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    ended = python(tmp_path, code)
     assert ended.stdout.split()[-1:] == ["False"], ended.stdout + ended.stderr
 
 
@@ -99,17 +94,25 @@ def worker_of(trainer: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "ours"),
+    ("overrides", "ours", "shares_gpu"),
     [
-        ((SGLANG,), True),
-        ((SGLANG, "model_engine=megatron"), True),
-        ((f"{ROLLOUT}.name=vllm",), False),
-        ((SGLANG, f"{KEY_PREFIX}.enabled=False"), False),
-        ((SGLANG, "model_engine=veomni"), False),
+        ((SGLANG,), True, None),
+        ((SGLANG, "model_engine=megatron"), True, None),
+        ((f"{ROLLOUT}.name=vllm",), False, None),
+        ((SGLANG, f"{KEY_PREFIX}.enabled=False"), False, None),
+        ((SGLANG, "model_engine=veomni"), False, None),
+        # another engine on the same device gets the cache back
+        ((SGLANG, f"{REWARD}.enable=True", f"{REWARD}.enable_resource_pool=True"), True, None),
+        ((SGLANG, f"{REWARD}.enable=True", f"{REWARD}.enable_resource_pool=False"), True, True),
     ],
 )
-def test_only_a_plugin_that_is_on_takes_the_worker(overrides: tuple[str, ...], ours: bool) -> None:
-    assert (worker_of(begun(*overrides)).__name__ == OURS) is ours
+def test_only_a_plugin_that_is_on_takes_the_worker(
+    overrides: tuple[str, ...], ours: bool, shares_gpu: bool | None
+) -> None:
+    trainer = begun(*overrides)
+    assert (worker_of(trainer).__name__ == OURS) is ours
+    assert OmegaConf.select(trainer.config, f"{PREFIX}.custom.{SHARES_GPU}") is shares_gpu
+    assert not ours or sync_config_of(trainer.config.actor_rollout_ref.rollout) == SyncConfig()
 
 
 def test_a_config_that_no_driver_has_settled_is_settled_by_the_trainer() -> None:
@@ -120,9 +123,7 @@ def test_a_config_that_no_driver_has_settled_is_settled_by_the_trainer() -> None
     assert rollout.checkpoint_engine.update_weights_bucket_megabytes == DEFAULT_MEGABYTES
     with pytest.raises(ValueError, match=r"timeout_seconds=-1"):
         begun(SGLANG, f"{KEY_PREFIX}.timeout_seconds=-1")
-
-
-def test_verls_flat_reference_config_has_none_of_our_keys_and_runs() -> None:
+    # verl's flat reference config has none of our keys
     ours: Any = reporting(Verls)(SGLANG)
     ours.config = OmegaConf.load(CONFIG_DIR / "_generated_ppo_veomni_trainer.yaml")
     ours.config.actor_rollout_ref.rollout.name = "sglang"
@@ -130,22 +131,6 @@ def test_verls_flat_reference_config_has_none_of_our_keys_and_runs() -> None:
     ours._init_resource_pool_mgr()
     assert worker_of(ours) is ActorRolloutRefWorker
     assert ours.config.actor_rollout_ref.rollout.custom.sync.enabled is False
-
-
-@pytest.mark.parametrize(
-    ("overrides", "setting"),
-    [
-        ((), None),
-        ((f"{REWARD}.enable=True", f"{REWARD}.enable_resource_pool=True"), None),
-        ((f"{REWARD}.enable=True", f"{REWARD}.enable_resource_pool=False"), True),
-    ],
-)
-def test_another_engine_on_the_same_device_gets_the_cache_back(
-    overrides: tuple[str, ...], setting: bool | None
-) -> None:
-    config = begun(SGLANG, *overrides).config
-    assert OmegaConf.select(config, f"{PREFIX}.custom.{SHARES_GPU}") is setting
-    assert sync_config_of(config.actor_rollout_ref.rollout) == SyncConfig()
 
 
 @pytest.mark.parametrize(
@@ -246,26 +231,12 @@ def test_what_a_dead_server_or_a_failed_sync_leaves_unanswered_is_asked_again(
     assert [each.args for each in remove.await_args_list] == [(gone,)] * len(gone) and clear.await_count == len(gone)
 
 
-class Offloaded:
-    """verl's training engine with ``param_offload``."""
-
-    is_param_offload_enabled = True
-
-    def __init__(self, *parameters: torch.Tensor, listed: bool = False) -> None:
-        module = torch.nn.ParameterList(parameters)
-        self.module, self.moves = [module] if listed else module, 0
-
-    def to(self, device: str, model: bool, optimizer: bool, grad: bool) -> None:
-        assert (device, model, optimizer, grad) == ("cpu", True, False, False)
-        self.moves += 1
-
-
 @pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize("place", ["meta", "cpu"])  # a meta tensor is on no host, which is all that is asked
-def test_only_what_is_on_the_device_is_offloaded(place: str, listed: bool) -> None:
-    engine = Offloaded(torch.empty(4, device=place), listed=listed)
+def test_only_what_is_on_the_device_is_offloaded(place: str, enabled: bool, listed: bool) -> None:
+    module = torch.nn.ParameterList([torch.empty(4, device=place)])
+    engine = Mock(is_param_offload_enabled=enabled, module=[module] if listed else module)
     worker.offload(engine)
-    assert engine.moves == (place == "meta")
-    engine.is_param_offload_enabled = False
-    worker.offload(engine)
-    assert engine.moves == (place == "meta")
+    moved = [call("cpu", model=True, optimizer=False, grad=False)]
+    assert engine.to.mock_calls == (moved if enabled and place == "meta" else [])
