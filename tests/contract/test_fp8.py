@@ -103,7 +103,9 @@ def outcomes(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
             found[name] = outcome(family, place, 0, ARGUMENTS, lambda policy: partial(in_fp8, policy))
         except Exception as error:
             found[name] = _said(str(error))
-        shutil.rmtree(place, ignore_errors=True)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(place, ignore_errors=True)
     return found
 
 
