@@ -4,8 +4,6 @@ dies in a sync, and what is asked of a group that stands: ``e2e/test_separate_as
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,26 +18,13 @@ from verl_sync_plugin.hooks.separate import OutlivingManager
 class Process:
     """A worker, or a server with SGLang's processes."""
 
-    def __init__(self) -> None:
-        self.engine = True
-
-    def pid(self) -> int:
-        return os.getpid()
+    engine = True
 
     def end_engine(self) -> None:
         self.engine = False
 
     def engine_alive(self) -> bool:
         return self.engine
-
-
-class Replica:
-    """Holds what the manager reads of one of verl's replicas."""
-
-    def __init__(self, rank: int) -> None:
-        self.replica_rank, self.server_address = rank, f"server-{rank}"
-        self._server_handle = None
-        self.workers, self.servers = [Process.remote()], [Process.remote()]  # type: ignore[attr-defined]
 
 
 @ray.remote(num_cpus=0)
@@ -54,15 +39,17 @@ class Balancer:
         return self.removed
 
 
-@pytest.fixture
-def cluster() -> Iterator[None]:
+def replica(rank: int) -> Any:
+    """What the manager reads of one of verl's replicas."""
+    processes = {"workers": [Process.remote()], "servers": [Process.remote()]}  # type: ignore[attr-defined]
+    return SimpleNamespace(replica_rank=rank, server_address=f"server-{rank}", _server_handle=None, **processes)
+
+
+def test_dead_replicas_are_left_out_and_without_any_the_run_ends(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ray.init(num_cpus=1, include_dashboard=False)
-    yield
-    ray.shutdown()
-
-
-@pytest.mark.usefixtures("cluster")
-def test_dead_replicas_are_left_out_and_without_any_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    request.addfinalizer(ray.shutdown)
     taken: list[Any] = []
     fails = [False, True]
 
@@ -73,7 +60,7 @@ def test_dead_replicas_are_left_out_and_without_any_the_run_ends(monkeypatch: py
         return {"steps": global_steps or 0}
 
     monkeypatch.setattr(OutlivingManager, "_sync", sync)
-    replicas: list[Any] = [Replica(0), Replica(1)]
+    replicas = [replica(0), replica(1)]
     config = SimpleNamespace(backend="sync_plugin", custom_backend_module=None)
     balancer = Balancer.remote()  # type: ignore[attr-defined]
     servers = SimpleNamespace(global_load_balancer=balancer, rollout_replicas=list(replicas))
@@ -84,7 +71,7 @@ def test_dead_replicas_are_left_out_and_without_any_the_run_ends(monkeypatch: py
     assert servers.rollout_replicas == replicas[1:] and servers.server_addresses == ["server-1"]
     with pytest.raises(ValueError, match="cannot be synced"):  # with everybody alive it is raised at once
         manager.update_weights(4)
-    os.kill(ray.get(replicas[1].servers[0].pid.remote()), 9)
+    ray.kill(replicas[1].servers[0])
     with pytest.raises(RuntimeError, match="every replica of the separate rollout has died; the last: 1"):
         manager.update_weights(5)
     assert taken == [[1], [1]]

@@ -95,19 +95,17 @@ def test_every_key_is_documented_and_every_documented_key_exists() -> None:
         assert f"| `{key.removeprefix('actor_rollout_ref.rollout.')}` |" in text
 
 
-def test_pages_are_short_and_every_chapter_opens_with_a_picture_and_is_listed() -> None:
+def test_pages_are_short_and_have_what_their_kind_has() -> None:
+    """A page for users four sections; a chapter a picture and its place in the list."""
     assert (ROOT / "README.md").read_text(encoding="utf-8").count("\n") <= 120
     listed = LINK.findall((DESIGN / "README.md").read_text(encoding="utf-8"))
     for chapter in sorted(DESIGN.glob("*.md")):
         text = chapter.read_text(encoding="utf-8")
         assert len(text.splitlines()) <= 120, chapter
         assert chapter.name == "README.md" or (chapter.name in listed and "```mermaid" in text[:200]), chapter
-
-
-@pytest.mark.parametrize("page", USER_PAGES)
-def test_a_page_for_users_says_when_how_cost_and_limits(page: str) -> None:
-    headings = re.findall(r"^## (.*)$", (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert {"When to use", "Turn on", "What it costs", "Limits"} <= set(headings)
+    for page in USER_PAGES:
+        text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+        assert all(f"\n## {each}\n" in text for each in ("When to use", "Turn on", "What it costs", "Limits")), page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -134,22 +132,14 @@ def test_the_walk_names_every_file_once() -> None:
 # The tables that ``make families`` and ``make releases`` write are those of the tests and of the pinned stack
 
 
-def test_every_release_has_its_row_of_this_stack() -> None:
+def test_every_release_has_its_row_of_this_stack_and_the_readme_names_it() -> None:
     page = PAGE.read_text()
-    assert list(rows(page)) == list(RELEASES), "write it again: make releases"
-    assert written(page, rows(page)) == page, "write it again: make releases"
-
-
-@pytest.mark.parametrize("release", RELEASES)
-def test_a_row_names_what_was_installed_beside(release: str) -> None:
-    beside = rows(PAGE.read_text())[release].split(" | ")[1]
-    assert re.findall(r"`([^`]+)`", beside) == list(RELEASES[release]), "write it again: make releases"
-
-
-def test_the_readme_names_these_releases() -> None:
+    found = rows(page)
+    assert written(page, found) == page, "write it again: make releases"
+    packages = {release: tuple(re.findall(r"`([^`]+)`", row.split(" | ")[1])) for release, row in found.items()}
+    assert packages == {release: tuple(names) for release, names in RELEASES.items()}, "write it again: make releases"
     tested = re.search(r"Tested with verl \S+; SGLang ([^;]+);", (ROOT / "README.md").read_text())
-    assert tested is not None
-    assert re.findall(r"\d+\.\d+\.\d+", tested[1]) == list(RELEASES)
+    assert tested is not None and re.findall(r"\d+\.\d+\.\d+", tested[1]) == list(RELEASES)
 
 
 def test_every_family_has_its_row() -> None:
@@ -173,13 +163,13 @@ ASSIGNMENT = re.compile(r"^(\w+)=(.*)$", re.DOTALL)
 
 def blocks(language: str) -> list[Any]:
     """The blocks of a language, as parameters named by their page and place."""
-    found = []
-    for page in OF_COMMANDS:
-        text = page.read_text(encoding="utf-8")
-        for match in BLOCK.finditer(text):
-            if match[1] == language:
-                found.append(pytest.param(match[2], id=f"{page.name}:{text[: match.start()].count(chr(10)) + 1}"))
-    return found
+    return [
+        pytest.param(match[2], id=f"{page.name}:{text[: match.start()].count(chr(10)) + 1}")
+        for page in OF_COMMANDS
+        for text in [page.read_text(encoding="utf-8")]
+        for match in BLOCK.finditer(text)
+        if match[1] == language
+    ]
 
 
 SCRIPTS = [pytest.param(file.read_text(encoding="utf-8"), id=file.name) for file in ROOT.glob("examples/slurm/*")]
