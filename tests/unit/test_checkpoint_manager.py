@@ -39,10 +39,14 @@ class Balancer:
         return self.removed
 
 
-def replica(rank: int) -> Any:
-    """What the manager reads of one of verl's replicas."""
-    processes = {"workers": [Process.remote()], "servers": [Process.remote()]}  # type: ignore[attr-defined]
-    return SimpleNamespace(replica_rank=rank, server_address=f"server-{rank}", _server_handle=None, **processes)
+class Replica:
+    """Holds what the manager reads of one of verl's replicas."""
+
+    _server_handle = None
+
+    def __init__(self, rank: int) -> None:
+        self.replica_rank, self.server_address = rank, f"server-{rank}"
+        self.workers, self.servers = [Process.remote()], [Process.remote()]  # type: ignore[attr-defined]
 
 
 def test_dead_replicas_are_left_out_and_without_any_the_run_ends(
@@ -60,7 +64,7 @@ def test_dead_replicas_are_left_out_and_without_any_the_run_ends(
         return {"steps": global_steps or 0}
 
     monkeypatch.setattr(OutlivingManager, "_sync", sync)
-    replicas = [replica(0), replica(1)]
+    replicas: list[Any] = [Replica(0), Replica(1)]
     config = SimpleNamespace(backend="sync_plugin", custom_backend_module=None)
     balancer = Balancer.remote()  # type: ignore[attr-defined]
     servers = SimpleNamespace(global_load_balancer=balancer, rollout_replicas=list(replicas))

@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, VeraConfig
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config
 from verl.workers.rollout.sglang_rollout.utils import lora_rank_of
 
 from hydra_run import config_of, refused, rollout_of
@@ -304,75 +303,54 @@ def test_what_of_an_adapters_folder_is_refused(tmp_path: Path) -> None:
     rollout_of(*adapted(path))
 
 
-# An adapted embedding or head
+# An adapted embedding or head: of which model, tied or not, what is refused, and by which strategies
 
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """The override that names a model of a config."""
-
-    def made(config: type[PretrainedConfig], architecture: str, **settings: Any) -> str:
-        folder = tmp_path_factory.mktemp("model")
-        config(**SIZES, architectures=[architecture], **settings).save_pretrained(folder)
-        return f"{MODEL}.path={folder}"
-
-    return made
-
-
-@pytest.mark.parametrize("architecture", sorted(ALWAYS_TIED))
-def test_the_embedding_of_what_sglang_always_ties(architecture: str, folder_of: Callable[..., str]) -> None:
-    model = folder_of(LlamaConfig, architecture, tie_word_embeddings=True)
-    text = refused(*adapted(model, f"{MODEL}.target_modules=[o_proj,embed_tokens]"))
-    assert f"{MODEL}.target_modules=['o_proj', 'embed_tokens']" in text
-    assert f"SGLang's {architecture} " in text and f"{MODEL}.exclude_modules" in text
-
-
-def test_either_end_of_what_sglang_always_ties(folder_of: Callable[..., str], tmp_path: Path) -> None:
-    LoraConfig(target_modules=["embed_tokens"]).save_pretrained(tmp_path)
-    for tied in (True, False):
-        model = folder_of(Gemma2Config, "Gemma2ForCausalLM", tie_word_embeddings=tied)
-        for given, said in (
-            (f"{LORA}.target_modules=[lm_head]", f"{MODEL}.target_modules=['lm_head']"),
-            (f"+{PEFT}.modules_to_save=[lm_head]", f"{PEFT}.modules_to_save=['lm_head']"),
-            (f"{MODEL}.lora_adapter_path={tmp_path}", f"{MODEL}.lora_adapter_path='{tmp_path}': it changes the emb"),
-        ):
-            text = refused(*adapted(model, given, strategy="fsdp"))
-            assert said in text and "SGLang's Gemma2ForCausalLM " in text
-    for passes in (  # what leaves it tied
-        (),
-        (f"{MODEL}.target_modules=[o_proj,embed_tokens]", f"{MODEL}.exclude_modules=[embed_tokens]"),
-        (f"+{PEFT}.modules_to_save=[embed_tokens]", f"+{PEFT}.ensure_weight_tying=True"),
-    ):
-        rollout_of(*adapted(folder_of(Gemma2Config, "Gemma2ForCausalLM"), *passes))
-
-
-@pytest.mark.parametrize(
-    ("given", "merge"),
-    [
-        (f"{MODEL}.target_modules=[o_proj,embed_tokens]", True),
-        (f"{MODEL}.target_modules=[o_proj,embed_tokens]", False),
-        (f"{MODEL}.target_modules=[lm_head]", True),
-        (f"+{PEFT}.modules_to_save=[embed_tokens]", True),
-    ],
+BOTH, LLAMA, GEMMA = ("fsdp", "fsdp2"), "LlamaForCausalLM", "Gemma2ForCausalLM"
+EMBEDDING, HEAD = f"{MODEL}.target_modules=[o_proj,embed_tokens]", f"{MODEL}.target_modules=[lm_head]"
+SAVED_HEAD, SAVED = (f"+{PEFT}.modules_to_save=[{each}]" for each in ("lm_head", "embed_tokens"))
+TIED_FACTORS, UNTIE = f"+{PEFT}.ensure_weight_tying=True", f"+{MODEL}.override_config.tie_word_embeddings=False"
+ALONE = (
+    f"{STRATEGY}=fsdp2: verl shards embedding and head by themselves",
+    f"Set {STRATEGY}=fsdp with actor_rollout_ref.actor.fsdp_config.use_orig_params=True",
 )
-def test_fsdp2_with_an_adapted_end_that_is_not_tied(given: str, merge: bool, folder_of: Callable[..., str]) -> None:
-    tied, untied = (folder_of(LlamaConfig, "LlamaForCausalLM", tie_word_embeddings=value) for value in (True, False))
-    text = refused(*adapted(untied, given, merge=merge))
-    assert f"{STRATEGY}=fsdp2: verl shards embedding and head by themselves" in text
-    assert f"Set {STRATEGY}=fsdp with actor_rollout_ref.actor.fsdp_config.use_orig_params=True" in text
-    rollout_of(*adapted(untied, given, merge=merge, strategy="fsdp"))
-    rollout_of(*adapted(tied, given, merge=merge))
-    untie = f"+{MODEL}.override_config.tie_word_embeddings=False"
-    assert "strategy=fsdp2" in refused(*adapted(tied, given, untie, merge=merge))
+ENDS: list[tuple[str, bool, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
+    *((each, True, (EMBEDDING,), BOTH, (f"{MODEL}.target_modules=['o_proj', 'embed_tokens']", f"SGLang's {each} ",
+                                        f"{MODEL}.exclude_modules")) for each in sorted(ALWAYS_TIED)),
+    *((GEMMA, tied, (given,), BOTH, (said, f"SGLang's {GEMMA} ")) for tied in (True, False) for given, said in (
+        (HEAD, f"{MODEL}.target_modules=['lm_head']"), (SAVED_HEAD, f"{PEFT}.modules_to_save=['lm_head']"),
+        (f"{MODEL}.lora_adapter_path=FOLDER", f"{MODEL}.lora_adapter_path='FOLDER': it changes the emb"))),
+    *((GEMMA, True, given, (), ()) for given in (  # what leaves it tied
+        (), (EMBEDDING, f"{MODEL}.exclude_modules=[embed_tokens]"), (SAVED, TIED_FACTORS))),
+    # FSDP2 with an end that is not tied
+    *((LLAMA, tied, (given, *more), refusing, ALONE) for given in (EMBEDDING, HEAD, SAVED)
+      for tied, more, refusing in ((False, (), BOTH[1:]), (True, (), ()), (True, (UNTIE,), BOTH[1:]))),
+    (LLAMA, False, (SAVED_HEAD,), (), ()),
+    (LLAMA, True, (EMBEDDING, TIED_FACTORS), BOTH[1:], ("Leave ensure_weight_tying out",)),
+]  # fmt: skip
 
 
-def test_fsdp2_with_a_saved_head_or_tied_factors(folder_of: Callable[..., str]) -> None:
-    tied, untied = (folder_of(LlamaConfig, "LlamaForCausalLM", tie_word_embeddings=value) for value in (True, False))
-    rollout_of(*adapted(untied, f"+{PEFT}.modules_to_save=[lm_head]"))
-    rollout_of(*adapted(f"{MODEL}.path=somebody/on-a-hub", f"{MODEL}.target_modules=[lm_head]"))
-    given = (tied, f"{MODEL}.target_modules=[embed_tokens]", f"+{PEFT}.ensure_weight_tying=True")
-    assert "Leave ensure_weight_tying out" in refused(*adapted(*given))
-    rollout_of(*adapted(*given, strategy="fsdp"))
+@pytest.mark.parametrize(("architecture", "tied", "given", "refusing", "said"), ENDS)
+def test_an_adapted_end(
+    architecture: str, tied: bool, given: tuple[str, ...], refusing: tuple[str, ...], said: tuple[str, ...],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    config = Gemma2Config if architecture == GEMMA else LlamaConfig
+    config(**SIZES, architectures=[architecture], tie_word_embeddings=tied).save_pretrained(tmp_path)
+    LoraConfig(target_modules=["embed_tokens"]).save_pretrained(tmp_path)
+    given = (f"{MODEL}.path={tmp_path}", *(each.replace("FOLDER", str(tmp_path)) for each in given))
+    for strategy in BOTH:
+        if strategy in refusing:
+            text = refused(*adapted(*given, strategy=strategy))
+            assert all(each.replace("FOLDER", str(tmp_path)) in text for each in said), text
+        else:
+            rollout_of(*adapted(*given, strategy=strategy))
+
+
+def test_an_adapted_end_that_is_served_or_of_a_model_on_a_hub(tmp_path: Path) -> None:
+    LlamaConfig(**SIZES, architectures=[LLAMA], tie_word_embeddings=False).save_pretrained(tmp_path)
+    assert ALONE[0] in refused(*adapted(f"{MODEL}.path={tmp_path}", EMBEDDING, merge=False))
+    rollout_of(*adapted(f"{MODEL}.path={tmp_path}", EMBEDDING, merge=False, strategy="fsdp"))
+    rollout_of(*adapted(f"{MODEL}.path=somebody/on-a-hub", HEAD))
 
 
 # Megatron
