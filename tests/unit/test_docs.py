@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import tomllib
@@ -215,7 +216,7 @@ def check(words: list[str], folder: Path) -> None:
             extra = re.fullmatch(r"\.(?:\[([\w-]+)\])?", what)
             assert extra and (extra[1] is None or extra[1] in EXTRAS), what
         case ["python", "examples/data/gsm8k.py", _]:
-            pass  # needs the Hub; test_example_data.py shows that verl reads what it makes
+            pass  # needs the Hub; what it makes of a row is read below
         case _:
             assert re.split(r"[=\s]", words[0])[0] in OF_THE_CLUSTER, f"no check for {words}: add one here"
 
@@ -266,3 +267,26 @@ def test_messages_that_troubleshooting_quotes_are_in_the_code() -> None:
     assert len(ours) > 10
     templates = {"delivery is broadcast": "delivery is {self._chosen.name}"}
     assert [each for each in ours if templates.get(each, each) not in code] == []
+
+
+@pytest.mark.slow
+def test_verl_reads_and_rewards_a_row_of_the_example_data(tmp_path: Path, tiny_model: Any) -> None:
+    import datasets
+    from omegaconf import OmegaConf
+    from transformers import AutoTokenizer
+    from verl.utils.dataset.rl_dataset import RLHFDataset
+    from verl.utils.reward_score import default_compute_score
+
+    row = runpy.run_path(str(ROOT / "examples" / "data" / "gsm8k.py"))["row"]
+    made = row("How many did she sell?", "She sold 1,200 + 34 of them.\n#### 1,234", "train", 3)
+    path = tmp_path / "train.parquet"
+    datasets.Dataset.from_list([made]).to_parquet(str(path))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model("qwen2"))
+    settings = OmegaConf.create({"max_prompt_length": 512, "cache_dir": str(tmp_path)})
+    read = RLHFDataset(str(path), tokenizer, settings)[0]
+    assert "How many did she sell?" in str(read["raw_prompt"]) and read["index"] == 3
+    truth = read["reward_model"]["ground_truth"]
+    assert default_compute_score(read["data_source"], "... so it is\n#### 1234", truth) == 1.0
+    assert default_compute_score(read["data_source"], "... so it is\n#### 1235", truth) == 0.0
+    with pytest.raises(ValueError, match="test 7"):
+        row("?", "no number", "test", 7)

@@ -185,24 +185,21 @@ def raising(code: str, file: str = "/x.py") -> Callable[[], Any]:
     return lambda: exec(compile(f"raise {code}", file, "exec"))
 
 
-@pytest.mark.parametrize(
-    ("error", "file", "remedy"),
-    [
-        ("ImportError('libcuda.so.1')", "/x/site-packages/sgl_kernel/y.py", "install a sgl_kernel that fits the torch"),
-        ("ImportError('x')", "/x/verl_sync_plugin/y.py", "pip install --force-reinstall"),
-        ("AssertionError('Key already registed')", "/x.py", "uninstall one of the two plugins"),
-        ("ModuleNotFoundError('No module', name='megatron.core.x')", "/x.py", "install what 'megatron' belongs to"),
-    ],
-)
-def test_what_to_do_about_a_hook_that_fails(
-    error: str, file: str, remedy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+FAILS = {
+    ("ImportError('libcuda.so.1')", "/x/site-packages/sgl_kernel/y.py"): "install a sgl_kernel that fits the torch",
+    ("ImportError('x')", "/x/verl_sync_plugin/y.py"): "pip install --force-reinstall",
+    ("AssertionError('Key already registed')", "/x.py"): "uninstall one of the two plugins",
+    ("ModuleNotFoundError('No module', name='megatron.core.x')", "/x.py"): "install what 'megatron' belongs to",
+}
+
+
+def test_what_to_do_about_a_hook_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hooks of the engine need a GPU to be judged."""
-    hook = raising(error, file)
-    (found,) = hooks_of(trainers=hook).values()
-    assert (found.check, found.level) == ("hook/trainers", "problem") and remedy in found.remedy
+    for where, remedy in FAILS.items():
+        (found,) = hooks_of(trainers=raising(*where)).values()
+        assert (found.check, found.level) == ("hook/trainers", "problem") and remedy in found.remedy
     monkeypatch.setenv(made.PLATFORM, "")
-    (found,) = hooks_of(**{"rollout-adapter": hook}).values()
+    (found,) = hooks_of(**{"rollout-adapter": raising(*where)}).values()
     assert found.level == "warning" and "on a node with GPUs" in found.remedy
 
 
