@@ -54,11 +54,6 @@ def plugin_lines() -> list[dict[str, Any]]:
     return lines
 
 
-def write_lines(path: Path, lines: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in lines), encoding="utf-8")
-    return path
-
-
 def result_of(tmp_path: Path) -> dict[str, Any]:
     log = tmp_path / "log"
     steps = ("update_weights:2.5 - \x1b[36mx\x1b[0m timing_s/step:20", "update_weights:1e-1 - timing_s/step:12 -")
@@ -66,7 +61,8 @@ def result_of(tmp_path: Path) -> dict[str, Any]:
     runs = []
     for variant, lines in (("stock", stock_lines()), ("plugin", plugin_lines())):
         settings = {"counted_from": 3, "host_before_bytes": 2**30}
-        runs.append(phase.summarize(variant, settings, write_lines(tmp_path / f"{variant}.jsonl", lines), log))
+        (probed := tmp_path / f"{variant}.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in lines))
+        runs.append(phase.summarize(variant, settings, probed, log))
     result = common.result_of("dense", "python -m benchmarks.phase", runs)
     result["machine"] |= {"gpu": "NVIDIA H200", "gpus": 2}
     return result
@@ -79,9 +75,8 @@ def case(**values: Any) -> phase.Case:
     return phase.case_of(phase.arguments(words))
 
 
-def test_medians_are_from_the_third_sync_on_of_the_slowest_rank_and_a_report_splits_stages_but_never_the_phase() -> (
-    None
-):
+def test_medians_are_of_the_slowest_rank_and_a_report_splits_stages_but_never_the_phase() -> None:
+    """From the third sync on."""
     first, *measured = phase.syncs(reversed(stock_lines()))  # processes write in any order
     assert first.outer["call"] == pytest.approx(26.0) and first.bytes == 15_000
     stages = {

@@ -4,6 +4,7 @@ dies in a sync, and what is asked of a group that stands: ``e2e/test_separate_as
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,9 @@ class Process:
     """A worker, or a server with SGLang's processes."""
 
     engine = True
+
+    def pid(self) -> int:
+        return os.getpid()
 
     def end_engine(self) -> None:
         self.engine = False
@@ -75,7 +79,7 @@ def test_dead_replicas_are_left_out_and_without_any_the_run_ends(
     assert servers.rollout_replicas == replicas[1:] and servers.server_addresses == ["server-1"]
     with pytest.raises(ValueError, match="cannot be synced"):  # with everybody alive it is raised at once
         manager.update_weights(4)
-    ray.kill(replicas[1].servers[0])
+    os.kill(ray.get(replicas[1].servers[0].pid.remote()), 9)
     with pytest.raises(RuntimeError, match="every replica of the separate rollout has died; the last: 1"):
         manager.update_weights(5)
     assert taken == [[1], [1]]
