@@ -7,6 +7,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,47 +98,42 @@ LATER = """
     """
 
 
-@pytest.mark.slow
-@real
-@pytest.mark.parametrize(
-    ("code", "taken", "text"),
-    [
-        (FIRST, {"import"}, "already taken by 'other_plugin.A'"),
-        pytest.param(
-            LATER, {"hook/rollout-adapter", "hook/checkpoint-engine", "hook/trainers"},
-            "other_plugin.Stranger (of other-plugin)", marks=pytest.mark.extended,
-        ),
-    ],
-    ids=["first", "later"],
-)  # fmt: skip
-def test_another_plugin_takes_keys(tmp_path: Path, code: str, taken: set[str], text: str) -> None:
-    """Before ours, which then cannot be loaded; or after it, where verl's registries raise no error."""
-    told = doctor(tmp_path, PYTHONPATH=first_in_path(other_plugin(tmp_path, code)))
-    assert told.code == 1 and told.bad == dict.fromkeys(taken, "problem")
-    for check in taken:
-        assert text in told.findings[check]["text"]
-        assert "uninstall one of the two plugins" in told.findings[check]["remedy"]
-        assert "VERL_USE_EXTERNAL_PLUGINS=verl_sync_plugin" in told.findings[check]["remedy"]
-
-
-@pytest.mark.slow
-@real
-@pytest.mark.parametrize(
-    ("module", "check"),
-    [
-        ("hooks/separate.py", "hook/checkpoint-engine"),
-        pytest.param("compat.py", "import", marks=pytest.mark.extended),
-        pytest.param("rollouts/sglang/loader.py", "hook/engine-loader", marks=pytest.mark.extended),
-    ],
-)
-def test_hook_that_cannot_be_imported(tmp_path: Path, module: str, check: str) -> None:
-    copy = tmp_path / "broken" / PACKAGE.name
+def broken(module: str, folder: Path) -> Path:
+    copy = folder / "broken" / PACKAGE.name
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     (copy / module).write_text("raise ImportError('broken on purpose')\n")
-    told = doctor(tmp_path, PYTHONPATH=first_in_path(copy.parent))
-    assert told.code == 1 and told.bad[check] == "problem"
-    assert "ImportError: broken on purpose" in told.findings[check]["text"]
-    assert "pip install --force-reinstall" in told.findings[check]["remedy"]
+    return copy.parent
+
+
+MORE = pytest.mark.extended
+LEAVE_OUT = f"uninstall one of the two plugins, or leave the other one out: {made.POLICY}=verl_sync_plugin"
+AGAIN = ("ImportError: broken on purpose", "pip install --force-reinstall")
+
+
+@pytest.mark.slow
+@real
+@pytest.mark.parametrize(
+    ("first", "inactive", "text", "remedy"),
+    [
+        (partial(other_plugin, code=FIRST), ["import"], "already taken by 'other_plugin.A'", LEAVE_OUT),
+        pytest.param(
+            partial(other_plugin, code=LATER), ["hook/checkpoint-engine", "hook/trainers", "hook/rollout-adapter"],
+            "other_plugin.Stranger (of other-plugin)", LEAVE_OUT, marks=MORE,
+        ),
+        (partial(broken, "hooks/separate.py"), ["hook/checkpoint-engine"], *AGAIN),
+        pytest.param(partial(broken, "compat.py"), ["import"], *AGAIN, marks=MORE),
+        pytest.param(partial(broken, "rollouts/sglang/loader.py"), ["hook/engine-loader"], *AGAIN, marks=MORE),
+    ],
+    ids=["another plugin first", "another plugin later", "checkpoint engine", "compat", "loader"],
+)  # fmt: skip
+def test_hooks_that_are_not_active(
+    first: Callable[[Path], Path], inactive: list[str], text: str, remedy: str, tmp_path: Path
+) -> None:
+    """``first`` makes what is found before what is installed."""
+    told = doctor(tmp_path, PYTHONPATH=first_in_path(first(tmp_path)))
+    assert told.code == 1 and told.bad == dict.fromkeys(inactive, "problem")
+    for check in inactive:
+        assert text in told.findings[check]["text"] and remedy in told.findings[check]["remedy"]
 
 
 @pytest.mark.slow
