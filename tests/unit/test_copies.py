@@ -19,18 +19,6 @@ from verl_sync_plugin.copies.copier import Copier, Memory
 from verl_sync_plugin.copies.plain import Block
 from verl_sync_plugin.copies.table import ROW_BYTES, alternating
 
-CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def device() -> torch.device:
-    """Where the kernel runs: on a GPU, or in this process if Triton's interpreter was asked for when it started."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", 0)
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("runs again in a process of its own, see below")
-    return CPU
-
 
 def test_kernel_in_the_interpreter() -> None:
     """Triton decides at its first import whether it interprets, so what needs the kernel runs in a new process."""
@@ -90,19 +78,20 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_kernel_copies_casts_and_hashes_like_plain_torch(block: Block, device: torch.device) -> None:
+def test_kernel_copies_casts_and_hashes_like_plain_torch(block: Block, device: str) -> None:
+    place = torch.device(device)
     source = torch.randint(1, 256, (1 << 21,), dtype=torch.uint8).to(device)
     if block.grow == 2:
         wide = torch.randn(1 << 19, device=device)
         # Triton's interpreter cuts where a GPU and torch round
-        source = (wide.bfloat16().float() if device == CPU else wide).view(torch.uint8)
+        source = (wide.bfloat16().float() if device == "cpu" else wide).view(torch.uint8)
 
     def moved(kernel: bool, **how: bool) -> tuple[torch.Tensor, list[int]]:
         target, sums = torch.zeros(1 << 20, dtype=torch.uint8, device=device), torch.zeros(2, dtype=torch.int64)
-        copier, sums = Copier(device, [target]), sums.to(device)
+        copier, sums = Copier(place, [target]), sums.to(device)
         copier.kernel = kernel
         ready = copier.prepare([replace(block, target=target.data_ptr() + block.target)])
-        ready.run(Memory(device, [source.data_ptr()], [source]), sums, **how)
+        ready.run(Memory(place, [source.data_ptr()], [source]), sums, **how)
         return target, sums.tolist()
 
     (copied, hashed), (expected, sums) = moved(True), moved(False)
