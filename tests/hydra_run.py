@@ -43,11 +43,9 @@ def run(
         config_dir: the folder that holds it.
         program: ``hydra.job.name``, which is the file name of the main.
     """
+    given = [f"hydra.run.dir={folder}", "hydra.output_subdir=null", *overrides]
     try:
-        result = _hydra(config_dir, program).run(
-            name, lambda config: config, [f"hydra.run.dir={folder}", "hydra.output_subdir=null", *overrides], False
-        )
-        config: DictConfig = result.return_value
+        config: DictConfig = _hydra(config_dir, program).run(name, lambda config: config, given, False).return_value
         return config
     finally:
         GlobalHydra.instance().clear()
@@ -56,13 +54,9 @@ def run(
 def multirun(folder: Path, *overrides: str, name: str = "ppo_trainer") -> list[DictConfig]:
     """The configs that the task function of a multirun gets, one per job."""
     seen: list[DictConfig] = []
-
-    def task(config: DictConfig) -> Any:
-        seen.append(config)
-
     given = [f"hydra.sweep.dir={folder}", "hydra.output_subdir=null", *overrides]
     try:
-        _hydra(CONFIG_DIR, "main_ppo").multirun(name, task, given, False)
+        _hydra(CONFIG_DIR, "main_ppo").multirun(name, seen.append, given, False)
     finally:
         GlobalHydra.instance().clear()
         HydraConfig.instance().cfg = None

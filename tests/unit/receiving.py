@@ -14,7 +14,7 @@ import torch
 from verl_sync_plugin.copies.packing import Packer
 from verl_sync_plugin.engine.load import ModelLoad
 from verl_sync_plugin.engine.model import EngineModel
-from verl_sync_plugin.layout.load_map import held_parts, owners_of, read_parts, weigh
+from verl_sync_plugin.layout.load_map import LoadMap, held_parts, owners_of, read_parts, weigh
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Base, Plan, Shard, View, numbers_of
 from verl_sync_plugin.transport.memory import Live, LiveParameters, Regions
@@ -28,6 +28,15 @@ Tensors = dict[str, torch.Tensor]
 class Engine(EngineModel):
     def load_weights(self, weights: Weights) -> None:
         self.module.load_weights(weights)
+
+
+def map_of(engine: EngineModel, names: Iterable[str], shape: tuple[int, ...], dtype: torch.dtype = BF16) -> LoadMap:
+    """What an engine rank finds out about tensors of one shape."""
+    numel, kind = math.prod(shape), str(dtype).removeprefix("torch.")
+    bases = [Base(name, kind, dtype.itemsize, (numel,), (View(name, shape, 0, numel),)) for name in names]
+    load = ModelLoad(engine, Manifest.of(plan_buckets(tuple(bases), 1 << 20)), CPU)
+    load.begin()
+    return load.map
 
 
 class Sender:

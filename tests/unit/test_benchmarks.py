@@ -54,11 +54,6 @@ def plugin_lines() -> list[dict[str, Any]]:
     return lines
 
 
-def write_lines(path: Path, lines: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in lines), encoding="utf-8")
-    return path
-
-
 def result_of(tmp_path: Path) -> dict[str, Any]:
     log = tmp_path / "log"
     steps = ("update_weights:2.5 - \x1b[36mx\x1b[0m timing_s/step:20", "update_weights:1e-1 - timing_s/step:12 -")
@@ -66,7 +61,8 @@ def result_of(tmp_path: Path) -> dict[str, Any]:
     runs = []
     for variant, lines in (("stock", stock_lines()), ("plugin", plugin_lines())):
         settings = {"counted_from": 3, "host_before_bytes": 2**30}
-        runs.append(phase.summarize(variant, settings, write_lines(tmp_path / f"{variant}.jsonl", lines), log))
+        (probed := tmp_path / f"{variant}.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in lines))
+        runs.append(phase.summarize(variant, settings, probed, log))
     result = common.result_of("dense", "python -m benchmarks.phase", runs)
     result["machine"] |= {"gpu": "NVIDIA H200", "gpus": 2}
     return result
@@ -79,20 +75,22 @@ def case(**values: Any) -> phase.Case:
     return phase.case_of(phase.arguments(words))
 
 
-def test_medians_are_from_the_third_sync_on_and_of_the_slowest_rank() -> None:
+def test_medians_are_of_the_slowest_rank_and_a_report_splits_stages_but_never_the_phase() -> None:
+    """From the third sync on."""
     first, *measured = phase.syncs(reversed(stock_lines()))  # processes write in any order
     assert first.outer["call"] == pytest.approx(26.0) and first.bytes == 15_000
-    assert phase.medians(measured) == pytest.approx(
-        {"sleep": 3.45, "resume_weights": 1.035, "update_weights": 1.495, "resume_kv": 0.0345, "phase": 3.45 + 2.99}
-    )
+    stages = {
+        "sleep": 3.45,
+        "resume_weights": 1.035,
+        "update_weights": 1.495,
+        "resume_kv": 0.0345,
+        "phase": 3.45 + 2.99,
+    }
+    assert phase.medians(measured) == pytest.approx(stages)
     assert [sync.peak_device_bytes for sync in measured] == [1_000_000_001, 1_200_000_001, 1_100_000_001]
-
-
-def test_report_splits_the_stages_but_never_the_phase() -> None:
-    stock, measured = phase.medians(phase.syncs(stock_lines())[1:]), phase.syncs(plugin_lines())[1:]
-    plugin = phase.medians(measured)
-    assert (plugin["phase"], plugin["sleep"]) == (stock["phase"], stock["sleep"])
-    assert (plugin["update_weights"], plugin["resume_weights"]) == pytest.approx((0.225, 0.01))
+    _, *measured = phase.syncs(plugin_lines())
+    of_report = {"resume_weights": 0.01, "update_weights": 0.225, "resume_kv": 0.02}
+    assert phase.medians(measured) == pytest.approx(stages | of_report)
     assert measured[0].outer["update_weights"] == pytest.approx(1.3)
     assert measured[0].report["stage/pack"] == pytest.approx(1.1), "the slowest replica counts"
 
@@ -127,73 +125,24 @@ def test_variants_differ_in_bucket_key_and_switches_alone() -> None:
     assert taken["VERL_USE_EXTERNAL_MODULES"] == "other,benchmarks.probe"
 
 
-def a_run(variant: str, syncs: list[Any], **settings: Any) -> dict[str, Any]:
-    stages = {**dict.fromkeys(common.STAGES, 0.0), "phase": 1.0}
-    peaks = {"bytes": 4_300_000_000, "peak_device_bytes": None, "peak_host_bytes": 1}
-    return {
-        "variant": variant,
-        "settings": settings,
-        "stages": stages,
-        "samples": {"syncs": syncs, "first_sync": syncs[0]},
-        **peaks,
-    }
-
-
-def a_result(*runs: dict[str, Any], **more: Any) -> dict[str, Any]:
-    about = {"case": "x", "machine": {"gpu": "H200", "gpus": 1}, "versions": {}, "commit": "0", "date": "2026-01-01"}
-    return {**about, "command": "c", "runs": list(runs), **more}
-
-
-def test_tables_show_all_variants_and_the_speed_up(tmp_path: Path) -> None:
-    result = result_of(tmp_path)
-    for name, phase_seconds in (("tuned", 1.54), ("plugin", 0.616)):
-        run = copy.deepcopy(result["runs"][-1])
-        run["variant"], run["stages"]["phase"] = name, phase_seconds
-        run["samples"]["host_used_bytes"] = [3 * 2**30, 2**31]
-        result["runs"].insert(1, run)
-    del result["runs"][-1]
-    result["runs"][0]["settings"]["exit_status"] = 124
-    rows = [text for text in report.render([result]).splitlines() if text.startswith("| dense")]
-    assert [row.split(" | ")[1] for row in rows] == ["stock (cut short)", "tuned", "plugin"]
-    assert "**6.440 s** | 6.160 s to 6.720 s, n=2 |  | 56.00 s, 5.600 s | 53.7% | 1.1 GiB | – |" in rows[0], rows[0]
-    assert "| **0.616 s** | 6.160 s to 6.720 s, n=2 | 10.5× stock, 2.5× tuned |" in rows[2], rows[2]
-    assert rows[2].endswith("| 5.1% | 1.1 GiB | 2.0 GiB |"), rows[2]
-    sync = {"stages": {"update_weights": 0.04, "phase": 0.08}, "outer": {"call": 0.08, "paused": 0.03}}
-    loaded = {**sync, "report": {"stage/engine_load": 0.01}}
-    separate = a_result(a_run("plugin", [loaded, loaded], rollout_gpus=1))
-    separate["machine"]["link_bytes_per_second"] = 500_000_000_000
-    assert "| 80.0 ms | 40.0 ms | 30.0 ms | 10.0 ms | 430 GB/s, 86% of 500 | 1 |" in report.render([separate])
-
-
-def soak_samples(**rates: float) -> list[dict[str, Any]]:
-    """Samples of 200 syncs in which ``part__key`` grows by a rate per sync."""
+@pytest.mark.parametrize(
+    ("part", "key", "rate"),
+    [
+        ("", "device_used_bytes", 2**20), ("trainer", "torch_allocated_bytes", 10_000),
+        ("schedulers", "rss_bytes", 200_000), ("schedulers", "shared_bytes", 1), ("rollout", "fds", 0.1),
+        ("", "seconds", 0.00005),
+    ],
+)  # fmt: skip
+def test_growth_is_found_and_named(part: str, key: str, rate: float) -> None:
     samples = []
     for sync in range(10, 201, 10):
         held = {"rss_bytes": 10**9, "fds": 20, "threads": 10, "shared_bytes": 10**6}
-        torch_bytes = {"torch_allocated_bytes": 10**9, "torch_reserved_bytes": 2 * 10**9}
         sample: dict[str, Any] = {"sync": sync, "seconds": 0.01, "device_used_bytes": 10**10}
-        sample |= {"trainer": {**held, **torch_bytes}, "schedulers": dict(held), "rollout": dict(held)}
-        for name, rate in rates.items():
-            part, _, key = name.rpartition("__")
-            (sample[part] if part else sample)[key] += rate * sync
+        sample |= {"trainer": {**held, "torch_allocated_bytes": 10**9}, "schedulers": {**held}, "rollout": {**held}}
+        (sample[part] if part else sample)[key] += rate * sync
         samples.append(sample)
-    return samples
-
-
-@pytest.mark.parametrize(
-    ("name", "rate"),
-    [
-        ("device_used_bytes", 2**20),
-        ("trainer__torch_allocated_bytes", 10_000),
-        ("schedulers__rss_bytes", 200_000),
-        ("schedulers__shared_bytes", 1),
-        ("rollout__fds", 0.1),
-        ("seconds", 0.00005),
-    ],
-)
-def test_growth_is_found_and_named(name: str, rate: float) -> None:
-    found = soak.grown(soak.growth_of(soak_samples(**{name: rate}), 200, "cuda"))
-    assert len(found) == 1 and found[0].startswith(name.replace("__", "."))
+    (found,) = soak.grown(soak.growth_of(samples, 200, "cuda"))
+    assert found.startswith(f"{part}.{key}".lstrip("."))
 
 
 def test_the_command_of_a_result_measures_the_same_again() -> None:

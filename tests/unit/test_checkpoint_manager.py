@@ -5,7 +5,6 @@ dies in a sync, and what is asked of a group that stands: ``e2e/test_separate_as
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +19,7 @@ from verl_sync_plugin.hooks.separate import OutlivingManager
 class Process:
     """A worker, or a server with SGLang's processes."""
 
-    def __init__(self) -> None:
-        self.engine = True
+    engine = True
 
     def pid(self) -> int:
         return os.getpid()
@@ -31,15 +29,6 @@ class Process:
 
     def engine_alive(self) -> bool:
         return self.engine
-
-
-class Replica:
-    """Holds what the manager reads of one of verl's replicas."""
-
-    def __init__(self, rank: int) -> None:
-        self.replica_rank, self.server_address = rank, f"server-{rank}"
-        self._server_handle = None
-        self.workers, self.servers = [Process.remote()], [Process.remote()]  # type: ignore[attr-defined]
 
 
 @ray.remote(num_cpus=0)
@@ -54,15 +43,21 @@ class Balancer:
         return self.removed
 
 
-@pytest.fixture
-def cluster() -> Iterator[None]:
+class Replica:
+    """Holds what the manager reads of one of verl's replicas."""
+
+    _server_handle = None
+
+    def __init__(self, rank: int) -> None:
+        self.replica_rank, self.server_address = rank, f"server-{rank}"
+        self.workers, self.servers = [Process.remote()], [Process.remote()]  # type: ignore[attr-defined]
+
+
+def test_dead_replicas_are_left_out_and_without_any_the_run_ends(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ray.init(num_cpus=1, include_dashboard=False)
-    yield
-    ray.shutdown()
-
-
-@pytest.mark.usefixtures("cluster")
-def test_dead_replicas_are_left_out_and_without_any_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    request.addfinalizer(ray.shutdown)
     taken: list[Any] = []
     fails = [False, True]
 

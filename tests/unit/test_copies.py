@@ -7,27 +7,17 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from verl_sync_plugin.copies import plain, table
+from verl_sync_plugin.copies import plain
+from verl_sync_plugin.copies.copier import Copier, Memory
 from verl_sync_plugin.copies.plain import Block
 from verl_sync_plugin.copies.table import ROW_BYTES, alternating
-
-CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def device() -> torch.device:
-    """Where the kernel runs: on a GPU, or in this process if Triton's interpreter was asked for when it started."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", 0)
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("runs again in a process of its own, see below")
-    return CPU
 
 
 def test_kernel_in_the_interpreter() -> None:
@@ -39,7 +29,7 @@ def test_kernel_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     here = Path(__file__).parent
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", "--rootdir", str(here)]
-    files = [str(here / name) for name in ("test_copies.py", "test_packing.py", "test_model_load.py")]
+    files = [str(here / name) for name in ("test_copies.py", "test_finite.py", "test_packing.py", "test_model_load.py")]
     env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [*command, "-k", "not by_plain", *files], env=env, capture_output=True, text=True, timeout=500, check=False
@@ -55,6 +45,7 @@ def test_factors_are_no_simple_function_of_the_place() -> None:
     row = torch.arange(size)
     word = row[:, None] * (size // 4) + row // 4
     halves = torch.stack(plain.factors(word))
+    assert bool((halves[0] != halves[1]).all()), "halves of a word cannot change places"
     one = 0x3F80 << (row % 2 * 16)
     hashed = torch.where(row % 4 < 2, halves[0], halves[1]) * one  # [i, j]: of a one in row i and column j
     ones = hashed.diagonal()
@@ -75,110 +66,59 @@ BLOCKS = [
     pytest.param(Block(1, 3, 1, 35, 7, 101, 51, 101), id="bytes"),
     pytest.param(Block(2, 0, 2, 20_002), id="unaligned"),
     pytest.param(Block(0, 0, 0, 16, 3, 32, 16, 3 << 31), id="far"),
+    *(
+        pytest.param(Block(4 * first, at, at, 2 * count, grow=2), id=f"cast-{count}")
+        for first, count, at in ((0, 40_000, 0), (8, 4096, 32), (4, 1001, 6))
+    ),
+    *(  # columns of a matrix: every line is cast and goes to a place of its own
+        pytest.param(Block(64, 32, 8, width, lines, 4 * pitch, 2 * width + 16, width, grow=2), id=f"cast-{lines}-lines")
+        for lines, width, pitch in ((3, 4096, 5000), (5, 24, 40), (7, 34, 51), (2, 140_000, 70_016))
+    ),
 ]
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_kernel_copies_and_hashes_like_plain_torch(block: Block, device: torch.device) -> None:
-    source = torch.randint(1, 256, (1 << 19,), dtype=torch.uint8).to(device)
-    target = torch.zeros_like(source)
-    sums = torch.zeros(2, dtype=torch.int64, device=device)
-    bases = table.addresses(target.data_ptr(), [source.data_ptr()], device)
-    table.KernelTable([block], device).run(bases, sums)
-    expected = torch.zeros_like(source)
-    wanted = plain.runs(source, block.source, block.width, block.count, block.source_stride)
-    plain.runs(expected, block.target, block.width, block.count, block.target_stride).copy_(wanted)
-    assert torch.equal(target, expected)
-    assert sums.tolist() == [plain.hash_block(source, block.source, block).item(), 0]
+def test_kernel_copies_casts_and_hashes_like_plain_torch(block: Block, device: str) -> None:
+    place = torch.device(device)
+    source = torch.randint(1, 256, (1 << 21,), dtype=torch.uint8).to(device)
+    if block.grow == 2:
+        wide = torch.randn(1 << 19, device=device)
+        # Triton's interpreter cuts where a GPU and torch round
+        source = (wide.bfloat16().float() if device == "cpu" else wide).view(torch.uint8)
 
+    def moved(kernel: bool, **how: bool) -> tuple[torch.Tensor, list[int]]:
+        target, sums = torch.zeros(1 << 20, dtype=torch.uint8, device=device), torch.zeros(2, dtype=torch.int64)
+        copier, sums = Copier(place, [target]), sums.to(device)
+        copier.kernel = kernel
+        ready = copier.prepare([replace(block, target=target.data_ptr() + block.target)])
+        ready.run(Memory(place, [source.data_ptr()], [source]), sums, **how)
+        return target, sums.tolist()
 
-def test_kernel_hashes_without_copying_and_copies_without_hashing(device: torch.device) -> None:
-    source = torch.randint(1, 256, (4096,), dtype=torch.uint8).to(device)
-    target, sums = torch.zeros_like(source), torch.zeros(1, dtype=torch.int64, device=device)
-    bases = table.addresses(target.data_ptr(), [source.data_ptr()], device)
-    ready = table.KernelTable([Block(0, 0, 0, 4096)], device)
-    ready.run(bases, sums, copy=False)
-    assert not target.any() and sums.item() == plain.hash_bytes(source, 0).item()
-    ready.run(bases, sums.zero_(), hashed=False)
-    assert torch.equal(source, target) and sums.item() == 0
-
-
-@pytest.mark.parametrize(("first", "count", "target_at"), [(0, 40_000, 0), (8, 4096, 32), (4, 1001, 6)])
-def test_kernel_casts_like_torch(first: int, count: int, target_at: int, device: torch.device) -> None:
-    source = torch.randn(1 << 16).to(device)
-    if device == CPU:
-        source = source.bfloat16().float()  # Triton's interpreter cuts where a GPU and torch round
-    target = torch.zeros(1 << 17, dtype=torch.uint8, device=device)
-    sums = torch.zeros(1, dtype=torch.int64, device=device)
-    bases = table.addresses(target.data_ptr(), [source.data_ptr()], device)
-    block = Block(4 * first, target_at, target_at, 2 * count, grow=2)
-    table.KernelTable([block], device).run(bases, sums)
-    expected = torch.zeros_like(target)
-    cast = source[first : first + count].to(torch.bfloat16)
-    expected[target_at : target_at + 2 * count].copy_(cast.view(torch.uint8))
-    assert torch.equal(target, expected)
-    assert sums.item() == plain.hash_bytes(cast.view(torch.uint8).clone(), target_at).item()
-
-
-@pytest.mark.parametrize(("lines", "width", "pitch"), [(3, 4096, 5000), (5, 24, 40), (7, 34, 51), (2, 140_000, 70_016)])
-def test_kernel_casts_lines(lines: int, width: int, pitch: int, device: torch.device) -> None:
-    """Columns of a matrix: every line is cast and goes to a place of its own."""
-    source = torch.randn(1 << 19).bfloat16().float().to(device)
-    target = torch.zeros(1 << 20, dtype=torch.uint8, device=device)
-    sums = torch.zeros(1, dtype=torch.int64, device=device)
-    block = Block(64, 32, 8, width, lines, 4 * pitch, 2 * width + 16, width, grow=2)
-    table.KernelTable([block], device).run(table.addresses(target.data_ptr(), [source.data_ptr()], device), sums)
-    cast = source[16:].as_strided((lines, width // 2), (pitch, 1), 16).to(torch.bfloat16).contiguous()
-    expected = torch.zeros_like(target)
-    plain.runs(expected, 32, width, lines, 2 * width + 16).copy_(cast.view(torch.uint8))
-    assert torch.equal(target, expected)
-    assert sums.item() == plain.hash_bytes(cast.view(torch.uint8).flatten().clone(), 8).item()
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("at", [0, 4099, 9999])
-@pytest.mark.parametrize("shift", [0, 1])
-def test_kernel_flags_what_is_not_finite(
-    value: float, dtype: torch.dtype, at: int, shift: int, device: torch.device
-) -> None:
-    source = torch.full((10_016,), torch.finfo(dtype).max, dtype=dtype).to(device)
-    source[1::2] *= -1
-    sums, flags = (torch.zeros(3, dtype=torch.int64, device=device) for _ in range(2))
-    offset, width = shift * dtype.itemsize, 10_000 * dtype.itemsize
-    block = Block(offset, 0, offset, width, group=1, dtype=str(dtype).removeprefix("torch."))
-    ready = table.KernelTable([block], device)
-    bases = table.addresses(0, [source.data_ptr()], device)
-    ready.run(bases, sums, copy=False, hashed=False, flags=flags)
-    assert flags.tolist() == [0, 0, 0]
-    source[shift + at] = value
-    ready.run(bases, sums, copy=False, hashed=False, flags=flags)
-    assert flags.tolist() == [0, 1, 0] and not sums.any()
+    (copied, hashed), (expected, sums) = moved(True), moved(False)
+    assert torch.equal(copied, expected) and hashed == sums and expected.any() and sums[0] and not sums[1]
+    (copied, hashed) = moved(True, copy=False)
+    assert not copied.any() and hashed == sums
+    (copied, hashed) = moved(True, hashed=False)
+    assert torch.equal(copied, expected) and not any(hashed)
 
 
 # In which order the rows of a copy are read that lie on several devices
 
 
-@pytest.mark.parametrize("shares", [(0.25,) * 4, (0.79, 0.07, 0.07, 0.07)])
-@pytest.mark.parametrize("seed", range(3))
-def test_every_home_is_read_evenly_and_in_its_own_order(seed: int, shares: tuple[float, ...]) -> None:
-    chance = np.random.default_rng(seed)
+@pytest.mark.parametrize("shares", [(1.0,), (0.25,) * 4, (0.79, 0.07, 0.07, 0.07)])
+def test_every_home_is_read_evenly_and_in_its_own_order(shares: tuple[float, ...]) -> None:
+    chance = np.random.default_rng(0)
     nbytes = chance.integers(1, ROW_BYTES + 1, 2000)
-    homes = np.sort(chance.choice(4, 2000, p=shares))  # one after the other, as experts lie
+    homes = np.sort(chance.choice(len(shares), 2000, p=shares))  # one after the other, as experts lie
     order = alternating(homes, nbytes)
     assert sorted(order) == list(range(2000))
-    everything = np.bincount(homes, nbytes)
-    done = np.zeros(4)
+    everything, done = np.bincount(homes, nbytes), np.zeros(len(shares))
     for row in order:
         done[homes[row]] += nbytes[row]
         read = done / everything
         assert read.max() - read.min() < 2 * ROW_BYTES / everything.min()
-    for home in range(4):
+    for home in range(len(shares)):
         assert (np.diff(order[homes[order] == home]) > 0).all()
-
-
-def test_one_home_stays_as_it_is() -> None:
-    assert (alternating(np.zeros(50, int), np.arange(1, 51)) == np.arange(50)).all()
 
 
 # The hash in plain torch operations: what it is defined to be, and in little memory
@@ -209,11 +149,6 @@ def test_hash_is_what_it_is_defined_to_be(step: int, monkeypatch: pytest.MonkeyP
         data = b"".join(held[start + line * strides[0] :][:width] for line in range(lines))
         places = [position + line * strides[1] + byte for line in range(lines) for byte in range(width)]
         assert plain.hash_block(flat, start, block).item() == hash_of_words(data, places), block
-
-
-def test_halves_of_any_word_cannot_change_places() -> None:
-    lower, upper = plain.factors(torch.arange(1 << 20))
-    assert not bool((lower == upper).any())
 
 
 MEMORY = """

@@ -1,19 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that what the documentation names is there: files, links, keys, results, commands."""
+"""Checks that what the documentation names is there: files, links, keys, results; and runs its commands, or where they
+need a cluster composes and parses them. A command that no check below knows fails: a new one needs a check."""
 
 from __future__ import annotations
 
+import os
 import re
+import runpy
 import shlex
+import subprocess
+import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
+import torch
 from verl.trainer.ppo.utils import need_critic
 
 from contract.families import FAMILIES
 from e2e.releases import PAGE, RELEASES, rows, written
-from hydra_run import run
+from hydra_run import CONFIG_DIR, rollout_of, run
+from shipped_configs import mains
+from verl_sync_plugin import cli
+from verl_sync_plugin import sharding_manager as registry
 from verl_sync_plugin.config.settings import LONG_BUCKET_KEY, SHORT_BUCKET_KEY, SyncConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,28 +58,17 @@ def heading_anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_page_names_exists(page: Path) -> None:
+@pytest.mark.parametrize("page", [*PAGES, *sorted(PACKAGE.rglob("*.py"))], ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_or_a_docstring_names_exists(page: Path) -> None:
     text = text_of(page)
     assert missing_paths(LINK.sub("", text), ROOT, PACKAGE, page.parent) == []
-    for target in LINK.findall(text):
-        if "://" in target:
-            continue
+    for target in LINK.findall(text) if page.suffix == ".md" else ():
         name, _, anchor = target.partition("#")
         linked = (page.parent / name).resolve() if name else page
-        assert linked.exists(), target
-        assert not anchor or anchor in heading_anchors(linked), target
+        assert "://" in target or linked.exists(), target
+        assert "://" in target or not anchor or anchor in heading_anchors(linked), target
     results = [name for name in RESULT.findall(text) if not list((ROOT / "benchmarks" / "results").glob(f"{name}*"))]
     assert results == []
-
-
-def test_what_docstrings_name_exists() -> None:
-    wrong = {
-        str(file.relative_to(ROOT)): missing
-        for file in sorted(PACKAGE.rglob("*.py"))
-        if (missing := missing_paths(file.read_text(encoding="utf-8"), ROOT, PACKAGE, file.parent))
-    }
-    assert wrong == {}
 
 
 def test_every_key_is_documented_and_every_documented_key_exists() -> None:
@@ -85,24 +85,17 @@ def test_every_key_is_documented_and_every_documented_key_exists() -> None:
         assert f"| `{key.removeprefix('actor_rollout_ref.rollout.')}` |" in text
 
 
-def test_every_chapter_opens_with_a_picture_and_is_listed() -> None:
+def test_pages_are_short_and_have_what_their_kind_has() -> None:
+    """A page for users four sections; a chapter a picture and its place in the list."""
+    assert (ROOT / "README.md").read_text(encoding="utf-8").count("\n") <= 120
     listed = LINK.findall((DESIGN / "README.md").read_text(encoding="utf-8"))
     for chapter in sorted(DESIGN.glob("*.md")):
         text = chapter.read_text(encoding="utf-8")
         assert len(text.splitlines()) <= 120, chapter
         assert chapter.name == "README.md" or (chapter.name in listed and "```mermaid" in text[:200]), chapter
-
-
-@pytest.mark.parametrize("page", USER_PAGES)
-def test_a_page_for_users_says_when_how_cost_and_limits(page: str) -> None:
-    headings = re.findall(r"^## (.*)$", (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert {"When to use", "Turn on", "What it costs", "Limits"} <= set(headings)
-
-
-def test_pages_are_short() -> None:
-    lines = {page: page.read_text(encoding="utf-8").count("\n") for page in PAGES}
-    assert lines[ROOT / "README.md"] <= 120
-    assert sum(count for page, count in lines.items() if ROOT / "docs" in page.parents) <= 2000
+    for page in USER_PAGES:
+        text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+        assert all(f"\n## {each}\n" in text for each in ("When to use", "Turn on", "What it costs", "Limits")), page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -126,35 +119,17 @@ def test_the_walk_names_every_file_once() -> None:
     assert not {file for file in files if walk.count(f"`{file}`") > 1}
 
 
-def test_the_readmes_command_is_one_that_a_run_takes(tmp_path: Path) -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (command,) = re.findall(r"^python -m verl\.trainer\.main_ppo \\\n(?:.*\\\n)*.*$", text, re.MULTILINE)
-    overrides = shlex.split(command.replace("\\\n", " "))[3:]
-    config = run(tmp_path, *overrides)
-    assert not need_critic(config), "a critic would need more keys"
-    rollout = config.actor_rollout_ref.rollout
-    assert rollout.name == "sglang" and rollout.custom.sync.enabled and rollout.update_weights_bucket_megabytes == 512
-
-
 # The tables that ``make families`` and ``make releases`` write are those of the tests and of the pinned stack
 
 
-def test_every_release_has_its_row_of_this_stack() -> None:
+def test_every_release_has_its_row_of_this_stack_and_the_readme_names_it() -> None:
     page = PAGE.read_text()
-    assert list(rows(page)) == list(RELEASES), "write it again: make releases"
-    assert written(page, rows(page)) == page, "write it again: make releases"
-
-
-@pytest.mark.parametrize("release", RELEASES)
-def test_a_row_names_what_was_installed_beside(release: str) -> None:
-    beside = rows(PAGE.read_text())[release].split(" | ")[1]
-    assert re.findall(r"`([^`]+)`", beside) == list(RELEASES[release]), "write it again: make releases"
-
-
-def test_the_readme_names_these_releases() -> None:
+    found = rows(page)
+    assert written(page, found) == page, "write it again: make releases"
+    packages = {release: tuple(re.findall(r"`([^`]+)`", row.split(" | ")[1])) for release, row in found.items()}
+    assert packages == {release: tuple(names) for release, names in RELEASES.items()}, "write it again: make releases"
     tested = re.search(r"Tested with verl \S+; SGLang ([^;]+);", (ROOT / "README.md").read_text())
-    assert tested is not None
-    assert re.findall(r"\d+\.\d+\.\d+", tested[1]) == list(RELEASES)
+    assert tested is not None and re.findall(r"\d+\.\d+\.\d+", tested[1]) == list(RELEASES)
 
 
 def test_every_family_has_its_row() -> None:
@@ -162,3 +137,145 @@ def test_every_family_has_its_row() -> None:
     table = page.partition("<!-- families:begin -->")[2].partition("<!-- families:end -->")[0]
     names = [name for line in table.splitlines()[3:] for name in line.split(" | ")[0].strip("| ").split("; ")]
     assert sorted(names) == sorted(FAMILIES), "write it again: make families"
+
+
+# Commands and blocks of code
+
+
+OF_COMMANDS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`((?:\+?(?:actor_rollout_ref|trainer|model_engine|sync|ray_kwargs)[\w.]*=[^\s`]+\s*)+)`")
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+# Of sites and of Ray: parsed by bash, and not run
+OF_THE_CLUSTER = {"srun", "ray", "sleep", "set", "for", "done", "nodes", "head", "port"}
+ASSIGNMENT = re.compile(r"^(\w+)=(.*)$", re.DOTALL)
+
+
+def blocks(language: str) -> list[Any]:
+    """The blocks of a language, as parameters named by their page and place."""
+    return [
+        pytest.param(match[2], id=f"{page.name}:{text[: match.start()].count(chr(10)) + 1}")
+        for page in OF_COMMANDS
+        for text in [page.read_text(encoding="utf-8")]
+        for match in BLOCK.finditer(text)
+        if match[1] == language
+    ]
+
+
+SCRIPTS = [pytest.param(file.read_text(encoding="utf-8"), id=file.name) for file in ROOT.glob("examples/slurm/*")]
+
+
+def overrides_of(words: list[str], folder: Path) -> list[str]:
+    """Runs a script of ours with a ``python3`` that notes its arguments; returns what it hands to verl's main."""
+    start = words.index("bash")
+    given = dict(word.split("=", 1) for word in words[:start] if ASSIGNMENT.match(word))
+    (folder / "python3").write_text(f'#!/usr/bin/env bash\nprintf "%s\\0" "$@" > {folder}/argv\n')
+    (folder / "python3").chmod(0o755)
+    given = {name: value.replace("$SLURM_JOB_NUM_NODES", "2") for name, value in given.items()}
+    environment = {**os.environ, **given, "PATH": f"{folder}:{os.environ['PATH']}"}
+    subprocess.run(["bash", *words[start + 1 :]], check=True, cwd=ROOT, env=environment, capture_output=True)
+    written = (folder / "argv").read_text().split("\0")[:-1]
+    assert written[:2] == ["-m", "verl.trainer.main_ppo"], written
+    return written[2:]
+
+
+def check(words: list[str], folder: Path) -> None:
+    """Raises where one command of a page cannot work, or nobody says here how to check it."""
+    if "bash" in words and any(word.startswith("examples/") for word in words):
+        assert run(folder, *overrides_of(words, folder)).actor_rollout_ref.rollout.custom.sync.enabled, words
+        return
+    while words and ASSIGNMENT.match(words[0]) and words[0].partition("=")[0] not in OF_THE_CLUSTER:
+        words = words[1:]
+    if "verl-sync" in words:
+        own = words[words.index("verl-sync") + 1 :]
+        cli.parser_of(own).parse_args(own)
+        return
+    match words:
+        case ["python", "-m", "verl.trainer.main_ppo", *overrides]:
+            composed = run(folder, *overrides)
+            assert composed.actor_rollout_ref.rollout.custom.sync.enabled
+            assert not need_critic(composed), "a critic would need more keys"
+        case ["python", "-m", module, *overrides] if module.startswith("verl.experimental."):
+            (main,) = [main for main in mains(CONFIG_DIR.parents[1]) if main.module == module]
+            composed = run(folder, *overrides, name=main.name, config_dir=main.folder)
+            assert composed.actor_rollout_ref.rollout.checkpoint_engine.backend == "sync_plugin"
+        case ["make", target]:
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
+        case ["pip", "install", what]:
+            extra = re.fullmatch(r"\.(?:\[([\w-]+)\])?", what)
+            assert extra and (extra[1] is None or extra[1] in EXTRAS), what
+        case ["python", "examples/data/gsm8k.py", _]:
+            pass  # needs the Hub; what it makes of a row is read below
+        case _:
+            assert re.split(r"[=\s]", words[0])[0] in OF_THE_CLUSTER, f"no check for {words}: add one here"
+
+
+@pytest.mark.parametrize("block", [*blocks("bash"), *SCRIPTS])
+def test_shell_block(block: str, tmp_path: Path) -> None:
+    done = subprocess.run(["bash", "-n"], input=block, text=True, capture_output=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    for text in re.sub(r"\\\n\s*", " ", block).splitlines():
+        if words := shlex.split(text.removesuffix(" &"), comments=True):
+            check(words, tmp_path)
+
+
+def test_settings_in_the_text_compose() -> None:
+    texts = {
+        " ".join(text.split()) for page in OF_COMMANDS for text in INLINE.findall(page.read_text(encoding="utf-8"))
+    }
+    for text in sorted(text for text in texts if "…" not in text):
+        rollout_of(*shlex.split(text))
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_python_block_runs(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of docs/extending.md also sends the parameters that it is given."""
+    registry.get_sharding_manager("fsdp2", "sglang")  # the built-in ones are there before, and stay
+    monkeypatch.setattr(registry, "_managers", dict(registry._managers))
+    if "SpmdRollout(" in block:
+        return  # that needs ranks: tests/spmd runs the examples
+    exec(compile(block, "docs", "exec"), {"__name__": "docs"})
+    if "replicated" in block:
+        module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2, bias=False))
+        backend = registry.get_sharding_manager("replicated", "sglang").backend
+        trainer = backend(SimpleNamespace(module=module), SyncConfig(), torch.device("cpu"), "bfloat16")
+        shards = trainer.open_source().shards()
+        assert [view.name for shard in shards for view in shard.base.views] == [
+            name for name, _ in module.named_parameters()
+        ]
+
+
+def test_messages_that_troubleshooting_quotes_are_in_the_code() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]*`[^|]*) \|", text, re.MULTILINE)
+    code = "".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "verl_sync_plugin").rglob("*.py")))
+    # Texts that are cut into lines in the code, and those with values, are compared without both
+    code = re.sub(r"\{[A-Z]\w*\}", "KEY", re.sub(r'"\s*\n\s*f?"', "", code))
+    quoted = [each for row in rows for each in re.findall(r"`([^`]+)`", row)]
+    ours = [each for each in quoted if " " in each and "Could not override" not in each and "struct" not in each]
+    assert len(ours) > 10
+    templates = {"delivery is broadcast": "delivery is {self._chosen.name}"}
+    assert [each for each in ours if templates.get(each, each) not in code] == []
+
+
+@pytest.mark.slow
+def test_verl_reads_and_rewards_a_row_of_the_example_data(tmp_path: Path, tiny_model: Any) -> None:
+    import datasets
+    from omegaconf import OmegaConf
+    from transformers import AutoTokenizer
+    from verl.utils.dataset.rl_dataset import RLHFDataset
+    from verl.utils.reward_score import default_compute_score
+
+    row = runpy.run_path(str(ROOT / "examples" / "data" / "gsm8k.py"))["row"]
+    made = row("How many did she sell?", "She sold 1,200 + 34 of them.\n#### 1,234", "train", 3)
+    path = tmp_path / "train.parquet"
+    datasets.Dataset.from_list([made]).to_parquet(str(path))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model("qwen2"))
+    settings = OmegaConf.create({"max_prompt_length": 512, "cache_dir": str(tmp_path)})
+    read = RLHFDataset(str(path), tokenizer, settings)[0]
+    assert "How many did she sell?" in str(read["raw_prompt"]) and read["index"] == 3
+    truth = read["reward_model"]["ground_truth"]
+    assert default_compute_score(read["data_source"], "... so it is\n#### 1234", truth) == 1.0
+    assert default_compute_score(read["data_source"], "... so it is\n#### 1235", truth) == 0.0
+    with pytest.raises(ValueError, match="test 7"):
+        row("?", "no number", "test", 7)

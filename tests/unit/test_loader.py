@@ -48,74 +48,41 @@ def asked(*addresses: str) -> Any:
     return MultiprocessingSerializer.deserialize(pack_request(LoadRequest("1", addresses, WAIT).to_wire()))
 
 
-class Tower(torch.nn.Module):
-    """A vision tower; SGLang's own code computes and keeps what it makes of images."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(8, 16, bias=False)
-
-    def encode(self, items: list[Any]) -> torch.Tensor:
-        return torch.cat([self.linear(item.feature) for item in items])
-
-    def asked_for(self, seed: int) -> torch.Tensor:
-        """The embeddings of an image, as a request with it gets them."""
-        from sglang.srt.managers import mm_utils
-        from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
-
-        pixels = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
-        image = MultimodalDataItem(modality=Modality.IMAGE, feature=pixels, hash=seed)
-        found = mm_utils._get_chunked_embedding_by_item(self.encode, [image], [(0, 3)], 0, 4, torch.device("cpu"))
-        assert found is not None
-        return found.clone()
-
-
-@torch.no_grad()
-def test_an_image_that_was_seen_before_a_sync_is_computed_with_the_new_tower(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_that_were_seen_before_a_sync_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang keeps what its vision tower made of them, since 0.5.18 in another module."""
     from sglang.srt.managers import mm_utils
+    from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult
 
-    tower, since = Tower(), Mock()
+    since, session, listener = Mock(), Mock(), Listener(WAIT)
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.mm_schedule", SimpleNamespace(embedding_cache=since))
     mm_utils.init_mm_embedding_cache(1 << 20)
-    moved = SimpleNamespace(embedding_cache=since)  # where SGLang keeps it since 0.5.18
-    monkeypatch.setitem(sys.modules, "sglang.srt.managers.mm_schedule", moved)
-    before = tower.asked_for(1)
-    assert torch.equal(tower.asked_for(1), before)
-    listener, session = Listener(WAIT), Mock()
-    session.return_value.run = lambda channel, request: tower.linear.weight.data.add_(1.0)
+    mm_utils.embedding_cache.set(1, EmbeddingResult(embedding=torch.ones(4, 16)))
     monkeypatch.setattr(loader, "SGLangModel", Mock())
     monkeypatch.setattr(loader, "ReceiverSession", session)
-    loader.load(tower, asked(listener.address))
-    after = tower.asked_for(1)
-    mm_utils.init_mm_embedding_cache(1 << 20)
-    assert torch.equal(after, tower.asked_for(1)) and not torch.equal(after, before)
-    since.clear.assert_called_once_with()
+    loader.load(Model(), asked(listener.address))
+    assert session.called and since.clear.called and not mm_utils.embedding_cache.has(1)
 
 
-@pytest.mark.parametrize("case", ["another server's", "none", "no text", "not launched by us", "not a request"])
+@pytest.mark.parametrize(
+    ("own", "given"),
+    [(new_token(), None), (None, ()), (None, (None,)), ("", ("",)), (None, "model.weight")],
+    ids=["another server's", "none", "no text", "not launched by us", "not a request"],
+)
 def test_any_other_request_is_refused_without_touching_the_model(
-    case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    own: str | None, given: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sessions = Mock()
+    """``given`` takes the place of the request's token."""
+    sessions, listener = Mock(), Listener(WAIT)
     monkeypatch.setattr(loader, "ReceiverSession", sessions)
-    listener = Listener(WAIT)
-    request = asked(listener.address)
-    ((header, empty),) = request
-    if case == "another server's":
-        monkeypatch.setenv(TOKEN_VARIABLE, new_token())
-    elif case == "none":
-        request = [(header[:-1], empty)]
-    elif case == "no text":
-        request = [((*header[:-1], None), empty)]
-    elif case == "not launched by us":
-        monkeypatch.delenv(TOKEN_VARIABLE)
-        request = [((*header[:-1], ""), empty)]
-    else:
-        request = [("model.weight", empty)]
-    loader.load(Model(), request)
+    ((header, empty),) = asked(listener.address)
+    if own is not None:
+        monkeypatch.setenv(TOKEN_VARIABLE, own)
+    token = header[-1]
+    header = (*header[:-1], *given) if isinstance(given, tuple) else given or header
+    loader.load(Model(), [(header, empty)])
     said = capsys.readouterr().out
     assert "a weight update was refused: the request does not come from the server that launched" in said
-    assert header[-1] not in said
-    assert listener.accept(0) is None and not sessions.called
+    assert token not in said and listener.accept(0) is None and not sessions.called
 
 
 def test_an_engine_rank_that_cannot_come_says_why_in_its_log(

@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, VeraConfig
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config
 from verl.workers.rollout.sglang_rollout.utils import lora_rank_of
 
 from hydra_run import config_of, refused, rollout_of
@@ -117,24 +116,30 @@ def test_refused_by_key_value_and_remedy(given: str | tuple[str, ...], shown: st
     assert shown in text and remedy in text.partition(shown)[2], text
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        f"+{PEFT}.init_lora_weights=pissa_niter_4",
-        f"+{PEFT}.init_lora_weights=False",
-        f"+{PEFT}.bias=lora_only",
-        f"+{PEFT}.rank_pattern={{q_proj: 2}}",
-        f"+{PEFT}.alpha_pattern={{q_proj: 2.5}}",
-        f"{LORA}.dropout=0",
-        f"{LORA}.alpha=32.0",
-        f"{MODEL}.target_modules='.*(q|v)_proj'",
-        f"{MODEL}.lora_adapter_path=somebody/adapter",  # on a hub
-        f"{MODEL}.lora_adapter_path=/on/another/machine",
-        f"+{LORA}.fully_sharded_loras=True",  # verl reads it for vLLM
-    ],
-)
-def test_what_is_right_or_somebody_elses_passes(given: str) -> None:
-    assert rollout_of(*adapted(given)).custom.sync.enabled is True
+PASSES = [
+    *(f"+{PEFT}.{each}" for each in (
+        "init_lora_weights=pissa_niter_4", "init_lora_weights=False", "bias=lora_only", "rank_pattern={q_proj: 2}",
+        "alpha_pattern={q_proj: 2.5}")),
+    f"{LORA}.dropout=0", f"{LORA}.alpha=32.0", f"{MODEL}.target_modules='.*(q|v)_proj'",
+    f"{MODEL}.lora_adapter_path=somebody/adapter",  # on a hub
+    f"{MODEL}.lora_adapter_path=/on/another/machine",
+    f"+{LORA}.fully_sharded_loras=True",  # verl reads it for vLLM
+]  # fmt: skip
+SERVED = [
+    *(
+        (f"{MODEL}.target_modules={targets}",)
+        for targets in ("[q_proj,v_proj]", "[gate_proj]", "[o_proj]", "all-linear")
+    ),
+    (f"{LORA}.dropout=0.1", f"+{PEFT}.bias=none"),
+    (f"{LORA}.rank=0", f"+{PEFT}.use_rslora=True"),
+]
+
+
+def test_what_is_right_or_somebody_elses_passes() -> None:
+    for given in PASSES:
+        assert rollout_of(*adapted(given)).custom.sync.enabled is True, given
+    for served in SERVED:
+        assert rollout_of(*adapted(*served, merge=False)).custom.sync.enabled is True, served
 
 
 # Both ways to say it
@@ -153,13 +158,9 @@ def settled(*overrides: str, strategy: str = "fsdp2", merge: bool = True) -> Dic
     [
         ((), (0, 16, "all-linear", None, None)),
         (("_rank=8",), (8, 16, "all-linear", None, None)),
-        ((".rank=8",), (8, 32, "all-linear", None, None)),
         ((".rank=8", "_rank=8"), (8, 32, "all-linear", None, None)),
         ((".rank=8", "_alpha=5"), (8, 5, "all-linear", None, None)),
-        (
-            (".rank=8", ".alpha=64", ".target_modules=[q_proj]", ".exclude_modules=[v_proj]"),
-            (8, 64, ["q_proj"], ["v_proj"], None),
-        ),
+        ((".rank=8", ".alpha=64", ".target_modules=[q]", ".exclude_modules=[v]"), (8, 64, ["q"], ["v"], None)),
         ((".rank=8", ".adapter_path=/on/a/worker"), (8, 32, "all-linear", None, "/on/a/worker")),
     ],
 )
@@ -214,9 +215,10 @@ def test_what_pefts_config_knows_reaches_the_model() -> None:
 @pytest.mark.parametrize(
     ("given", "unties"),
     [
-        ((f"{LORA}.target_modules=[embed_tokens,q_proj]",), True),
-        ((f"{LORA}.target_modules=[lm_head]",), True),
-        ((f"{LORA}.target_modules='.*embed_tokens'",), True),
+        *(
+            ((f"{LORA}.target_modules={each}",), True)
+            for each in ("[embed_tokens,q_proj]", "[lm_head]", "'.*embed_tokens'")
+        ),
         ((f"+{PEFT}.modules_to_save=[lm_head]",), True),
         ((f"+{PEFT}.modules_to_save=[embed_tokens]", f"+{PEFT}.ensure_weight_tying=True"), False),
         ((f"{LORA}.target_modules=[embed_tokens,q_proj]", f"{LORA}.exclude_modules=[embed_tokens]"), False),
@@ -233,71 +235,50 @@ def test_the_engine_unties_what_the_adapter_makes_different(given: tuple[str, ..
 # Adapters that the engine serves
 
 
-UNSERVABLE = {
-    f"+{PEFT}.use_rslora=True": "lora.peft.use_rslora=True",
-    f"+{PEFT}.use_dora=True": "lora.peft.use_dora=True",
-    f"{LORA}.type=dora": "lora.type='dora'",
-    f"+{PEFT}.rank_pattern={{v_proj: 2}}": "lora.peft.rank_pattern={'v_proj': 2}",
-    f"+{PEFT}.alpha_pattern={{v_proj: 2}}": "lora.peft.alpha_pattern={'v_proj': 2}",
-    f"+{PEFT}.modules_to_save=[lm_head]": "lora.peft.modules_to_save=['lm_head']",
-    f"+{PEFT}.bias=all": "lora.peft.bias='all'",
-    f"+{PEFT}.lora_bias=True": "lora.peft.lora_bias=True",
-    f"+{PEFT}.fan_in_fan_out=True": "lora.peft.fan_in_fan_out=True",
-    f"+{MODEL}.target_parameters=[mlp.gate.weight]": "target_parameters=['mlp.gate.weight']",
-}
-LACKING = {
-    f"{MODEL}.target_modules=[k_proj,v_proj]": "q_proj, k_proj, v_proj in one, and needs factors of q_proj, too",
-    f"{LORA}.target_modules=[q_proj,k_proj]": "needs factors of v_proj, too",
-    f"{LORA}.target_modules=[up_proj,down_proj]": "gate_proj, up_proj in one, and needs factors of gate_proj, too",
-    f"{MODEL}.target_modules='.*q_proj'": "SGLang takes no pattern",
-}
+UNSERVABLE = (
+    "use_rslora=True", "use_dora=True", "rank_pattern={'v_proj': 2}", "alpha_pattern={'v_proj': 2}",
+    "modules_to_save=['lm_head']", "bias='all'", "lora_bias=True", "fan_in_fan_out=True",
+)  # fmt: skip
+CANNOT = "SGLang cannot serve an adapter with "
+MISREAD = [
+    *((f"+{PEFT}.{each}".replace("'", ""), f"{CANNOT}{PEFT}.{each}.") for each in UNSERVABLE),
+    (f"{LORA}.type=dora", f"{CANNOT}{LORA}.type='dora'."),
+    (f"+{MODEL}.target_parameters=['a.weight']", f"{CANNOT}{MODEL}.target_parameters=['a.weight']."),
+    (f"{MODEL}.target_modules=[k_proj,v_proj]", "q_proj, k_proj, v_proj in one, and needs factors of q_proj, too"),
+    (f"{LORA}.target_modules=[q_proj,k_proj]", "needs factors of v_proj, too"),
+    (f"{LORA}.target_modules=[up_proj,down_proj]", "gate_proj, up_proj in one, and needs factors of gate_proj, too"),
+    (f"{MODEL}.target_modules='.*q_proj'", "SGLang takes no pattern"),
+]
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        *((key, f"SGLang cannot serve an adapter with {MODEL}.{said}.") for key, said in UNSERVABLE.items()),
-        *LACKING.items(),
-    ],
-)
+@pytest.mark.parametrize(("given", "said"), MISREAD)
 def test_what_sglang_would_misread_is_refused_and_merged_it_is_served(given: str, said: str) -> None:
     text = refused(*adapted(given, merge=False))
     assert "lora.merge=False" in text and said in text and f"et {LORA}.merge=True" in text.partition(said)[2], text
     rollout_of(*adapted(given))
 
 
-def test_a_plain_adapter_and_settings_without_lora_pass() -> None:
-    for targets in ("[q_proj,v_proj]", "[gate_proj]", "[o_proj]", "all-linear"):
-        rollout_of(*adapted(f"{MODEL}.target_modules={targets}", merge=False))
-    rollout_of(*adapted(f"{LORA}.dropout=0.1", f"+{PEFT}.bias=none", merge=False))
-    settled(f"+{PEFT}.use_rslora=True", merge=False)
-
-
 @pytest.mark.parametrize(
-    ("saved", "overrides", "says"),
+    ("saved", "targets", "says"),
     [
-        ({"r": 9}, (), f"{MODEL}.lora_rank=8 with WHERE, which has r=9. Set {MODEL}.lora_rank=9"),
-        ({"use_rslora": True}, (), "WHERE, which has use_rslora=True"),
-        ({"target_modules": ["k_proj", "v_proj"]}, (), "needs factors of q_proj, too"),
+        ({"r": 9}, "all-linear", f"{MODEL}.lora_rank=8 with WHERE, which has r=9. Set {MODEL}.lora_rank=9"),
+        ({"use_rslora": True}, "all-linear", "WHERE, which has use_rslora=True"),
+        ({"target_modules": ["k_proj", "v_proj"]}, "all-linear", "needs factors of q_proj, too"),
         (
-            {"target_modules": ["q_proj", "v_proj", "o_proj"]},
-            (f"{MODEL}.target_modules=[q_proj,v_proj]",),
+            {"target_modules": ["q_proj", "v_proj", "o_proj"]}, "[q_proj,v_proj]",
             f"{MODEL}.target_modules=['q_proj', 'v_proj'] with WHERE, which adapts o_proj",
         ),
-        ({"r": 4}, (), ""),
-        ({"target_modules": ".*_proj"}, (), ""),
+        ({"r": 4}, "all-linear", ""),
+        ({"target_modules": ".*_proj"}, "all-linear", ""),
     ],
-)
-def test_an_existing_adapter_to_serve(
-    saved: dict[str, Any], overrides: tuple[str, ...], says: str, tmp_path: Path
-) -> None:
+)  # fmt: skip
+def test_an_existing_adapter_to_serve(saved: dict[str, Any], targets: str, says: str, tmp_path: Path) -> None:
     LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], **saved}).save_pretrained(tmp_path)
-    where, given = f"{MODEL}.lora_adapter_path='{tmp_path}'", (f"{MODEL}.lora_adapter_path={tmp_path}", *overrides)
+    given = f"{MODEL}.lora_adapter_path={tmp_path}", f"{MODEL}.target_modules={targets}"
     if says:
-        assert says.replace("WHERE", where) in refused(*adapted(*given, merge=False))
-        rollout_of(*adapted(*given))
-    else:
-        rollout_of(*adapted(*given, merge=False))
+        text = refused(*adapted(*given, merge=False))
+        assert says.replace("WHERE", f"{MODEL}.lora_adapter_path='{tmp_path}'") in text
+    rollout_of(*adapted(*given, merge=bool(says)))
 
 
 @pytest.mark.parametrize("merge", [True, False])
@@ -322,75 +303,54 @@ def test_what_of_an_adapters_folder_is_refused(tmp_path: Path) -> None:
     rollout_of(*adapted(path))
 
 
-# An adapted embedding or head
+# An adapted embedding or head: of which model, tied or not, what is refused, and by which strategies
 
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """The override that names a model of a config."""
-
-    def made(config: type[PretrainedConfig], architecture: str, **settings: Any) -> str:
-        folder = tmp_path_factory.mktemp("model")
-        config(**SIZES, architectures=[architecture], **settings).save_pretrained(folder)
-        return f"{MODEL}.path={folder}"
-
-    return made
-
-
-@pytest.mark.parametrize("architecture", sorted(ALWAYS_TIED))
-def test_the_embedding_of_what_sglang_always_ties(architecture: str, folder_of: Callable[..., str]) -> None:
-    model = folder_of(LlamaConfig, architecture, tie_word_embeddings=True)
-    text = refused(*adapted(model, f"{MODEL}.target_modules=[o_proj,embed_tokens]"))
-    assert f"{MODEL}.target_modules=['o_proj', 'embed_tokens']" in text
-    assert f"SGLang's {architecture} " in text and f"{MODEL}.exclude_modules" in text
-
-
-def test_either_end_of_what_sglang_always_ties(folder_of: Callable[..., str], tmp_path: Path) -> None:
-    LoraConfig(target_modules=["embed_tokens"]).save_pretrained(tmp_path)
-    for tied in (True, False):
-        model = folder_of(Gemma2Config, "Gemma2ForCausalLM", tie_word_embeddings=tied)
-        for given, said in (
-            (f"{LORA}.target_modules=[lm_head]", f"{MODEL}.target_modules=['lm_head']"),
-            (f"+{PEFT}.modules_to_save=[lm_head]", f"{PEFT}.modules_to_save=['lm_head']"),
-            (f"{MODEL}.lora_adapter_path={tmp_path}", f"{MODEL}.lora_adapter_path='{tmp_path}': it changes the emb"),
-        ):
-            text = refused(*adapted(model, given, strategy="fsdp"))
-            assert said in text and "SGLang's Gemma2ForCausalLM " in text
-    for passes in (  # what leaves it tied
-        (),
-        (f"{MODEL}.target_modules=[o_proj,embed_tokens]", f"{MODEL}.exclude_modules=[embed_tokens]"),
-        (f"+{PEFT}.modules_to_save=[embed_tokens]", f"+{PEFT}.ensure_weight_tying=True"),
-    ):
-        rollout_of(*adapted(folder_of(Gemma2Config, "Gemma2ForCausalLM"), *passes))
-
-
-@pytest.mark.parametrize(
-    ("given", "merge"),
-    [
-        (f"{MODEL}.target_modules=[o_proj,embed_tokens]", True),
-        (f"{MODEL}.target_modules=[o_proj,embed_tokens]", False),
-        (f"{MODEL}.target_modules=[lm_head]", True),
-        (f"+{PEFT}.modules_to_save=[embed_tokens]", True),
-    ],
+BOTH, LLAMA, GEMMA = ("fsdp", "fsdp2"), "LlamaForCausalLM", "Gemma2ForCausalLM"
+EMBEDDING, HEAD = f"{MODEL}.target_modules=[o_proj,embed_tokens]", f"{MODEL}.target_modules=[lm_head]"
+SAVED_HEAD, SAVED = (f"+{PEFT}.modules_to_save=[{each}]" for each in ("lm_head", "embed_tokens"))
+TIED_FACTORS, UNTIE = f"+{PEFT}.ensure_weight_tying=True", f"+{MODEL}.override_config.tie_word_embeddings=False"
+ALONE = (
+    f"{STRATEGY}=fsdp2: verl shards embedding and head by themselves",
+    f"Set {STRATEGY}=fsdp with actor_rollout_ref.actor.fsdp_config.use_orig_params=True",
 )
-def test_fsdp2_with_an_adapted_end_that_is_not_tied(given: str, merge: bool, folder_of: Callable[..., str]) -> None:
-    tied, untied = (folder_of(LlamaConfig, "LlamaForCausalLM", tie_word_embeddings=value) for value in (True, False))
-    text = refused(*adapted(untied, given, merge=merge))
-    assert f"{STRATEGY}=fsdp2: verl shards embedding and head by themselves" in text
-    assert f"Set {STRATEGY}=fsdp with actor_rollout_ref.actor.fsdp_config.use_orig_params=True" in text
-    rollout_of(*adapted(untied, given, merge=merge, strategy="fsdp"))
-    rollout_of(*adapted(tied, given, merge=merge))
-    untie = f"+{MODEL}.override_config.tie_word_embeddings=False"
-    assert "strategy=fsdp2" in refused(*adapted(tied, given, untie, merge=merge))
+ENDS: list[tuple[str, bool, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
+    *((each, True, (EMBEDDING,), BOTH, (f"{MODEL}.target_modules=['o_proj', 'embed_tokens']", f"SGLang's {each} ",
+                                        f"{MODEL}.exclude_modules")) for each in sorted(ALWAYS_TIED)),
+    *((GEMMA, tied, (given,), BOTH, (said, f"SGLang's {GEMMA} ")) for tied in (True, False) for given, said in (
+        (HEAD, f"{MODEL}.target_modules=['lm_head']"), (SAVED_HEAD, f"{PEFT}.modules_to_save=['lm_head']"),
+        (f"{MODEL}.lora_adapter_path=FOLDER", f"{MODEL}.lora_adapter_path='FOLDER': it changes the emb"))),
+    *((GEMMA, True, given, (), ()) for given in (  # what leaves it tied
+        (), (EMBEDDING, f"{MODEL}.exclude_modules=[embed_tokens]"), (SAVED, TIED_FACTORS))),
+    # FSDP2 with an end that is not tied
+    *((LLAMA, tied, (given, *more), refusing, ALONE) for given in (EMBEDDING, HEAD, SAVED)
+      for tied, more, refusing in ((False, (), BOTH[1:]), (True, (), ()), (True, (UNTIE,), BOTH[1:]))),
+    (LLAMA, False, (SAVED_HEAD,), (), ()),
+    (LLAMA, True, (EMBEDDING, TIED_FACTORS), BOTH[1:], ("Leave ensure_weight_tying out",)),
+]  # fmt: skip
 
 
-def test_fsdp2_with_a_saved_head_or_tied_factors(folder_of: Callable[..., str]) -> None:
-    tied, untied = (folder_of(LlamaConfig, "LlamaForCausalLM", tie_word_embeddings=value) for value in (True, False))
-    rollout_of(*adapted(untied, f"+{PEFT}.modules_to_save=[lm_head]"))
-    rollout_of(*adapted(f"{MODEL}.path=somebody/on-a-hub", f"{MODEL}.target_modules=[lm_head]"))
-    given = (tied, f"{MODEL}.target_modules=[embed_tokens]", f"+{PEFT}.ensure_weight_tying=True")
-    assert "Leave ensure_weight_tying out" in refused(*adapted(*given))
-    rollout_of(*adapted(*given, strategy="fsdp"))
+@pytest.mark.parametrize(("architecture", "tied", "given", "refusing", "said"), ENDS)
+def test_an_adapted_end(
+    architecture: str, tied: bool, given: tuple[str, ...], refusing: tuple[str, ...], said: tuple[str, ...],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    config = Gemma2Config if architecture == GEMMA else LlamaConfig
+    config(**SIZES, architectures=[architecture], tie_word_embeddings=tied).save_pretrained(tmp_path)
+    LoraConfig(target_modules=["embed_tokens"]).save_pretrained(tmp_path)
+    given = (f"{MODEL}.path={tmp_path}", *(each.replace("FOLDER", str(tmp_path)) for each in given))
+    for strategy in BOTH:
+        if strategy in refusing:
+            text = refused(*adapted(*given, strategy=strategy))
+            assert all(each.replace("FOLDER", str(tmp_path)) in text for each in said), text
+        else:
+            rollout_of(*adapted(*given, strategy=strategy))
+
+
+def test_an_adapted_end_that_is_served_or_of_a_model_on_a_hub(tmp_path: Path) -> None:
+    LlamaConfig(**SIZES, architectures=[LLAMA], tie_word_embeddings=False).save_pretrained(tmp_path)
+    assert ALONE[0] in refused(*adapted(f"{MODEL}.path={tmp_path}", EMBEDDING, merge=False))
+    rollout_of(*adapted(f"{MODEL}.path={tmp_path}", EMBEDDING, merge=False, strategy="fsdp"))
+    rollout_of(*adapted(f"{MODEL}.path=somebody/on-a-hub", HEAD))
 
 
 # Megatron

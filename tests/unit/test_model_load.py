@@ -49,16 +49,6 @@ class Model(torch.nn.Module):
             LOADS[name][2](getattr(self, name).data, tensor)
 
 
-@pytest.fixture
-def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways to copy; the kernel in Triton's interpreter, see ``test_copies.test_kernel_in_the_interpreter``."""
-    if request.param == "by_kernel":
-        if os.environ.get("TRITON_INTERPRET") != "1":
-            pytest.skip("runs again in a process of its own")
-        for module in ("copier", "packing"):
-            monkeypatch.setattr(f"verl_sync_plugin.copies.{module}.kernel_works", lambda device: True)
-
-
 def sender_of(loads: tuple[str, ...], tied: bool, *more: object) -> Sender:
     names = [(name,) for name in loads if not tied or name not in ("rows", "whole")] + [("whole", "rows")] * tied
     return Sender(names, (ROWS, COLUMNS), *more)  # type: ignore[arg-type]

@@ -125,49 +125,36 @@ def test_a_verl_that_the_plugin_cannot_enter_stops_the_process(
     assert ended.stderr.count(remedy) == 1, "one message, not two"
 
 
-def test_a_key_taken_later_is_noticed_by_the_rollout_config(tmp_path: Path) -> None:
-    output = said(
-        tmp_path,
-        """
-        import verl
-        from verl.workers.rollout import base, replica
-        from verl_sync_plugin.hooks.driver import SyncRolloutConfig
-        from verl_sync_plugin.errors import RegistryConflictError
-        ours = base._ROLLOUT_REGISTRY["sglang", "async"]
-        SyncRolloutConfig(name="sglang", mode="async")
-        replica.RolloutReplicaRegistry.register("sglang", print)
-        for adapter in (ours, "other.Adapter"):
-            base._ROLLOUT_REGISTRY["sglang", "async"] = adapter
-            SyncRolloutConfig(name="vllm", mode="async")
-            try:
-                SyncRolloutConfig(name="sglang", mode="async")
-            except RegistryConflictError as error:
-                print("refused:", error)
-        """,
-    )
-    for what in ("rollout replica", "rollout adapter"):
-        assert f"refused: verl's {what} for sglang is already taken by" in output
-
-
-def test_a_missing_engine_is_named_where_it_is_needed(tmp_path: Path) -> None:
-    """Where verl asks for the engine's replica; other processes, the driver too, may run on machines without one."""
+def test_a_missing_engine_and_a_key_taken_later_are_named_where_that_matters(tmp_path: Path) -> None:
+    """Where verl asks for the engine's replica, for other processes may run on machines without an engine; and in the
+    rollout config."""
     output = said(
         tmp_path,
         """
         import importlib.util as util
+        from unittest import mock
         import verl
-        from verl.workers.rollout.replica import RolloutReplicaRegistry
+        from verl.workers.rollout import base, replica
         from verl_sync_plugin.hooks.driver import SyncRolloutConfig
+        def attempt(call, *args, **more):
+            try:
+                call(*args, **more)
+            except Exception as error:
+                print("refused:", type(error).__name__, error)
         find = util.find_spec
-        util.find_spec = lambda name, *more: None if name == "sglang" else find(name, *more)
-        SyncRolloutConfig(name="sglang", mode="async")
-        try:
-            RolloutReplicaRegistry.get("sglang")
-        except ValueError as error:
-            print("refused:", error)
+        with mock.patch.object(util, "find_spec", lambda name, *more: None if name == "sglang" else find(name, *more)):
+            SyncRolloutConfig(name="sglang", mode="async")
+            attempt(replica.RolloutReplicaRegistry.get, "sglang")
+        replica.RolloutReplicaRegistry.register("sglang", print)
+        for adapter in (base._ROLLOUT_REGISTRY["sglang", "async"], "other.Adapter"):
+            base._ROLLOUT_REGISTRY["sglang", "async"] = adapter
+            SyncRolloutConfig(name="vllm", mode="async")
+            attempt(SyncRolloutConfig, name="sglang", mode="async")
         """,
     )
-    assert "refused: actor_rollout_ref.rollout.name='sglang': SGLang is not installed in " in output
+    assert "refused: ValueError actor_rollout_ref.rollout.name='sglang': SGLang is not installed in " in output
+    for what in ("rollout replica", "rollout adapter"):
+        assert f"refused: RegistryConflictError verl's {what} for sglang is already taken by" in output
 
 
 @pytest.mark.parametrize(

@@ -382,14 +382,12 @@ def on_blackwell(tmp_path: Path) -> Callable[..., Any]:
 def test_experts_that_blackwell_reorders_are_refused_once_launched(
     on_blackwell: Callable[..., Any], make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of a run, and of a script."""
     monkeypatch.setattr(SGLangHttpServer, "launch_server", AsyncMock())
     with pytest.raises(ValueError, match=r"engine_kwargs\.sglang" + SAID) as caught:
         asyncio.run(make(on_blackwell(), **COLOCATED).launch_server())
     assert TURN_OFF in str(caught.value)
     asyncio.run(make(on_blackwell(moe_runner_backend="triton"), **COLOCATED).launch_server())
-
-
-def test_so_is_the_engine_of_a_script(on_blackwell: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang, "Engine", lambda **_: SimpleNamespace(tokenizer_manager=on_blackwell()))
     launch = rollout_of("sglang").prepare_local(LocalSpec("folder", {}, 1, "bfloat16", 0.4, False, False, SyncConfig()))
     with pytest.raises(ValueError, match="^engine" + SAID):

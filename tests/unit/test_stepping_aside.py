@@ -36,6 +36,11 @@ QWEN2, QWEN3_MOE = "Qwen2ForCausalLM", "Qwen3MoeForCausalLM"
 Given = tuple[str, ...]
 
 
+def words(value: Any) -> str | None:
+    """A case's name."""
+    return " ".join(value) if isinstance(value, tuple) else None
+
+
 def checkpoint(folder: Path, architecture: str, **config: Any) -> str:
     """The override that names a model of this architecture."""
     model = folder / "model"
@@ -72,6 +77,7 @@ IN_FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1
         ),
         (QWEN2, IN_FP8, (VEOMNI, FP8), (f"{STRATEGY}=veomni", "fp8 verl chooses by names what it quantizes")),
     ],
+    ids=words,
 )  # fmt: skip
 def test_stock_verl_moves_the_weights_and_one_line_says_so(
     architecture: str, config: dict[str, Any], overrides: Given, said: Given, tmp_path: Path,
@@ -80,7 +86,7 @@ def test_stock_verl_moves_the_weights_and_one_line_says_so(
     rollout = rollout_of(checkpoint(tmp_path, architecture, **config), *overrides)
     assert rollout._target_ == "verl.workers.config.RolloutConfig" and rollout.custom == {"sync": {"enabled": False}}
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "[verl-sync-plugin]" in line]
-    assert "weight sync NOT IN USE, stock verl moves the weights. " in line and all(words in line for words in said)
+    assert "weight sync NOT IN USE, stock verl moves the weights. " in line and all(each in line for each in said)
 
 
 @pytest.mark.parametrize(
@@ -143,10 +149,11 @@ def test_stock_verl_moves_the_weights_and_one_line_says_so(
         ),
         ("LlamaForCausalLM", {"quantization_config": {"bits": 4}}, (), ("its checkpoint is quantized",)),
     ],
+    ids=words,
 )  # fmt: skip
 def test_refused(architecture: str, config: dict[str, Any], overrides: Given, said: Given, tmp_path: Path) -> None:
     text = refused(checkpoint(tmp_path, architecture, **config), *overrides)
-    assert all(words in text for words in said), text
+    assert all(each in text for each in said), text
 
 
 def test_a_job_of_a_multirun_steps_aside_in_the_trainer(tmp_path: Path) -> None:
