@@ -101,6 +101,7 @@ def outcomes(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
         family, place = replace(FAMILIES[name], config=whole_blocks(FAMILIES[name].config)), folder / str(number)
         try:
             found[name] = outcome(family, place, 0, ARGUMENTS, lambda policy: partial(in_fp8, policy))
+            found[name] = re.sub(r"refused: .*cannot be synced.*", "refused: as without fp8", found[name])
         except Exception as error:
             found[name] = _said(str(error))
         dist.barrier()
@@ -110,22 +111,23 @@ def outcomes(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
 
 
 def _said(error: str) -> str:
-    """A failure in a few words: ours, else SGLang's own."""
-    for pattern in (
-        r"(drops the scales of \d+ weights) that",
-        r"(leaves \d+ of \d+ engine parameters unwritten), or",
-        r"could not load the weights: (\w+: [^\n]*)",
+    """A failure without its numbers, which are the test's."""
+    for words, said in (
+        ("drops the scales of", "its load drops the scales"),
+        ("engine parameters unwritten", "its load does not write the scales of all experts"),
+        ("could not load the weights", "its load cannot take fp8"),
+        ("not divisible by weight quantization block", "its tiny layers are no whole blocks"),
     ):
-        if match := re.search(pattern, error):
-            return f"refused: {'the sync ' * match[1].startswith('leaves')}{match[1]}"
-    return f"SGLang does not build it: {error}"
+        if words in error:
+            return f"refused: {said}"
+    return error
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_engine_in_fp8_holds_what_its_own_load_makes_of_the_checkpoint(ranks: int, tmp_path: Path) -> None:
     found = found_by((ranks,), SOME, tmp_path, outcomes)[ranks]
-    assert found.pop("Llama") == "refused: drops the scales of 14 weights", found
+    assert found.pop("Llama") == "refused: its load drops the scales", found
     assert found.pop("Gemma").startswith("exact, 5 of 34 tensors by the model's own path"), found
     assert set(found.values()) == {"exact, replayed"}, found
 
