@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
 
 def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,8 +20,6 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> str:
     """Where the kernel runs: on a GPU, or in this process if Triton's interpreter was asked for when it started."""
-    import torch  # not at the top: the environment comes first
-
     if torch.cuda.is_available():
         return "cuda:0"
     interpret(monkeypatch)

@@ -31,7 +31,7 @@ class Engine(EngineModel):
 
 
 def map_of(engine: EngineModel, names: Iterable[str], shape: tuple[int, ...], dtype: torch.dtype = BF16) -> LoadMap:
-    """What an engine rank finds out about tensors of one shape."""
+    """Returns what an engine rank finds out about tensors of one shape."""
     numel, kind = math.prod(shape), str(dtype).removeprefix("torch.")
     bases = [Base(name, kind, dtype.itemsize, (numel,), (View(name, shape, 0, numel),)) for name in names]
     load = ModelLoad(engine, Manifest.of(plan_buckets(tuple(bases), 1 << 20)), CPU)

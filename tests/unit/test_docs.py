@@ -166,7 +166,7 @@ SCRIPTS = [pytest.param(file.read_text(encoding="utf-8"), id=file.name) for file
 
 
 def overrides_of(words: list[str], folder: Path) -> list[str]:
-    """Runs a script of ours with a ``python3`` that notes its arguments; returns what it hands to verl's main."""
+    """Runs an example's script with a ``python3`` that notes its arguments; returns what it hands to verl's main."""
     start = words.index("bash")
     given = dict(word.split("=", 1) for word in words[:start] if ASSIGNMENT.match(word))
     (folder / "python3").write_text(f'#!/usr/bin/env bash\nprintf "%s\\0" "$@" > {folder}/argv\n')

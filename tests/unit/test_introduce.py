@@ -92,7 +92,7 @@ COMPUTES, LAYS = "its load computes from it", "its load lays b out again"
 def test_what_is_left_to_the_model_and_why(
     load: Load, left: dict[str, str | None], missing: list[str] | None, exact: bool
 ) -> None:
-    """What is laid out otherwise every time is exact, and no new layout."""
+    """A load that lays tensors out otherwise every time is exact, and makes no new layout."""
     model, sender = Pair(load, one_more=torch.zeros(LENGTH, dtype=BF16)), Sender([("a",), ("b",)], (LENGTH,))
     receiver, maps = sender.receiver(Engine(model, 0)), set[int]()
     for seed in range(3 if exact else 1):

@@ -47,11 +47,6 @@ def install(monkeypatch: pytest.MonkeyPatch, **packages: bool) -> None:
     )
 
 
-@pytest.fixture
-def no_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, scipy=False)
-
-
 REFUSED: list[tuple[str | tuple[str, ...], str, str]] = [
     # values
     *((f"{LORA}.rank={bad}", f"lora.rank={said}: not a whole number", "for example") for bad, said in (
@@ -109,9 +104,11 @@ REFUSED: list[tuple[str | tuple[str, ...], str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.usefixtures("no_scipy")
 @pytest.mark.parametrize(("given", "shown", "remedy"), REFUSED, ids=[shown for _, shown, _ in REFUSED])
-def test_refused_by_key_value_and_remedy(given: str | tuple[str, ...], shown: str, remedy: str) -> None:
+def test_refused_by_key_value_and_remedy(
+    given: str | tuple[str, ...], shown: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, scipy=False)
     text = refused(*adapted(*((given,) if isinstance(given, str) else given)))
     assert shown in text and remedy in text.partition(shown)[2], text
 
