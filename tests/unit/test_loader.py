@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import uuid
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -80,7 +81,7 @@ def test_an_image_that_was_seen_before_a_sync_is_computed_with_the_new_tower(mon
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.mm_schedule", moved)
     before = tower.asked_for(1)
     assert torch.equal(tower.asked_for(1), before)
-    listener, session = Listener(WAIT), Mock()
+    listener, session = Listener(WAIT, f"@verl-sync-{uuid.uuid4()}"), Mock()
     session.return_value.run = lambda channel, request: tower.linear.weight.data.add_(1.0)
     monkeypatch.setattr(loader, "SGLangModel", Mock())
     monkeypatch.setattr(loader, "ReceiverSession", session)
@@ -97,7 +98,7 @@ def test_any_other_request_is_refused_without_touching_the_model(
 ) -> None:
     sessions = Mock()
     monkeypatch.setattr(loader, "ReceiverSession", sessions)
-    listener = Listener(WAIT)
+    listener = Listener(WAIT, f"@verl-sync-{uuid.uuid4()}")
     request = asked(listener.address)
     ((header, empty),) = request
     if case == "another server's":
