@@ -86,14 +86,11 @@ class Way:
         from verl_sync_plugin.config.settings import SEPARATE_BACKEND
         from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
 
-        class Ours(SyncSGLangHttpServer):
-            loader = property(lambda self: FORGETTING_LOADER if self.pause == "retract" else LOADER)  # type: ignore[assignment]
-
         stock = name == STOCK
         custom = {} if stock else {"sync": {"pause": name}}
         backend = CheckpointEngineConfig(backend="nccl" if stock else SEPARATE_BACKEND)
         config = RolloutConfig(name="sglang", custom=custom, checkpoint_engine=backend, max_model_len=2048)
-        made = (SGLangHttpServer if stock else Ours)(
+        made = (SGLangHttpServer if stock else SyncSGLangHttpServer)(
             config, HFModelConfig(path=str(folder)), RolloutMode.STANDALONE, [], 0, 0, 1, "", 0
         )
         made.tokenizer_manager = paused_engine.tokenizer_manager
@@ -101,6 +98,7 @@ class Way:
         self._width = json.loads((folder / "config.json").read_text(encoding="utf-8"))["hidden_size"]
         self._version = 0
         if not stock:
+            made.loader = FORGETTING_LOADER if name == "retract" else LOADER
             made.guard_requests()
             made._gate.succeed(made._gate.begin())  # as after its first sync
 

@@ -40,9 +40,11 @@ import psutil
 from benchmarks import common, gauges
 from benchmarks.common import command_line
 from benchmarks.models import SHAPES
+from verl_sync_plugin.report import SyncReport
+from verl_sync_plugin.rollouts import rollout_of
 from verl_sync_plugin.rollouts.sglang.lora import served_settings
 from verl_sync_plugin.rollouts.sglang.request import LOADER, dumps, hand_down, new_token, pack_request
-from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
+from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.transport.protocol import LoadRequest
 
 _COMMON: dict[str, Any] = {
@@ -289,9 +291,9 @@ class ServerEndpoint(RolloutEndpoint):
     """
 
     def __init__(self, server: Client, ranks: tuple[int, ...] = (0,)) -> None:
-        self._server, self.ranks = server, ranks
-        self.leader, self.restores_uncovered = True, False
-        self._flushing: Future[None] | None = None
+        super().__init__(rollout_of("sglang"), None, ranks, timeout_seconds=300.0)
+        self._server, self.leader = server, True
+        self._flushing: Future[float] | None = None
 
     async def resume(self, tags: list[str]) -> None:
         raise AssertionError("the benchmark's server never sleeps")
@@ -306,10 +308,10 @@ class ServerEndpoint(RolloutEndpoint):
     async def abandon(self, why: str) -> None:
         print(f"sync failed: {why}", flush=True)
 
-    async def publish(self, report: dict[str, Any]) -> None:
+    async def publish(self, report: SyncReport) -> None:
         pass
 
-    async def load_adapter(self, config: Any, factors: Any, weight_version: str | None) -> LoadOutcome:
+    async def load_adapter(self, config: Any, factors: Any, weight_version: str | None) -> tuple[float, int]:
         server, body = self._server, {"lora_name": ADAPTER}
         if server.adapter:
             await asyncio.to_thread(server.ask, "POST", "/unload_lora_adapter", body)
@@ -317,39 +319,27 @@ class ServerEndpoint(RolloutEndpoint):
         body = {**body, "config_dict": served_settings(config, factors), "serialized_tensors": packed}
         await asyncio.to_thread(server.ask, "POST", "/load_lora_adapter_from_tensors", body)
         server.adapter = ADAPTER
-        return LoadOutcome(nbytes=len(packed))
+        return 0.0, len(packed)
 
-    def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
-        return _Post(self._server, request)
+    def start_load(self, request: LoadRequest, weight_version: str | None) -> Future[float]:
+        blob = base64.b64encode(pack_request(request.to_wire())).decode()
+        body = {"serialized_named_tensors": [blob], "load_format": LOADER, "flush_cache": False}
+        return _asked(self._server, "POST", "/update_weights_from_tensor", body)
 
 
-def _asked(server: Client, *question: Any) -> Future[None]:
+def _asked(server: Client, *question: Any) -> Future[float]:
     """Asks in a thread."""
-    future: Future[None] = Future()
+    future: Future[float] = Future()
 
     def ask() -> None:
         try:
             server.ask(*question)
-            future.set_result(None)
+            future.set_result(0.0)
         except Exception as error:
             future.set_exception(error)
 
     threading.Thread(target=ask, daemon=True).start()
     return future
-
-
-class _Post(PendingLoad):
-    def __init__(self, server: Client, request: LoadRequest) -> None:
-        blob = base64.b64encode(pack_request(request.to_wire())).decode()
-        body = {"serialized_named_tensors": [blob], "load_format": LOADER, "flush_cache": False}
-        self._future = _asked(server, "POST", "/update_weights_from_tensor", body)
-
-    def finished(self) -> bool:
-        return self._future.done()
-
-    async def outcome(self, timeout: float) -> LoadOutcome:
-        await asyncio.wait_for(asyncio.wrap_future(self._future), timeout)
-        return LoadOutcome()
 
 
 class StockPath:

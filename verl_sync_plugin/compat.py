@@ -31,7 +31,7 @@ def offered(module: Any, name: str) -> Any:
         return getattr(module, name)
     except AttributeError:
         raise IncompatibleHostError(
-            f"verl {_version('verl')} does not offer {module.__name__}.{name}. verl-sync-plugin supports verl "
+            f"verl {version_of('verl')} does not offer {module.__name__}.{name}. verl-sync-plugin supports verl "
             f"{SUPPORTED_VERL}: pip install verl==0.9.1, or set VERL_USE_EXTERNAL_PLUGINS=none to run without plugins."
         ) from None
 
@@ -45,11 +45,12 @@ def refuse_stranger(what: str, rollout: str, found: Any, known: tuple[Any, ...])
         )
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """The version that is installed here; empty without one."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "(unknown version)"
+        return ""
 
 
 def too_old() -> bool:
@@ -59,7 +60,7 @@ def too_old() -> bool:
     """
     from packaging.version import InvalidVersion, Version
 
-    version = getattr(sys.modules.get("verl"), "__version__", None) or _version("verl")
+    version = getattr(sys.modules.get("verl"), "__version__", None) or version_of("verl")
     try:
         if Version(version).release >= (0, 9):  # so a pre-release of 0.9 is new enough
             return False

@@ -188,11 +188,10 @@ def _bytes(kind: str, which: str) -> int:
 @contextmanager
 def no_collection() -> Iterator[None]:
     """Puts Python's cyclic garbage collector off; what is counted down to zero goes as ever."""
-    if not gc.isenabled():
-        yield
-        return
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if enabled:
+            gc.enable()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import resource
@@ -11,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +69,6 @@ class SyncReport:
     coverage_expected: int = 0  # parameters and persistent buffers of the engine's model
     coverage_missing: int = 0  # how many of them a sync does not write completely
     replayed_tensors: int = 0  # HF tensors that went by the load map instead of the engine's ``load_weights``
-    replayed_bytes: int = 0
     own_bytes: int = 0  # what the engine rank read on its own device, from its own trainer rank
     # what it read from the memory of other ranks; of a separate rollout all but what was sent to its own rollout rank
     peer_bytes: int = 0
@@ -80,12 +78,10 @@ class SyncReport:
     # the most that the engine allocated beyond what it keeps since the sync before; 0 when unknown
     activation_bytes: int = 0
     verified_tensors: int = 0  # compared with the engines' own parameters; 0 in a sync that is not verified
-    verified_bytes: int = 0  # what was compared of the parameters of one engine rank
     not_comparable: int = 0  # tensors of which that cannot be compared
     no_room: str = ""  # why an engine rank could not find out where its tensors lie
     hashed_tensors: int = 0  # HF tensors whose hashes were compared and equal
     staging_bytes: int = 0  # staging memory that this rank held while it packed or loaded
-    kept_staging_bytes: int = 0  # what of it stays until the next sync
     device_total_bytes: int = 0  # memory of the device, 0 for a CPU
     trainer_reserved_bytes: dict[str, int] = field(default_factory=dict)  # what this rank's allocator holds, by moment
     # ``host``, ``pid``, ``rank``, ``device``, and ``epoch``, which added to a span's start gives seconds since 1970; of
@@ -101,15 +97,15 @@ class SyncReport:
         self.handed_over: tuple[Plan, int] | None = None  # the plan under way, and the last bucket handed over
 
     @classmethod
-    def begun(cls, global_steps: int | None, manager: str, rank: int) -> SyncReport:
+    def begun(cls, global_steps: int | None, manager: str, **run: Any) -> SyncReport:
+        """``run`` is the rest of ``origin``."""
         epoch = round(time.time() - time.perf_counter(), 6)
-        origin = {"host": socket.gethostname(), "pid": os.getpid(), "rank": rank, "device": "CPU", "epoch": epoch}
+        origin = {"host": socket.gethostname(), "pid": os.getpid(), "device": "CPU", "epoch": epoch, **run}
         return cls(-1 if global_steps is None else int(global_steps), manager, origin=origin)
 
     def note(self, committed: Committed, plan: Plan, direct: bool = False) -> None:
         """Takes over what the engine rank did."""
-        self.replayed_tensors, self.replayed_bytes = committed.replayed_tensors, committed.replayed_bytes
-        self.activation_bytes = committed.activation_bytes
+        self.replayed_tensors, self.activation_bytes = committed.replayed_tensors, committed.activation_bytes
         self.own_bytes, self.peer_bytes = committed.own_bytes, committed.peer_bytes
         if direct:
             self.direct_bytes = committed.own_bytes + committed.peer_bytes
@@ -192,22 +188,13 @@ def write_report(report: SyncReport) -> None:
         return
     line: dict[str, Any] = {"event": EVENT, **report.as_dict()}
     if path not in _with_versions:
-        line["versions"] = installed_versions()
+        line["versions"] = {package: found for package in compat.STACK if (found := compat.version_of(package))}
     try:
         with open(path, "a") as file:
             file.write(json.dumps(line) + "\n")
         _with_versions.add(path)
     except OSError as error:  # the weights are in place; a lost line must not end the run
         say(f"{REPORT_FILE_VARIABLE}={path}: the report of this sync is not written: {error}")
-
-
-def installed_versions() -> dict[str, str]:
-    """Versions of the packages that take part in a sync, as far as they are installed here."""
-    found = {}
-    for package in compat.STACK:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
 
 
 def timing_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:

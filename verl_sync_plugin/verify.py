@@ -95,23 +95,11 @@ class Comparison:
         """After a sync that was given up: has the engine ranks say again what they do."""
         self._known = ""
 
-    def learn(self, plan: Plan, loaded: bool, layers: int = 0, sent_by: int | None = None) -> dict[str, str]:
-        """Collective: exchanges the maps, and refuses a plan of which the engine leaves something out, or that leaves
-        a parameter of the engine unwritten.
-
-        Args:
-            plan: what is sent.
-            loaded: the engine has loaded it, and must know by now what it uses.
-            layers: how many decoder layers the trainer's model has; 0 when that is unknown.
-            sent_by: how many ranks send each byte; ``None`` for what the plan says.
-
-        Returns:
-            ``wire_dtypes``, the same on every rank.
-
-        Raises:
-            SyncError: bytes are used by no rank of an engine, or a parameter is not written, or an engine cannot tell
-                and has other layers; the same text on every rank.
-        """
+    def learn(self, plan: Plan, loaded: bool, layers: int = 0) -> dict[str, str]:
+        """Collective: exchanges the maps, and raises SyncError, with the same text on every rank, for a plan of which
+        bytes are used by no rank of an engine, or that leaves a parameter unwritten, and where an engine cannot tell
+        and has other layers. ``loaded``: it has loaded the plan, and must know by now what it uses; ``layers``: how
+        many decoder layers the trainer's model has, 0 when unknown. Returns ``wire_dtypes``, the same on every rank."""
         self._known = ""
         everywhere = self._exchange(layers)
         maps = [self._maps[digest] for digest, _ in everywhere if digest]
@@ -124,15 +112,16 @@ class Comparison:
         with self._agreement.attempt():
             differ = _layers_differ(next((n for _, n in everywhere if n), 0), maps)
             tensors = _Tensors(plan)
-            if self._ranks:
-                of_engine = [self._maps[d] for rank in self._ranks if (d := everywhere[rank][0])]
-                self._refuse(tensors, of_engine, known, loaded, differ)
-            elif differ and not known:
+            if differ and not known:  # many of an engine's loaders raise KeyError at a layer that they lack
                 raise ValueError(f"{differ}Give both the same, or {TURN_OFF}, which does not notice.")
+            if loaded and not known:
+                raise RuntimeError("the engine did not tell which of the tensors sent it uses")
+            if self._ranks and known:
+                self._refuse(tensors, [self._maps[everywhere[rank][0]] for rank in self._ranks], differ)
         self._agreement.settle("checking what the engine uses")
         if known:
             with self._agreement.attempt():
-                self._weigh(plan, tensors, [digest for digest, _ in everywhere], sent_by)
+                self._weigh(plan, tensors, [digest for digest, _ in everywhere])
                 self._known = plan.digest
                 if self._agreement.ranks.rank == 0 and self._config.verify != "never":
                     self._say_what_is_compared(maps[0])
@@ -156,13 +145,7 @@ class Comparison:
             }
         return everywhere
 
-    def _refuse(self, tensors: _Tensors, maps: list[LoadMap], known: bool, loaded: bool, layers: str) -> None:
-        if not known:
-            if layers:  # many of an engine's loaders raise KeyError at a layer that they lack
-                raise ValueError(f"{layers}Give both the same, or {TURN_OFF}, which does not notice.")
-            if loaded:
-                raise RuntimeError("the engine did not tell which of the tensors sent it uses")
-            return
+    def _refuse(self, tensors: _Tensors, maps: list[LoadMap], layers: str) -> None:
         names = tensors.names
         if found := unused(tensors.entries, tensors.owners, maps):
             shown = ", ".join(f"{names[number]} ({lacks} of {of} bytes)" for number, lacks, of in found[:NAMED])
@@ -203,11 +186,9 @@ class Comparison:
         if missing:
             self._say(f"{text}; the engine keeps what it loaded at its start")
 
-    def _weigh(self, plan: Plan, tensors: _Tensors, digests: list[str], sent_by: int | None) -> None:
+    def _weigh(self, plan: Plan, tensors: _Tensors, digests: list[str]) -> None:
         """Weighs every part that this rank's engine rank hashes."""
         self._names, self._times_sent = tensors.names, times_sent(plan, len(self._agreement.ranks.trainers))
-        if sent_by is not None:
-            self._times_sent = torch.full_like(self._times_sent, sent_by)
         many = Counter(digest for digest in digests if digest)
         own = self.map.digest if self.map is not None else ""
         maps = {digest: self._maps[digest] for digest in many}
@@ -241,12 +222,9 @@ class Comparison:
             self._say(f"{len(unproven)} engine parameters are not proven whole: {_elements(unproven)}")
 
     def refuse_unproven(self) -> None:
-        """Whoever asks for syncs to be verified beyond the first ones is not to believe that they are.
-
-        Raises:
-            SyncError: nothing that the engine holds can be compared, or an engine rank had no memory to find out what
-                it holds; the same text on every rank.
-        """
+        """Whoever asks for syncs to be verified beyond the first ones is not to believe that they are: raises
+        SyncError, the same on every rank, where nothing that the engine holds can be compared, or an engine rank had no
+        memory to find out what it holds."""
         verify = self._config.verify
         if verify == "first" or (self.compared and not self.no_room):
             return
@@ -264,16 +242,8 @@ class Comparison:
 
     def weighed(self, sent: torch.Tensor, committed: Committed | None, verified: bool) -> torch.Tensor:
         """This rank's share of ``compare``: int64 of shape ``(3, tensors)``, hashes of what was packed here, of
-        what this rank's engine rank read, and of what it holds, if that is compared.
-
-        Args:
-            sent: zeros for a rank that sends nothing.
-            committed: of the engine rank; ``None`` where there is none.
-            verified: what is held is compared, too.
-
-        Raises:
-            ValueError: the engine hashed another number of parts than its map has.
-        """
+        what this rank's engine rank (``committed``: ``None`` where there is none) read, and of what it holds, if that
+        is compared (``verified``). Raises ValueError where it hashed another number of parts than its map has."""
         rows = [sent, torch.zeros_like(sent), torch.zeros_like(sent)]
         if committed is not None:
             rows[1] = self._read.sum(committed.sums, len(sent))
@@ -282,14 +252,8 @@ class Comparison:
         return torch.stack(rows if verified else rows[:2])
 
     def compare(self, weighed: torch.Tensor) -> None:
-        """Collective: compares what was packed with what was read and, of a verified sync, with what is held.
-
-        Args:
-            weighed: the result of ``weighed`` on this rank.
-
-        Raises:
-            SyncError: they differ; names the tensors, the same text on every rank.
-        """
+        """Collective: compares what was packed with what was read and, of a verified sync, with what is held, from the
+        result of ``weighed``. Raises SyncError, with names and the same text on every rank, where they differ."""
         total = self._agreement.vote("ending the engine's update and comparing hashes", weighed)
         sent, read, *held = total.reshape(weighed.shape)
         if names := self._unequal(sent, read, self._read.times):

@@ -75,7 +75,7 @@ class Rank:
     async def _sync(self, version: int, first: list[str], rest: list[str]) -> None:
         await self.manager.update_weights(first, version)
         await self.manager.finish(rest)
-        await self.manager.publish()
+        await self.manager.endpoint.publish(self.manager.report)
 
     def check_exact(self, tag: str) -> None:
         """Engine parameters after our sync equal those after SGLang's own load of the same weights from disk."""

@@ -80,9 +80,8 @@ def check_report(member: Rank) -> None:
     report, world = member.manager.report, dist.get_world_size()
     assert report.global_steps == 3 and report.coverage_expected > 10 and report.nbytes > 100_000
     assert report.replayed_tensors == report.tensors, "all are replayed"
-    assert 100_000 < report.replayed_bytes <= 2 * report.nbytes
     derives = report.not_comparable  # DeepSeek's attention
-    assert report.verified_tensors > 20 and report.verified_bytes > 50_000 and derives <= 1, report
+    assert report.verified_tensors > 20 and derives <= 1, report
     assert {"commit", "plan", "resume_weights", "update_weights", "resume_kv", "pack"} <= report.stages.keys()
     if member.engine is not None:
         assert [published["global_steps"] for published in member.engine.reports] == [1, 2, 3]
@@ -90,7 +89,7 @@ def check_report(member: Rank) -> None:
     assert report.gathered_bytes == 0 and (report.peer_bytes > 0) == (world > 1)
     if world > 1:
         read = report.own_bytes + report.peer_bytes
-        assert report.replayed_bytes / world < read < 0.8 * report.replayed_bytes, report
+        assert report.nbytes / world < read < 0.8 * report.nbytes, report
         # Tensor-parallel trainer ranks hold what the engine ranks next to them need, others only by chance
         most = 0.2 if ("tp", world) in member.setup.settings else 0.7
         assert report.peer_bytes < most * read, report

@@ -83,16 +83,9 @@ def engine(models: Models) -> Iterator[BareEngine]:
     engine.shutdown()
 
 
-class PlainServer(SyncSGLangHttpServer):
-    """Ours, whose loads bring whole tensors."""
-
-    @property
-    def loader(self) -> str:
-        return PLAIN[super().loader == FORGETTING_LOADER]
-
-
 def serving(engine: BareEngine, model: str, pause: str, separate: bool = True) -> Any:
-    """Our server actor of a rollout on the engine, before its first sync; ``CUDA_VISIBLE_DEVICES`` must be there."""
+    """Our server actor of a rollout on the engine, before its first sync, whose loads bring whole tensors;
+    ``CUDA_VISIBLE_DEVICES`` must be there."""
     from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
     from verl.workers.rollout.replica import RolloutMode
 
@@ -103,7 +96,8 @@ def serving(engine: BareEngine, model: str, pause: str, separate: bool = True) -
         max_model_len=256,
     )
     mode = RolloutMode.STANDALONE if separate else RolloutMode.HYBRID
-    server = PlainServer(config, HFModelConfig(path=model), mode, [], 0, 0, 1, "", 0)
+    server = SyncSGLangHttpServer(config, HFModelConfig(path=model), mode, [], 0, 0, 1, "", 0)
+    server.loader = PLAIN[server.loader == FORGETTING_LOADER]
     server.tokenizer_manager = engine.tokenizer_manager
     server.guard_requests()
     return server

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,11 +24,10 @@ from verl_sync_plugin.layout.tensors import Base, View
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.rollouts import rollout_of
 from verl_sync_plugin.rollouts.gate import Occupation
-from verl_sync_plugin.sync.endpoint import LoadOutcome, PendingLoad, RolloutEndpoint
+from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.transport.agreement import Agreement
-from verl_sync_plugin.transport.protocol import LoadRequest
 from verl_sync_plugin.verify import Comparison
 
 CPU = torch.device("cpu")
@@ -79,8 +79,13 @@ def cancelled() -> tuple[str, str, str]:
     """Returns the error that ends a step in which rank 0 is cancelled, its text, and a later agreement."""
     agreement, first = Agreement(20.0), dist.get_rank() == 0
 
+    async def waking() -> None:
+        with agreement.attempt():
+            await asyncio.sleep(600.0 if first else 0.0)
+        agreement.settle("waking")
+
     async def ended() -> tuple[str, str]:
-        task = asyncio.ensure_future(agreement.step_async("waking", lambda: asyncio.sleep(600.0 if first else 0.0)))
+        task = asyncio.ensure_future(waking())
         await asyncio.sleep(0.5)
         if first:
             task.cancel()
@@ -125,7 +130,7 @@ class Engine(RolloutEndpoint):
     """Rank 0 leads."""
 
     def __init__(self) -> None:
-        super().__init__(rollout_of("sglang"), None, everyone())
+        super().__init__(rollout_of("sglang"), None, everyone(), timeout_seconds=WAIT)
         self.leader = dist.get_rank() == 0
 
 
@@ -192,18 +197,6 @@ def test_packs_while_the_engine_resumes_and_a_failure_of_either_is_everybodys() 
     assert [answers for _, answers in first] == [1, 1, 1, 1], "no resume is left under way"
 
 
-class SilentLoad(PendingLoad):
-    def __init__(self) -> None:
-        """Without a call of a server's."""
-
-    def finished(self) -> bool:
-        return False
-
-    async def outcome(self, timeout: float) -> LoadOutcome:
-        await asyncio.sleep(timeout)
-        raise TimeoutError
-
-
 class Silent(Engine):
     """A server that answers nothing of what it is asked; ``asked`` has all of it."""
 
@@ -211,23 +204,9 @@ class Silent(Engine):
         super().__init__()
         self.asked: list[str] = []
 
-    async def _no_answer(self, question: str) -> None:
-        self.asked.append(question)
-        await asyncio.sleep(WAIT)
-        raise TimeoutError(f"no answer to {question}")
-
-    async def resume(self, tags: list[str]) -> None:
-        await self._no_answer("resume")
-
-    async def finish(self, tags: list[str]) -> None:
-        await self._no_answer("finish")
-
-    async def abandon(self, why: str) -> None:
-        await self._no_answer(f"abandon: {why}")
-
-    def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
-        self.asked.append("load")
-        return SilentLoad()
+    def _start(self, method: str, *arguments: Any) -> Future[Any]:
+        self.asked.append(f"{method}: {arguments[0]}" if method == "abandon_sync" else method)
+        return Future()
 
 
 class WithoutSource(ShardingManager):
@@ -239,8 +218,8 @@ class Serving(WithoutSource):
     """Its engine is to get an adapter, after its base."""
 
     def __init__(self, *args: Any) -> None:
-        self.trainer: Any = SimpleNamespace(serves_adapter=True, device=CPU, name="", model="")
         super().__init__(*args)
+        self.trainer: Any = SimpleNamespace(serves_adapter=True, device=CPU, name="", model="")
 
 
 def fail(where: str) -> tuple[str, list[str], float]:
@@ -258,13 +237,14 @@ def fail(where: str) -> tuple[str, list[str], float]:
 
 
 @pytest.mark.parametrize(
-    ("where", "asked"), [("plan", ["load"]), ("base", ["load"]), ("adapter", []), ("finish", ["finish"])]
+    ("where", "asked"),
+    [("plan", ["load_weights"]), ("base", ["load_weights"]), ("adapter", []), ("finish", ["finish_sync"])],
 )
 def test_a_silent_engine_hears_of_a_failure_once_and_is_waited_for_once(where: str, asked: list[str]) -> None:
     """While it also does not end the load that it was asked for."""
     (text, leader, seconds), (same, other, _) = run_world(2, fail, where, timeout=60)
     assert text == same and other == []
-    assert leader == [*asked, f"abandon: {text}"]
+    assert leader == [*asked, f"abandon_sync: {text}"]
     assert seconds < (2.5 if where == "finish" else 1.5) * WAIT
 
 

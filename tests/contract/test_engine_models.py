@@ -54,10 +54,9 @@ def copies_are_exact(kind: str, config: Any) -> Wire:
     model, reference = models.build(config), models.build(config)
     for ranks, bucket_bytes, sharded, verified in CUTS:
         wire = Wire(model, weights_of(kind, 0), ranks, bucket_bytes, sharded, verified=verified)
-        nbytes = sum(tensor.nbytes for _, tensor in weights_of(kind, 0))
         for seed in (1, 2, 3):
             weights = weights_of(kind, seed)
-            assert wire.sync(weights) == (len(weights), nbytes), (kind, ranks, seed)
+            assert wire.sync(weights) == len(weights), (kind, ranks, seed)
             reference.load_weights(iter(weights))
             check_same(model, reference, f"sync {seed} of {kind} by {ranks} ranks, {bucket_bytes} bytes,")
         assert wire.load.map.kept > 10 and not wire.comparison.unwritten, kind
@@ -136,7 +135,7 @@ def what_a_copy_would_get_wrong_is_left_to_the_model(config: Any) -> None:
         wire = Wire(model, weights_of("qwen2", 0), 3, 20_000)
         for seed in (1, 2, 3):
             weights = [(n, t * 0 if n == NORM and seed == 1 else t) for n, t in weights_of("qwen2", seed)]
-            assert wire.sync(weights)[0] == len(weights) - bool(why)
+            assert wire.sync(weights) == len(weights) - bool(why)
             reference.load_weights((n, t.clone()) for n, t in weights)
             check_same(model, reference, f"sync {seed}, {called},")
         assert wire.left == ({NORM: why} if why else {}), called
@@ -216,7 +215,7 @@ def a_wrong_recording_is_found(config: Any) -> None:
     with mock.patch.object(introduce, "record", wrong):
         for seed in (1, 2):
             weights = weights_of("qwen2", seed)
-            tensors, _ = wire.sync(weights)
+            tensors = wire.sync(weights)
             reference.load_weights(iter(weights))
             check_same(model, reference, f"sync {seed}")
     assert tensors == len(weights) - 2
@@ -246,7 +245,7 @@ def unknown_names_are_an_error(config: Any) -> None:
         with pytest.raises(SyncError, match=rf"{UNKNOWN} \(64 of 64 bytes\)"):
             wire.sync(with_one_more(1))
     wire = Wire(model, weights_of("qwen2", 0), 1, 1 << 16)
-    assert all(wire.sync(weights_of("qwen2", seed))[0] == 27 for seed in (1, 2))
+    assert all(wire.sync(weights_of("qwen2", seed)) == 27 for seed in (1, 2))
 
 
 def half_of_a_tensor_is_an_error(config: Any) -> None:
@@ -270,7 +269,7 @@ def what_cannot_be_recorded_is_watched(config: Any) -> None:
         Wire(model, with_one_more(0), 2, 20_000).sync(with_one_more(1))
     wire = Wire(model, weights_of("qwen2", 0), 2, 20_000)
     for seed in (1, 2, 3):
-        assert wire.sync(weights_of("qwen2", seed)) == (0, 0)
+        assert wire.sync(weights_of("qwen2", seed)) == 0
         reference.load_weights(iter(weights_of("qwen2", seed)))
         check_same(model, reference, f"sync {seed}")
 
@@ -304,7 +303,7 @@ def a_head_of_its_own_holds_the_tied_weight(config: Any) -> None:
     for sent, weights in {"embedding": tied[:-1], "both": tied, "untied": untied(tied)}.items():
         wire = Wire(model, weights, 2, 1 << 16)
         wire.sync(weights)
-        assert wire.sync(weights)[0] == len(weights) and not wire.comparison.unwritten, wire.left
+        assert wire.sync(weights) == len(weights) and not wire.comparison.unwritten, wire.left
         heads[sent] = model.lm_head.weight.clone()
         assert torch.equal(heads[sent], model.model.embed_tokens.weight) == (sent != "untied")
     assert torch.equal(heads["embedding"], heads["both"])
@@ -315,7 +314,7 @@ def an_untied_head_is_an_error_where_the_engine_ties(config: Any) -> None:
     model, tied = models.build(config), weights_of("qwen2-tied", 1)
     with pytest.raises(SyncError, match=r"leaves out 1 .*lm_head\.weight"):
         Wire(model, untied(tied), 2, 1 << 16).sync(untied(tied))
-    assert Wire(model, tied, 2, 1 << 16).sync(tied)[0] > 0
+    assert Wire(model, tied, 2, 1 << 16).sync(tied) > 0
     honest = model.load_weights
     model.load_weights = lambda weights: honest(
         ("model.embed_tokens.weight" if name == "lm_head.weight" else name, loaded) for name, loaded in weights
@@ -474,7 +473,7 @@ def every_replica_gets_its_weights(config: Any) -> None:
     for seed in range(1, 7):
         experts, weights = PLACED[seed > 3], weights_of(MOE, seed)
         place(experts, config)
-        assert wire.sync(weights)[0] == len(weights)
+        assert wire.sync(weights) == len(weights)
         assert not wire.comparison.unwritten, wire.comparison.unwritten
         holds(model, experts, weights)
 

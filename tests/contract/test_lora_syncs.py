@@ -34,7 +34,7 @@ from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.lora.peft import is_adapter
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.sender import BucketSender
-from verl_sync_plugin.sync.ways import Reach, Staged, Sync
+from verl_sync_plugin.sync.ways import Sync, Ways
 from verl_sync_plugin.trainers.lora import MergingSource
 from verl_sync_plugin.transport.agreement import Agreement
 
@@ -132,8 +132,8 @@ def first_buckets(source: MergingSource, agreement: Agreement, sender: BucketSen
     elif where:
         break_source(source, where)
     sender.reserve(plan)
-    way = Staged(SyncConfig(), agreement, sender, agreement, Reach(agreement))
-    way.fill(Sync("1", plan, source, shards, SyncReport(), (), ()))
+    way = Ways(SyncConfig(), agreement, sender).staged
+    way.fill(Sync(plan, source, shards, SyncReport(), ()))
     agreement.vote("connecting to the engine", [0, 0])  # what comes next; other ranks must not meet it in a settle
 
 

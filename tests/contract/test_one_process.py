@@ -32,10 +32,9 @@ from verl_sync_plugin.memory import FIRST, REST
 from verl_sync_plugin.rollouts.sglang import loader
 from verl_sync_plugin.rollouts.sglang.adapter import SyncServerAdapter
 from verl_sync_plugin.trainers.base import dtype_name
-from verl_sync_plugin.transport.agreement import together_seconds
 from verl_sync_plugin.transport.channel import Channel
 from verl_sync_plugin.transport.memory import Live, LiveParameters
-from verl_sync_plugin.transport.protocol import Committed
+from verl_sync_plugin.transport.protocol import Committed, together_seconds
 
 # What can fail where one process is trainer, engine and server; SGLang's own processes are in tests/faults
 FAULTS = (
@@ -233,7 +232,7 @@ def parameters_stay_mapped(checkpoint: str, folder: str) -> None:
         *((True, honest, True),) * 2,
         *((True, half_gone, False),) * 2,
     ):
-        in_place._wanted = wanted
+        in_place.wanted = wanted
         if not wanted:  # as after a sync that failed before the trainer said where its parameters lie
             next(iter(loader._sessions.values()))._lives = ()
         with mock.patch.object(LiveParameters, "look", look):

@@ -19,7 +19,7 @@ from verl_sync_plugin.layout.tensors import Base, Shard, View
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync import ways
 from verl_sync_plugin.sync.sender import BucketSender, slot_limit
-from verl_sync_plugin.sync.ways import PeersUnreachableError, Reach, Sync, Ways
+from verl_sync_plugin.sync.ways import PeersUnreachableError, Reach, Sync, Ways, ranks_of
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed
 
@@ -31,9 +31,9 @@ def decided(hosts: tuple[str, ...], group_size: int) -> bool:
     rank, groups = dist.get_rank(), []
     for first in range(0, dist.get_world_size(), group_size):
         groups.append(dist.new_group(list(range(first, first + group_size)), backend="gloo"))
-    made = Reach(Agreement(20))
+    made = Reach()
     with mock.patch.object(ways, "host_name", lambda: hosts[rank]):
-        made.decide(groups[rank // group_size])
+        made.decide(Agreement(20), ranks_of(groups[rank // group_size], rank), "ranks")
     assert made.possible is not None
     return made.possible
 
@@ -57,16 +57,16 @@ def test_the_hosts_of_a_group_decide(hosts: tuple[str, ...], group_size: int, ex
 def said_of_the_choice(choice: str, hosts: tuple[str, str]) -> str:
     """Returns what rank 0 says in the log when the way is chosen for the first time."""
     agreement, sender, rank = Agreement(20), BucketSender(torch.device("cpu"), 20), dist.get_rank()
-    both = Ways(SyncConfig(delivery=choice), agreement, sender, torch.device("cpu"))
+    both = Ways(SyncConfig(delivery=choice), agreement, sender)
     shards = [Shard(Base("w", "uint8", 1, (64, 64), (View("w", (128,), 0, 128),)), lambda: torch.zeros(64))]
     source = WorldSource(shards)
     with mock.patch.object(ways, "host_name", lambda: hosts[rank]):
-        both.reach.decide(source.group)
+        both.reach.decide(agreement, ranks_of(source.group, rank), "ranks that share out the model")
     found = source.shards()
     plan = source.plan(tuple(shard.base for shard in found), slot_limit(4096), bool(both.reach.possible))
     with redirect_stdout(io.StringIO()) as said:
         for _ in range(2):
-            chosen(both, agreement, Sync("1", plan, source, found, SyncReport(), (0, 1), (0, 1)))
+            chosen(both, agreement, Sync(plan, source, found, SyncReport(), (0, 1)))
     return said.getvalue()
 
 
@@ -94,11 +94,11 @@ def in_place(choice: str, able: tuple[bool, bool], answers: tuple[str, str], sha
     """True for each of two syncs in place, before and after the engine ranks have said what speaks against it; and for
     one after memory was out of reach."""
     agreement, sender, rank = Agreement(20.0), BucketSender(CPU, 20.0), dist.get_rank()
-    way = Ways(SyncConfig(delivery=choice), agreement, sender, CPU)
+    way = Ways(SyncConfig(delivery=choice), agreement, sender)
     run = memory_of(able[rank], folder)
     shards = [Shard(Base("w", "bfloat16", 2, (64, 64), (View("w", (128,), 0, 128),)), lambda: run, run=run)]
     plan, found = plan_buckets((shards[0].base,), 4096, sharded), list[bool]()
-    sync = Sync("1", plan, WorldSource(), shards, SyncReport(), everyone(), everyone())
+    sync = Sync(plan, WorldSource(), shards, SyncReport(), everyone())
     for _ in range(2):
         found.append(chosen(way, agreement, sync).in_place)
         way.in_place.note(Committed(obstacle=answers[rank]), plan)

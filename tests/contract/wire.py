@@ -46,6 +46,7 @@ class Wire:
         self._known = SGLangModel(model, dist.get_rank())
         self.load = ModelLoad(self._known, Manifest.of(self.plan), CPU)
         self.agreement = Agreement(60.0)
+        self.agreement.ranks.trainers = tuple(range(ranks))  # all of them are on every model rank
         self.comparison = Comparison(SyncConfig(), self.agreement, range(dist.get_world_size()), True)
 
     @property
@@ -71,8 +72,8 @@ class Wire:
         weights: models.Weights,
         spoil: Callable[[torch.Tensor], None] = lambda memory: None,
         behind: Callable[[], None] = lambda: None,
-    ) -> tuple[int, int]:
-        """Sends ``weights`` into memory that holds rubbish; returns what was replayed.
+    ) -> int:
+        """Sends ``weights`` into memory that holds rubbish; returns how many tensors were replayed.
 
         ``spoil`` gets every bucket between its packing and its load. The last argument is called between the last
         copy and the proof of what the parameters hold.
@@ -84,25 +85,25 @@ class Wire:
         self.load.begin()
         if not self.comparison.knows(self.plan) or self.load.map != self.comparison.map:
             self.comparison.note(self.load.map)
-            self.comparison.learn(self.plan, loaded=False, sent_by=dist.get_world_size())
+            self.comparison.learn(self.plan, loaded=False)
         self._transfer(spoil)
         replayed = self.load.replayed
         self.load.finish()
         refuse_rearranged(self._known, CPU)
         if not self.comparison.knows(self.plan):
-            self.comparison.learn(self.plan, loaded=True, sent_by=dist.get_world_size())
+            self.comparison.learn(self.plan, loaded=True)
         behind()
         self.compare()
         return replayed
 
     def compare(self) -> None:
-        """Compares what was read, and what the parameters hold, as the trainer ranks do; every model rank holds all
-        packers, as many as its world."""
+        """Compares what was read, and what the parameters hold, as the trainer ranks do; what was packed counts
+        once."""
         held = self.load.held() if self.verified else None
         weighed = torch.empty(0)
         with self.agreement.attempt():
             refuse_changed(held.changed if held else ())
-            sent = torch.stack([packer.sums() for packer in self._packers]).sum(0)
+            sent = torch.stack([packer.sums() for packer in self._packers]).sum(0) * (dist.get_rank() == 0)
             weighed = self.comparison.weighed(sent, Committed(sums=self.load.sums(), held=held), self.verified)
         self.agreement.settle("verifying")
         self.comparison.compare(weighed)

@@ -53,8 +53,7 @@ def test_a_merged_run(tmp_path: Path) -> None:
     checks.reached(merged, steps=3)
     checks.reported(merged, steps=3)
     assert merged.matching("embedding and head untied"), merged.tail
-    # As where no room is known, which it is not on a CPU
-    assert all(each["staging_bytes"] > 0 and each["kept_staging_bytes"] == 0 for each in merged.reports), merged.reports
+    assert all(each["staging_bytes"] > 0 for each in merged.reports), merged.reports
     # Unmerged weights would show: correlation 0.0, probabilities that differ by 0.009 to 0.025 from step 2 on
     checks.same_weights(merged)
     # The reference is the same model without its adapter, so this is how far unmerged weights would be off

@@ -46,8 +46,8 @@ def manager_of(engine: Any, bucket_bytes: int, wire: str = "bfloat16", delivery:
 
 def one_sync(manager: ShardingManager) -> State:
     """Everything that arrives; the trainer is not written to."""
-    before = [p._version for chunk in manager.engine.module for p in chunk.parameters()]
-    sync, _ = manager.plan("one")
+    before = [p._version for chunk in manager.trainer.engine.module for p in chunk.parameters()]
+    sync, _ = manager.plan()
 
     def prepare(index: int, work: Any) -> None:
         manager.agreement.run(f"packing bucket {index}", work)
@@ -56,7 +56,7 @@ def one_sync(manager: ShardingManager) -> State:
     got = deliver(sync.source, sync.plan, sync.shards, manager.sender, prepare)
     assert manager.sender.export().nbytes <= STAGING_BUCKETS * manager._bucket_bytes
     sync.source.release()
-    assert before == [p._version for chunk in manager.engine.module for p in chunk.parameters()]
+    assert before == [p._version for chunk in manager.trainer.engine.module for p in chunk.parameters()]
     return got
 
 
@@ -64,7 +64,7 @@ def synced(
     manager: ShardingManager, kind: str = "MegatronSource", check: Callable[[State, State], None] = check_same
 ) -> State:
     """A sync brings what the bridge itself exports, which is returned, read by a source of this kind."""
-    expected = stock_export(manager.engine)
+    expected = stock_export(manager.trainer.engine)
     check(one_sync(manager), expected)
     assert type(manager.source).__name__ == kind
     return expected
@@ -123,7 +123,7 @@ def syncs(model_path: str, layout: Layout, wire: str = "bfloat16") -> list[str]:
         for manager in managers:
             check_same(one_sync(manager), on_the_wire(expected, getattr(torch, wire)))
             assert type(manager.source).__name__ == "MegatronSource"
-            digests.append(manager.agreed_digest)
+            digests.append(manager.planned.digest if manager.planned else "")
     return digests
 
 

@@ -33,9 +33,9 @@ class Rollout(Host):
     def _start(self, model: str) -> BareEngine:
         return BareEngine(model, dist.get_world_size())
 
-    def _make(self, incoming: Any) -> Any:
-        endpoint = endpoint_of(self.sglang, incoming.membership.engine_ranks)
-        made = SeparateRollout(incoming.membership.ranks, endpoint, self.engine._config, torch.device("cpu"))
+    def _make(self, membership: Any) -> Any:
+        endpoint = endpoint_of(self.sglang, membership.engine_ranks)
+        made = SeparateRollout(membership.ranks, endpoint, self.engine._config, torch.device("cpu"))
         honest = endpoint.start_load
 
         def start_load(*args: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from several_hosts_on_gpu import play
-from verl_sync_plugin.sync.sender import Arrival
+from verl_sync_plugin.sync.sender import arrived
 from verl_sync_plugin.transport.joint import JointRanks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -41,13 +42,13 @@ def what_runs_beside_broadcasts(rank: int, folder: Path) -> bool:
     if rank:
         time.sleep(LATE)
     started = time.monotonic()
-    arrival = Arrival([ranks.broadcast(each, 0) for each in memory], BOUND, GPU)
+    arrival = partial(arrived, [ranks.broadcast(each, 0) for each in memory], BOUND, GPU)
     own = torch.cuda.Event()
     filled(7)
     own.record()
     own.synchronize()
-    free = time.monotonic() - started < LATE / 2 and not arrival.query()
-    while not arrival.query():
+    free = time.monotonic() - started < LATE / 2 and not arrival()
+    while not arrival():
         time.sleep(1e-3)
     assert [each.unique().tolist() for each in memory] == [[0], [1]]
     ranks.gather(None)
@@ -72,8 +73,8 @@ def the_last_dies(rank: int, folder: Path, when: str) -> tuple[str, float]:
         if when == "before broadcast":
             ranks.broadcast(filled(1), 0)
         else:
-            arrival, end = Arrival([ranks.broadcast(filled(2), 2)], BOUND, GPU), time.monotonic() + BOUND
-            while not arrival.query() and time.monotonic() < end:
+            works, end = [ranks.broadcast(filled(2), 2)], time.monotonic() + BOUND
+            while not arrived(works, BOUND, GPU) and time.monotonic() < end:
                 time.sleep(1e-2)
             text = "nothing has come"
     except RuntimeError as error:

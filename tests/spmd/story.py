@@ -103,7 +103,7 @@ def every_source(rollout: SpmdRollout) -> None:
     assert torch.equal(first.ids, again.ids) and torch.equal(first.log_probs, again.log_probs)
     rollout.sync_weights(replicas)
     assert rollout.report is not None and rollout.report.replayed_tensors == rollout.report.tensors
-    assert rollout.report.staging_bytes == rollout.report.kept_staging_bytes > 0, "nothing is released"
+    assert rollout.report.staging_bytes == rollout._manager.sender.staging_bytes > 0, "nothing is released"
     same = rollout.generate(PROMPTS, GREEDY)
     assert torch.equal(same.log_probs, again.log_probs) and same.version == (again.version or 0) + 1
     with_adapter(rollout)
@@ -170,7 +170,7 @@ def memory(rollout: SpmdRollout, source: torch.nn.Module, expected: torch.nn.Mod
     rollout.release_kv()
     rollout.sync_weights(source)
     assert rollout.report is not None and "resume_weights" in rollout.report.stages
-    assert rollout.report.staging_bytes > 0 == rollout.report.kept_staging_bytes, "given back"
+    assert rollout.report.staging_bytes > 0 == rollout._manager.sender.staging_bytes, "given back"
     rollout.resume_kv()
     assert off(rollout.generate(PROMPTS, GREEDY), expected) < BOUND
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -35,7 +36,7 @@ WAIT, BOUND = 20.0, 0.5
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    listening = Listener(WAIT)
+    listening = Listener(WAIT, f"@verl-sync-{uuid.uuid4()}")
     yield listening
     listening.close()
 
@@ -68,13 +69,13 @@ MAP = LoadMap(
 )  # fmt: skip
 LIVE = Live("key", (REGION, Region("shared_file", "/a", 1, ("/a",))), (b"\x01" * 40, b""))
 EXAMPLES = [
-    protocol.Hello("1", "digest", (STAGING, STAGING), 1, ("a", "b"), True, 1, True, "map", MANIFEST, (LIVE,)),
+    protocol.Hello("digest", (STAGING, STAGING), 1, True, ("a", "b"), True, True, "map", MANIFEST, (LIVE,)),
     protocol.Ready("PermissionError: ü", True),
     protocol.Ready(map=MAP),
     protocol.Load(protocol.ALL, 0),
     protocol.Loaded(3, 0.25, 17.5),
     protocol.Commit(True),
-    protocol.Committed(1, 2, 3, 4, b"\xff" * 8, "why", 5, protocol.Held(b"\x01" * 16, 7, ("c",)), MAP),
+    protocol.Committed(1, 2, 3, b"\xff" * 8, "why", 4, protocol.Held(b"\x01" * 16, ("c",)), MAP),
     protocol.Failed("a\nb"),
 ]
 

@@ -43,9 +43,11 @@ def with_one_more(buffer: bool, name: str = "model.normalizer") -> LoadMap:
 def learned(
     found: LoadMap, restores: bool = True, layers: int = 0, loaded: bool = False, plan: Plan = PLAN, **config: Any
 ) -> Comparison:
-    comparison = Comparison(SyncConfig(**config), Agreement(10.0, ranks=Alone()), (0,), restores)
+    ranks = Alone()
+    ranks.trainers = (0,)
+    comparison = Comparison(SyncConfig(**config), Agreement(10.0, ranks=ranks), (0,), restores)
     comparison.note(found)
-    comparison.learn(plan, loaded, layers, sent_by=1)
+    comparison.learn(plan, loaded, layers)
     return comparison
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import uuid
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -53,7 +54,7 @@ def test_images_that_were_seen_before_a_sync_are_forgotten(monkeypatch: pytest.M
     from sglang.srt.managers import mm_utils
     from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult
 
-    since, session, listener = Mock(), Mock(), Listener(WAIT)
+    since, session, listener = Mock(), Mock(), Listener(WAIT, f"@verl-sync-{uuid.uuid4()}")
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.mm_schedule", SimpleNamespace(embedding_cache=since))
     mm_utils.init_mm_embedding_cache(1 << 20)
     mm_utils.embedding_cache.set(1, EmbeddingResult(embedding=torch.ones(4, 16)))
@@ -72,7 +73,7 @@ def test_any_other_request_is_refused_without_touching_the_model(
     own: str | None, given: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``given`` takes the place of the request's token."""
-    sessions, listener = Mock(), Listener(WAIT)
+    sessions, listener = Mock(), Listener(WAIT, f"@verl-sync-{uuid.uuid4()}")
     monkeypatch.setattr(loader, "ReceiverSession", sessions)
     ((header, empty),) = asked(listener.address)
     if own is not None:

@@ -31,7 +31,7 @@ esac
 
 
 def run(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    report = SyncReport.begun(1, "Manager", 0)
+    report = SyncReport.begun(1, "Manager", rank=0)
     report.delivery, report.tensors, report.nbytes, report.hashed_tensors = "direct", 27, 230_000, 27
     report.note_stage("update_weights", 0.0, 0.25)
     (folder / "given.jsonl").write_text(json.dumps({"event": "sync_report", **report.as_dict()}) + "\n")

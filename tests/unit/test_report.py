@@ -36,7 +36,7 @@ def report(**changes: Any) -> SyncReport:
 
 
 def test_stages_add_up_also_when_they_fail_and_spans_nest_and_are_bounded() -> None:
-    measured = SyncReport.begun(1, "M", 0)
+    measured = SyncReport.begun(1, "M", rank=0)
     for _ in range(2):
         with pytest.raises(RuntimeError), measured.stage("update_weights"), measured.stage("pack"):
             assert measured.under_way == ["update_weights", "pack"]
@@ -103,7 +103,7 @@ def test_a_sync_that_takes_long_says_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bases = tuple(Base(f"w{i}", "uint8", 1, (10**7,), (View(f"w{i}", (10**7,), 0, 10**7),)) for i in range(4))
-    plan, measured = plan_buckets(bases, 10**7), SyncReport.begun(3, "M", 0)
+    plan, measured = plan_buckets(bases, 10**7), SyncReport.begun(3, "M", rank=0)
     assert progress_line(measured, 6.2) == "sync of step 3: 6 s so far, no bucket handed over yet"
     measured.handed_over = (plan, ALL)
     assert "bucket 4 of 4, 0.04 of 0.04 GB" in progress_line(measured, 11.0)

@@ -153,7 +153,7 @@ def test_what_a_leader_writes(
 ) -> None:
     for step, folder in ((0, "nowhere/"), (0, ""), (1, "")):
         monkeypatch.setenv(REPORT_FILE_VARIABLE, str(tmp_path / f"{folder}reports.jsonl"))
-        report = SyncReport.begun(step, "M", 3)
+        report = SyncReport.begun(step, "M", rank=3)
         with report.stage("update_weights"), report.stage("pack"):
             pass
         write_report(report)

@@ -48,11 +48,11 @@ def test_a_trainer_rank_refuses_what_no_engine_of_the_rollout_could_serve_or_hol
     """The driver may have had neither the adapter nor the checkpoint."""
     nobody = RolloutEndpoint(rollout_of("sglang"), None)
     assert not nobody.leader and nobody.ranks == ()
-    nobody.refuse_adapter({"r": 8})
+    nobody.engine.refuse_adapter({"r": 8}, {})
     with pytest.raises(ValueError, match=r"cannot serve an adapter with use_rslora=True.*lora\.merge=True"):
-        nobody.refuse_adapter({"r": 8, "use_rslora": True})
+        nobody.engine.refuse_adapter({"r": 8, "use_rslora": True}, {})
     with pytest.raises(ValueError, match="GPT2LMHeadModel"):
-        nobody.refuse_untied(("GPT2LMHeadModel",), "the adapter's Embedding")
+        nobody.engine.refuse_untied(("GPT2LMHeadModel",), "the adapter's Embedding")
 
 
 def test_the_others_hear_of_a_stream_that_is_not_the_plugins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -148,14 +147,12 @@ def _world() -> Iterator[None]:
 
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    with tempfile.TemporaryDirectory(prefix="verl-sync-prove-") as folder:
-        one: dict[str, Any] = {"init_method": f"file://{folder}/store", "rank": 0, "world_size": 1}
-        alone = {} if "RANK" in os.environ else one
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", **alone)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
+    alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", **alone)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _prove(options: argparse.Namespace, checks: list[Check], reports: list[SyncReport]) -> None:

@@ -123,7 +123,7 @@ class ModelLoad:
 
     Attributes:
         map: what the model does with the tensors; found out by ``begin``.
-        replayed: the tensors, and their bytes, that a sync copies without the model's own load.
+        replayed: how many tensors a sync copies without the model's own load.
     """
 
     def __init__(
@@ -139,12 +139,12 @@ class ModelLoad:
         self.map, self._places, self._key = LoadMap(), Places(model.module), LayoutKey(model)
         self._layout: Layout | None = None
         self._now: Layout | None = None
-        self.replayed = (0, 0)
+        self.replayed = 0
         if before is not None and before._shapes() == self._shapes():
             self.map, self._places, self._key, self._layout = before.map, before._places, before._key, before._layout
         self._tries, self._compiled = 0, False
         self._live: tuple[tuple[str, ...], Memory, tuple[Prepared, Prepared]] | None = None
-        self._traffic: dict[tuple[frozenset[int], bool], tuple[int, int]] = {}
+        self._traffic: dict[int | None, tuple[int, int]] = {}
 
     def _shapes(self) -> list[tuple[object, ...]]:
         return [(name, self._entries[name].shape, self._entries[name].strides) for name in self._names]
@@ -216,8 +216,7 @@ class ModelLoad:
         ]
         self._ready = [(self._copier.prepare(w.copies), self._copier.prepare(w.reads)) for w in self._works]
         self._read_sums = torch.zeros(len(parts) + 1, dtype=torch.int64, device=self.device)
-        nbytes = [self._entries[name].nbytes for name, number in self._numbers.items() if number not in left]
-        self.replayed = len(nbytes), sum(nbytes)
+        self.replayed = len(self._names) - len(left)
         self._left = frozenset(self._names[number] for number in left)
         views = [(each, view) for each in self.map.constants for view in _views(each, self._places.flats[each.place])]
         self._zeros = [view for each, view in views if not any(each.bits)]
@@ -372,25 +371,20 @@ class ModelLoad:
                 odd.append((name, (view != _bits_of(constant, view) if any(constant.bits) else view).any()))
         flags = torch.stack([flag for _, flag in odd]).tolist() if odd else []
         changed = dict.fromkeys(name for (name, _), flag in zip(odd, flags, strict=True) if flag)
-        return Held(sums.cpu().numpy().astype("<i8").tobytes(), self._held.nbytes, tuple(changed))
+        return Held(sums.cpu().numpy().astype("<i8").tobytes(), tuple(changed))
 
-    def traffic(self, near: frozenset[int], whole: bool) -> tuple[int, int]:
-        """Bytes read on the engine rank's own device, and elsewhere.
-
-        Args:
-            near: the segments that are there.
-            whole: True if buckets that are not shared out are there.
-        """
-        key = near, whole
-        if key not in self._traffic:
+    def traffic(self, near: int | None) -> tuple[int, int]:
+        """Bytes read on the engine rank's own device, and elsewhere; ``near``: the segment that is there, like buckets
+        that are not shared out. Without one, nothing is."""
+        if near not in self._traffic:
             own = total = 0
             for work, segment, world in zip(self._works, self.manifest.segments, self.manifest.worlds, strict=True):
                 read = work.bytes_by_base(segment)
-                spread = self.manifest.sharded and world > 1
-                own += sum(read[number] for number in near) if spread else read.total() * whole
+                if near is not None:
+                    own += read[near] if self.manifest.sharded and world > 1 else read.total()
                 total += read.total()
-            self._traffic[key] = own, total - own
-        return self._traffic[key]
+            self._traffic[near] = own, total - own
+        return self._traffic[near]
 
     def _say(self) -> None:
         how, many = "the kernel" if self._copier.kernel else "plain copies", len(self._names)
@@ -427,7 +421,6 @@ class _HeldWork:
             else:
                 plain += blocks
         self._plain, self._parts = copier.prepare(plain), len(parts)
-        self.nbytes = sum(move.box.numel * size_of(move.dtype) for _, move in parts)
 
     def sums(
         self, flats: Sequence[torch.Tensor], device: torch.device

@@ -14,7 +14,7 @@ import torch
 from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.engine.load import ModelLoad, refuse_rearranged
 from verl_sync_plugin.engine.model import EngineModel
-from verl_sync_plugin.transport.channel import Channel, ChannelTimeoutError, describe
+from verl_sync_plugin.transport.channel import Channel, ChannelTimeoutError
 from verl_sync_plugin.transport.memory import Live, Regions, decline_staging, open_peer_staging, open_staging, slot_of
 from verl_sync_plugin.transport.protocol import (
     Commit,
@@ -25,6 +25,7 @@ from verl_sync_plugin.transport.protocol import (
     LoadRequest,
     Manifest,
     Ready,
+    together_seconds,
 )
 
 LEAST_BYTES = 64 << 20  # of an allocator's cache; less is not worth the device's wait for the freeing
@@ -62,7 +63,7 @@ class ReceiverSession:
         wait = request.timeout_seconds
         if self._load is not None:  # while the trainer ranks make ready to greet
             self._load.look()
-        hello = _expect(Hello, channel.receive(request.greeting_seconds))
+        hello = _expect(Hello, channel.receive(together_seconds(wait)))
         self._reserved = _reserved_bytes()
         if hello.live:
             self._run_in_place(hello, channel, wait)
@@ -157,13 +158,10 @@ class ReceiverSession:
             # The engine resumes its KV cache next, through an allocator of its own that cannot use what a first sync
             # leaves in this one: at a memory share of 0.97 of an H100 the KV cache of 7.6 B did not come back
             torch.cuda.empty_cache()
-        own = hello.own == hello.place  # what all ranks hold is read on this engine rank's own device
-        spread = load.manifest.sharded and not hello.live
-        near = {hello.own} if spread else {hello.place} if own else set[int]()
         channel.send(
             Committed(
-                *load.replayed,
-                *load.traffic(frozenset(near), own),
+                load.replayed,
+                *load.traffic(hello.place if hello.paired else None),
                 sums,
                 load.obstacle or ("" if self._maps else "an engine rank could not map them"),
                 self._activations.take(),
@@ -187,10 +185,10 @@ class ReceiverSession:
         then the trainer knows why not."""
         keys = [export.key for export in hello.stagings]
         self._stagings = {key: held for key, held in self._stagings.items() if key in keys}  # unmap before mapping
-        own, paired = hello.stagings[hello.place], hello.own == hello.place
-        if paired and own.key not in self._stagings:
+        own = hello.stagings[hello.place]
+        if hello.paired and own.key not in self._stagings:
             self._stagings[own.key] = open_staging(own)
-        device = self._stagings[own.key].device if paired else next(self._model.module.parameters()).device
+        device = self._stagings[own.key].device if hello.paired else next(self._model.module.parameters()).device
         for export in hello.stagings:
             if export.key in self._stagings:
                 continue
@@ -293,5 +291,5 @@ def _wait_for(device: torch.device) -> None:
 
 def _expect(kind: type[T], message: object) -> T:
     if not isinstance(message, kind):
-        raise ValueError(f"weight-sync protocol: expected {kind.__name__}, got {describe(message)}")
+        raise ValueError(f"weight-sync protocol: expected {kind.__name__}, got {type(message).__name__}")
     return message

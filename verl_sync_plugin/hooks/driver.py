@@ -226,11 +226,11 @@ def settle_trainer(actor_rollout_ref: Any) -> None:
     if strategy in FLAT_LORA_TRAINERS:
         plain: Any = OmegaConf.to_container(model, resolve=True)
         with read_write(model), open_dict(model):
-            for key, value in unify(plain, stock, engine.refuse_adapter).items():
+            for key, value in unify(plain, stock, engine).items():
                 if value is not None:
                     OmegaConf.update(model, key, value, force_add=True)
         if moves(rollout):
-            refuse_lora(model, strategy, engine.refuse_untied, engine.refuse_adapter)
+            refuse_lora(model, strategy, engine)
     if strategy == "megatron":
         refuse_megatron_lora(actor_rollout_ref.actor.megatron, model)
 

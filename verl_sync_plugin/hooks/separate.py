@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -23,18 +24,19 @@ from verl.checkpoint_engine.base import (
     CheckpointEngineWorker,
 )
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+from verl.utils.device import get_torch_device
 
-from verl_sync_plugin.config.settings import PREFIX, SEPARATE_BACKEND, SWITCHED_OFF, SyncConfig
+from verl_sync_plugin.config.settings import PREFIX, SEPARATE_BACKEND, SyncConfig
 from verl_sync_plugin.log import say, say_unused
 from verl_sync_plugin.report import say_who_moves, sent, write_report
 from verl_sync_plugin.rollouts import rollout_of
+from verl_sync_plugin.sharding_manager import get_sharding_manager
+from verl_sync_plugin.sync.membership import Member, Membership, topology
 from verl_sync_plugin.trainers.base import ShardStream, refuse_plain_stream, take_over, trainer_device
 
 # Every process of verl's imports this module with verl's registry; the rest is imported by those that sync
 if TYPE_CHECKING:
-    from verl_sync_plugin.sync.membership import Incoming, Member, Membership
     from verl_sync_plugin.sync.separate import SeparateTrainer
-    from verl_sync_plugin.transport.joint import JointRanks
 
 
 @CheckpointEngineRegistry.register(SEPARATE_BACKEND)
@@ -58,8 +60,6 @@ class SyncCheckpointEngine(CheckpointEngine):
         rollout: str,
     ) -> None:
         self._config = SyncConfig.from_mapping(sync)
-        if not self._config.enabled:
-            raise ValueError(SWITCHED_OFF)
         self._bucket_bytes = bucket_size
         self._dtype, self._rollout = dtype, rollout
         self._trainer = is_master is not None
@@ -71,8 +71,6 @@ class SyncCheckpointEngine(CheckpointEngine):
 
     def prepare(self, **more: Any) -> Member:
         say_unused("prepare", more)
-        from verl_sync_plugin.sync.membership import Membership
-
         if self._membership is None:
             seconds = self._config.timeout_seconds
             self._membership = Membership(trainer_device(), self._trainer, self._first, seconds)
@@ -83,8 +81,6 @@ class SyncCheckpointEngine(CheckpointEngine):
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Member], **more: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         say_unused("build_topology", more)
-        from verl_sync_plugin.sync.membership import topology
-
         return topology(actor_wg_world_size, rollout_world_size, metadata)
 
     def init_process_group(self, rank: int, members: tuple[Member, ...], **more: Any) -> None:
@@ -102,6 +98,7 @@ class SyncCheckpointEngine(CheckpointEngine):
         sync cost, as metrics, which verl's manager hands to its trainer. Where the trainer is the plugin's, its own of
         the rollout's side count (``hooks/trainer.py``)."""
         from verl_sync_plugin.hooks.worker import sending
+        from verl_sync_plugin.sync.separate import manager_of
 
         say_unused("send_weights", more)
         assert self._membership is not None and self._membership.ranks is not None, "init_process_group() comes first"
@@ -112,7 +109,12 @@ class SyncCheckpointEngine(CheckpointEngine):
             if not isinstance(weights, ShardStream):
                 refuse_plain_stream()
             later.enter_context(sending(weights.engine))
-            manager = self._manager_for(weights, self._membership.ranks)
+            if weights.engine.is_param_offload_enabled:
+                # Hazard: verl's copies to the host are asynchronous. What is read there before they end is of the step
+                # before, and no hash shows it, since both sides would hash the same bytes.
+                get_torch_device().synchronize()
+            make = partial(self._make_manager, weights)
+            manager = self._manager = manager_of(self._membership.ranks, self._manager, make)
             await manager.update_weights([], global_steps)
             await manager.finish([])
         if not self._first:
@@ -121,32 +123,23 @@ class SyncCheckpointEngine(CheckpointEngine):
         write_report(manager.report)
         return sent(manager.report.as_dict())
 
-    def _manager_for(self, weights: Any, ranks: JointRanks) -> SeparateTrainer:
-        assert self._membership is not None, "joined"
-        from verl_sync_plugin.sharding_manager import get_sharding_manager
+    def _make_manager(self, weights: ShardStream) -> SeparateTrainer:
         from verl_sync_plugin.sync.endpoint import RolloutEndpoint
         from verl_sync_plugin.sync.separate import SeparateTrainer
 
-        before = self._manager
-        if before is not None and before.agreement.ranks is ranks:
-            return before
-        arguments = (weights.engine, self._config, self._bucket_bytes, trainer_device(), self._dtype)
+        assert self._membership is not None, "joined"
         backend = get_sharding_manager(weights.trainer, self._rollout).backend
         nobody = RolloutEndpoint(rollout_of(self._rollout), None)
-        manager = SeparateTrainer(ranks, self._membership.own, backend, nobody, *arguments)
-        if before is not None:
-            before.close()
-            manager.take_over(before)
-        self._manager = manager
-        return manager
+        return SeparateTrainer(
+            backend, self._membership.ranks, self._membership.own, weights.engine, nobody, self._config,
+            self._bucket_bytes, trainer_device(), self._dtype,
+        )  # fmt: skip
 
-    def receive_weights(self, global_steps: int | None = None, **more: Any) -> Incoming:
-        """The handle that verl passes, unread, to our rollout adapter."""
-        from verl_sync_plugin.sync.membership import Incoming
-
+    def receive_weights(self, global_steps: int | None = None, **more: Any) -> Membership:
+        """What verl passes, unread, to our rollout adapter in place of a weight stream."""
         say_unused("receive_weights", more)
         assert self._membership is not None and self._membership.ranks is not None, "init_process_group() comes first"
-        return Incoming(self._membership, self._membership.ranks)
+        return self._membership
 
 
 _WORKER = ray.remote(CheckpointEngineWorker)

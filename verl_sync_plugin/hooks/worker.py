@@ -36,9 +36,8 @@ class SyncWorkerMixin:
         if backend != "naive" or not getattr(rollout, "makes_room", False):
             return await super().update_weights(global_steps=global_steps, mode=mode, **more)  # type: ignore[misc]
         say_unused("update_weights", more)
-        set_expandable_segments(False)  # other processes cannot open such memory
-        try:
-            engine = self.actor.engine
+        engine = self.actor.engine
+        with sending(engine):
             rollout.make_room_for_weights(engine.is_param_offload_enabled)
             if self.config.rollout.free_cache_engine and getattr(rollout, "sleep_level", 2) != 1:
                 await rollout.resume(tags=["weights"])
@@ -46,12 +45,6 @@ class SyncWorkerMixin:
             await rollout.update_weights(weights, global_steps=global_steps, ends=False)
             await rollout.make_room_for_rest(lambda: offload(engine))
             await rollout.end_sync()
-        except BaseException:
-            with suppress(Exception):  # a stream that loaded the model for the sync must not leave it on the device
-                offload(self.actor.engine)
-            raise
-        finally:
-            set_expandable_segments(True)
         self.base_sync_done = True
         return None
 
@@ -69,13 +62,9 @@ OURS: dict[type, type] = {ActorRolloutRefWorker: SyncActorRolloutRefWorker, Deta
 
 @contextmanager
 def sending(engine: Any) -> Iterator[None]:
-    """Around a sync to a separate rollout, which reads a trainer's parameters where they are, on the host as well."""
+    """Around a sync, which reads a trainer's parameters where they are, on the host as well."""
     set_expandable_segments(False)  # other processes cannot open such memory
     try:
-        if engine.is_param_offload_enabled:
-            # Hazard: verl's copies to the host are asynchronous. What is read there before they end is of the step
-            # before, and no hash shows it, since both sides would hash the same bytes.
-            get_torch_device().synchronize()
         yield
     finally:
         with suppress(Exception):  # a stream that loaded the model for the sync must not leave it on the device

@@ -17,14 +17,17 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from verl_sync_plugin.config.settings import lora_rank_of
+
+if TYPE_CHECKING:
+    from verl_sync_plugin.rollouts import Rollout
 
 PREFIX = "actor_rollout_ref.model"
 PEFT_KEY = f"{PREFIX}.lora.peft"
@@ -43,12 +46,6 @@ _NARROWER = {"rank_pattern": dict[str, int] | None, "alpha_pattern": dict[str, f
 # What FSDP has no counterpart for: key of the block, the only value it can have
 _FIXED = {"dropout_position": "pre", "lora_B_init_method": "zero", "a2a_experimental": False, "dtype": None}
 
-# Refuses an adapter that the engine cannot serve itself: fields of PEFT's ``LoraConfig``, and the keys under which the
-# user gave them (``RolloutEndpoint.refuse_adapter``)
-RefuseAdapter = Callable[[Mapping[str, Any], Mapping[str, str]], None]
-# Refuses a model whose embedding and head the engine cannot hold separately: architectures, and what makes them differ
-# (``RolloutEndpoint.refuse_untied``)
-RefuseUntied = Callable[[Iterable[str], str], None]
 # Input and output embeddings of the model families that tie them
 _TIED_NAMES = ("model.embed_tokens", "lm_head")
 # Replaces fsdp2 where an untied embedding or head is adapted
@@ -59,9 +56,9 @@ def _fail(key: str, value: Any, problem: str, remedy: str) -> ValueError:
     return ValueError(f"{key}={value!r}: {problem}. {remedy}")
 
 
-def unify(model: Mapping[str, Any], stock: Mapping[str, Any], refuse_adapter: RefuseAdapter) -> dict[str, Any]:
+def unify(model: Mapping[str, Any], stock: Mapping[str, Any], engine: Rollout) -> dict[str, Any]:
     """Returns the flat keys that an FSDP trainer needs, and under ``lora.peft`` more arguments for PEFT's
-    ``LoraConfig``; empty without LoRA. ``stock`` are verl's defaults; ``refuse_adapter`` is asked where the engine is
+    ``LoraConfig``; empty without LoRA. ``stock`` are verl's defaults; the engine is asked where it is
     to serve the adapter. Raises ValueError, with key, value and remedy, where block and flat keys differ, and for a
     setting that FSDP, PEFT or the engine does not know."""
     block, stock_block = model.get("lora") or {}, stock.get("lora") or {}
@@ -93,7 +90,7 @@ def unify(model: Mapping[str, Any], stock: Mapping[str, Any], refuse_adapter: Re
         given = {**found["lora.peft"], **{key: found[key] for key in ("target_parameters", "target_modules")}}
         if path is not None and isinstance(given["target_modules"], list):
             del given["target_modules"]  # the adapter has its own
-        refuse_adapter(given, {field: _key_of(field, value, block) for field, value in given.items()})
+        engine.refuse_adapter(given, {field: _key_of(field, value, block) for field, value in given.items()})
     return found
 
 
@@ -284,10 +281,9 @@ def refuse_config(where: str, settings: dict[str, Any], remedy: str) -> None:
 # ---- what the driver refuses of an adapter and its model
 
 
-def refuse_lora(model: Any, strategy: str, refuse_untied: RefuseUntied, refuse_adapter: RefuseAdapter) -> None:
+def refuse_lora(model: Any, strategy: str, engine: Rollout) -> None:
     """Raises ValueError for what is wrong with an adapter and its model, whose LoRA keys are unified; reads local files
-    only. The engine's two refusals are asked where it would need an untied head, and where it is to serve an existing
-    adapter itself."""
+    only. The engine is asked where it would need an untied head, and where it is to serve an existing adapter."""
     if lora_rank_of(model) == 0:
         return
     from omegaconf import OmegaConf
@@ -306,8 +302,8 @@ def refuse_lora(model: Any, strategy: str, refuse_untied: RefuseUntied, refuse_a
         where = f"{PEFT_KEY}={settings}"
     refuse_config(where, settings, f"Give a LoRA adapter, or merge this one into the model of {PREFIX}.path")
     if path is not None and not plain["lora"].get("merge"):
-        _refuse_existing(plain, where, settings, refuse_adapter)
-    _refuse_ends(plain, where if path is not None else None, strategy, refuse_untied)
+        _refuse_existing(plain, where, settings, engine)
+    _refuse_ends(plain, where if path is not None else None, strategy, engine)
 
 
 def refuse_unread_rank(model: Any, strategy: str, cause: str = "custom.sync.enabled=False") -> None:
@@ -334,14 +330,12 @@ def _refuse_absent(where: str, path: str, model: str) -> None:
         raise ValueError(f"{where}: it holds no adapter_config.json. {remedy}.")
 
 
-def _refuse_existing(
-    plain: Mapping[str, Any], where: str, settings: Mapping[str, Any], refuse_adapter: RefuseAdapter
-) -> None:
+def _refuse_existing(plain: Mapping[str, Any], where: str, settings: Mapping[str, Any], engine: Rollout) -> None:
     """Raises ValueError for an adapter that the engine, launched for the rank and modules of the keys, cannot serve."""
     keys = {field: f"{where}, which has {field}={value!r}" for field, value in settings.items()}
     if isinstance(settings.get("target_modules"), str):
         del keys["target_modules"]  # the engine gets the modules that have factors
-    refuse_adapter(settings, keys)
+    engine.refuse_adapter(settings, keys)
     rank, room = settings.get("r") or 0, plain["lora_rank"]
     if rank > room:
         raise ValueError(f"{PREFIX}.lora_rank={room} with {where}, which has r={rank}. Set {PREFIX}.lora_rank={rank}.")
@@ -355,7 +349,7 @@ def _refuse_existing(
             )
 
 
-def _refuse_ends(plain: Mapping[str, Any], where: str | None, strategy: str, refuse_untied: RefuseUntied) -> None:
+def _refuse_ends(plain: Mapping[str, Any], where: str | None, strategy: str, engine: Rollout) -> None:
     """Raises ValueError for an adapted embedding or head that trainer or engine cannot have. ``where`` names the
     adapter that is loaded, if one is."""
     config = lora_config(SimpleNamespace(**{"use_shm": False, "target_parameters": None, **plain}))
@@ -371,7 +365,7 @@ def _refuse_ends(plain: Mapping[str, Any], where: str | None, strategy: str, ref
     tied = bool(overrides.get("tie_word_embeddings", getattr(hf_config, "tie_word_embeddings", False)))
     together = bool(getattr(config, "ensure_weight_tying", False))
     if plain["lora"].get("merge") and not (tied and together and saved):
-        refuse_untied(getattr(hf_config, "architectures", None) or (), where)
+        engine.refuse_untied(getattr(hf_config, "architectures", None) or (), where)
     if strategy != "fsdp2":
         return
     if tied and together and targeted:

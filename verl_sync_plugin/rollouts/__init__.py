@@ -56,7 +56,6 @@ class Rollout(Protocol):
     """A module for one engine. Every process that imports verl's rollouts imports it, so it imports neither torch, verl
     nor the engine at its top. What refuses raises ValueError, which names key, value and remedy."""
 
-    NAME: str  # verl's ``rollout.name``
     ENGINE: str  # the engine's name in messages
     ADAPTER: str  # our rollout adapter for the actor workers, by its whole name
     STOCK_ADAPTER: str  # verl's own, in whose place it is registered

@@ -32,14 +32,14 @@ from verl_sync_plugin.config.settings import (
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.log import say, say_unused
 from verl_sync_plugin.memory import FIRST, REST, Room, growth, note_device_memory, read_device, release_cache
-from verl_sync_plugin.report import SyncReport, say_who_moves, write_report
+from verl_sync_plugin.report import SyncReport, say_who_moves
 from verl_sync_plugin.rollouts import Rollout
 from verl_sync_plugin.rollouts.gate import KV_CACHE, WEIGHTS
 from verl_sync_plugin.sharding_manager import get_sharding_manager
-from verl_sync_plugin.sync.endpoint import Call, RolloutEndpoint, abandon
+from verl_sync_plugin.sync.endpoint import Call, RolloutEndpoint
 from verl_sync_plugin.sync.manager import ShardingManager
-from verl_sync_plugin.sync.membership import Incoming
-from verl_sync_plugin.sync.separate import SeparateRollout
+from verl_sync_plugin.sync.membership import Membership
+from verl_sync_plugin.sync.separate import SeparateRollout, manager_of
 from verl_sync_plugin.trainers.base import ShardStream, refuse_plain_stream, take_over, trainer_device
 from verl_sync_plugin.transport.agreement import TrainerWorld
 
@@ -196,7 +196,7 @@ class SyncAdapter:
             with report.stage("barrier"):  # a leader must not wake an engine whose other ranks have no room yet
                 short = agreement.settle("making room for the engine", waiting=released is not None)
         except (SyncError, asyncio.CancelledError) as error:
-            await abandon(manager.endpoint, str(error) or repr(error))
+            await manager.endpoint.abandon(str(error) or repr(error))
             raise
         # Where the cache has to go, staging memory goes, too: at the end of the next sync, before the room is made
         manager.keeps_staging = not (short and self.config.free_cache_engine)
@@ -216,11 +216,9 @@ class SyncAdapter:
             if not tags:  # what changed then is none of the engine's needs
                 grown.pop(REST, None)
             self._room.learn(manager.agreement.gather("what the engine resumed", grown))
-        await manager.publish()  # no rank waits for another any more
         if manager.agreement.ranks.rank == 0:
             say_who_moves(report)
-        if manager.endpoint.leader:
-            write_report(report)
+        await manager.endpoint.publish(report)  # no rank waits for another any more
 
     def _make_manager(self, stream: ShardStream) -> ShardingManager:
         """This rank's sharding manager. Collective over all trainer ranks."""
@@ -247,10 +245,9 @@ class SyncAdapter:
         manager.keeps_staging = not config.free_cache_engine  # until it is known what the engine resumes
         return manager
 
-    def _make_separate(self, incoming: Incoming) -> SeparateRollout:
+    def _make_separate(self, membership: Membership) -> SeparateRollout:
         """The manager of one rollout rank of a separate rollout. Collective over trainer and rollout ranks."""
         self._refuse_family()
-        membership = incoming.membership
         assert membership.ranks is not None, "joined"
         rank, ranks = membership.ranks.rank, membership.engine_ranks
         place = ranks.index(rank)
@@ -273,36 +270,22 @@ class SeparateReceiver:
     """The rollout adapter's part in the syncs of a separate rollout. ``make`` makes the manager; called again whenever
     the trainer and rollout ranks have changed."""
 
-    def __init__(self, make: Callable[[Incoming], SeparateRollout]) -> None:
+    def __init__(self, make: Callable[[Membership], SeparateRollout]) -> None:
         self._make = make
         self._manager: SeparateRollout | None = None
         self._one = asyncio.Lock()
 
-    async def receive(self, incoming: Any, global_steps: int | None) -> None:
-        """One sync. Collective over trainer and rollout ranks. ``incoming``: what the checkpoint engine of this process
-        returned."""
-        assert isinstance(incoming, Incoming), "of the same backend"
+    async def receive(self, membership: Membership, global_steps: int | None) -> None:
+        """One sync. Collective over trainer and rollout ranks. ``membership``: what the checkpoint engine of this
+        process returned."""
+        ranks = membership.ranks
+        assert ranks is not None, "joined"
         async with self._one:  # a sync that has failed ends before the next one begins
-            with incoming.membership.taking_part():
-                manager = self._manager_for(incoming)
+            with membership.taking_part():
+                manager = self._manager = manager_of(ranks, self._manager, partial(self._make, membership))
                 await manager.update_weights([], global_steps)
                 await manager.finish([])
-            await manager.publish()
-            if manager.endpoint.leader:
-                write_report(manager.report)
-
-    def _manager_for(self, incoming: Incoming) -> SeparateRollout:
-        before = self._manager
-        if before is not None and before.agreement.ranks is incoming.ranks:
-            return before
-        self._manager = None
-        if before is not None:
-            before.close()
-        manager = self._make(incoming)
-        if before is not None:
-            manager.take_over(before)
-        self._manager = manager
-        return manager
+            await manager.endpoint.publish(manager.report)
 
 
 def calls_of(server: Any, after_death: str) -> Call:

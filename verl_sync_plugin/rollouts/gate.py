@@ -89,39 +89,41 @@ class WeightsGate:
 
     async def first_sync(self, seconds: float) -> None:
         """Waits for the first sync of an engine that needs one; raises HalfWrittenError after ``seconds``."""
-        try:
-            async with asyncio.timeout(seconds):
-                while self._needs_sync:
-                    await self._opened.wait()
-        except TimeoutError:
-            raise HalfWrittenError(
-                f"the rollout engine still has the weights that it was started with: a request waited {seconds:g} s "
-                "for its first sync; call the checkpoint manager's update_weights before requests are routed to it"
-            ) from None
+        await self._until(
+            lambda: not self._needs_sync,
+            f"the rollout engine still has the weights that it was started with: a request waited {seconds:g} s for "
+            "its first sync; call the checkpoint manager's update_weights before requests are routed to it",
+            seconds,
+        )
 
     async def enter(self) -> None:
         """Waits while a sync is under way, generation is paused, as SGLang's own queue would, or memory is released;
         also, where weights were released of which there is no copy, for the next sync. Raises HalfWrittenError where
         the last sync failed."""
-        while not self._passable():
-            await self._opened.wait()
-        self.refuse_half_written()
+        await self._until(self._passable)
+        self._refuse_half_written()
 
     async def rest(self, seconds: float) -> None:
         """Waits until no sync is under way. Raises HalfWrittenError where the last one failed, or the one under way
         does not end within ``seconds``."""
+        await self._until(
+            lambda: not self.syncing,
+            f"the rollout engine's weights may be half written: a sync has been under way for {seconds:g} s, and "
+            "nobody has said that it is over; look for the trainer or rollout rank that died, and sync again",
+            seconds,
+        )
+        self._refuse_half_written()
+
+    async def _until(self, there: Callable[[], bool], why: str = "", seconds: float | None = None) -> None:
+        """Waits for a state, and lets nothing else run where it is there. Raises HalfWrittenError after ``seconds``."""
         try:
             async with asyncio.timeout(seconds):
-                while self.syncing:
+                while not there():
                     await self._opened.wait()
         except TimeoutError:
-            raise HalfWrittenError(
-                f"the rollout engine's weights may be half written: a sync has been under way for {seconds:g} s, and "
-                "nobody has said that it is over; look for the trainer or rollout rank that died, and sync again"
-            ) from None
-        self.refuse_half_written()
+            raise HalfWrittenError(why) from None
 
-    def refuse_half_written(self) -> None:
+    def _refuse_half_written(self) -> None:
         if self._failure is not None:
             raise HalfWrittenError(f"the rollout engine's weights are half written: {self._failure}")
 

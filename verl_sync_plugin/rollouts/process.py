@@ -126,24 +126,16 @@ def serve(engine: str, make: Callable[..., Any]) -> None:
 
 async def _serve(server: Any, connection: Connection) -> None:
     """Answers calls until the script is gone; those under way do not wait for each other."""
-    inbox: asyncio.Queue[Any] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
+    gone, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def receive() -> None:
-        call: Any = ()
-        while call is not None:
-            try:
-                call = connection.recv()
-            except (EOFError, OSError):
-                call = None
-            loop.call_soon_threadsafe(inbox.put_nowait, call)
+        with suppress(EOFError, OSError):
+            while True:
+                asyncio.run_coroutine_threadsafe(_answer(server, connection, *connection.recv()), loop)
+        loop.call_soon_threadsafe(gone.set)
 
     threading.Thread(target=receive, daemon=True).start()
-    under_way = set()
-    while (call := await inbox.get()) is not None:
-        task = asyncio.ensure_future(_answer(server, connection, *call))
-        under_way.add(task)
-        task.add_done_callback(under_way.discard)
+    await gone.wait()
 
 
 async def _answer(server: Any, connection: Connection, number: int, method: str, arguments: Any) -> None:

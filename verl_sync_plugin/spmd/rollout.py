@@ -35,7 +35,8 @@ from verl_sync_plugin.sync.endpoint import Call, RolloutEndpoint
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.trainers.base import trainer_device
 from verl_sync_plugin.trainers.live import Live, LiveSource, LiveTrainer
-from verl_sync_plugin.transport.agreement import Agreement, together_seconds
+from verl_sync_plugin.transport.agreement import Agreement
+from verl_sync_plugin.transport.protocol import together_seconds
 
 Prompts = Sequence[Sequence[int]] | torch.Tensor
 Answered = tuple[list[int], list[float], str]

@@ -7,8 +7,7 @@ deliver    the leader of every engine has its adapter replaced                  
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from functools import partial
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
@@ -46,8 +45,7 @@ class AdapterSender:
         try:
             factors = self.gather(agreement, report)
             with report.stage("deliver_adapter"):
-                work = partial(deliver, endpoint, self.settings, factors, report, version)
-                await agreement.step_async("loading the adapter", work)
+                await deliver(agreement, endpoint, self.settings, lambda: factors, report, version)
         finally:
             self.release()
 
@@ -79,17 +77,19 @@ class AdapterSender:
 
 
 async def deliver(
-    endpoint: RolloutEndpoint, settings: Mapping[str, Any], factors: Factors, report: SyncReport, version: str | None
-) -> None:
-    """The leader of an engine has its adapter replaced. Raises RuntimeError where the engine refused it."""
-    if not endpoint.leader:
-        return
-    # Cloned: a view would be pickled with the whole bucket it lies in
-    on_host = {name: factor.cpu().clone() for name, factor in factors.items()}
-    outcome = await endpoint.load_adapter(settings, on_host, version)
-    report.stages = {"sleep": outcome.sleep_seconds, **report.stages}
-    report.nbytes += outcome.nbytes
-    report.tensors += len(factors)
+    agreement: Agreement, endpoint: RolloutEndpoint, settings: Mapping[str, Any], factors: Callable[[], Factors],
+    report: SyncReport, version: str | None,
+) -> None:  # fmt: skip
+    """Collective: the leader of an engine has its adapter replaced. Errors as of ``AdapterSender.send``."""
+    with agreement.attempt():
+        if endpoint.leader and not agreement.failed:
+            # Cloned: a view would be pickled with the whole bucket it lies in
+            on_host = {name: factor.cpu().clone() for name, factor in factors().items()}
+            slept, nbytes = await endpoint.load_adapter(settings, on_host, version)
+            report.stages = {"sleep": slept, **report.stages}
+            report.nbytes += nbytes
+            report.tensors += len(on_host)
+    agreement.settle("loading the adapter")
 
 
 def _refuse_broken(sent: Factors, factors: Factors) -> None:

@@ -12,69 +12,27 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
+from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.log import say
+from verl_sync_plugin.report import SyncReport, write_report
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.sync.ways import PeersUnreachableError
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.channel import Channel, Listener
 from verl_sync_plugin.transport.protocol import LoadRequest, Ready
 
+if TYPE_CHECKING:
+    from verl_sync_plugin.rollouts import Rollout
+
 ACCEPT_SECONDS = 1.0
 # Calls a method of the engine's server with arguments; returns at once. A call under way cannot be cancelled
 Call = Callable[..., Future[Any]]
-
-
-class Engine(Protocol):
-    """The part of ``rollouts.Rollout`` that the phase needs."""
-
-    ENGINE: str
-
-    def refuse_untied(self, architectures: Iterable[str], where: str) -> None: ...
-    def refuse_adapter(self, settings: Mapping[str, Any], keys: Mapping[str, str]) -> None: ...
-    def pack_adapter(
-        self, settings: Mapping[str, Any], factors: dict[str, torch.Tensor]
-    ) -> tuple[tuple[Any, ...], int]: ...
-
-
-@dataclass(frozen=True)
-class LoadOutcome:
-    """The engine's answer at the end of a load.
-
-    Attributes:
-        sleep_seconds: how long the engine took to fall asleep before this sync; 0.0 when unknown.
-        nbytes: bytes of an adapter as it travelled; 0 for a load that a trainer feeds.
-    """
-
-    sleep_seconds: float = 0.0
-    nbytes: int = 0
-
-
-class PendingLoad:
-    """A load that runs in the engine while the trainer feeds it."""
-
-    def __init__(self, endpoint: RolloutEndpoint, answer: Future[Any]) -> None:
-        self._endpoint, self._answer = endpoint, answer
-
-    def finished(self) -> bool:
-        """True once the engine has answered; before the commit that means it failed."""
-        return self._answer.done()
-
-    async def outcome(self, timeout: float) -> LoadOutcome:
-        """The engine's answer.
-
-        Raises:
-            RuntimeError: the engine refused or failed the update, or has died.
-            TimeoutError: no answer within ``timeout`` seconds.
-        """
-        return LoadOutcome(sleep_seconds=float(await self._endpoint.answered(self._answer, timeout)))
 
 
 class RolloutEndpoint:
@@ -82,7 +40,7 @@ class RolloutEndpoint:
     refused, failed or has died, and TimeoutError when it did not answer in time.
 
     Args:
-        engine: what is known of it.
+        engine: what is known of it; any rank may have it refuse something.
         call: on the leader; ``None`` on all other ranks.
         ranks: global ranks next to the engine's ranks, in tensor-parallel order; none for a trainer rank of a separate
             run, which refuses for the engine all the same.
@@ -95,21 +53,18 @@ class RolloutEndpoint:
         leader: this rank speaks for its engine.
     """
 
-    name = "the engine"
-    _engine: Engine | None = None  # refuses nothing
-
     def __init__(
         self,
-        engine: Engine,
+        engine: Rollout,
         call: Call | None,
         ranks: tuple[int, ...] = (),
         restores_uncovered: bool = False,
         timeout_seconds: float = 0.0,
         awake_after_load: bool = True,
     ) -> None:
-        self.name, self.leader, self.ranks = engine.ENGINE, call is not None, ranks
+        self.engine, self.name, self.leader, self.ranks = engine, engine.ENGINE, call is not None, ranks
         self.restores_uncovered = restores_uncovered
-        self._engine, self._call = engine, call
+        self._call = call
         self._timeout, self._awake_after_load = timeout_seconds, awake_after_load
 
     def _start(self, method: str, *arguments: Any) -> Future[Any]:
@@ -117,17 +72,17 @@ class RolloutEndpoint:
         return self._call(method, *arguments)
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
-        return await self.answered(self._start(method, *arguments), self._timeout)
+        return await self.answered(self._start(method, *arguments))
 
-    async def answered(self, answer: Future[Any], timeout: float) -> Any:
-        """Waits ``timeout`` seconds for the answer to a call."""
+    async def answered(self, answer: Future[Any]) -> Any:
+        """Waits for the answer to a call."""
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(answer), timeout)
+            return await asyncio.wait_for(asyncio.wrap_future(answer), self._timeout)
         except TimeoutError as error:
             if answer.done():
                 raise
             raise TimeoutError(
-                f"{self.name} did not answer within {timeout:g} s ({KEY_PREFIX}.timeout_seconds); see its log"
+                f"{self.name} did not answer within {self._timeout:g} s ({KEY_PREFIX}.timeout_seconds); see its log"
             ) from error
 
     async def resume(self, tags: list[str]) -> None:
@@ -139,33 +94,38 @@ class RolloutEndpoint:
         await self._ask("finish_sync", tags)
 
     async def abandon(self, why: str) -> None:
-        """The sync failed; the engine must not generate until one succeeds."""
-        await self._ask("abandon_sync", why)
+        """Keeps the engine from generating until a sync succeeds, for one has failed. Raises nothing; on any rank."""
+        if self.leader:
+            try:
+                await self._ask("abandon_sync", why)
+            except Exception as error:
+                say(f"the engine did not hear of the failed sync: {error!r}")
 
-    async def publish(self, report: dict[str, Any]) -> None:
-        """Leaves ``SyncReport.as_dict()`` where the trainer fetches it."""
-        await self._ask("put_sync_report", report)
+    async def publish(self, report: SyncReport) -> None:
+        """Leaves a report where the trainer fetches it, in the log and in the report file. Raises nothing; on any rank.
+        The weights are in place, and a lost report must not end the run."""
+        if self.leader:
+            try:
+                await self._ask("put_sync_report", report.as_dict())
+            except Exception as error:
+                say(f"the report of this sync is lost: {error!r}")
+            write_report(report)
 
     async def load_adapter(
         self, settings: Mapping[str, Any], factors: dict[str, torch.Tensor], weight_version: str | None
-    ) -> LoadOutcome:
-        """Replaces the adapter that the engine serves.
+    ) -> tuple[float, int]:
+        """Replaces the adapter that the engine serves: ``settings`` are fields of PEFT's ``LoraConfig``, which
+        ``Rollout.refuse_adapter`` has accepted, ``factors``, on the host, have their names in an adapter checkpoint.
+        Returns what ``start_load`` answers, and the bytes that travel. Raises ValueError, with setting and remedy,
+        where the engine cannot serve it."""
+        arguments, nbytes = self.engine.pack_adapter(settings, factors)
+        return await self._ask("load_adapter", *arguments, weight_version), nbytes
 
-        Args:
-            settings: fields of PEFT's ``LoraConfig``, which ``refuse_adapter`` has accepted.
-            factors: by their names in an adapter checkpoint; on the host.
-            weight_version: see ``start_load``.
-
-        Raises:
-            ValueError: the engine cannot serve it; names the setting and the remedy.
-        """
-        assert self._engine is not None, "leader only"
-        arguments, nbytes = self._engine.pack_adapter(settings, factors)
-        return LoadOutcome(await self._ask("load_adapter", *arguments, weight_version), nbytes)
-
-    def start_load(self, request: LoadRequest, weight_version: str | None) -> PendingLoad:
-        """Makes the engine call our loader on all its ranks; returns at once."""
-        return PendingLoad(self, self._start("load_weights", request.to_wire(), weight_version))
+    def start_load(self, request: LoadRequest, weight_version: str | None) -> Future[float]:
+        """Has the engine call our loader on all its ranks; returns at once. It answers at the end of the load, with the
+        seconds that it took to fall asleep before this sync (0.0 when unknown); before the commit that means that it
+        failed."""
+        return self._start("load_weights", request.to_wire(), weight_version)
 
     def flush_behind_load(self) -> None:
         """All engine ranks are in the load. If none of the engine's memory is released then, it flushes its prefix
@@ -173,96 +133,41 @@ class RolloutEndpoint:
         if self._awake_after_load:
             self._start("flush_behind_load")
 
-    def refuse_untied(self, architectures: Iterable[str], where: str) -> None:
-        """Any rank: raises ValueError for a model whose embedding and head the engine cannot hold separately; ``where``
-        says what adapts or trains one of the two."""
-        if self._engine is not None:
-            self._engine.refuse_untied(architectures, where)
-
-    def refuse_adapter(self, settings: Mapping[str, Any]) -> None:
-        """Any rank: raises ValueError for fields of PEFT's ``LoraConfig`` that the engine cannot serve."""
-        if self._engine is not None:
-            self._engine.refuse_adapter(settings, {})
-
-
-async def abandon(endpoint: RolloutEndpoint, why: str) -> None:
-    """Keeps the engine from generating until a sync succeeds.
-
-    Args:
-        endpoint: of any rank; only a leader does anything.
-        why: the failure.
-    """
-    if endpoint.leader:
-        try:
-            await endpoint.abandon(why)
-        except Exception as error:
-            say(f"the engine did not hear of the failed sync: {error!r}")
-
-
-async def leave(pending: PendingLoad | None, timeout: float) -> None:
-    """Lets the engine leave a load that was given up, so that the next sync finds it idle.
-
-    Args:
-        pending: the leader's load, if there is one.
-        timeout: seconds that the engine may take.
-    """
-    if pending is not None:
-        try:
-            await pending.outcome(timeout)
-        except Exception as error:
-            say(f"the engine ended the failed sync with {error!r}")
-
 
 class MeetingPoint:
-    """This rank's sockets, and the engine's load of the sync under way.
+    """This rank's sockets, and the engine's load of the sync under way: ``pending``, on the leader (see
+    ``RolloutEndpoint.start_load``). ``sender`` adopts the channel to the engine rank, which may take ``seconds`` to
+    come."""
 
-    Args:
-        agreement: where ranks settle.
-        endpoint: the engine.
-        sender: adopts the channel to the engine rank.
-        config: bounds the time that an engine rank may take to come.
-
-    Attributes:
-        pending: the leader's load of the sync under way.
-    """
-
-    def __init__(
-        self, agreement: Agreement, endpoint: RolloutEndpoint, sender: BucketSender, config: SyncConfig
-    ) -> None:
+    def __init__(self, agreement: Agreement, endpoint: RolloutEndpoint, sender: BucketSender, seconds: float) -> None:
         self._agreement = agreement
         self._endpoint = endpoint
         self._sender = sender
-        self._config = config
+        self._seconds = seconds
         self._secret = secrets.token_hex(16)
         self._secrets: tuple[str, ...] | None = None  # of the trainer ranks next to the engine's
         self._number = 0  # of the sync under way; the same on all ranks
-        self._sync_id = ""
+        self._version: str | None = None  # of its weights, for the engine
         self._listener: Listener | None = None
         self._next: Listener | None = self._listen(1)
-        self.pending: PendingLoad | None = None
+        self.pending: Future[float] | None = None
 
     def _listen(self, number: int) -> Listener:
-        return Listener(self._config.timeout_seconds, _address(self._secret, number))
+        return Listener(self._seconds, _address(self._secret, number))
 
-    def begin(self, sync_id: str) -> None:
-        """A new sync, of which nothing is asked yet. All ranks begin the same.
-
-        Args:
-            sync_id: what it is called in messages; other than all before.
-        """
+    def begin(self, global_steps: int | None) -> None:
+        """A new sync, of which nothing is asked yet. All ranks begin the same; ``global_steps`` is verl's version."""
         self._part()
-        self._number, self._sync_id, self.pending = self._number + 1, sync_id, None
+        self._number, self.pending = self._number + 1, None
+        self._version = None if global_steps is None else str(global_steps)
         with self._agreement.attempt():
             self._listener, self._next = self._next or self._listen(self._number), None
             self._next = self._listen(self._number + 1)
 
-    def ask(self, weight_version: str | None) -> None:
+    def ask(self) -> None:
         """Has the engine start to load; collective at the first call.
 
         On the leader the engine has the request when this returns, unless this rank has failed: it may still be asleep.
-
-        Args:
-            weight_version: see ``RolloutEndpoint.start_load``.
         """
         if self._secrets is None:
             everywhere = self._agreement.gather("exchanging addresses", self._secret)
@@ -270,24 +175,17 @@ class MeetingPoint:
         with self._agreement.attempt():
             if self._endpoint.leader and not self._agreement.failed:
                 addresses = tuple(_address(secret, self._number) for secret in self._secrets)
-                request = LoadRequest(self._sync_id, addresses, self._config.timeout_seconds)
-                self.pending = self._endpoint.start_load(request, weight_version)
+                group = self._agreement.ranks.name  # each counts from 1, and an engine rank may still be in one before
+                sync_id = f"{self._number} (step {self._version}){group and f' of group {group}'}"
+                request = LoadRequest(sync_id, addresses, self._seconds)
+                self.pending = self._endpoint.start_load(request, self._version)
 
     async def meet(self, greet: Callable[[], Ready]) -> Ready:
-        """Waits for the engine rank in rounds, so that one rank's failure ends the wait of all, and greets it;
-        collective.
-
-        Args:
-            greet: opens the sync on the channel that the sender has adopted.
-
-        Returns:
-            The result of ``greet``; an empty one where this rank has no engine rank.
-
-        Raises:
-            SyncError: any rank's engine rank did not come, or failed.
-            PeersUnreachableError: an engine rank cannot read other trainer ranks' memory; nothing was loaded.
-        """
-        seconds, name = self._config.timeout_seconds, self._endpoint.name
+        """Waits for the engine rank in rounds, so that one rank's failure ends the wait of all, and greets it on the
+        channel that the sender has adopted; collective. Returns the result of ``greet``, an empty one where this rank
+        has no engine rank. Raises SyncError where any rank's engine rank did not come, or failed, and
+        PeersUnreachableError where one cannot read other trainer ranks' memory; nothing was loaded then."""
+        seconds, name = self._seconds, self._endpoint.name
         deadline, greeting = time.monotonic() + seconds, Ready()
         missing = bool(self._endpoint.ranks)  # the engine rank, where this rank has one
         waiting, again, unreachable = 1, False, 0
@@ -297,8 +195,8 @@ class MeetingPoint:
                     self._sender.adopt(channel)
                     missing = False
                     greeting = greet()
-                if (missing or again) and self.pending is not None and self.pending.finished():
-                    await self.pending.outcome(ACCEPT_SECONDS)
+                if (missing or again) and self.pending is not None and self.pending.done():
+                    await self._endpoint.answered(self.pending)
                     raise RuntimeError(f"{name} accepted the update but its loader did not connect; see {name}'s log")
                 if missing and time.monotonic() > deadline:
                     raise TimeoutError(
@@ -316,20 +214,24 @@ class MeetingPoint:
         return greeting
 
     async def give_up(self, why: str) -> None:
-        """Ends the sync whatever its state: the engine leaves the load, and generates nothing until one succeeds.
-
-        Args:
-            why: the failure.
-        """
+        """Ends the sync whatever its state: the engine leaves the load, and generates nothing until one succeeds."""
         self._part()
         # Side by side: a server that is silent costs one bound, not two
-        await asyncio.gather(abandon(self._endpoint, why), leave(self.pending, self._config.timeout_seconds))
+        await asyncio.gather(self._endpoint.abandon(why), self._left())
 
     async def leave(self) -> None:
         """Ends a load of which nothing was loaded; returns when the leader's engine is ready for another one."""
         self._part()
         with self._agreement.attempt():  # a cancellation is heard where the ranks settle next
-            await leave(self.pending, self._config.timeout_seconds)
+            await self._left()
+
+    async def _left(self) -> None:
+        """Waits until the engine has left a load that was given up, so that the next sync finds it idle."""
+        if self.pending is not None:
+            try:
+                await self._endpoint.answered(self.pending)
+            except Exception as error:
+                say(f"the engine ended the failed sync with {error!r}")
 
     def close(self) -> None:
         """Nobody comes here any more."""

@@ -8,12 +8,12 @@ of the engine once the trainer has made room. A LoRA adapter is merged on the wa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from verl.utils.ulysses import BaseShardingManager
 
 from verl_sync_plugin.config.settings import SyncConfig
@@ -23,9 +23,9 @@ from verl_sync_plugin.log import say
 from verl_sync_plugin.memory import PeakMemory, no_collection, note_device_memory
 from verl_sync_plugin.report import SyncReport, progress
 from verl_sync_plugin.sync.adapter import AdapterSender
-from verl_sync_plugin.sync.endpoint import MeetingPoint, RolloutEndpoint, abandon
+from verl_sync_plugin.sync.endpoint import MeetingPoint, RolloutEndpoint
 from verl_sync_plugin.sync.sender import BucketSender, slot_limit
-from verl_sync_plugin.sync.ways import PeersUnreachableError, Sync, Way, Ways
+from verl_sync_plugin.sync.ways import PeersUnreachableError, Sync, Way, Ways, ranks_of
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
 from verl_sync_plugin.trainers.fp8 import QuantizingSource
 from verl_sync_plugin.transport.agreement import Agreement
@@ -52,18 +52,20 @@ class ShardingManager(BaseShardingManager):
         device: where the trainer computes.
         rollout_dtype: ``rollout.dtype``.
         agreement: in which the ranks settle; made here, by all ranks of the trainer, when not given.
+        own: see ``Ways``.
 
     Attributes:
         report: of the last sync, or the one under way.
         planned: what this rank planned last; ``None`` before the first time.
-        agreed_digest: of the plan that all ranks have; empty when there is none.
+        agreed: the plan that all ranks have, if there is one.
         keeps_staging: staging memory stays allocated between syncs; the same on all ranks. Who lets the engine sleep
             says False where the room for it is short.
         asks_early: an engine that is awake is asked to load before the ranks plan, and comes while they do; it
             generates nothing from then on.
     """
 
-    backend: ClassVar[type[TrainerBackend]]
+    backend: type[TrainerBackend] | None = None
+    trainer: TrainerBackend | None = None
     asks_early: ClassVar[bool] = True
 
     def __init__(
@@ -76,49 +78,40 @@ class ShardingManager(BaseShardingManager):
         rollout_dtype: str = "bfloat16",
         *,
         agreement: Agreement | None = None,
+        own: Agreement | None = None,
     ) -> None:
         super().__init__()
-        self.engine = engine
         self.endpoint = endpoint
         self.config = config
         self._device = device
-        if hasattr(self, "backend"):
+        if self.backend is not None:
             self.trainer = self.backend(engine, config, device, rollout_dtype)
         self.source: ParameterSource | None = None
         self.agreement = agreement or Agreement(config.timeout_seconds)
         self.sender = BucketSender(device, config.timeout_seconds)
-        self.meeting = MeetingPoint(self.agreement, endpoint, self.sender, config)
-        self.ways = self._make_ways()
+        self.meeting = MeetingPoint(self.agreement, endpoint, self.sender, config.timeout_seconds)
+        self.ways = Ways(config, self.agreement, self.sender, own)
         self.comparison = Comparison(config, self.agreement, endpoint.ranks, endpoint.restores_uncovered)
         self.cadence = Cadence(config.verify)
         self.report = SyncReport()
         self.planned: Plan | None = None
-        self.agreed_digest = ""
+        self.agreed: Plan | None = None
         self.keeps_staging = True
         self._bucket_bytes = bucket_bytes
-        self._syncs = 0
         self._base_sent = False
         self._adapter_sender: AdapterSender | None = None
 
-    def _make_ways(self) -> Ways:
-        """Collective."""
-        return Ways(self.config, self.agreement, self.sender, self._device)
-
     def open_source(self) -> ParameterSource:
         """The parameter source of the trainer; called at the first sync, and again if the engine asks for other dtypes.
-
-        Raises:
-            ValueError: the trainer is configured in a way this manager cannot sync, or the engine cannot serve its
-                adapter or hold what that is merged into; names key, value and remedy.
-            TypeError: a registered class names no ``backend`` and does not override this.
-        """
-        if not hasattr(self, "trainer"):
+        Raises ValueError, with key, value and remedy, where this manager cannot sync the trainer, or the engine cannot
+        serve its adapter or hold what that is merged into."""
+        if self.trainer is None:
             raise TypeError(f"{type(self).__qualname__}: name a backend (a TrainerBackend), or override open_source")
         source = self.trainer.open_source()
         if self.trainer.serves_adapter:
-            self.endpoint.refuse_adapter(self.trainer.open_adapter(source).settings)
+            self.endpoint.engine.refuse_adapter(self.trainer.open_adapter(source).settings, {})
         elif source.prepares and (end := self.trainer.untied_end()):
-            self.endpoint.refuse_untied(self.trainer.architectures, f"the adapter's {end}")
+            self.endpoint.engine.refuse_untied(self.trainer.architectures, f"the adapter's {end}")
         if self.trainer.policy.blocks:
             return QuantizingSource(source, self.trainer.policy, self._device, self.config.timeout_seconds)
         return source
@@ -129,17 +122,12 @@ class ShardingManager(BaseShardingManager):
         return max(self.report.staging_bytes - self.sender.staging_bytes, 0)
 
     async def update_weights(self, wake_tags: list[str], global_steps: int | None) -> SyncReport:
-        """Runs one sync. Collective over all trainer ranks.
+        """Runs one sync, of verl's version ``global_steps``. Collective over all trainer ranks. ``wake_tags``: memory
+        that the engine needs for loading; empty when it is awake.
 
-        Args:
-            wake_tags: memory tags the engine needs for loading; empty when it is awake.
-            global_steps: verl's weight version.
-
-        Raises:
-            SyncError: any rank or engine failed; the same text on every rank. Trainer weights are as before, the
-                engine's may be half written, so that it generates nothing until a sync succeeds. The next call starts
-                afresh.
-        """
+        Raises SyncError, with the same text on every rank, where any rank or engine failed. Trainer weights are as
+        before, the engine's may be half written, so that it generates nothing until a sync succeeds. The next call
+        starts afresh."""
         try:
             served = self.serves_adapter()
             if not served or self.lacks_base():
@@ -149,7 +137,8 @@ class ShardingManager(BaseShardingManager):
             else:
                 self.report = self._new_report(global_steps)
             if served:
-                await self._send_adapter(None if global_steps is None else str(global_steps))
+                with self._measured(), self.report.stage("update_weights"):
+                    await self.send_adapter(None if global_steps is None else str(global_steps))
         except BaseException as error:
             self.agreement.forget()
             await self.meeting.give_up(str(error) or repr(error))
@@ -158,7 +147,7 @@ class ShardingManager(BaseShardingManager):
 
     def serves_adapter(self) -> bool:
         """True if the engine serves the trainer's adapter itself (``lora.merge=False``); the same on all ranks."""
-        return hasattr(self, "trainer") and self.trainer.serves_adapter
+        return self.trainer is not None and self.trainer.serves_adapter
 
     def lacks_base(self) -> bool:
         """True if the base has to travel before the adapter; the same on all ranks.
@@ -168,68 +157,63 @@ class ShardingManager(BaseShardingManager):
         return not self._base_sent
 
     def _new_report(self, global_steps: int | None) -> SyncReport:
-        ranks, trainer = self.agreement.ranks, getattr(self, "trainer", None)
-        report = SyncReport.begun(global_steps, type(self).__name__, ranks.rank)
-        report.origin |= {"ranks": ranks.size, "engine": self.endpoint.name}
+        ranks, trainer = self.agreement.ranks, self.trainer
+        run = {"rank": ranks.rank, "ranks": ranks.size, "engine": self.endpoint.name}
         if trainer is not None:
-            report.origin |= {"trainer": trainer.name, "model": trainer.model}
-        return report
+            run |= {"trainer": trainer.name, "model": trainer.model}
+        return SyncReport.begun(global_steps, type(self).__name__, **run)
 
     async def _send_weights(self, wake_tags: list[str], global_steps: int | None) -> None:
-        sync_id, version = self.name_sync(global_steps), None if global_steps is None else str(global_steps)
         self.report = self._new_report(global_steps)
+        speaks = self.agreement.ranks.rank == 0
+        with no_collection(), progress(self.report, speaks), self._measured():
+            done = False
+            while not done:
+                try:
+                    await self._sync(wake_tags, global_steps)
+                    done = True
+                # Both are known before anything is loaded; the sync runs once more
+                except PeersUnreachableError as error:
+                    await self.meeting.leave()
+                    self.ways.fall_back(error)
+                except OtherDtypesError:
+                    if self.trainer is not None:
+                        self.source = None  # opened again, it says other dtypes; first, for a wait can be cancelled
+                    await self.meeting.leave()
+                    self.sender.unstage()  # a reader opens an export once: the next plan has another
+                wake_tags = []  # the engine is awake by now
+        with self.agreement.attempt():
+            note_device_memory(self.report, self._device, "synced")
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        """Around a part of a sync: notes the memory that it takes. The ranks settle later on whether that failed."""
         memory = PeakMemory(self._device)
-        with no_collection(), progress(self.report, speaks=self.agreement.ranks.rank == 0):
-            with self.agreement.attempt():
-                memory.begin()
-            while await self._run_once(sync_id, version, wake_tags):
-                sync_id, wake_tags = f"{sync_id} once more", []  # in another way; the engine is awake by now
-            with self.agreement.attempt():  # the ranks settle once more in `finish`
-                memory.into(self.report)
-                self.report.kept_staging_bytes = self.sender.staging_bytes
-                note_device_memory(self.report, self._device, "synced")
+        with self.agreement.attempt():
+            memory.begin()
+        yield
+        with self.agreement.attempt():
+            memory.into(self.report)
 
-    def name_sync(self, global_steps: int | None) -> str:
-        """Names the next sync for trainer and engine ranks; no other sync of an engine has that name."""
-        self._syncs += 1
-        return f"{self._syncs} (step {global_steps})"
-
-    async def _run_once(self, sync_id: str, version: str | None, wake_tags: list[str]) -> bool:
-        """Runs one sync. True if it must run again: its delivery could not be used, or the engine takes more of some
-        tensors than was planned; both are known before anything is loaded."""
-        try:
-            await self._sync(sync_id, version, wake_tags)
-        except PeersUnreachableError as error:
-            await self.meeting.leave()
-            self.ways.fall_back(error)
-            return True
-        except OtherDtypesError:
-            if hasattr(self, "trainer"):
-                self.source = None  # opened again, it says other dtypes; first of all, for a wait can be cancelled
-            await self.meeting.leave()
-            self.sender.unstage()  # a reader opens an export once: the next plan has another
-            return True
-        return False
-
-    async def _sync(self, sync_id: str, version: str | None, wake_tags: list[str]) -> None:
+    async def _sync(self, wake_tags: list[str], global_steps: int | None) -> None:
         """One sync in the order in which it happens; all ranks agree at the end of each of its steps, and per bucket.
 
         plan, wake, connect, transfer, commit; ``finish`` comes later, when the trainer has made room.
         """
         stage, early = self.report.stage, self.asks_early and not wake_tags
-        self.meeting.begin(sync_id)
+        self.meeting.begin(global_steps)
         try:
             with stage("update_weights"):
                 if early:
-                    self.meeting.ask(version)
+                    self.meeting.ask()
                 with stage("plan"):
-                    sync, way = self.plan(sync_id)
+                    sync, way = self.plan()
                     self.report.delivery = way.name
             await self.wake(wake_tags, meanwhile=partial(way.fill, sync))
             self.report.staging_bytes = self.sender.staging_bytes
             with stage("update_weights"):
                 if not early:
-                    self.meeting.ask(version)
+                    self.meeting.ask()
                 with stage("connect"):
                     known = self.comparison.map.digest if self.comparison.map is not None else ""
                     tells = not (self.comparison.knows(sync.plan) or way.in_place)
@@ -248,27 +232,25 @@ class ShardingManager(BaseShardingManager):
             if self.source is not None:
                 self.source.release()
 
-    def plan(self, sync_id: str) -> tuple[Sync, Way]:
+    def plan(self) -> tuple[Sync, Way]:
         """Collective: what every rank holds, the buckets in which it travels, and the way; in one round as long as
         nothing has changed."""
-        agreement, reach = self.agreement, self.ways.reach
+        agreement, reach, rank = self.agreement, self.ways.reach, self.agreement.ranks.rank
         if self.source is None:
             self.source = agreement.step("opening the trainer", self.open_source)
-        source = self.source = self.source.agree_on_layout(agreement) or self.source
+        source = self.source = self.source.agree_on_layout(agreement)
         shards: list[Shard] = []
         if reach.possible is None:
             shards = agreement.step("reading the shards", source.shards)  # it knows its group from then on
-            reach.decide(source.group)
+            reach.decide(agreement, ranks_of(source.group, rank), "ranks that share out the model")
         sync: Sync | None = None
         votes = [0] * 5
         with agreement.attempt():
             if not agreement.failed:
                 shards = shards or source.shards()
                 plan = self.make_plan(source, shards)
-                group = source.group
-                sharing = (agreement.ranks.rank,) if group is None else tuple(dist.get_process_group_ranks(group))
-                sync = self._sync_of(sync_id, plan, sharing, sharing, self.cadence.due(plan.digest), shards)
-                votes = [int(self._plan_changed), *self.ways.votes(sync)]
+                sync = self._sync_of(plan, ranks_of(source.group, rank), self.cadence.due(plan.digest), shards)
+                votes = [int(plan is not self.agreed), *self.ways.votes(sync)]
         changed, *votes = agreement.vote("planning the sync", votes).tolist()
         assert sync is not None, "no rank has failed"
         if changed:
@@ -282,40 +264,25 @@ class ShardingManager(BaseShardingManager):
             self.planned = source.plan(bases, slot_limit(self._bucket_bytes), sharded)
         return self.planned
 
-    @property
-    def _plan_changed(self) -> bool:
-        """True if other ranks may have another plan."""
-        assert self.planned is not None, "made before"
-        return self.planned.digest != self.agreed_digest
-
     def _compare_plans(self, agreement: Agreement) -> None:
-        """Collective, where any rank's plan has changed.
-
-        Raises:
-            SyncError: a rank planned something else; the same text on every rank.
-        """
+        """Collective, where any rank's plan has changed; raises SyncError, the same on every rank, where they
+        differ."""
         assert self.planned is not None, "made before"
-        self.agreed_digest = ""
+        self.agreed = None
         agreement.same_on_all("the tensors to sync (plan digest)", self.planned.digest)
-        self.agreed_digest = self.planned.digest
+        self.agreed = self.planned
 
-    def _sync_of(
-        self, sync_id: str, plan: Plan, senders: tuple[int, ...], readers: tuple[int, ...], verified: bool,
-        shards: list[Shard],
-    ) -> Sync:  # fmt: skip
+    def _sync_of(self, plan: Plan, senders: tuple[int, ...], verified: bool, shards: list[Shard]) -> Sync:
         report, source = self.report, self.source
         assert source is not None, "opened"
         report.bucket_bytes = self._bucket_bytes or plan.slot_bytes
         report.nbytes, report.buckets, report.tensors = plan.nbytes, len(plan.buckets), plan.tensor_count
-        return Sync(sync_id, plan, source, shards, report, senders, readers, verified, self.keeps_staging)
+        return Sync(plan, source, shards, report, senders, verified, self.keeps_staging)
 
     async def wake(self, tags: list[str], meanwhile: Callable[[], None]) -> None:
-        """Collective: the leader has the engine resume ``tags`` while every rank does something else.
-
-        Args:
-            tags: memory tags, the same on all ranks; none when the engine is awake.
-            meanwhile: may settle, and raise SyncError, on all ranks alike. The report gets its seconds as
-                ``update_weights``, and those beyond as ``resume_weights``.
+        """Collective: the leader has the engine resume ``tags`` (the same on all ranks; none when it is awake) while
+        every rank does something else, which may settle and raise SyncError on all ranks alike. The report gets the
+        seconds of that as ``update_weights``, and those beyond as ``resume_weights``.
 
         A failed engine is heard of when the ranks settle next. It has answered by then, so that the next sync finds it
         idle.
@@ -347,13 +314,10 @@ class ShardingManager(BaseShardingManager):
         report.stages["resume_weights"] -= report.stages.get("update_weights", 0.0) - before
 
     def _learn(self, plan: Plan, found: LoadMap | None) -> None:
-        """Collective: before anything is loaded, takes in what the engine ranks said that their models do.
-
-        Raises:
-            SyncError: the engine leaves something of the plan out; names the tensors, the same text on every rank.
-            OtherDtypesError: some tensors travel in another dtype now; on all ranks.
-        """
-        trainer = getattr(self, "trainer", None)
+        """Collective: before anything is loaded, takes in what the engine ranks said that their models do. Raises, the
+        same on every rank, SyncError, with names, where the engine leaves something of the plan out, and
+        OtherDtypesError where some tensors travel in another dtype now."""
+        trainer = self.trainer
         self.comparison.note(found)
         kept = self.comparison.learn(plan, loaded=False, layers=trainer.layers if trainer else 0)
         blocks = self.comparison.blocks
@@ -365,11 +329,8 @@ class ShardingManager(BaseShardingManager):
             raise OtherDtypesError
 
     async def _commit(self, sync: Sync, way: Way) -> None:
-        """Collective: has the engine ranks finish, compares hashes and waits for the engine's answer.
-
-        Raises:
-            SyncError: any rank failed, or bytes changed on the way; the same text on every rank.
-        """
+        """Collective: has the engine ranks finish, compares hashes and waits for the engine's answer. Raises SyncError,
+        the same on every rank, where any rank failed, or bytes changed on the way."""
         agreement, comparison, report = self.agreement, self.comparison, sync.report
         committed, news, weighed = None, False, torch.empty(0)
         with agreement.attempt():
@@ -397,8 +358,7 @@ class ShardingManager(BaseShardingManager):
             comparison.refuse_unproven()
         with agreement.attempt():
             if self.meeting.pending is not None:
-                outcome = await self.meeting.pending.outcome(self.config.timeout_seconds)
-                report.stages = {"sleep": outcome.sleep_seconds, **report.stages}
+                report.stages = {"sleep": await self.endpoint.answered(self.meeting.pending), **report.stages}
         comparison.compare(weighed)
         report.hashed_tensors = sync.plan.tensor_count
         report.coverage_expected = comparison.kept
@@ -406,7 +366,6 @@ class ShardingManager(BaseShardingManager):
         if sync.verified:
             report.verified_tensors, report.not_comparable = len(comparison.compared), len(comparison.left_out)
             report.no_room = comparison.no_room
-            report.verified_bytes = committed.held.nbytes if committed is not None and committed.held else 0
         self.cadence.note(sync.plan.digest, whole=not (sync.verified and comparison.no_room))
 
     def _committed(self, sync: Sync, way: Way) -> Committed | None:
@@ -419,39 +378,22 @@ class ShardingManager(BaseShardingManager):
                 refuse_changed(committed.held.changed)
         return committed
 
-    async def _send_adapter(self, version: str | None) -> None:
-        """Collective: the adapter, after its base."""
-        memory = PeakMemory(self._device)
-        with self.agreement.attempt():
-            memory.begin()
-        with self.report.stage("update_weights"):
-            await self.send_adapter(version)
-        with self.agreement.attempt():
-            memory.into(self.report)
-
     async def send_adapter(self, version: str | None) -> None:
-        """Collective: gathers the adapter's factors and has the engine load them.
-
-        Raises:
-            SyncError: any rank or engine failed; the same text on every rank.
-        """
+        """Collective: gathers the adapter's factors and has the engine load them; errors as of ``update_weights``."""
         if self._adapter_sender is None:
             self._adapter_sender = self.agreement.step("opening the adapter", self.open_adapter)
         await self._adapter_sender.send(self.agreement, self.endpoint, self.report, version)
 
     def open_adapter(self) -> AdapterSender:
         """Called once, on a rank that has a trainer."""
+        assert self.trainer is not None, "its adapter is served"
         if self.source is None:
             self.source = self.open_source()
         return AdapterSender(self.trainer.open_adapter(self.source), self.trainer.policy.dtype, self.config)
 
     async def finish(self, tags: list[str]) -> SyncReport:
         """Second half of waking the engine, after the trainer has made room on all ranks: resumes ``tags``, then
-        flushes once.
-
-        Raises:
-            SyncError: any engine failed; the same text on every rank. It generates nothing until a sync succeeds.
-        """
+        flushes once; errors as of ``update_weights``."""
         try:
             with self.report.stage("resume_kv"):
                 with self.agreement.attempt():  # also on a rank that has failed: else the engine's gate stayed shut
@@ -462,14 +404,6 @@ class ShardingManager(BaseShardingManager):
                 note_device_memory(self.report, self._device, "awake")
         except BaseException as error:
             self.agreement.forget()
-            await abandon(self.endpoint, str(error) or repr(error))
+            await self.endpoint.abandon(str(error) or repr(error))
             raise
         return self.report
-
-    async def publish(self) -> None:
-        """After all else: the leader leaves the report where verl's trainer fetches it. Not collective."""
-        if self.endpoint.leader:
-            try:
-                await self.endpoint.publish(self.report.as_dict())
-            except Exception as error:  # the weights are in place; a lost report must not end the run
-                say(f"the report of this sync is lost: {error!r}")

@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.errors import RankLostError, SyncError
-from verl_sync_plugin.transport.agreement import Alone, Ranks, together_seconds
+from verl_sync_plugin.transport.agreement import Alone, Ranks
 from verl_sync_plugin.transport.joint import JointRanks
+from verl_sync_plugin.transport.protocol import together_seconds
 
 CUMEM = "NCCL_CUMEM_ENABLE"
 NAME_LENGTH = 8  # of a group in messages
@@ -61,16 +62,9 @@ class Member:
 
 
 def topology(trainers: int, rollouts: int, members: Sequence[Member]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns what verl hands to every process, by argument and rank: first the trainer's, then the rollout's.
-
-    Args:
-        trainers: number of trainer ranks.
-        rollouts: number of rollout ranks.
-        members: all, trainer ranks first.
-
-    Raises:
-        ValueError: two of them compute on one GPU, or their settings of NCCL differ; names them and the remedy.
-    """
+    """Returns what verl hands to every process, by argument and rank: first the trainer's, then the rollout's, as in
+    ``members``. Raises ValueError, which names them and the remedy, where two compute on one GPU, or their settings of
+    NCCL differ."""
     _refuse_shared_devices(members)
     _refuse_mixed_cumem(members)
     everyone = tuple(members)
@@ -144,18 +138,8 @@ class Membership:
         return Member(self._key, self._trainer, place, world, device, self._name, self._made, self._address, cumem)
 
     def join(self, rank: int, members: tuple[Member, ...]) -> bool:
-        """Collective over all members: makes the group, unless it is there.
-
-        Args:
-            rank: this process's.
-            members: all, in the order of their ranks.
-
-        Returns:
-            True if it is a new one.
-
-        Raises:
-            RuntimeError: a member did not come in time.
-        """
+        """Collective over all members, in the order of their ranks: makes the group, unless it is there. Returns True
+        if it is a new one. Raises RuntimeError where a member did not come in time."""
         if self._stands(members):
             return False
         self.leave()
@@ -225,16 +209,3 @@ class Membership:
 
 def _device_name(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-
-
-@dataclass(frozen=True, eq=False)
-class Incoming:
-    """The next sync, for the rollout adapter of a rollout rank, in place of a weight stream; verl passes it on unread.
-
-    Attributes:
-        membership: this rank among trainer and rollout ranks.
-        ranks: all of them; another object where they are others than in the last sync.
-    """
-
-    membership: Membership
-    ranks: JointRanks

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One trainer rank's side of the protocol: fills slots, broadcasts them, tells its engine rank to load them."""
+"""One trainer rank's side of the protocol: fills slots, broadcasts them, has its engine rank load them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,8 +16,9 @@ import torch.distributed as dist
 from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.copies.packing import Found, Packer
 from verl_sync_plugin.layout.tensors import Bucket, Plan, Shard, numbers_of
-from verl_sync_plugin.transport.channel import Conversation
-from verl_sync_plugin.transport.memory import Staging, StagingExport, create_staging, slot_of
+from verl_sync_plugin.transport.channel import Channel
+from verl_sync_plugin.transport.memory import Live, Staging, StagingExport, create_staging, slot_of
+from verl_sync_plugin.transport.protocol import Commit, Committed, Failed, Hello, Load, Loaded, Manifest, Ready
 
 STAGING_BUCKETS = 2  # what all slots may take, in buckets of the size that the user sets
 SLOTS = 3  # one being loaded, one being filled, one on its way between the two
@@ -22,6 +26,11 @@ SPIN_SECONDS = 0.005
 # Broadcasts of a bucket that are under way at once. Each takes some places of CUDA's queue of about a thousand, and a
 # host that fills it, say because a rank has died, waits there without a bound.
 BROADCASTS = 32
+T = TypeVar("T")
+
+
+class EngineFailedError(RuntimeError):
+    """The paired engine rank reported a failure."""
 
 
 def slot_limit(bucket_bytes: int) -> int:
@@ -29,50 +38,38 @@ def slot_limit(bucket_bytes: int) -> int:
     return bucket_bytes * STAGING_BUCKETS // SLOTS
 
 
-class Arrival:
-    """Transfers that were started, asked as an event is.
-
-    Args:
-        works: one for each, or for several.
-        timeout_seconds: how long ``query`` may wait on a CPU.
-        device: where their memory is.
-    """
-
-    def __init__(self, works: Sequence[dist.Work], timeout_seconds: float, device: torch.device) -> None:
-        self._works = list(works)
-        self._bound = timedelta(seconds=timeout_seconds)
-        self._cuda = device.type == "cuda"
-
-    def query(self) -> bool:
-        """True if all are done; on a CPU they are when it returns, for gloo's end only while somebody waits for them.
-
-        Raises:
-            RuntimeError: a peer did not take part.
-        """
-        if self._cuda and not all(work.is_completed() for work in self._works):
-            return False
-        for work in self._works:  # on a GPU it does not wait, but lets go of the memory
-            if self._cuda:
-                work.wait()
-            else:
-                work.wait(self._bound)
-        return True
+def arrived(works: Sequence[dist.Work], timeout_seconds: float, device: torch.device) -> bool:
+    """True if transfers of memory of a device are done. On a CPU they are when it returns, for gloo's end only while
+    somebody waits for them. Raises RuntimeError where a peer did not take part."""
+    if device.type == "cuda" and not all(work.is_completed() for work in works):
+        return False
+    for work in works:  # on a GPU it does not wait, but lets go of the memory
+        if device.type == "cuda":
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=timeout_seconds))
+    return True
 
 
-class BucketSender(Conversation):
-    """Keeps its staging memory until ``unstage``: ``min(SLOTS, buckets)`` slots of the largest bucket's size.
+class BucketSender:
+    """Keeps its staging memory until ``unstage``: ``min(SLOTS, buckets)`` slots of the largest bucket's size. Each sync
+    has a channel of its own to the engine rank.
 
     Give ``plan_buckets`` the size ``slot_limit`` of what the user sets, and all slots stay within two of those.
 
     Peak device memory: the staging memory; with host-resident parameters also one shard on its way to the device.
+
+    Args:
+        device: where the trainer computes.
+        timeout_seconds: bound on every wait.
     """
 
     def __init__(self, device: torch.device, timeout_seconds: float) -> None:
-        super().__init__(timeout_seconds)
-        self._device = device
+        self.device, self._timeout = device, timeout_seconds
+        self._channel: Channel | None = None
         self._staging: Staging | None = None
         self._packer: Packer | None = None
-        self._events: dict[int, torch.cuda.Event | Arrival] = {}
+        self._under_way: dict[int, Callable[[], bool]] = {}  # by slot, whether its pack and broadcast are done
 
     @property
     def staged(self) -> bool:
@@ -92,18 +89,13 @@ class BucketSender(Conversation):
             if held == (plan.slot_bytes, slots * plan.slot_bytes):
                 return
             self.unstage()
-        self._staging = create_staging(self._device, slots, plan.slot_bytes)
+        self._staging = create_staging(self.device, slots, plan.slot_bytes)
 
     def begin(self, plan: Plan, rank: int) -> None:
-        """Makes ready to pack all buckets of a plan.
-
-        Args:
-            plan: what will be packed.
-            rank: this rank's place among the owners of a sharded base.
-        """
+        """Makes ready to pack all buckets of a plan; ``rank``: this rank's place among the owners of a sharded base."""
         packer = self._packer
         if packer is None or packer.plan is not plan or packer.rank != rank:
-            packer = self._packer = Packer(self._device, plan, rank)
+            packer = self._packer = Packer(self.device, plan, rank)
         packer.begin()
 
     def export(self, reader: int = 0) -> StagingExport:
@@ -112,17 +104,13 @@ class BucketSender(Conversation):
         return self._staging.export(reader)
 
     def opened(self) -> None:
-        """All readers have opened their exports."""
-        if self._staging is not None:
-            self._staging.opened()
+        """All readers have opened their exports: they have unmapped what came before, so that can go."""
+        if self._staging is not None and self.device.type == "cuda":
+            torch.cuda.ipc_collect()
 
     def read(self, shards: list[Shard], found: Found) -> None:
         """Waits for what the trainer still has to do on the device, then starts to hash and check all parameters where
-        they lie.
-
-        Raises:
-            TimeoutError: the device is busy for longer than the bound.
-        """
+        they lie. Raises TimeoutError where the device is busy for longer than the bound."""
         assert self._packer is not None, "begin() comes first"
         self._mark(0)
         self.drain(0)
@@ -150,47 +138,34 @@ class BucketSender(Conversation):
     def broadcast(
         self, bucket: Bucket, slot: int, senders: Sequence[int], start: Callable[[torch.Tensor, int], dist.Work | None]
     ) -> None:
-        """Starts to complete the slot on all ranks, each segment from the rank that packed it; the bytes are there
-        after ``drain``.
-
-        Args:
-            bucket: in the slot.
-            slot: the same on all ranks.
-            senders: the rank that sends each segment.
-            start: starts one broadcast of some memory from a rank.
-
-        Raises:
-            TimeoutError: the bound has passed before the segments of the first ranks were there.
-        """
+        """Starts to complete the slot (the same on all ranks), each segment from the rank of ``senders`` that packed
+        it; the bytes are there after ``drain``. ``start`` starts one broadcast of some memory from a rank. Raises
+        TimeoutError where the segments of the first ranks are not there within the bound."""
         memory = self._slot(slot)
         works: list[dist.Work] = []
         for place in range(bucket.world):
             if place >= BROADCASTS:
-                self._await(Arrival([works[place - BROADCASTS]], self._timeout, self._device))
+                self._await(partial(arrived, [works[place - BROADCASTS]], self._timeout, self.device))
             work = start(memory.narrow(0, place * bucket.stride, bucket.stride), senders[place])
             assert work is not None, "this rank takes part"
             works.append(work)
-        self._events[slot] = Arrival(works, self._timeout, self._device)
+        self._under_way[slot] = partial(arrived, works, self._timeout, self.device)
 
     def _mark(self, slot: int) -> None:
-        if self._device.type == "cuda":
-            event = self._events[slot] = torch.cuda.Event()
+        if self.device.type == "cuda":
+            event = torch.cuda.Event()
             event.record()
+            self._under_way[slot] = event.query
 
     def drain(self, slot: int) -> None:
         """Waits until a slot's pack and broadcast are done, like ``synchronize`` but with a bound: a dead peer leaves
-        NCCL hanging.
+        NCCL hanging. Raises TimeoutError."""
+        if (done := self._under_way.pop(slot, None)) is not None:
+            self._await(done)
 
-        Raises:
-            TimeoutError: the bound has passed.
-        """
-        event = self._events.pop(slot, None)
-        if event is not None:
-            self._await(event)
-
-    def _await(self, event: torch.cuda.Event | Arrival) -> None:
+    def _await(self, done: Callable[[], bool]) -> None:
         started = time.monotonic()
-        while not event.query():
+        while not done():
             waited = time.monotonic() - started
             if waited > self._timeout:
                 raise TimeoutError(
@@ -204,7 +179,7 @@ class BucketSender(Conversation):
         """Gives the staging memory back, once no reader has it mapped."""
         if self._staging is not None:
             self._staging.close()
-            self._staging.opened()
+            self.opened()
             self._staging = None
 
     def close(self) -> None:
@@ -216,3 +191,56 @@ class BucketSender(Conversation):
     def _slot(self, slot: int) -> torch.Tensor:
         assert self._staging is not None, "reserve() comes first"
         return slot_of(self._staging.memory, slot, self._staging.slot_bytes)
+
+    # ---- words with the engine rank
+
+    def adopt(self, channel: Channel) -> None:
+        """Takes over a fresh channel, so that ``hang_up`` ends it whatever happens next."""
+        self.hang_up()
+        self._channel = channel
+
+    def greet(self, hello: Hello, plan: Plan, lives: tuple[Live, ...] = ()) -> Ready:
+        """Opens a sync on the adopted channel with the first word, of which the engine rank may lack ``plan`` or
+        ``lives``. Returns its answer; with ``unreachable`` the sync is over. Raises ChannelClosedError or
+        ChannelTimeoutError where it is gone or silent, EngineFailedError where it refused."""
+        channel = self._open_channel()
+        channel.send(hello)
+        ready = self._expect(Ready)
+        if ready.needs_details:
+            channel.send(replace(hello, lives=lives) if hello.live else replace(hello, manifest=Manifest.of(plan)))
+        if not ready.unreachable and (hello.tells or (hello.live and ready.needs_details)):
+            ready = self._expect(Ready)
+        return ready
+
+    def load(self, bucket_index: int, slot: int) -> None:
+        """Tells the engine rank that a slot is ready."""
+        self._open_channel().send(Load(bucket_index, slot))
+
+    def wait_loaded(self, bucket_index: int) -> Loaded:
+        """Waits until the engine rank no longer needs a bucket's slot."""
+        loaded = self._expect(Loaded)
+        assert loaded.bucket == bucket_index, f"{loaded} while waiting for bucket {bucket_index}"
+        return loaded
+
+    def commit(self, unmap: bool) -> Committed:
+        """Ends the sync on this rank; returns what the engine rank did. ``unmap``: it lets go of all staging memory."""
+        self._open_channel().send(Commit(unmap))
+        return self._expect(Committed)
+
+    def hang_up(self) -> None:
+        """Ends the sync whatever its state; the engine rank drops what is unfinished."""
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = None
+
+    def _open_channel(self) -> Channel:
+        assert self._channel is not None, "adopt() comes first"
+        return self._channel
+
+    def _expect(self, kind: type[T]) -> T:
+        message = self._open_channel().receive(self._timeout)
+        if isinstance(message, Failed):
+            raise EngineFailedError(f"the engine could not load the weights: {message.text}")
+        if not isinstance(message, kind):
+            raise EngineFailedError(f"weight-sync protocol: expected {kind.__name__}, got {type(message).__name__}")
+        return message

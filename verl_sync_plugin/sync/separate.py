@@ -7,36 +7,28 @@ engine rank load. Both go through the same steps of the same method (``ShardingM
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import safetensors.torch
 import torch
-import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import SyncConfig
-from verl_sync_plugin.layout.tensors import Plan, Shard
+from verl_sync_plugin.layout.tensors import Shard
 from verl_sync_plugin.sync.adapter import deliver
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.manager import ShardingManager
-from verl_sync_plugin.sync.ways import Sync, Way, Ways
+from verl_sync_plugin.sync.ways import Sync, Way, ranks_of
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
 from verl_sync_plugin.transport.agreement import Agreement, Alone, Ranks
 from verl_sync_plugin.transport.joint import JointRanks
 
-
-@dataclass(frozen=True)
-class Adapter:
-    """A LoRA adapter on its way from trainer rank 0 to the engines that serve it.
-
-    Attributes:
-        settings: fields of PEFT's ``LoraConfig``.
-        factors: by their names in an adapter checkpoint, as safetensors writes them: what pickles tensors would need
-            the trainer's packages to unpickle them, where one of these has replaced torch's own way.
-    """
-
-    settings: dict[str, Any]
-    factors: bytes
+M = TypeVar("M", "SeparateTrainer", "SeparateRollout")
+# A LoRA adapter on its way from trainer rank 0 to the engines that serve it: fields of PEFT's ``LoraConfig``, and the
+# factors by their names in an adapter checkpoint, as safetensors writes them. What pickles tensors would need the
+# trainer's packages to unpickle them, where one of these has replaced torch's own way
+Adapter = tuple[dict[str, Any], bytes]
 
 
 class SeparateManager(ShardingManager):
@@ -53,41 +45,23 @@ class SeparateManager(ShardingManager):
     def __init__(
         self, ranks: JointRanks, own: Ranks, engine: Any, endpoint: RolloutEndpoint, config: SyncConfig, *args: Any
     ) -> None:
-        self._ranks = ranks
-        self._own = Agreement(config.timeout_seconds, ranks=own)
-        super().__init__(engine, endpoint, config, *args, agreement=Agreement(config.timeout_seconds, ranks=ranks))
+        self._own, everyone = (Agreement(config.timeout_seconds, ranks=each) for each in (own, ranks))
+        super().__init__(engine, endpoint, config, *args, agreement=everyone, own=self._own)
+        self.ways.reach.decide(everyone, tuple(range(ranks.size)), "trainer and rollout ranks")
         self._serves: bool | None = None  # what the trainer says of its adapter, once there is a group
 
-    def name_sync(self, global_steps: int | None) -> str:
-        # Every group counts from 1, and an engine rank may still complain of a sync of the group before
-        return f"{super().name_sync(global_steps)} of group {self._ranks.name}"
-
-    def _make_ways(self) -> Ways:
-        ways = Ways(self.config, self.agreement, self.sender, self._device, self._own)
-        ways.reach.decide_separate()
-        return ways
-
-    def _hand_out(self, plan: Plan | None, senders: tuple[int, ...]) -> tuple[Plan, tuple[int, ...], bool]:
-        """Collective: rank 0's plan and senders, and whether the sync is verified, on all ranks; the plan travels where
-        any rank lacks it."""
-        self.agreement.settle("planning the sync")
+    def _planned(self, senders: tuple[int, ...], shards: list[Shard]) -> tuple[Sync, Way]:
+        """Collective: the sync of rank 0's plan and senders, and its way; the plan travels where any rank lacks it."""
+        agreement, plan = self.agreement, self.planned
+        agreement.settle("planning the sync")
         named = (plan.digest, senders, self.cadence.due(plan.digest)) if plan else ("", senders, False)
-        digest, senders, verified = self.agreement.share("naming the plan", named)
-        known = plan or self.planned
-        lacking = known is None or known.digest != digest
-        if self.agreement.settle("asking who lacks the plan", waiting=lacking):
-            handed = self.agreement.share("handing out the plan", plan)
-            known = handed if lacking else known
-        assert known is not None, "handed out"
-        self.planned = known
-        return known, senders, verified
-
-    def _planned(
-        self, sync_id: str, plan: Plan | None, senders: tuple[int, ...], shards: list[Shard]
-    ) -> tuple[Sync, Way]:
-        """Collective: the sync of rank 0's plan, and its way."""
-        plan, senders, verified = self._hand_out(plan, senders)
-        sync, votes = self._sync_of(sync_id, plan, senders, self._ranks.rollouts, verified, shards), [0] * 4
+        digest, senders, verified = agreement.share("naming the plan", named)
+        lacking = plan is None or plan.digest != digest
+        if agreement.settle("asking who lacks the plan", waiting=lacking):
+            handed = agreement.share("handing out the plan", plan)
+            self.planned = plan = handed if lacking else plan
+        assert plan is not None, "handed out"
+        sync, votes = self._sync_of(plan, senders, verified, shards), [0] * 4
         with self.agreement.attempt():
             votes = self.ways.votes(sync)
         return sync, self.ways.take(sync, self.agreement.vote("choosing the way", votes).tolist())
@@ -98,10 +72,8 @@ class SeparateManager(ShardingManager):
         return self._serves
 
     def lacks_base(self) -> bool:
-        def lacks() -> bool:
-            return bool(self.endpoint.ranks) and not self._base_sent
-
-        return self.agreement.any("asking who lacks the base", lacks)
+        what = "asking who lacks the base"
+        return self.agreement.any(what, lambda: bool(self.endpoint.ranks) and not self._base_sent)
 
     async def send_adapter(self, version: str | None) -> None:
         """The trainer's ranks gather the adapter, rank 0 hands it to all. Errors as of ``ShardingManager``."""
@@ -112,16 +84,13 @@ class SeparateManager(ShardingManager):
         with self.report.stage("deliver_adapter"):
             adapter = self.agreement.share("handing out the adapter", found)
             assert adapter is not None, "gathered by the trainer's ranks"
-            await self.agreement.step_async("loading the adapter", lambda: self._load_adapter(adapter, version))
+            settings, packed = adapter
+            factors = partial(safetensors.torch.load, packed)
+            await deliver(self.agreement, self.endpoint, settings, factors, self.report, version)
 
     def gather_adapter(self) -> Adapter | None:
         """Collective over the trainer's ranks, of which rank 0 returns the trainer's adapter."""
         return None
-
-    async def _load_adapter(self, adapter: Adapter, version: str | None) -> None:
-        if self.endpoint.leader:
-            factors = safetensors.torch.load(adapter.factors)
-            await deliver(self.endpoint, adapter.settings, factors, self.report, version)
 
     def close(self) -> None:
         """Gives everything back; the group is somebody else's."""
@@ -133,31 +102,14 @@ class SeparateTrainer(SeparateManager):
     """A trainer rank.
 
     Args:
-        ranks: both halves.
-        own: the trainer's ranks.
         backend: of the trainer.
         endpoint: without an engine, for what it refuses.
-        engine: verl's training engine.
-        config: the sync's settings.
-        bucket_bytes: as in ``ShardingManager``.
-        device: where the trainer computes.
-        rollout_dtype: likewise.
+        more: as in ``SeparateManager`` and ``ShardingManager``.
     """
 
-    def __init__(
-        self,
-        ranks: JointRanks,
-        own: Ranks,
-        backend: type[TrainerBackend],
-        endpoint: RolloutEndpoint,
-        engine: Any,
-        config: SyncConfig,
-        bucket_bytes: int,
-        device: torch.device,
-        rollout_dtype: str,
-    ) -> None:
-        super().__init__(ranks, own, engine, endpoint, config, bucket_bytes, device, rollout_dtype)
-        self.trainer = backend(engine, config, device, rollout_dtype)
+    def __init__(self, backend: type[TrainerBackend] | None, *more: Any) -> None:
+        self.backend = backend
+        super().__init__(*more)
 
     def take_over(self, before: SeparateTrainer) -> None:
         """Goes on with what the manager of the group before has opened of the trainer."""
@@ -178,37 +130,26 @@ class SeparateTrainer(SeparateManager):
             sender.release()
         report.nbytes += len(packed)
         report.tensors += len(factors)
-        return Adapter(dict(sender.settings), packed)
+        return dict(sender.settings), packed
 
-    def plan(self, sync_id: str) -> tuple[Sync, Way]:
+    def plan(self) -> tuple[Sync, Way]:
         """Collective: the trainer's ranks plan among themselves; what comes of it is handed out to all."""
-        plan: Plan | None = None
         shards: list[Shard] = []
-        senders: tuple[int, ...] = (0,)
+        senders: tuple[int, ...] = ()
         with self.agreement.attempt():
             if self._own.any("asking who has not opened the trainer", lambda: self.source is None):
                 self.source = self._own.step("opening the trainer", self.open_source)
             assert self.source is not None, "opened"
-            self.source = self.source.agree_on_layout(self._own) or self.source
-            plan, shards = self._make()
-            if self.source.group is not None:
-                senders = tuple(dist.get_process_group_ranks(self.source.group))
-        return self._planned(sync_id, plan, senders, shards)
+            source = self.source = self.source.agree_on_layout(self._own)
 
-    def _make(self) -> tuple[Plan, list[Shard]]:
-        """Collective over the trainer's ranks: their plan, and all shards of this rank."""
-        source, shards = self.source, list[Shard]()
-        assert source is not None, "opened"
+            def changed() -> bool:
+                shards.extend(source.shards())
+                return self.make_plan(source, shards) is not self.agreed
 
-        def changed() -> bool:
-            shards.extend(source.shards())
-            self.make_plan(source, shards)
-            return self._plan_changed
-
-        if self._own.any("planning the sync", changed):
-            self._compare_plans(self._own)
-        assert self.planned is not None, "made"
-        return self.planned, shards
+            if self._own.any("planning the sync", changed):
+                self._compare_plans(self._own)
+            senders = ranks_of(source.group, 0)
+        return self._planned(senders, shards)
 
 
 class _NoTrainer(ParameterSource):
@@ -234,6 +175,18 @@ class SeparateRollout(SeparateManager):
         """Goes on with what the engine got in the group before."""
         self._base_sent = before._base_sent
 
-    def plan(self, sync_id: str) -> tuple[Sync, Way]:
+    def plan(self) -> tuple[Sync, Way]:
         """Collective: takes the trainer's plan."""
-        return self._planned(sync_id, None, (), [])
+        return self._planned((), [])
+
+
+def manager_of(ranks: JointRanks, before: M | None, make: Callable[[], M]) -> M:
+    """The manager of a group of ranks: that of the sync before, or a new one, which goes on with what that had."""
+    if before is not None and before.agreement.ranks is ranks:
+        return before
+    if before is not None:
+        before.close()
+    manager = make()
+    if before is not None:
+        manager.take_over(before)
+    return manager

@@ -23,7 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
@@ -36,7 +35,7 @@ from verl_sync_plugin.trainers.base import ParameterSource, name_culprit, rank_i
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.joint import JointRanks
 from verl_sync_plugin.transport.memory import Live, LiveParameters, NotInPlaceError, StagingExport
-from verl_sync_plugin.transport.protocol import ALL, NONE, Committed, Hello, Ready
+from verl_sync_plugin.transport.protocol import ALL, Committed, Hello, Ready
 
 AHEAD = SLOTS - 1  # buckets between the one handed over and the last one that every engine rank has surely read
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -51,24 +50,20 @@ class Sync:
     """One sync under way, of which all ranks have the same plan.
 
     Attributes:
-        sync_id: names it between trainer and engine ranks.
         plan: what travels, in which buckets.
         source: what prepares the shards.
         shards: all shards of this rank, by base index.
         report: gets the stages.
         senders: the ranks whose segments make up a bucket for this rank's engine rank, in their order.
-        readers: the ranks whose engine ranks read this rank's segment.
         verified: what lies in the engine's parameters is to be compared with what is sent.
         keeps_staging: staging memory stays for the next sync.
     """
 
-    sync_id: str
     plan: Plan
     source: ParameterSource
     shards: list[Shard]
     report: SyncReport
     senders: tuple[int, ...]
-    readers: tuple[int, ...]
     verified: bool = False
     keeps_staging: bool = True
 
@@ -81,46 +76,26 @@ class Sync:
 class Reach:
     """Knows which memory engine ranks can map: that of the ranks of their host.
 
-    Args:
-        agreement: where ranks settle.
-
     Attributes:
         possible: engine ranks read segments from several ranks, so plans are sharded; ``None`` until it is decided.
         why: why not.
         hosts: of all ranks; empty where nobody has asked.
     """
 
-    def __init__(self, agreement: Agreement) -> None:
-        self._agreement = agreement
+    def __init__(self) -> None:
         self.possible: bool | None = None
         self.hosts: tuple[str, ...] = ()
         self.why = "no ranks share out the model"
 
-    def decide(self, group: dist.ProcessGroup | None) -> None:
-        """Collective, once, where trainer and rollout share their ranks.
-
-        Args:
-            group: among whose ranks bases are sharded; ``None`` when every rank holds everything.
-        """
+    def decide(self, agreement: Agreement, sharing: tuple[int, ...], who: str) -> None:
+        """Collective, once. ``sharing``: the ranks of which this rank's engine rank would read segments, which is one
+        that holds everything where there are no others; ``who``: what they are called in messages."""
         self.possible = False
-        if group is not None and dist.get_world_size(group) > 1:
-            self._find_hosts()
-            groups = self._agreement.gather("exchanging groups", tuple(dist.get_process_group_ranks(group)))
-            self.possible = all(len({self.hosts[rank] for rank in ranks}) == 1 for ranks in groups)
-            self.why = "ranks that share out the model are on several hosts"
-
-    def decide_separate(self) -> None:
-        """Collective, once, where trainer and rollout are separate."""
-        self._find_hosts()
-        self.possible = len(set(self.hosts)) == 1
-        self.why = "trainer and rollout ranks are on several hosts"
-
-    def _find_hosts(self) -> None:
-        self.hosts = tuple(self._agreement.gather("finding out which ranks share a host", host_name()))
-
-    def lose(self, why: str) -> None:
-        """From now on no plan is sharded: engine ranks cannot read their neighbours' memory after all."""
-        self.possible, self.why = False, why
+        if len(sharing) > 1:
+            everywhere = agreement.gather("finding out which ranks share a host", (host_name(), sharing))
+            self.hosts = tuple(host for host, _ in everywhere)
+            self.possible = all(len({self.hosts[rank] for rank in ranks}) == 1 for _, ranks in everywhere)
+            self.why = f"{who} are on several hosts"
 
     def elsewhere(self, ranks: tuple[int, ...], rank: int) -> int:
         """Counts those of these ranks that are on another host than one of them; 0 as long as nobody has asked."""
@@ -129,57 +104,34 @@ class Reach:
 
 class Way(ABC):
     """Lives as long as the run. For each sync the ranks vote for a way; then all of them call ``fill``, ``greet``,
-    ``run`` and ``close``.
-
-    Args:
-        config: the sync's settings.
-        agreement: where ranks settle.
-        sender: packs, and speaks to the engine rank.
-        own: where the trainer's ranks settle among themselves; the same as ``agreement`` where every rank has an engine
-            rank.
-        reach: which memory engine ranks can map.
-    """
+    ``run`` and ``close``. What is collective raises SyncError on all ranks where any has failed. Arguments are those of
+    ``Ways``, and its ``reach``."""
 
     name: str
     in_place: ClassVar[bool] = False
+    _sources: tuple[int, ...] = ()  # the ranks whose memory this rank's engine rank reads
+    _stagings: tuple[StagingExport, ...] = ()  # where their slots are
+    _lives: tuple[Live, ...] = ()  # or their parameters
 
-    def __init__(
-        self, config: SyncConfig, agreement: Agreement, sender: BucketSender, own: Agreement, reach: Reach
-    ) -> None:
-        self._config = config
-        self._agreement = agreement
-        self._sender = sender
-        self._own = own
-        self._reach = reach
+    def __init__(self, agreement: Agreement, sender: BucketSender, own: Agreement, reach: Reach) -> None:
+        self._agreement, self._sender, self._own, self._reach = agreement, sender, own, reach
         ranks = agreement.ranks
         self._me, self._packs, self._loads = ranks.rank, ranks.rank in ranks.trainers, ranks.rank in ranks.rollouts
         # Trainer and rollout share no process: a rank then packs, or has an engine rank load
         self._separate = not (self._packs and self._loads)
 
-    def _begin(self, sync: Sync) -> None:
-        """Makes ready to pack or read all buckets."""
-        self._sender.begin(sync.plan, sync.rank)
+    def fill(self, sync: Sync) -> None:  # noqa: B027  (there is nothing to do in place)
+        """Collective: starts to bring the first bytes into place; the engine may still be asleep."""
 
-    @abstractmethod
-    def fill(self, sync: Sync) -> None:
-        """Collective: starts to bring the first bytes into place; the engine may still be asleep.
-
-        Raises:
-            SyncError: any rank failed.
-        """
-
-    @abstractmethod
     def greet(self, sync: Sync, tells: bool, known: str) -> Ready:
-        """Opens the sync with this rank's engine rank, whose channel the sender has adopted. Not collective.
-
-        Args:
-            sync: the one under way.
-            tells: have it say, before anything is loaded, what its model does with the tensors; the same on all ranks.
-            known: names the ``LoadMap`` that is known of it.
-
-        Raises:
-            RuntimeError, OSError: it is gone, silent, or has failed.
-        """
+        """Opens the sync with this rank's engine rank, whose channel the sender has adopted; not collective. It
+        ``tells``, the same on all ranks, what its model does with the tensors, before anything is loaded; ``known``
+        names the ``LoadMap`` that is known of it. Raises RuntimeError or OSError where it is gone, silent or fails."""
+        hello = Hello(
+            sync.plan.digest, self._stagings, place_of(self._me, self._sources), self._me in self._sources,
+            tuple(live.key for live in self._lives), tells, sync.verified, known,
+        )  # fmt: skip
+        return self._sender.greet(hello, sync.plan, self._lives)
 
     def greeted(self) -> None:  # noqa: B027  (there is nothing to do in place)
         """All ranks have greeted their engine ranks, which can read what they are to read."""
@@ -187,11 +139,7 @@ class Way(ABC):
     @abstractmethod
     def run(self, sync: Sync) -> None:
         """Collective: hands everything over. When it returns, this rank's engine rank has read everything, or this
-        rank has failed.
-
-        Raises:
-            SyncError: any rank failed.
-        """
+        rank has failed."""
 
     @abstractmethod
     def close(self, sync: Sync) -> None:
@@ -217,11 +165,8 @@ class Way(ABC):
         sync.report.note_stage("engine_load", loaded.started, loaded.seconds)
 
     def check_finite(self, sync: Sync) -> None:
-        """The last word before the commit, so that the engine does not generate from a NaN that it was given.
-
-        Raises:
-            ValueError: something that this rank has packed is NaN or Inf; names the parameter and the remedy.
-        """
+        """The last word before the commit, so that the engine does not generate from a NaN that it was given. Raises
+        ValueError, with parameter and remedy, where this rank has packed NaN or Inf."""
         buckets = [sync.plan.buckets[index] for index in self._sender.broken()] if self._packs else []
         if not buckets:
             return
@@ -244,33 +189,20 @@ class InPlace(Way):
     model that loads some tensors itself) is staged.
 
     Attributes:
+        wanted: False for the rest of the run once it is impossible on some rank.
+        why: why it is not chosen.
         known: the key under which the engine ranks know where this rank's parameters lie; empty at first.
     """
 
     name = "direct"
     in_place = True
+    wanted = True
 
-    def __init__(
-        self,
-        config: SyncConfig,
-        agreement: Agreement,
-        sender: BucketSender,
-        own: Agreement,
-        reach: Reach,
-        device: torch.device,
-    ) -> None:
-        super().__init__(config, agreement, sender, own, reach)
-        self._device = device
-        self.why = "the engine has not yet said that it can"
-        self._wanted = config.delivery == "auto"
-        if not self._wanted:
-            self.why = f"{KEY_PREFIX}.delivery=staged"
-        self._ready = ""  # the plan of which the engine rank said that it can
-        self._parameters: LiveParameters | None = None
-        self._live: Live | None = None
-        self._lives: tuple[Live, ...] = ()
-        self._place = 0
-        self.known = ""
+    why = "the engine has not yet said that it can"
+    known = ""
+    _ready = ""  # the plan of which the engine rank said that it can
+    _parameters: LiveParameters | None = None
+    _live: Live | None = None
 
     def possible(self, sync: Sync) -> bool:
         """True if nothing speaks against it on this rank. Not collective.
@@ -279,7 +211,7 @@ class InPlace(Way):
         check them: as early as possible, so that it is done before the engine needs the device. If they are staged
         after all, packing does so again.
         """
-        if not self._wanted or self._ready != sync.plan.digest:
+        if not self.wanted or self._ready != sync.plan.digest:
             return False
         if not self._packs:
             return True
@@ -289,25 +221,20 @@ class InPlace(Way):
             if sync.source.prepares:
                 raise NotInPlaceError("weights are made on the way")
             if self._parameters is None or self._parameters.plan is not sync.plan:
-                self._parameters = LiveParameters(self._device, sync.plan, sync.rank)
+                self._parameters = LiveParameters(self._sender.device, sync.plan, sync.rank)
             self._live = self._parameters.look(sync.shards)
         except NotInPlaceError as error:  # for the rest of the run
-            self._wanted, self.why, self._parameters = False, str(error), None
+            self.forgo(str(error))
             say(f"parameters are staged, not read where they lie: {error}")
             return False
-        self._begin(sync)
+        self._sender.begin(sync.plan, sync.rank)
         self._sender.read(sync.shards, self._parameters.found)
         return True
 
-    @property
-    def permanent(self) -> bool:
-        """True if it stays impossible for the rest of the run."""
-        return not self._wanted
-
-    def forgo(self) -> None:
+    def forgo(self, why: str) -> None:
         """It is impossible on some rank for the rest of the run; looking costs as much as a small sync."""
-        if self._wanted:
-            self._wanted, self.why = False, "another rank cannot, and says why"
+        if self.wanted:
+            self.wanted, self.why, self._parameters = False, why, None
 
     @property
     def moved(self) -> bool:
@@ -318,19 +245,9 @@ class InPlace(Way):
         """Collective: the trainer's ranks tell where their parameters lie."""
         everywhere = self._agreement.gather("telling where parameters lie", self._live)
         lives = [everywhere[rank] for rank in sync.senders]
-        self._lives, self._place = tuple(live for live in lives if live is not None), place_of(self._me, sync.senders)
+        self._lives, self._sources = tuple(live for live in lives if live is not None), sync.senders
         assert len(self._lives) == len(lives), "possible on all ranks"
         self.known = self._live.key if self._live is not None else ""
-
-    def fill(self, sync: Sync) -> None:
-        """There is nothing to fill."""
-
-    def greet(self, sync: Sync, tells: bool, known: str) -> Ready:
-        """The use of the tensors is known by now. Parameters are final on all ranks that have voted for this way."""
-        keys = tuple(live.key for live in self._lives)
-        own = self._place if self._packs else NONE
-        hello = Hello(sync.sync_id, sync.plan.digest, (), self._place, keys, own=own, proves=sync.verified, map=known)
-        return self._sender.greet(hello, sync.plan, self._lives)
 
     def run(self, sync: Sync) -> None:
         """Has the engine rank load everything at once."""
@@ -342,7 +259,7 @@ class InPlace(Way):
         """Takes in whether the engine rank could read the next sync in place; where this rank has none,
         only others have something to say against it."""
         self._ready = "" if committed is not None and committed.obstacle else plan.digest
-        if committed is not None and self._wanted and committed.obstacle not in ("", self.why):
+        if committed is not None and self.wanted and committed.obstacle not in ("", self.why):
             self.why = committed.obstacle
             say(f"parameters are staged, not read where they lie: {self.why}")
 
@@ -364,16 +281,10 @@ class Staged(Way):
     rank holds never leaves the GPU.
     """
 
-    def __init__(
-        self, config: SyncConfig, agreement: Agreement, sender: BucketSender, own: Agreement, reach: Reach
-    ) -> None:
-        super().__init__(config, agreement, sender, own, reach)
-        self._plan: Plan | None = None  # that the staging memory is for
-        self._stagings: tuple[StagingExport, ...] = ()  # that this rank's engine rank reads
-        self._place = 0
-        self._moves = False
-        self._unopened = False  # the engine ranks have not opened these yet
-        self.name = "staged"
+    name = "staged"
+    _plan: Plan | None = None  # that the staging memory is for
+    _moves = False
+    _unopened = False  # the engine ranks have not opened these yet
 
     def unready(self, sync: Sync) -> bool:
         """True if ``stage`` has to come first."""
@@ -385,17 +296,13 @@ class Staged(Way):
         return self._packs or not plan.sharded
 
     def stage(self, sync: Sync) -> None:
-        """Collective: makes staging memory for the plan; each rank hears of what its engine rank will read.
-
-        Raises:
-            SyncError: a rank has not enough memory, or cannot share it; the same text on every rank.
-        """
+        """Collective: makes staging memory for the plan; each rank hears of what its engine rank will read."""
         self._plan, plan = None, sync.plan  # what was there is gone even if this fails
         sources = sync.senders if plan.sharded else (self._me,)
         mine = self._agreement.step("sharing the staging memory", lambda: self._reserve(sync))
         everywhere = self._agreement.gather("exchanging the staging memory", mine) if plan.sharded else {self._me: mine}
         self._stagings = tuple(everywhere[rank][self._me] for rank in sources) if self._loads else ()
-        self._place, self._unopened, self._plan = place_of(self._me, sources), True, plan
+        self._sources, self._unopened, self._plan = sources, True, plan
         self._moves = not plan.sharded and (self._separate or any(bucket.world > 1 for bucket in plan.buckets))
         self.name = "broadcast" if self._moves else "staged"
 
@@ -404,10 +311,11 @@ class Staged(Way):
         if not self._holds(sync.plan):
             return {}
         self._sender.reserve(sync.plan)
-        if sync.plan.sharded:
-            readers = sync.readers if self._me in sync.senders or not self._separate else ()
-        else:
-            readers = (self._me,) if self._loads else ()
+        readers: tuple[int, ...] = (self._me,) if self._loads else ()
+        if sync.plan.sharded and self._separate:
+            readers = self._agreement.ranks.rollouts if self._me in sync.senders else ()
+        elif sync.plan.sharded:
+            readers = sync.senders
         return {rank: self._sender.export(rank) for rank in readers}
 
     def fill(self, sync: Sync) -> None:
@@ -415,7 +323,7 @@ class Staged(Way):
         if not self._packs:
             return
         with self._agreement.attempt():
-            self._begin(sync)
+            self._sender.begin(sync.plan, sync.rank)
         what = "packing the first buckets"
         for index in range(min(SLOTS, len(sync.plan.buckets))):
             self._fill(sync, index, what)
@@ -445,15 +353,6 @@ class Staged(Way):
             self._own.run(what, sync.source.prepare(buckets[index].bases, ahead))
             if self._separate:
                 self._own.settle(what)
-
-    def greet(self, sync: Sync, tells: bool, known: str) -> Ready:
-        sources = sync.senders if sync.plan.sharded else (self._me,)
-        hello = Hello(
-            sync.sync_id, sync.plan.digest, self._stagings, self._place,
-            tells=tells, own=sources.index(self._me) if self._me in sources else NONE,
-            proves=sync.verified, map=known,
-        )  # fmt: skip
-        return self._sender.greet(hello, sync.plan)
 
     def greeted(self) -> None:
         if self._unopened:
@@ -533,7 +432,7 @@ class Staged(Way):
 
     def fall_back(self, error: PeersUnreachableError) -> None:
         say(f"an engine rank cannot read other ranks' memory ({error}); buckets are broadcast instead")
-        self._reach.lose(str(error))
+        self._reach.possible, self._reach.why = False, str(error)
 
 
 class Ways:
@@ -544,7 +443,6 @@ class Ways:
         config: the sync's settings.
         agreement: where ranks settle.
         sender: packs, and speaks to the engine rank.
-        device: where the trainer computes.
         own: where the trainer's ranks settle among themselves, if the rollout's ranks are others.
 
     Attributes:
@@ -552,17 +450,13 @@ class Ways:
     """
 
     def __init__(
-        self,
-        config: SyncConfig,
-        agreement: Agreement,
-        sender: BucketSender,
-        device: torch.device,
-        own: Agreement | None = None,
+        self, config: SyncConfig, agreement: Agreement, sender: BucketSender, own: Agreement | None = None
     ) -> None:
-        self._agreement = agreement
-        self.reach = Reach(agreement)
-        self.in_place = InPlace(config, agreement, sender, own or agreement, self.reach, device)
-        self.staged = Staged(config, agreement, sender, own or agreement, self.reach)
+        self._agreement, self.reach = agreement, Reach()
+        shared = agreement, sender, own or agreement, self.reach
+        self.in_place, self.staged = InPlace(*shared), Staged(*shared)
+        if config.delivery == "staged":
+            self.in_place.forgo(f"{KEY_PREFIX}.delivery=staged")
         self._said = ""
         self._chosen: Way = self.staged
 
@@ -570,21 +464,13 @@ class Ways:
         """Returns this rank's votes on the ways, to be added up over all ranks for ``take``. Not collective."""
         impossible = not self.in_place.possible(sync)
         moved = not impossible and self.in_place.moved
-        return [int(each) for each in (impossible, self.in_place.permanent, moved, self.staged.unready(sync))]
+        return [int(each) for each in (impossible, not self.in_place.wanted, moved, self.staged.unready(sync))]
 
     def take(self, sync: Sync, votes: Sequence[int]) -> Way:
-        """Collective: the way of this sync, ready to ``fill``.
-
-        Args:
-            sync: the one under way.
-            votes: of all ranks, added up.
-
-        Raises:
-            SyncError: any rank failed.
-        """
+        """Collective: the way of this sync, ready to ``fill``; ``votes`` are those of all ranks, added up."""
         impossible, permanent, moved, unready = map(bool, votes)
         if permanent:
-            self.in_place.forgo()
+            self.in_place.forgo("another rank cannot, and says why")
         if impossible:
             if unready:
                 self.staged.stage(sync)
@@ -608,6 +494,11 @@ def place_of(rank: int, sources: tuple[int, ...]) -> int:
     """Chooses the source from which a rank's engine rank reads what all of them hold: its own trainer rank; where that
     is none of them, another one, so that the ranks share them out."""
     return sources.index(rank) if rank in sources else rank % len(sources)
+
+
+def ranks_of(group: dist.ProcessGroup | None, alone: int) -> tuple[int, ...]:
+    """The ranks of a group, or the one that holds everything ``alone``."""
+    return (alone,) if group is None else tuple(dist.get_process_group_ranks(group))
 
 
 def host_name() -> str:

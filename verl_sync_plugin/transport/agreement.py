@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import ClassVar, TypeVar
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.errors import RankLostError, SyncError
-from verl_sync_plugin.transport.protocol import TOGETHER_SLACK_SECONDS, TOGETHER_WAITS
+from verl_sync_plugin.transport.protocol import together_seconds
 
 T = TypeVar("T")
 _numbers = itertools.count()
@@ -33,6 +33,7 @@ class Ranks(ABC):
         trainers: those that hold parameters of the trainer.
         rollouts: those paired with an engine rank.
         after_loss: for messages: what a user does once a member is lost.
+        name: of a group that others follow; empty of one that stays.
     """
 
     rank: int
@@ -40,10 +41,11 @@ class Ranks(ABC):
     trainers: tuple[int, ...]
     rollouts: tuple[int, ...]
     after_loss: ClassVar[str]
+    name: str = ""
 
     @abstractmethod
-    def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        """Reduces int tensors of one shape, on the CPU, in place."""
+    def add_up(self, values: torch.Tensor) -> None:
+        """Adds up int tensors of one shape, on the CPU, in place."""
 
     @abstractmethod
     def gather(self, value: T) -> list[T]:
@@ -68,16 +70,12 @@ class TrainerWorld(Ranks):
     def __init__(self, timeout_seconds: float) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.trainers = self.rollouts = tuple(range(self.size))
-        timeout = timedelta(seconds=timeout_seconds)
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if self.size > 1 else None
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
-    def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        if self._group is not None:
-            dist.all_reduce(values, op=op, group=self._group)
+    def add_up(self, values: torch.Tensor) -> None:
+        dist.all_reduce(values, group=self._group)
 
     def gather(self, value: T) -> list[T]:
-        if self._group is None:
-            return [value]
         values = [value] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
@@ -92,7 +90,7 @@ class Alone(Ranks):
         self.rank, self.size = 0, 1
         self.trainers, self.rollouts = (), (0,)
 
-    def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+    def add_up(self, values: torch.Tensor) -> None:
         pass
 
     def gather(self, value: T) -> list[T]:
@@ -111,18 +109,10 @@ class Agreement:
         number: of this agreement among those of rank 0's process; the same on all ranks.
     """
 
-    def __init__(
-        self, timeout_seconds: float, slack_seconds: float = TOGETHER_SLACK_SECONDS, ranks: Ranks | None = None
-    ) -> None:
-        """Collective.
-
-        Args:
-            timeout_seconds: bound on one local wait between two points; the ranks wait ``TOGETHER_WAITS`` times as
-                long, so that the others hear the cause of a failure instead of timing out themselves.
-            slack_seconds: and how much longer than that.
-            ranks: who takes part, with that bound; all processes of the trainer when not given.
-        """
-        self._timeout_seconds = together_seconds(timeout_seconds, slack_seconds)
+    def __init__(self, timeout_seconds: float, ranks: Ranks | None = None) -> None:
+        """Collective. ``timeout_seconds`` bounds one local wait between two points; ``ranks`` take part (all processes
+        of the trainer when not given), and wait for each other as ``together_seconds`` says."""
+        self._timeout_seconds = together_seconds(timeout_seconds)
         self._lost = ""
         self.ranks = ranks or TrainerWorld(self._timeout_seconds)
         self._error: Exception | None = None
@@ -140,40 +130,17 @@ class Agreement:
             yield
         except asyncio.CancelledError as error:
             self._cancelled = error
-            if self._error is None:
-                self._error = RuntimeError("this rank was cancelled")
+            self._error = self._error or RuntimeError("this rank was cancelled")
         except Exception as error:
-            if self._error is None:
-                self._error = error
+            self._error = self._error or error
 
     def step(self, what: str, work: Callable[[], T]) -> T:
-        """Does ``work`` on every rank; when it returns, every rank has done it. Collective.
-
-        A rank that has failed before does not begin.
-
-        Args:
-            what: the step, for the message.
-            work: this rank's.
-
-        Returns:
-            What ``work`` returned on this rank.
-
-        Raises:
-            SyncError: it failed on any rank; see ``settle``.
-        """
+        """Does ``work`` on every rank; when it returns what that returned here, every rank has done it. Collective. A
+        rank that has failed before does not begin. Raises SyncError where any failed; ``what`` names the step in it."""
         done: list[T] = []
         if not self.failed:
             with self.attempt():
                 done.append(work())
-        self.settle(what)
-        return done[0]
-
-    async def step_async(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
-        """Like ``step``, for work that is awaited."""
-        done: list[T] = []
-        if not self.failed:
-            with self.attempt():
-                done.append(await work())
         self.settle(what)
         return done[0]
 
@@ -191,9 +158,6 @@ class Agreement:
         So a rank that fails on its way to a collective leaves nobody alone in it. Settle once more after it, with the
         same ``what``: a rank that fails after the last collective says so while others are there already. A rank
         that has failed before does not begin, and gets ``None``. Work that another rank's failure ends is closed.
-
-        Raises:
-            SyncError: any rank failed.
         """
         try:
             while not self.failed:
@@ -218,15 +182,7 @@ class Agreement:
         self._error = self._cancelled = None
 
     def vote(self, what: str, values: Sequence[int] | torch.Tensor) -> torch.Tensor:
-        """Like ``settle``, and adds up numbers of all ranks in the same round.
-
-        Args:
-            what: the stage, for the message.
-            values: as many on all ranks; those of a rank that has failed do not count.
-
-        Returns:
-            Their sums modulo 2^64, int64.
-        """
+        """Like ``settle``, and adds up numbers of all ranks in the same round, as many on each, modulo 2^64."""
         cancelled, self._cancelled = self._cancelled, None
         try:
             return self._exchange(what, torch.as_tensor(values, dtype=torch.int64).flatten())
@@ -236,14 +192,8 @@ class Agreement:
             raise
 
     def settle(self, what: str, waiting: bool = False) -> bool:
-        """Exchanges the status with all ranks.
-
-        Args:
-            what: the stage, for the message.
-            waiting: this rank is not done with the stage and asks for another round.
-
-        Returns:
-            True when any rank asks for another round.
+        """Exchanges the status with all ranks; ``what`` is the stage, for the message. True when any rank is
+        ``waiting``: it is not done with the stage and asks for another round.
 
         Raises:
             SyncError: any rank failed, or did not answer in time; the same text on every rank that answers.
@@ -257,7 +207,7 @@ class Agreement:
             raise RankLostError(self._lost)
         status = torch.cat([torch.tensor([int(mine is not None)]), values])
         with self._peers(what, mine):
-            self.ranks.all_reduce(status, dist.ReduceOp.SUM)
+            self.ranks.add_up(status)
         if status[0].item():
             raise SyncError(self._tell_all(what, mine)) from mine
         return status[1:]
@@ -298,8 +248,3 @@ class Agreement:
         if len(set(values)) > 1:
             held = "; ".join(f"rank {rank}: {held}" for rank, held in enumerate(values))
             raise SyncError(f"weight sync: the ranks disagree on {what}: {held}")
-
-
-def together_seconds(timeout_seconds: float, slack_seconds: float = TOGETHER_SLACK_SECONDS) -> float:
-    """Seconds that ranks wait for each other, of which each may wait ``timeout_seconds`` for something else."""
-    return TOGETHER_WAITS * timeout_seconds + slack_seconds

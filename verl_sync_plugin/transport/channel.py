@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control channel: messages over a Unix socket between two processes of one user on one host, and what a trainer
-rank says on it.
+"""The control channel: messages over a Unix socket between two processes of one user on one host.
 
 Every sync has a socket of its own (``sync/endpoint.py``), abstract, so that no file can be left over. A message is four
 bytes of length, a byte that names its kind, and msgpack that is decoded into exactly the types of ``protocol.py``:
@@ -13,19 +12,15 @@ side to take one.
 from __future__ import annotations
 
 import os
-import secrets
 import select
 import socket
 import struct
 import time
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from verl_sync_plugin.layout.tensors import Plan
 from verl_sync_plugin.log import say
-from verl_sync_plugin.transport.memory import Live
 from verl_sync_plugin.transport.protocol import (
     Commit,
     Committed,
@@ -33,7 +28,6 @@ from verl_sync_plugin.transport.protocol import (
     Hello,
     Load,
     Loaded,
-    Manifest,
     Ready,
 )
 
@@ -43,17 +37,7 @@ _LENGTH = 4
 _CHUNK = 1 << 16
 _BACKLOG = 8  # one engine rank is expected
 _CREDENTIALS = struct.Struct("iII")  # process, user, group
-MESSAGES: tuple[type, ...] = (
-    Hello,
-    Ready,
-    Load,
-    Loaded,
-    Commit,
-    Committed,
-    Failed,
-)
-OMITTED = ("manifest", "lives", "sums", "held", "map")  # from messages for people
-T = TypeVar("T")
+MESSAGES: tuple[type, ...] = (Hello, Ready, Load, Loaded, Commit, Committed, Failed)
 _encoder = msgspec.msgpack.Encoder()
 _kinds = {kind: number for number, kind in enumerate(MESSAGES)}
 _decoders: tuple[msgspec.msgpack.Decoder[Any], ...] = tuple(msgspec.msgpack.Decoder(kind) for kind in MESSAGES)
@@ -72,12 +56,7 @@ class BadMessageError(ValueError):
 
 
 class Channel:
-    """One connected end.
-
-    Args:
-        connected: the socket; the channel's from now on.
-        send_seconds: bound on every ``send``.
-    """
+    """One connected end: owns its socket; ``send_seconds`` bounds every ``send``."""
 
     def __init__(self, connected: socket.socket, send_seconds: float) -> None:
         self._socket = connected
@@ -86,13 +65,9 @@ class Channel:
         self._over = False  # nothing more can be received
 
     def send(self, message: Any) -> None:
-        """Sends one of ``MESSAGES``.
-
-        Raises:
-            ChannelTimeoutError: the other side did not take it in time; the channel is of no use any more.
-            ChannelClosedError: the other side closed or died.
-            ValueError: it is too long.
-        """
+        """Sends one of ``MESSAGES``. Raises ChannelTimeoutError where the other side did not take it in time (the
+        channel is of no use any more), ChannelClosedError where that has closed or died, ValueError where it is too
+        long."""
         frame = bytearray(_HEADER.size)
         _encoder.encode_into(message, frame, _HEADER.size)
         length = len(frame) - _LENGTH
@@ -119,13 +94,9 @@ class Channel:
         return bool(poller.poll(0))
 
     def receive(self, timeout: float) -> Any:
-        """Waits at most ``timeout`` seconds for one whole message.
-
-        Raises:
-            ChannelTimeoutError: nothing came in time, or not all of it.
-            ChannelClosedError: the other side closed or died.
-            BadMessageError: what came is no message; nothing more can be received.
-        """
+        """Waits at most ``timeout`` seconds for one whole message. Raises ChannelTimeoutError where not all of it came
+        in time, ChannelClosedError where the other side has closed or died, BadMessageError where what came is no
+        message (nothing more can be received then)."""
         deadline, left = time.monotonic() + timeout, max(timeout, 0.0)
         while not (frame := self._frame()):
             if self._over:
@@ -174,29 +145,18 @@ class Channel:
 
 
 class Listener:
-    """One end before the other has connected.
+    """One end before the other has connected to ``address``. Raises OSError where somebody listens there already, or
+    this process has too many open files."""
 
-    Args:
-        send_seconds: of the channels.
-        address: for ``connect``; a random one if it is not given.
-
-    Raises:
-        OSError: somebody listens there already, or this process has too many open files.
-    """
-
-    def __init__(self, send_seconds: float, address: str = "") -> None:
-        self._send_seconds = send_seconds
-        self.address = address or f"@verl-sync-{secrets.token_hex(16)}"
+    def __init__(self, send_seconds: float, address: str) -> None:
+        self._send_seconds, self.address = send_seconds, address
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(_abstract(self.address))
         self._socket.listen(_BACKLOG)
 
     def accept(self, timeout: float) -> Channel | None:
         """The next connection of a process of this user, or ``None`` when there is none within ``timeout`` seconds.
-
-        Raises:
-            OSError: the listener is closed, or this process has too many open files.
-        """
+        Raises OSError where the listener is closed, or this process has too many open files."""
         deadline, left = time.monotonic() + timeout, max(timeout, 0.0)
         while left >= 0:
             try:
@@ -225,18 +185,9 @@ class Listener:
 
 
 def connect(address: str, timeout: float, send_seconds: float) -> Channel:
-    """Connects to a ``Listener``.
-
-    Args:
-        address: of the listener.
-        timeout: seconds for which it may have too many others waiting.
-        send_seconds: of the channel.
-
-    Raises:
-        ChannelClosedError: nobody listens there, or no longer.
-        ChannelTimeoutError: its queue stays full.
-        ValueError: ``address`` is not one of a listener.
-    """
+    """Connects to a ``Listener``, which may have too many others waiting for ``timeout`` seconds. Raises
+    ChannelClosedError where nobody listens there, or no longer, ChannelTimeoutError where its queue stays full, and
+    ValueError for an address of no listener."""
     target, deadline = _abstract(address), time.monotonic() + timeout
     while True:
         client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -252,12 +203,6 @@ def connect(address: str, timeout: float, send_seconds: float) -> Channel:
         except OSError as error:
             client.close()
             raise ChannelClosedError(f"nobody listens at {address}, or no longer ({error})") from error
-
-
-def describe(message: Any) -> str:
-    """A short form for logs and errors."""
-    fields = {key: value for key, value in vars(message).items() if key not in OMITTED}
-    return f"{type(message).__name__}({str(fields)[:200]})"
 
 
 def _decode(data: memoryview) -> Any:
@@ -279,85 +224,3 @@ def _abstract(address: str) -> str:
 
 def _gone(why: object) -> ChannelClosedError:
     return ChannelClosedError(f"the other side of the weight-sync channel is gone ({why})")
-
-
-class EngineFailedError(RuntimeError):
-    """The paired engine rank reported a failure."""
-
-
-class Conversation:
-    """A trainer rank's messages with its engine rank; each sync has a channel of its own.
-
-    Args:
-        timeout_seconds: bound on every wait.
-    """
-
-    def __init__(self, timeout_seconds: float) -> None:
-        self._timeout = timeout_seconds
-        self._channel: Channel | None = None
-
-    def adopt(self, channel: Channel) -> None:
-        """Takes over a fresh channel, so that ``hang_up`` ends it whatever happens next."""
-        self.hang_up()
-        self._channel = channel
-
-    def greet(self, hello: Hello, plan: Plan, lives: tuple[Live, ...] = ()) -> Ready:
-        """Opens a sync on the adopted channel.
-
-        Args:
-            hello: the first word.
-            plan: the buckets.
-            lives: that ``hello`` names.
-
-        Returns:
-            The engine rank's answer. With ``unreachable`` the sync is over.
-
-        Raises:
-            ChannelClosedError, ChannelTimeoutError: the engine rank is gone or silent.
-            EngineFailedError: it refused.
-        """
-        channel = self._open_channel()
-        channel.send(hello)
-        ready = self._expect(Ready)
-        if ready.needs_details:
-            channel.send(replace(hello, lives=lives) if hello.live else replace(hello, manifest=Manifest.of(plan)))
-        if not ready.unreachable and (hello.tells or (hello.live and ready.needs_details)):
-            ready = self._expect(Ready)
-        return ready
-
-    def load(self, bucket_index: int, slot: int) -> None:
-        """Tells the engine rank that a slot is ready."""
-        self._open_channel().send(Load(bucket_index, slot))
-
-    def wait_loaded(self, bucket_index: int) -> Loaded:
-        """Waits until the engine rank no longer needs a bucket's slot."""
-        loaded = self._expect(Loaded)
-        assert loaded.bucket == bucket_index, f"{describe(loaded)} while waiting for bucket {bucket_index}"
-        return loaded
-
-    def commit(self, unmap: bool = False) -> Committed:
-        """Ends the sync on this rank; returns what the engine rank did.
-
-        Args:
-            unmap: have it let go of all staging memory.
-        """
-        self._open_channel().send(Commit(unmap))
-        return self._expect(Committed)
-
-    def hang_up(self) -> None:
-        """Ends the sync whatever its state; the engine rank drops what is unfinished."""
-        if self._channel is not None:
-            self._channel.close()
-        self._channel = None
-
-    def _open_channel(self) -> Channel:
-        assert self._channel is not None, "adopt() comes first"
-        return self._channel
-
-    def _expect(self, kind: type[T]) -> T:
-        message = self._open_channel().receive(self._timeout)
-        if isinstance(message, Failed):
-            raise EngineFailedError(f"the engine could not load the weights: {message.text}")
-        if not isinstance(message, kind):
-            raise EngineFailedError(f"weight-sync protocol: expected {kind.__name__}, got {describe(message)}")
-        return message

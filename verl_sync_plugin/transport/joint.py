@@ -80,10 +80,8 @@ class JointRanks(Ranks):
             raise RuntimeError("this rank has left the group")
         return self._kept
 
-    def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        options = dist.AllreduceOptions()
-        options.reduceOp = op  # type: ignore[assignment]
-        self._words().allreduce([values], options).wait(self._bound)
+    def add_up(self, values: torch.Tensor) -> None:
+        self._words().allreduce([values]).wait(self._bound)
 
     def gather(self, value: T) -> list[T]:
         mine = _packed(value)
@@ -107,11 +105,8 @@ class JointRanks(Ranks):
 
     def broadcast(self, memory: torch.Tensor, root: int) -> dist.Work:
         """Starts to bring bytes of one rank into the same memory of all others; on a GPU after what the current stream
-        holds by now, which does not wait for it.
-
-        Raises:
-            RuntimeError: ranks were not connected within the bound; of those that die later the agreement hears.
-        """
+        holds by now, which does not wait for it. Raises RuntimeError where ranks were not connected within the bound;
+        of those that die later the agreement hears."""
         self._meet(memory.device)
         work: dist.Work = self._bytes.broadcast(memory, root)
         return work
@@ -172,15 +167,9 @@ def bounded(connect: Callable[[], None], device: torch.device, seconds: float, l
     calls per thread) ends with the thread, too. On an H100 this was seen to end with the bound, and the next
     group to be whole.
 
-    Args:
-        connect: issues the call, on the device and the stream of the caller.
-        device: where this rank computes.
-        seconds: the bound.
-        late: called where the call ends after the bound all the same, from its thread or from the caller's: ends what
-            it has made. It may be called twice.
-
-    Raises:
-        RuntimeError: ranks were not connected within the bound, or what ``connect`` raises.
+    ``connect`` issues the call, on the device and the stream of the caller. Where that ends after the bound all the
+    same, ``late`` is called from its thread or the caller's, maybe twice: it ends what the call has made. Raises
+    RuntimeError after the bound, or what ``connect`` raises.
     """
     done: Future[None] = Future()
     given_up = threading.Event()

@@ -115,11 +115,7 @@ def _call(name: str, *arguments: object) -> None:
 
 
 def allocation_of(address: int) -> tuple[int, int]:
-    """First address and size in bytes of the device allocation that holds an address.
-
-    Raises:
-        RuntimeError: there is none.
-    """
+    """First address and size in bytes of the device allocation that holds an address; RuntimeError without one."""
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
     return int(base.value), int(size.value)
@@ -127,10 +123,7 @@ def allocation_of(address: int) -> tuple[int, int]:
 
 def allocation_ids(addresses: tuple[int, ...]) -> tuple[int, ...]:
     """For each address a number that no other allocation of this process has had: another may lie there some day.
-
-    Raises:
-        RuntimeError: there is no allocation at one.
-    """
+    Raises RuntimeError where there is no allocation."""
     number = ctypes.c_uint64()
     pointer = ctypes.byref(number)
     found = []
@@ -141,11 +134,8 @@ def allocation_ids(addresses: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def export_allocation(address: int) -> bytes:
-    """The handle by which another process of this host opens the allocation at an address.
-
-    Raises:
-        RuntimeError: memory of this kind cannot be opened elsewhere (expandable segments, a memory saver's).
-    """
+    """The handle by which another process of this host opens the allocation at an address. Raises RuntimeError for
+    memory that cannot be opened elsewhere (expandable segments, a memory saver's)."""
     handle = _Handle()
     _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
     return ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES)
@@ -153,10 +143,7 @@ def export_allocation(address: int) -> bytes:
 
 def open_allocation(handle: bytes) -> int:
     """Maps another process's allocation on the current device, which may not be the one it is on; returns its address.
-
-    Raises:
-        RuntimeError: the driver cannot reach it from here.
-    """
+    Raises RuntimeError where the driver cannot reach it from here."""
     address = ctypes.c_uint64()
     given = _Handle.from_buffer_copy(handle)
     _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(_LAZY_PEER_ACCESS))
@@ -164,11 +151,7 @@ def open_allocation(handle: bytes) -> int:
 
 
 def close_allocation(address: int) -> None:
-    """Unmaps what ``open_allocation`` has mapped.
-
-    Raises:
-        RuntimeError: it is not mapped.
-    """
+    """Unmaps what ``open_allocation`` has mapped; RuntimeError where it has not."""
     _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
 
@@ -193,10 +176,6 @@ class CudaIpcStaging:
         nbytes = self.memory.numel()
         return StagingExport("cuda_ipc", self._key, nbytes, self._handles[reader], self.slot_bytes)
 
-    def opened(self) -> None:
-        """Called once all receivers have opened their exports: they have unmapped what came before, so that can go."""
-        torch.cuda.ipc_collect()
-
     def close(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self._handles = {}
@@ -217,9 +196,6 @@ class SharedMemoryStaging:
     def export(self, reader: int = 0) -> StagingExport:
         return StagingExport("shared_memory", self._key, self.memory.numel(), (self._path,), self.slot_bytes)
 
-    def opened(self) -> None:
-        """Does nothing: shared memory needs no notice of its readers."""
-
     def close(self) -> None:
         self._let_go()
         self.memory = torch.empty(0, dtype=torch.uint8)
@@ -234,26 +210,17 @@ def slot_of(memory: torch.Tensor, slot: int, slot_bytes: int) -> torch.Tensor:
 
 
 def create_staging(device: torch.device, slots: int, slot_bytes: int) -> Staging:
-    """Allocates staging memory on the trainer's device.
-
-    Raises:
-        ValueError: no mechanism shares memory of this device type with another process.
-    """
+    """Allocates staging memory on the trainer's device."""
     if device.type == "cuda":
         return CudaIpcStaging(device, slots, slot_bytes)
-    if device.type == "cpu":
-        return SharedMemoryStaging(slots, slot_bytes)
-    raise ValueError(
-        f"weight sync cannot share {device.type!r} memory with the rollout engine; "
-        "set actor_rollout_ref.rollout.custom.sync.enabled=False to run stock verl"
-    )
+    return SharedMemoryStaging(slots, slot_bytes)
 
 
 def open_staging(export: StagingExport) -> torch.Tensor:
     """Maps the memory of the receiver's own trainer rank: uint8 of shape ``(nbytes,)``, on the device the sender uses.
 
     Raises:
-        ValueError: that device is not visible here, or the mechanism is unknown.
+        ValueError: that device is not visible here.
         FileNotFoundError: the memory is not, as in another container, where the same number may be another process's.
     """
     if export.kind == "cuda_ipc":
@@ -265,8 +232,6 @@ def open_staging(export: StagingExport) -> torch.Tensor:
                 "set CUDA_VISIBLE_DEVICES alike for trainer and rollout ranks of a host"
             )
         return _rebuilt(export, visible.index(wanted), shared)
-    if export.kind != "shared_memory":
-        raise ValueError(f"unknown staging mechanism {export.kind!r}")
     path, found = export.handle[0], ""
     with contextlib.suppress(OSError):
         found = os.readlink(path)
@@ -276,15 +241,9 @@ def open_staging(export: StagingExport) -> torch.Tensor:
 
 
 def open_peer_staging(export: StagingExport, device: torch.device) -> torch.Tensor:
-    """Maps the memory of a trainer rank elsewhere on this host: uint8 of shape ``(nbytes,)``.
-
-    Args:
-        export: made for this receiver.
-        device: the receiver's own; for torch the memory of another GPU is a tensor on it.
-
-    Raises:
-        RuntimeError, OSError: it cannot be reached from here.
-    """
+    """Maps the memory of a trainer rank elsewhere on this host by the export made for this receiver: uint8 of shape
+    ``(nbytes,)``. For torch the memory of another GPU is a tensor on ``device``, the receiver's own. Raises
+    RuntimeError or OSError where it cannot be reached from here."""
     if export.kind != "cuda_ipc":
         return open_staging(export)
     _, *shared, _ = export.handle
@@ -396,12 +355,8 @@ class LiveParameters:
         self._live: Live | None = None
 
     def look(self, shards: Sequence[Shard]) -> Live:
-        """Looks where all parameters of the plan are now.
-
-        Raises:
-            NotInPlaceError: a parameter is merged, on the host, of a dtype that has to be cast otherwise than from fp32
-                to bf16, or in memory that cannot be shared.
-        """
+        """Looks where all parameters of the plan are now. Raises NotInPlaceError where one is merged, on the host, of a
+        dtype that has to be cast otherwise than from fp32 to bf16, or in memory that cannot be shared."""
         moved = self.found.look(shards)
         if not moved and self._live is not None and self._same():
             return self._live
@@ -475,11 +430,8 @@ class Regions:
         return frozenset(self._mapped)
 
     def map(self, wanted: Iterable[Region]) -> None:
-        """Maps what is not mapped yet and unmaps all else.
-
-        Raises:
-            RuntimeError, OSError: the memory cannot be reached from here.
-        """
+        """Maps what is not mapped yet and unmaps all else. Raises RuntimeError or OSError where the memory cannot be
+        reached from here."""
         regions = {region.key: region for region in wanted}
         for key in self._mapped.keys() - regions.keys():
             self._unmap(key)

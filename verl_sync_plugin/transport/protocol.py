@@ -5,7 +5,7 @@
     ------------                          ----------------------------
     LoadRequest (through a request of the engine's own)
                                     <---  connects to its trainer rank's address
-    Hello(sync_id, digest, staging) --->
+    Hello(digest, staging)          --->
                                     <---  Ready(needs_details), or Ready(unreachable) and the sync is over
     Hello once more, with manifest  --->  (if needed) finds out what its model does with the tensors, if that is new
                                     <---  Ready(map; if asked for), and the sync is over if the trainer plans again
@@ -33,12 +33,18 @@ from verl_sync_plugin.layout.tensors import Entry, Plan
 from verl_sync_plugin.transport.memory import Live, StagingExport
 
 MAGIC = "verl-sync-plugin"
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 
-# A trainer rank may spend up to three waits (its shards, its plan, its staging memory; or the last buckets, the commit,
-# the engine's answer) before it meets the others, and who waits for it should hear why it failed instead of giving up
-TOGETHER_WAITS, TOGETHER_SLACK_SECONDS = 3, 60.0
-ALL = NONE = -1  # in place of a bucket: all of them at once; in place of a number: there is none
+ALL = -1  # in place of a bucket: all of them at once
+
+
+def together_seconds(timeout_seconds: float) -> float:
+    """Seconds that ranks wait for each other, of which each may wait ``timeout_seconds`` for something else.
+
+    A trainer rank may spend up to three waits (its shards, its plan, its staging memory; or the last buckets, the
+    commit, the engine's answer) before it meets the others, and who waits for it should hear why it failed instead of
+    giving up."""
+    return 3 * timeout_seconds + 60.0
 
 
 @dataclass(frozen=True)
@@ -51,18 +57,14 @@ class LoadRequest:
     Attributes:
         sync_id: names the sync in messages and logs.
         addresses: for each tensor-parallel rank of the engine, in order, the control channel of its trainer rank.
-        timeout_seconds: how long the loader waits for the next word; see also ``greeting_seconds``.
+        timeout_seconds: how long the loader waits for the next word. For the first it waits ``together_seconds``: an
+            awake engine comes while the trainer ranks gather and plan. One that dies or gives up closes the channel,
+            which ends the wait at once.
     """
 
     sync_id: str
     addresses: tuple[str, ...]
     timeout_seconds: float
-
-    @property
-    def greeting_seconds(self) -> float:
-        """Seconds that the loader waits for the first word: an awake engine comes while the trainer ranks gather and
-        plan. One that dies or gives up closes the channel, which ends the wait at once."""
-        return TOGETHER_WAITS * self.timeout_seconds + TOGETHER_SLACK_SECONDS
 
     def to_wire(self) -> tuple[Any, ...]:
         return (MAGIC, PROTOCOL_VERSION, self.sync_id, tuple(self.addresses), float(self.timeout_seconds))
@@ -83,27 +85,26 @@ class Hello:
     """Opens a sync.
 
     Attributes:
-        sync_id: as in the request.
         digest: of the plan; the manifest is sent once per digest.
         stagings: where the slots are: of the trainer rank on its GPU or, of a sharded plan, of all ranks of its group,
             one for each segment; none when parameters are read where they lie.
-        place: which of them is the paired one, or read for what all of them hold.
+        place: which of them, or of the ranks in ``live``, is read for what all of them hold: the paired one, if it is
+            among them.
+        paired: it is, and so on the engine rank's own device.
         live: keys of the ``Live`` of all ranks of the group, in place of stagings.
         tells: say, before anything is loaded, what the model does with the tensors.
-        own: which of the stagings, or of the ranks in ``live``, is on the engine rank's device; ``NONE``: none is.
         proves: say in ``Committed`` what lies in the parameters.
         map: names the ``LoadMap`` that the trainer rank knows; another one is said in ``Committed``.
         manifest: what ``digest`` names, where the engine rank lacks it.
         lives: what ``live`` names, in its order, where the engine rank lacks it.
     """
 
-    sync_id: str
     digest: str
     stagings: tuple[StagingExport, ...]
-    place: int = 0
+    place: int
+    paired: bool
     live: tuple[str, ...] = ()
     tells: bool = False
-    own: int = 0
     proves: bool = False
     map: str = ""
     manifest: Manifest | None = None
@@ -177,13 +178,11 @@ class Held:
 
     Attributes:
         sums: the hash of each of ``load_map.held_parts``, as little-endian int64.
-        nbytes: that were hashed.
         changed: tensors of the model in which a constant, or an element in a wider dtype, has other bits than a load
             leaves.
     """
 
     sums: bytes
-    nbytes: int = 0
     changed: tuple[str, ...] = ()
 
 
@@ -193,7 +192,6 @@ class Committed:
 
     Attributes:
         replayed_tensors: went by copies instead of the model's ``load_weights``.
-        replayed_bytes: their bytes.
         own_bytes: read from memory of the paired rank, on the engine rank's own device.
         peer_bytes: read from other ranks' memory.
         sums: the hash of each of ``load_map.read_parts``, as little-endian int64.
@@ -206,7 +204,6 @@ class Committed:
     """
 
     replayed_tensors: int = 0
-    replayed_bytes: int = 0
     own_bytes: int = 0
     peer_bytes: int = 0
     sums: bytes = b""

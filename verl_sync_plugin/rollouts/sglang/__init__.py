@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from verl_sync_plugin.rollouts import Rollout
     from verl_sync_plugin.rollouts import sglang as this
 
-NAME, ENGINE = "sglang", "SGLang"
+ENGINE = "SGLang"
 ADAPTER = "verl_sync_plugin.rollouts.sglang.adapter.SyncServerAdapter"
 STOCK_ADAPTER = "verl.workers.rollout.sglang_rollout.sglang_rollout.ServerAdapter"
 STOCK_LOADER = "_load_sglang"

@@ -42,17 +42,13 @@ NamedTensors = list[tuple[Any, torch.Tensor]]  # one pair: a request as ``pack_r
 _sessions: dict[int, ReceiverSession] = {}
 
 
-def load(model: torch.nn.Module, named_tensors: NamedTensors) -> None:
-    """Receives one whole sync into ``model``; the request is a ``LoadRequest``."""
-    _load(model, named_tensors, forget=False)
-
-
 def load_and_forget_prefixes(model: torch.nn.Module, named_tensors: NamedTensors) -> None:
     """``load`` for an engine whose requests were retracted; see ``forget_prefixes``."""
-    _load(model, named_tensors, forget=True)
+    load(model, named_tensors, forget=True)
 
 
-def _load(model: torch.nn.Module, named_tensors: NamedTensors, forget: bool) -> None:
+def load(model: torch.nn.Module, named_tensors: NamedTensors, forget: bool = False) -> None:
+    """Receives one whole sync into ``model``; the request is a ``LoadRequest``."""
     try:
         header = admitted(named_tensors[0][0])
     except Exception as error:  # of whoever can reach SGLang's port; no trainer hears of it

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -129,24 +129,15 @@ class SGLangModel(EngineModel):
         return () if metadata is None else tuple(metadata.physical_to_logical_map_cpu.flatten().tolist())
 
     def why_skipped(self, name: str) -> str:
-        return why_skipped(self._model, name, self.sent)
-
-
-def why_skipped(model: Any, name: str, sent: Collection[str]) -> str:
-    """The reason why an SGLang model rightly leaves a tensor alone; empty where it may not.
-
-    Args:
-        model: Llama 4 says itself whether it has a vision tower (``has_vision``), which SGLang turns off by default.
-        name: of the tensor.
-        sent: the names of all tensors. They tell the trainer's own layers from those that predict further tokens,
-            which no number of layers does: the engine's may be smaller than the trainer's.
-    """
-    layer = _LAYER.fullmatch(name)
-    if layer is not None and layer[1] + JOINS in sent:
-        return FURTHER_TOKENS
-    if not getattr(model, "has_vision", True) and _VISION.fullmatch(name):  # None where nobody has turned it on
-        return BLIND
-    return next((reason for pattern, reason in SKIPS if re.fullmatch(pattern, name)), "")
+        # All names tell the trainer's own layers from those that predict further tokens, which no number of layers
+        # does: the engine's may be smaller than the trainer's
+        layer = _LAYER.fullmatch(name)
+        if layer is not None and layer[1] + JOINS in self.sent:
+            return FURTHER_TOKENS
+        # Llama 4 says itself whether it has a vision tower; SGLang turns that off by default, and leaves None there
+        if not getattr(self._model, "has_vision", True) and _VISION.fullmatch(name):
+            return BLIND
+        return next((reason for pattern, reason in SKIPS if re.fullmatch(pattern, name)), "")
 
 
 def _name_wrapped(module: torch.nn.Module) -> None:

@@ -42,70 +42,13 @@ from verl_sync_plugin.rollouts.sglang.refusals import (
 )
 from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK, FORGETTING_LOADER, LOADER, hand_down, new_token
 from verl_sync_plugin.rollouts.sglang.updates import WeightUpdates, resolved
-from verl_sync_plugin.transport.agreement import together_seconds
+from verl_sync_plugin.transport.protocol import together_seconds
 
 UNAVAILABLE = 503
 LONG_SECONDS = 1.0  # a client of HTTP's that has waited for longer may be gone
 # For a step of its own SGLang still counts a request that it has answered as running
 REST_SECONDS, IDLE_SECONDS = 0.2, 20.0
 ABORT_SECONDS, AGAIN_SECONDS, POLL_SECONDS = 1.0, 0.1, 0.002
-
-
-class Guarded:
-    """Has every request to a server's tokenizer manager wait until it may be computed, from verl as over HTTP, whose
-    clients get status 503 where that is in vain. ``inside``: how many requests SGLang has.
-
-    Where requests may span a sync and SGLang does not say so, ``weight_versions`` is added to the ``meta_info`` of
-    their answers, whose ``weight_version`` is that of the last token alone. With ``in_place`` they share a cached
-    prefix only if they began with the same weights: SGLang shares among requests of the same ``extra_key``.
-    """
-
-    def __init__(self, server: SyncSGLangHttpServer) -> None:
-        self._server, self._manager = server, server.tokenizer_manager
-        self._generate = self._manager.generate_request
-        self._spans = server.keeps_requests and not compat.counts_versions(self._manager)
-        self.inside, self._ended = 0, -REST_SECONDS
-        self._manager.generate_request = self._generate_request
-
-    @property
-    def busy(self) -> bool:
-        """SGLang has a request, or may still count one as running that it has just answered."""
-        return self.inside > 0 or time.monotonic() - self._ended < REST_SECONDS
-
-    async def _generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
-        await self._enter(request)
-        self.inside += 1
-        try:
-            if self._server.pause == "in_place" and hasattr(obj, "extra_key"):
-                prefix, given = f"weights-{self._server.loads}:", obj.extra_key
-                keys = [prefix + (key or "") for key in given] if isinstance(given, list) else prefix + (given or "")
-                obj.extra_key = keys
-            began = compat.weight_version(self._manager) if self._spans else None
-            async with aclosing(self._generate(obj, request)) as answers:
-                async for answer in answers:
-                    for each in answer if isinstance(answer, list) else (answer,):
-                        meta = each.get("meta_info") if isinstance(each, dict) else None
-                        if meta is not None and began is not None:
-                            meta["weight_versions"] = list(dict.fromkeys((began, meta.get("weight_version", began))))
-                    yield answer
-        finally:
-            self.inside -= 1
-            self._ended = time.monotonic()
-
-    async def _enter(self, request: Any) -> None:
-        """Hazard: between the end of ``admit`` and SGLang's own call nothing else may run, or a request would come into
-        a sync that begins there."""
-        asked = time.monotonic()
-        try:
-            await self._server.admit()
-            if request is not None and time.monotonic() - asked > LONG_SECONDS:
-                if await request.is_disconnected():  # SGLang looks for that only once it computes
-                    raise HTTPException(UNAVAILABLE, "the client has gone")
-                await self._server.admit()
-        except HalfWrittenError as error:
-            if request is None:
-                raise
-            raise HTTPException(UNAVAILABLE, str(error)) from error
 
 
 class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
@@ -123,22 +66,15 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         self._synced = self.separate or self.rollout_mode == RolloutMode.HYBRID
         self._gate = WeightsGate(needs_sync=self._sync.enabled and self._synced)
         self.pause = self._sync.pause if self.separate else "abort"
-        self.loads = 0
+        self.keeps_requests = self.pause != "abort"
+        # Retracted requests would find their prefixes of the weights before
+        self.loader = FORGETTING_LOADER if self.pause == "retract" else LOADER
         # When SGLang was asked to; the second for a load alone, after which nobody else is going to resume it
         self._paused = self.paused_by_load = False
         self.expect_updates(self._sync.timeout_seconds, self._gate.memory)
         self._report: dict[str, Any] | None = None
         self._processes: list[BaseProcess] = []
         self._served: list[str] | None = None  # names of factors for which SGLang has a place
-
-    @property
-    def keeps_requests(self) -> bool:
-        return self.pause != "abort"
-
-    @property
-    def loader(self) -> str:
-        """SGLang's ``load_format`` of a sync; retracted requests would find their prefixes of the weights before."""
-        return FORGETTING_LOADER if self.pause == "retract" else LOADER
 
     async def launch_server(
         self, master_address: str | None = None, master_port: int | None = None, **more: Any
@@ -198,7 +134,51 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
     # Requests
 
     def guard_requests(self) -> None:
-        self.guarded = Guarded(self)
+        """Has every request to the tokenizer manager wait until it may be computed, from verl as over HTTP, whose
+        clients get status 503 where that is in vain.
+
+        Where requests may span a sync and SGLang does not say so, ``weight_versions`` is added to the ``meta_info`` of
+        their answers, whose ``weight_version`` is that of the last token alone. With ``in_place`` they share a cached
+        prefix only if they began with the same weights: SGLang shares among requests of the same ``extra_key``."""
+        manager = self.tokenizer_manager
+        self._inside, self._ended = 0, -REST_SECONDS  # requests that SGLang has, and when it answered the last one
+        self._spans = self.keeps_requests and not compat.counts_versions(manager)
+        self._generate, manager.generate_request = manager.generate_request, self._generate_request
+
+    async def _generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        await self._enter(request)
+        self._inside += 1
+        try:
+            if self.pause == "in_place" and hasattr(obj, "extra_key"):
+                prefix, given = f"weights-{self._gate.number}:", obj.extra_key
+                keys = [prefix + (key or "") for key in given] if isinstance(given, list) else prefix + (given or "")
+                obj.extra_key = keys
+            began = compat.weight_version(self.tokenizer_manager) if self._spans else None
+            async with aclosing(self._generate(obj, request)) as answers:
+                async for answer in answers:
+                    for each in answer if isinstance(answer, list) else (answer,):
+                        meta = each.get("meta_info") if isinstance(each, dict) else None
+                        if meta is not None and began is not None:
+                            meta["weight_versions"] = list(dict.fromkeys((began, meta.get("weight_version", began))))
+                    yield answer
+        finally:
+            self._inside -= 1
+            self._ended = time.monotonic()
+
+    async def _enter(self, request: Any) -> None:
+        """Hazard: between the end of ``admit`` and SGLang's own call nothing else may run, or a request would come into
+        a sync that begins there."""
+        asked = time.monotonic()
+        try:
+            await self.admit()
+            if request is not None and time.monotonic() - asked > LONG_SECONDS:
+                if await request.is_disconnected():  # SGLang looks for that only once it computes
+                    raise HTTPException(UNAVAILABLE, "the client has gone")
+                await self.admit()
+        except HalfWrittenError as error:
+            if request is None:
+                raise
+            raise HTTPException(UNAVAILABLE, str(error)) from error
 
     async def admit(self) -> None:
         """Waits until a request may be computed: the engine has had its first sync where it needs one, none is under
@@ -289,11 +269,12 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
 
     async def _end_requests(self) -> None:
         """verl has ended its own, and the gate is shut; what came over HTTP before that may still be inside."""
-        if not self.guarded.busy or self.occupation.released:
+        idle = not self._inside and time.monotonic() - self._ended >= REST_SECONDS
+        if idle or self.occupation.released:
             return
-        if self.guarded.inside and not await end_requests(self.tokenizer_manager, IDLE_SECONDS):
+        if self._inside and not await end_requests(self.tokenizer_manager, IDLE_SECONDS):
             raise RuntimeError(
-                f"{self.guarded.inside} requests did not end within {IDLE_SECONDS:g} s of being aborted, and SGLang "
+                f"{self._inside} requests did not end within {IDLE_SECONDS:g} s of being aborted, and SGLang "
                 "can neither sleep nor load with them inside; look at what else than verl asks its HTTP port"
             )
         # Until it does not count an answered request as running any more
@@ -312,14 +293,11 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         load takes, and no round of verl's calls. After a failed sync it stays paused until one succeeds. Into a
         colocated engine that is awake SGLang loads when all requests have ended."""
         number = self._gate.begin()
-        self.loads += 1
         if not self.separate:
             await self._end_requests()
         elif not self._paused:
             await self.abort_all_requests()
             self.paused_by_load = True
-        else:
-            return
         self._gate.refuse_given_up(number)
 
     async def load_adapter(

@@ -28,8 +28,8 @@ class WeightUpdates:
 
     tokenizer_manager: Any
     global_steps: int | None = None  # version of the weights
-    keeps_requests: Any = False  # while its weights are synced
-    loader: Any = LOADER  # SGLang's ``load_format`` of a sync
+    keeps_requests = False  # while its weights are synced
+    loader = LOADER  # SGLang's ``load_format`` of a sync
     _gate: WeightsGate
 
     def expect_updates(self, timeout_seconds: float, memory: Callable[[bool], None] = lambda there: None) -> None:
