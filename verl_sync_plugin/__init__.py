@@ -24,7 +24,7 @@ def build() -> str:
 def __getattr__(name: str) -> Any:
     # Every process of verl imports this package, and torch only where it needs it
     if name == "SpmdRollout":
-        from verl_sync_plugin.spmd.rollout import SpmdRollout
+        from verl_sync_plugin.spmd import SpmdRollout
 
         return SpmdRollout
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,7 +16,7 @@ from fresh_process import python
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import RolloutError
 from verl_sync_plugin.rollouts import LocalSpec, rollout_of
-from verl_sync_plugin.spmd.rollout import (
+from verl_sync_plugin.spmd import (
     SpmdRollout,
     check_groups,
     engine_ranks,

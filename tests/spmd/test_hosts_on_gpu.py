@@ -58,7 +58,7 @@ def syncs(rank: int, folder: str) -> list[Any]:
     from transformers import AutoModelForCausalLM
 
     from verl_sync_plugin.rollouts import LOCAL, rollout_of
-    from verl_sync_plugin.spmd.rollout import SpmdRollout
+    from verl_sync_plugin.spmd import SpmdRollout
 
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl")

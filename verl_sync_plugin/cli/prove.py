@@ -160,7 +160,7 @@ def _prove(options: argparse.Namespace, checks: list[Check], reports: list[SyncR
     from transformers import AutoModelForCausalLM
 
     from verl_sync_plugin.rollouts import LOCAL, rollout_of
-    from verl_sync_plugin.spmd.rollout import SpmdRollout, errors
+    from verl_sync_plugin.spmd import SpmdRollout, errors
     from verl_sync_plugin.trainers.base import trainer_device
     from verl_sync_plugin.transport.agreement import Agreement
 

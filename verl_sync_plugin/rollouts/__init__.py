@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from verl_sync_plugin.memory import Estimate
 
-LOCAL = "sglang"  # the engine of scripts, see ``spmd/``
+LOCAL = "sglang"  # the engine of scripts, see ``spmd.py``
 ROLLOUTS = {"sglang": "verl_sync_plugin.rollouts.sglang"}  # modules by verl's ``rollout.name``
 
 
@@ -105,7 +105,7 @@ class Rollout(Protocol):
         """The engine's own estimate of what generating takes on top of weights and KV cache."""
 
     def prepare_local(self, spec: LocalSpec) -> LocalLaunch:
-        """For ``spmd/``."""
+        """For ``spmd.py``."""
 
 
 def serves(name: object) -> bool:

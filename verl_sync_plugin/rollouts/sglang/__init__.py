@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang as a ``rollouts.Rollout``, and its arguments for a script's engine (``spmd/``).
+"""SGLang as a ``rollouts.Rollout``, and its arguments for a script's engine (``spmd.py``).
 
 Before anything runs, in every process:
     refusals       keys, arguments, models and adapters with which SGLang cannot be synced
