@@ -80,12 +80,8 @@ def without_ours(case: str, mine: dict[str, Any], verls: dict[str, Any]) -> bool
     assert case.split()[0] not in WITHOUT_SYNC
     assert "${" not in json.dumps([rollout["custom"], rollout["update_weights_bucket_megabytes"]])
     assert rollout["checkpoint_engine"]["update_weights_bucket_megabytes"] == 512 and rollout["multi_stage_wake_up"]
-    for section, keys in (
-        (rollout, ("custom", "update_weights_bucket_megabytes", "multi_stage_wake_up", "_target_")),
-        (rollout["checkpoint_engine"], ("update_weights_bucket_megabytes",)),
-        (stock, ("multi_stage_wake_up", "_target_")),
-        (stock["checkpoint_engine"], ("update_weights_bucket_megabytes",)),
-    ):
-        for key in keys:
-            section.pop(key)
+    for side in (rollout, stock):
+        for key in ("custom", "update_weights_bucket_megabytes", "multi_stage_wake_up", "_target_"):
+            side.pop(key, None)
+        del side["checkpoint_engine"]["update_weights_bucket_megabytes"]
     return True

@@ -187,18 +187,17 @@ def test_a_response_names_its_first_and_last_version(
 
 
 @pytest.mark.parametrize(
-    ("name", "backend", "pause", "kind"),
+    ("name", "backend", "kind"),
     [
-        ("sglang", "sync_plugin", "retract", "SeparateLLMServerClient"),
-        ("sglang", "sync_plugin", "abort", "SeparateLLMServerClient"),
-        ("sglang", "nccl", "abort", "FullyAsyncLLMServerClient"),
-        ("sglang", "naive", "abort", "FullyAsyncLLMServerClient"),
-        ("vllm", "nccl", "retract", "FullyAsyncLLMServerClient"),
+        ("sglang", "sync_plugin", "SeparateLLMServerClient"),
+        ("sglang", "nccl", "FullyAsyncLLMServerClient"),
+        ("sglang", "naive", "FullyAsyncLLMServerClient"),
+        ("vllm", "nccl", "FullyAsyncLLMServerClient"),
     ],
 )
-def test_the_trainer_hands_out_ours_for_separate_rollouts(name: str, backend: str, pause: str, kind: str) -> None:
+def test_the_trainer_hands_out_ours_for_separate_rollouts(name: str, backend: str, kind: str) -> None:
     ours: Any = reporting(Verls)()
-    rollout = {"name": name, "checkpoint_engine": {"backend": backend}, "custom": {"sync": {"pause": pause}}}
+    rollout = {"name": name, "checkpoint_engine": {"backend": backend}}
     ours.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
     client = ours.get_llm_client()
     assert type(client).__name__ == kind and client._only_hybrid
