@@ -233,32 +233,19 @@ def test_too_little_memory_for_marks_leaves_a_sync_to_the_model_and_is_tried_a_f
 def test_a_fused_pair_is_left_together() -> None:
     names = ("two.kv_a_proj_with_mqa.weight", "two.q_a_proj.weight")
 
-    class Fusing(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.held = torch.nn.ParameterList(torch.empty(8, 64) for _ in names)
+    def load(model: Any, name: str, tensor: torch.Tensor) -> None:
+        own(model, "ab"[names.index(name)], tensor + 1 if name == names[0] else tensor)
 
-        def load_weights(self, weights: Weights) -> None:
-            for name, tensor in weights:
-                self.held[names.index(name)].data.copy_(tensor + 1 if name == names[0] else tensor)
-
-    found = map_of(SGLangModel(Fusing(), 0), names, (8, 64), FP32)
+    found = map_of(SGLangModel(Pair(each(load)), 0), names, (LENGTH,))
     assert len(found.left) == 2 and {left.why for left in found.left} == {"goes through aten.add.Tensor"}
 
 
 # Tensors that SGLang's models rightly leave alone
 
 
-class Loading(torch.nn.Module):
-    """Loads nothing."""
-
-    def load_weights(self, weights: Weights) -> None:
-        list(weights)
-
-
 def skips(name: str, *sent: str, **of_model: Any) -> bool:
     """True if a map says so; ``sent`` comes with it."""
-    model, names = Loading(), sorted({name, *sent})
+    model, names = Pair(lambda model, given: None), sorted({name, *sent})
     vars(model).update(of_model)
     return names.index(name) in dict(map_of(SGLangModel(model, 0), names, (4,)).skipped)
 
