@@ -1,34 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code in a fresh interpreter, and another plugin of verl's for it to find."""
+"""Code and ``verl-sync doctor`` in a fresh interpreter, and what it is to find there: another plugin of verl's, another
+version of a package."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+
+def _run(folder: Path, words: list[str], environment: dict[str, str], seconds: int) -> subprocess.CompletedProcess[str]:
+    """Away from the source tree, with ``environment`` on top of this process's."""
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True,
+        timeout=seconds, check=False,
+    )  # fmt: skip
 
 
 def python(folder: Path, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs ``code`` in a fresh interpreter, away from the source tree."""
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=folder,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return _run(folder, ["-c", textwrap.dedent(code)], environment, 120)
+
+
+@dataclass(frozen=True)
+class Told:
+    """Exit status, JSON and other output of the doctor."""
+
+    code: int
+    found: dict[str, Any]
+    stderr: str
+
+    @property
+    def findings(self) -> dict[str, dict[str, str]]:
+        """Lists the findings on the first node, and on all together, by check."""
+        every = [*self.found["nodes"][0]["findings"], *self.found["findings"]]
+        return {each["check"]: each for each in every}
+
+    @property
+    def bad(self) -> dict[str, str]:
+        """Levels of what is not ok, by check."""
+        return {check: each["level"] for check, each in self.findings.items() if each["level"] != "ok"}
+
+
+def doctor(folder: Path, *arguments: str, **environment: str) -> Told:
+    words = ["-m", "verl_sync_plugin.cli", "doctor", "--json", *arguments]
+    ended = _run(folder, words, {"VERL_PLATFORM": "cpu", **environment}, 180)
+    assert ended.stdout.startswith("{"), ended.stderr[-3000:]
+    return Told(ended.returncode, json.loads(ended.stdout), ended.stderr)
+
+
+def first_in_path(folder: Path) -> str:
+    """``PYTHONPATH`` with a folder before everything else."""
+    return os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+
+
+def _metadata(folder: Path, package: str, version: str) -> Path:
+    made = folder / f"{package.replace('-', '_')}-{version}.dist-info"
+    made.mkdir(parents=True)
+    (made / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    return made
+
+
+def stand_in(folder: Path, package: str, version: str) -> str:
+    """``PYTHONPATH`` with metadata in front that say that another version of a package is installed."""
+    return first_in_path(_metadata(folder / "metadata", package, version).parent)
 
 
 def other_plugin(folder: Path, code: str) -> Path:
     """Installs another plugin of verl, which is found and loaded before ours."""
     site = folder / "site"
-    metadata = site / "other_plugin-1.0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: other-plugin\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[verl.plugins]\nother = other_plugin\n")
+    (_metadata(site, "other-plugin", "1.0") / "entry_points.txt").write_text("[verl.plugins]\nother = other_plugin\n")
     (site / "other_plugin.py").write_text(textwrap.dedent(code))
     return site

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 from ray.cluster_utils import Cluster
 
-from doctor_runs import doctor, stand_in
+from fresh_process import doctor, stand_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(400)]
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 import verl_sync_plugin
-from doctor_runs import doctor, first_in_path, stand_in
-from fresh_process import other_plugin, python
+from fresh_process import doctor, first_in_path, other_plugin, python, stand_in
 from verl_sync_plugin.cli import doctor as made
 from verl_sync_plugin.cli import probe
 from verl_sync_plugin.cli.doctor import Finding, ok, problem, warning

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import verl_contract
-from doctor_runs import doctor, first_in_path
-from fresh_process import python
+from fresh_process import doctor, first_in_path, python
 from packages import folder_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(400)]
