@@ -42,13 +42,14 @@ def test_healthy_stack_is_ready(tmp_path: Path, tiny_model: Any) -> None:
     """With a whole command that was pasted, whose model is there; in the quickstart's environment, and without
     ``VERL_PLATFORM``."""
     model = f"actor_rollout_ref.model.path={tiny_model('qwen2')}"
-    told = doctor(tmp_path, "--", *COMMAND.split(), model, VERL_PLATFORM="")
+    told = doctor(tmp_path, "--", *COMMAND.split(), model, f"{ROLLOUT}.quantization=fp8", VERL_PLATFORM="")
     assert told.code == 0 and told.found["ready"] and not told.bad, told.bad
     hooks = [check for check in told.findings if check.startswith("hook/")]
     assert hooks == [f"hook/{name}" for name in probe.HOOKS]
     assert told.findings["overrides"]["text"] == "weight sync on"
     # as the log of a run with it
     assert told.findings["model"]["text"].startswith("Qwen2ForCausalLM is served; a sync sends 27 tensors, 0.23 MB")
+    assert told.findings["model"]["text"].endswith("the engine says which of them it keeps in fp8")
     assert told.findings["memory"]["text"] == (
         "per GPU about 0.12 MB in the engine, and at most 0.46 MB of staging where weights are not read in place; "
         "on the host no copy while the engine sleeps"

@@ -353,6 +353,8 @@ def _sent(folder: str, config: Any) -> list[Finding]:
     served = bool(lora_rank_of(model)) and not model.lora.get("merge", False)
     what = "the first sync sends the base, and each an adapter: " if served else "a sync sends "
     sends = f"{plan.tensor_count} tensors, {_size(plan.nbytes)} as {rollout.dtype}, in buckets of {megabytes} MiB"
+    if quantization := rollout.get("quantization", None):
+        sends += f"; in the first sync the engine says which of them it keeps in {quantization}"
 
     tp, pp = (int(rollout.get(f"{each}_model_parallel_size", 1) or 1) for each in ("tensor", "pipeline"))
     each, staging = _size(plan.nbytes / (tp * pp)), _size(2 * max(bucket.nbytes for bucket in plan.buckets))
