@@ -48,9 +48,9 @@ def three_syncs(member: Rank) -> None:
     meeting = member.manager.meeting
     ask = meeting.ask
 
-    def late(version: str | None) -> None:
+    def late() -> None:
         time.sleep(1.0 if is_last(member) else 0.0)  # its engine rank has connected by then
-        ask(version)
+        ask()
 
     meeting.ask = late  # type: ignore[method-assign]
     for version in (1, 2, 3):

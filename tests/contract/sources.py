@@ -12,25 +12,47 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl_sync_plugin.layout.tensors import Shard
+from verl_sync_plugin.layout.tensors import Base, Shard, View
 from verl_sync_plugin.rollouts import rollout_of
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
+from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.ways import Sync, Way, Ways
-from verl_sync_plugin.trainers.base import ParameterSource
+from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
 from verl_sync_plugin.transport.agreement import Agreement
 
 
 class WorldSource(ParameterSource):
-    """Shares every base out over all ranks; the shards come from the test."""
+    """Shares tensors out over all ranks."""
 
-    def __init__(self, shards: Sequence[Shard] = ()) -> None:
+    def __init__(self, weights: Sequence[tuple[str, torch.Tensor]] = ()) -> None:
         super().__init__()
         self.group = dist.group.WORLD
-        self._shards = shards
+        self.weights = weights
 
     def shards(self) -> list[Shard]:
-        return list(self._shards)
+        rank, world = dist.get_rank(), dist.get_world_size()
+        return [shard_of((name,), tensor, rank, world) for name, tensor in self.weights]
+
+
+class SourceManager(ShardingManager):
+    """Syncs a source that it is given in place of verl's engine."""
+
+    def __init__(self, given: ParameterSource, *args: Any) -> None:
+        super().__init__(None, *args)
+        self.given = given
+
+    def open_source(self) -> ParameterSource:
+        return self.given
+
+
+def shard_of(names: tuple[str, ...], tensor: torch.Tensor, rank: int, world: int) -> Shard:
+    """A rank's rows of a tensor, which is tied where it has several names."""
+    numel = tensor.numel()
+    lengths = even_chunks(tensor.shape[0], world, numel // tensor.shape[0])
+    views = tuple(View(name, tuple(tensor.shape), 0, numel) for name in names)
+    run = tensor.reshape(-1)[sum(lengths[:rank]) :][: lengths[rank]]
+    return Shard(Base(names[0], dtype_name(tensor.dtype), tensor.element_size(), lengths, views), lambda: run)
 
 
 def reader_of(strategy: str) -> Any:

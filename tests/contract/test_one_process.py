@@ -1,13 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole phase of one trainer rank and one engine rank: syncs, faults, sleeps and wakes in any order, staging
-memory, mappings, wider dtypes, and engines that rearrange what they have loaded."""
+"""The whole phase of one trainer rank and one engine rank in one process, without SGLang's processes and Ray: syncs,
+faults, sleeps and wakes in any order, staging memory, mappings, and engines that rearrange what they have loaded.
+
+Adapter, sharding manager, endpoint, server, loader and session are the product's own. What SGLang's tokenizer manager
+would have a scheduler do is done here in a thread; its memory is only noted.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import os
 import shutil
 import tempfile
-from collections.abc import Callable
+import threading
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,25 +25,194 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from one_process import TIMEOUT, Model, OneProcess, Source
+from sglang.srt.utils import MultiprocessingSerializer
 from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
+from verl.workers.rollout.replica import RolloutMode
 from worlds import run_world
 
+from contract.sources import SourceManager, shard_of
 from faults import points
-from verl_sync_plugin.config.settings import SEPARATE_BACKEND, TURN_OFF
-from verl_sync_plugin.engine import session
+from faults.actor import Reference, worker_calls
+from verl_sync_plugin.config.settings import SEPARATE_BACKEND, TURN_OFF, sync_config_of
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.tensors import Shard
 from verl_sync_plugin.memory import FIRST, REST
+from verl_sync_plugin.rollouts import rollout_of
+from verl_sync_plugin.rollouts.adapter import calls_of
 from verl_sync_plugin.rollouts.sglang import loader
 from verl_sync_plugin.rollouts.sglang.adapter import SyncServerAdapter
-from verl_sync_plugin.trainers.base import dtype_name
+from verl_sync_plugin.rollouts.sglang.request import hand_down, new_token
+from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
+from verl_sync_plugin.sync.endpoint import RolloutEndpoint
+from verl_sync_plugin.trainers.base import ParameterSource, ShardStream
 from verl_sync_plugin.transport.channel import Channel
 from verl_sync_plugin.transport.memory import Live, LiveParameters
 from verl_sync_plugin.transport.protocol import Committed, together_seconds
+
+CPU = torch.device("cpu")
+SIZES = {"a.weight": (40, 30), "b.weight": (7,), "c.q.weight": (20, 30), "c.k.weight": (10, 30)}
+BUCKET_BYTES = 3000
+TIMEOUT = 20.0
+
+
+class Model(torch.nn.Module):
+    """An engine's model, which fuses two tensors of the checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in (("a", (40, 30)), ("b", (7,)), ("c", (30, 30))):
+            self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape), requires_grad=False))
+
+    def load_weights(self, weights: Any) -> None:
+        rows = {"c.q.weight": slice(0, 20), "c.k.weight": slice(20, 30)}
+        for name, tensor in weights:
+            target = getattr(self, name.split(".")[0])
+            (target[rows[name]] if name in rows else target).copy_(tensor)
+
+    def holds(self, weights: dict[str, torch.Tensor]) -> bool:
+        fused = torch.cat([weights["c.q.weight"], weights["c.k.weight"]])
+        return all(map(torch.equal, (self.a, self.b, self.c), (weights["a.weight"], weights["b.weight"], fused)))
+
+
+class Source(ParameterSource):
+    """Parameters of a trainer of one rank, in memory that the engine rank can map."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self.weights = {name: torch.randn(shape) for name, shape in SIZES.items()}
+        self.move()
+
+    def move(self) -> None:
+        """To other memory, as an offload would."""
+        for name, tensor in self.weights.items():
+            path = self._folder / f"{uuid.uuid4().hex}.memory"
+            storage = torch.UntypedStorage.from_file(str(path), True, tensor.nbytes)
+            moved = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape)  # type: ignore[call-overload]
+            self.weights[name] = moved.copy_(tensor)
+
+    def shards(self) -> list[Shard]:
+        return [shard_of((name,), tensor, 0, 1) for name, tensor in self.weights.items()]
+
+
+class TokenizerManager:
+    """Answers as SGLang's does; a load runs in a thread, as it would in the scheduler."""
+
+    server_args = SimpleNamespace(tp_size=1, weight_version="")
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.released: set[str] = set()
+
+    async def update_weights_from_tensor(self, obj: Any, request: None) -> tuple[bool, str]:
+        assert "weights" not in self.released, "SGLang would write into memory that is not there"
+        named = MultiprocessingSerializer.deserialize(obj.serialized_named_tensors[0])
+        await asyncio.to_thread(loader.load, self._model, named)
+        return True, ""
+
+    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        raise AssertionError("there is no scheduler that generates")
+        yield
+
+    async def flush_cache(self) -> Any:
+        assert "kv_cache" not in self.released, "SGLang would crash (sglang #19029)"
+        return SimpleNamespace(success=True)
+
+    async def release_memory_occupation(self, obj: Any, request: None) -> None:
+        assert not self.released & set(obj.tags), "the memory saver would end the process"
+        self.released |= set(obj.tags)
+
+    async def resume_memory_occupation(self, obj: Any, request: None) -> None:
+        assert self.released >= set(obj.tags), "SGLang would raise KeyError"
+        self.released -= set(obj.tags)
+
+
+class Actor:
+    """The handle of a server whose loop runs in a thread."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda *args: self._ask(getattr(self._server, method)(*args)))
+
+    def _ask(self, call: Any) -> Reference:
+        reference = Reference()
+        reference.answer = asyncio.run_coroutine_threadsafe(call, self._loop)
+        return reference
+
+    def wait(self, call: Any) -> Any:
+        return self._ask(call).answer.result(TIMEOUT)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class OneProcess:
+    """Trainer and engine; one per process at a time.
+
+    Args:
+        checkpoint: of any model that the configuration can be of.
+        folder: for the trainer's memory.
+        keys: of ``custom.sync``.
+    """
+
+    def __init__(self, checkpoint: str, folder: Path, **keys: Any) -> None:
+        os.environ.update(RANK="0", RAY_LOCAL_WORLD_SIZE="1", CUDA_VISIBLE_DEVICES="")
+        loader.tensor_parallel_rank = lambda: 0
+        loader._sessions.clear()
+        hand_down(new_token())
+        sync = {"timeout_seconds": TIMEOUT, **keys}
+        config = RolloutConfig(name="sglang", tensor_model_parallel_size=1, custom={"sync": sync}, max_model_len=64)
+        model_config = HFModelConfig(path=checkpoint)
+        self.model, self.source = Model(), Source(folder)
+        self.server = SyncSGLangHttpServer(config, model_config, RolloutMode.HYBRID, [], 0, 0, 1, "", 0)
+        self.server.tokenizer_manager = self.sglang = TokenizerManager(self.model)
+        self.server.guard_requests()
+        self.actor = Actor(self.server)
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "infer_tp", "infer_pp"))
+        self.adapter = SyncServerAdapter(config, model_config, mesh)
+        self.adapter.server_actor = self.actor
+        leads = RolloutEndpoint(rollout_of("sglang"), calls_of(self.actor, ""), (0,), False, TIMEOUT, False)
+        self.manager = SourceManager(self.source, leads, sync_config_of(config), BUCKET_BYTES, CPU)
+        self.adapter._manager = self.manager
+        self._version = 0
+
+    def sync(self) -> None:
+        self._version += 1
+        asyncio.run(worker_calls(self.adapter, ShardStream(None, list), self._version))
+
+    def train(self) -> None:
+        for tensor in self.source.weights.values():
+            tensor.add_(torch.randn_like(tensor))
+
+    def sleep(self) -> None:
+        self.actor.wait(self.server.sleep())
+
+    def request(self) -> str:
+        """Returns what a request would get now."""
+        try:
+            self.actor.wait(asyncio.wait_for(self.server.admit(), 0.05))
+        except TimeoutError:
+            return "a wait"
+        except RuntimeError:
+            return "a refusal"
+        return "an answer"
+
+    def close(self) -> None:
+        self.manager.sender.close()
+        self.manager.meeting.close()
+        self.actor.close()
+
 
 # What can fail where one process is trainer, engine and server; SGLang's own processes are in tests/faults
 FAULTS = (
@@ -44,6 +222,7 @@ FAULTS = (
     *(("server", stage) for stage in ("wake", "connect", "finish")),
 )
 TAGS = {"weights", "kv_cache"}
+SESSION = "verl_sync_plugin.engine.session"
 
 
 class Phase(RuleBasedStateMachine):
@@ -156,7 +335,7 @@ def test_the_engine_serves_what_the_model_says(tiny_model: Callable[[str], str])
 # Staging memory stays between syncs where there is room for it next to what the engine resumes, and else goes
 
 
-def kept(checkpoint: str, folder: str, short: list[bool], failing: int = 0) -> list[tuple[bool, bool, bool]]:
+def kept(checkpoint: str, folder: str, short: list[bool], failing: int) -> list[tuple[bool, bool, bool]]:
     """Tells for each sync whether the trainer has staging memory after it, whether the engine maps that memory, and
     whether room for staging memory was made before the sync.
 
@@ -175,14 +354,14 @@ def kept(checkpoint: str, folder: str, short: list[bool], failing: int = 0) -> l
 
         place.adapter._room.make = make  # type: ignore[method-assign]
         place.sleep()
-        if number == failing:
-            (session,) = loader._sessions.values()
-            failure = mock.patch.object(session._load, "finish", side_effect=RuntimeError("injected"))
-            with failure, pytest.raises(SyncError, match="injected"):
-                place.sync()
-        else:
+        with ExitStack() as stack:
+            if number == failing:
+                (session,) = loader._sessions.values()
+                failure = mock.patch.object(session._load, "finish", side_effect=RuntimeError("injected"))
+                stack.enter_context(failure)
+                stack.enter_context(pytest.raises(SyncError, match="injected"))
             place.sync()
-            assert place.model.holds(place.source.weights)
+        assert number == failing or place.model.holds(place.source.weights)
         (session,) = loader._sessions.values()
         found.append((place.manager.sender.staged, bool(session._stagings), asked[FIRST] > 0))
         place.train()
@@ -191,23 +370,19 @@ def kept(checkpoint: str, folder: str, short: list[bool], failing: int = 0) -> l
 
 
 @pytest.mark.parametrize(
-    ("short", "stays"),
+    ("short", "failing", "stays"),
     [
-        ([True, True, True], [False, False, False]),
-        ([True, False, False, True, True], [False, False, True, True, False]),
+        ([True, True, True], 0, [False, False, False]),
+        ([True, False, False, True, True], 0, [False, False, True, True, False]),
+        ([True, True, True, True], 2, [False, False, False, False]),
     ],
 )
 def test_the_next_sync_does_as_the_room_was(
-    short: list[bool], stays: list[bool], tiny_model: Callable[[str], str], tmp_path: Path
+    short: list[bool], failing: int, stays: list[bool], tiny_model: Callable[[str], str], tmp_path: Path
 ) -> None:
-    (found,) = run_world(1, kept, tiny_model("qwen2"), str(tmp_path), short, timeout=180)
+    (found,) = run_world(1, kept, tiny_model("qwen2"), str(tmp_path), short, failing, timeout=180)
     to_come = [False, *(not stayed for stayed in stays[:-1])]
     assert found == list(zip(stays, stays, to_come, strict=True)), "both sides alike"
-
-
-def test_what_a_failed_sync_gave_back_is_staged_anew(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
-    (found,) = run_world(1, kept, tiny_model("qwen2"), str(tmp_path), [True, True, True, True], 2, timeout=180)
-    assert found == [(False, False, number > 0) for number in range(4)]
 
 
 def mapped() -> int:
@@ -250,55 +425,7 @@ def test_parameters_are_let_go_of_once_they_are_not_read_in_place(
     run_world(1, parameters_stay_mapped, tiny_model("qwen2"), str(tmp_path), timeout=180)
 
 
-# An engine that keeps some weights in a wider dtype than ``rollout.dtype``
-
-
-class Wider(Model):
-    """Keeps ``a`` in bf16, ``b`` in fp32, and adds one to ``c``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.c = (torch.nn.Parameter(p.bfloat16(), requires_grad=False) for p in (self.a, self.c))
-
-    def load_weights(self, weights: Any) -> None:
-        super().load_weights((name, tensor + 1 if name.startswith("c") else tensor) for name, tensor in weights)
-
-    def holds(self, weights: dict[str, torch.Tensor]) -> bool:
-        own = Wider()
-        own.load_weights(weights.items())
-        return all(map(torch.equal, (self.a, self.b, self.c), (own.a, own.b, own.c)))
-
-
-class Rounding(Source):
-    """Sends the dtypes of the policy."""
-
-    def _shard(self, name: str, tensor: torch.Tensor) -> Shard:
-        wire, honest = self.policy.of_parameter([name], tensor.dtype), super()._shard(name, tensor)
-        return replace(honest, base=replace(honest.base, dtype=dtype_name(wire), itemsize=wire.itemsize))
-
-
-def sync_three_times(checkpoint: str, folder: str) -> dict[str, str]:
-    """The dtypes that travel in the end."""
-    place = OneProcess(checkpoint, Path(folder), Wider, Rounding, verify="always")
-    for _ in range(3):
-        place.sync()
-        assert place.model.holds(place.source.weights)
-        assert place.request() == "an answer"
-        place.train()
-    planned = place.manager.planned
-    place.close()
-    assert planned is not None
-    return {base.key: base.dtype for base in planned.bases}
-
-
-def test_what_the_engine_keeps_wider_travels_wider(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
-    """The trainer hears of it in the first sync, before anything is loaded, and sends those unrounded."""
-    (dtypes,) = run_world(1, sync_three_times, tiny_model("qwen2"), str(tmp_path))
-    assert dtypes == {"a.weight": "bfloat16", "b.weight": "float32", "c.q.weight": "float32", "c.k.weight": "float32"}
-
-
 # An engine that rearranges weights once they are loaded from a checkpoint is refused by name, not served wrongly
-
 
 # Stand-ins for what SGLang's quantization method of a module does after a load of a checkpoint
 METHODS: dict[str, Callable[[Any], object]] = {
@@ -338,21 +465,21 @@ def test_weights_that_are_rearranged_behind_every_load(
 # What else the engine rank promises the trainer rank
 
 
-def ends_of(checkpoint: str, folder: str) -> tuple[list[list[str]], list[float]]:
-    """Returns what the engine rank does at the end of each of two syncs, and how long its waits for a word may be. The
-    first sync leaves much in its allocator's cache."""
-    place, ends, waits = OneProcess(checkpoint, Path(folder)), list[list[str]](), list[float]()
-    reserved, receive = iter([0, session.LEAST_BYTES, 0, session.LEAST_BYTES - 1]), Channel.receive
+def ends_of(checkpoint: str, folder: str) -> tuple[list[str], list[float]]:
+    """Returns what the engine rank does at the end of two syncs, the first of which leaves much in its allocator's
+    cache, and how long its waits for a word may be."""
+    place, ends, waits = OneProcess(checkpoint, Path(folder)), list[str](), list[float]()
+    reserved, receive = iter([0, 64 << 20, 0, (64 << 20) - 1]), Channel.receive
     with (
-        mock.patch.object(session, "_reserved_bytes", lambda: ends.append([]) or next(reserved)),
-        mock.patch.object(torch.cuda, "empty_cache", lambda: ends[-1].append("emptied")),
-        mock.patch.object(session, "Committed", lambda *args: ends[-1].append("committed") or Committed(*args)),
+        mock.patch(f"{SESSION}._reserved_bytes", lambda: next(reserved)),
+        mock.patch.object(torch.cuda, "empty_cache", lambda: ends.append("emptied")),
+        mock.patch(f"{SESSION}.Committed", lambda *args: ends.append("committed") or Committed(*args)),
         mock.patch.object(Channel, "receive", lambda channel, wait: waits.append(wait) or receive(channel, wait)),
     ):
         place.sync()
         place.sync()
     place.close()
-    return ends[1::2], waits
+    return ends, waits
 
 
 def test_the_cache_goes_back_before_the_trainer_hears_of_the_end(
@@ -361,8 +488,32 @@ def test_the_cache_goes_back_before_the_trainer_hears_of_the_end(
     """For it has the KV cache resumed next. Its first word may take as long as trainer ranks wait for each other, as an
     engine that is awake comes while they plan."""
     ((ends, waits),) = run_world(1, ends_of, tiny_model("qwen2"), str(tmp_path))
-    assert ends == [["emptied", "committed"], ["committed"]]
-    assert waits.count(together_seconds(TIMEOUT)) == 2
+    assert ends == ["emptied", "committed", "committed"] and waits.count(together_seconds(TIMEOUT)) == 2
+
+
+def packed_with_a_nan(checkpoint: str, folder: str) -> None:
+    """What was packed counts, even if the parameter has changed back before anybody looks it up."""
+    place = OneProcess(checkpoint, Path(folder), delivery="staged")
+    part, honest = place.source.weights["b.weight"], place.manager.sender.pack
+
+    def packing(*args: Any) -> None:
+        before = part[3].item()
+        part[3] = float("nan")
+        honest(*args)
+        part[3] = before
+
+    said = "was NaN or Inf when it was packed, and in the trainer all of them are finite"
+    with mock.patch.object(place.manager.sender, "pack", packing), pytest.raises(SyncError, match=said):
+        place.sync()
+    place.sync()
+    assert place.model.holds(place.source.weights) and place.request() == "an answer"
+    place.close()
+
+
+def test_a_nan_that_was_packed_is_an_error_though_it_is_gone_again(
+    tiny_model: Callable[[str], str], tmp_path: Path
+) -> None:
+    run_world(1, packed_with_a_nan, tiny_model("qwen2"), str(tmp_path))
 
 
 @pytest.mark.parametrize(

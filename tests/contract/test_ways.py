@@ -12,75 +12,62 @@ import torch
 import torch.distributed as dist
 from worlds import run_world
 
-from contract.sources import WorldSource, chosen, everyone
+from contract.sources import WorldSource, chosen, everyone, shard_of
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Base, Shard, View
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync import ways
 from verl_sync_plugin.sync.sender import BucketSender, slot_limit
-from verl_sync_plugin.sync.ways import PeersUnreachableError, Reach, Sync, Ways, ranks_of
+from verl_sync_plugin.sync.ways import PeersUnreachableError, Sync, Ways, ranks_of
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed
 
 CPU = torch.device("cpu")
 
 
-def decided(hosts: tuple[str, ...], group_size: int) -> bool:
-    """True if engine ranks read segments from several ranks."""
-    rank, groups = dist.get_rank(), []
+def first_choice(delivery: str, hosts: tuple[str, ...], group_size: int) -> tuple[bool, str]:
+    """True if engine ranks read segments from several ranks; and what this rank says in the log in two syncs."""
+    agreement, sender, rank = Agreement(20), BucketSender(CPU, 20), dist.get_rank()
+    both, source = Ways(SyncConfig(delivery=delivery), agreement, sender), WorldSource()
     for first in range(0, dist.get_world_size(), group_size):
-        groups.append(dist.new_group(list(range(first, first + group_size)), backend="gloo"))
-    made = Reach()
-    with mock.patch.object(ways, "host_name", lambda: hosts[rank]):
-        made.decide(Agreement(20), ranks_of(groups[rank // group_size], rank), "ranks")
-    assert made.possible is not None
-    return made.possible
-
-
-@pytest.mark.parametrize(
-    ("hosts", "group_size", "expected"),
-    [
-        (("a",) * 4, 4, True),
-        (("a",) * 4, 2, True),
-        (("a", "a", "b", "b"), 2, True),  # hybrid sharding: every group on its host
-        (("a", "a", "b", "b"), 4, False),
-        (("a", "b", "c", "d"), 4, False),
-        (("a", "a", "a", "b"), 2, False),  # one group alone decides for all
-        (("a",) * 4, 1, False),  # nothing to share out
-    ],
-)
-def test_the_hosts_of_a_group_decide(hosts: tuple[str, ...], group_size: int, expected: bool) -> None:
-    assert run_world(4, decided, hosts, group_size, timeout=60) == [expected] * 4
-
-
-def said_of_the_choice(choice: str, hosts: tuple[str, str]) -> str:
-    """Returns what rank 0 says in the log when the way is chosen for the first time."""
-    agreement, sender, rank = Agreement(20), BucketSender(torch.device("cpu"), 20), dist.get_rank()
-    both = Ways(SyncConfig(delivery=choice), agreement, sender)
-    shards = [Shard(Base("w", "uint8", 1, (64, 64), (View("w", (128,), 0, 128),)), lambda: torch.zeros(64))]
-    source = WorldSource(shards)
+        group = dist.new_group(list(range(first, first + group_size)), backend="gloo")
+        source.group = group if rank // group_size * group_size == first else source.group
     with mock.patch.object(ways, "host_name", lambda: hosts[rank]):
         both.reach.decide(agreement, ranks_of(source.group, rank), "ranks that share out the model")
-    found = source.shards()
-    plan = source.plan(tuple(shard.base for shard in found), slot_limit(4096), bool(both.reach.possible))
+    shards = [shard_of(("w",), torch.zeros(128), rank % group_size, group_size)]
+    assert both.reach.possible is not None
+    plan = source.plan((shards[0].base,), slot_limit(4096), both.reach.possible)
     with redirect_stdout(io.StringIO()) as said:
         for _ in range(2):
-            chosen(both, agreement, Sync(plan, source, found, SyncReport(), (0, 1)))
-    return said.getvalue()
+            chosen(both, agreement, Sync(plan, source, shards, SyncReport(), ranks_of(source.group, rank)))
+    return both.reach.possible, said.getvalue()
+
+
+NOT_YET = "delivery is staged (not direct: the engine has not yet said that it can)"
+SPREAD = "not staged alone: ranks that share out the model are on several hosts)"
 
 
 @pytest.mark.parametrize(
-    ("choice", "hosts", "line"),
+    ("delivery", "hosts", "group_size", "reads", "line"),
     [
-        ("auto", ("a", "a"), "delivery is staged (not direct: the engine has not yet said that it can)"),
-        ("staged", ("a", "a"), "(not direct: actor_rollout_ref.rollout.custom.sync.delivery=staged)"),
-        ("auto", ("a", "b"), "not staged alone: ranks that share out the model are on several hosts)"),
+        ("auto", "aaaa", 4, True, NOT_YET),
+        ("staged", "aaaa", 4, True, "(not direct: actor_rollout_ref.rollout.custom.sync.delivery=staged)"),
+        ("auto", "aaaa", 2, True, NOT_YET),
+        ("auto", "aabb", 2, True, NOT_YET),  # hybrid sharding: every group on its host
+        ("auto", "aabb", 4, False, SPREAD),
+        ("auto", "abcd", 4, False, SPREAD),
+        ("auto", "aaab", 2, False, SPREAD),  # one group alone decides for all
+        ("auto", "aaaa", 1, False, NOT_YET),  # nothing to share out
     ],
 )
-def test_the_log_says_once_how_bytes_travel_and_why(choice: str, hosts: tuple[str, str], line: str) -> None:
-    first, second = run_world(2, said_of_the_choice, choice, hosts, timeout=60)
-    assert line in first and first.count("\n") == 1 and not second, (first, second)
+def test_the_hosts_of_a_group_decide_and_the_log_says_once_how_bytes_travel_and_why(
+    delivery: str, hosts: str, group_size: int, reads: bool, line: str
+) -> None:
+    found = run_world(4, first_choice, delivery, tuple(hosts), group_size, timeout=60)
+    assert [possible for possible, _ in found] == [reads] * 4
+    first, *others = (said for _, said in found)
+    assert line in first and first.count("\n") == 1 and not any(others), found
 
 
 def memory_of(shared: bool, folder: str) -> torch.Tensor:

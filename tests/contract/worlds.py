@@ -28,7 +28,6 @@ import torch.multiprocessing as mp
 
 import unmeasured
 
-DIED = "died"  # result of a rank whose process ended on purpose
 IMPORTED = "imported"  # what every rank says before it runs anything
 IMPORT_SECONDS = 300.0
 
@@ -95,9 +94,7 @@ def stop() -> None:
     _pool.clear()
 
 
-def run_world(
-    size: int, function: Callable[..., Any], *arguments: object, timeout: float = 120.0, dying: tuple[int, ...] = ()
-) -> list[Any]:
+def run_world(size: int, function: Callable[..., Any], *arguments: object, timeout: float = 120.0) -> list[Any]:
     """Runs ``function(*arguments)`` on ``size`` ranks and returns their results.
 
     Args:
@@ -105,10 +102,9 @@ def run_world(
         function: module-level function; the default process group is set up when it is called.
         arguments: picklable.
         timeout: seconds for all ranks together, once they have imported the function.
-        dying: ranks whose processes are meant to end without a result; they yield ``DIED``.
 
     Raises:
-        WorldError: any other rank failed, died or took too long.
+        WorldError: any rank failed, died or took too long.
     """
     _grow(size)
     results: dict[int, Any] = {}
@@ -128,10 +124,10 @@ def run_world(
                     succeeded, value = pipe.recv()
                 except (EOFError, ConnectionError):
                     _pool[rank][0].join()
-                    succeeded, value = rank in dying, DIED
+                    succeeded, value = False, "it died"
                 (results if succeeded else failures)[rank] = value
         failures.update(dict.fromkeys(members.values(), f"no answer within {timeout:g} s"))
-    if members or dying or not all(process.is_alive() for process, _ in _pool):
+    if members or not all(process.is_alive() for process, _ in _pool):
         stop()
     if failures:
         raise WorldError("\n".join(f"--- rank {rank}:\n{text}" for rank, text in sorted(failures.items())))

@@ -37,17 +37,17 @@ def test_what_the_engine_keeps(
     policy = wire_policy(rollout)
     for names in (["a", "b"], ["a"], ["c"]):
         assert policy.of_parameter(names, trained) == before
-    assert not policy.learn({"d": kept})
-    assert policy.learn({"b": kept}) == (travels != before)
+    assert not policy.learn({"d": kept}, {})
+    assert policy.learn({"b": kept}, {}) == (travels != before)
     assert policy.of_parameter(["a", "b"], trained) == travels
     assert policy.of_parameter(["a"], trained) == policy.of_parameter(["c"], trained) == before
-    assert not policy.learn({"b": kept}), "nothing new"
+    assert not policy.learn({"b": kept}, {}), "nothing new"
 
 
 def test_the_widest_of_what_lies_in_one_storage() -> None:
     policy = WirePolicy(BF16)
     policy.of_parameter(["a", "b"], FP32)
-    assert not policy.learn({"a": "bfloat16"}) and policy.learn({"b": "float32"})
+    assert not policy.learn({"a": "bfloat16"}, {}) and policy.learn({"b": "float32"}, {})
     assert policy.of_parameter(["a", "b"], FP32) == FP32 and policy.of_parameter(["a"], FP32) == BF16
 
 
