@@ -492,7 +492,7 @@ def test_the_cache_goes_back_before_the_trainer_hears_of_the_end(
 
 
 def packed_with_a_nan(checkpoint: str, folder: str) -> None:
-    """What was packed counts, even if the parameter has changed back before anybody looks it up."""
+    """A parameter that was packed counts as it was, even if it has changed back before anybody looks it up."""
     place = OneProcess(checkpoint, Path(folder), delivery="staged")
     part, honest = place.source.weights["b.weight"], place.manager.sender.pack
 

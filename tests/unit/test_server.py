@@ -382,7 +382,7 @@ def on_blackwell(tmp_path: Path) -> Callable[..., Any]:
 def test_experts_that_blackwell_reorders_are_refused_once_launched(
     on_blackwell: Callable[..., Any], make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a run, and of a script."""
+    """A run's, and a script's."""
     monkeypatch.setattr(SGLangHttpServer, "launch_server", AsyncMock())
     with pytest.raises(ValueError, match=r"engine_kwargs\.sglang" + SAID) as caught:
         asyncio.run(make(on_blackwell(), **COLOCATED).launch_server())

@@ -136,7 +136,7 @@ class SyncCheckpointEngine(CheckpointEngine):
         )  # fmt: skip
 
     def receive_weights(self, global_steps: int | None = None, **more: Any) -> Membership:
-        """What verl passes, unread, to our rollout adapter in place of a weight stream."""
+        """verl passes the result, unread, to our rollout adapter in place of a weight stream."""
         say_unused("receive_weights", more)
         assert self._membership is not None and self._membership.ranks is not None, "init_process_group() comes first"
         return self._membership

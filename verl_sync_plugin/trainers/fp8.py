@@ -244,7 +244,7 @@ class QuantizingSource(ParameterSource):
     # ---- the weights
 
     def _quantized(self, piece: _Piece, merge: Merge | None, values: torch.Tensor, begin: int) -> torch.Tensor:
-        """See ``Shard.merge``."""
+        """Makes fp8 of a part of a base, as ``Shard.merge`` does of any."""
         values = (values if merge is None else merge(values, begin)).to(self._dtype)
         result = torch.empty(values.shape, dtype=FP8, device=values.device)
         for each in self._cut(piece, values, begin):
