@@ -89,7 +89,10 @@ def check_report(member: Rank) -> None:
     assert report.gathered_bytes == 0 and (report.peer_bytes > 0) == (world > 1)
     if world > 1:
         read = report.own_bytes + report.peer_bytes
-        assert report.nbytes / world < read < 0.8 * report.nbytes, report
+        plan = member.manager.planned
+        assert plan is not None
+        weights = sum({entry.name: entry.nbytes for bucket in plan.buckets for entry in bucket.entries}.values())
+        assert weights / world < read < 0.8 * weights, report
         # Tensor-parallel trainer ranks hold what the engine ranks next to them need, others only by chance
         most = 0.2 if ("tp", world) in member.setup.settings else 0.7
         assert report.peer_bytes < most * read, report
