@@ -255,12 +255,12 @@ def test_what_an_engine_failed_to_do_is_asked_again(late: bool) -> None:
     async def story() -> None:
         asked: list[list[str]] = []
         there: list[bool] = []
-        occupation = Occupation("the engine", 0.1, there.append)
+        occupation = Occupation("the engine", 0.5, there.append)
 
         async def ask(tags: list[str]) -> None:
             asked.append(tags)
             if len(asked) == 1:
-                await asyncio.sleep(0.15 * late)
+                await asyncio.sleep(0.75 * late)
                 raise RuntimeError("injected")
 
         with pytest.raises(TimeoutError if late else RuntimeError):

@@ -44,7 +44,6 @@ from contract.test_lora_syncs import out_of_memory
 from contract.wire import Wire
 from megatron_cpu import stories
 from megatron_cpu.engines import Layout as MegatronLayout
-from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.copies.packing import Packer
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.report import SyncReport
@@ -182,7 +181,6 @@ def broken_on_one_rank() -> list[str]:
         local[0, 0] = torch.nan if dist.get_rank() == 1 else held
     packer = Packer(CPU, plan, dist.get_rank())
     list(source.prepare(plan.buckets[0].bases))
-    packer.begin()
     packer.pack(0, torch.empty(plan.slot_bytes, dtype=torch.uint8), shards)
     found = (name_culprit(plan.buckets[broken], shards, source, dist.get_rank()) for broken in packer.broken())
     said.append(" ".join(map(str, found)))
@@ -194,9 +192,7 @@ def broken_on_one_rank() -> list[str]:
         source._found[place] = replace(source._found[place], local=out_of_memory)
     sender.reserve(plan)
     with pytest.raises(SyncError) as caught:
-        Staged(SyncConfig(), agreement, sender, agreement, Reach(agreement)).fill(
-            Sync("1", plan, source, shards, SyncReport(), (), ())
-        )
+        Staged(agreement, sender, agreement, Reach()).fill(Sync(plan, source, shards, SyncReport(), ()))
     said.append(str(caught.value))
     sender.close()
     check_quantized(plain, expected, policy.blocks, LARGE, False)
