@@ -135,7 +135,7 @@ def in_fp8(model_path: str, layout: Layout, computed: bool) -> None:
     with _norms_are_computed() if computed else nullcontext():
         for size, sharded in ((TINY, False), (LARGE, True)):
             manager = manager_of(engine, size)
-            manager.plan("the ranks agree on the layout")
+            manager.plan()
             source, expected = manager.source, on_the_wire(stock_export(engine), torch.bfloat16)
             assert source is not None and type(source).__name__ == ("StreamSource" if computed else "MegatronSource")
             check_quantized(source, expected, projections(expected, (16, 8)), size, sharded)
