@@ -107,6 +107,9 @@ class Comparison:
         known = all(each is not None and not each.unknown for each in maps_of_all)
         names = list(numbers_of(bucket.entries for bucket in plan.buckets))
         if blocks := {names[number]: (rows, columns) for each in maps for number, rows, columns in each.fp8}:
+            if loaded:
+                text = f"the engine keeps {next(iter(blocks))} in fp8, and this trainer does not quantize"
+                raise SyncError(f"weight sync failed: {text}. Remove actor_rollout_ref.rollout.quantization=fp8.")
             self.blocks |= blocks
             return {}
         with self._agreement.attempt():
@@ -153,7 +156,7 @@ class Comparison:
                 raise ValueError(
                     f"{maps[0].model} drops the scales of {len(found)} weights that it keeps in fp8: {shown}"
                     f"{_more(found)}. It would compute with random ones, and so it would with stock verl, which does "
-                    "not notice. Remove actor_rollout_ref.rollout.quantization, or use another model."
+                    "not notice. Remove actor_rollout_ref.rollout.quantization=fp8, or use another model."
                 )
             raise ValueError(
                 f"{maps[0].model} leaves out {len(found)} of the {len(names)} tensors that the trainer sends: "

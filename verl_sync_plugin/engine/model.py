@@ -60,7 +60,8 @@ class EngineModel(ABC):
     def fp8_block(self) -> tuple[int, int]:
         """Rows and columns of a block of weights kept in fp8, each with one scale, where a model keeps any. Raises
         ValueError for another layout of scales."""
-        raise ValueError(f"{self.engine}'s {self.name} keeps weights in fp8, and weight sync does not know how")
+        why = "keeps weights in fp8, but not in blocks of one size. Remove actor_rollout_ref.rollout.quantization"
+        raise ValueError(f"{self.engine}'s {self.name} {why}.")
 
     @property
     def constants(self) -> dict[str, float]:

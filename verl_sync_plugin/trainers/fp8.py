@@ -30,6 +30,7 @@ from verl_sync_plugin.transport.agreement import Agreement
 FP8 = torch.float8_e4m3fn
 MOST = torch.finfo(FP8).max
 LEAST = 1e-10  # of a block's largest magnitude
+REMEDY = f"Remove actor_rollout_ref.rollout.quantization=fp8, or {TURN_OFF}."
 
 
 @dataclass(frozen=True)
@@ -169,8 +170,7 @@ class QuantizingSource(ParameterSource):
         if len(view.shape) != 2 or view.strides is not None:
             raise ValueError(
                 f"{view.name!r} of shape {view.shape} lies transposed or in another shape in the trainer, and the "
-                "engine keeps it in fp8: weight sync quantizes contiguous matrices. Remove "
-                f"actor_rollout_ref.rollout.quantization, or {TURN_OFF}."
+                f"engine keeps it in fp8: weight sync quantizes contiguous matrices. {REMEDY}"
             )
 
     def _shard(self, each: _Piece | tuple[Base, int]) -> Shard:
@@ -183,7 +183,8 @@ class QuantizingSource(ParameterSource):
         if part.base is shard.base:
             return shard
         first = part.offset if part.count else 0
-        merge = _shifted(shard.merge, first)
+        inner = shard.merge
+        merge = None if inner is None else lambda part, begin: inner(part, first + begin)
         if each.weights:
             merge = partial(self._quantized, each, merge)
         return Shard(part.base, lambda: shard.local()[first : first + part.count], merge)
@@ -276,7 +277,7 @@ class QuantizingSource(ParameterSource):
 
 
 def _room(first: int, count: int, block: int) -> tuple[int, int]:
-    """How far ``count`` rows or columns from ``first`` on are from the next borders of blocks."""
+    """Counts what lacks to whole blocks, before and after ``count`` rows or columns from ``first`` on."""
     return first % block, -(first + count) % block
 
 
@@ -302,22 +303,18 @@ def _rectangles(run: Run, columns: int) -> Iterator[Run]:
             source, target, left = source + count * width, target + count * width, left - count * width
 
 
-def _shifted(merge: Merge | None, first: int) -> Merge | None:
-    if merge is None or not first:
-        return merge
-    return lambda part, begin: merge(part, first + begin)
-
-
 def _parts(base: Base, rank: int, blocks: Mapping[str, tuple[int, int]]) -> Iterator[Excerpt]:
     """A base whole, where all of its tensors are quantized or none, else each stretch of it that tensors share."""
     quantized = {view.name in blocks for view in base.views}
-    if len(quantized) == 1:
+    if len(quantized) <= 1:
         yield Excerpt(base, (), 0, base.lengths[rank])
         return
     stretches = list[tuple[int, int, list[View]]]()
     for view in sorted(base.views, key=lambda view: view.start):
         if view.shares:
-            raise ValueError(f"{base.key!r} holds {view.name!r}, and the engine keeps only a part of it in fp8")
+            raise ValueError(
+                f"{base.key!r} holds {view.name!r}, and the engine keeps only a part of it in fp8. {REMEDY}"
+            )
         if stretches and view.start < stretches[-1][1]:
             start, end, views = stretches.pop()
             stretches.append((start, max(end, view.start + view.span), [*views, view]))
@@ -326,5 +323,5 @@ def _parts(base: Base, rank: int, blocks: Mapping[str, tuple[int, int]]) -> Iter
     for start, end, views in stretches:
         if len({view.name in blocks for view in views}) > 1:
             names = ", ".join(view.name for view in views)
-            raise ValueError(f"{names} share their bytes, and the engine keeps only some of them in fp8")
+            raise ValueError(f"{names} share their bytes, and the engine keeps only some of them in fp8. {REMEDY}")
         yield excerpt(base, rank, f"{base.key} ({views[0].name})", Member(views[0].name, (end - start,), start), views)

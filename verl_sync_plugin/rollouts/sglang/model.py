@@ -100,10 +100,7 @@ class SGLangModel(EngineModel):
             )
         configs = (getattr(getattr(module, "quant_method", None), "quant_config", None) for module in modules)
         blocks = {tuple(block) for config in configs if (block := getattr(config, "weight_block_size", None))}
-        if len(blocks) != 1:
-            return super().fp8_block
-        ((rows, columns),) = blocks
-        return rows, columns
+        return blocks.pop() if len(blocks) == 1 else super().fp8_block
 
     @property
     def constants(self) -> dict[str, float]:
