@@ -171,6 +171,16 @@ def run_quantizer(
     kernel.quantize_rows[(table.shape[1],)](table, table.shape[1], bases, scales, *dtypes, *block, write, num_warps=8)
 
 
+def scales_of(largest: torch.Tensor, least: float, most: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs ``kernel.divide``: scales of blocks, fp32 of shape ``(n,)``, and their inverses."""
+    from verl_sync_plugin.copies import kernel
+
+    scales, inverse = torch.empty_like(largest), torch.empty_like(largest)
+    count, block = largest.numel(), kernel.READ_BLOCK
+    kernel.divide[(-(-count // block),)](largest, scales, inverse, count, least, most, block)
+    return scales, inverse
+
+
 def addresses(target: int, sources: Sequence[int], device: torch.device) -> torch.Tensor:
     """The addresses that blocks are relative to, as the kernel reads it: int64 of shape ``(1 + n,)``. All divisible by
     16."""

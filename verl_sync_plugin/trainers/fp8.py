@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.copies.packing import chunks_of
-from verl_sync_plugin.copies.table import addresses, kernel_works, run_quantizer
+from verl_sync_plugin.copies.table import addresses, kernel_works, run_quantizer, scales_of
 from verl_sync_plugin.layout.strided import Run, compose
 from verl_sync_plugin.layout.tensors import SCALE, Base, Member, Shard, Slice, View
 from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy, dtype_name, rank_in
@@ -258,10 +258,17 @@ class QuantizingSource(ParameterSource):
             yield
             work = dist.all_reduce(largest, dist.ReduceOp.MAX, self.group, async_op=True)
             take_part(work, self._device, self._timeout)
-        # Divided by a number, a GPU would multiply with its inverse
-        scales = largest.clamp(min=LEAST) / torch.full((1,), MOST, device=self._device)
-        for (first, end), part in zip(spans, scales.split([end - first for first, end in spans]), strict=True):
-            self._scales[first:end], self._inverse[first:end] = part, 1.0 / part
+        if self._kernel:
+            scales, inverse = scales_of(largest, LEAST, MOST)
+        else:
+            scales = largest.clamp(min=LEAST) / torch.full(
+                (1,), MOST, device=self._device
+            )  # a number would be inverted
+            inverse = 1.0 / scales
+        for (first, end), *part in zip(
+            spans, *(each.split([b - a for a, b in spans]) for each in (scales, inverse)), strict=True
+        ):
+            self._scales[first:end], self._inverse[first:end] = part
         self._done.update(map(id, units))  # last: what a failure leaves is no preparation
 
     @torch.no_grad()
