@@ -41,7 +41,8 @@ lint: venv ## style, formatting, layers, types, size, licence lines, names of te
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/python .ci/budget.py
-	VERL_PLATFORM=cpu $(BIN)/python -m benchmarks.report --check  # one commit in the README's table, and every figure's file
+	VERL_PLATFORM=cpu $(BIN)/python -m benchmarks.report --check  # one commit in the README's table
+	VERL_PLATFORM=cpu $(BIN)/python .ci/figures.py  # every figure's file
 	@without=$$(grep -rL --include='*.py' --include='*.sh' --include='*.yaml' SPDX-License-Identifier \
 		verl_sync_plugin cpu_stack configs tests benchmarks examples scripts setup.py); test -z "$$without" || \
 		{ echo "files without an SPDX line:" $$without; exit 1; }

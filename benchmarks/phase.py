@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures one case: the same training under stock verl (at its defaults, and tuned) and under the plugin, in turn.
 
-``python -m benchmarks.phase --case dense-7b-2gpu-fsdp2-tp2-full --model-size 7b --gpus 2 --strategy fsdp2
+``python -m benchmarks.phase --case headline-7b-fsdp2 --model-size 7b --gpus 2 --strategy fsdp2
 --rollout-tp 2 --steps 6 --out results.json``
 
 phase = the rollout's sleep + the trainer's whole ``update_weights`` call, the slowest rank's, by the same clock for
@@ -319,8 +319,7 @@ class Sync:
 
 def read_records(path: Path) -> list[Record]:
     """The records of a probe file."""
-    with open(path, encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines if line.strip()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 def _stage(record: Record) -> str | None:
@@ -346,10 +345,8 @@ def _joined_in_calls(updates: list[Record], calls: list[Record]) -> list[Record]
     """One ``update_weights`` per trainer's call: with an adapter that the engine serves, verl's first sync has two."""
     joined: dict[Any, Record] = {}
     for position, record in enumerate(updates):
-        around = [
-            call["start"] for call in calls if call["start"] <= record["start"] <= call["start"] + call["seconds"]
-        ]
-        key = around[0] if around else ("alone", position)
+        around = (call["start"] for call in calls if 0 <= record["start"] - call["start"] <= call["seconds"])
+        key = next(around, ("alone", position))
         before = joined.get(key)
         joined[key] = record if before is None else {**record, "seconds": before["seconds"] + record["seconds"]}
         if before is not None and "nbytes" in before:
@@ -378,12 +375,9 @@ def largest(records: Iterable[Record], key: str) -> Any:
 
 
 def _reported_stages(reports: list[Record]) -> dict[str, float]:
-    stages: dict[str, float] = {}
-    for report in reports:
-        for name, seconds in (report.get("stages") or {}).items():
-            if name in REPORTED and seconds is not None:
-                stages[name] = max(stages.get(name, 0.0), round(float(seconds), 6))
-    return stages
+    said = [report.get("stages") or {} for report in reports]
+    found = {name: largest(said, name) for name in REPORTED}
+    return {name: round(float(seconds), 6) for name, seconds in found.items() if seconds is not None}
 
 
 def report_numbers(reports: list[Record]) -> dict[str, float]:
@@ -541,10 +535,10 @@ def _paused(inside: list[Record]) -> float:
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def verl_timings(log: Path, name: str) -> list[float]:
-    """verl's own ``timing_s/NAME`` of each step: a second clock, independent of the probe."""
+def printed(log: Path, name: str) -> list[float]:
+    """A metric of verl's own by step; its ``timing_s/...`` are a second clock, independent of the probe."""
     text = _ANSI.sub("", log.read_text(encoding="utf-8", errors="replace"))
-    return [float(value) for value in re.findall(rf"timing_s/{name}:([0-9.eE+-]+)", text)]
+    return [float(value) for value in re.findall(rf"{name}:([0-9.eE+-]+)", text)]
 
 
 def summarize(variant: str, settings: dict[str, Any], probe_file: Path, log: Path) -> dict[str, Any]:
@@ -565,8 +559,9 @@ def summarize(variant: str, settings: dict[str, Any], probe_file: Path, log: Pat
         "samples": {
             "first_sync": dataclasses.asdict(first),
             "syncs": [dataclasses.asdict(sync) for sync in measured],
-            "verl_update_weights_s": verl_timings(log, "update_weights"),
-            "verl_step_s": verl_timings(log, "step"),
+            "verl_update_weights_s": printed(log, "timing_s/update_weights"),
+            "verl_step_s": printed(log, "timing_s/step"),
+            "probs_correlation": printed(log, "rollout_actor_probs_pearson_corr"),
             "host_used_bytes": [record["host_used_bytes"] for record in records if record.get("host_used_bytes")],
         },
         "bytes": max(filter(None, [sync.bytes for sync in (first, *measured)]), default=None),

@@ -23,8 +23,10 @@ BEGIN, END = "<!-- {}:begin -->", "<!-- {}:end -->"  # of a part that is written
 # The README's table and chart: cases of one commit, in their order, and what they are called there
 HEADLINE = {
     "headline-7b-fsdp2": "7.6 B, FSDP2 on 2 GPUs → TP2",
+    "headline-moe-8b-fsdp2": "MoE 8.3 B, FSDP2 on 2 GPUs → TP2",
+    "fp8-7b-fsdp2": "7.6 B, the rollout in fp8",
+    "fp8-moe-8b-fsdp2": "MoE 8.3 B, the rollout in fp8",
     "headline-7b-bridge": "7.6 B, Megatron-Bridge TP2 → TP2",
-    "headline-moe-8b-bridge": "MoE 8.3 B, Megatron-Bridge EP2 → TP2",
     "headline-mla-7b-bridge": "MoE 7.2 B, latent attention, EP2 → TP2",
     "headline-7b-fsdp2-lora32": "7.6 B, FSDP2, LoRA merged → TP2",
     "separate-headline-7b-fsdp2": "7.6 B, FSDP2 on 1 GPU → 1 GPU of its own",
@@ -113,7 +115,9 @@ def phase_rows(results: list[Result]) -> Iterable[list[str]]:
                 *[seconds(run["stages"][name]) for name in STAGES[:-1]],
                 f"**{seconds(phase)}**",
                 f"{seconds(min(every))} to {seconds(max(every))}, n={len(every)}",
-                ", ".join(f"{found[other] / phase:.1f}× {other}" for other in found if other != variant != "stock"),
+                ", ".join(
+                    f"{found[other] / phase:.1f}× {other}" for other in list(found)[: list(found).index(variant)]
+                ),
                 ", ".join(seconds(sync["stages"]["phase"]) for sync in (samples["first_sync"], samples["syncs"][0])),
                 f"{phase / steps:.1%}" if steps else "–",
                 gibibytes(run["peak_device_bytes"]),
@@ -156,16 +160,19 @@ def draw(results: list[Result], path: Path) -> None:
     from matplotlib import pyplot
 
     shown = headline(results)[::-1]
-    figure, axes = pyplot.subplots(figsize=(9, 1 + 0.55 * len(shown)), dpi=80)
+    figure, axes = pyplot.subplots(figsize=(9, 1 + 0.5 * len(shown)), dpi=80)
     for offset, (variant, colour) in enumerate(zip(VARIANTS[::-1], ("#1f77b4", "#a0a0a0", "#d0d0d0"), strict=True)):
         at = [place + 0.27 * (offset - 1) for place, each in enumerate(shown) if variant in phases(each)]
         values = [found[variant] for each in shown if variant in (found := phases(each))]
         bars = axes.barh(at, values, 0.25, color=colour, label=variant)
         axes.bar_label(bars, [seconds(value) for value in values], padding=3, fontsize=8)
     axes.set_xscale("log")
+    axes.set_xticks([], minor=True)
+    axes.set_xticks(ticks := [0.1, 0.3, 1, 3, 10], map(str, ticks))
+    axes.margins(x=0.12)
     axes.set_yticks(range(len(shown)), [HEADLINE[each["case"]] for each in shown])
     axes.set_xlabel("seconds of a weight update")
-    axes.legend(loc="lower right", reverse=True)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False, reverse=True)
     figure.tight_layout()
     figure.savefig(path)
 
@@ -200,11 +207,11 @@ def link_share(result: Result, run: dict[str, Any], load: float | None) -> str:
 
 def by_bucket(result: Result, variant: str, staged: bool = False) -> dict[int, float]:
     """Seconds of the transfer by bucket size in MiB."""
-    runs = [
-        run for run in result["runs"] if (run["variant"], run["settings"].get("staged", False)) == (variant, staged)
-    ]
-    runs = [run for run in runs if run["settings"].get("verify") in (None, "", "first")]  # of an earlier harness
-    return {int(run["settings"]["bucket_mb"]): float(run["stages"]["phase"]) for run in runs}
+    return {
+        int(run["settings"]["bucket_mb"]): float(run["stages"]["phase"])
+        for run in result["runs"]
+        if (run["variant"], run["settings"].get("staged", False)) == (variant, staged)
+    }
 
 
 def shown_buckets(result: Result) -> list[int]:
@@ -216,11 +223,8 @@ def shown_buckets(result: Result) -> list[int]:
 
 def transfer_rows(results: list[Result]) -> Iterable[list[str]]:
     for result in results:
-        stock, plugin, lowest = (
-            by_bucket(result, "stock"),
-            by_bucket(result, "plugin"),
-            floor_seconds(result["runs"][0]["bytes"]),
-        )
+        stock, plugin = by_bucket(result, "stock"), by_bucket(result, "plugin")
+        lowest = floor_seconds(result["runs"][0]["bytes"])
         for size in shown_buckets(result):
             slow, fast = stock.get(size), plugin.get(size)
             yield [

@@ -431,7 +431,8 @@ class Plugin:
 
     def sync(self) -> dict[str, Any]:
         self._version += 1
-        return asyncio.run(self._both()).as_dict()
+        report: dict[str, Any] = asyncio.run(self._both()).as_dict()
+        return {key: value for key, value in report.items() if key not in ("spans", "spans_left_out", "origin")}
 
     async def _both(self) -> Any:
         await self._manager.update_weights([], self._version)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -179,26 +180,10 @@ def test_the_headline_is_of_one_commit(tmp_path: Path) -> None:
         report.headline_table(results)
 
 
-QUOTED = {
-    "| 7.6 B, FSDP2 on 2 GPUs → TP2 |": "dense-7b-2gpu-fsdp2-tp2-full",
-    "| the same, LoRA of rank 32 merged on the way |": "dense-7b-2gpu-fsdp2-tp2-lora32",
-    "| 7.6 B, Megatron-Bridge TP2 → TP2, stock's own bucket of 2048 MiB |": (
-        "dense-7b-2gpu-megatron-bridge-tp2-tp2-2048mb"
-    ),
-    "| MoE 8.3 B (4827 tensors), Megatron-Bridge EP2 → TP2 |": "moe-8b-2gpu-megatron-bridge-ep2-tp2-full",
-    "| MoE 7.2 B of Moonlight's shapes, Megatron-Bridge EP2 → TP2 |": "mla-7b-2gpu-megatron-bridge-ep2-tp2-full",
-    "| MoE 8.3 B, FSDP2 (SGD) on one H100 → SGLang on another; stock is verl's `nccl` |": (
-        "separate-moe-8b-1plus1gpu-fsdp2-tp1-sgd"
-    ),
-}
-
-
-@pytest.mark.parametrize(("row", "name"), QUOTED.items(), ids=QUOTED.values())
-def test_the_readme_quotes_the_results(row: str, name: str) -> None:
-    """Medians of stock and plugin, and of how many syncs, to the digits that the README gives."""
-    (text,) = [text for text in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if row in text]
-    found = {run["variant"]: run for run in json.loads((report.RESULTS / f"{name}.json").read_text())["runs"]}
-    runs = [found[variant] for variant in common.VARIANTS if variant in found]
-    measured = [run["stages"]["phase"] for run in runs] + [len(run["samples"]["syncs"]) for run in runs]
-    for quoted, value in zip(re.findall(r"\d+(?:\.\d+)?", text.removeprefix(row)), measured, strict=True):
-        assert abs(float(quoted) - value) <= 0.5 * 10 ** -len(quoted.partition(".")[2]) + 1e-9, (quoted, value)
+def test_a_time_that_no_result_holds_is_found(tmp_path: Path) -> None:
+    figures = runpy.run_path(str(ROOT / ".ci" / "figures.py"))
+    assert figures["main"]() == 0
+    common.write_result(tmp_path / "dense.json", result_of(tmp_path))
+    page = "# A\n`dense` took 6.44 s, 6440 ms and 6.45 s.\n## B\nAnd 6.44 s without a name."
+    assert figures["unheld"](page, tmp_path) == ["6.45 s (A)", "6.44 s (B)"]
+    assert figures["unheld"](page, tmp_path, ("dense",)) == ["6.45 s (A)"]
