@@ -18,6 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from contract.families import FAMILIES, Family
 
 Weights = list[tuple[str, torch.Tensor]]
+POISON = 0x5A
 EXPERTS = replace(
     FAMILIES["Qwen3-MoE"], config={**FAMILIES["Qwen3-MoE"].config, "num_experts": 8, "moe_intermediate_size": 32}
 )
@@ -138,7 +139,7 @@ def poison(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         if parameter.dim():  # else SGLang asks what a KV cache's scale is
-            parameter.data.view(torch.uint8).fill_(0x5A)
+            parameter.data.view(torch.uint8).fill_(POISON)
 
 
 def held(model: torch.nn.Module) -> dict[str, torch.Tensor]:

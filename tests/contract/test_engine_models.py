@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,16 +26,12 @@ from worlds import run_fresh
 from contract import sglang_models as models
 from contract.families import FAMILIES
 from contract.sglang_models import check_same, weights_of
-from contract.sources import same_everywhere
+from contract.sources import reads_unseen, same_everywhere
 from contract.wire import CPU, Wire
-from unseen import reads_unseen
-from verl_sync_plugin.copies.copier import Memory, _PlainPrepared
 from verl_sync_plugin.engine import introduce
 from verl_sync_plugin.engine.load import refuse_rearranged
 from verl_sync_plugin.engine.recorder import Recording
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.layout.load_map import owners_of, read_parts
-from verl_sync_plugin.layout.tensors import hulls_of, numbers_of
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.rollouts.sglang.refusals import ALWAYS_TIED
 from verl_sync_plugin.verify import DERIVED
@@ -324,8 +320,8 @@ def an_untied_head_is_an_error_where_the_engine_ties(config: Any) -> None:
     Wire(model, tied, 2, 1 << 16).sync(tied)
 
 
-# One flipped bit: ``staging`` is the bucket between its packing and its load, ``passage`` the copy itself, whose reader
-# has hashed what it was to copy, and ``destination`` the engine's parameter after all copies. In a running engine:
+# One flipped bit: ``staging`` is the bucket between its packing and its load, ``passage`` what a copy has written whose
+# reader has hashed it, and ``destination`` the engine's parameter at the end of the load. In a running engine:
 # ``tests/bare_engine``
 
 LAYER = "model.layers.1."
@@ -345,42 +341,36 @@ VICTIMS = {
 }
 
 
-@contextmanager
-def a_flip(wire: Wire, where: str, victim: str) -> Iterator[tuple[Callable[[torch.Tensor], None], Callable[[], None]]]:
-    """During the next sync; what ``Wire.sync`` takes for it. In passage and destination of the last rank only."""
+def held_byte(model: Any, victim: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A byte of the engine's parameter which the model's own load writes for this tensor alone."""
+    models.poison(model)
+    model.load_weights(iter([(victim, tensor)]))
+    flat = (parameter.data.view(-1).view(torch.uint8) for parameter in model.parameters())
+    return next(each[at : at + 1] for each in flat for at in (each != models.POISON).nonzero()[:1].flatten())
+
+
+def found_by(wire: Wire, weights: models.Weights, where: str, victim: str, hashes: bool) -> str:
+    """Flips a bit in the next sync, in passage and destination of the last rank only; empty if nobody noticed."""
     (bucket,) = wire.plan.buckets
-    owners = owners_of([bucket.entries])
-    owner = owners[numbers_of([bucket.entries])[victim]]
-    parts = read_parts(wire.load.map, [bucket.entries], owners)
-    groups = {group for group, (number, _) in enumerate(parts) if number == owner}
-    place = next(hull.first for hull in hulls_of(bucket.entries) if victim in hull.names) + 7
-    held: list[torch.Tensor] = []  # bytes of the victim in the engine's parameters
-    honest, last = _PlainPrepared.run, dist.get_rank() == dist.get_world_size() - 1
+    staged = next(entry for entry in bucket.entries if entry.name == victim).pieces[0].source + 7
+    held, last = held_byte(wire.model, victim, dict(weights)[victim]), dist.get_rank() == dist.get_world_size() - 1
+    honest = wire.load.load
 
     def flip(memory: torch.Tensor, at: int, there: bool) -> None:
         if there:
             memory[at] ^= 2
 
-    def run(prepared: Any, memory: Memory, sums: torch.Tensor, copy: bool = True, hashed: bool = True) -> None:
-        honest(prepared, memory, sums, copy, hashed)
-        for block in prepared._blocks if copy else ():
-            if block.group in groups and not held:
-                flat, start = prepared._targets.find(block.target)
-                held.append(flat[start : start + 8])
-                flip(held[0], 7, where == "passage" and last)
+    def load(*args: Any) -> None:
+        honest(*args)
+        flip(held, 0, where == "passage" and last)
 
-    with mock.patch.object(_PlainPrepared, "run", run):
-        yield (
-            lambda memory: flip(memory, place, where == "staging"),
-            lambda: flip(held[0], 7, where == "destination" and last),
-        )
-
-
-def found_by(wire: Wire, weights: models.Weights, where: str, victim: str, hashes: bool) -> str:
-    """Empty if nobody noticed the flip."""
     try:
-        with nullcontext() if hashes else reads_unseen(), a_flip(wire, where, victim) as (spoil, behind):
-            wire.sync(weights, spoil, behind)
+        with nullcontext() if hashes else reads_unseen(), mock.patch.object(wire.load, "load", load):
+            wire.sync(
+                weights,
+                spoil=lambda memory: flip(memory, staged, where == "staging"),
+                behind=lambda: flip(held, 0, where == "destination" and last),
+            )
     except SyncError as error:
         text = str(error)
         assert victim in text, text
