@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code, tests and ``verl-sync doctor`` in a fresh interpreter, and what it is to find there: another plugin of verl's, another
-version of a package."""
+"""Code, tests and ``verl-sync doctor`` in a fresh interpreter, and what these are to find there: another plugin of
+verl's, another version of a package."""
 
 from __future__ import annotations
 
