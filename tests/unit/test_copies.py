@@ -29,7 +29,8 @@ def test_kernel_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     here = Path(__file__).parent
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", "--rootdir", str(here)]
-    files = [str(here / name) for name in ("test_copies.py", "test_finite.py", "test_packing.py", "test_model_load.py")]
+    names = ("copies", "finite", "packing", "quantizing", "model_load")
+    files = [str(here / f"test_{name}.py") for name in names]
     env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [*command, "-k", "not by_plain", *files], env=env, capture_output=True, text=True, timeout=500, check=False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table-driven Triton kernel: one program copies, casts, hashes and checks one row of the table.
+"""The table-driven Triton kernels: one program copies, casts, hashes and checks one row of a table, or quantizes it.
 
 Imported only where it is used: Triton is not installed on every machine.
 """
@@ -145,3 +145,47 @@ def move_rows(  # type: ignore[no-untyped-def]
     if EXPONENT:  # an ``if`` of its own, which is decided when the kernel is compiled  # noqa: SIM102
         if tl.sum(((broken & (EXPONENT + LOWEST)) != 0).to(tl.int32), 0) > 0:
             tl.store(flags + group, 1)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def quantize_rows(  # type: ignore[no-untyped-def]
+    table,  # int64 (8, n): base, first element, target; elements per line; lines, columns; columns before them, scale
+    rows,
+    bases,  # int64: the target address, then the source addresses
+    scales,  # fp32: one per block
+    SOURCE: tl.constexpr,  # dtype of what is read
+    CAST: tl.constexpr,  # dtype to which it is cast first
+    HIGH: tl.constexpr,  # lines and columns of a block; a row lies in one line of blocks
+    WIDE: tl.constexpr,
+    WRITE: tl.constexpr,  # what is read times its scale; else the scale becomes at least its largest magnitude
+):
+    row = tl.program_id(0)
+    source = tl.load(bases + 1 + tl.load(table + row)).to(tl.pointer_type(SOURCE)) + tl.load(table + rows + row)
+    target = (tl.load(bases) + tl.load(table + 2 * rows + row)).to(tl.pointer_type(tl.float8e4nv))
+    stride = tl.load(table + 3 * rows + row)
+    high = tl.load(table + 4 * rows + row)
+    wide = tl.load(table + 5 * rows + row)
+    before = tl.load(table + 6 * rows + row)
+    scale = scales + tl.load(table + 7 * rows + row)
+    line = tl.arange(0, HIGH)
+    for block in range(0, tl.cdiv(before + wide, WIDE)):
+        column = block * WIDE - before + tl.arange(0, WIDE)
+        mask = (line < high)[:, None] & ((column >= 0) & (column < wide))[None, :]
+        at = line[:, None] * stride + column[None, :]
+        values = tl.load(source + at, mask=mask, other=0.0).to(CAST).to(tl.float32)
+        if WRITE:
+            made = tl.clamp(values * tl.load(scale + block), -448.0, 448.0).to(tl.float8e4nv)
+            tl.store(target + at, made, mask=mask)
+        else:
+            found = tl.abs(values)
+            found = tl.where(found < float("inf"), found, float("inf"))  # NaN, too
+            tl.atomic_max(scale + block, tl.max(tl.max(found, 1), 0))
+
+
+@triton.jit
+def divide(largest, scales, inverse, count, least, most, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Divides as Triton does, which is not to the last bit as torch does: verl's kernel is Triton's."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    scale = tl.maximum(tl.load(largest + at, mask=at < count, other=1.0), least) / most
+    tl.store(scales + at, scale, mask=at < count)
+    tl.store(inverse + at, 1.0 / scale, mask=at < count)

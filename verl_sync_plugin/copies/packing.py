@@ -279,7 +279,11 @@ def pack_slices(segment: torch.Tensor, parts: Sequence[Slice], shards: list[Shar
         shards: all shards of this rank, by base index.
     """
     typed: dict[str, torch.Tensor] = {}
+    at_once: dict[object, list[Slice]] = {}
     for part in parts:
+        at_once.setdefault(shards[part.base].fill, []).append(part)
+    rest = [part for fill, some in at_once.items() for part in (fill(segment, some) if callable(fill) else some)]
+    for part in rest:
         shard = shards[part.base]
         run, base = shard.local(), shard.base
         count = min(part.end, run.numel()) - part.begin

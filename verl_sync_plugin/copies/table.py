@@ -151,6 +151,36 @@ class KernelTable:
             )  # fmt: skip
 
 
+def run_quantizer(
+    table: torch.Tensor, bases: torch.Tensor, scales: torch.Tensor, source: torch.dtype, cast: torch.dtype,
+    block: tuple[int, int], write: bool,
+) -> None:  # fmt: skip
+    """Starts ``kernel.quantize_rows`` on the current stream.
+
+    Args:
+        table: int64 of shape ``(8, n)`` on the device.
+        bases: the result of ``addresses`` on the device.
+        scales: fp32, one per block: what values are multiplied by, or what becomes the largest magnitude.
+        source, cast: dtypes of what is read, and to which it is cast first.
+        block: rows and columns of a block, powers of two.
+        write: False only measures.
+    """
+    from verl_sync_plugin.copies import kernel
+
+    dtypes = [getattr(kernel.tl, str(dtype).removeprefix("torch.")) for dtype in (source, cast)]
+    kernel.quantize_rows[(table.shape[1],)](table, table.shape[1], bases, scales, *dtypes, *block, write, num_warps=8)
+
+
+def scales_of(largest: torch.Tensor, least: float, most: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs ``kernel.divide``: scales of blocks, fp32 of shape ``(n,)``, and their inverses."""
+    from verl_sync_plugin.copies import kernel
+
+    scales, inverse = torch.empty_like(largest), torch.empty_like(largest)
+    count, block = largest.numel(), kernel.READ_BLOCK
+    kernel.divide[(-(-count // block),)](largest, scales, inverse, count, least, most, block)
+    return scales, inverse
+
+
 def addresses(target: int, sources: Sequence[int], device: torch.device) -> torch.Tensor:
     """The addresses that blocks are relative to, as the kernel reads it: int64 of shape ``(1 + n,)``. All divisible by
     16."""

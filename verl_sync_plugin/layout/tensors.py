@@ -179,6 +179,8 @@ class Shard:
         members: the parameters in the base; tied ones under all their names. Buffers have none.
         run: what ``local`` would return, perhaps in another shape, for callers that only need its address: thousands of
             flattened views cost more than moving them. ``None``: ask ``local``.
+        fill: ``fill(segment, slices)`` starts to write slices of such shards into a segment at once, and returns those
+            that are to be written one by one.
     """
 
     base: Base
@@ -186,6 +188,7 @@ class Shard:
     merge: Callable[[torch.Tensor, int], torch.Tensor] | None = None
     members: tuple[Member, ...] = ()
     run: torch.Tensor | None = None
+    fill: Callable[[torch.Tensor, Sequence[Slice]], Sequence[Slice]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

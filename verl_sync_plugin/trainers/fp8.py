@@ -21,8 +21,9 @@ import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.copies.packing import chunks_of
+from verl_sync_plugin.copies.table import addresses, kernel_works, run_quantizer, scales_of
 from verl_sync_plugin.layout.strided import Run, compose
-from verl_sync_plugin.layout.tensors import SCALE, Base, Member, Shard, View
+from verl_sync_plugin.layout.tensors import SCALE, Base, Member, Shard, Slice, View
 from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy, dtype_name, rank_in
 from verl_sync_plugin.trainers.lora import Excerpt, Merge, excerpt, take_part
 from verl_sync_plugin.transport.agreement import Agreement
@@ -30,6 +31,7 @@ from verl_sync_plugin.transport.agreement import Agreement
 FP8 = torch.float8_e4m3fn
 MOST = torch.finfo(FP8).max
 LEAST = 1e-10  # of a block's largest magnitude
+BAND = 16  # blocks that one program of the kernel goes through
 REMEDY = f"Remove actor_rollout_ref.rollout.quantization=fp8, or {TURN_OFF}."
 
 
@@ -64,25 +66,54 @@ class _Piece:
 
 
 class _Rectangle(NamedTuple):
-    """Elements of a weight that lie in some values, in the same columns of every row.
-
-    Attributes:
-        weight: which.
-        rows, columns: of its scales, ``n`` and ``m`` of them.
-        values: of shape ``(n, rows of a block, m, columns of a block)``, with zeros where a block goes on.
-        above, before: how many rows and columns of zeros precede them.
-        size, stride, first: where the rectangle lies in what was cut.
-    """
+    """``size[0]`` lines of ``size[1]`` elements of a weight, from ``row`` and ``column`` on; in what is read or written
+    the first is element ``first``, and lines are ``stride`` apart."""
 
     weight: _Weight
-    rows: slice
-    columns: slice
-    values: torch.Tensor
-    above: int
-    before: int
+    row: int
+    column: int
     size: tuple[int, int]
-    stride: tuple[int, int]
+    stride: int
     first: int
+
+    def in_blocks(self, values: torch.Tensor) -> torch.Tensor:
+        """Its part of some values, shape ``(n, rows of a block, m, columns of a block)``, with zeros where a block goes
+        on."""
+        part = values.as_strided(self.size, (self.stride, 1), values.storage_offset() + self.first)
+        (high, wide), (lines, columns) = self.weight.block, self.size
+        above, before = self.row % high, self.column % wide
+        room = before, -(before + columns) % wide, above, -(above + lines) % high
+        part = torch.nn.functional.pad(part, room) if any(room) else part
+        return part.reshape(part.shape[0] // high, high, part.shape[1] // wide, wide)
+
+    def of(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Those of its ``(n, m)`` blocks."""
+        (high, wide), (lines, columns) = self.weight.block, self.size
+        rows = slice(self.row // high, -(-(self.row + lines) // high))
+        return self.weight.of(numbers)[rows, self.column // wide : -(-(self.column + columns) // wide)]
+
+    def bands(self) -> Iterator[tuple[int, ...]]:
+        """Rows of the kernel's table, but for the base and the target: each lies in one line of blocks."""
+        (high, wide), (lines, columns) = self.weight.block, self.size
+        line = 0
+        while line < lines:
+            below = min(high - (self.row + line) % high, lines - line)
+            scale = self.weight.first + (self.row + line) // high * self.weight.scales[1] + self.column // wide
+            done, before = 0, self.column % wide
+            while done < columns:
+                width = min(wide * BAND - before, columns - done)
+                yield self.first + line * self.stride + done, self.stride, below, width, before, scale
+                done, before, scale = done + width, 0, scale + BAND
+            line += below
+
+
+class _Part(NamedTuple):
+    """``numel`` elements of a piece, of this rank's run from ``begin`` on, to be written at byte ``target``."""
+
+    piece: _Piece
+    begin: int
+    numel: int
+    target: int
 
 
 @dataclass
@@ -112,6 +143,10 @@ class QuantizingSource(ParameterSource):
         self._travels: list[tuple[_Unit | None, _Piece | tuple[Base, int]]] = []
         self._done: set[int] = set()  # units whose scales are those of this sync, by identity
         self._largest = self._scales = self._inverse = torch.empty(0)
+        sizes = {size for block in self._blocks.values() for size in block}
+        self._kernel = len(set(self._blocks.values())) == 1 and all(size & (size - 1) == 0 for size in sizes)
+        self._kernel = self._kernel and kernel_works(device)
+        self._tables: dict[object, torch.Tensor] = {}
 
     def agree_on_layout(self, agreement: Agreement) -> ParameterSource:
         self._inner = self._inner.agree_on_layout(agreement)
@@ -138,6 +173,7 @@ class QuantizingSource(ParameterSource):
 
     def _lay_out(self, bases: tuple[Base, ...]) -> None:
         self._travels, before, unit, after, end = [], list[str](), _Unit(), 0, 0
+        self._tables.clear()
         for number, base in enumerate(bases):
             for part in _parts(base, rank_in(self.group) if len(base.lengths) > 1 else 0, self._blocks):
                 views = [view for view in part.base.views if view.name in self._blocks]
@@ -185,9 +221,10 @@ class QuantizingSource(ParameterSource):
         first = part.offset if part.count else 0
         inner = shard.merge
         merge = None if inner is None else lambda part, begin: inner(part, first + begin)
+        fill = None
         if each.weights:
-            merge = partial(self._quantized, each, merge)
-        return Shard(part.base, lambda: shard.local()[first : first + part.count], merge)
+            merge, fill = partial(self._quantized, each, merge), self._fill
+        return Shard(part.base, lambda: shard.local()[first : first + part.count], merge, fill=fill)
 
     # ---- the scales
 
@@ -213,17 +250,25 @@ class QuantizingSource(ParameterSource):
                 spans.append((unit.first, unit.end))
         for first, end in spans:
             self._largest[first:end].zero_()
-        for piece in (piece for unit in units for piece in unit.pieces):
-            self._measure(piece)
+        parts = [_Part(piece, 0, piece.part.count, 0) for unit in units for piece in unit.pieces]
+        for at in self._run_kernel(parts, self._largest, 0, write=False):
+            self._measure(parts[at].piece)
         largest = torch.cat([self._largest[first:end] for first, end in spans])
         if self.group is not None:
             yield
             work = dist.all_reduce(largest, dist.ReduceOp.MAX, self.group, async_op=True)
             take_part(work, self._device, self._timeout)
-        # Divided by a number, a GPU would multiply with its inverse
-        scales = largest.clamp(min=LEAST) / torch.full((1,), MOST, device=self._device)
-        for (first, end), part in zip(spans, scales.split([end - first for first, end in spans]), strict=True):
-            self._scales[first:end], self._inverse[first:end] = part, 1.0 / part
+        if self._kernel:
+            scales, inverse = scales_of(largest, LEAST, MOST)
+        else:
+            scales = largest.clamp(min=LEAST) / torch.full(
+                (1,), MOST, device=self._device
+            )  # a number would be inverted
+            inverse = 1.0 / scales
+        for (first, end), *part in zip(
+            spans, *(each.split([b - a for a, b in spans]) for each in (scales, inverse)), strict=True
+        ):
+            self._scales[first:end], self._inverse[first:end] = part
         self._done.update(map(id, units))  # last: what a failure leaves is no preparation
 
     @torch.no_grad()
@@ -236,10 +281,10 @@ class QuantizingSource(ParameterSource):
         for begin, count in chunks_of(run.numel()):
             values = run[begin : begin + count].to(self._device, non_blocking=True)
             values = (values if shard.merge is None else shard.merge(values, first + begin)).to(self._dtype)
-            for each in self._cut(piece, values, begin):
-                found = each.values.abs().amax((1, 3)).float()
+            for each in self._cut(piece, begin, count):
+                found = each.in_blocks(values).abs().amax((1, 3)).float()
                 found = torch.where(found.isfinite(), found, torch.inf)
-                largest = each.weight.of(self._largest)[each.rows, each.columns]
+                largest = each.of(self._largest)
                 torch.maximum(largest, found, out=largest)
 
     # ---- the weights
@@ -248,37 +293,66 @@ class QuantizingSource(ParameterSource):
         """Makes fp8 of a part of a base, as ``Shard.merge`` does of any."""
         values = (values if merge is None else merge(values, begin)).to(self._dtype)
         result = torch.empty(values.shape, dtype=FP8, device=values.device)
-        for each in self._cut(piece, values, begin):
-            inverse = each.weight.of(self._inverse)[each.rows, None, each.columns, None]
-            made = (each.values.float() * inverse).clamp_(-MOST, MOST).to(FP8).flatten(2).flatten(0, 1)
-            made = made[each.above :, each.before :][: each.size[0], : each.size[1]]
-            result.as_strided(each.size, each.stride, each.first).copy_(made)
+        for each in self._cut(piece, begin, values.numel()):
+            inverse = each.of(self._inverse)[:, None, :, None]
+            made = (each.in_blocks(values).float() * inverse).clamp_(-MOST, MOST).to(FP8).flatten(2).flatten(0, 1)
+            made = made[each.row % each.weight.block[0] :, each.column % each.weight.block[1] :]
+            target = result.as_strided(each.size, (each.stride, 1), each.first)
+            target.copy_(made[: each.size[0], : each.size[1]])
         return result
 
-    def _cut(self, piece: _Piece, values: torch.Tensor, begin: int) -> Iterator[_Rectangle]:
-        """Cuts values, from element ``begin`` of this rank's run of a base on."""
+    def _cut(self, piece: _Piece, begin: int, count: int) -> Iterator[_Rectangle]:
+        """Cuts ``count`` elements of this rank's run of a base; rectangles are relative to ``begin``."""
         base = piece.part.base
         begin += sum(base.lengths[: rank_in(self.group) if len(base.lengths) > 1 else 0])
         for view, weight in piece.weights:
-            (high, wide), length = weight.block, weight.shape[1]
-            held = (each for run in view.runs for each in compose(Run(0, begin, values.numel()), run))
-            for run in (part for each in held for part in _rectangles(each, length)):
-                row, column = divmod(run.target, length)
-                size, stride = (run.count, run.width), (run.source_stride, 1)
-                part = values.as_strided(size, stride, values.storage_offset() + run.source)
-                (above, below), (before, after) = _room(row, run.count, high), _room(column, run.width, wide)
-                if above or below or before or after:
-                    part = torch.nn.functional.pad(part, (before, after, above, below))
-                rows, columns = part.shape[0] // high, part.shape[1] // wide
-                yield _Rectangle(
-                    weight, slice(row // high, row // high + rows), slice(column // wide, column // wide + columns),
-                    part.reshape(rows, high, columns, wide), above, before, size, stride, run.source,
-                )  # fmt: skip
+            held = (each for run in view.runs for each in compose(Run(0, begin, count), run))
+            for run in (part for each in held for part in _rectangles(each, weight.shape[1])):
+                row, column = divmod(run.target, weight.shape[1])
+                yield _Rectangle(weight, row, column, (run.count, run.width), run.source_stride, run.source)
 
+    # ---- by the kernel, where parameters lie on the device and nothing is merged into them
 
-def _room(first: int, count: int, block: int) -> tuple[int, int]:
-    """Counts what lacks to whole blocks, before and after ``count`` rows or columns from ``first`` on."""
-    return first % block, -(first + count) % block
+    def _fill(self, segment: torch.Tensor, parts: Sequence[Slice]) -> list[Slice]:
+        """Quantizes slices of bases; see ``Shard.fill``."""
+        wanted = list[_Part]()
+        for part in parts:
+            piece = self._travels[part.base][1]
+            assert isinstance(piece, _Piece), "scales are sent as they are"
+            wanted.append(_Part(piece, part.begin, min(part.end, piece.part.count) - part.begin, part.offset))
+        return [parts[at] for at in self._run_kernel(wanted, self._inverse, segment.data_ptr(), write=True)]
+
+    def _run_kernel(self, parts: Sequence[_Part], scales: torch.Tensor, target: int, write: bool) -> list[int]:
+        """Starts one launch for all parts of a dtype; returns the numbers of those that the kernel cannot read."""
+        if not self._kernel:
+            return list(range(len(parts)))
+        alike, left = dict[torch.dtype, list[tuple[_Part, torch.Tensor]]](), list[int]()
+        for number, part in enumerate(parts):
+            shard = self._found[part.piece.inner]
+            run = shard.local() if shard.run is None else shard.run
+            if shard.merge is not None or run.device != self._device or not run.is_contiguous():
+                left.append(number)
+            elif part.numel > 0:
+                alike.setdefault(run.dtype, []).append((part, run))
+        for dtype, found in alike.items():
+            key = (dtype, *((id(part.piece), *part[1:]) for part, _ in found))
+            table = self._tables.get(key)
+            if table is None:
+                table = self._tables[key] = self._table([part for part, _ in found])
+            run_quantizer(
+                table, addresses(target, [run.data_ptr() for _, run in found], self._device), scales,
+                dtype, self._dtype, next(iter(self._blocks.values())), write,
+            )  # fmt: skip
+        return left
+
+    def _table(self, parts: Sequence[_Part]) -> torch.Tensor:
+        rows = [
+            (number, part.piece.part.offset + part.begin + first, part.target + first, *more)
+            for number, part in enumerate(parts)
+            for each in self._cut(part.piece, part.begin, part.numel)
+            for first, *more in each.bands()
+        ]
+        return torch.tensor(rows, dtype=torch.int64).t().contiguous().to(self._device)
 
 
 def _scale_base(base: Base, tied: Sequence[View], weight: _Weight) -> Base:
