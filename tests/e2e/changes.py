@@ -52,29 +52,36 @@ def dying_replica(manager: ModuleType) -> None:
     manager.ShardingManager._commit = run
 
 
-def noting_pauses(module: ModuleType) -> None:
+def noting_pauses(updates: ModuleType) -> None:
     """A server of a separate rollout says at the end of each pause who paused it, and how many requests have stayed in
     its engine. All responses are as long as they may be."""
-    server = module.SyncSGLangHttpServer
-    pause, resume, generate = server.abort_all_requests, server.resume_generation, server.generate
+    from verl_sync_plugin.log import say
 
-    async def generating(self: Any, *args: Any, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
-        return await generate(self, *args, sampling_params={**sampling_params, "ignore_eos": True}, **kwargs)
+    def note(server: Any) -> None:
+        """Changes the server's class as it is defined, since Ray takes its methods at once."""
+        if "abort_all_requests" not in vars(server):
+            return
+        pause, resume, generate = server.abort_all_requests, server.resume_generation, server.generate
 
-    async def abort_all_requests(self: Any, *args: Any, **kwargs: Any) -> Any:
-        answer = await pause(self, *args, **kwargs)
-        self.requests_inside = set(self.tokenizer_manager.rid_to_state)
-        return answer
+        async def generating(self: Any, *args: Any, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+            return await generate(self, *args, sampling_params={**sampling_params, "ignore_eos": True}, **kwargs)
 
-    async def resume_generation(self: Any) -> None:
-        who = "its load" if self.paused_by_load else "a driver"
-        stayed = getattr(self, "requests_inside", set()) & set(self.tokenizer_manager.rid_to_state)
-        await resume(self)
-        if self.separate:
-            module.say(f"test: {self.pause} by {who}, {len(stayed)} requests stayed")
+        async def abort_all_requests(self: Any, *args: Any, **kwargs: Any) -> Any:
+            answer = await pause(self, *args, **kwargs)
+            self.requests_inside = set(self.tokenizer_manager.rid_to_state)
+            return answer
 
-    server.abort_all_requests, server.resume_generation = abort_all_requests, resume_generation
-    server.generate = generating
+        async def resume_generation(self: Any) -> None:
+            who = "its load" if self.paused_by_load else "a driver"
+            stayed = getattr(self, "requests_inside", set()) & set(self.tokenizer_manager.rid_to_state)
+            await resume(self)
+            if self.separate:
+                say(f"test: {self.pause} by {who}, {len(stayed)} requests stayed")
+
+        server.abort_all_requests, server.resume_generation = abort_all_requests, resume_generation
+        server.generate = generating
+
+    updates.WeightUpdates.__init_subclass__ = classmethod(note)
 
 
 def plain_engine(engine: ModuleType) -> None:
@@ -157,7 +164,7 @@ def wrong_shape(fsdp2: ModuleType) -> None:
 CHANGES: dict[str, dict[str, Callable[[ModuleType], None]]] = {
     "dying_engine": {"verl_sync_plugin.rollouts.sglang.updates": dying_engine},
     "dying_replica": {"verl_sync_plugin.sync.manager": dying_replica},
-    "noting_pauses": {"verl_sync_plugin.rollouts.sglang.server": noting_pauses},
+    "noting_pauses": {"verl_sync_plugin.rollouts.sglang.updates": noting_pauses},
     "plain_engine": {"verl.workers.engine": plain_engine},
     "teacher_sampling": {"verl.experimental.teacher_loop.teacher_manager": teacher_sampling},
     "versions": {"verl": say_version, "sglang": say_version},
