@@ -157,6 +157,7 @@ def quantize_rows(  # type: ignore[no-untyped-def]
     CAST: tl.constexpr,  # dtype to which it is cast first
     HIGH: tl.constexpr,  # lines and columns of a block; a row lies in one line of blocks
     WIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,  # sources, targets, lines and columns are at multiples of 16 bytes, and rows begin a block
     WRITE: tl.constexpr,  # what is read times its scale; else the scale becomes at least its largest magnitude
 ):
     row = tl.program_id(0)
@@ -167,9 +168,16 @@ def quantize_rows(  # type: ignore[no-untyped-def]
     wide = tl.load(table + 5 * rows + row)
     before = tl.load(table + 6 * rows + row)
     scale = scales + tl.load(table + 7 * rows + row)
+    if ALIGNED:
+        source = tl.multiple_of(source, 16)
+        target = tl.multiple_of(target, 16)
+        stride = tl.multiple_of(stride, 16)
+        wide = tl.multiple_of(wide, 16)
     line = tl.arange(0, HIGH)
     for block in range(0, tl.cdiv(before + wide, WIDE)):
-        column = block * WIDE - before + tl.arange(0, WIDE)
+        column = block * WIDE + tl.arange(0, WIDE)
+        if not ALIGNED:
+            column = column - before
         mask = (line < high)[:, None] & ((column >= 0) & (column < wide))[None, :]
         at = line[:, None] * stride + column[None, :]
         values = tl.load(source + at, mask=mask, other=0.0).to(CAST).to(tl.float32)

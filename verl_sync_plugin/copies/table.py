@@ -151,24 +151,45 @@ class KernelTable:
             )  # fmt: skip
 
 
-def run_quantizer(
-    table: torch.Tensor, bases: torch.Tensor, scales: torch.Tensor, source: torch.dtype, cast: torch.dtype,
-    block: tuple[int, int], write: bool,
-) -> None:  # fmt: skip
-    """Starts ``kernel.quantize_rows`` on the current stream.
+class QuantizeTable:
+    """Parts of matrices that the kernel measures, or quantizes to fp8, block by block.
 
     Args:
-        table: int64 of shape ``(8, n)`` on the device.
-        bases: the result of ``addresses`` on the device.
-        scales: fp32, one per block: what values are multiplied by, or what becomes the largest magnitude.
-        source, cast: dtypes of what is read, and to which it is cast first.
+        rows: int64 of shape ``(n, 8)``; see ``kernel.quantize_rows``.
+        dtypes: of what is read, and to which it is cast first.
         block: rows and columns of a block, powers of two.
-        write: False only measures.
+        device: where the kernel runs.
     """
-    from verl_sync_plugin.copies import kernel
 
-    dtypes = [getattr(kernel.tl, str(dtype).removeprefix("torch.")) for dtype in (source, cast)]
-    kernel.quantize_rows[(table.shape[1],)](table, table.shape[1], bases, scales, *dtypes, *block, write, num_warps=8)
+    def __init__(
+        self, rows: np.ndarray, dtypes: tuple[torch.dtype, torch.dtype], block: tuple[int, int], device: torch.device
+    ) -> None:
+        _, source, target, stride, _, columns, before, _ = rows.T
+        wide = ((source * dtypes[0].itemsize | target | stride | columns) % 16 == 0) & (before == 0)
+        parts = ((aligned, rows[wide == aligned]) for aligned in (True, False))
+        self._parts = [(aligned, torch.from_numpy(part.T.copy()).to(device)) for aligned, part in parts if len(part)]
+        self._dtypes, self._block, self._device = dtypes, block, device
+        self._known, self._bases = list[int](), torch.empty(0)
+
+    def run(self, pointers: Sequence[int], scales: torch.Tensor, write: bool) -> None:
+        """Starts on the current stream.
+
+        Args:
+            pointers: the target address, then the source addresses.
+            scales: fp32, one per block: what values are multiplied by, or what becomes the largest magnitude.
+            write: False only measures.
+        """
+        from verl_sync_plugin.copies import kernel
+
+        if self._known != pointers:
+            self._known, self._bases = [*pointers], addresses(pointers[0], pointers[1:], self._device)
+        lie_well = not any(pointer % 16 for pointer in pointers)
+        dtypes = [getattr(kernel.tl, str(dtype).removeprefix("torch.")) for dtype in self._dtypes]
+        for aligned, table in self._parts:
+            kernel.quantize_rows[(table.shape[1],)](
+                table, table.shape[1], self._bases, scales, *dtypes, *self._block, aligned and lie_well, write,
+                num_warps=8,
+            )  # fmt: skip
 
 
 def scales_of(largest: torch.Tensor, least: float, most: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -559,8 +559,7 @@ class _Hashes:
 
 def is_turned(move: Move) -> bool:
     """True if a move puts the elements in another order than the tensor's, or in far too many short runs."""
-    short = move.box.width * size_of(move.dtype) < SHORT_RUN
-    return move.box.numel > move.box.width and (short or move.box.run_count > MOST_RUNS)
+    return move.box.run_count > (1 if move.box.width * size_of(move.dtype) < SHORT_RUN else MOST_RUNS)
 
 
 def held_blocks(move: Move, flat: torch.Tensor, group: int) -> tuple[list[Block], torch.Tensor | None]:

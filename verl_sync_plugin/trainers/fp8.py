@@ -16,12 +16,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.copies.packing import chunks_of
-from verl_sync_plugin.copies.table import addresses, kernel_works, run_quantizer, scales_of
+from verl_sync_plugin.copies.table import QuantizeTable, kernel_works, scales_of
 from verl_sync_plugin.layout.strided import Run, compose
 from verl_sync_plugin.layout.tensors import SCALE, Base, Member, Shard, Slice, View
 from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy, dtype_name, rank_in
@@ -31,7 +32,7 @@ from verl_sync_plugin.transport.agreement import Agreement
 FP8 = torch.float8_e4m3fn
 MOST = torch.finfo(FP8).max
 LEAST = 1e-10  # of a block's largest magnitude
-BAND = 16  # blocks that one program of the kernel goes through
+BAND = 4  # blocks that one program of the kernel goes through
 REMEDY = f"Remove actor_rollout_ref.rollout.quantization=fp8, or {TURN_OFF}."
 
 
@@ -47,12 +48,8 @@ class _Weight:
     def scales(self) -> tuple[int, int]:
         return -(-self.shape[0] // self.block[0]), -(-self.shape[1] // self.block[1])
 
-    @property
-    def end(self) -> int:
-        return self.first + math.prod(self.scales)
-
     def of(self, scales: torch.Tensor) -> torch.Tensor:
-        return scales[self.first : self.end].view(self.scales)
+        return scales[self.first : self.first + math.prod(self.scales)].view(self.scales)
 
 
 @dataclass(frozen=True)
@@ -92,19 +89,15 @@ class _Rectangle(NamedTuple):
         rows = slice(self.row // high, -(-(self.row + lines) // high))
         return self.weight.of(numbers)[rows, self.column // wide : -(-(self.column + columns) // wide)]
 
-    def bands(self) -> Iterator[tuple[int, ...]]:
+    def bands(self) -> np.ndarray:
         """Rows of the kernel's table, but for the base and the target: each lies in one line of blocks."""
         (high, wide), (lines, columns) = self.weight.block, self.size
-        line = 0
-        while line < lines:
-            below = min(high - (self.row + line) % high, lines - line)
-            scale = self.weight.first + (self.row + line) // high * self.weight.scales[1] + self.column // wide
-            done, before = 0, self.column % wide
-            while done < columns:
-                width = min(wide * BAND - before, columns - done)
-                yield self.first + line * self.stride + done, self.stride, below, width, before, scale
-                done, before, scale = done + width, 0, scale + BAND
-            line += below
+        y = np.arange(-(self.row % high), lines, high).clip(0)[:, None]
+        x = np.arange(-(self.column % wide), columns, wide * BAND).clip(0)
+        scale = (self.row + y) // high * self.weight.scales[1] + (self.column + x) // wide + self.weight.first
+        below, right = np.diff(y, axis=0, append=lines), np.diff(x, append=columns)
+        found = self.first + y * self.stride + x, self.stride, below, right, (self.column + x) % wide, scale
+        return np.stack(np.broadcast_arrays(*found), -1).reshape(-1, len(found))
 
 
 class _Part(NamedTuple):
@@ -146,7 +139,7 @@ class QuantizingSource(ParameterSource):
         sizes = {size for block in self._blocks.values() for size in block}
         self._kernel = len(set(self._blocks.values())) == 1 and all(size & (size - 1) == 0 for size in sizes)
         self._kernel = self._kernel and kernel_works(device)
-        self._tables: dict[object, torch.Tensor] = {}
+        self._tables: dict[object, QuantizeTable] = {}
 
     def agree_on_layout(self, agreement: Agreement) -> ParameterSource:
         self._inner = self._inner.agree_on_layout(agreement)
@@ -187,13 +180,18 @@ class QuantizingSource(ParameterSource):
                 for view in views:
                     self._refuse(view)
                     alike.setdefault(view.name if shared else view.start, []).append(view)
-                weights, end = list[tuple[View, _Weight]](), unit.first
+                weights, scales, end = list[tuple[View, _Weight]](), list[View](), unit.first
                 for tied in alike.values():
                     (rows, columns), name = tied[0].shape, tied[0].name
-                    weights.append((tied[0], _Weight((rows, columns), self._blocks[name], end)))
-                    end = weights[-1][1].end
-                    if not unit.pieces:
-                        self._travels.append((unit, (_scale_base(base, tied, weights[-1][1]), weights[-1][1].first)))
+                    weights.append((tied[0], weight := _Weight((rows, columns), self._blocks[name], end)))
+                    numel = math.prod(weight.scales)
+                    scales += (View(view.name + SCALE, weight.scales, end - unit.first, numel) for view in tied)
+                    end += numel
+                if not unit.pieces:  # all scales of a parameter, which every rank knows, are sent by the first one
+                    lengths = end - unit.first, *(0 for _ in base.lengths[1:])
+                    self._travels.append(
+                        (unit, (Base(scales[0].name, "float32", 4, lengths, tuple(scales)), unit.first))
+                    )
                 in_fp8 = replace(part.base, dtype=dtype_name(FP8), itemsize=FP8.itemsize)
                 unit.pieces.append(_Piece(number, replace(part, base=in_fp8), tuple(weights)))
                 unit.end = end
@@ -336,30 +334,23 @@ class QuantizingSource(ParameterSource):
                 alike.setdefault(run.dtype, []).append((part, run))
         for dtype, found in alike.items():
             key = (dtype, *((id(part.piece), *part[1:]) for part, _ in found))
-            table = self._tables.get(key)
-            if table is None:
-                table = self._tables[key] = self._table([part for part, _ in found])
-            run_quantizer(
-                table, addresses(target, [run.data_ptr() for _, run in found], self._device), scales,
-                dtype, self._dtype, next(iter(self._blocks.values())), write,
-            )  # fmt: skip
+            if (table := self._tables.get(key)) is None:
+                block, dtypes = next(iter(self._blocks.values())), (dtype, self._dtype)
+                table = QuantizeTable(self._rows([part for part, _ in found]), dtypes, block, self._device)
+                self._tables[key] = table
+            table.run([target, *(run.data_ptr() for _, run in found)], scales, write)
         return left
 
-    def _table(self, parts: Sequence[_Part]) -> torch.Tensor:
-        rows = [
-            (number, part.piece.part.offset + part.begin + first, part.target + first, *more)
-            for number, part in enumerate(parts)
-            for each in self._cut(part.piece, part.begin, part.numel)
-            for first, *more in each.bands()
-        ]
-        return torch.tensor(rows, dtype=torch.int64).t().contiguous().to(self._device)
-
-
-def _scale_base(base: Base, tied: Sequence[View], weight: _Weight) -> Base:
-    """All scales of a weight, which are known on every rank, are sent by the first one."""
-    numel = math.prod(weight.scales)
-    views = tuple(View(view.name + SCALE, weight.scales, 0, numel) for view in tied)
-    return Base(views[0].name, "float32", 4, (numel, *(0 for _ in base.lengths[1:])), views)
+    def _rows(self, parts: Sequence[_Part]) -> np.ndarray:
+        found = []
+        for number, part in enumerate(parts):
+            for each in self._cut(part.piece, part.begin, part.numel):
+                bands = each.bands()
+                first = bands[:, :1]
+                base = np.full_like(first, number)
+                source = first + part.piece.part.offset + part.begin
+                found.append(np.hstack((base, source, first + part.target, bands[:, 1:])))
+        return np.concatenate(found)
 
 
 def _rectangles(run: Run, columns: int) -> Iterator[Run]:
